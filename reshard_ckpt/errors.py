@@ -1,0 +1,82 @@
+"""What can go wrong, grouped by what a handler would do about it.
+
+::
+
+    CheckpointError
+    ├── UsageError            the call or the state is wrong: fix the program
+    │   ├── NameCollisionError    two things flatten to one name
+    │   ├── UnsupportedError      this cannot be saved or loaded; the message says what to do
+    │   └── LayoutError           shards overlap, leave holes, or disagree between ranks
+    ├── MismatchError         checkpoint and target disagree: `.problems` lists each one
+    ├── CheckpointNotFound    the path holds no committed checkpoint
+    ├── CorruptError          bytes are damaged, missing or hostile: use another checkpoint
+    ├── StorageError          the disk or store refused: free space, fix rights, try again
+    └── PeerError             another rank failed, disagreed or did not arrive: `.ranks` names them
+
+A failure on one rank is raised on every rank: with the class and message of the first failing rank,
+prefixed by its number, so a handler needs to know no other rule on any rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class CheckpointError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class UsageError(CheckpointError):
+    """The call or the state passed is wrong: fix the program."""
+
+
+class NameCollisionError(UsageError):
+    """Two different things in the state flatten to the same name."""
+
+
+class UnsupportedError(UsageError):
+    """Something that cannot be saved or loaded; the message says what to do instead."""
+
+
+class LayoutError(UsageError):
+    """Shards overlap, leave a region of their tensor uncovered, or disagree between ranks."""
+
+
+class CheckpointNotFound(CheckpointError):
+    """The path holds no committed checkpoint."""
+
+
+class CorruptError(CheckpointError):
+    """Bytes of a checkpoint are damaged, missing, or not what a writer could have written."""
+
+
+class StorageError(CheckpointError):
+    """The disk or the store refused an operation."""
+
+
+class MismatchError(CheckpointError):
+    """Checkpoint and target disagree.
+
+    Attributes
+    ----------
+    problems
+        One line for each disagreement, all of them, also those that the message leaves out.
+    """
+
+    def __init__(self, message: str, problems: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.problems = tuple(problems)
+
+
+class PeerError(CheckpointError):
+    """Another rank failed, disagreed, or did not arrive before the deadline.
+
+    Attributes
+    ----------
+    ranks
+        The ranks at fault.
+    """
+
+    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
