@@ -1,0 +1,213 @@
+"""Which elements do a run of a box and another box share? Everything here is vectorized over many runs at once.
+
+A *run* is the elements ``[start, start + count)`` of the row-major order of a box. Runs are the one geometry of this package: a
+plain shard is the run that is its whole box, a flat optimizer range is a run of the tensor it flattens, a replica's part and
+a window of a file are runs again. Two steps answer every question about them:
+
+1. `decompose` cuts each run into at most ``2 D - 1`` boxes, each of them contiguous in the run;
+2. `intersect` meets boxes with boxes.
+
+Arrays are ``(N, D)`` int64, one run or box a row; tensors of fewer dims are padded on the left with offset 0 and length 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+I64 = NDArray[np.int64]
+
+
+def pad_left(rows: I64, width: int, fill: int) -> I64:
+    """Widen ``(N, D)`` to ``(N, width)`` with leading columns of ``fill``.
+
+    >>> pad_left(np.array([[5, 6]]), 3, 1).tolist()
+    [[1, 5, 6]]
+    """
+    missing = width - rows.shape[1]
+    return rows if missing == 0 else np.pad(rows, ((0, 0), (missing, 0)), constant_values=fill)
+
+
+def strides_of(lengths: I64) -> I64:
+    """Row-major element strides of each box.
+
+    >>> strides_of(np.array([[2, 3, 4]])).tolist()
+    [[12, 4, 1]]
+    """
+    strides = np.ones_like(lengths)
+    np.cumprod(lengths[:, :0:-1], axis=1, out=strides[:, -2::-1])
+    return strides
+
+
+def volumes(lengths: I64) -> I64:
+    """The number of elements of each box."""
+    return np.prod(lengths, axis=1, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Boxes:
+    """Boxes cut out of runs: ``parent`` is the run's index; offsets are relative to the run's box; runs stay in order."""
+
+    parent: I64
+    offsets: I64
+    lengths: I64
+
+
+def decompose(lengths: I64, start: I64, count: I64) -> Boxes:
+    """Cut each run of a box into at most ``2 D - 1`` boxes, in the order of the run.
+
+    Write the ends of the run as mixed-radix digits over the box's lengths. They agree on the leading digits and differ first at some dim
+    ``k``. The run is then: for each dim inside ``k``, from the innermost out, what is left of the row in which it begins (*head*); along
+    ``k``, the whole slices between (*middle*); and for each dim inside ``k``, from the outside in, what it covers of the
+    row in which it ends (*tail*).
+
+    Parameters
+    ----------
+    lengths : (N, D)
+        The boxes.
+    start, count : (N,)
+        The runs, in elements; empty runs give no box.
+
+    Returns
+    -------
+    Boxes
+        ``(M, D)``, sorted by parent and then by position in the run.
+
+    Examples
+    --------
+    Elements 1 to 9 of a 4 × 3 box: the end of row 0, rows 1 and 2, the first of row 3.
+
+    >>> boxes = decompose(np.array([[4, 3]]), np.array([1]), np.array([9]))
+    >>> np.hstack([boxes.offsets, boxes.lengths]).tolist()
+    [[0, 1, 1, 2], [1, 0, 2, 3], [3, 0, 1, 1]]
+    """
+    whole = (start == 0) & (count == volumes(lengths)) & (count > 0)
+    if whole.all():
+        return Boxes(np.arange(len(start)), np.zeros_like(lengths), lengths)
+    partial = np.flatnonzero(~whole & (count > 0))
+    cut = _cut(lengths[partial], start[partial], count[partial])
+    keep = np.flatnonzero(whole)
+    parent = np.concatenate([keep, partial[cut.parent]])
+    order = np.argsort(parent, kind="stable")
+    return Boxes(
+        parent[order],
+        np.concatenate([np.zeros_like(lengths[keep]), cut.offsets])[order],
+        np.concatenate([lengths[keep], cut.lengths])[order],
+    )
+
+
+def _digits(position: I64, strides: I64, lengths: I64) -> I64:
+    """Mixed-radix digits; the outermost may equal its length, at the end of the box."""
+    digits = position[:, None] // strides
+    digits[:, 1:] %= lengths[:, 1:]
+    return digits
+
+
+def _cut(lengths: I64, start: I64, count: I64) -> Boxes:
+    """`decompose` for runs that are not empty."""
+    num, dims = lengths.shape
+    strides = strides_of(lengths)
+    first, last = _digits(start, strides, lengths), _digits(start + count, strides, lengths)
+    split = np.argmax(first != last, axis=1)
+    # begun[:, d]: the run starts inside a slice of dim d, so some digit after d is not 0.
+    begun = np.zeros((num, dims + 1), dtype=bool)
+    begun[:, :dims] = np.logical_or.accumulate((first > 0)[:, ::-1], axis=1)[:, ::-1]
+    parents: list[I64] = []
+    offsets: list[I64] = []
+    sizes: list[I64] = []
+
+    def emit(mask: NDArray[np.bool_], dim: int, digits: I64, low: I64, high: I64) -> None:
+        rows = np.flatnonzero(mask & (high > low))
+        offset, size = digits[rows].copy(), np.ones((len(rows), dims), dtype=np.int64)
+        offset[:, dim], size[:, dim] = low[rows], (high - low)[rows]
+        offset[:, dim + 1 :], size[:, dim + 1 :] = 0, lengths[rows, dim + 1 :]
+        parents.append(rows)
+        offsets.append(offset)
+        sizes.append(size)
+
+    inside = begun[:, 1:]
+    for dim in range(dims - 1, 0, -1):
+        emit((dim > split) & begun[:, dim], dim, first, first[:, dim] + inside[:, dim], lengths[:, dim])
+    for dim in range(dims):
+        emit(split == dim, dim, first, first[:, dim] + inside[:, dim], last[:, dim])
+    for dim in range(1, dims):
+        emit(dim > split, dim, last, np.zeros_like(start), last[:, dim])
+    parent = np.concatenate(parents)
+    order = np.argsort(parent, kind="stable")
+    return Boxes(parent[order], np.concatenate(offsets)[order], np.concatenate(sizes)[order])
+
+
+def as_boxes(offsets: I64, lengths: I64, start: I64, count: I64) -> tuple[I64, I64, I64, I64]:
+    """Write each run that is a box as that box; others are left as they are.
+
+    Returns
+    -------
+    offsets, lengths, start, count
+        The same runs; a run that is exactly one box has ``start`` 0 and ``count`` equal to the box's volume.
+
+    Examples
+    --------
+    >>> o, l, s, c = as_boxes(np.array([[4, 0]]), np.array([[4, 3]]), np.array([3]), np.array([6]))
+    >>> o.tolist(), l.tolist(), s.tolist(), c.tolist()
+    ([[5, 0]], [[2, 3]], [0], [6])
+    """
+    partial = np.flatnonzero((count > 0) & (count != volumes(lengths)))
+    if len(partial) == 0:
+        return offsets, lengths, start, count
+    boxes = decompose(lengths[partial], start[partial], count[partial])
+    alone = np.flatnonzero(np.bincount(boxes.parent, minlength=len(partial))[boxes.parent] == 1)
+    rows = partial[boxes.parent[alone]]
+    offsets, lengths, start = offsets.copy(), lengths.copy(), start.copy()
+    offsets[rows] += boxes.offsets[alone]
+    lengths[rows] = boxes.lengths[alone]
+    start[rows] = 0
+    return offsets, lengths, start, count
+
+
+def bounds(offsets: I64, lengths: I64, start: I64, count: I64) -> tuple[I64, I64]:
+    """A box around each run: its own box, narrowed along the outermost dim that is longer than 1.
+
+    Returns
+    -------
+    low, high : (N, D)
+        Global coordinates; for whole boxes they are exact.
+    """
+    low, high = offsets.copy(), offsets + lengths
+    partial = np.flatnonzero(count != volumes(lengths))
+    if len(partial) == 0:
+        return low, high
+    size = lengths[partial]
+    dim = np.argmax(size > 1, axis=1)
+    stride = strides_of(size)[np.arange(len(partial)), dim]
+    first, last = start[partial] // stride, -(-(start[partial] + count[partial]) // stride)
+    high[partial, dim] = low[partial, dim] + last
+    low[partial, dim] += first
+    return low, high
+
+
+def ranges(lengths: I64) -> tuple[I64, I64]:
+    """For each ``i`` the numbers ``0 … lengths[i] - 1``, end to end, and the ``i`` of each.
+
+    >>> [a.tolist() for a in ranges(np.array([2, 0, 3]))]
+    [[0, 0, 2, 2, 2], [0, 1, 0, 1, 2]]
+    """
+    owner = np.repeat(np.arange(len(lengths)), lengths)
+    return owner, np.arange(len(owner)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+
+
+def group_ids(columns: I64) -> tuple[I64, I64]:
+    """Number the distinct rows of ``(N, K)``: the id of each row, and the index of the first row of each id.
+
+    >>> [a.tolist() for a in group_ids(np.array([[1, 2], [0, 0], [1, 2]]))]
+    [[1, 0, 1], [1, 0]]
+    """
+    if len(columns) == 0:
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    order = np.lexsort(columns.T[::-1])
+    ordered = columns[order]
+    new = np.concatenate([[True], (ordered[1:] != ordered[:-1]).any(axis=1)])
+    ids = np.empty(len(columns), np.int64)
+    ids[order] = np.cumsum(new) - 1
+    return ids, order[new]

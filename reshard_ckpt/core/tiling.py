@@ -1,0 +1,189 @@
+"""Do these runs cover a tensor exactly once? Proves it for all tensors, or says where it fails.
+
+1. Runs of one box are lined up: consecutive runs join, an overlap is a fault. A box that its runs fill counts as a box.
+2. The boxes of a tensor tile it if no two overlap and their volumes add up to its size. Tensors with the same shape and boxes are
+   proved once: layers alike share one proof.
+3. What is left of partly filled boxes is cut into boxes first (`decompose`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .geometry import I64, bounds, decompose, ranges, volumes
+
+MAX_PAIRS = 1 << 21
+"""Pairs of boxes compared in one step; bounds memory, not the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Where tiling fails: two runs that overlap (indices into the input) or a region that none covers."""
+
+    tensor: int
+    rows: tuple[int, ...]
+    low: tuple[int, ...]
+    high: tuple[int, ...]
+    missing: int
+    """Elements that no run covers; 0 for an overlap."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Joined:
+    """Runs after joining; ``row`` is one of the runs that went in."""
+
+    tensor: I64
+    offsets: I64
+    lengths: I64
+    start: I64
+    count: I64
+    row: I64
+
+
+def find_faults(shapes: I64, tensor: I64, offsets: I64, lengths: I64, start: I64, count: I64, box: I64) -> Iterator[Fault]:
+    """Every tensor that its runs do not tile.
+
+    Parameters
+    ----------
+    shapes : (T, D)
+        Global shapes.
+    tensor : (R,)
+        The tensor of each run; in any order.
+    offsets, lengths : (R, D)
+    start, count : (R,)
+    box : (R,)
+        Equal for runs of the same box (of the same tensor or not).
+    """
+    order = np.lexsort((start, box, tensor))
+    order = order[count[order] > 0]
+    key = np.stack([tensor[order], box[order]], axis=1)
+    same = (key[1:] == key[:-1]).all(axis=1)
+    ends = (start + count)[order]
+    gap = start[order[1:]] - ends[:-1]
+    for i in np.flatnonzero(same & (gap < 0)).tolist():
+        yield _overlap(int(tensor[order[i]]), order[i : i + 2], offsets, lengths, start, count)
+    new = np.concatenate([[True], ~(same & (gap == 0))]) if len(order) else np.zeros(0, bool)
+    first = np.flatnonzero(new)
+    last = np.append(first[1:], len(order))[: len(first)] - 1
+    head = order[first]
+    joined = _Joined(tensor[head], offsets[head], lengths[head], start[head], ends[last] - start[head], head)
+    yield from _box_faults(shapes, joined, (offsets, lengths, start, count))
+
+
+def _overlap(tensor: int, rows: I64, offsets: I64, lengths: I64, start: I64, count: I64) -> Fault:
+    low, high = bounds(offsets[rows], lengths[rows], start[rows], count[rows])
+    region = low.max(axis=0), np.maximum(high.min(axis=0), low.max(axis=0))
+    return Fault(tensor, tuple(rows.tolist()), tuple(region[0].tolist()), tuple(region[1].tolist()), 0)
+
+
+def _box_faults(shapes: I64, joined: _Joined, runs: tuple[I64, I64, I64, I64]) -> Iterator[Fault]:
+    cut = decompose(joined.lengths, joined.start, joined.count)
+    tensor, row = joined.tensor[cut.parent], joined.row[cut.parent]
+    low = joined.offsets[cut.parent] + cut.offsets
+    first = np.searchsorted(tensor, np.arange(len(shapes)))
+    last = np.searchsorted(tensor, np.arange(len(shapes)), side="right")
+    sizes = volumes(shapes)
+    covered = np.bincount(tensor, minlength=len(shapes))
+    proved: set[bytes] = set()
+    for t in np.flatnonzero((sizes > 0) | (covered > 0)).tolist():
+        part = slice(first[t], last[t])
+        layout = shapes[t].tobytes() + low[part].tobytes() + cut.lengths[part].tobytes()
+        if layout in proved:
+            continue
+        pair = find_overlap(low[part], cut.lengths[part])
+        if pair is not None:
+            yield _overlap(t, row[part][list(pair)], *runs)
+            continue
+        missing = int(sizes[t] - volumes(cut.lengths[part]).sum())
+        if missing:
+            gap_low, gap_high = find_gap(shapes[t], low[part], cut.lengths[part])
+            yield Fault(t, (), gap_low, gap_high, missing)
+            continue
+        proved.add(layout)
+
+
+def find_overlap(offsets: I64, lengths: I64) -> tuple[int, int] | None:
+    """Two boxes that share an element, or None.
+
+    Boxes are swept along the dim on which the fewest pairs meet.
+    """
+    if len(offsets) < 2:
+        return None
+    best = min(range(offsets.shape[1]), key=lambda dim: int(_meeting(offsets, lengths, dim)[1].sum()))
+    order, meets = _meeting(offsets, lengths, best)
+    for part in _batches(meets, MAX_PAIRS):
+        owner, step = ranges(meets[part])
+        left = order[owner + part.start]
+        right = order[owner + part.start + 1 + step]
+        clash = (offsets[left] < offsets[right] + lengths[right]) & (offsets[right] < offsets[left] + lengths[left])
+        hit = np.flatnonzero(clash.all(axis=1))
+        if len(hit):
+            return int(left[hit[0]]), int(right[hit[0]])
+    return None
+
+
+def _meeting(offsets: I64, lengths: I64, dim: int) -> tuple[I64, I64]:
+    """Boxes by their beginning along a dim, and how many of the following ones begin before each ends."""
+    order = np.argsort(offsets[:, dim], kind="stable")
+    begin = offsets[order, dim]
+    until = np.searchsorted(begin, begin + lengths[order, dim], side="left")
+    return order, np.maximum(until - np.arange(len(order)) - 1, 0)
+
+
+def _batches(sizes: I64, limit: int) -> Iterator[slice]:
+    """Consecutive slices whose sizes add up to about the limit."""
+    total = np.cumsum(sizes)
+    begin = 0
+    while begin < len(sizes):
+        used = int(total[begin - 1]) if begin else 0
+        end = max(begin + 1, int(np.searchsorted(total, used + limit, side="right")))
+        yield slice(begin, end)
+        begin = end
+
+
+def find_gap(shape: I64, offsets: I64, lengths: I64) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """A box of the tensor that none of these disjoint boxes touches, found by halving the tensor.
+
+    >>> find_gap(np.array([4, 2]), np.array([[0, 0], [3, 0]]), np.array([[2, 2], [1, 2]]))
+    ((2, 0), (3, 2))
+    """
+    low, high = np.zeros_like(shape), shape.copy()
+    while True:
+        begin, end = np.maximum(offsets, low), np.minimum(offsets + lengths, high)
+        inside = np.flatnonzero((begin < end).all(axis=1))
+        if len(inside) == 0:
+            return tuple(low.tolist()), tuple(high.tolist())
+        # Cut along a face of some box, so that a half is either covered, free, or simpler.
+        i = inside[0]
+        offsets, lengths = begin[inside], (end - begin)[inside]
+        dim, at = _face(low, high, begin[i], end[i])
+        left_high, right_low = high.copy(), low.copy()
+        left_high[dim], right_low[dim] = at, at
+        left = volumes(np.maximum(np.minimum(offsets + lengths, left_high) - offsets, 0)).sum()
+        if left < volumes((left_high - low)[None])[0]:
+            high = left_high
+        else:
+            low = right_low
+
+
+def _face(low: I64, high: I64, begin: I64, end: I64) -> tuple[int, int]:
+    """A dim and a coordinate strictly inside ``low … high`` where the box begins or ends."""
+    for dim in range(len(low)):
+        if begin[dim] > low[dim]:
+            return dim, int(begin[dim])
+        if end[dim] < high[dim]:
+            return dim, int(end[dim])
+    raise AssertionError("the box fills the region, so nothing of it is uncovered")
+
+
+def describe_region(low: Sequence[int], high: Sequence[int], ndim: int) -> str:
+    """A region as people write it, without padding.
+
+    >>> describe_region((0, 2, 0), (1, 3, 4), 2)
+    '[2:3, 0:4]'
+    """
+    dims = list(zip(low, high, strict=True))[len(low) - ndim :]
+    return "[" + ", ".join(f"{a}:{b}" for a, b in dims) + "]"
