@@ -1,0 +1,17 @@
+"""What every test shares: one thread a process, and Hypothesis without deadlines."""
+
+from __future__ import annotations
+
+import os
+
+# Before torch is imported: tests start up to 8 processes on 2 cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from hypothesis import HealthCheck, settings
+
+_CALM = (HealthCheck.too_slow, HealthCheck.data_too_large)
+
+settings.register_profile("dev", deadline=None, suppress_health_check=_CALM)
+settings.register_profile("ci", deadline=None, suppress_health_check=_CALM, derandomize=True, print_blob=True)
+settings.register_profile("long", deadline=None, suppress_health_check=_CALM, max_examples=5000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
