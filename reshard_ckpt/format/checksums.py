@@ -1,0 +1,178 @@
+"""How is every byte of a shard file proved, also when only some of it is read?
+
+1. The file is cut into blocks of `block_bytes` from byte 0, the last one as long as what is left; each has an XXH3-64.
+2. The digests of all blocks, behind a header that says what they are of, make the digests file beside the shard file.
+3. The catalog keeps one XXH3-128 of the digests file, so the chain of proof begins there.
+
+A reader of a few bytes needs only the blocks that hold them: `block_digest` of each, compared with `Digests.values`.
+XXH3 finds damage; it does not keep out somebody who forges both the data and the catalog.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from ..errors import CorruptError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer  # collections.abc has it from Python 3.12 on
+
+BLOCK_BYTES = 128 * 1024
+"""Small enough that a slice of a row proves little more than itself, large enough that digests are 1/16,384 of the data."""
+
+ALLOWED_BLOCK_BYTES = (64 * 1024, 128 * 1024, 256 * 1024)
+
+_MAGIC = b"RSHDIGST"
+_VERSION = 1
+_HEADER = struct.Struct("<8sIIQ")
+
+
+@dataclass(frozen=True, slots=True)
+class Digests:
+    """The XXH3-64 of each block of one shard file, in order."""
+
+    block_bytes: int
+    values: NDArray[np.uint64]
+
+
+def num_blocks(file_size: int, block_bytes: int) -> int:
+    """How many blocks a file has.
+
+    >>> num_blocks(131073, 131072)
+    2
+    """
+    return -(-file_size // block_bytes)
+
+
+def digests_file_bytes(file_size: int, block_bytes: int = BLOCK_BYTES) -> int:
+    """The size of the digests file of a shard file of `file_size` bytes."""
+    return _HEADER.size + 8 * num_blocks(file_size, block_bytes)
+
+
+def digest128(data: Buffer) -> bytes:
+    """The XXH3-128 of `data`, 16 bytes in its canonical (big-endian) form.
+
+    >>> digest128(b"").hex()
+    '99aa06d3014798d86001c324468d497f'
+    """
+    return xxhash.xxh3_128_digest(data)
+
+
+def block_digest(*fragments: Buffer) -> int:
+    """The XXH3-64 of a block whose bytes lie in several places, in their order.
+
+    >>> block_digest(b"ab", b"c") == block_digest(b"abc")
+    True
+    """
+    if len(fragments) == 1:
+        return xxhash.xxh3_64_intdigest(fragments[0])
+    hasher = xxhash.xxh3_64()
+    for fragment in fragments:
+        hasher.update(fragment)
+    return hasher.intdigest()
+
+
+class BlockHasher:
+    """Digests of a shard file as it is written, whatever the sizes of the writes.
+
+    >>> hasher = BlockHasher()
+    >>> hasher.update(b"x" * 200_000)
+    >>> len(decode_digests(hasher.finish(), 200_000).values)
+    2
+    """
+
+    def __init__(self, block_bytes: int = BLOCK_BYTES) -> None:
+        self._block_bytes = block_bytes
+        self._digests: list[int] = []
+        self._open = xxhash.xxh3_64()
+        self._open_bytes = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes seen so far."""
+        return len(self._digests) * self._block_bytes + self._open_bytes
+
+    def update(self, data: Buffer) -> None:
+        """Take the next bytes of the file, from any contiguous buffer."""
+        view = memoryview(data)
+        if view.nbytes == 0:  # also spares the cast below a shape that holds a zero, which it refuses
+            return
+        view = view.cast("B")
+        taken = self._fill_open_block(view)
+        whole = view.nbytes - (view.nbytes - taken) % self._block_bytes
+        self._digests += [
+            xxhash.xxh3_64_intdigest(view[at : at + self._block_bytes]) for at in range(taken, whole, self._block_bytes)
+        ]
+        if whole < view.nbytes:
+            self._open.update(view[whole:])
+            self._open_bytes += view.nbytes - whole
+
+    def _fill_open_block(self, view: memoryview) -> int:
+        """How many bytes of `view` went into a block begun before; afterwards no block is open unless `view` is used up."""
+        if self._open_bytes == 0:
+            return 0
+        head = view[: self._block_bytes - self._open_bytes]
+        self._open.update(head)
+        self._open_bytes += head.nbytes
+        if self._open_bytes == self._block_bytes:
+            self._close_block()
+        return head.nbytes
+
+    def _close_block(self) -> None:
+        self._digests.append(self._open.intdigest())
+        self._open.reset()
+        self._open_bytes = 0
+
+    def finish(self) -> bytes:
+        """The digests file of all bytes seen."""
+        size = self.num_bytes
+        if self._open_bytes:
+            self._close_block()
+        return encode_digests(self._digests, self._block_bytes, size)
+
+
+def encode_digests(values: Iterable[int] | NDArray[np.uint64], block_bytes: int, file_size: int) -> bytes:
+    """The digests file: a header, then a little-endian uint64 for each block."""
+    column = values if isinstance(values, np.ndarray) else np.fromiter(values, np.uint64)
+    return _HEADER.pack(_MAGIC, _VERSION, block_bytes, file_size) + column.astype("<u8").tobytes()
+
+
+def decode_digests(data: bytes | memoryview, file_size: int, *, name: str = "digests file") -> Digests:
+    """Read a digests file.
+
+    Parameters
+    ----------
+    data
+        All of it; the caller proves it against the catalog's digest of it.
+    file_size
+        Bytes of the shard file that it must describe.
+    name
+        What to call it in messages.
+
+    Raises
+    ------
+    CorruptError
+        It is damaged, of a newer version, or describes a file of another size.
+    """
+    if len(data) < _HEADER.size:
+        raise CorruptError(f"{name}: {len(data)} bytes, less than a header of {_HEADER.size}; use another checkpoint")
+    magic, version, block_bytes, size = _HEADER.unpack_from(data)
+    if magic != _MAGIC:
+        raise CorruptError(f"{name}: begins with {magic!r}, not with {_MAGIC!r}: no digests file; use another checkpoint")
+    if version != _VERSION:
+        raise CorruptError(f"{name}: version {version}, written by a newer version than this, which reads {_VERSION}; upgrade")
+    if block_bytes not in ALLOWED_BLOCK_BYTES:
+        raise CorruptError(f"{name}: blocks of {block_bytes} bytes, none of {ALLOWED_BLOCK_BYTES}; use another checkpoint")
+    if size != file_size:
+        raise CorruptError(f"{name}: describes a file of {size} bytes, but it has {file_size}; use another checkpoint")
+    if len(data) != digests_file_bytes(size, block_bytes):
+        wanted = digests_file_bytes(size, block_bytes)
+        raise CorruptError(f"{name}: {len(data)} bytes, but {size} bytes of data need {wanted}; use another checkpoint")
+    return Digests(block_bytes, np.frombuffer(data, "<u8", offset=_HEADER.size).astype(np.uint64, copy=False))

@@ -1,0 +1,286 @@
+"""What does one shard file look like? Stock safetensors, whose tensor names tell which part of which tensor each one is.
+
+1. A tensor that is whole in the file is stored under its own name, so a one-process checkpoint opens with any safetensors tool.
+2. A box is stored as ``<escaped name>@[0:4,8:16]``, a begin and an end for each dim.
+3. A run of a box that is no box itself is stored flat, as ``<escaped name>@[0:4,8:16]#[5:17]``, counted in the box's elements.
+4. The bytes of a value are stored as ``<escaped name>@[value]`` or, each rank's own, ``<escaped name>@[value,3]``.
+
+A whole tensor whose own name could be read as one of these takes form 2. The catalog alone defines a checkpoint: names in files
+serve people and other tools, and `parse_member_name` reads them back.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+from urllib.parse import unquote
+
+from ..core.dtypes import ITEM_BYTES
+from ..core.state import Ints
+from ..errors import CorruptError, UnsupportedError, UsageError
+
+ALIGNMENT = 64
+"""Data begin at a multiple of this many bytes, so that items sorted by size, largest first, are all aligned when mapped."""
+
+MAX_HEADER_BYTES = 100_000_000
+"""What safetensors itself accepts as the JSON of one file."""
+
+METADATA = "__metadata__"
+
+_LENGTH_BYTES = 8
+_FOREIGN_DTYPES = frozenset({"F4", "F6_E2M3", "F6_E3M2", "F8_E8M0"})
+_ESCAPED = re.compile(r"[%@\x00-\x1f\x7f]")
+_SUFFIX = re.compile(r"@\[(?:(?P<value>value)(?:,(?P<rank>\d+))?|(?P<box>(?:\d+:\d+(?:,\d+:\d+)*)?))\](?:#\[(?P<run>\d+:\d+)\])?")
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One tensor of a shard file, as the file calls it."""
+
+    name: str
+    dtype: str
+    shape: Ints
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A parsed header: `offsets` are bytes from the beginning of the file, one for each member, in order of offset."""
+
+    members: tuple[Member, ...]
+    offsets: Ints
+    metadata: dict[str, str]
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemberKey:
+    """What a member's name says; `box` is None for a whole tensor or a value, `run` for a whole box."""
+
+    name: str
+    box: tuple[tuple[int, int], ...] | None = None
+    run: tuple[int, int] | None = None
+    is_value: bool = False
+    rank: int | None = None
+
+
+def escape(name: str) -> str:
+    """The name without characters that mean something in a member's name; `urllib.parse.unquote` undoes it.
+
+    >>> escape("a@b%")
+    'a%40b%25'
+    """
+    return _ESCAPED.sub(lambda match: f"%{ord(match[0]):02X}", name)
+
+
+def sub_box(offsets: Ints, lengths: Ints, start: int, count: int) -> tuple[Ints, Ints] | None:
+    """The box of the global tensor that a run of a box is, or None where it is none.
+
+    >>> sub_box((10, 0), (4, 8), 8, 16)
+    ((11, 0), (2, 8))
+    >>> sub_box((10, 0), (4, 8), 3, 16) is None
+    True
+    """
+    if count == 0:
+        return (offsets, lengths) if 0 in lengths else None
+    inner = 1
+    for dim in reversed(range(len(lengths))):
+        outer = inner * lengths[dim]
+        block, begin = divmod(start, outer)
+        if begin + count <= outer:  # the innermost dim whose one index on each dim before it holds all of the run
+            if begin % inner or count % inner:
+                return None
+            at = (*_unravel(block, lengths[:dim]), begin // inner) + (0,) * (len(lengths) - dim - 1)
+            size = (1,) * dim + (count // inner, *lengths[dim + 1 :])
+            return tuple(o + a for o, a in zip(offsets, at, strict=True)), size
+        inner = outer
+    return offsets, lengths
+
+
+def _unravel(index: int, lengths: Ints) -> Ints:
+    coordinates = []
+    for length in reversed(lengths):
+        index, coordinate = divmod(index, length)
+        coordinates.append(coordinate)
+    return tuple(reversed(coordinates))
+
+
+def member_name(name: str, shape: Ints, offsets: Ints, lengths: Ints, start: int, count: int) -> str:
+    """What the run ``[start, start + count)`` of a box of a tensor is called in a shard file.
+
+    >>> member_name("w", (4, 8), (0, 0), (4, 8), 0, 32)
+    'w'
+    >>> member_name("w", (4, 8), (0, 4), (4, 4), 4, 8)
+    'w@[1:3,4:8]'
+    >>> member_name("w", (4, 8), (0, 4), (4, 4), 5, 8)
+    'w@[0:4,4:8]#[5:13]'
+    """
+    return make_member(name, "U8", shape, offsets, lengths, start, count).name
+
+
+def make_member(name: str, dtype: str, shape: Ints, offsets: Ints, lengths: Ints, start: int, count: int) -> Member:
+    """The member that holds a run of a box: boxes keep their dims, what is no box is flat."""
+    num_bytes = count * ITEM_BYTES[dtype]
+    box = sub_box(offsets, lengths, start, count)
+    if box is None:
+        run = f"{escape(name)}@[{_box_text(offsets, lengths)}]#[{start}:{start + count}]"
+        return Member(run, dtype, (count,), num_bytes)
+    if box[1] == shape and "@[" not in name and name != METADATA:
+        return Member(name, dtype, shape, num_bytes)
+    return Member(f"{escape(name)}@[{_box_text(*box)}]", dtype, box[1], num_bytes)
+
+
+def _box_text(offsets: Ints, lengths: Ints) -> str:
+    return ",".join(f"{offset}:{offset + length}" for offset, length in zip(offsets, lengths, strict=True))
+
+
+def blob_name(value_name: str, rank: int | None) -> str:
+    """What the bytes of a value are called in a shard file; `rank` where each rank has its own.
+
+    >>> blob_name("extra.rng", 3)
+    'extra.rng@[value,3]'
+    """
+    return f"{escape(value_name)}@[value]" if rank is None else f"{escape(value_name)}@[value,{rank}]"
+
+
+def parse_member_name(member: str) -> MemberKey:
+    """What a member's name says; names that no suffix of ours ends are whole tensors.
+
+    >>> parse_member_name("a%40b@[0:4,4:8]#[5:13]")
+    MemberKey(name='a@b', box=((0, 4), (4, 8)), run=(5, 13), is_value=False, rank=None)
+    """
+    at = member.find("@[")
+    match = _SUFFIX.fullmatch(member, at) if at >= 0 else None
+    if match is None:
+        return MemberKey(member)
+    name = unquote(member[:at])
+    if match["value"]:
+        return MemberKey(name, is_value=True, rank=None if match["rank"] is None else int(match["rank"]))
+    box = tuple(_interval(part) for part in match["box"].split(",") if part)
+    return MemberKey(name, box, None if match["run"] is None else _interval(match["run"]))
+
+
+def _interval(text: str) -> tuple[int, int]:
+    begin, end = text.split(":")
+    return int(begin), int(end)
+
+
+def header_cost(member: Member) -> int:
+    """At most how many bytes of header one member takes: keeps the members of a file below `MAX_HEADER_BYTES`."""
+    return len(json.dumps(member.name, ensure_ascii=False).encode()) + 21 * (len(member.shape) + 2) + 64
+
+
+def header(members: Sequence[Member], metadata: Mapping[str, str]) -> bytes:
+    """The beginning of a shard file, up to where the data of its members begin, one right after the other.
+
+    Parameters
+    ----------
+    members
+        In the order of their data; sort them by item size, largest first, so that every one is aligned.
+    metadata
+        Text that any safetensors tool shows.
+
+    Raises
+    ------
+    UsageError
+        Two members have one name, or the header is larger than safetensors reads.
+    """
+    table: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
+    at = 0
+    for member in members:
+        if member.name in table or member.name == METADATA:
+            raise UsageError(f"{member.name}: twice in one shard file; give each tensor a name of its own")
+        table[member.name] = {"dtype": member.dtype, "shape": member.shape, "data_offsets": (at, at + member.num_bytes)}
+        at += member.num_bytes
+    text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
+    padded = -(-(_LENGTH_BYTES + len(text)) // ALIGNMENT) * ALIGNMENT - _LENGTH_BYTES
+    if padded > MAX_HEADER_BYTES:
+        raise UsageError(f"a shard file's header of {padded} bytes is over the {MAX_HEADER_BYTES} of safetensors; use more files")
+    return padded.to_bytes(_LENGTH_BYTES, "little") + text.ljust(padded)
+
+
+def header_num_bytes(data: bytes | memoryview, *, name: str = "shard file") -> int:
+    """How many bytes to read for `parse_header`, from the first 8 of a file."""
+    if len(data) < _LENGTH_BYTES:
+        raise CorruptError(f"{name}: {len(data)} bytes, too short for safetensors; use another checkpoint")
+    length = int.from_bytes(data[:_LENGTH_BYTES], "little")
+    if not 2 <= length <= MAX_HEADER_BYTES:
+        raise CorruptError(f"{name}: a header of {length} bytes is none of safetensors; use another checkpoint")
+    return _LENGTH_BYTES + length
+
+
+def parse_header(data: bytes | memoryview, *, file_size: int | None = None, name: str = "shard file") -> Header:
+    """Read the header of a safetensors file; `data` begins with the file and holds at least its header.
+
+    Raises
+    ------
+    CorruptError
+        It breaks a rule of safetensors, or does not describe a file of `file_size` bytes.
+    UnsupportedError
+        It is fine, but of a dtype that this library does not know.
+    """
+    end = header_num_bytes(data, name=name)
+    if len(data) < end:
+        raise CorruptError(f"{name}: ends after {len(data)} bytes, within its header of {end}; use another checkpoint")
+    try:
+        table = json.loads(bytes(data[_LENGTH_BYTES:end]).decode(), object_pairs_hook=_unique)
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise CorruptError(f"{name}: its header is no JSON of safetensors ({error}); use another checkpoint") from error
+    if not isinstance(table, dict):
+        raise CorruptError(f"{name}: its header is no JSON object; use another checkpoint")
+    metadata = table.pop(METADATA, {})
+    if not isinstance(metadata, dict) or any(type(text) is not str for text in metadata.values()):
+        raise CorruptError(f"{name}: its {METADATA} is no map of text to text; use another checkpoint")
+    placed = sorted((_member(key, entry, name) for key, entry in table.items()), key=lambda item: (item[0], item[1].num_bytes))
+    _check_contiguous(placed, name, None if file_size is None else file_size - end)
+    return Header(tuple(m for _, m in placed), tuple(end + at for at, _ in placed), metadata, end)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        raise ValueError("a key occurs twice")
+    return table
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _member(key: str, entry: Any, name: str) -> tuple[int, Member]:
+    """One entry of the header and where its data begin, counted from the end of the header."""
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise CorruptError(f"{name}: {key!r:.200} has not exactly dtype, shape and data_offsets; use another checkpoint")
+    dtype, shape, span = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if dtype in _FOREIGN_DTYPES:
+        raise UnsupportedError(
+            f"{name}: {key!r:.200} is of dtype {dtype}, which is not read yet; convert it to one of {[*ITEM_BYTES]}"
+        )
+    if type(dtype) is not str or dtype not in ITEM_BYTES:
+        raise CorruptError(f"{name}: {key!r:.200} is of dtype {dtype!r:.80}, none of safetensors; use another checkpoint")
+    if not isinstance(shape, list) or not all(map(_is_size, shape)) or len(shape) > 64:
+        raise CorruptError(f"{name}: {key!r:.200} has shape {shape!r:.80}, which is none; use another checkpoint")
+    if not isinstance(span, list) or len(span) != 2 or not all(map(_is_size, span)):
+        raise CorruptError(f"{name}: {key!r:.200} has data_offsets {span!r:.80}, which are none; use another checkpoint")
+    num_bytes = prod(shape) * ITEM_BYTES[dtype]
+    if span[1] - span[0] != num_bytes:
+        raise CorruptError(
+            f"{name}: {key!r:.200} of shape {shape} and dtype {dtype} does not fill bytes {span}; use another checkpoint"
+        )
+    return span[0], Member(key, dtype, tuple(shape), num_bytes)
+
+
+def _check_contiguous(placed: Sequence[tuple[int, Member]], name: str, data_bytes: int | None) -> None:
+    expected = 0
+    for at, member in placed:
+        if at != expected:
+            raise CorruptError(
+                f"{name}: {member.name!r:.200} begins at byte {at} of the data, not {expected}; use another checkpoint"
+            )
+        expected += member.num_bytes
+    if data_bytes is not None and data_bytes != expected:
+        raise CorruptError(f"{name}: {data_bytes} bytes of data, but its header describes {expected}; use another checkpoint")
