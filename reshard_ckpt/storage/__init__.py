@@ -1,0 +1,56 @@
+"""Where do checkpoints live? Keys and bytes: a folder, the memory of this process, later object stores."""
+
+from __future__ import annotations
+
+import os
+import re
+from urllib.parse import unquote
+
+from ..errors import UsageError
+from .local import LocalStorage
+from .memory import MemoryStorage
+from .protocol import Buffer, MissingKey, PublishConflict, Storage, Writer
+
+__all__ = [
+    "Buffer",
+    "LocalStorage",
+    "MemoryStorage",
+    "MissingKey",
+    "PublishConflict",
+    "Storage",
+    "Writer",
+    "open_storage",
+]
+
+# Two letters at least, as C:/ is a drive. One slash is enough: `Path("s3://bucket")` reads "s3:/bucket".
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(/+)")
+
+
+def open_storage(path: str | os.PathLike[str]) -> Storage:
+    """The store that a path names: a folder, ``file:///folder`` or ``memory://name``.
+
+    >>> open_storage("memory://run/step_100").url
+    'memory://run/step_100'
+    """
+    text = os.fspath(path)
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise UsageError(f"{text!r} is no path: pass a folder, file:///folder or memory://name")
+    match = _SCHEME.match(text)
+    if match is None:
+        return LocalStorage(text)
+    scheme, rest = match[1].lower(), text[match.end() :]
+    if len(match[2]) < 2:
+        raise UsageError(f"{text!r}: pass {scheme}://… as a str, as a Path drops a slash; a folder of that name is './{text}'")
+    if scheme == "memory" and len(match[2]) == 2 and rest.strip("/"):
+        return MemoryStorage(rest.strip("/"))
+    if scheme == "file":
+        return LocalStorage(_file_path(text))
+    raise UsageError(f"{text!r}: no store serves that; there are a folder, file:///folder and memory://name")
+
+
+def _file_path(url: str) -> str:
+    """The path in a file URL (RFC 8089)."""
+    host, slash, path = url[len("file://") :].partition("/")
+    if host not in ("", "localhost") or not path:
+        raise UsageError(f"{url!r}: a file URL reads file:///absolute/folder, without a host")
+    return slash + unquote(path)

@@ -1,0 +1,259 @@
+"""How do checkpoints live in a file system? As files below one folder, local or shared between nodes.
+
+1. *Write*: folders are walked from the root by descriptor and no symbolic link below the root is followed, so that a link that
+   somebody placed there cannot send a write elsewhere. Reading follows links: a user may have moved a file to another disk.
+2. *Durable*: a file is synced when it is finished; the folders that name it are synced by `sync`.
+3. *Publish*: a temporary file beside the target, fsync, rename, fsync of the folder. A crash before the rename leaves the old
+   file, after it the new one; a stray temporary file is all that can remain.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from types import TracebackType
+
+from ..errors import StorageError
+from .posix import FOLDER, OpenFiles, explained, locked, preadv_all, read_at_most, sync_folder, write_all
+from .protocol import Buffer, conflict, exists, flat_bytes, folder_parts, key_parts, missing, short_file, too_large
+
+_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_MAX_OPEN_FILES = 64
+
+
+class LocalStorage:
+    """A `Storage` below one folder of the file system, which is made when the first file is."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self._root = os.path.abspath(root)
+        self._open_files = OpenFiles(_MAX_OPEN_FILES)
+
+    @property
+    def url(self) -> str:
+        return self._root
+
+    def _path(self, parts: Sequence[str]) -> str:
+        return os.path.join(self._root, *parts)
+
+    def create(self, key: str) -> LocalWriter:
+        *folders, name = parts = key_parts(key)
+        path = self._path(parts)
+        with explained("create", path), self._folder(folders, make=True) as folder:
+            try:
+                fd = os.open(name, _NEW_FILE, 0o666, dir_fd=folder)
+            except FileExistsError:
+                raise exists(path) from None
+        return LocalWriter(self, key, path, fd)
+
+    @contextmanager
+    def _folder(self, folders: Sequence[str], *, make: bool = False) -> Iterator[int]:
+        """A descriptor of a folder below the root, reached without following a link below it."""
+        if make:
+            _make_root(self._root)
+        with ExitStack() as stack:
+            fd = _opened(stack, self._root, FOLDER)
+            for name in folders:
+                if make:
+                    with suppress(FileExistsError):
+                        os.mkdir(name, dir_fd=fd)
+                fd = _opened(stack, name, FOLDER | os.O_NOFOLLOW, dir_fd=fd)
+            yield fd
+
+    def sync(self, prefix: str = "") -> None:
+        parts = folder_parts(prefix)
+        with explained("sync", self._path(parts)):
+            for path, _, _ in os.walk(self._path(parts), onerror=_refuse_unless_gone):
+                sync_folder(path)
+            for n in reversed(range(len(parts))):
+                sync_folder(self._path(parts[:n]))
+
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        path = self._path(key_parts(key))
+        views = [flat_bytes(buffer) for buffer in buffers]
+        with explained("read", path):
+            try:
+                file = self._open_files.get(path)
+            except (FileNotFoundError, NotADirectoryError):
+                raise missing(path) from None
+            wanted = sum(map(len, views))
+            got = preadv_all(file.fd, views, offset)
+        if got < wanted:
+            raise short_file(path, offset, wanted, got)
+
+    def read(self, key: str, limit: int) -> bytes:
+        path = self._path(key_parts(key))
+        with explained("read", path):
+            try:
+                data = read_at_most(path, limit + 1)
+            except (FileNotFoundError, NotADirectoryError):
+                raise missing(path) from None
+        if len(data) > limit:
+            raise too_large(path, limit)
+        return data
+
+    def size(self, key: str) -> int | None:
+        path = self._path(key_parts(key))
+        with explained("look at", path):
+            try:
+                status = os.stat(path)
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+        return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+    def list(self, prefix: str = "") -> list[tuple[str, int]]:
+        parts = folder_parts(prefix)
+        with explained("list", self._path(parts)):
+            return sorted(_files_below(self._path(parts), "".join(part + "/" for part in parts)))
+
+    def publish(self, key: str, data: bytes, *, expected: bytes | None = None) -> None:
+        *folders, name = parts = key_parts(key)
+        path, temporary = self._path(parts), f".{name}.{uuid.uuid4().hex}.tmp"
+        with explained("publish", path), self._folder(folders, make=True) as folder, locked(folder):
+            self._compare(path, expected)
+            try:
+                _write_new(folder, temporary, data)
+                os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+            except BaseException:
+                with suppress(OSError):
+                    os.unlink(temporary, dir_fd=folder)
+                raise
+            self._open_files.forget(path)
+            sync_folder(folder)
+            for n in range(len(folders)):
+                sync_folder(self._path(folders[:n]))
+
+    def _compare(self, path: str, expected: bytes | None) -> None:
+        if expected is None:
+            return
+        try:
+            current = read_at_most(path, len(expected) + 1)
+        except FileNotFoundError:
+            current = b""
+        if current != expected:
+            raise conflict(path, expected)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        folders: set[tuple[str, ...]] = set()
+        for key in keys:
+            *above, name = parts = key_parts(key)
+            path = self._path(parts)
+            with explained("delete", path):
+                self._open_files.forget(path)
+                with suppress(FileNotFoundError), self._folder(above) as folder:
+                    os.unlink(name, dir_fd=folder)
+            folders.update(tuple(above[:n]) for n in range(1, len(above) + 1))
+        for parts in sorted(folders, key=len, reverse=True):
+            # Refused where it is not empty, or where another rank was quicker: both are fine.
+            with suppress(OSError), self._folder(parts[:-1]) as folder:
+                os.rmdir(parts[-1], dir_fd=folder)
+
+    def close(self) -> None:
+        self._open_files.clear()
+
+    def __enter__(self) -> LocalStorage:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class LocalWriter:
+    """A new file below a `LocalStorage`."""
+
+    def __init__(self, storage: LocalStorage, key: str, path: str, fd: int) -> None:
+        self._storage, self._key, self._path = storage, key, path
+        self._fd: int | None = fd
+        self._done = False
+
+    def write(self, data: Buffer) -> None:
+        if self._fd is None:
+            raise ValueError(f"{self._path}: written after it was closed")
+        with explained("write", self._path):
+            write_all(self._fd, flat_bytes(data))
+
+    def finish(self) -> None:
+        if self._done:
+            return
+        with explained("write", self._path):
+            if self._fd is not None:
+                os.fsync(self._fd)
+            self._close()  # network file systems report a failed write as late as here
+        self._done = True
+
+    def _close(self) -> None:
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            os.close(fd)
+
+    def abort(self) -> None:
+        if self._done:
+            return
+        self._done = True
+        # The reason to abort is what the caller wants to hear of, not that the clean-up failed too.
+        with suppress(OSError):
+            self._close()
+        with suppress(StorageError):
+            self._storage.delete([self._key])
+
+    def __enter__(self) -> LocalWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is not None:
+            self.abort()
+            return
+        try:
+            self.finish()
+        except BaseException:
+            self.abort()
+            raise
+
+
+def _opened(stack: ExitStack, path: str, flags: int, *, dir_fd: int | None = None) -> int:
+    fd = os.open(path, flags, dir_fd=dir_fd)
+    stack.callback(os.close, fd)
+    return fd
+
+
+def _make_root(path: str) -> None:
+    """Make a folder and what is missing above it, each durably: `sync` does not look above the root."""
+    if os.path.isdir(path):
+        return
+    above = os.path.dirname(path)
+    _make_root(above)
+    with suppress(FileExistsError):
+        os.mkdir(path)
+    sync_folder(above)
+
+
+def _refuse_unless_gone(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):
+        raise error
+
+
+def _write_new(folder: int, name: str, data: bytes) -> None:
+    fd = os.open(name, _NEW_FILE, 0o666, dir_fd=folder)
+    try:
+        write_all(fd, flat_bytes(data))
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _files_below(path: str, start: str) -> Iterator[tuple[str, int]]:
+    try:
+        entries = list(os.scandir(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    for entry in entries:
+        if entry.is_dir(follow_symlinks=False):
+            yield from _files_below(entry.path, f"{start}{entry.name}/")
+            continue
+        # Another rank may delete while this one looks; a link may lead nowhere.
+        with suppress(FileNotFoundError):
+            status = entry.stat()
+            if stat.S_ISREG(status.st_mode):
+                yield start + entry.name, status.st_size

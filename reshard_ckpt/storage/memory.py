@@ -1,0 +1,147 @@
+"""How do checkpoints live in memory? As bytes under ``memory://name``, shared by the whole process.
+
+All `MemoryStorage` of one name see the same files. A name that holds no file any more takes no memory.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+
+from ..errors import StorageError
+from .protocol import Buffer, conflict, exists, flat_bytes, folder_parts, key_parts, missing, short_file, too_large
+
+_LOCK = threading.Lock()
+_STORES: dict[str, dict[str, bytes]] = {}
+
+
+class MemoryStorage:
+    """A `Storage` in the memory of this process."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def url(self) -> str:
+        return f"memory://{self._name}"
+
+    def _where(self, key: str) -> str:
+        return f"{self.url}/{key}"
+
+    def _get(self, key: str) -> bytes | None:
+        key_parts(key)
+        with _LOCK:
+            return _STORES.get(self._name, {}).get(key)
+
+    def _put(self, key: str, data: bytes) -> None:
+        with _LOCK:
+            _STORES.setdefault(self._name, {})[key] = data
+
+    def create(self, key: str) -> MemoryWriter:
+        parts = key_parts(key)
+        with _LOCK:
+            files = _STORES.get(self._name, {})
+            if key in files:
+                raise exists(self._where(key))
+            self._refuse_mixed(files, parts)
+            _STORES.setdefault(self._name, files)[key] = b""
+        return MemoryWriter(self, key)
+
+    def _refuse_mixed(self, files: dict[str, bytes], parts: tuple[str, ...]) -> None:
+        """A name is a file or a folder, never both, as on a disk."""
+        key = "/".join(parts)
+        above = next((name for n in range(1, len(parts)) if (name := "/".join(parts[:n])) in files), None)
+        if above is not None:
+            raise StorageError(f"{self._where(above)}: is a file, so {key!r} cannot be below it")
+        if any(name.startswith(key + "/") for name in files):
+            raise StorageError(f"{self._where(key)}: is a folder, so it cannot be a file")
+
+    def sync(self, prefix: str = "") -> None:
+        folder_parts(prefix)
+
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        data = self._get(key)
+        if data is None:
+            raise missing(self._where(key))
+        views = [flat_bytes(buffer) for buffer in buffers]
+        wanted, source = sum(map(len, views)), memoryview(data)[offset:]
+        if len(source) < wanted:
+            raise short_file(self._where(key), offset, wanted, len(source))
+        for view in views:
+            view[:] = source[: len(view)]
+            source = source[len(view) :]
+
+    def read(self, key: str, limit: int) -> bytes:
+        data = self._get(key)
+        if data is None:
+            raise missing(self._where(key))
+        if len(data) > limit:
+            raise too_large(self._where(key), limit)
+        return data
+
+    def size(self, key: str) -> int | None:
+        data = self._get(key)
+        return None if data is None else len(data)
+
+    def list(self, prefix: str = "") -> list[tuple[str, int]]:
+        start = "/".join((*folder_parts(prefix), ""))
+        with _LOCK:
+            files = _STORES.get(self._name, {})
+            return sorted((key, len(data)) for key, data in files.items() if key.startswith(start))
+
+    def publish(self, key: str, data: bytes, *, expected: bytes | None = None) -> None:
+        parts = key_parts(key)
+        with _LOCK:
+            files = _STORES.get(self._name, {})
+            self._refuse_mixed(files, parts)
+            if expected is not None and files.get(key, b"") != expected:
+                raise conflict(self._where(key), expected)
+            _STORES.setdefault(self._name, files)[key] = bytes(data)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        checked = ["/".join(key_parts(key)) for key in keys]
+        with _LOCK:
+            files = _STORES.get(self._name, {})
+            for key in checked:
+                files.pop(key, None)
+            if not files:
+                _STORES.pop(self._name, None)
+
+    def close(self) -> None:
+        pass
+
+    def __enter__(self) -> MemoryStorage:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class MemoryWriter:
+    """A new file in memory; its bytes can be read once it is finished."""
+
+    def __init__(self, storage: MemoryStorage, key: str) -> None:
+        self._storage, self._key = storage, key
+        self._parts: list[bytes] | None = []
+
+    def write(self, data: Buffer) -> None:
+        if self._parts is None:
+            raise ValueError(f"{self._key}: written after it was closed")
+        self._parts.append(bytes(flat_bytes(data)))
+
+    def finish(self) -> None:
+        if self._parts is not None:
+            self._storage._put(self._key, b"".join(self._parts))
+            self._parts = None
+
+    def abort(self) -> None:
+        if self._parts is not None:
+            self._parts = None
+            self._storage.delete([self._key])
+
+    def __enter__(self) -> MemoryWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.finish() if kind is None else self.abort()

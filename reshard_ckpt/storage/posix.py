@@ -1,0 +1,158 @@
+"""How are system calls made whole? Short reads and writes continued, descriptors kept and closed, errors explained."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from ..errors import StorageError
+
+_MAX_BUFFERS = min(os.sysconf("SC_IOV_MAX"), 1024)
+_READ_BYTES = 1 << 20
+
+FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+
+_NEXT_STEPS = {
+    errno.ENOSPC: "free space there, or save to another path",
+    errno.EDQUOT: "free space within your quota, or save to another path",
+    errno.EACCES: "give this user the rights, or use another path",
+    errno.EPERM: "give this user the rights, or use another path",
+    errno.EROFS: "mount it writable, or use another path",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "raise the system's limit of open files",
+    errno.ENAMETOOLONG: "use a shorter path",
+    errno.ELOOP: "a symbolic link stands in the way; writing follows none below the checkpoint's folder: remove it",
+    errno.ENOTDIR: "a file or a symbolic link stands where a folder must be: remove it, or use another path",
+    errno.EISDIR: "a folder stands where a file must be: remove it, or use another path",
+    errno.EIO: "the device failed: look at the system's log, and use another disk",
+    errno.ESTALE: "the network file system lost it: mount it again",
+}
+
+
+@contextmanager
+def explained(action: str, path: str) -> Iterator[None]:
+    """Turn an `OSError` into a `StorageError` that says what failed, where, why, and what to do."""
+    try:
+        yield
+    except OSError as error:
+        step = _NEXT_STEPS.get(error.errno or 0, "look at the file system, then try again")
+        raise StorageError(f"{path}: cannot {action}: {error.strerror or error}; {step}") from error
+
+
+def sync_folder(folder: str | int) -> None:
+    """Make the names in a folder durable, given by path or by descriptor; one that is gone needs nothing."""
+    if isinstance(folder, str):
+        try:
+            fd = os.open(folder, FOLDER)
+        except FileNotFoundError:
+            return
+        try:
+            sync_folder(fd)
+        finally:
+            os.close(fd)
+        return
+    try:
+        os.fsync(folder)
+    except OSError as error:
+        # Some network and user-space file systems know no fsync of folders; theirs are as durable as they can be.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+
+
+def write_all(fd: int, data: memoryview) -> None:
+    """Write all of `data`: the system takes at most 2 GiB in one call."""
+    while len(data):
+        data = data[os.write(fd, data) :]
+
+
+def preadv_all(fd: int, views: list[memoryview], offset: int) -> int:
+    """Fill the views from `offset` on; the number of bytes read, less than wanted only where the file ends."""
+    views, total = [view for view in views if len(view)], 0
+    while views:
+        got = os.preadv(fd, views[:_MAX_BUFFERS], offset + total)
+        if got == 0:
+            break
+        total += got
+        views = _after(views, got)
+    return total
+
+
+def _after(views: list[memoryview], filled: int) -> list[memoryview]:
+    """What remains of the views after that many bytes."""
+    for i, view in enumerate(views):
+        if filled < len(view):
+            return [view[filled:], *views[i + 1 :]]
+        filled -= len(view)
+    return []
+
+
+def read_at_most(path: str, limit: int) -> bytes:
+    """The first `limit` bytes of a file; the memory taken grows with what is there, not with the limit."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    data = bytearray()
+    try:
+        while len(data) < limit and (chunk := os.read(fd, min(_READ_BYTES, limit - len(data)))):
+            data += chunk
+    finally:
+        os.close(fd)
+    return bytes(data)
+
+
+@contextmanager
+def locked(fd: int) -> Iterator[None]:
+    """Exclude others who lock the same file or folder; where the file system has no locks, exclude nobody."""
+    with suppress(OSError):
+        fcntl.flock(fd, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_UN)
+
+
+class OpenFile:
+    """A descriptor that is closed when nobody holds this object any more, so not under a thread that still reads."""
+
+    __slots__ = ("fd",)
+
+    def __init__(self, path: str) -> None:
+        self.fd = -1
+        self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+
+
+class OpenFiles:
+    """The files read last, kept open: at most so many at rest, and those in use."""
+
+    def __init__(self, max_files: int) -> None:
+        self._max_files = max_files
+        self._files: OrderedDict[str, OpenFile] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, path: str) -> OpenFile:
+        with self._lock:
+            if (file := self._files.get(path)) is None:
+                file = self._files[path] = OpenFile(path)
+            self._files.move_to_end(path)
+            if len(self._files) > self._max_files:
+                self._files.popitem(last=False)
+            return file
+
+    def forget(self, path: str) -> None:
+        with self._lock:
+            self._files.pop(path, None)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._files.clear()
+
+    def __len__(self) -> int:
+        return len(self._files)

@@ -1,0 +1,179 @@
+"""What does a place that holds checkpoints have to do? Keep bytes under keys, and replace one key atomically.
+
+A key is a relative posix path. Shard files are written once, front to back, and then only read, by ranges; small documents (the
+catalog) are read whole and replaced whole with `publish`, which is the only operation that must be atomic.
+
+Durable means: it survives a power cut. A file's bytes are durable after `Writer.finish`, its name after `Storage.sync`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Protocol, TypeAlias
+
+from ..errors import CorruptError, StorageError
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+"""Bytes to write; a memoryview must be C-contiguous, of any item size."""
+
+
+class MissingKey(StorageError):
+    """There is no file of that key."""
+
+
+class PublishConflict(StorageError):
+    """The file to replace is not what the caller expected it to be: somebody else published meanwhile."""
+
+
+class Writer(Protocol):
+    """One new file, written front to back. Leaving its ``with`` block finishes it, or aborts it if that block raised."""
+
+    def write(self, data: Buffer) -> None:
+        """Append all of `data`."""
+
+    def finish(self) -> None:
+        """Make the bytes durable and close; once finished, this does nothing."""
+
+    def abort(self) -> None:
+        """Close, and remove the file; once finished or aborted, this does nothing."""
+
+    def __enter__(self) -> Writer: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+
+
+class Storage(Protocol):
+    """Keys and bytes. Every method may be called from many threads at once; each `Writer` belongs to one.
+
+    Each method raises `StorageError` where the store refuses, and `CorruptError` where a key is no relative posix path (keys come
+    from catalogs, which may be damaged or hostile).
+    """
+
+    @property
+    def url(self) -> str:
+        """Where this is, for messages."""
+
+    def create(self, key: str) -> Writer:
+        """Begin a new file, which exists from now on; one that is already there is an error."""
+
+    def sync(self, prefix: str = "") -> None:
+        """Make the names of all files in the folder `prefix` and below durable, and those of the folders above it."""
+
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fill `buffers`, one after the other, from byte `offset` on.
+
+        Raises
+        ------
+        MissingKey
+            There is no such file.
+        CorruptError
+            The file ends before the buffers are full.
+        """
+
+    def read(self, key: str, limit: int) -> bytes:
+        """The whole file.
+
+        Raises
+        ------
+        MissingKey
+            There is no such file.
+        CorruptError
+            It is larger than `limit` bytes.
+        """
+
+    def size(self, key: str) -> int | None:
+        """The file's size in bytes; None where there is no such file."""
+
+    def list(self, prefix: str = "") -> list[tuple[str, int]]:
+        """Keys and sizes of all files in the folder `prefix` and below, in order of key."""
+
+    def publish(self, key: str, data: bytes, *, expected: bytes | None = None) -> None:
+        """Put a file in place, or replace it, atomically and durably: a reader finds the old bytes or the new ones.
+
+        Parameters
+        ----------
+        expected
+            What the file must hold at this moment, ``b""`` for "there must be none"; None replaces whatever there is.
+
+        Raises
+        ------
+        PublishConflict
+            It holds something else.
+        """
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Remove files, and then the folders that this leaves empty, except the root; missing ones are no error."""
+
+    def close(self) -> None:
+        """Let go of open files; a later call opens them again."""
+
+    def __enter__(self) -> Storage: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+
+
+def key_parts(key: str) -> tuple[str, ...]:
+    """The names that a key is made of, proved to stay below the root.
+
+    >>> key_parts("0a1b/rank00003-0.safetensors")
+    ('0a1b', 'rank00003-0.safetensors')
+    """
+    parts = tuple(key.split("/"))
+    if any(part in ("", ".", "..") for part in parts) or "\0" in key or "\\" in key or not _is_utf8(key):
+        raise CorruptError(
+            f"{key!r} is no key of a checkpoint file, which is a relative path without '..': do not trust its source"
+        )
+    return parts
+
+
+def folder_parts(prefix: str) -> tuple[str, ...]:
+    """Like `key_parts`, where "" is the root."""
+    return key_parts(prefix) if prefix else ()
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def flat_bytes(data: Buffer) -> memoryview:
+    """The same memory, as single bytes."""
+    view = memoryview(data)
+    if view.nbytes == 0:
+        return memoryview(b"")  # an empty view of several dims cannot be cast
+    return view if view.format == "B" and view.ndim == 1 else view.cast("B")
+
+
+def short_file(where: str, offset: int, wanted: int, got: int) -> CorruptError:
+    """The error of a file that ends too early."""
+    return CorruptError(
+        f"{where}: wanted {wanted} bytes from byte {offset} on, but the file ends after {got} of them; "
+        "it was truncated, so use another checkpoint"
+    )
+
+
+def too_large(where: str, limit: int) -> CorruptError:
+    """The error of a document beyond its hard limit."""
+    return CorruptError(
+        f"{where}: larger than {limit} bytes, the limit for such a file; it is damaged, so use another checkpoint"
+    )
+
+
+def missing(where: str) -> MissingKey:
+    """The error of a file that is not there."""
+    return MissingKey(f"{where}: no such file")
+
+
+def exists(where: str) -> StorageError:
+    """The error of a file that is there and must not be."""
+    return StorageError(f"{where}: already exists; shard files are never overwritten, so remove it or save to another path")
+
+
+def conflict(where: str, expected: bytes) -> PublishConflict:
+    """The error of a compare-and-replace that found something else."""
+    found = "appeared" if expected == b"" else "changed"
+    return PublishConflict(f"{where}: {found} during this save; two jobs write to one path: give each job its own")
