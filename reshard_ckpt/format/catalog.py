@@ -1,0 +1,350 @@
+"""How does a catalog become one small file that is quick to read and cannot mislead a reader?
+
+1. *Encode*: each table of the catalog is a section of columns (`columns`); sections with their digests make one msgpack map.
+2. *Decode*: digests are proved first, then each column is read into an array, then the whole is checked (`catalog_check`),
+   so that nothing behind this module need doubt an index or a range.
+3. *Newer writers* may add sections and fields, which this reader passes over, unless they list them as critical.
+
+``docs/format.md`` specifies the file; keep the two in step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from ..core.catalog import I64, BoxTable, Catalog, FileEntry, RowTable, TensorTable, ValueEntry
+from ..core.dtypes import CODES
+from ..core.state import AxisPlacement, Mesh, ValueKind
+from ..errors import CorruptError, UnsupportedError
+from .catalog_check import problems
+from .checksums import digest128
+from .columns import Table, pack_bytes, pack_ints, pack_matrix, pack_table, pack_texts, unpack_map
+
+FORMAT = "reshard_ckpt.catalog"
+VERSION = 1
+MAX_CATALOG_BYTES = 1 << 30
+"""The largest catalog that is read: some 30 million rows."""
+
+_SECTIONS: dict[str, frozenset[str]] = {
+    "info": frozenset({"save_id", "created_s", "mesh", "metadata", "critical"}),
+    "placements": frozenset({"num_axes", "axis", "kind", "dim", "num_coords", "coords"}),
+    "files": frozenset({"key", "size", "digests_key", "digest", "save_id", "rank", "checkpoint"}),
+    "tensors": frozenset({"name", "dtypes", "dtype", "kind", "ndim", "shape", "alias", "placement", "num_rows"}),
+    "boxes": frozenset({"count", "offsets", "lengths"}),
+    "rows": frozenset({"box", "start", "count", "file", "offset"}),
+    "values": frozenset({"name", "path", "kind", "inline", "data", "num_blobs", "blobs"}),
+}
+_KNOWN = frozenset(_SECTIONS) | {f"{section}.{field}" for section, fields in _SECTIONS.items() for field in fields}
+
+
+def encode_catalog(catalog: Catalog) -> bytes:
+    """The bytes of a catalog file, the same for equal catalogs.
+
+    Raises
+    ------
+    UnsupportedError
+        It is nothing that `decode_catalog` would accept.
+    """
+    for problem in problems(catalog):
+        raise UnsupportedError(f"catalog: {problem}; this state cannot be saved as it is")
+    try:
+        bodies = _encode_sections(catalog)
+    except UnicodeEncodeError as error:
+        raise UnsupportedError(f"catalog: {error.object!r:.200} is no valid text (a lone surrogate); rename it") from error
+    sections = {name: {"digest": section_digest(name, body), "body": body} for name, body in bodies.items()}
+    packed: bytes = msgpack.packb({"format": FORMAT, "version": VERSION, "sections": sections})
+    if len(packed) > MAX_CATALOG_BYTES:
+        raise UnsupportedError(
+            f"catalog: {len(packed)} bytes, over the {MAX_CATALOG_BYTES} that are read; save fewer, larger shards"
+        )
+    return packed
+
+
+def decode_catalog(data: bytes | memoryview) -> Catalog:
+    """Read and check a catalog file.
+
+    Parameters
+    ----------
+    data
+        All of the file.
+
+    Raises
+    ------
+    CorruptError
+        It is damaged, hostile, or written by a newer version in a way that this one cannot read.
+    """
+    if len(data) > MAX_CATALOG_BYTES:
+        raise CorruptError(f"catalog: {len(data)} bytes, over the {MAX_CATALOG_BYTES} that are read; use another checkpoint")
+    catalog = _decode_sections(_open_sections(data))
+    for problem in problems(catalog):
+        raise CorruptError(f"catalog: {problem}; use another checkpoint")
+    return catalog
+
+
+def section_digest(name: str, body: bytes) -> bytes:
+    """XXH3-128 of a section, bound to its name."""
+    return digest128(name.encode() + b"\0" + body)
+
+
+# --- encoding -------------------------------------------------------------------------------------------------------------------
+
+
+def _encode_sections(catalog: Catalog) -> dict[str, bytes]:
+    return {
+        "info": _encode_info(catalog),
+        "placements": _encode_placements(catalog.placements),
+        "files": _encode_files(catalog.files),
+        "tensors": _encode_tensors(catalog.tensors_table),
+        "boxes": _encode_boxes(catalog.boxes),
+        "rows": _encode_rows(catalog.rows),
+        "values": _encode_values(catalog.values_table),
+    }
+
+
+def _encode_info(catalog: Catalog) -> bytes:
+    mesh = catalog.mesh
+    return pack_table(
+        {
+            "save_id": catalog.save_id,
+            "created_s": float(catalog.created_s),
+            "mesh": None if mesh is None else {"axes": list(mesh.axes), "sizes": list(mesh.sizes)},
+            "metadata": bytes(catalog.metadata),
+            "critical": [],
+        }
+    )
+
+
+def _encode_placements(placements: tuple[tuple[AxisPlacement, ...], ...]) -> bytes:
+    axes = [axis for placement in placements for axis in placement]
+    return pack_table(
+        {
+            "num_axes": pack_ints([len(placement) for placement in placements]),
+            "axis": pack_texts([axis.axis for axis in axes]),
+            "kind": pack_texts([axis.kind for axis in axes]),
+            "dim": pack_ints([0 if axis.dim is None else axis.dim + 1 for axis in axes]),
+            "num_coords": pack_ints([len(axis.coords) for axis in axes]),
+            "coords": pack_ints([c for axis in axes for c in axis.coords]),
+        }
+    )
+
+
+def _encode_files(files: tuple[FileEntry, ...]) -> bytes:
+    return pack_table(
+        {
+            "key": pack_texts([file.key for file in files]),
+            "size": pack_ints([file.size for file in files]),
+            "digests_key": pack_texts([file.digests_key for file in files]),
+            "digest": pack_bytes([file.digest for file in files]),
+            "save_id": pack_texts([file.save_id for file in files]),
+            "rank": pack_ints([file.rank for file in files]),
+            "checkpoint": pack_texts([file.checkpoint for file in files]),
+        }
+    )
+
+
+def _encode_tensors(table: TensorTable) -> bytes:
+    used, dtype = np.unique(table.dtype, return_inverse=True)
+    return pack_table(
+        {
+            "name": pack_texts(table.names),
+            "dtypes": pack_texts([CODES[code] for code in used.tolist()]),
+            "dtype": pack_ints(dtype),
+            "kind": pack_ints(table.kind),
+            "ndim": pack_ints(table.ndim),
+            "shape": pack_matrix(table.shape),
+            "alias": pack_ints(table.alias + 1),
+            "placement": pack_ints(table.placement + 1),
+            "num_rows": pack_ints(np.diff(table.row_start)),
+        }
+    )
+
+
+def _encode_boxes(boxes: BoxTable) -> bytes:
+    return pack_table({"count": len(boxes.offsets), "offsets": pack_matrix(boxes.offsets), "lengths": pack_matrix(boxes.lengths)})
+
+
+def _encode_rows(rows: RowTable) -> bytes:
+    columns = {"box": rows.box, "start": rows.start, "count": rows.count, "file": rows.file, "offset": rows.offset}
+    return pack_table({name: pack_ints(column) for name, column in columns.items()})
+
+
+def _encode_values(values: tuple[ValueEntry, ...]) -> bytes:
+    return pack_table(
+        {
+            "name": pack_texts([value.name for value in values]),
+            "path": pack_bytes([value.path for value in values]),
+            "kind": pack_ints([value.kind for value in values]),
+            "inline": pack_ints([value.data is not None for value in values]),
+            "data": pack_bytes([value.data for value in values if value.data is not None]),
+            "num_blobs": pack_ints([len(value.blobs) for value in values]),
+            "blobs": pack_ints([blob for value in values for blob in value.blobs]),
+        }
+    )
+
+
+# --- decoding -------------------------------------------------------------------------------------------------------------------
+
+
+def _open_sections(data: bytes | memoryview) -> Callable[[str], Table]:
+    """Prove format, version and digests; what comes back opens a section by its name."""
+    envelope = unpack_map(data, "catalog")
+    if envelope.get("format") != FORMAT:
+        raise CorruptError(f"catalog: its format is {envelope.get('format')!r:.80}, not {FORMAT!r}; use another checkpoint")
+    version = envelope.get("version")
+    if type(version) is not int or version < 1:
+        raise CorruptError(f"catalog: its version is {version!r:.80}; use another checkpoint")
+    if version > VERSION:
+        raise CorruptError(
+            f"catalog: version {version}, written by a newer version than this, which reads {VERSION}; upgrade reshard_ckpt"
+        )
+    sections = envelope.get("sections")
+    if type(sections) is not dict:
+        raise CorruptError("catalog: it has no sections; use another checkpoint")
+
+    def open_section(name: str) -> Table:
+        section = sections.get(name)
+        section = section if type(section) is dict else {}
+        body = section.get("body")
+        if type(body) is not bytes:
+            raise CorruptError(f"catalog: its section {name} is missing; use another checkpoint")
+        if section.get("digest") != section_digest(name, body):
+            raise CorruptError(f"catalog: its section {name} does not match its digest; use another checkpoint")
+        return Table(name, unpack_map(body, f"catalog: {name}"), max_count=len(data))
+
+    return open_section
+
+
+def _decode_sections(open_section: Callable[[str], Table]) -> Catalog:
+    info = open_section("info")  # first: what it calls critical decides whether the rest can be read
+    _check_critical(info)
+    placements = _decode_placements(open_section("placements"))
+    tensors = _decode_tensors(open_section("tensors"))
+    return Catalog(
+        save_id=info.field("save_id", str),
+        created_s=info.field("created_s", float),
+        mesh=_decode_mesh(info),
+        metadata=info.field("metadata", bytes),
+        tensors_table=tensors,
+        placements=placements,
+        boxes=_decode_boxes(open_section("boxes")),
+        rows=_decode_rows(open_section("rows")),
+        files=_decode_files(open_section("files")),
+        values_table=_decode_values(open_section("values")),
+    )
+
+
+def _check_critical(info: Table) -> None:
+    unknown = [item for item in info.field("critical", list) if type(item) is not str or item not in _KNOWN]
+    if unknown:
+        raise CorruptError(
+            f"catalog: written by a newer version, which says that {unknown!r:.200} must be understood; upgrade reshard_ckpt"
+        )
+
+
+def _decode_mesh(info: Table) -> Mesh | None:
+    mesh = info.fields.get("mesh")
+    if mesh is None and "mesh" in info.fields:
+        return None
+    fields = Table("info.mesh", info.field("mesh", dict), 0)
+    axes, sizes = fields.field("axes", list), fields.field("sizes", list)
+    if any(type(axis) is not str for axis in axes) or any(type(size) is not int for size in sizes):
+        raise info.corrupt("mesh", "is not made of names and sizes")
+    return Mesh(tuple(axes), tuple(sizes))
+
+
+def _split(table: Table, field: str, counts: I64, items: list[Any]) -> list[tuple[Any, ...]]:
+    """The items of a flat column, as many to each entry as it counts."""
+    if len(counts) and int(counts.max()) > len(items):
+        raise table.corrupt(field, f"counts {int(counts.max())} of {len(items)} items")
+    bounds = [0, *np.cumsum(counts).tolist()]
+    if bounds[-1] != len(items):
+        raise table.corrupt(field, f"counts {bounds[-1]} items, but there are {len(items)}")
+    return [tuple(items[begin:end]) for begin, end in pairwise(bounds)]
+
+
+def _decode_placements(table: Table) -> tuple[tuple[AxisPlacement, ...], ...]:
+    num_axes, axis = table.ints("num_axes"), table.texts("axis")
+    count = len(axis)
+    coords = _split(table, "num_coords", table.ints("num_coords", count), table.ints("coords").tolist())
+    kind, dim = table.texts("kind", count), table.ints("dim", count).tolist()
+    axes = [AxisPlacement(axis[i], kind[i], dim[i] - 1 if dim[i] else None, coords[i]) for i in range(count)]
+    return tuple(_split(table, "num_axes", num_axes, axes))
+
+
+def _decode_files(table: Table) -> tuple[FileEntry, ...]:
+    keys = table.texts("key")
+    count = len(keys)
+    columns = (
+        keys,
+        table.ints("size", count).tolist(),
+        table.texts("digests_key", count),
+        table.byte_strings("digest", count),
+        table.texts("save_id", count),
+        table.ints("rank", count).tolist(),
+        table.texts("checkpoint", count),
+    )
+    return tuple(FileEntry(*entry) for entry in zip(*columns, strict=True))
+
+
+def _decode_tensors(table: Table) -> TensorTable:
+    names = table.texts("name")
+    count = len(names)
+    row_start = np.zeros(count + 1, np.int64)
+    num_rows = table.ints("num_rows", count)
+    if count and int(num_rows.max()) > table.max_count:
+        raise table.corrupt("num_rows", f"gives a tensor {int(num_rows.max())} rows")
+    np.cumsum(num_rows, out=row_start[1:])
+    return TensorTable(
+        names=tuple(names),
+        dtype=_decode_dtypes(table, count),
+        kind=np.minimum(table.ints("kind", count), 255).astype(np.uint8),
+        ndim=table.ints("ndim", count),
+        shape=table.matrix("shape", count),
+        alias=table.ints("alias", count) - 1,
+        placement=table.ints("placement", count) - 1,
+        row_start=row_start,
+    )
+
+
+def _decode_dtypes(table: Table, count: int) -> Any:
+    """The catalog's own list of dtypes, translated to `CODES`, which may grow from version to version."""
+    listed, dtype = table.texts("dtypes"), table.ints("dtype", count)
+    unknown = [code for code in listed if code not in CODES]
+    if unknown:
+        raise table.corrupt("dtypes", f"lists {unknown!r:.200}: damaged, or written by a newer version")
+    if count and int(dtype.max()) >= len(listed):
+        raise table.corrupt("dtype", f"is {int(dtype.max())}, of {len(listed)}")
+    return np.array([CODES.index(code) for code in listed], np.uint8)[dtype]
+
+
+def _decode_boxes(table: Table) -> BoxTable:
+    count = table.field("count", int)
+    if not 0 <= count <= table.max_count:
+        raise table.corrupt("count", f"is {count}")
+    return BoxTable(table.matrix("offsets", count), table.matrix("lengths", count))
+
+
+def _decode_rows(table: Table) -> RowTable:
+    box = table.ints("box")
+    return RowTable(box, *(table.ints(field, len(box)) for field in ("start", "count", "file", "offset")))
+
+
+def _decode_values(table: Table) -> tuple[ValueEntry, ...]:
+    names = table.texts("name")
+    count = len(names)
+    paths, kinds = table.byte_strings("path", count), table.ints("kind", count).tolist()
+    unknown = set(kinds) - set(ValueKind)
+    if unknown:
+        raise table.corrupt("kind", f"holds {sorted(unknown)}: damaged, or written by a newer version")
+    data = _split(table, "inline", np.minimum(table.ints("inline", count), 2), table.byte_strings("data"))
+    blobs = _split(table, "num_blobs", table.ints("num_blobs", count), table.ints("blobs").tolist())
+    if any(len(item) > 1 for item in data):
+        raise table.corrupt("inline", "is neither 0 nor 1")
+    return tuple(
+        ValueEntry(names[i], paths[i], ValueKind(kinds[i]), data[i][0] if data[i] else None, blobs[i]) for i in range(count)
+    )

@@ -1,0 +1,216 @@
+"""Is a catalog one that a save could have made? Every index, length and range in it is checked, as whole columns.
+
+Each function yields what is wrong, worst first; only the first is ever taken, because a later check trusts what an earlier
+one has proved (an index in range, a product without overflow). Whether the rows of a tensor tile it is not asked here: a load
+asks that of the regions that it wants.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterator
+from itertools import islice
+from math import isfinite, prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..core.catalog import I64, BoxTable, Catalog, TensorKind, TensorTable
+from ..core.dtypes import CODES, ITEM_BYTES
+from ..core.state import ValueKind
+
+MAX_DIMS = 32
+MAX_BYTES = 2**62
+"""The most bytes that a file or a tensor may have, so that sums of two such numbers still fit in an int64."""
+
+_ITEM_BYTES = np.array([ITEM_BYTES[code] for code in CODES], np.int64)
+_UNSAFE = re.compile(r"[\x00-\x1f\x7f\\]")
+_MAX_KEY_CHARS = 1024
+
+
+def problems(catalog: Catalog) -> Iterator[str]:
+    """What is wrong with a catalog; nothing, for one that can be trusted."""
+    yield from _info(catalog)
+    yield from _files(catalog)
+    yield from _tensors(catalog.tensors_table, len(catalog.placements), len(catalog.rows.box))
+    yield from _aliases(catalog.tensors_table)
+    yield from _boxes(catalog.boxes, catalog.tensors_table)
+    yield from _rows(catalog)
+    yield from _values(catalog)
+
+
+def is_safe_key(key: str) -> bool:
+    """Whether a key stays below the root that it is relative to.
+
+    >>> is_safe_key("s1/rank00000-0.safetensors"), is_safe_key("../elsewhere"), is_safe_key("/etc/passwd")
+    (True, False, False)
+    """
+    return 0 < len(key) <= _MAX_KEY_CHARS and not _UNSAFE.search(key) and not {"", ".", ".."}.intersection(key.split("/"))
+
+
+def _is_safe_checkpoint(path: str) -> bool:
+    """Whether it is "" (this checkpoint), or a relative path that goes up first, if at all, and then only down."""
+    while path.startswith("../"):
+        path = path[3:]
+    return path == "" or is_safe_key(path)
+
+
+def _first(mask: NDArray[np.bool_] | np.bool_) -> int | None:
+    return int(mask.argmax()) if mask.any() else None
+
+
+def _info(catalog: Catalog) -> Iterator[str]:
+    if not is_safe_key(catalog.save_id) or "/" in catalog.save_id:
+        yield f"its save id {catalog.save_id!r:.80} is no name of a folder"
+    if not isfinite(catalog.created_s):
+        yield f"its time of creation is {catalog.created_s}"
+    mesh = catalog.mesh
+    if mesh is not None and (len(mesh.axes) != len(mesh.sizes) or len(set(mesh.axes)) != len(mesh.axes)):
+        yield f"its mesh has axes {mesh.axes} and sizes {mesh.sizes}"
+    if mesh is not None and (any(size < 1 for size in mesh.sizes) or prod(mesh.sizes) >= 2**31):
+        yield f"its mesh has sizes {mesh.sizes}"
+
+
+def _files(catalog: Catalog) -> Iterator[str]:
+    for i, file in enumerate(catalog.files):
+        if not is_safe_key(file.key) or (file.digests_key and not is_safe_key(file.digests_key)):
+            yield f"file {i} is {file.key!r:.200} with digests {file.digests_key!r:.200}: no paths below the checkpoint"
+        if len(file.digest) != (16 if file.digests_key else 0):
+            yield f"file {file.key} has a digest of {len(file.digest)} bytes"
+        if not _is_safe_checkpoint(file.checkpoint):
+            yield f"file {file.key} belongs to the checkpoint {file.checkpoint!r:.200}, which is no relative path"
+        if not 0 <= file.size <= MAX_BYTES or file.rank < 0:
+            yield f"file {file.key} has {file.size} bytes and rank {file.rank}"
+    keys = {(file.checkpoint, file.key) for file in catalog.files}
+    if len(keys) != len(catalog.files):
+        yield f"{len(catalog.files)} files have {len(keys)} different keys"
+
+
+def _tensors(table: TensorTable, num_placements: int, num_rows: int) -> Iterator[str]:
+    names, count, width = table.names, len(table.names), table.shape.shape[1]
+    if width > MAX_DIMS:
+        yield f"tensors have up to {width} dims, over the {MAX_DIMS} that are read"
+    if not all(map(operator.lt, names, islice(names, 1, None))):
+        yield "names of tensors are not in order, or one occurs twice"
+    for label, column, low, high in (
+        ("dtype", table.dtype, 0, len(CODES)),
+        ("kind", table.kind, 0, TensorKind.BLOB + 1),
+        ("number of dims", table.ndim, 0, width + 1),
+        ("alias", table.alias, -1, count),
+        ("placement", table.placement, -1, num_placements),
+    ):
+        if len(column) != count:
+            yield f"{count} tensors have {len(column)} entries for {label}"
+        bad = _first((column < low) | (column >= high))
+        if bad is not None:
+            yield f"{names[bad]}: its {label} is {int(column[bad])}, of {low} to {high - 1}"
+    yield from _shapes(table)
+    starts = table.row_start
+    if len(starts) != count + 1 or starts[0] != 0 or starts[-1] != num_rows or (np.diff(starts) < 0).any():
+        yield f"the row index of {count} tensors does not divide {num_rows} rows"
+
+
+def _shapes(table: TensorTable) -> Iterator[str]:
+    names, width = table.names, table.shape.shape[1]
+    bad = _first((table.shape < 0).any(axis=1))
+    if bad is not None:
+        yield f"{names[bad]}: its shape {table.shape[bad].tolist()} is negative"
+    bad = _first(((np.arange(width) < width - table.ndim[:, None]) & (table.shape != 1)).any(axis=1))
+    if bad is not None:
+        yield f"{names[bad]}: its shape {table.shape[bad].tolist()} has {int(table.ndim[bad])} dims, but is not padded with 1"
+    num_bytes = np.maximum(table.shape, 1).prod(axis=1, dtype=np.float64) * _ITEM_BYTES[table.dtype]
+    bad = _first(num_bytes > MAX_BYTES)  # products as floats do not wrap around
+    if bad is not None:
+        yield f"{names[bad]}: its shape {table.shape[bad].tolist()} is over {MAX_BYTES} bytes"
+    bad = _first((table.kind == TensorKind.BLOB) & ((table.dtype != CODES.index("U8")) | (table.ndim != 1) | (table.alias >= 0)))
+    if bad is not None:
+        yield f"{names[bad]}: holds a value, but is no run of U8"
+
+
+def _aliases(table: TensorTable) -> Iterator[str]:
+    here = np.flatnonzero(table.alias >= 0)
+    there = table.alias[here]
+    different = (
+        (table.alias[there] >= 0)
+        | (table.dtype[here] != table.dtype[there])
+        | (table.kind[here] != table.kind[there])
+        | (table.ndim[here] != table.ndim[there])
+        | (table.shape[here] != table.shape[there]).any(axis=1)
+    )
+    bad = _first(different)
+    if bad is not None:
+        yield f"{table.names[here[bad]]}: is an alias of {table.names[there[bad]]}, an alias too or of another shape or dtype"
+    bad = _first(np.diff(table.row_start)[here] != 0)
+    if bad is not None:
+        yield f"{table.names[here[bad]]}: is an alias, but has rows of its own"
+
+
+def _boxes(boxes: BoxTable, table: TensorTable) -> Iterator[str]:
+    if boxes.offsets.shape != boxes.lengths.shape or boxes.offsets.shape[1] != table.shape.shape[1]:
+        width = table.shape.shape[1]
+        yield f"boxes have {boxes.offsets.shape} offsets and {boxes.lengths.shape} lengths for tensors of {width} dims"
+    for label, matrix in (("offset", boxes.offsets), ("length", boxes.lengths)):
+        if matrix.size and (matrix.min() < 0 or matrix.max() > MAX_BYTES):
+            yield f"a box has an {label} of {int(matrix.min())} to {int(matrix.max())}"
+    bad = _first(np.maximum(boxes.lengths, 1).prod(axis=1, dtype=np.float64) > MAX_BYTES)
+    if bad is not None:
+        yield f"box {bad} has lengths {boxes.lengths[bad].tolist()}, over {MAX_BYTES} elements"
+
+
+def _rows(catalog: Catalog) -> Iterator[str]:
+    rows, table, boxes = catalog.rows, catalog.tensors_table, catalog.boxes
+    columns = (rows.box, rows.start, rows.count, rows.file, rows.offset)
+    if {len(column) for column in columns} != {len(rows.box)}:
+        yield f"the columns of the rows have {[len(column) for column in columns]} entries"
+    tensor = np.repeat(np.arange(len(table.names)), np.diff(table.row_start))
+    for label, column, high in (("box", rows.box, len(boxes.lengths)), ("file", rows.file, len(catalog.files))):
+        bad = _first((column < 0) | (column >= high))
+        if bad is not None:
+            yield f"{table.names[tensor[bad]]}: row {bad} is of {label} {int(column[bad])}, of {high}"
+    yield from _row_boxes(catalog, tensor)
+    sizes = np.array([file.size for file in catalog.files], np.int64)
+    bad = _first((rows.offset < 0) | (rows.offset > sizes[rows.file] - rows.count * _ITEM_BYTES[table.dtype][tensor]))
+    if bad is not None:
+        file = catalog.files[int(rows.file[bad])]
+        yield (
+            f"{table.names[tensor[bad]]}: row {bad} has {int(rows.count[bad])} elements at byte {int(rows.offset[bad])} "
+            f"of {file.key}, which has {file.size} bytes"
+        )
+
+
+def _row_boxes(catalog: Catalog, tensor: I64) -> Iterator[str]:
+    """Each row's box lies in its tensor, and its run in its box."""
+    rows, table, boxes = catalog.rows, catalog.tensors_table, catalog.boxes
+    ends = boxes.offsets + boxes.lengths
+    for dim in range(ends.shape[1]):
+        bad = _first(ends[:, dim][rows.box] > table.shape[:, dim][tensor])
+        if bad is not None:
+            box, shape = int(rows.box[bad]), table.shape[tensor[bad]].tolist()
+            offsets, lengths = boxes.offsets[box].tolist(), boxes.lengths[box].tolist()
+            yield f"{table.names[tensor[bad]]}: its box at {offsets} of lengths {lengths} is not within its shape {shape}"
+    room = boxes.lengths.prod(axis=1)[rows.box]
+    bad = _first((rows.start < 0) | (rows.count < 0) | (rows.start > room - rows.count))
+    if bad is not None:
+        yield (
+            f"{table.names[tensor[bad]]}: row {bad} is the run of {int(rows.count[bad])} elements from {int(rows.start[bad])} "
+            f"of a box of {int(room[bad])}"
+        )
+    bad = _first((rows.count == 0) & (table.shape != 0).all(axis=1)[tensor])
+    if bad is not None:
+        yield f"{table.names[tensor[bad]]}: row {bad} has no elements, but the tensor has"
+
+
+def _values(catalog: Catalog) -> Iterator[str]:
+    kinds, names = catalog.tensors_table.kind, catalog.value_names
+    if len(set(names)) != len(names):
+        yield "a name of a value occurs twice"
+    for value in catalog.values_table:
+        if value.name in catalog:
+            yield f"{value.name}: is a tensor and a value"
+        if value.kind not in tuple(ValueKind):
+            yield f"{value.name}: its kind of value is {value.kind}, written by a newer version"
+        if (value.data is None) != bool(value.blobs) or (len(value.blobs) > 1 and value.kind != ValueKind.PER_RANK):
+            yield f"{value.name}: has {'no' if value.data is None else 'its'} bytes here, and {len(value.blobs)} blobs"
+        if any(not 0 <= blob < len(kinds) or kinds[blob] != TensorKind.BLOB for blob in value.blobs):
+            yield f"{value.name}: its blobs {value.blobs!r:.80} are none of the catalog's"

@@ -1,0 +1,169 @@
+"""How does a column of numbers or texts become bytes that are small, and quick and safe to read?
+
+1. *Integers* are not negative; they are stored little-endian at the narrowest width of 1, 2, 4 or 8 bytes that holds the largest.
+   A column whose entries are all alike stores one.
+2. *Texts* are one run of bytes, and a column of their lengths. All alike, they are stored once.
+3. A *table* is a msgpack map of columns. What a reader does not know in it, it passes over.
+
+Entries are at fixed places, so a reader may take a few rows of a column without the rest. No count is believed before it is
+compared with the bytes that are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import msgpack
+import numpy as np
+from numpy.typing import NDArray
+
+from ..core.catalog import I64
+from ..errors import CorruptError
+
+MAX_NAME_BYTES = 1 << 16
+MAX_CELLS = 1 << 28
+"""The most entries of one table's matrix, for the sake of readers: as int64 they take 2 GiB."""
+
+_WIDTHS = {"u1": 1, "u2": 2, "u4": 4, "u8": 8}
+_MAX_MEMBERS = 256
+
+
+def pack_ints(values: I64 | NDArray[np.uint8] | Sequence[int]) -> list[Any]:
+    """A column of integers from 0 to 2⁶³ - 1, ready for msgpack.
+
+    >>> pack_ints([7, 7, 7])
+    ['u1', 3, b'\\x07']
+    >>> pack_ints([1, 258])
+    ['u2', 2, b'\\x01\\x00\\x02\\x01']
+    """
+    column = np.asarray(values, np.int64)
+    if not len(column):
+        return ["u1", 0, b""]
+    low, high = int(column.min()), int(column.max())
+    code = next(code for code, width in _WIDTHS.items() if high < 1 << 8 * width)
+    stored = column[:1] if low == high else column
+    return [code, len(column), stored.astype("<" + code).tobytes()]
+
+
+def pack_matrix(values: I64) -> list[Any]:
+    """The columns of a matrix, leftmost first."""
+    return [pack_ints(column) for column in values.T]
+
+
+def pack_bytes(values: Sequence[bytes]) -> list[Any]:
+    """A column of byte strings.
+
+    >>> pack_bytes([b"ab", b"", b"c"])
+    [3, ['u1', 3, b'\\x02\\x00\\x01'], b'abc']
+    """
+    stored = values[:1] if len(set(values)) == 1 else values
+    return [len(values), pack_ints([len(value) for value in stored]), b"".join(stored)]
+
+
+def pack_texts(values: Sequence[str]) -> list[Any]:
+    """A column of texts, in UTF-8."""
+    return pack_bytes([value.encode() for value in values])
+
+
+def pack_table(fields: Mapping[str, Any]) -> bytes:
+    """A table's section body."""
+    packed: bytes = msgpack.packb(dict(fields))
+    return packed
+
+
+def unpack_map(data: bytes | memoryview, name: str) -> dict[str, Any]:
+    """A msgpack map with text keys; no array or map in it may be large, so its headers cannot make us reserve much memory."""
+    try:
+        node = msgpack.unpackb(data, max_array_len=_MAX_MEMBERS, max_map_len=_MAX_MEMBERS, max_ext_len=0)
+    except (ValueError, TypeError, MemoryError, RecursionError, msgpack.UnpackException) as error:
+        raise CorruptError(f"{name}: no msgpack of this format ({error}); use another checkpoint") from error
+    if type(node) is not dict or any(type(key) is not str for key in node):
+        raise CorruptError(f"{name}: a msgpack {type(node).__name__} where a map belongs; use another checkpoint")
+    return node
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """One section, read field by field; `max_count` bounds the entries of a column whose count is not given."""
+
+    name: str
+    fields: dict[str, Any]
+    max_count: int
+
+    def corrupt(self, field: str, why: str) -> CorruptError:
+        return CorruptError(f"catalog: {self.name}.{field} {why}; use another checkpoint")
+
+    def field(self, field: str, kind: type) -> Any:
+        """A field that is no column, of exactly this type."""
+        value = self.fields.get(field)
+        if type(value) is not kind:
+            raise self.corrupt(field, f"is {'missing' if field not in self.fields else 'no ' + kind.__name__}")
+        return value
+
+    def ints(self, field: str, count: int | None = None) -> I64:
+        """A column of integers."""
+        return self._ints(field, self.field(field, list), count)
+
+    def matrix(self, field: str, count: int) -> I64:
+        """A (count, D) matrix."""
+        columns = self.field(field, list)
+        if count * len(columns) > MAX_CELLS:
+            raise self.corrupt(field, f"has {count} × {len(columns)} entries, over the {MAX_CELLS} that are read")
+        out = np.empty((count, len(columns)), np.int64)
+        for i, column in enumerate(columns):
+            out[:, i] = self._ints(field, column, count)
+        return out
+
+    def byte_strings(self, field: str, count: int | None = None) -> list[bytes]:
+        """A column of byte strings."""
+        count, starts, data = self._pieces(field, self.field(field, list), count)
+        strings = [data[begin:end] for begin, end in pairwise(starts)]
+        return strings if len(strings) == count else strings * count
+
+    def texts(self, field: str, count: int | None = None) -> list[str]:
+        """A column of texts, each at most `MAX_NAME_BYTES` of UTF-8."""
+        count, starts, data = self._pieces(field, self.field(field, list), count)
+        try:
+            text = data.decode()
+            spans = pairwise(starts)
+            texts = [text[a:b] for a, b in spans] if text.isascii() else [data[a:b].decode() for a, b in spans]
+        except UnicodeDecodeError as error:
+            raise self.corrupt(field, f"is no UTF-8 ({error.reason} at byte {error.start})") from error
+        if any(len(item) > MAX_NAME_BYTES for item in texts):
+            raise self.corrupt(field, f"holds a text over {MAX_NAME_BYTES} bytes")
+        return texts if len(texts) == count else texts * count
+
+    def _ints(self, field: str, node: Any, count: int | None) -> I64:
+        if type(node) is not list or [type(part) for part in node] != [str, int, bytes] or node[0] not in _WIDTHS:
+            raise self.corrupt(field, "is no column of integers")
+        code, stored_count, data = node
+        self._check_count(field, stored_count, count)
+        if not stored_count and not data:
+            return np.empty(0, np.int64)
+        if len(data) not in (_WIDTHS[code], stored_count * _WIDTHS[code]) or not stored_count:
+            raise self.corrupt(field, f"has {len(data)} bytes for {stored_count} entries of {code}")
+        stored = np.frombuffer(data, "<" + code)
+        if code == "u8" and stored.max() >= 2**63:
+            raise self.corrupt(field, f"holds {stored.max()}, over 2⁶³ - 1")
+        values = stored.astype(np.int64)
+        return values if len(values) == stored_count else np.full(stored_count, values[0])
+
+    def _pieces(self, field: str, node: Any, count: int | None) -> tuple[int, list[int], bytes]:
+        """How many strings there are, where in the bytes each that is stored begins and the last ends, and the bytes."""
+        if type(node) is not list or [type(part) for part in node] != [int, list, bytes]:
+            raise self.corrupt(field, "is no column of strings")
+        self._check_count(field, node[0], count)
+        lengths = self._ints(field, node[1], None)
+        if len(lengths) not in (1, node[0]) or (len(lengths) and int(lengths.max()) > len(node[2])):
+            raise self.corrupt(field, f"has {len(lengths)} lengths for {node[0]} strings in {len(node[2])} bytes")
+        starts = [0, *np.cumsum(lengths).tolist()]
+        if starts[-1] != len(node[2]):
+            raise self.corrupt(field, f"has lengths of {starts[-1]} bytes together, but {len(node[2])} bytes")
+        return node[0], starts, node[2]
+
+    def _check_count(self, field: str, stored: int, wanted: int | None) -> None:
+        if not 0 <= stored <= self.max_count or (wanted is not None and stored != wanted):
+            raise self.corrupt(field, f"has {stored} entries, not {f'at most {self.max_count}' if wanted is None else wanted}")
