@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 MAX_NAMED = 10
 """Problems spelled out in one message; the rest is counted."""
@@ -23,3 +24,36 @@ def summarize(problems: Sequence[str], advice: str) -> str:
     more = len(problems) - MAX_NAMED
     shown = [f"  {line}" for line in problems[:MAX_NAMED]] + ([f"  … and {more} more"] if more > 0 else [])
     return "\n".join([f"{len(problems)} problems; {advice}:", *shown])
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What a load did. The tuples hold one line for each tensor that did not load, of all ranks; with ``strict=True`` they are empty.
+
+    Attributes
+    ----------
+    missing, unexpected, shape, dtype, uncovered
+        Wanted but not saved; saved but not wanted by any rank; other global shape; other dtype; not wholly covered by saved shards.
+    num_tensors
+        Tensors that this rank loaded.
+    num_bytes, bytes_read
+        Bytes that this rank wanted, and that it read from storage.
+    """
+
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    shape: tuple[str, ...] = ()
+    dtype: tuple[str, ...] = ()
+    uncovered: tuple[str, ...] = ()
+    num_tensors: int = 0
+    num_bytes: int = 0
+    bytes_read: int = 0
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """All lines."""
+        return self.missing + self.unexpected + self.shape + self.dtype + self.uncovered
+
+    def loaded(self, num_tensors: int, num_bytes: int, bytes_read: int) -> LoadReport:
+        """The same, with what this rank loaded."""
+        return replace(self, num_tensors=num_tensors, num_bytes=num_bytes, bytes_read=bytes_read)

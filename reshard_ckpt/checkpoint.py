@@ -1,0 +1,215 @@
+"""Save and load checkpoints: the public functions, each a straight line through the rooms."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from .adapters.shards import PerRank
+from .adapters.state import capture, prepare_load
+from .comm import open_session
+from .core.catalog import Catalog, TensorKind
+from .core.report import LoadReport
+from .core.state import TensorSpec, ValueKind, box_piece, row_major_strides
+from .engine.load import LoadOptions, drop_refused, fetch, fetch_catalog, open_catalog, resolve, vote
+from .engine.rename import renamed
+from .engine.save import agree, commit, hold
+from .engine.values import decode_values
+from .engine.write import write_assignment
+from .errors import MismatchError, UsageError
+from .format.torch_dtypes import TORCH_DTYPES
+from .format.values import encode_value
+from .storage import open_storage
+
+__all__ = ["PerRank", "catalog", "load", "read", "save"]
+
+Path = str | os.PathLike[str]
+Patterns = Sequence[str] | bool
+
+
+def save(
+    path: Path,
+    state: Mapping[str, Any],
+    *,
+    mesh: Any = None,
+    process_group: Any = None,
+    metadata: Any = None,
+    timeout_s: float = 600.0,
+) -> None:
+    """Save a state as one checkpoint, from all ranks of a job together.
+
+    Until the last step the path holds what it held before, and after it the new checkpoint, whole.
+
+    Parameters
+    ----------
+    path
+        A folder that all ranks share, or ``memory://name``.
+    state
+        Modules, optimizers, objects with ``state_dict``, tensors, shards and plain values, by name; see the guide.
+    mesh
+        A ``DeviceMesh``, or axis names and sizes, outermost first, where the state alone does not show the job's mesh.
+    process_group
+        The ranks that save together; all, by default.
+    metadata
+        Plain values to keep in the catalog.
+    timeout_s
+        How long to wait for another rank before giving up, in seconds.
+
+    Raises
+    ------
+    UsageError
+        The state cannot be saved as it is; the message says what to change.
+    StorageError
+        The store refused; what the path held before is still there.
+    PeerError
+        Another rank failed or did not arrive.
+    """
+    with open_session("save", str(path), process_group=process_group, timeout_s=timeout_s) as comm:
+        captured = capture(state, mesh=mesh, process_group=process_group)
+        with open_storage(path) as storage:
+            holdings = hold([(e.spec, e.memory) for e in captured.entries], captured.values, captured.mesh, comm.rank)
+            agreed = agree(comm, holdings)
+            receipt = write_assignment(storage, holdings, agreed.assignment, comm.rank)
+            commit(comm, storage, agreed, receipt, encode_value(metadata, "metadata"))
+
+
+def load(
+    path: Path,
+    state: Mapping[str, Any],
+    *,
+    strict: bool = True,
+    verify: bool = True,
+    verify_first: bool = False,
+    cast: Patterns = False,
+    rename: Mapping[str, str] | Callable[[str], str] | None = None,
+    allow_resize: Patterns = False,
+    process_group: Any = None,
+    timeout_s: float = 600.0,
+) -> LoadReport:
+    """Load a checkpoint into a state, in place, whatever layout it was saved from.
+
+    Each rank reads just the bytes that its own shards need. Nothing changes before all ranks know that everything fits.
+
+    Parameters
+    ----------
+    path
+        A checkpoint that `save` committed.
+    state
+        As for `save`: the tensors in it are overwritten, values in dicts replaced, objects given their state back.
+    strict
+        False loads what fits and reports the rest.
+    verify
+        Prove the checksum of every block that is read.
+    verify_first
+        Prove all of them before any tensor changes, at the price of reading twice.
+    cast
+        Shell-style patterns of names whose dtype may change, or True for all.
+    rename
+        Saved names, or dotted prefixes of them, mapped to the names of this state; or a function of a saved name.
+    allow_resize
+        Patterns of names whose global shape may differ: what overlaps loads, the rest keeps its value.
+    process_group, timeout_s
+        As for `save`.
+
+    Returns
+    -------
+    LoadReport
+        What loaded and, with ``strict=False``, what did not.
+
+    Raises
+    ------
+    CheckpointNotFound
+        The path holds no committed checkpoint.
+    MismatchError
+        Checkpoint and state disagree; nothing was changed.
+    CorruptError
+        Bytes are damaged; the message says what had been overwritten.
+    PeerError
+        Another rank failed or did not arrive.
+    """
+    options = LoadOptions(strict, verify, verify_first, cast, allow_resize)
+    with open_session("load", str(path), process_group=process_group, timeout_s=timeout_s) as comm, open_storage(path) as storage:
+        saved = fetch_catalog(comm, storage)
+        saved = saved if rename is None else renamed(saved, rename)
+        target = prepare_load(state, saved, rank=comm.rank, size=comm.size, process_group=process_group)
+        resolved = resolve(saved, [(e.spec, e.memory) for e in target.entries], target.values, options, comm.rank, comm.size)
+        report = vote(comm, saved, resolved, target.prefixes, strict=strict)
+        resolved = drop_refused(saved, resolved, report)
+        bytes_read = fetch(storage, saved, resolved, options)
+        values = decode_values(saved, target.values, resolved.blobs, comm.rank, comm.size)
+        # Every rank has proved its bytes before any object is given its values.
+        comm.broadcast(b"" if comm.gather(b"") is not None else None)
+        target.finish(values)
+    return report.loaded(len(resolved.dests) - len(resolved.blobs), resolved.plan.num_bytes, bytes_read)
+
+
+def catalog(path: Path) -> Catalog:
+    """The catalog of a checkpoint: names, shapes, shards, files. No tensor data are read, and no process group is needed."""
+    with open_storage(path) as storage:
+        return open_catalog(storage)
+
+
+def read(path: Path, names: Sequence[str] | None = None) -> dict[str, Any]:
+    """Read whole tensors and values by name, in one process, without model code or a process group.
+
+    Parameters
+    ----------
+    names
+        Which; all by default. A name also stands for everything below it (``"model"`` for ``"model.…"``).
+
+    Returns
+    -------
+    dict
+        CPU tensors and values; a per-rank value is the list of all ranks' values.
+
+    Raises
+    ------
+    MismatchError
+        The checkpoint has none of a name that was asked for.
+    """
+    with open_storage(path) as storage:
+        saved = open_catalog(storage)
+        tensors, values = _chosen(saved, names)
+        whole = [_whole(saved, name) for name in tensors]
+        resolved = resolve(saved, whole, values, LoadOptions(), rank=0, size=0)
+        if any(resolved.problems.values()):
+            raise MismatchError("\n".join(line for lines in resolved.problems.values() for line in lines))
+        fetch(storage, saved, resolved, LoadOptions())
+        out: dict[str, Any] = {spec.name: tensor for spec, tensor in whole}
+        for name, value in decode_values(saved, values, resolved.blobs, rank=0, size=0).items():
+            out[name] = list(value.values) if value.kind is ValueKind.PER_RANK else value.values[0]
+        return out
+
+
+def _chosen(saved: Catalog, names: Sequence[str] | None) -> tuple[list[str], list[str]]:
+    """Names of the tensors and of the values that the caller asks for."""
+    if names is None:
+        return list(saved.names), list(saved.value_names)
+    if isinstance(names, str):
+        raise UsageError(f"names={names!r}: pass a list of names, as in names=[{names!r}]")
+
+    def below(known: Sequence[str], name: str) -> list[str]:
+        return [n for n in known if n == name or n.startswith(f"{name}.")]
+
+    found = {name: (below(saved.names, name), below(saved.value_names, name)) for name in names}
+    absent = [name for name, (tensors, values) in found.items() if not tensors and not values]
+    if absent:
+        raise MismatchError(f"{', '.join(absent)}: not in the checkpoint; checkpoint.catalog(path).names lists what is", absent)
+    return (
+        list(dict.fromkeys(n for tensors, _ in found.values() for n in tensors)),
+        list(dict.fromkeys(n for _, values in found.values() for n in values)),
+    )
+
+
+def _whole(saved: Catalog, name: str) -> tuple[TensorSpec, torch.Tensor]:
+    """A tensor of its own memory, wanted whole."""
+    index = saved.index(name)
+    assert saved.tensors_table.kind[index] == TensorKind.TENSOR
+    shape, dtype = saved.shape(index), saved.dtype(index)
+    piece = box_piece((0,) * len(shape), shape, 0, row_major_strides(shape))
+    pieces = (piece,) if np.prod(shape) else ()
+    return TensorSpec(name, dtype, shape, pieces), torch.empty(shape, dtype=TORCH_DTYPES[dtype])

@@ -1,0 +1,146 @@
+"""Which byte ranges are read, so that every wanted byte comes once and few others do?
+
+1. An item touches byte runs of its file; runs that lie close together count as one, so that a slice of short rows is one read.
+2. Where blocks are verified, ranges grow to whole blocks.
+3. Ranges of one window that meet, or nearly meet, merge into *extents*.
+4. An item whose bytes are in order on both sides may land in its destination *directly*, without a copy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .geometry import I64, ranges, volumes
+from .load_plan import LoadPlan
+
+NEAR_BYTES = 64 << 10
+"""Runs closer together than this are read as one: a gap of this size costs less than another request."""
+
+DIRECT_BYTES = 16 << 10
+"""Smaller items are copied from the window's buffer: less work than one more buffer in the request."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPlan:
+    """Windows, each with a range of extents and of items; extents and items are sorted by file and position."""
+
+    file: I64
+    extent_start: I64
+    item_start: I64
+    low: I64
+    high: I64
+    items: I64
+    """Indices into the load plan."""
+    direct: np.ndarray
+    """For each of `items`: its bytes may land in the destination."""
+
+    @property
+    def num_windows(self) -> int:
+        return len(self.file)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that will be read."""
+        return int((self.high - self.low).sum())
+
+
+def item_spans(plan: LoadPlan) -> I64:
+    """Bytes from the first to the last of each item in its file."""
+    return ((plan.lengths - 1) * plan.src_strides).sum(axis=1) + plan.item_bytes
+
+
+def in_order(lengths: I64, strides: I64, unit: I64) -> np.ndarray:
+    """Whether each region's elements are consecutive, for strides in the unit given."""
+    step = unit.copy()
+    good = np.ones(len(lengths), bool)
+    for dim in range(lengths.shape[1] - 1, -1, -1):
+        good &= (lengths[:, dim] == 1) | (strides[:, dim] == step)
+        step = step * lengths[:, dim]
+    return good
+
+
+def plan_reads(plan: LoadPlan, block_bytes: I64, file_bytes: I64, may_land: np.ndarray) -> ReadPlan:
+    """Plan the requests for all items.
+
+    Parameters
+    ----------
+    block_bytes : (files,)
+        Block size of each file where its blocks are to be verified, 0 where they are not.
+    file_bytes : (files,)
+        Size of each file.
+    may_land : (dests,)
+        Whether bytes may be read straight into this destination (host memory of the same dtype).
+    """
+    owner, low, high = _touched(plan)
+    file, window = plan.file[owner], plan.window[owner]
+    block = np.maximum(block_bytes[file], 1)
+    low = low // block * block
+    high = np.minimum(-(-high // block) * block, file_bytes[file])
+    order = np.lexsort((low, window, file))
+    file, window, low, high = file[order], window[order], low[order], high[order]
+    near = np.where(block_bytes[file] > 0, 0, NEAR_BYTES)
+    group = np.concatenate([[True], (file[1:] != file[:-1]) | (window[1:] != window[:-1])]) if len(order) else np.zeros(0, bool)
+    reach = _running_max(high, group)
+    fresh = group.copy()
+    fresh[1:] |= low[1:] > reach[:-1] + near[1:]
+    first = np.flatnonzero(fresh)
+    last = np.append(first[1:], len(order))[: len(first)] - 1
+    new_window = group[first]
+    items = np.lexsort((plan.src, plan.window, plan.file))
+    key = np.stack([plan.file[items], plan.window[items]], axis=1)
+    new_item = np.concatenate([[True], (key[1:] != key[:-1]).any(axis=1)]) if len(items) else np.zeros(0, bool)
+    return ReadPlan(
+        file=file[first[new_window]],
+        extent_start=np.append(np.flatnonzero(new_window), len(first)),
+        item_start=np.append(np.flatnonzero(new_item), len(items)),
+        low=low[first],
+        high=reach[last],
+        items=items,
+        direct=_direct(plan, items, may_land),
+    )
+
+
+def _touched(plan: LoadPlan) -> tuple[I64, I64, I64]:
+    """Byte ranges that each item touches: its runs, joined over every dim along which they lie near each other."""
+    span = plan.item_bytes.copy()
+    joined = np.ones(len(span), bool)
+    repeats = np.ones_like(plan.lengths)
+    for dim in range(plan.lengths.shape[1] - 1, -1, -1):
+        length, stride = plan.lengths[:, dim], plan.src_strides[:, dim]
+        joined &= (length == 1) | (stride - span <= NEAR_BYTES)
+        span = np.where(joined, span + (length - 1) * stride, span)
+        repeats[:, dim] = np.where(joined, 1, length)
+    owner, step = ranges(volumes(repeats))
+    low = plan.src[owner].copy()
+    for dim in range(plan.lengths.shape[1] - 1, -1, -1):
+        step, index = np.divmod(step, repeats[owner, dim])
+        low += index * plan.src_strides[owner, dim]
+    return owner, low, low + span[owner]
+
+
+def _running_max(values: I64, group: np.ndarray) -> I64:
+    """The largest value so far within each group (groups begin where `group` is true)."""
+    if len(values) == 0:
+        return values
+    number = np.cumsum(group)
+    step = int(values.max()) + 1
+    return np.maximum.accumulate(values + number * step) - number * step
+
+
+def _direct(plan: LoadPlan, items: I64, may_land: np.ndarray) -> np.ndarray:
+    src, span = plan.src[items], item_spans(plan)[items]
+    lengths, unit = plan.lengths[items], plan.item_bytes[items]
+    good = (span >= DIRECT_BYTES) & may_land[plan.dest[items]]
+    good &= in_order(lengths, plan.src_strides[items], unit)
+    good &= in_order(lengths, plan.dst_strides[items], np.ones_like(unit))
+    # Bytes that two items want are read once, into the buffer from which both are copied.
+    new = np.ones(len(items), bool)
+    new[1:] = plan.file[items[1:]] != plan.file[items[:-1]]
+    ends = _running_max(src + span, new)
+    alone = np.ones(len(items), bool)
+    clash = ~new[1:] & (src[1:] < ends[:-1])
+    alone[1:] &= ~clash
+    alone[:-1] &= ~clash
+    return good & alone

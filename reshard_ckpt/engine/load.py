@@ -1,0 +1,292 @@
+"""How does a rank load? Find what it wants in the catalog, hear that all ranks can, read, and prove.
+
+1. `fetch_catalog`: rank 0 reads the catalog and tells its digest, so that all ranks load the same save.
+2. `resolve`: match wanted tensors with saved ones, and plan; no tensor changes yet.
+3. `vote`: problems of all ranks come together; either all ranks go on, or all raise the same error.
+4. `fetch`: check the files, then read and prove every byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import msgpack
+import numpy as np
+import torch
+
+from ..comm.protocol import Comm
+from ..core.catalog import Catalog, TensorKind
+from ..core.geometry import I64
+from ..core.load_plan import LoadPlan, plan_load
+from ..core.match import Match, faults_of, match, uncovered
+from ..core.offer import PieceColumns, piece_columns, width_of
+from ..core.report import LoadReport, summarize
+from ..core.state import TensorSpec, flat_run
+from ..core.tiling import describe_region
+from ..errors import CheckpointNotFound, CorruptError, MismatchError
+from ..format.catalog import decode_catalog
+from ..format.checksums import digest128
+from ..format.torch_dtypes import TORCH_DTYPES
+from ..storage.protocol import Storage
+from .read import WINDOW_BYTES, Blocks, Destination, check_files, execute, open_blocks
+from .save import CATALOG_KEY, SAVE_ID
+from .values import Blob, wanted_blobs
+
+MAX_CATALOG_BYTES = 4 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """What the caller of `load` allows; see there."""
+
+    strict: bool = True
+    verify: bool = True
+    verify_first: bool = False
+    cast: Sequence[str] | bool = False
+    allow_resize: Sequence[str] | bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """A target tensor that shares its memory with an earlier one, but has another source: both must be equal."""
+
+    spec: TensorSpec
+    first: int
+    second: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """What this rank will read: specs that have a source, their destinations and pieces, and what stands in the way, by kind."""
+
+    specs: tuple[TensorSpec, ...]
+    dests: tuple[Destination, ...]
+    source: I64
+    wanted: PieceColumns
+    plan: LoadPlan
+    blobs: dict[int, Blob]
+    ties: tuple[Tie, ...]
+    problems: dict[str, tuple[str, ...]]
+    named: frozenset[int]
+    """Tensors of the catalog that this rank wants by name, also those that it cannot load."""
+
+
+def read_catalog_bytes(storage: Storage) -> bytes:
+    """The bytes of the catalog.
+
+    Raises
+    ------
+    CheckpointNotFound
+        There is none; the message says what is there instead.
+    """
+    if storage.size(CATALOG_KEY) is None:
+        raise CheckpointNotFound(f"{storage.url}: no committed checkpoint: {_what_is_there(storage)}")
+    return storage.read(CATALOG_KEY, limit=MAX_CATALOG_BYTES)
+
+
+def _what_is_there(storage: Storage) -> str:
+    keys = [key for key, _ in storage.list()]
+    if not keys:
+        return f"nothing is there, in particular no {CATALOG_KEY}; check the path"
+    if any(SAVE_ID.fullmatch(key.split("/", 1)[0]) for key in keys):
+        return f"a save began there, but never committed ({CATALOG_KEY} is missing); load another one"
+    return f"{len(keys)} files ({', '.join(keys[:3])}{', …' if len(keys) > 3 else ''}), but no {CATALOG_KEY}; check the path"
+
+
+def open_catalog(storage: Storage) -> Catalog:
+    """Read and check the catalog, in one process."""
+    return decode_catalog(read_catalog_bytes(storage))
+
+
+def fetch_catalog(comm: Comm, storage: Storage) -> Catalog:
+    """Read the catalog on every rank, and make sure that it is the same one.
+
+    Raises
+    ------
+    CheckpointNotFound, CorruptError
+        See `read_catalog_bytes` and `decode_catalog`; or another save replaced the checkpoint meanwhile.
+    """
+    if comm.rank == 0:
+        data = read_catalog_bytes(storage)
+        catalog = decode_catalog(data)
+        comm.broadcast(digest128(data))
+        return catalog
+    wanted = comm.broadcast(None)
+    data = read_catalog_bytes(storage)
+    if digest128(data) != wanted:
+        raise CorruptError(
+            f"{storage.url}: rank {comm.rank} reads another catalog than rank 0; load from a path that all ranks share, "
+            "and not while a save replaces it"
+        )
+    return decode_catalog(data)
+
+
+def resolve(
+    catalog: Catalog,
+    tensors: Sequence[tuple[TensorSpec, torch.Tensor]],
+    value_names: Sequence[str],
+    options: LoadOptions,
+    rank: int,
+    size: int,
+) -> Resolved:
+    """Match and plan what this rank wants; problems are collected, not raised.
+
+    Raises
+    ------
+    CorruptError
+        Saved shards of a wanted tensor overlap, so the catalog is not one that a save made.
+    """
+    specs = [spec for spec, _ in tensors]
+    found = match(specs, catalog, cast=options.cast, allow_resize=options.allow_resize)
+    chosen, source, ties = _without_shared(specs, found, catalog)
+    blobs = wanted_blobs(catalog, value_names, rank, size)
+    blob_specs = [blob.spec for blob in blobs.values()]
+    kept = [specs[i] for i in chosen]
+    dests = [Destination(specs[i].name, tensors[i][1], TORCH_DTYPES[catalog.dtype(int(s))]) for i, s in zip(chosen, source, strict=True)]
+    dests += [Destination(blob.spec.name, blob.tensor, torch.uint8) for blob in blobs.values()]
+    source = np.concatenate([source, np.array(list(blobs), np.int64)])
+    everything = (*kept, *blob_specs)
+    wanted = piece_columns(everything, width_of(everything))
+    plan = plan_load(catalog, source, wanted, WINDOW_BYTES)
+    faults = faults_of(catalog, source)
+    for fault in faults:
+        if fault.rows:
+            name, ndim = catalog.tensors_table.names[fault.tensor], int(catalog.tensors_table.ndim[fault.tensor])
+            raise CorruptError(f"{name}: saved shards overlap at {describe_region(fault.low, fault.high, ndim)}; use another checkpoint")
+    known = {value.name for value in catalog.values_table}
+    lost = tuple(f"{name}: not in the checkpoint" for name in value_names if name not in known)
+    return Resolved(
+        specs=everything,
+        dests=tuple(dests),
+        source=source,
+        wanted=wanted,
+        plan=plan,
+        blobs=blobs,
+        ties=ties,
+        problems={
+            "missing": found.missing + lost,
+            "shape": found.shape,
+            "dtype": found.dtype,
+            "uncovered": uncovered(catalog, everything, source, wanted, plan, faults),
+        },
+        named=frozenset(catalog.index(spec.name) for spec in specs if spec.name in catalog),
+    )
+
+
+def _without_shared(specs: Sequence[TensorSpec], found: Match, catalog: Catalog) -> tuple[list[int], I64, tuple[Tie, ...]]:
+    """Leave out targets that share memory with another that loads; those with another source are ties to be proved."""
+    source_of = dict(zip(found.specs, found.source.tolist(), strict=True))
+    by_name = {specs[i].name: i for i in reversed(found.specs)}
+    chosen: list[int] = []
+    ties: list[Tie] = []
+    for i in found.specs:
+        first = by_name.get(specs[i].alias_of or "")
+        if first is None:
+            chosen.append(i)
+        elif catalog.source(source_of[first]) != catalog.source(source_of[i]):
+            ties.append(Tie(specs[i], source_of[first], source_of[i]))
+    return chosen, np.array([source_of[i] for i in chosen], np.int64), tuple(ties)
+
+
+def vote(comm: Comm, catalog: Catalog, resolved: Resolved, prefixes: Iterable[str], *, strict: bool) -> LoadReport:
+    """Bring the problems of all ranks together.
+
+    Raises
+    ------
+    MismatchError
+        There is a problem, on any rank, and ``strict``.
+    """
+    mine = msgpack.packb({"problems": resolved.problems, "named": sorted(resolved.named)})
+    gathered = comm.gather(mine)
+    verdict = None if gathered is None else msgpack.packb(_merge_votes(catalog, gathered, tuple(prefixes)))
+    said = msgpack.unpackb(comm.broadcast(verdict), use_list=False)
+    report = LoadReport(**said)
+    if strict and report.problems:
+        advice = "load with strict=False to leave these as they are"
+        if report.dtype:
+            advice += ", with cast=[patterns] to convert dtypes"
+        if report.shape:
+            advice += ", with allow_resize=[patterns] to load what overlaps"
+        raise MismatchError(summarize(report.problems, advice), report.problems)
+    return report
+
+
+def _merge_votes(catalog: Catalog, gathered: Sequence[bytes], prefixes: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    votes = [msgpack.unpackb(data, use_list=False) for data in gathered]
+    kinds = ("missing", "shape", "dtype", "uncovered")
+    merged = {kind: tuple(dict.fromkeys(line for v in votes for line in v["problems"][kind])) for kind in kinds}
+    named = {index for v in votes for index in v["named"]}
+    table = catalog.tensors_table
+    below = tuple(f"{prefix}." for prefix in prefixes)
+    merged["unexpected"] = tuple(
+        f"{name}: in the checkpoint, but not in the state passed"
+        for i, name in enumerate(table.names)
+        if table.kind[i] == TensorKind.TENSOR
+        and i not in named
+        and (name in prefixes or name.startswith(below))
+        # A second name of a tensor that is loaded holds nothing of its own.
+        and (table.alias[i] < 0 or int(table.alias[i]) not in named)
+    )
+    return merged
+
+
+def drop_refused(catalog: Catalog, resolved: Resolved, report: LoadReport) -> Resolved:
+    """Without the tensors that some rank cannot load whole, so that with ``strict=False`` none loads on some ranks alone."""
+    refused = {line.split(": ", 1)[0] for line in report.uncovered}
+    if not refused:
+        return resolved
+    keep = [i for i, spec in enumerate(resolved.specs) if spec.name not in refused]
+    specs = tuple(resolved.specs[i] for i in keep)
+    source, wanted = resolved.source[keep], piece_columns(specs, width_of(specs))
+    return replace(
+        resolved,
+        specs=specs,
+        dests=tuple(resolved.dests[i] for i in keep),
+        source=source,
+        wanted=wanted,
+        plan=plan_load(catalog, source, wanted, WINDOW_BYTES),
+    )
+
+
+def fetch(storage: Storage, catalog: Catalog, resolved: Resolved, options: LoadOptions) -> int:
+    """Check the files, prove ties, then read all; returns the bytes read.
+
+    Raises
+    ------
+    CorruptError
+        A file or a block is damaged.
+    MismatchError
+        Two saved tensors that the target ties are not equal.
+    """
+    files = np.unique(resolved.plan.file).tolist()
+    check_files(storage, catalog, files)
+    blocks = open_blocks(storage, catalog, files if options.verify else [])
+    for tie in resolved.ties:
+        prove_tie(storage, catalog, tie, options)
+    bytes_read = 0
+    if options.verify_first and options.verify:
+        bytes_read += execute(storage, catalog, resolved.plan, resolved.dests, blocks=blocks, copy=False)
+    return bytes_read + execute(storage, catalog, resolved.plan, resolved.dests, blocks=blocks)
+
+
+def prove_tie(storage: Storage, catalog: Catalog, tie: Tie, options: LoadOptions, step_bytes: int = WINDOW_BYTES) -> None:
+    """Compare two saved tensors where a target ties them, a bounded part at a time."""
+    dtypes = [TORCH_DTYPES[catalog.dtype(index)] for index in (tie.first, tie.second)]
+    names = [catalog.tensors_table.names[index] for index in (tie.first, tie.second)]
+    for piece in tie.spec.pieces:
+        step = max(step_bytes // max(dtype.itemsize for dtype in dtypes), 1)
+        for start in range(piece.start, piece.start + piece.count, step):
+            count = min(step, piece.start + piece.count - start)
+            part = flat_run(piece, start, count)
+            spec = replace(tie.spec, pieces=(part,))
+            both = [torch.empty(count, dtype=dtype) for dtype in dtypes]
+            dests = [Destination(name, t, dtype) for name, t, dtype in zip(names, both, dtypes, strict=True)]
+            source = np.array([tie.first, tie.second], np.int64)
+            plan = plan_load(catalog, source, piece_columns([spec, spec], width_of([spec])), WINDOW_BYTES)
+            files = np.unique(plan.file).tolist()
+            check_files(storage, catalog, files)
+            execute(storage, catalog, plan, dests, blocks=open_blocks(storage, catalog, files if options.verify else []))
+            if dtypes[0] != dtypes[1] or not torch.equal(both[0].view(torch.uint8), both[1].view(torch.uint8)):
+                line = f"{names[1]}: tied to {names[0]} in the state passed, but the checkpoint holds different values for them"
+                raise MismatchError(f"{line}; untie them, or rename= one away", [line])

@@ -1,0 +1,87 @@
+"""Where are a piece's bytes? Views of local tensors, without copies where the memory is in order.
+
+The memory of a piece is affine (see `core.state.Piece`), so a view is `torch.as_strided`, and a piece whose strides are its box's
+own row-major ones is one slice of the storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..core.geometry import decompose
+from ..core.state import Ints, Piece, row_major_strides
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A piece and the tensor that holds it."""
+
+    tensor: torch.Tensor
+    piece: Piece
+
+
+def storage_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a CPU tensor's whole storage."""
+    raw = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    return memoryview(raw.numpy())
+
+
+def element_bytes(tensor: torch.Tensor, first: int, count: int) -> memoryview:
+    """The bytes of `count` consecutive elements of a CPU tensor's storage, counted from the tensor's own first one."""
+    begin = (tensor.storage_offset() + first) * tensor.element_size()
+    return storage_bytes(tensor)[begin : begin + count * tensor.element_size()]
+
+
+def region(tensor: torch.Tensor, base: int, lengths: Ints, strides: Ints) -> torch.Tensor:
+    """The strided region of a tensor's storage whose first element is `base` elements after the tensor's own."""
+    return torch.as_strided(tensor, lengths, strides, tensor.storage_offset() + base)
+
+
+def is_in_order(piece: Piece) -> bool:
+    """Whether consecutive elements of the run are consecutive in memory."""
+    natural = row_major_strides(piece.lengths)
+    return all(n <= 1 or s == w for n, s, w in zip(piece.lengths, piece.strides, natural, strict=True))
+
+
+def chunks(held: Held, start: int, count: int, scratch: torch.Tensor) -> Iterator[memoryview]:
+    """The bytes of a run of the piece's box, in order, in chunks no larger than the scratch buffer.
+
+    CPU memory that is in order is not copied; other memory goes through `scratch`, which the next chunk overwrites.
+
+    Parameters
+    ----------
+    start, count
+        Elements of the box, inside the piece's own run.
+    scratch
+        1-D uint8 host memory, aligned for every dtype.
+    """
+    tensor, piece = held.tensor, held.piece
+    step = max(scratch.numel() // tensor.element_size(), 1)
+    in_order = is_in_order(piece)
+    for begin in range(start, start + count, step):
+        num = min(step, start + count - begin)
+        if in_order and tensor.device.type == "cpu":
+            yield element_bytes(tensor, piece.base + begin, num)
+            continue
+        out = scratch[: num * tensor.element_size()].view(tensor.dtype)
+        if in_order:
+            out.copy_(region(tensor, piece.base + begin, (num,), (1,)))
+        else:
+            _gather(held, begin, num, out)
+        yield memoryview(scratch[: num * tensor.element_size()].numpy())
+
+
+def _gather(held: Held, start: int, count: int, out: torch.Tensor) -> None:
+    """Copy a run of a piece whose memory is not in order, box by box."""
+    piece = held.piece
+    cut = decompose(np.array([piece.lengths], np.int64), np.array([start]), np.array([count]))
+    done = 0
+    for offsets, lengths in zip(cut.offsets.tolist(), cut.lengths.tolist(), strict=True):
+        base = piece.base + sum(o * s for o, s in zip(offsets, piece.strides, strict=True))
+        box = region(held.tensor, base, tuple(lengths), piece.strides)
+        out[done : done + box.numel()].view(lengths).copy_(box)
+        done += box.numel()

@@ -1,0 +1,294 @@
+"""How do bytes get from the files into the tensors? Window by window, several at once, each block proved before its bytes count.
+
+1. `core.reads` says which extents of each window are read, and which items land in their destination directly.
+2. A window's other bytes land in one buffer a thread; every touched block is hashed where it lies.
+3. What is in the buffer is copied to its place: strided, cast, or to another device, as `torch` does it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..core.catalog import Catalog, FileEntry
+from ..core.geometry import I64
+from ..core.load_plan import LoadPlan
+from ..core.reads import ReadPlan, plan_reads
+from ..errors import CorruptError
+from ..format.checksums import Digests, block_digest, decode_digests, digest128, digests_file_bytes
+from ..storage.protocol import Storage
+from .memory import element_bytes, region
+
+WINDOW_BYTES = 8 << 20
+"""A multiple of every block size; with the number of threads it bounds the memory that reading takes."""
+
+MAX_THREADS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """A tensor to fill, under the name that messages use, and the dtype its bytes have in the files."""
+
+    name: str
+    tensor: torch.Tensor
+    dtype: torch.dtype
+
+    @property
+    def may_land(self) -> bool:
+        """Whether file bytes may be read straight into its memory."""
+        return self.tensor.device.type == "cpu" and self.tensor.dtype == self.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """The load plan's columns as lists: one element of a numpy array at a time is slow."""
+
+    src: list[int]
+    lengths: list[tuple[int, ...]]
+    src_strides: list[tuple[int, ...]]
+    item_bytes: list[int]
+    dest: list[int]
+    dst: list[int]
+    dst_strides: list[tuple[int, ...]]
+    direct: list[bool]
+    span: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """The digests of the files being read; files without are not verified."""
+
+    of_file: Mapping[int, Digests]
+
+
+def check_files(storage: Storage, catalog: Catalog, files: Sequence[int]) -> None:
+    """Every file that will be read is there, whole.
+
+    Raises
+    ------
+    CorruptError
+        A file is missing or has another size than the catalog says.
+    """
+    for index in files:
+        entry = catalog.files[index]
+        size = storage.size(entry.key)
+        if size != entry.size:
+            found = "is missing" if size is None else f"has {size} bytes"
+            raise CorruptError(f"{storage.url}: {entry.key} {found}, the catalog says {entry.size} bytes; use another checkpoint")
+
+
+def open_blocks(storage: Storage, catalog: Catalog, files: Sequence[int]) -> Blocks:
+    """Read and prove the digests of these files."""
+    return Blocks({index: _file_digests(storage, catalog.files[index]) for index in files})
+
+
+def _file_digests(storage: Storage, entry: FileEntry) -> Digests:
+    data = storage.read(entry.digests_key, limit=digests_file_bytes(entry.size, 64 << 10))
+    if digest128(data) != entry.digest:
+        raise CorruptError(f"{storage.url}: {entry.digests_key} is damaged: its own digest differs; use another checkpoint")
+    return decode_digests(data, entry.size, name=f"{storage.url}: {entry.digests_key}")
+
+
+def execute(
+    storage: Storage, catalog: Catalog, plan: LoadPlan, dests: Sequence[Destination], *, blocks: Blocks, copy: bool = True
+) -> int:
+    """Read all items of a plan; returns the number of bytes read.
+
+    Parameters
+    ----------
+    copy
+        False proves the blocks and changes no destination.
+
+    Raises
+    ------
+    CorruptError
+        A block is damaged; the message names it, what wanted it, and the tensors that already have new values.
+    """
+    block_bytes = np.zeros(len(catalog.files), np.int64)
+    for index, digests in blocks.of_file.items():
+        block_bytes[index] = digests.block_bytes
+    sizes = np.array([entry.size for entry in catalog.files], np.int64)
+    may_land = np.array([copy and dest.may_land for dest in dests], bool)
+    reads = plan_reads(plan, block_bytes, sizes, may_land)
+    reader = _Reader(storage, catalog, reads, _item_lists(plan, reads), dests, blocks, copy)
+    try:
+        _in_threads(reader.read_window, reads.num_windows)
+    except _Damage as damage:
+        # Said only now, when no thread reads any more: the list of what was overwritten is complete.
+        raise reader.explain(damage) from None
+    return reads.num_bytes
+
+
+def _item_lists(plan: LoadPlan, reads: ReadPlan) -> Items:
+    i = reads.items
+
+    def rows(columns: I64) -> list[tuple[int, ...]]:
+        return [tuple(row) for row in columns[i].tolist()]
+
+    span = ((plan.lengths[i] - 1) * plan.src_strides[i]).sum(axis=1) + plan.item_bytes[i]
+    return Items(
+        plan.src[i].tolist(),
+        rows(plan.lengths),
+        rows(plan.src_strides),
+        plan.item_bytes[i].tolist(),
+        plan.dest[i].tolist(),
+        plan.dst[i].tolist(),
+        rows(plan.dst_strides),
+        reads.direct.tolist(),
+        span.tolist(),
+    )
+
+
+def _in_threads(task: Callable[[int], None], count: int) -> None:
+    """Run a task for each number, in order of beginning; after a failure no new one begins, and the first failure is raised."""
+    threads = min(MAX_THREADS, count, 2 * (os.cpu_count() or 1))
+    if threads <= 1:
+        for i in range(count):
+            task(i)
+        return
+    with ThreadPoolExecutor(threads, thread_name_prefix="reshard-ckpt-read") as pool:
+        futures = [pool.submit(task, i) for i in range(count)]
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+class _Damage(Exception):
+    """A block whose digest differs: its file, its first byte, its size, and the items of its window."""
+
+    def __init__(self, file: int, low: int, size: int, items: range) -> None:
+        super().__init__()
+        self.file, self.low, self.size, self.items = file, low, size, items
+
+
+class _Reader:
+    """One execution of a plan; windows are independent, so its methods run in several threads."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        catalog: Catalog,
+        reads: ReadPlan,
+        items: Items,
+        dests: Sequence[Destination],
+        blocks: Blocks,
+        copy: bool,
+    ) -> None:
+        self.storage, self.catalog, self.items, self.dests, self.blocks, self.copy = storage, catalog, items, dests, blocks, copy
+        self.file = reads.file.tolist()
+        self.extent_start, self.item_start = reads.extent_start.tolist(), reads.item_start.tolist()
+        self.low, self.high = reads.low.tolist(), reads.high.tolist()
+        self.local = threading.local()
+        self.changed: set[str] = set()
+
+    def read_window(self, window: int) -> None:
+        """Read, prove and place what one window holds."""
+        file = self.file[window]
+        extents = range(self.extent_start[window], self.extent_start[window + 1])
+        items = range(self.item_start[window], self.item_start[window + 1])
+        origin = self.low[extents[0]]
+        buffer = self._buffer(self.high[extents[-1]] - origin)
+        view = memoryview(buffer.numpy())
+        direct = [i for i in items if self.items.direct[i]]
+        self._will_change(direct)
+        landing = iter(direct)
+        pending = next(landing, None)
+        for extent in extents:
+            low, high = self.low[extent], self.high[extent]
+            parts: list[memoryview] = []
+            at = low
+            while pending is not None and self.items.src[pending] < high:
+                begin = self.items.src[pending]
+                if begin > at:
+                    parts.append(view[at - origin : begin - origin])
+                parts.append(self._landing(pending))
+                at = begin + self.items.span[pending]
+                pending = next(landing, None)
+            if at < high:
+                parts.append(view[at - origin : high - origin])
+            self.storage.read_into(self.catalog.files[file].key, low, parts)
+            if file in self.blocks.of_file:
+                self._prove(file, low, parts, items)
+        if self.copy:
+            rest = [i for i in items if not self.items.direct[i]]
+            self._will_change(rest)
+            for i in rest:
+                self._place(i, buffer, origin)
+
+    def _will_change(self, items: Sequence[int]) -> None:
+        self.changed.update(self.dests[self.items.dest[i]].name for i in items)
+
+    def _buffer(self, size: int) -> torch.Tensor:
+        buffer: torch.Tensor | None = getattr(self.local, "buffer", None)
+        if buffer is None or buffer.numel() < size:
+            buffer = self.local.buffer = torch.empty(size, dtype=torch.uint8)
+        return buffer
+
+    def _landing(self, item: int) -> memoryview:
+        dest = self.dests[self.items.dest[item]]
+        return element_bytes(dest.tensor, self.items.dst[item], self.items.span[item] // self.items.item_bytes[item])
+
+    def _place(self, item: int, buffer: torch.Tensor, origin: int) -> None:
+        items, dest = self.items, self.dests[self.items.dest[item]]
+        each, offset = items.item_bytes[item], items.src[item] - origin
+        lengths, strides = items.lengths[item], items.src_strides[item]
+        if offset % each == 0 and all(s % each == 0 for s in strides):
+            usable = buffer[: buffer.numel() // each * each].view(dest.dtype)
+            source = torch.as_strided(usable, lengths, [s // each for s in strides], offset // each)
+        else:  # a foreign file need not align its elements
+            raw = torch.as_strided(buffer, (*lengths, each), (*strides, 1), offset)
+            source = raw.contiguous().view(dest.dtype).squeeze(-1)
+        region(dest.tensor, items.dst[item], lengths, items.dst_strides[item]).copy_(source)
+
+    def _prove(self, file: int, low: int, parts: list[memoryview], items: range) -> None:
+        digests = self.blocks.of_file[file]
+        first = low // digests.block_bytes
+        for i, fragments in enumerate(_in_blocks(parts, digests.block_bytes)):
+            if block_digest(*fragments) != int(digests.values[first + i]):
+                raise _Damage(file, (first + i) * digests.block_bytes, digests.block_bytes, items)
+
+    def explain(self, damage: _Damage) -> CorruptError:
+        """The error for a damaged block, with what it holds and what has been overwritten."""
+        entry, low = self.catalog.files[damage.file], damage.low
+        high = min(low + damage.size, entry.size)
+        near = [i for i in damage.items if self.items.src[i] < high and self.items.src[i] + self.items.span[i] > low]
+        holds = _few(sorted({self.dests[self.items.dest[i]].name for i in near})) if near else "nothing that is wanted"
+        if not self.copy or not self.changed:
+            after = "no tensor was changed"
+        else:
+            after = f"already overwritten, wholly or in part: {_few(sorted(self.changed))}; verify_first=True would have changed none"
+        return CorruptError(
+            f"{self.storage.url}: {entry.key} is damaged in bytes {low}:{high}, which hold {holds}; {after}; load another checkpoint"
+        )
+
+
+def _few(names: Sequence[str]) -> str:
+    more = len(names) - 5
+    return ", ".join(names[:5]) + (f" and {more} more" if more > 0 else "")
+
+
+def _in_blocks(parts: Sequence[memoryview], block_bytes: int) -> Iterator[list[memoryview]]:
+    """The fragments of each block, of buffers laid end to end; the last block may be shorter."""
+    fragments: list[memoryview] = []
+    room = block_bytes
+    for part in parts:
+        at = 0
+        while at < len(part):
+            piece = part[at : at + room]
+            fragments.append(piece)
+            at += len(piece)
+            room -= len(piece)
+            if room == 0:
+                yield fragments
+                fragments, room = [], block_bytes
+    if fragments:
+        yield fragments

@@ -1,0 +1,173 @@
+"""How do ranks agree on a save, and when does it exist?
+
+1. Every rank offers what it holds; rank 0 plans, and assigns (`agree`).
+2. Every rank writes its part (`write.write_assignment`) and sends a receipt.
+3. Rank 0 compares the fingerprints of replicas, sees every file by name and size, and publishes the catalog: the one step after which the
+   checkpoint exists (`commit`). Only then it deletes what no longer counts.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from ..comm.protocol import Comm
+from ..core.build import Written, build_catalog
+from ..core.catalog import Catalog, FileEntry, ValueEntry
+from ..core.offer import build_offer
+from ..core.report import summarize
+from ..core.save_plan import Checks, SavePlan, plan_save
+from ..core.state import Claim, Mesh, TensorSpec, ValueSpec
+from ..errors import LayoutError, StorageError
+from ..format.catalog import encode_catalog
+from ..storage.protocol import Storage
+from .memory import Held
+from .messages import Assignment, Receipt, decode_assignment, decode_offer, decode_receipt, encode_assignment, encode_offer, encode_receipt
+from .values import merge_values, offer_values
+from .write import Holdings
+
+CATALOG_KEY = "catalog.msgpack"
+SAVE_ID = re.compile(r"\d{8}T\d{6}Z-[0-9a-f]{8}")
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """The outcome of the agreement: rank 0 alone has the plan and the merged values."""
+
+    assignment: Assignment
+    plan: SavePlan | None
+    values: tuple[ValueEntry, ...]
+
+
+def new_save_id() -> str:
+    """A name for one attempt to save: the time, for people, and chance, for uniqueness."""
+    return f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(4)}"
+
+
+def hold(
+    tensors: Sequence[tuple[TensorSpec, torch.Tensor]], values: Sequence[ValueSpec], mesh: Mesh | None, rank: int
+) -> Holdings:
+    """What this rank has to offer, in columns, with the memory behind each row."""
+    offered, blobs = offer_values(values, rank)
+    offered = [replace(v, blob=v.blob + len(tensors)) if v.blob >= 0 else v for v in offered]
+    held = [*tensors, *((blob.spec, blob.tensor) for blob in blobs)]
+    specs = [spec for spec, _ in held]
+    rows = [(i, Held(memory, piece)) for i, (spec, memory) in enumerate(held) for piece in spec.pieces]
+    return Holdings(specs, rows, build_offer(specs, len(blobs), offered, mesh))
+
+
+def agree(comm: Comm, holdings: Holdings) -> Agreed:
+    """Gather the offers, plan on rank 0, and give every rank its assignment."""
+    gathered = comm.gather(encode_offer(holdings.offer))
+    if gathered is None:
+        return Agreed(decode_assignment(comm.scatter(None)), None, ())
+    plan, values, assignments = make_plan(gathered)
+    own = comm.scatter([encode_assignment(assignment) for assignment in assignments])
+    return Agreed(decode_assignment(own), plan, values)
+
+
+def make_plan(gathered: Sequence[bytes]) -> tuple[SavePlan, tuple[ValueEntry, ...], list[Assignment]]:
+    """Rank 0's part of the agreement: from encoded offers to the plan, the values, and each rank's assignment."""
+    offers = [decode_offer(data) for data in gathered]
+    plan = plan_save(offers)
+    values = merge_values(offers, plan.tables)
+    save_id = new_save_id()
+    checked = np.searchsorted(np.sort(plan.checks.rank), np.arange(len(offers) + 1))
+    by_rank = plan.checks.local[np.argsort(plan.checks.rank, kind="stable")]
+    assignments = []
+    for rank in range(len(offers)):
+        mine = plan.items_of(rank)
+        checks = by_rank[checked[rank] : checked[rank + 1]]
+        assignments.append(Assignment(save_id, plan.local[mine], plan.part_start[mine], plan.part_count[mine], checks))
+    return plan, values, assignments
+
+
+def commit(comm: Comm, storage: Storage, agreed: Agreed, receipt: Receipt, metadata: bytes) -> None:
+    """Gather the receipts, prove on rank 0 that all is there and alike, and publish the catalog."""
+    gathered = comm.gather(encode_receipt(receipt))
+    if gathered is not None:
+        assert agreed.plan is not None
+        receipts = [decode_receipt(data) for data in gathered]
+        publish(storage, agreed.plan, agreed.values, receipts, save_id=agreed.assignment.save_id, metadata=metadata)
+
+
+def publish(
+    storage: Storage, plan: SavePlan, values: Sequence[ValueEntry], receipts: Sequence[Receipt], *, save_id: str, metadata: bytes
+) -> Catalog:
+    """Rank 0's part of the commit.
+
+    Raises
+    ------
+    LayoutError
+        Tensors that claim to be replicas differ.
+    StorageError
+        A file that a rank wrote is not seen from here.
+    """
+    compare_replicas(plan.checks, plan.tables.names, receipts)
+    files = _see_files(storage, receipts, save_id)
+    first = np.cumsum([0] + [len(receipt.files) for receipt in receipts])
+    written = Written(
+        np.concatenate([receipt.file + first[rank] for rank, receipt in enumerate(receipts)]),
+        np.concatenate([receipt.offset for receipt in receipts]),
+    )
+    catalog = build_catalog(
+        plan, written, files=files, values=values, save_id=save_id, created_s=time.time(), metadata=metadata
+    )
+    # The order is the promise: every file is durable and seen, then the catalog appears, then what it replaced may go.
+    storage.publish(CATALOG_KEY, encode_catalog(catalog))
+    clean_up(storage, catalog)
+    return catalog
+
+
+def compare_replicas(checks: Checks, names: Sequence[str], receipts: Sequence[Receipt]) -> None:
+    """Compare the fingerprints of every replica group; buffers under DDP may differ, with one warning."""
+    if not len(checks.group):
+        return
+    by_rank = np.argsort(checks.rank, kind="stable")
+    marks = np.empty(len(by_rank), np.uint64)
+    marks[by_rank] = np.concatenate([receipt.fingerprints for receipt in receipts])
+    new = np.concatenate([[True], checks.group[1:] != checks.group[:-1]])
+    leader = np.maximum.accumulate(np.where(new, np.arange(len(new)), 0))
+    differs = np.flatnonzero(marks != marks[leader])
+    buffers = differs[checks.claim[differs] == Claim.BUFFER]
+    if len(buffers):
+        listed = sorted({names[i] for i in checks.tensor[buffers].tolist()})
+        warnings.warn(f"buffers differ between DDP ranks; rank {checks.rank[leader[buffers[0]]]}'s are saved: {', '.join(listed)}", stacklevel=2)
+    problems = {
+        checks.tensor[i]: f"{names[checks.tensor[i]]}: ranks {checks.rank[leader[i]]} and {checks.rank[i]} hold it as the same, "
+        "but their values differ"
+        for i in reversed(differs[checks.claim[differs] != Claim.BUFFER].tolist())
+    }
+    if problems:
+        advice = "wrap values of each rank's own in PerRank, declare shards with LocalShard, or give different tensors distinct names"
+        raise LayoutError(summarize(list(problems.values()), advice))
+
+
+def _see_files(storage: Storage, receipts: Sequence[Receipt], save_id: str) -> list[FileEntry]:
+    entries = []
+    sizes = dict(storage.list(save_id))
+    for rank, receipt in enumerate(receipts):
+        for file in receipt.files:
+            for key, size in ((file.key, file.size), (file.digests_key, None)):
+                seen = sizes.get(key)
+                if seen is None or (size is not None and seen != size):
+                    raise StorageError(
+                        f"{storage.url}: rank {rank} wrote {key}{'' if size is None else f' with {size} bytes'}, but rank 0 sees "
+                        f"{'no such file' if seen is None else f'{seen} bytes'}; save to a path that all ranks share"
+                    )
+            entries.append(FileEntry(file.key, file.size, file.digests_key, file.digest, save_id, rank))
+    return entries
+
+
+def clean_up(storage: Storage, catalog: Catalog) -> None:
+    """Delete files of earlier and of unfinished saves to this path; never one that the catalog refers to, or that is not ours."""
+    kept = {key for file in catalog.files if not file.checkpoint for key in (file.key, file.digests_key)}
+    stale = [key for key, _ in storage.list() if SAVE_ID.fullmatch(key.split("/", 1)[0]) and "/" in key and key not in kept]
+    storage.delete(stale)

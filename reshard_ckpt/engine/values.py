@@ -1,0 +1,155 @@
+"""How do values travel? Small ones in the catalog, large and per-rank ones as bytes in the shard files.
+
+Saving: `offer_values` turns this rank's values into offered ones and blobs, `merge_values` (on rank 0) makes one table of all
+ranks' values. Loading: `wanted_blobs` says which blobs to read, `decode_values` makes values of what was read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..core import param_groups
+from ..core.catalog import Catalog, ValueEntry
+from ..core.offer import Offer, OfferedValue
+from ..core.report import summarize
+from ..core.save_plan import Tables
+from ..core.state import Claim, TensorSpec, ValueKind, ValueSpec, box_piece
+from ..errors import LayoutError
+from ..format.shard_file import blob_name
+from ..format.values import decode_value, encode_value
+from .memory import Held
+
+INLINE_BYTES = 4096
+"""Larger plain values are kept in the shard files."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """The encoded bytes of a value, as a tensor of dtype U8 that is saved and loaded like any other."""
+
+    spec: TensorSpec
+    tensor: torch.Tensor
+
+    def held(self) -> Held:
+        return Held(self.tensor, self.spec.pieces[0])
+
+
+def byte_blob(name: str, tensor: torch.Tensor) -> Blob:
+    """A blob over a 1-D uint8 tensor."""
+    size = (tensor.numel(),)
+    return Blob(TensorSpec(name, "U8", size, (box_piece((0,), size, 0, (1,)),), Claim.PLAIN), tensor)
+
+
+def offer_values(values: Sequence[ValueSpec], rank: int) -> tuple[list[OfferedValue], list[Blob]]:
+    """This rank's values as offered ones; `OfferedValue.blob` counts in the blobs returned."""
+    offered: list[OfferedValue] = []
+    blobs: list[Blob] = []
+    for value in values:
+        own = value.kind is ValueKind.PER_RANK
+        if own or (value.kind is ValueKind.PLAIN and len(value.data) > INLINE_BYTES):
+            data = torch.frombuffer(bytearray(value.data), dtype=torch.uint8)
+            offered.append(OfferedValue(value.name, value.path, value.kind, None, len(blobs)))
+            blobs.append(byte_blob(blob_name(value.name, rank if own else None), data))
+        else:
+            offered.append(OfferedValue(value.name, value.path, value.kind, value.data))
+    return offered, blobs
+
+
+def merge_values(offers: Sequence[Offer], tables: Tables) -> tuple[ValueEntry, ...]:
+    """One table of the values of all ranks.
+
+    Raises
+    ------
+    LayoutError
+        Ranks disagree about a value that is not declared per rank, or about an optimizer's hyperparameters for a parameter.
+    """
+    by_name: dict[str, list[tuple[int, OfferedValue]]] = {}
+    for rank, offer in enumerate(offers):
+        for value in offer.values:
+            by_name.setdefault(value.name, []).append((rank, value))
+    blob_index = {name: i for i, name in enumerate(tables.names) if tables.kind[i]}
+    problems: list[str] = []
+    entries = [_merge(name, by_name[name], offers, blob_index, problems) for name in sorted(by_name)]
+    if problems:
+        advice = "wrap a value of each rank's own in checkpoint.PerRank, or give different values different names"
+        raise LayoutError(summarize(problems, advice))
+    return tuple(entries)
+
+
+def _merge(
+    name: str, held: list[tuple[int, OfferedValue]], offers: Sequence[Offer], blob_index: Mapping[str, int], problems: list[str]
+) -> ValueEntry:
+    first_rank, first = held[0]
+    for rank, value in held[1:]:
+        if value.kind is not first.kind:
+            problems.append(f"{name}: {first.kind.name} on rank {first_rank}, {value.kind.name} on rank {rank}")
+        elif first.kind is ValueKind.PLAIN and value.data != first.data:
+            problems.append(f"{name}: rank {first_rank} has {_show(first)}, rank {rank} has {_show(value)}")
+    if first.kind is ValueKind.PARAM_GROUPS:
+        distinct = {v.data: f"rank {rank}" for rank, v in reversed(held) if v.data is not None}
+        groups = [(who, decode_value(data, name=name)) for data, who in reversed(distinct.items())]
+        return ValueEntry(name, first.path, first.kind, encode_value(param_groups.merge(groups, name=name), name))
+    if first.kind is ValueKind.PER_RANK and len(held) < len(offers):
+        absent = sorted(set(range(len(offers))) - {rank for rank, _ in held})
+        problems.append(f"{name}: a PerRank value is missing on ranks {absent}; save PerRank(None) there")
+    if first.blob < 0:
+        return ValueEntry(name, first.path, first.kind, first.data)
+    blobs = held if first.kind is ValueKind.PER_RANK else held[:1]
+    return ValueEntry(
+        name, first.path, first.kind, None, tuple(blob_index[offers[rank].names[v.blob]] for rank, v in blobs if v.blob >= 0)
+    )
+
+
+def wanted_blobs(catalog: Catalog, names: Sequence[str], rank: int, size: int) -> dict[int, Blob]:
+    """Memory for every blob that the values need, by index in the catalog: one's own where the ranks are as many as saved, else all."""
+    out: dict[int, Blob] = {}
+    for entry in chosen(catalog, names):
+        for index in _needed(entry, rank, size):
+            shape = catalog.shape(index)
+            out[index] = byte_blob(catalog.tensors_table.names[index], torch.empty(shape, dtype=torch.uint8))
+    return out
+
+
+def chosen(catalog: Catalog, names: Sequence[str]) -> list[ValueEntry]:
+    """The catalog's values of these names."""
+    wanted = set(names)
+    return [entry for entry in catalog.values_table if entry.name in wanted]
+
+
+def _needed(entry: ValueEntry, rank: int, size: int) -> tuple[int, ...]:
+    if entry.kind is ValueKind.PER_RANK and len(entry.blobs) == size:
+        return entry.blobs[rank : rank + 1]
+    return entry.blobs
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedValue:
+    """A value that was read. Of a per-rank one: this rank's own alone where as many ranks load as saved, else every rank's."""
+
+    kind: ValueKind
+    path: bytes
+    values: tuple[object, ...]
+    num_saved: int
+
+
+def decode_values(catalog: Catalog, names: Sequence[str], blobs: Mapping[int, Blob], rank: int, size: int) -> dict[str, LoadedValue]:
+    """Values by name, from the catalog and the blobs that were read."""
+    out = {}
+    for entry in chosen(catalog, names):
+        if entry.data is not None:
+            data: list[bytes | memoryview] = [entry.data]
+        else:
+            data = [memoryview(blobs[index].tensor.numpy()) for index in _needed(entry, rank, size)]
+        values = tuple(decode_value(item, name=entry.name) for item in data)
+        out[entry.name] = LoadedValue(entry.kind, entry.path, values, max(len(entry.blobs), 1))
+    return out
+
+
+def _show(value: OfferedValue) -> str:
+    if value.data is None:
+        return "a large value"
+    text = repr(decode_value(value.data))
+    return text if len(text) <= 60 else text[:57] + "…"

@@ -1,0 +1,145 @@
+"""How does a rank carry out its assignment? Lay out its files, write them front to back, and say what was written.
+
+1. Items come sorted by element size, so members are aligned without holes.
+2. A new file begins where the header would grow too large.
+3. Bytes go from the tensors' own memory to the file, hashed on the way; only memory that is not in order, or not on the
+   host, passes through one small buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..core.catalog import TensorKind
+from ..core.geometry import I64
+from ..core.offer import Offer
+from ..core.state import TensorSpec
+from ..format.checksums import BlockHasher, digest128
+from ..format.shard_file import Member, header, header_cost, make_member
+from ..storage.protocol import Storage
+from .fingerprint import fingerprint
+from .memory import Held, chunks
+from .messages import Assignment, Receipt, WrittenFile
+
+SCRATCH_BYTES = 16 << 20
+HEADER_BYTES = 48 << 20
+"""A file's header is kept below this; safetensors refuses 100 MB."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """This rank's offered tensors and, row for row, the memory of their pieces."""
+
+    specs: Sequence[TensorSpec]
+    rows: Sequence[tuple[int, Held]]
+    offer: Offer
+
+
+@dataclass(frozen=True, slots=True)
+class FileLayout:
+    """One file to be: the items in it, as a range of the assignment's, and its members."""
+
+    key: str
+    items: slice
+    members: tuple[Member, ...]
+
+
+def file_key(save_id: str, rank: int, part: int) -> str:
+    """Where a rank's file lies in the checkpoint.
+
+    >>> file_key("s1", 3, 0)
+    's1/rank00003-0.safetensors'
+    """
+    return f"{save_id}/rank{rank:05d}-{part}.safetensors"
+
+
+def lay_out(holdings: Holdings, assignment: Assignment, rank: int, header_bytes: int = HEADER_BYTES) -> list[FileLayout]:
+    """Divide the assigned items into files."""
+    members = [
+        _member(holdings, *item) for item in zip(*(c.tolist() for c in (assignment.local, assignment.start, assignment.count)), strict=True)
+    ]
+    files: list[FileLayout] = []
+    begin = used = 0
+    for i, member in enumerate(members):
+        cost = header_cost(member)
+        if used + cost > header_bytes and i > begin:
+            files.append(FileLayout(file_key(assignment.save_id, rank, len(files)), slice(begin, i), tuple(members[begin:i])))
+            begin, used = i, 0
+        used += cost
+    if members:
+        key = file_key(assignment.save_id, rank, len(files))
+        files.append(FileLayout(key, slice(begin, len(members)), tuple(members[begin:])))
+    return files
+
+
+def _member(holdings: Holdings, local: int, start: int, count: int) -> Member:
+    index, held = holdings.rows[local]
+    spec = holdings.specs[index]
+    if holdings.offer.kind[index] == TensorKind.BLOB:
+        return Member(spec.name, spec.dtype, spec.shape, count)
+    return make_member(spec.name, spec.dtype, spec.shape, held.piece.offsets, held.piece.lengths, start, count)
+
+
+def write_assignment(storage: Storage, holdings: Holdings, assignment: Assignment, rank: int, header_bytes: int = HEADER_BYTES) -> Receipt:
+    """Write and make durable all that this rank was assigned.
+
+    Raises
+    ------
+    StorageError
+        The store refused; what this rank had written is removed.
+    """
+    scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8)
+    marks = [fingerprint(holdings.rows[row][1], scratch) for row in assignment.fingerprint.tolist()]
+    layouts = lay_out(holdings, assignment, rank, header_bytes)
+    file, offset = np.zeros(len(assignment.local), np.int64), np.zeros(len(assignment.local), np.int64)
+    written: list[WrittenFile] = []
+    try:
+        for part, layout in enumerate(layouts):
+            written.append(_write_file(storage, holdings, assignment, layout))
+            file[layout.items], offset[layout.items] = part, _offsets(layout)
+        if written:
+            storage.sync(assignment.save_id)
+    except BaseException:
+        storage.delete([key for layout in layouts for key in (layout.key, _digests_key(layout.key))])
+        raise
+    return Receipt(tuple(written), file, offset, np.array(marks, np.uint64))
+
+
+def _digests_key(key: str) -> str:
+    return key.removesuffix(".safetensors") + ".digests"
+
+
+def _file_header(layout: FileLayout) -> bytes:
+    return header(layout.members, {"format": "reshard_ckpt"})
+
+
+def _offsets(layout: FileLayout) -> I64:
+    sizes = np.array([member.num_bytes for member in layout.members], np.int64)
+    return len(_file_header(layout)) + np.cumsum(sizes) - sizes
+
+
+def _write_file(storage: Storage, holdings: Holdings, assignment: Assignment, layout: FileLayout) -> WrittenFile:
+    hasher = BlockHasher()
+    with storage.create(layout.key) as writer:
+        for chunk in _file_chunks(holdings, assignment, layout):
+            hasher.update(chunk)
+            writer.write(chunk)
+        writer.finish()
+    size, digests = hasher.num_bytes, hasher.finish()
+    with storage.create(_digests_key(layout.key)) as writer:
+        writer.write(digests)
+        writer.finish()
+    return WrittenFile(layout.key, size, _digests_key(layout.key), digest128(digests))
+
+
+def _file_chunks(holdings: Holdings, assignment: Assignment, layout: FileLayout) -> Iterator[memoryview]:
+    """The bytes of a file, front to back."""
+    yield memoryview(_file_header(layout))
+    scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8)
+    columns = (assignment.local, assignment.start, assignment.count)
+    for local, start, count in zip(*(column[layout.items].tolist() for column in columns), strict=True):
+        yield from chunks(holdings.rows[local][1], start, count, scratch)
