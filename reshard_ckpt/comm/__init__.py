@@ -1,0 +1,65 @@
+"""How do the ranks of one save or load agree? In a session, in which an error of one rank is raised on all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING
+
+from .group import current_group
+from .protocol import Comm, SoloComm
+from .store import StoreComm
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["Comm", "SoloComm", "StoreComm", "open_session"]
+
+
+def open_session(
+    kind: str, subject: str, *, process_group: ProcessGroup | None = None, timeout_s: float = 600
+) -> AbstractContextManager[Comm]:
+    """A session of all ranks of a process group, to be used in a ``with`` block by one thread.
+
+    Which session it is, is settled by the order of these calls on each rank, not by when or in which thread the block is entered.
+    So open it in the thread that calls save or load, and do all that may fail inside of it: a rank that raises before this
+    call leaves the others waiting for their deadline.
+
+    An exception that leaves the block on one rank is raised on every rank: of the same class if it is a `CheckpointError`
+    (otherwise a `PeerError`) with the message prefixed by the rank, at the latest where the others leave their blocks. Ranks
+    are numbers within the group.
+
+    Parameters
+    ----------
+    kind, subject
+        What is being done to what ("save", "/ckpt/step_100"): the same on all ranks, or a `PeerError` names who differs.
+    process_group
+        The ranks that take part; by default all.
+    timeout_s
+        How long to wait for the others in each step.
+
+    Raises
+    ------
+    UsageError
+        ``WORLD_SIZE`` is above 1 but there is no process group, or this rank is not in it.
+    PeerError
+        Ranks did not arrive in time, called something else, or failed.
+    """
+    group = current_group(process_group)
+    if group is None:
+        return nullcontext(SoloComm())
+    comm = StoreComm(group.next_session(), group.rank, group.size, title=f"{kind} {subject!r}", timeout_s=timeout_s)
+    return _session(comm, kind, subject)
+
+
+@contextmanager
+def _session(comm: StoreComm, kind: str, subject: str) -> Iterator[Comm]:
+    try:
+        comm.open(kind, subject)
+        yield comm
+        comm.gather(b"")  # the vote: everyone has come through
+    except BaseException as error:
+        comm.abort(error)
+        raise
+    finally:
+        comm.leave()

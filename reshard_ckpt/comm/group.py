@@ -1,0 +1,140 @@
+"""Which ranks take part, and which store do they share? What is asked of torch.distributed, and nothing more.
+
+The store of a process group is the one that the job already has, so nothing needs to be started and no collective runs. Only
+a job without a fit one (`FileStore` cannot append) gets a store of its own: rank 0 of the group starts it, and its address is
+spread once, by a broadcast of one small tensor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import threading
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import count
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from ..errors import UsageError
+from .store import KeyValueStore
+
+# No call of ours waits in the store, so a reply that takes this long means that nobody is there.
+_REPLY_S = 120.0
+_ADDRESS_BYTES = 256
+
+_STORES: Any = dist  # the stubs of torch.distributed leave out its stores
+
+_LOCK = threading.Lock()
+_GROUPS: WeakKeyDictionary[dist.ProcessGroup, Group] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A process group as this package sees it."""
+
+    rank: int
+    size: int
+    store: Any
+    prefix: str
+    numbers: count[int] = field(default_factory=count)
+
+    def next_session(self) -> KeyValueStore:
+        """The store of the next session: the n-th on this group on every rank, whatever its thread."""
+        return cast(KeyValueStore, _STORES.PrefixStore(f"{self.prefix}/{next(self.numbers)}", self.store))
+
+
+def current_group(process_group: dist.ProcessGroup | None) -> Group | None:
+    """The group to talk to; None where this process is on its own."""
+    if not dist.is_available() or not dist.is_initialized():
+        _refuse_forgotten_init(process_group)
+        return None
+    group = dist.group.WORLD if process_group is None else process_group
+    assert group is not None
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise UsageError(f"rank {dist.get_rank()} is no member of the process group passed; call this on its members only")
+    if dist.get_world_size(group) == 1:
+        return None
+    with _LOCK:
+        if (known := _GROUPS.get(group)) is None:
+            known = _GROUPS[group] = Group(rank, dist.get_world_size(group), _shared_store(group), _prefix(group))
+        return known
+
+
+def _refuse_forgotten_init(process_group: object) -> None:
+    world_size = os.environ.get("WORLD_SIZE", "")
+    if process_group is not None:
+        raise UsageError("a process_group was passed, but torch.distributed is not initialized: call init_process_group first")
+    if world_size.isdecimal() and int(world_size) > 1:
+        raise UsageError(
+            f"WORLD_SIZE is {world_size}, but torch.distributed is not initialized, so {world_size} processes would write to one "
+            "path: call torch.distributed.init_process_group first, or unset WORLD_SIZE if this process is on its own"
+        )
+
+
+def _prefix(group: dist.ProcessGroup) -> str:
+    """The same on all ranks of the group, and only there: torch reuses a name for disjoint groups that it splits off together."""
+    ranks = ",".join(map(str, dist.get_process_group_ranks(group)))
+    return f"reshard_ckpt/{group.group_name}/{hashlib.blake2s(ranks.encode(), digest_size=8).hexdigest()}"
+
+
+def _shared_store(group: dist.ProcessGroup) -> Any:
+    """The job's own store where it will do, on a connection of our own."""
+    store: Any = None
+    with suppress(ImportError, ValueError, RuntimeError):
+        # Private: torch has no public way to the store of a job that it started from the environment.
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        store = _get_default_store()
+    if store is None or not store.has_extended_api():
+        return _own_store(group)
+    # A client has one lock: while some other thread of the job waits for a key, nobody else can use its connection. Before
+    # torch 2.8 there is no `clone`, and sharing the connection is the lesser evil.
+    if hasattr(store, "clone"):
+        store = store.clone()
+        store.set_timeout(timedelta(seconds=_REPLY_S))
+    return store
+
+
+def _own_store(group: dist.ProcessGroup) -> Any:
+    """A store that rank 0 of the group hosts. Collective, once in the life of the group."""
+    hosts = dist.get_rank(group) == 0
+    timeout = timedelta(seconds=_REPLY_S)
+    address, store = "", None
+    if hosts:
+        host = _own_address()
+        store = _STORES.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        address = f"{host} {store.port}"
+    message = torch.zeros(_ADDRESS_BYTES, dtype=torch.uint8)
+    message[: len(address)] = torch.tensor(list(address.encode()), dtype=torch.uint8)
+    message = message.to(_device(group))
+    dist.broadcast(message, src=dist.get_global_rank(group, 0), group=group)
+    if store is not None:
+        return store
+    host, port = bytes(message.cpu().tolist()).rstrip(b"\0").decode().split(" ")
+    return _STORES.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
+
+
+def _device(group: dist.ProcessGroup) -> torch.device:
+    """Where the group's backend wants its tensors."""
+    if any(name in dist.get_backend(group) for name in ("gloo", "mpi")):
+        return torch.device("cpu")
+    return torch.accelerator.current_accelerator() or torch.device("cpu")
+
+
+def _own_address() -> str:
+    """This machine's address on the way to the job's master: the one that the others can reach. No packet is sent."""
+    master = os.environ.get("MASTER_ADDR") or socket.gethostname()
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return socket.gethostname()

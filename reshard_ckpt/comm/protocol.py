@@ -1,0 +1,53 @@
+"""What do ranks have to tell each other? Short messages: to rank 0, and from rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class Comm(Protocol):
+    """The ranks of one session, which all make the same calls in the same order.
+
+    Every call raises, on every rank and soon, what any rank of the session raised. A call belongs to one thread.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This rank's number within the group."""
+
+    @property
+    def size(self) -> int:
+        """How many ranks the group has."""
+
+    def gather(self, payload: bytes) -> list[bytes] | None:
+        """Everyone's payload, by rank, on rank 0; None on the others, also once all have arrived."""
+
+    def broadcast(self, payload: bytes | None) -> bytes:
+        """Rank 0's payload, on every rank; what the others pass is ignored."""
+
+    def scatter(self, payloads: Sequence[bytes] | None) -> bytes:
+        """On rank r, payload r of those that rank 0 passes; what the others pass is ignored."""
+
+
+class SoloComm:
+    """The `Comm` of a process on its own.
+
+    >>> SoloComm().gather(b"offer")
+    [b'offer']
+    """
+
+    rank = 0
+    size = 1
+
+    def gather(self, payload: bytes) -> list[bytes] | None:
+        return [bytes(payload)]
+
+    def broadcast(self, payload: bytes | None) -> bytes:
+        assert payload is not None
+        return bytes(payload)
+
+    def scatter(self, payloads: Sequence[bytes] | None) -> bytes:
+        assert payloads is not None
+        assert len(payloads) == 1
+        return bytes(payloads[0])

@@ -1,0 +1,316 @@
+"""How do ranks talk over a key-value store, and all learn of a failure? Through one decision for each step.
+
+The calls of a session are its steps ``0, 1, 2, …``, the same ones on every rank. Each step has a *decision*, a key that is
+written once, by compare-and-set: "go on", by rank 0, or a refusal, by whichever rank failed. The first to write it wins, and
+every rank reads the same; so they all go on, or they all raise the same error. No rank waits for anything else.
+
+1. *To rank 0* (gather): a rank appends its message to the step's inbox, and whoever is the last rings the bell. Rank 0 waits for
+   the bell, not for each rank: one wait, one read, at any number of ranks. Then it decides.
+2. *From rank 0* (broadcast, scatter): rank 0 puts the payload down, and then decides.
+3. *Failure*: a rank that raises writes its refusal into the first step that is not decided yet, and rings the bell of that step,
+   in case rank 0 waits there. The session opens and ends with a gather, so that no failure inside it goes unseen.
+4. *Deadline*: whoever has waited too long reads in the inbox who has not arrived, and refuses the step, naming them.
+5. *Leaving*: each rank counts itself out, rank 0 last, because its process may host the store. Whoever counts to the full number
+   deletes the session's keys: usually rank 0, or a rank that everyone else had given up.
+
+Waiting is asking again, at intervals of a tenth of the time waited so far. A blocking wait of the store could not be
+interrupted, would hold the client's lock against every other user in this process, and prints warnings when its time is over.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Protocol
+
+from torch.distributed import DistError
+
+from ..errors import CheckpointError, PeerError
+from .wire import Frame, Refusal, decode_frames, encode_frame, name_ranks, refusal_of
+
+_GO = b"go"
+_LENGTH = struct.Struct("<Q")
+
+# TCPStore drops a client that sends a value above 8 MiB; smaller ones also let other ranks have their turn.
+_CHUNK_BYTES = 2 << 20
+_INLINE_BYTES = 64 << 10
+
+_FIRST_PAUSE_S = 0.0002
+_FAREWELL_S = 5.0
+
+
+class KeyValueStore(Protocol):
+    """What is used of `torch.distributed.Store`: its type stubs lack some of it."""
+
+    def append(self, key: str, value: bytes, /) -> None: ...
+    def add(self, key: str, amount: int, /) -> int: ...
+    def set(self, key: str, value: bytes, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def check(self, keys: list[str], /) -> bool: ...
+    def compare_set(self, key: str, expected: bytes, desired: bytes, /) -> bytes: ...
+    def multi_set(self, keys: list[str], values: list[bytes], /) -> None: ...
+    def delete_key(self, key: str, /) -> bool: ...
+
+
+class StoreComm:
+    """The `Comm` of one session whose keys nobody else uses."""
+
+    def __init__(self, store: KeyValueStore, rank: int, size: int, *, title: str, timeout_s: float) -> None:
+        self._store, self.rank, self.size = store, rank, size
+        self._title, self._timeout_s = title, timeout_s
+        # Thousands of ranks that ask twenty times a second would keep the store busy with nothing.
+        self._max_pause_s = min(1.0, max(0.05, size * 50e-6))
+        self._step = 0
+        self._refusal: Refusal | None = None
+
+    # --- what the engine calls ---
+
+    def gather(self, payload: bytes) -> list[bytes] | None:
+        with self._reachable():
+            self._arrive(payload)
+            if self.rank:
+                self._obey()
+                return None
+            messages = self._collect(payload)
+            self._decide()
+            return messages
+
+    def broadcast(self, payload: bytes | None) -> bytes:
+        with self._reachable():
+            self._stop_if_over()
+            key = self._key("all")
+            if self.rank:
+                self._obey()
+                return self._load(key)
+            assert payload is not None
+            self._save({key: payload})
+            self._decide()
+            return bytes(payload)
+
+    def scatter(self, payloads: Sequence[bytes] | None) -> bytes:
+        with self._reachable():
+            self._stop_if_over()
+            if self.rank:
+                key = self._key("to", self.rank)
+                self._obey()
+                return self._take(key)
+            assert payloads is not None
+            assert len(payloads) == self.size
+            parts = {self._key("to", rank): payloads[rank] for rank in range(1, self.size)}
+            self._save(parts)
+            try:
+                self._decide()
+            except CheckpointError:
+                for key in parts:  # nobody will take them
+                    self._drop(key)
+                raise
+            return bytes(payloads[0])
+
+    # --- the frame of a session ---
+
+    def open(self, kind: str, subject: str) -> None:
+        """The first step: everyone is here, for the same thing."""
+        with self._reachable():
+            call = json.dumps([kind, subject]).encode()
+            self._arrive(call)
+            if self.rank:
+                self._obey()
+                return
+            calls = self._collect(call)
+            if len(set(calls)) > 1:
+                self._refuse(_disagreement(calls))
+                self._stop_if_over()
+            self._decide()
+
+    def abort(self, error: BaseException) -> None:
+        """Tell the others of an error of this rank, unless it is theirs that it raises."""
+        if self._refusal is not None:
+            return
+        with suppress(DistError):  # without a store there is nobody to tell, and `error` says more
+            # Of a step that rank 0 has already decided, this rank takes no part any more.
+            while self._refuse(refusal_of(error, self.rank)) is None:
+                self._drop(self._key("to", self.rank))
+                self._step += 1
+
+    def leave(self) -> None:
+        """Count this rank out; the last one deletes all keys. Never raises for want of the store."""
+        with suppress(DistError):
+            if self.rank == 0:
+                present = self.size - 1 - len(self._refusal.absent if self._refusal else ())
+                self._wait(lambda: self._store.add("left", 0) >= present, min(_FAREWELL_S, self._timeout_s))
+            if self._store.add("left", 1) == self.size:
+                self._delete_all()
+
+    # --- one step ---
+
+    def _key(self, *parts: str | int) -> str:
+        return "/".join(map(str, (self._step, *parts)))
+
+    def _arrive(self, payload: bytes) -> None:
+        """Put this rank's message into the step's inbox; the last one to do so rings."""
+        self._stop_if_over()
+        aside = len(payload) > _INLINE_BYTES and self.rank != 0
+        if aside:
+            self._save({self._key("from", self.rank): payload})
+        # Rank 0 has its own payload already; that it has arrived is for the others to see.
+        frame = Frame(self.rank, aside, b"" if aside or self.rank == 0 else bytes(payload))
+        self._store.append(self._key("in"), encode_frame(frame))
+        if self._store.add(self._key("arrived"), 1) == self.size:
+            self._store.set(self._key("bell"), b"")
+
+    def _collect(self, own: bytes) -> list[bytes]:
+        """On rank 0: all messages of this step, by rank."""
+        bell = self._key("bell")
+        if not self._wait(lambda: self._store.check([bell]), self._timeout_s):
+            self._expire()
+        if self._store.check([self._key("decision")]):
+            self._follow(self._store.get(self._key("decision")))
+        frames = {frame.rank: frame for frame in decode_frames(self._store.get(self._key("in")))}
+        others = (frames[rank] for rank in range(1, self.size))
+        return [bytes(own), *(self._take(self._key("from", f.rank)) if f.aside else f.payload for f in others)]
+
+    def _decide(self) -> None:
+        """On rank 0: let the step pass, unless a rank has refused it."""
+        self._follow(self._store.compare_set(self._key("decision"), b"", _GO))
+
+    def _obey(self) -> None:
+        """On the others: wait for the step's decision."""
+        decision = self._key("decision")
+        if not self._wait(lambda: self._store.check([decision]), self._timeout_s):
+            self._expire()
+        self._follow(self._store.get(decision))
+
+    def _follow(self, decision: bytes) -> None:
+        if decision == _GO:
+            self._step += 1
+            return
+        self._refusal = Refusal.decode(decision)
+        self._stop_if_over()
+
+    def _stop_if_over(self) -> None:
+        if self._refusal is not None:
+            raise self._refusal.error()
+
+    def _refuse(self, refusal: Refusal) -> Refusal | None:
+        """Refuse this step; the refusal that counts (another rank may have been quicker), None where rank 0 let it pass."""
+        decision = self._store.compare_set(self._key("decision"), b"", refusal.encode())
+        if decision == _GO:
+            return None
+        self._store.set(self._key("bell"), b"")
+        self._refusal = Refusal.decode(decision)
+        return self._refusal
+
+    def _expire(self) -> None:
+        """The time is over: refuse the step and name who is missing, unless it is decided at this very moment."""
+        inbox = self._key("in")
+        arrived = {frame.rank for frame in decode_frames(self._store.get(inbox))} if self._store.check([inbox]) else set()
+        absent = tuple(rank for rank in range(self.size) if rank not in arrived) if arrived else (0,)
+        if not absent and self.rank == 0:
+            return  # all are here: the last one was just about to ring
+        if absent and arrived:
+            what = f"{name_ranks(absent)} did not arrive within {self._timeout_s:g} s"
+        else:
+            absent, what = (0,), f"rank 0 did not answer within {self._timeout_s:g} s"
+        message = f"{self._title}: {what}; their own logs say why, and timeout_s= allows slower ones more time"
+        self._refuse(Refusal("PeerError", message, absent, absent=absent))
+
+    def _wait(self, done: Callable[[], bool], timeout_s: float) -> bool:
+        """Ask until it is so (True) or the time is over (False)."""
+        begin = time.monotonic()
+        while not done():
+            waited = time.monotonic() - begin
+            if waited >= timeout_s:
+                return False
+            time.sleep(min(max(waited / 10, _FIRST_PAUSE_S), self._max_pause_s, timeout_s - waited))
+        return True
+
+    # --- payloads, in chunks: <key>/0 begins with the length of all ---
+
+    def _save(self, payloads: Mapping[str, bytes]) -> None:
+        keys, values, held = list[str](), list[bytes](), 0
+        for key, value in _chunked(payloads):
+            keys.append(key)
+            values.append(value)
+            held += len(value)
+            if held >= _CHUNK_BYTES:
+                self._store.multi_set(keys, values)
+                keys, values, held = [], [], 0
+        if keys:
+            self._store.multi_set(keys, values)
+
+    def _load(self, key: str) -> bytes:
+        first = self._store.get(f"{key}/0")
+        length = _LENGTH.unpack_from(first)[0]
+        payload = bytearray(first[_LENGTH.size :])
+        for i in range(1, _num_chunks(length)):
+            payload += self._store.get(f"{key}/{i}")
+        return bytes(payload)
+
+    def _drop(self, key: str) -> None:
+        """Delete a payload, if it is there."""
+        if self._store.check([f"{key}/0"]):
+            length = _LENGTH.unpack_from(self._store.get(f"{key}/0"))[0]
+            # The first one last, so that an interrupted deletion can be taken up again.
+            for i in reversed(range(_num_chunks(length))):
+                self._store.delete_key(f"{key}/{i}")
+
+    def _take(self, key: str) -> bytes:
+        payload = self._load(key)
+        self._drop(key)
+        return payload
+
+    def _delete_all(self) -> None:
+        """Delete every key of the session; called when no rank will touch one any more."""
+        for step in range(self._step + 1):
+            self._step = step
+            if self._store.check([inbox := self._key("in")]):
+                for frame in decode_frames(self._store.get(inbox)):
+                    if frame.aside:
+                        self._drop(self._key("from", frame.rank))
+            self._drop(self._key("all"))
+            for name in ("in", "arrived", "bell", "decision"):
+                self._store.delete_key(self._key(name))
+        self._store.delete_key("left")
+
+    @contextmanager
+    def _reachable(self) -> Iterator[None]:
+        try:
+            yield
+        except DistError as error:
+            raise PeerError(
+                f"{self._title}: the job's key-value store does not answer any more ({error}); "
+                "the process that hosts it, often rank 0, has probably ended: its log says why",
+                ranks=(0,),
+            ) from error
+
+
+def _num_chunks(length: int) -> int:
+    return max(1, -(-length // _CHUNK_BYTES))
+
+
+def _chunked(payloads: Mapping[str, bytes]) -> Iterator[tuple[str, bytes]]:
+    for key, payload in payloads.items():
+        view = memoryview(payload)
+        for i in range(_num_chunks(len(payload))):
+            chunk = view[i * _CHUNK_BYTES : (i + 1) * _CHUNK_BYTES]
+            yield f"{key}/{i}", b"".join((_LENGTH.pack(len(payload)), chunk)) if i == 0 else bytes(chunk)
+
+
+def _disagreement(calls: Sequence[bytes]) -> Refusal:
+    """Ranks that make different calls: which ranks which, and those in the minority as the ones at fault."""
+    count = Counter(calls)
+    usual = max(count, key=lambda call: (count[call], call == calls[0]))
+    by_call = {call: [rank for rank, made in enumerate(calls) if made == call] for call in dict.fromkeys(calls)}
+    told = "; ".join(f"{name_ranks(ranks)}: {kind} {subject!r}" for (kind, subject), ranks in _spelled(by_call))
+    message = f"ranks called different things: {told}; every rank must make the same calls in the same order"
+    return Refusal("PeerError", message, tuple(rank for rank, made in enumerate(calls) if made != usual))
+
+
+def _spelled(by_call: Mapping[bytes, list[int]]) -> Iterator[tuple[tuple[str, str], list[int]]]:
+    for call, ranks in list(by_call.items())[:8]:
+        kind, subject = json.loads(call)
+        yield (kind, subject), ranks

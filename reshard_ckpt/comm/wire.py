@@ -1,0 +1,104 @@
+"""How do errors and small messages travel between ranks? Errors as JSON, messages as frames; never a pickle."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from .. import errors
+from ..errors import CheckpointError, MismatchError, PeerError
+
+_FRAME = struct.Struct("<IBI")
+_MAX_MESSAGE_CHARS = 64 << 10
+_MAX_PROBLEMS_CHARS = 1 << 20
+_MAX_NAMED = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One rank's message in an inbox; `aside` says that the payload is under a key of its own, and none is here."""
+
+    rank: int
+    aside: bool
+    payload: bytes
+
+
+def encode_frame(frame: Frame) -> bytes:
+    return _FRAME.pack(frame.rank, frame.aside, len(frame.payload)) + frame.payload
+
+
+def decode_frames(inbox: bytes) -> Iterator[Frame]:
+    """The frames of an inbox, in order of arrival."""
+    position = 0
+    while position < len(inbox):
+        rank, aside, length = _FRAME.unpack_from(inbox, position)
+        position += _FRAME.size
+        yield Frame(rank, bool(aside), inbox[position : position + length])
+        position += length
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a session ended early: what every rank that did not fail itself raises, and who never arrived."""
+
+    kind: str
+    message: str
+    ranks: tuple[int, ...] = ()
+    problems: tuple[str, ...] = ()
+    absent: tuple[int, ...] = ()
+
+    def error(self) -> CheckpointError:
+        found = getattr(errors, self.kind, None)
+        if found is MismatchError:
+            return MismatchError(self.message, self.problems)
+        if found is PeerError or not (isinstance(found, type) and issubclass(found, CheckpointError)):
+            return PeerError(self.message, self.ranks)
+        return found(self.message)
+
+    def encode(self) -> bytes:
+        return json.dumps([self.kind, self.message, self.ranks, self.problems, self.absent]).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Refusal:
+        kind, message, ranks, problems, absent = json.loads(data)
+        return cls(kind, message, tuple(ranks), tuple(problems), tuple(absent))
+
+
+def refusal_of(error: BaseException, rank: int) -> Refusal:
+    """What the other ranks shall raise for an error of this one: the same class where it is one of this package's."""
+    text = str(error)[:_MAX_MESSAGE_CHARS]
+    if not isinstance(error, CheckpointError):
+        what = type(error).__name__
+        return Refusal("PeerError", f"rank {rank}: {what}: {text}" if text else f"rank {rank}: {what}", ranks=(rank,))
+    # The nearest class that every rank knows: a room may have finer ones of its own.
+    kind = next(base.__name__ for base in type(error).__mro__ if getattr(errors, base.__name__, None) is base)
+    ranks = error.ranks if isinstance(error, PeerError) else ()
+    problems = tuple(_at_most(error.problems, _MAX_PROBLEMS_CHARS)) if isinstance(error, MismatchError) else ()
+    return Refusal(kind, f"rank {rank}: {text}", ranks, problems)
+
+
+def _at_most(lines: Iterable[str], max_chars: int) -> Iterator[str]:
+    for line in lines:
+        max_chars -= len(line)
+        if max_chars < 0:
+            return
+        yield line
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Ranks for people: runs joined, the first ones if there are many.
+
+    >>> name_ranks([3]), name_ranks([0, 1, 2, 5])
+    ('rank 3', 'ranks 0-2, 5')
+    """
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    shown = ", ".join("-".join(map(str, run)) for run in runs[:_MAX_NAMED])
+    more = " and more" if len(runs) > _MAX_NAMED else ""
+    return f"rank{'s' if len(ranks) != 1 else ''} {shown}{more}"
