@@ -125,15 +125,13 @@ class Table:
 
     def texts(self, field: str, count: int | None = None) -> list[str]:
         """A column of texts, each at most `MAX_NAME_BYTES` of UTF-8."""
-        count, starts, data = self._pieces(field, self.field(field, list), count)
+        count, starts, data = self._pieces(field, self.field(field, list), count, longest=MAX_NAME_BYTES)
         try:
             text = data.decode()
             spans = pairwise(starts)
             texts = [text[a:b] for a, b in spans] if text.isascii() else [data[a:b].decode() for a, b in spans]
         except UnicodeDecodeError as error:
             raise self.corrupt(field, f"is no UTF-8 ({error.reason} at byte {error.start})") from error
-        if any(len(item) > MAX_NAME_BYTES for item in texts):
-            raise self.corrupt(field, f"holds a text over {MAX_NAME_BYTES} bytes")
         return texts if len(texts) == count else texts * count
 
     def _ints(self, field: str, node: Any, count: int | None) -> I64:
@@ -151,13 +149,16 @@ class Table:
         values = stored.astype(np.int64)
         return values if len(values) == stored_count else np.full(stored_count, values[0])
 
-    def _pieces(self, field: str, node: Any, count: int | None) -> tuple[int, list[int], bytes]:
+    def _pieces(self, field: str, node: Any, count: int | None, longest: int = 2**62) -> tuple[int, list[int], bytes]:
         """How many strings there are, where in the bytes each that is stored begins and the last ends, and the bytes."""
         if type(node) is not list or [type(part) for part in node] != [int, list, bytes]:
             raise self.corrupt(field, "is no column of strings")
         self._check_count(field, node[0], count)
         lengths = self._ints(field, node[1], None)
-        if len(lengths) not in (1, node[0]) or (len(lengths) and int(lengths.max()) > len(node[2])):
+        high = int(lengths.max()) if len(lengths) else 0
+        if high > longest:
+            raise self.corrupt(field, f"holds a text of {high} bytes, over the {longest} that are read")
+        if len(lengths) not in (1, node[0]) or high > len(node[2]):
             raise self.corrupt(field, f"has {len(lengths)} lengths for {node[0]} strings in {len(node[2])} bytes")
         starts = [0, *np.cumsum(lengths).tolist()]
         if starts[-1] != len(node[2]):

@@ -1,0 +1,164 @@
+"""What may an encoded value hold, and what does each part of it come back as? The reading half of `values`.
+
+Every part is checked before anything is made of it; whatever is wrong is a `CorruptError` or one of the builtin errors that
+`decode_value` turns into one.
+"""
+
+from __future__ import annotations
+
+import collections
+import re
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import CorruptError
+
+MAX_DEPTH = 64
+"""How deep containers may nest; msgpack itself stops at a few hundred levels, of which one container takes up to three."""
+
+_MAX_DIMS = 64
+_LEAVES = frozenset({type(None), bool, int, float, str, bytes})
+
+FACTORIES: dict[str, type] = {t.__name__: t for t in (bool, bytes, dict, float, int, list, set, str, tuple)}
+"""What a saved defaultdict may make."""
+
+NUMPY_DTYPE = re.compile(r"[<>|](b1|i[1248]|u[1248]|f[248]|c8|c16|S[1-9]\d{0,8}|U[1-9]\d{0,8}|[mM]8(\[\d{0,9}[A-Za-z]+\])?)")
+TORCH_DTYPES = {str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
+# Quantized, sub-byte and raw-bits dtypes are left out: their elements are not plain bytes that a copy carries over.
+TENSOR_DTYPES = frozenset(
+    name for name in TORCH_DTYPES if re.fullmatch(r"bool|u?int(8|16|32|64)|b?float(16|32|64)|float8_e\w+|complex\d+", name)
+)
+
+
+def decode_node(node: Any, depth: int) -> Any:
+    """The value that a msgpack node stands for; containers may nest `depth` levels below it."""
+    kind = type(node)
+    if kind in _LEAVES:
+        return node
+    if depth < 0:
+        raise CorruptError(f"a value is nested deeper than {MAX_DEPTH} levels")
+    if kind is list:
+        return [decode_node(item, depth - 1) for item in node]
+    if kind is dict and len(node) == 1:
+        ((tag, body),) = node.items()
+        if tag in _DECODERS:
+            return _DECODERS[tag](body, depth - 1)
+        raise CorruptError(f"the kind of value {tag!r:.80} is unknown: damaged, or written by a newer version")
+    raise CorruptError("a value is not of the form that this version writes")
+
+
+def _typed(body: Any, *kinds: type) -> tuple[Any, ...]:
+    """The items of a fixed-length list, each of exactly the type wanted."""
+    if type(body) is not list or [type(item) for item in body] != list(kinds):
+        raise CorruptError("a value's parts are not what its kind has")
+    return tuple(body)
+
+
+def _one(body: Any, kind: type) -> Any:
+    return _typed([body], kind)[0]
+
+
+def _decode_items(body: Any, depth: int) -> list[Any]:
+    return [decode_node(item, depth) for item in _one(body, list)]
+
+
+def _decode_pairs(body: Any, depth: int) -> list[tuple[Any, Any]]:
+    pairs = [(decode_node(key, depth), decode_node(item, depth)) for key, item in (_one(pair, list) for pair in _one(body, list))]
+    if len(dict(pairs)) != len(pairs):
+        raise CorruptError("a dict holds a key twice")
+    return pairs
+
+
+def _decode_shape(shape: list[Any], item_bytes: int, data: bytes) -> tuple[int, ...]:
+    if len(shape) > _MAX_DIMS or any(type(length) is not int or length < 0 for length in shape):
+        raise CorruptError(f"shape {shape!r:.80} is no shape")
+    if prod(shape) * item_bytes != len(data):
+        raise CorruptError(f"shape {shape!r:.80} does not describe {len(data)} bytes")
+    return tuple(shape)
+
+
+def _numpy_dtype(code: str) -> np.dtype[Any]:
+    if NUMPY_DTYPE.fullmatch(code) is None or np.dtype(code).str != code:
+        raise CorruptError(f"numpy dtype {code!r:.80} is none that is saved")
+    return np.dtype(code)
+
+
+def _numpy_array(code: str, shape: list[Any], data: bytes) -> np.ndarray[Any, Any]:
+    dtype = _numpy_dtype(code)
+    array: np.ndarray[Any, Any] = np.ndarray(_decode_shape(shape, dtype.itemsize, data), dtype, bytearray(data))
+    if dtype.kind == "b" and data.strip(b"\0\1"):
+        raise CorruptError("a bool is neither 0 nor 1")
+    if dtype.kind == "U":
+        points = np.frombuffer(data, dtype.str[0] + "u4")
+        if points.size and points.max() > 0x10FFFF:
+            raise CorruptError("text holds what is no code point")
+    return array
+
+
+def _decode_array(body: Any, depth: int) -> np.ndarray[Any, Any]:
+    return _numpy_array(*_typed(body, str, list, bytes))
+
+
+def _decode_numpy_scalar(body: Any, depth: int) -> Any:
+    code, data = _typed(body, str, bytes)
+    return _numpy_array(code, [], data)[()]
+
+
+def _decode_tensor(body: Any, depth: int) -> torch.Tensor:
+    name, shape, data = _typed(body, str, list, bytes)
+    if name not in TENSOR_DTYPES:
+        raise CorruptError(f"torch dtype {name!r:.80} is none that this torch can load into a tensor")
+    dtype = TORCH_DTYPES[name]
+    checked = _decode_shape(shape, dtype.itemsize, data)
+    if dtype is torch.bool and data.strip(b"\0\1"):
+        raise CorruptError("a bool is neither 0 nor 1")
+    if not data:
+        return torch.empty(checked, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).reshape(checked)
+
+
+def _decode_torch_dtype(body: Any, depth: int) -> torch.dtype:
+    name = _one(body, str)
+    if name not in TORCH_DTYPES:
+        raise CorruptError(f"torch {torch.__version__} has no dtype {name!r:.80}")
+    return TORCH_DTYPES[name]
+
+
+def _decode_defaultdict(body: Any, depth: int) -> Any:
+    if type(body) is not list or len(body) != 2 or (body[0] is not None and body[0] not in FACTORIES):
+        raise CorruptError("a defaultdict's factory is none that is saved")
+    factory = None if body[0] is None else FACTORIES[body[0]]
+    return collections.defaultdict(factory, _decode_pairs(body[1], depth))
+
+
+def _decode_deque(body: Any, depth: int) -> Any:
+    if type(body) is not list or len(body) != 2 or type(body[0]) not in (type(None), int):
+        raise CorruptError("a deque's length is no integer")
+    return collections.deque(_decode_items(body[1], depth), body[0])
+
+
+_DECODERS: dict[str, Callable[[Any, int], Any]] = {
+    "int": lambda body, depth: int.from_bytes(_one(body, bytes), "little", signed=True),
+    "complex": lambda body, depth: complex(*_typed(body, float, float)),
+    "tuple": lambda body, depth: tuple(_decode_items(body, depth)),
+    "dict": lambda body, depth: dict(_decode_pairs(body, depth)),
+    "set": lambda body, depth: set(_decode_items(body, depth)),
+    "frozenset": lambda body, depth: frozenset(_decode_items(body, depth)),
+    "OrderedDict": lambda body, depth: collections.OrderedDict(_decode_pairs(body, depth)),
+    "Counter": lambda body, depth: collections.Counter(dict(_decode_pairs(body, depth))),
+    "defaultdict": _decode_defaultdict,
+    "deque": _decode_deque,
+    "numpy.ndarray": _decode_array,
+    "numpy.scalar": _decode_numpy_scalar,
+    "numpy.str": lambda body, depth: np.str_(_one(body, str)),
+    "numpy.bytes": lambda body, depth: np.bytes_(_one(body, bytes)),
+    "numpy.dtype": lambda body, depth: _numpy_dtype(_one(body, str)),
+    "torch.Tensor": _decode_tensor,
+    "torch.dtype": _decode_torch_dtype,
+    "torch.Size": lambda body, depth: torch.Size(_one(body, list)),
+    "torch.device": lambda body, depth: torch.device(_one(body, str)),
+}
