@@ -1,0 +1,72 @@
+"""Which names are taken, and which tensors are the same memory?
+
+A name belongs to the item of the state that it came from. The same name again from that item is a replica on this rank (two
+pipeline stages that hold one tensor); from another item it is a collision. A tensor that lies exactly where an earlier one does
+becomes its alias.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ..core.state import ValueKind, ValueSpec
+from ..errors import LayoutError, NameCollisionError
+from ..format.values import encode_path, encode_value
+from .entries import Entry
+from .scan import Path, name_of
+from .tensors import Leaf
+
+
+@dataclass(slots=True)
+class Collector:
+    """Gathers entries and values under unique names, and finds those that share memory."""
+
+    entries: list[Entry] = field(default_factory=list)
+    values: list[ValueSpec] = field(default_factory=list)
+    _seen: dict[str, Path] = field(default_factory=dict)
+    _first: dict[Any, str] = field(default_factory=dict)
+    _by_name: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, name: str, source: Path, leaf: Leaf) -> None:
+        """Add a tensor; a second one of the same source and name is a replica on this rank."""
+        spec = leaf.spec(name)
+        place = (leaf.memory.device, leaf.memory.data_ptr(), leaf.memory.dtype, spec.shape, spec.pieces)
+        known = self._claim_name(name, source)
+        if known is not None:
+            if not isinstance(known, tuple) or (known[2], known[3]) != (place[2], place[3]):
+                raise LayoutError(
+                    f"{name}: two stages on this rank have different tensors of this name, {_kind(known)} and {_kind(place)}; "
+                    "give "
+                    f"them distinct names (nn.Sequential stages both call their first layer 0)"
+                )
+            if known == place:
+                return
+        elif spec.pieces and (first := self._first.setdefault(place, name)) != name:
+            spec = replace(spec, alias_of=first)
+        self._by_name.setdefault(name, place)
+        self.entries.append(Entry(spec, leaf.memory))
+
+    def add_value(self, path: Path, source: Path, kind: ValueKind, value: Any) -> None:
+        name = name_of(path)
+        data = encode_value(value, name)
+        known = self._claim_name(name, source)
+        if known is None:
+            self._by_name[name] = data
+            self.values.append(ValueSpec(name, encode_path(path), kind, data))
+        elif known != data:
+            raise LayoutError(f"{name}: two stages on this rank have different values of this name; give them distinct names")
+
+    def _claim_name(self, name: str, source: Path) -> Any:
+        """What was added under this name from the same source; a name from elsewhere is a collision."""
+        other = self._seen.setdefault(name, source)
+        if other != source:
+            raise NameCollisionError(
+                f"{name}: both what lies under {name_of(other)} and what lies under {name_of(source)} have this name; rename "
+                "one of the keys"
+            )
+        return self._by_name.get(name)
+
+
+def _kind(place: Any) -> str:
+    return f"{place[2]} of shape {place[3]}" if isinstance(place, tuple) else "a value"

@@ -1,0 +1,71 @@
+"""What is in the state, once its modules are read and its optimizers understood?
+
+Modules come first, whatever the order of the keys: their ``state_dict`` puts an FSDP2 module back to the sharded parameters that
+its optimizer knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from ..core.state import Claim
+from .modules import ModuleState, read_module
+from .optimizers import Owners, View, views
+from .scan import ModulesItem, OptimizersItem, Path, TensorItem, Tree, name_of, scan
+from .shards import FlatShard, LocalShard
+from .tensors import TensorLike, leaf_of
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The scanned state, with the modules and optimizers that lie at each path."""
+
+    trees: tuple[Tree, ...]
+    modules: Mapping[Path, tuple[ModuleState, ...]]
+    owners: Owners
+    views: Mapping[Path, tuple[View, ...]]
+
+    def meshes(self) -> tuple[DeviceMesh, ...]:
+        """The distinct meshes of all DTensors."""
+        values: list[Any] = [t.value for states in self.modules.values() for s in states for t in s.tensors]
+        values += [item.value for tree in self.trees for item in tree.items if isinstance(item, TensorItem)]
+        return tuple({id(v.device_mesh): v.device_mesh for v in values if isinstance(v, DTensor)}.values())
+
+
+def open_state(state: Mapping[Any, Any]) -> Opened:
+    """Open everything in the state.
+
+    Raises
+    ------
+    UsageError
+        The state is not one that can be saved or loaded into.
+    """
+    trees = scan(state)
+    items = [item for tree in trees for item in tree.items]
+    modules = {
+        item.path: tuple(read_module(m, item.path) for m in item.modules) for item in items if isinstance(item, ModulesItem)
+    }
+    owners = Owners()
+    for path, fqn, value, claim in _tensors(modules, trees):
+        param = value.tensor if isinstance(value, LocalShard | FlatShard) else value
+        if isinstance(param, torch.nn.Parameter) or param.requires_grad:  # an optimizer may have it
+            owners.add(param, fqn, name_of(path), leaf_of(value, name_of((*path, fqn)), claim).layout)
+    optimizers = {item.path: views(item.path, item.optimizers, owners) for item in items if isinstance(item, OptimizersItem)}
+    return Opened(trees, modules, owners, optimizers)
+
+
+def _tensors(
+    modules: Mapping[Path, tuple[ModuleState, ...]], trees: tuple[Tree, ...]
+) -> Iterator[tuple[Path, str, TensorLike, Claim]]:
+    """Every tensor of modules and of plain dicts: the key that it is under, its FQN below that, itself, and its claim."""
+    for path, states in modules.items():
+        yield from ((path, t.fqn, t.value, t.claim) for s in states for t in s.tensors)
+    for item in (item for tree in trees for item in tree.items):
+        if isinstance(item, TensorItem) and len(item.path) > 1:
+            yield item.path[:1], name_of(item.path[1:]), item.value, Claim.PLAIN

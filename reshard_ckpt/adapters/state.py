@@ -1,0 +1,167 @@
+"""What does this rank's state hold, and how is it filled again? The two doors of the adapters.
+
+*Saving*, `capture`: scan the state, and describe every tensor as pieces and every value as bytes.
+
+*Loading*, `prepare_load`: the same scan gives the same names. It changes nothing: it says which tensors and values are wanted,
+and hands back `Target.check`, to be called with the values before any tensor changes, and `Target.finish`, to be called after all
+tensors are in place and proved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..core.catalog import Catalog
+from ..core.param_groups import merge
+from ..core.state import Claim, Mesh, ValueKind
+from ..format.values import decode_path
+from .collector import Collector
+from .entries import Captured, Entry, Target
+from .mesh import declared_mesh, found_mesh, group_of
+from .modules import ModulesTarget, ModuleState
+from .opened import Opened, open_state
+from .optimizer_target import OptimizersTarget
+from .optimizers import saved_groups, saved_state, state_leaf, state_value
+from .router import Below, Part, Router
+from .scan import GroupsItem, Item, ModulesItem, OptimizersItem, Path, PerRankItem, TensorItem, ValueItem, is_stateful, name_of
+from .tensors import Leaf, TensorLike, check_writable, is_tensor_like, leaf_of
+from .tree_target import Job, SavedValue, TreeTarget
+
+
+def capture(
+    state: Mapping[Any, Any], *, mesh: DeviceMesh | Mapping[str, int] | None = None, process_group: Any = None
+) -> Captured:
+    """Describe what this rank has to save. No collective is called, and no tensor is copied.
+
+    Parameters
+    ----------
+    state
+        As for `checkpoint.save`.
+    mesh
+        The mesh of the job, where the state does not show it.
+    process_group
+        The ranks that take part; None for all.
+
+    Raises
+    ------
+    UsageError
+        The state cannot be saved; the class and the message say why.
+    """
+    group = group_of(process_group)
+    declared = None if mesh is None else declared_mesh(mesh, group)
+    opened = open_state(state)
+    out = Collector()
+    for tree in opened.trees:
+        for item in tree.items:
+            _capture_item(out, item, opened)
+    found = declared or found_mesh(opened.meshes(), group, uses_ddp=_uses_ddp(opened))
+    return Captured(tuple(_placed(entry, found) for entry in out.entries), tuple(out.values), found)
+
+
+def _capture_item(out: Collector, item: Item, opened: Opened) -> None:
+    path, name = item.path, name_of(item.path)
+    if isinstance(item, TensorItem):
+        out.add(name, path, leaf_of(item.value, name))
+    elif isinstance(item, ValueItem):
+        out.add_value(path, path, ValueKind.PLAIN, item.value)
+    elif isinstance(item, PerRankItem):
+        value = item.holder.value
+        out.add_value(path, path, ValueKind.PER_RANK, value.state_dict() if is_stateful(value) else value)
+    elif isinstance(item, GroupsItem):
+        out.add_value(path, path, ValueKind.PARAM_GROUPS, merge([(name, item.groups)], name=name))
+    elif isinstance(item, ModulesItem):
+        _capture_modules(out, path, opened.modules[path])
+    elif isinstance(item, OptimizersItem):
+        _capture_optimizers(out, path, opened)
+
+
+def _capture_modules(out: Collector, path: Path, states: Iterable[ModuleState]) -> None:
+    for state in states:
+        for tensor in state.tensors:
+            name = name_of((*path, tensor.fqn))
+            out.add(name, path, leaf_of(tensor.value, name, tensor.claim))
+        for value in state.values:
+            out.add_value((*path, value.fqn), path, ValueKind.PLAIN, value.value)
+
+
+def _capture_optimizers(out: Collector, path: Path, opened: Opened) -> None:
+    for view in opened.views[path]:
+        for owner, key, value in saved_state(view, opened.owners):
+            for fqn in owner.fqns:
+                where = (*path, "state", fqn, key)
+                if is_tensor_like(value):
+                    out.add(name_of(where), path, state_leaf(value, owner, name_of(where)))
+                else:
+                    out.add_value(where, path, ValueKind.PLAIN, state_value(value, owner, name_of(where)))
+    groups = (*path, "param_groups")
+    out.add_value(groups, path, ValueKind.PARAM_GROUPS, saved_groups(name_of(groups), opened.views[path], opened.owners))
+
+
+def _uses_ddp(opened: Opened) -> bool:
+    return any(t.claim != Claim.PLAIN for states in opened.modules.values() for s in states for t in s.tensors)
+
+
+def _placed(entry: Entry, mesh: Mesh | None) -> Entry:
+    """The entry with its placement only if that is in terms of the job's mesh."""
+    axes = tuple(p.axis for p in entry.spec.placement)
+    unnamed = axes == tuple(f"axis{i}" for i in range(len(axes)))
+    if mesh is not None and set(axes) <= set(mesh.axes) and (not unnamed or len(axes) == len(mesh.axes)):
+        return entry
+    return Entry(replace(entry.spec, placement=()), entry.memory)
+
+
+def prepare_load(state: Mapping[Any, Any], catalog: Catalog, *, rank: int, size: int) -> Target:
+    """Describe what this rank wants of a checkpoint. Nothing in the state changes, and no collective is called.
+
+    Parameters
+    ----------
+    state
+        As for `checkpoint.load`.
+    catalog
+        What the checkpoint holds, under the names that the target knows.
+    rank, size
+        Of the loading job.
+
+    Raises
+    ------
+    UsageError
+        The state cannot be loaded into; the class and the message say why.
+    """
+    opened = open_state(state)
+    saved = {v.name: SavedValue(decode_path(v.path), v.kind) for v in catalog.values_table}
+    below = Below((*catalog.names, *saved))
+    out = Collector()
+    parts: list[Part] = []
+    for tree in opened.trees:
+        for item in tree.items:
+            parts += _want_item(out, item, opened, catalog)
+    # Trees of objects last, inner before outer: what they give back holds the modules and tensors that are done by then.
+    parts += [TreeTarget(tree, saved, below, Job(rank, size)) for tree in reversed(opened.trees)]
+    router = Router(parts, tuple(str(key) for key in state))
+    return Target(tuple(out.entries), router.values, router.prefixes, router.check, router.finish)
+
+
+def _want_item(out: Collector, item: Item, opened: Opened, catalog: Catalog) -> Iterator[Part]:
+    """Collect the tensors that an item wants, and give what fills it afterwards; values in trees are the tree's to fill."""
+    path = item.path
+    if isinstance(item, TensorItem):
+        _want(out, path, name_of(path), item.value, leaf_of(item.value, name_of(path)))
+    elif isinstance(item, ModulesItem):
+        for tensor in (t for s in opened.modules[path] for t in s.tensors):
+            name = name_of((*path, tensor.fqn))
+            _want(out, path, name, tensor.value, leaf_of(tensor.value, name, tensor.claim))
+        yield ModulesTarget(path, opened.modules[path])
+    elif isinstance(item, OptimizersItem):
+        target = OptimizersTarget(path, opened.views[path], opened.owners, catalog)
+        for wanted in target.wanted:
+            _want(out, path, wanted.name, wanted.value, wanted.leaf)
+        yield target
+
+
+def _want(out: Collector, source: Path, name: str, value: TensorLike, leaf: Leaf) -> None:
+    check_writable(value, leaf.memory, name)
+    out.add(name, source, leaf)

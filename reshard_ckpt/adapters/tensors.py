@@ -1,0 +1,96 @@
+"""What does one tensor-like thing of the state hold, and in which memory?
+
+A *leaf* is the local memory and its layout. Everything that cannot be read or written as plain strided memory is refused here,
+by name and with what to do instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeGuard
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ..core.state import Claim, TensorSpec
+from ..errors import UnsupportedError
+from ..format.torch_dtypes import dtype_code
+from .dtensor import dtensor_layout, local_tensor
+from .layouts import Layout, whole
+from .shards import FlatShard, LocalShard
+
+TensorLike = torch.Tensor | LocalShard | FlatShard
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """The memory of a local tensor, and what it holds."""
+
+    memory: torch.Tensor
+    layout: Layout
+
+    def spec(self, name: str) -> TensorSpec:
+        """The leaf as `core` knows it."""
+        layout = self.layout
+        code = dtype_code(self.memory.dtype, name)
+        return TensorSpec(name, code, layout.shape, layout.pieces(self.memory), layout.claim, layout.placement)
+
+
+def is_tensor_like(value: object) -> TypeGuard[TensorLike]:
+    """Whether a value is saved as a tensor."""
+    return isinstance(value, torch.Tensor | LocalShard | FlatShard)
+
+
+def leaf_of(value: TensorLike, name: str, claim: Claim = Claim.PLAIN) -> Leaf:
+    """The leaf of a tensor, DTensor, LocalShard or FlatShard; `claim` is that of a plain tensor.
+
+    Raises
+    ------
+    UnsupportedError
+        There is no plain memory to read.
+    LayoutError
+        A DTensor's local tensor has another shape than its placements say.
+    """
+    if isinstance(value, LocalShard | FlatShard):
+        return Leaf(plain_memory(value.tensor, name), value.layout)
+    if isinstance(value, DTensor):
+        memory = plain_memory(local_tensor(value), name)
+        return Leaf(memory, dtensor_layout(value, tuple(memory.shape), name))
+    memory = plain_memory(value, name)
+    return Leaf(memory, whole(tuple(memory.shape), claim))
+
+
+def plain_memory(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """The tensor without autograd, proved to be plain strided memory."""
+    # Parameter and the like leave torch's dispatch alone; a class that overrides it keeps its data elsewhere.
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise UnsupportedError(
+            f"{name}: {type(tensor).__name__} keeps its data in other tensors; save those, or a plain tensor made from it"
+        )
+    if tensor.is_meta or tensor.untyped_storage().device.type == "meta":
+        raise UnsupportedError(
+            f"{name}: is on the meta device and has no data; materialize it first, as with module.to_empty(device=...)"
+        )
+    if tensor.layout != torch.strided:
+        raise UnsupportedError(
+            f"{name}: layout {tensor.layout} cannot be stored; save its indices and values as tensors, or to_dense()"
+        )
+    if tensor.is_quantized:
+        raise UnsupportedError(f"{name}: quantized tensors cannot be stored; save int_repr(), the scale and the zero point")
+    return tensor.detach().resolve_conj().resolve_neg()
+
+
+def check_writable(value: TensorLike, memory: torch.Tensor, name: str) -> None:
+    """Refuse what cannot be loaded into in place: a lazily conjugated view, or several elements in one place of memory."""
+    tensor = value.tensor if isinstance(value, LocalShard | FlatShard) else value
+    if not isinstance(tensor, DTensor) and (tensor.is_conj() or tensor.is_neg()):
+        raise UnsupportedError(f"{name}: is a lazily conjugated view, which cannot be loaded into; pass tensor.resolve_conj()")
+    extent = 1
+    for stride, size in sorted(zip(memory.stride(), memory.shape, strict=True)):
+        if size > 1 and memory.numel():
+            if stride < extent:
+                raise UnsupportedError(
+                    f"{name}: strides {memory.stride()} of shape {tuple(memory.shape)} put several elements in one place (an "
+                    f"expanded view?), which cannot be loaded into; pass tensor.contiguous()"
+                )
+            extent += stride * (size - 1)
