@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from .adapters.shards import PerRank
+from .adapters.shards import PerRank, PerRankValues
 from .adapters.state import capture, prepare_load
 from .comm import open_session
 from .core.catalog import Catalog, TensorKind
 from .core.report import LoadReport
 from .core.state import TensorSpec, ValueKind, box_piece, row_major_strides
-from .engine.load import LoadOptions, drop_refused, fetch, fetch_catalog, open_catalog, resolve, vote
+from .engine.load import LoadOptions, drop_refused, fetch, fetch_catalog, missing_values, open_catalog, resolve, vote
 from .engine.rename import renamed
 from .engine.save import agree, commit, hold
-from .engine.values import decode_values
+from .engine.saved_values import SavedValue, open_values
 from .engine.write import write_assignment
 from .errors import MismatchError, UsageError
 from .format.torch_dtypes import TORCH_DTYPES
@@ -135,16 +135,22 @@ def load(
     with open_session("load", str(path), process_group=process_group, timeout_s=timeout_s) as comm, open_storage(path) as storage:
         saved = fetch_catalog(comm, storage)
         saved = saved if rename is None else renamed(saved, rename)
-        target = prepare_load(state, saved, rank=comm.rank, size=comm.size, process_group=process_group)
-        resolved = resolve(saved, [(e.spec, e.memory) for e in target.entries], target.values, options, comm.rank, comm.size)
-        report = vote(comm, saved, resolved, target.prefixes, strict=strict)
+        target = prepare_load(state, saved, rank=comm.rank, size=comm.size)
+        values = _for_adapters(open_values(storage, saved, target.prefixes, verify=verify))
+        resolved = resolve(saved, [(e.spec, e.memory) for e in target.entries], options)
+        unfit = missing_values(saved, target.values) + target.check(values)
+        report = vote(comm, saved, resolved, target.prefixes, values=unfit, strict=strict)
         resolved = drop_refused(saved, resolved, report)
         bytes_read = fetch(storage, saved, resolved, options)
-        values = decode_values(saved, target.values, resolved.blobs, comm.rank, comm.size)
         # Every rank has proved its bytes before any object is given its values.
         comm.broadcast(b"" if comm.gather(b"") is not None else None)
-        target.finish(values)
-    return report.loaded(len(resolved.dests) - len(resolved.blobs), resolved.plan.num_bytes, bytes_read)
+        loaded = {spec.name for spec in resolved.specs} | {tie.spec.name for tie in resolved.ties}
+        target.finish(values, [e.spec.name for e in target.entries if e.spec.name not in loaded])
+    return report.loaded(len(resolved.dests), resolved.plan.num_bytes, bytes_read)
+
+
+def _for_adapters(values: Mapping[str, SavedValue]) -> dict[str, Any]:
+    return {name: PerRankValues(v.value) if v.kind is ValueKind.PER_RANK else v.value for name, v in values.items()}
 
 
 def catalog(path: Path) -> Catalog:
@@ -175,13 +181,13 @@ def read(path: Path, names: Sequence[str] | None = None) -> dict[str, Any]:
         saved = open_catalog(storage)
         tensors, values = _chosen(saved, names)
         whole = [_whole(saved, name) for name in tensors]
-        resolved = resolve(saved, whole, values, LoadOptions(), rank=0, size=0)
+        resolved = resolve(saved, whole, LoadOptions())
         if any(resolved.problems.values()):
             raise MismatchError("\n".join(line for lines in resolved.problems.values() for line in lines))
         fetch(storage, saved, resolved, LoadOptions())
         out: dict[str, Any] = {spec.name: tensor for spec, tensor in whole}
-        for name, value in decode_values(saved, values, resolved.blobs, rank=0, size=0).items():
-            out[name] = list(value.values) if value.kind is ValueKind.PER_RANK else value.values[0]
+        for name, value in open_values(storage, saved, values, verify=True).items():
+            out[name] = list(value.value) if value.kind is ValueKind.PER_RANK else value.value
         return out
 
 

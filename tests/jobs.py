@@ -38,7 +38,7 @@ def load_job(storage: Storage, tensors: Tensors, options: LoadOptions | None = N
     """Load what one rank wants."""
     options = options or LoadOptions()
     saved = open_catalog(storage)
-    resolved = resolve(saved, tensors, (), options, rank=0, size=1)
+    resolved = resolve(saved, tensors, options)
     assert not any(resolved.problems.values()), resolved.problems
     bytes_read = fetch(storage, saved, resolved, options)
     return resolved, LoadReport().loaded(len(resolved.dests), resolved.plan.num_bytes, bytes_read)

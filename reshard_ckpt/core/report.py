@@ -28,12 +28,14 @@ def summarize(problems: Sequence[str], advice: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What a load did. The tuples hold one line for each tensor that did not load, of all ranks; with ``strict=True`` they are empty.
+    """What a load did. The tuples hold one line for each thing that did not load, of all ranks; with ``strict=True`` they are empty.
 
     Attributes
     ----------
     missing, unexpected, shape, dtype, uncovered
         Wanted but not saved; saved but not wanted by any rank; other global shape; other dtype; not wholly covered by saved shards.
+    values
+        Values that are missing or do not fit: hyperparameters, per-rank values of another world size.
     num_tensors
         Tensors that this rank loaded.
     num_bytes, bytes_read
@@ -45,6 +47,7 @@ class LoadReport:
     shape: tuple[str, ...] = ()
     dtype: tuple[str, ...] = ()
     uncovered: tuple[str, ...] = ()
+    values: tuple[str, ...] = ()
     num_tensors: int = 0
     num_bytes: int = 0
     bytes_read: int = 0
@@ -52,7 +55,7 @@ class LoadReport:
     @property
     def problems(self) -> tuple[str, ...]:
         """All lines."""
-        return self.missing + self.unexpected + self.shape + self.dtype + self.uncovered
+        return self.missing + self.unexpected + self.shape + self.dtype + self.uncovered + self.values
 
     def loaded(self, num_tensors: int, num_bytes: int, bytes_read: int) -> LoadReport:
         """The same, with what this rank loaded."""

@@ -31,7 +31,7 @@ SPLIT_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """The tensors of all ranks, sorted by kind and name; `alias` is -1 or the index of the tensor that holds the bytes."""
+    """The tensors of all ranks, sorted by name; `alias` is -1 or the index of the tensor that holds the bytes."""
 
     names: tuple[str, ...]
     dtype: U8
@@ -152,9 +152,9 @@ def plan_save(offers: Sequence[Offer]) -> SavePlan:
 
 def _merge_tables(offers: Sequence[Offer]) -> tuple[Tables, list[I64]]:
     """One table of all tensors, and for each offer the place of its tensors in it."""
-    keys = sorted({key for offer in offers for key in zip(offer.kind.tolist(), offer.names, strict=True)})
+    keys = sorted({key for offer in offers for key in zip(offer.names, offer.kind.tolist(), strict=True)})
     index = {key: i for i, key in enumerate(keys)}
-    ids = [np.array([index[k] for k in zip(o.kind.tolist(), o.names, strict=True)], np.int64) for o in offers]
+    ids = [np.array([index[k] for k in zip(o.names, o.kind.tolist(), strict=True)], np.int64) for o in offers]
     width = max((offer.shape.shape[1] for offer in offers), default=1)
     dtype = np.zeros(len(keys), np.uint8)
     ndim, shape = np.zeros(len(keys), np.int64), np.ones((len(keys), width), np.int64)
@@ -176,9 +176,9 @@ def _merge_tables(offers: Sequence[Offer]) -> tuple[Tables, list[I64]]:
         for i, placement in zip(at.tolist(), offer.placements, strict=True):
             declared[i].append(placement)
     return Tables(
-        names=tuple(name for _, name in keys),
+        names=tuple(name for name, _ in keys),
         dtype=dtype,
-        kind=np.array([kind for kind, _ in keys], np.uint8),
+        kind=np.array([kind for _, kind in keys], np.uint8),
         ndim=ndim,
         shape=shape,
         alias=_merge_aliases(offers, ids, len(keys)),

@@ -31,7 +31,6 @@ from ..format.torch_dtypes import TORCH_DTYPES
 from ..storage.protocol import Storage
 from .read import WINDOW_BYTES, Blocks, Destination, check_files, execute, open_blocks
 from .save import CATALOG_KEY, SAVE_ID
-from .values import Blob, wanted_blobs
 
 MAX_CATALOG_BYTES = 4 << 30
 
@@ -65,7 +64,6 @@ class Resolved:
     source: I64
     wanted: PieceColumns
     plan: LoadPlan
-    blobs: dict[int, Blob]
     ties: tuple[Tie, ...]
     problems: dict[str, tuple[str, ...]]
     named: frozenset[int]
@@ -125,10 +123,7 @@ def fetch_catalog(comm: Comm, storage: Storage) -> Catalog:
 def resolve(
     catalog: Catalog,
     tensors: Sequence[tuple[TensorSpec, torch.Tensor]],
-    value_names: Sequence[str],
     options: LoadOptions,
-    rank: int,
-    size: int,
 ) -> Resolved:
     """Match and plan what this rank wants; problems are collected, not raised.
 
@@ -140,35 +135,27 @@ def resolve(
     specs = [spec for spec, _ in tensors]
     found = match(specs, catalog, cast=options.cast, allow_resize=options.allow_resize)
     chosen, source, ties = _without_shared(specs, found, catalog)
-    blobs = wanted_blobs(catalog, value_names, rank, size)
-    blob_specs = [blob.spec for blob in blobs.values()]
-    kept = [specs[i] for i in chosen]
+    kept = tuple(specs[i] for i in chosen)
     dests = [Destination(specs[i].name, tensors[i][1], TORCH_DTYPES[catalog.dtype(int(s))]) for i, s in zip(chosen, source, strict=True)]
-    dests += [Destination(blob.spec.name, blob.tensor, torch.uint8) for blob in blobs.values()]
-    source = np.concatenate([source, np.array(list(blobs), np.int64)])
-    everything = (*kept, *blob_specs)
-    wanted = piece_columns(everything, width_of(everything))
+    wanted = piece_columns(kept, width_of(kept))
     plan = plan_load(catalog, source, wanted, WINDOW_BYTES)
     faults = faults_of(catalog, source)
     for fault in faults:
         if fault.rows:
             name, ndim = catalog.tensors_table.names[fault.tensor], int(catalog.tensors_table.ndim[fault.tensor])
             raise CorruptError(f"{name}: saved shards overlap at {describe_region(fault.low, fault.high, ndim)}; use another checkpoint")
-    known = {value.name for value in catalog.values_table}
-    lost = tuple(f"{name}: not in the checkpoint" for name in value_names if name not in known)
     return Resolved(
-        specs=everything,
+        specs=kept,
         dests=tuple(dests),
         source=source,
         wanted=wanted,
         plan=plan,
-        blobs=blobs,
         ties=ties,
         problems={
-            "missing": found.missing + lost,
+            "missing": found.missing,
             "shape": found.shape,
             "dtype": found.dtype,
-            "uncovered": uncovered(catalog, everything, source, wanted, plan, faults),
+            "uncovered": uncovered(catalog, kept, source, wanted, plan, faults),
         },
         named=frozenset(catalog.index(spec.name) for spec in specs if spec.name in catalog),
     )
@@ -189,15 +176,17 @@ def _without_shared(specs: Sequence[TensorSpec], found: Match, catalog: Catalog)
     return chosen, np.array([source_of[i] for i in chosen], np.int64), tuple(ties)
 
 
-def vote(comm: Comm, catalog: Catalog, resolved: Resolved, prefixes: Iterable[str], *, strict: bool) -> LoadReport:
-    """Bring the problems of all ranks together.
+def vote(
+    comm: Comm, catalog: Catalog, resolved: Resolved, prefixes: Iterable[str], *, values: Sequence[str] = (), strict: bool
+) -> LoadReport:
+    """Bring the problems of all ranks together; `values` are those that this rank has with values.
 
     Raises
     ------
     MismatchError
         There is a problem, on any rank, and ``strict``.
     """
-    mine = msgpack.packb({"problems": resolved.problems, "named": sorted(resolved.named)})
+    mine = msgpack.packb({"problems": {**resolved.problems, "values": tuple(values)}, "named": sorted(resolved.named)})
     gathered = comm.gather(mine)
     verdict = None if gathered is None else msgpack.packb(_merge_votes(catalog, gathered, tuple(prefixes)))
     said = msgpack.unpackb(comm.broadcast(verdict), use_list=False)
@@ -214,7 +203,7 @@ def vote(comm: Comm, catalog: Catalog, resolved: Resolved, prefixes: Iterable[st
 
 def _merge_votes(catalog: Catalog, gathered: Sequence[bytes], prefixes: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
     votes = [msgpack.unpackb(data, use_list=False) for data in gathered]
-    kinds = ("missing", "shape", "dtype", "uncovered")
+    kinds = ("missing", "shape", "dtype", "uncovered", "values")
     merged = {kind: tuple(dict.fromkeys(line for v in votes for line in v["problems"][kind])) for kind in kinds}
     named = {index for v in votes for index in v["named"]}
     table = catalog.tensors_table
@@ -229,6 +218,12 @@ def _merge_votes(catalog: Catalog, gathered: Sequence[bytes], prefixes: tuple[st
         and (table.alias[i] < 0 or int(table.alias[i]) not in named)
     )
     return merged
+
+
+def missing_values(catalog: Catalog, names: Iterable[str]) -> list[str]:
+    """A line for each value that is wanted but not saved."""
+    known = set(catalog.value_names)
+    return [f"{name}: not in the checkpoint" for name in names if name not in known]
 
 
 def drop_refused(catalog: Catalog, resolved: Resolved, report: LoadReport) -> Resolved:

@@ -1,7 +1,6 @@
-"""How do values travel? Small ones in the catalog, large and per-rank ones as bytes in the shard files.
+"""How are values saved? Small ones in the catalog, large and per-rank ones as bytes in the shard files.
 
-Saving: `offer_values` turns this rank's values into offered ones and blobs, `merge_values` (on rank 0) makes one table of all
-ranks' values. Loading: `wanted_blobs` says which blobs to read, `decode_values` makes values of what was read.
+`offer_values` turns this rank's values into offered ones and blobs; `merge_values`, on rank 0, makes one table of all ranks' values.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ..core import param_groups
-from ..core.catalog import Catalog, ValueEntry
+from ..core.catalog import ValueEntry
 from ..core.offer import Offer, OfferedValue
 from ..core.report import summarize
 from ..core.save_plan import Tables
@@ -20,7 +19,6 @@ from ..core.state import Claim, TensorSpec, ValueKind, ValueSpec, box_piece
 from ..errors import LayoutError
 from ..format.shard_file import blob_name
 from ..format.values import decode_value, encode_value
-from .memory import Held
 
 INLINE_BYTES = 4096
 """Larger plain values are kept in the shard files."""
@@ -32,9 +30,6 @@ class Blob:
 
     spec: TensorSpec
     tensor: torch.Tensor
-
-    def held(self) -> Held:
-        return Held(self.tensor, self.spec.pieces[0])
 
 
 def byte_blob(name: str, tensor: torch.Tensor) -> Blob:
@@ -101,51 +96,6 @@ def _merge(
     return ValueEntry(
         name, first.path, first.kind, None, tuple(blob_index[offers[rank].names[v.blob]] for rank, v in blobs if v.blob >= 0)
     )
-
-
-def wanted_blobs(catalog: Catalog, names: Sequence[str], rank: int, size: int) -> dict[int, Blob]:
-    """Memory for every blob that the values need, by index in the catalog: one's own where the ranks are as many as saved, else all."""
-    out: dict[int, Blob] = {}
-    for entry in chosen(catalog, names):
-        for index in _needed(entry, rank, size):
-            shape = catalog.shape(index)
-            out[index] = byte_blob(catalog.tensors_table.names[index], torch.empty(shape, dtype=torch.uint8))
-    return out
-
-
-def chosen(catalog: Catalog, names: Sequence[str]) -> list[ValueEntry]:
-    """The catalog's values of these names."""
-    wanted = set(names)
-    return [entry for entry in catalog.values_table if entry.name in wanted]
-
-
-def _needed(entry: ValueEntry, rank: int, size: int) -> tuple[int, ...]:
-    if entry.kind is ValueKind.PER_RANK and len(entry.blobs) == size:
-        return entry.blobs[rank : rank + 1]
-    return entry.blobs
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedValue:
-    """A value that was read. Of a per-rank one: this rank's own alone where as many ranks load as saved, else every rank's."""
-
-    kind: ValueKind
-    path: bytes
-    values: tuple[object, ...]
-    num_saved: int
-
-
-def decode_values(catalog: Catalog, names: Sequence[str], blobs: Mapping[int, Blob], rank: int, size: int) -> dict[str, LoadedValue]:
-    """Values by name, from the catalog and the blobs that were read."""
-    out = {}
-    for entry in chosen(catalog, names):
-        if entry.data is not None:
-            data: list[bytes | memoryview] = [entry.data]
-        else:
-            data = [memoryview(blobs[index].tensor.numpy()) for index in _needed(entry, rank, size)]
-        values = tuple(decode_value(item, name=entry.name) for item in data)
-        out[entry.name] = LoadedValue(entry.kind, entry.path, values, max(len(entry.blobs), 1))
-    return out
 
 
 def _show(value: OfferedValue) -> str:
