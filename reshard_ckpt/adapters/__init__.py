@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from .entries import Captured, Entry, Target
-from .shards import ABSENT, FlatShard, LocalShard, PerRank, PerRankValues
+from .shards import FlatShard, LocalShard, PerRank, PerRankValues
 from .state import capture, prepare_load
 
 __all__ = [
-    "ABSENT",
     "Captured",
     "Entry",
     "FlatShard",

@@ -274,15 +274,6 @@ def _takes_rank(combine: Callable[..., Any]) -> bool:
     raise UsageError(f"PerRank: combine{signature} takes neither (values, rank, size) nor (values)")
 
 
-class _Absent:
-    def __repr__(self) -> str:
-        return "ABSENT"
-
-
-ABSENT: Final = _Absent()
-"""Stands in `PerRankValues` for a rank that saved no such value."""
-
-
 @dataclass(frozen=True, slots=True)
 class PerRankValues:
     """What each rank saved under one name, in order of rank; `values` may decode lazily: only what is needed is indexed."""

@@ -15,7 +15,7 @@ from ..core.param_groups import NOT_SAVED, SWITCHES, Groups
 from ..core.state import ValueKind
 from ..errors import MismatchError, UsageError
 from .scan import GroupsItem, Path, PerRankItem, TensorItem, Tree, ValueItem, is_stateful, name_of
-from .shards import ABSENT, PerRank, PerRankValues
+from .shards import PerRank, PerRankValues
 
 _MISSING = object()
 
@@ -117,21 +117,15 @@ class TreeTarget:
 
     def _own(self, saved: PerRankValues, name: str, holder: PerRank | None) -> Any:
         """This rank's value among those of all ranks."""
-        rank, size = self._job.rank, self._job.size
-        if len(saved.values) == size:
-            own = saved.values[rank]
-            return (
-                _Problem(f"{name}: rank {rank} saved no such value; pass it on the same ranks as when saving")
-                if own is ABSENT
-                else own
-            )
+        num_saved, job = len(saved.values), self._job
+        if num_saved == job.size:
+            return saved.values[job.rank]
         if holder is None or holder.combine is None:
             return _Problem(
-                f"{name}: saved by {len(saved.values)} ranks, wanted on {size}; pass PerRank(value, combine=...) to say what "
-                "becomes of "
+                f"{name}: saved by {num_saved} ranks, wanted on {job.size}; pass PerRank(value, combine=...) to say what becomes of "
                 f"the saved values"
             )
-        return holder.combined([v for v in saved.values if v is not ABSENT], rank, size)
+        return holder.combined(saved.values, job.rank, job.size)
 
     def _take_groups(self, item: GroupsItem, name: str, value: Any) -> list[str]:
         if self._saved[name].kind != ValueKind.PARAM_GROUPS:
