@@ -1,4 +1,4 @@
-"""Whole jobs in one process: every rank's steps in turn, without messages. What crosses ranks is encoded and decoded as in a real job."""
+"""Whole jobs in one process: every rank's steps in turn. What crosses ranks is encoded and decoded, as in a real job."""
 
 from __future__ import annotations
 

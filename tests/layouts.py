@@ -42,7 +42,10 @@ def addresses(piece: Piece) -> list[tuple[int, Ints]]:
     """For each element of a piece, in order: its place in memory, and its global coordinates."""
     inner = list(product(*(range(n) for n in piece.lengths)))[piece.start : piece.start + piece.count]
     return [
-        (piece.base + sum(i * s for i, s in zip(x, piece.strides, strict=True)), tuple(o + i for o, i in zip(piece.offsets, x, strict=True)))
+        (
+            piece.base + sum(i * s for i, s in zip(x, piece.strides, strict=True)),
+            tuple(o + i for o, i in zip(piece.offsets, x, strict=True)),
+        )
         for x in inner
     ]
 

@@ -15,8 +15,8 @@ import numpy as np
 from .geometry import I64
 
 ROW_ALIGN_BYTES = 256 << 10
-"""A cut moves to the nearest slice of the outermost dim where such a slice is smaller than this (and than 2 % of a rank's share): the
-parts then are boxes."""
+"""A cut moves to the nearest slice of the outermost dim where such a slice is smaller than this, and than 2 % of a rank's
+share: the parts then are boxes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +86,7 @@ def assign(groups: list[Group], num_elements: I64, item_bytes: I64, slice_elemen
     return Parts(item, rank, start, count)
 
 
-def _cut_stream(
-    group: Group, num_elements: I64, item_bytes: I64, slice_elements: I64, loads: I64
-) -> tuple[I64, I64, I64, I64]:
+def _cut_stream(group: Group, num_elements: I64, item_bytes: I64, slice_elements: I64, loads: I64) -> tuple[I64, I64, I64, I64]:
     items = group.items
     ends = np.cumsum(num_elements[items] * item_bytes[items])
     quota = level(loads[group.ranks], int(ends[-1]))

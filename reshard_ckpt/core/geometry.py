@@ -43,7 +43,8 @@ def strides_of(lengths: I64) -> I64:
 
 def volumes(lengths: I64) -> I64:
     """The number of elements of each box."""
-    return np.prod(lengths, axis=1, dtype=np.int64)
+    total: I64 = np.prod(lengths, axis=1, dtype=np.int64)
+    return total
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +59,10 @@ class Boxes:
 def decompose(lengths: I64, start: I64, count: I64) -> Boxes:
     """Cut each run of a box into at most ``2 D - 1`` boxes, in the order of the run.
 
-    Write the ends of the run as mixed-radix digits over the box's lengths. They agree on the leading digits and differ first at some dim
-    ``k``. The run is then: for each dim inside ``k``, from the innermost out, what is left of the row in which it begins (*head*); along
-    ``k``, the whole slices between (*middle*); and for each dim inside ``k``, from the outside in, what it covers of the
-    row in which it ends (*tail*).
+    Write the ends of the run as mixed-radix digits over the box's lengths. They agree on the leading digits and differ first
+    at some dim ``k``. The run is then: for each dim inside ``k``, from the innermost out, what is left of the row in which it
+    begins (*head*); along ``k``, the whole slices between (*middle*); and for each dim inside ``k``, from the outside in, what
+    it covers of the row in which it ends (*tail*).
 
     Parameters
     ----------

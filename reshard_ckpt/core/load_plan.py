@@ -2,8 +2,8 @@
 
 1. Every wanted piece is cut into boxes.
 2. Each meets the rows of its tensor whose bounds touch it.
-3. These rows are cut where their bytes cross a *window* of their file, and into boxes; the overlaps are the items. So every item lies in
-   one window, windows can be read independently, and no byte is read for two of them.
+3. These rows are cut where their bytes cross a *window* of their file, and into boxes; the overlaps are the items. So every
+   item lies in one window, windows can be read independently, and no byte is read for two of them.
 
 An item is a small n-dimensional copy: from ``src`` with byte strides ``src_strides`` in the file, to ``dst`` with element strides
 ``dst_strides`` in the memory of destination ``dest``.
@@ -123,9 +123,7 @@ def _pair_batches(catalog: Catalog, boxes: _WantedBoxes) -> Iterator[slice]:
         begin = end
 
 
-def _meet(
-    catalog: Catalog, boxes: _WantedBoxes, part: slice, item_bytes: I64, window_bytes: int, width: int
-) -> tuple[I64, ...]:
+def _meet(catalog: Catalog, boxes: _WantedBoxes, part: slice, item_bytes: I64, window_bytes: int, width: int) -> tuple[I64, ...]:
     """Items of some wanted boxes: box, file, window, src, global offsets, lengths, source strides."""
     row_start, rows = catalog.tensors_table.row_start, catalog.rows
     tensor = boxes.tensor[part]

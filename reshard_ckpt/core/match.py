@@ -84,7 +84,9 @@ def faults_of(catalog: Catalog, source: I64) -> list[Fault]:
     row = np.flatnonzero(chosen[owner])
     box = rows.box[row]
     return list(
-        find_faults(shape, owner[row], catalog.boxes.offsets[box], catalog.boxes.lengths[box], rows.start[row], rows.count[row], box)
+        find_faults(
+            shape, owner[row], catalog.boxes.offsets[box], catalog.boxes.lengths[box], rows.start[row], rows.count[row], box
+        )
     )
 
 

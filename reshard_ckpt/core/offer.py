@@ -136,9 +136,8 @@ def _check_inside(specs: Sequence[TensorSpec], pieces: PieceColumns, shape: I64)
     bad = np.flatnonzero(~(within.all(axis=1) & run))
     if len(bad):
         spec = specs[int(pieces.tensor[bad[0]])]
-        raise LayoutError(
-            f"{spec.name}: a piece reaches outside global shape {spec.shape}: {next(iter(_bad_pieces(spec)))}; correct the declared offsets"
-        )
+        which = _bad_pieces(spec)[0]
+        raise LayoutError(f"{spec.name}: {which} reach outside global shape {spec.shape}; correct the declared offsets")
 
 
 def _bad_pieces(spec: TensorSpec) -> list[str]:

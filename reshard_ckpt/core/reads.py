@@ -11,9 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .geometry import I64, ranges, volumes
 from .load_plan import LoadPlan
+
+Mask = NDArray[np.bool_]
 
 NEAR_BYTES = 64 << 10
 """Runs closer together than this are read as one: a gap of this size costs less than another request."""
@@ -33,7 +36,7 @@ class ReadPlan:
     high: I64
     items: I64
     """Indices into the load plan."""
-    direct: np.ndarray
+    direct: Mask
     """For each of `items`: its bytes may land in the destination."""
 
     @property
@@ -48,10 +51,11 @@ class ReadPlan:
 
 def item_spans(plan: LoadPlan) -> I64:
     """Bytes from the first to the last of each item in its file."""
-    return ((plan.lengths - 1) * plan.src_strides).sum(axis=1) + plan.item_bytes
+    span: I64 = ((plan.lengths - 1) * plan.src_strides).sum(axis=1) + plan.item_bytes
+    return span
 
 
-def in_order(lengths: I64, strides: I64, unit: I64) -> np.ndarray:
+def in_order(lengths: I64, strides: I64, unit: I64) -> Mask:
     """Whether each region's elements are consecutive, for strides in the unit given."""
     step = unit.copy()
     good = np.ones(len(lengths), bool)
@@ -61,7 +65,7 @@ def in_order(lengths: I64, strides: I64, unit: I64) -> np.ndarray:
     return good
 
 
-def plan_reads(plan: LoadPlan, block_bytes: I64, file_bytes: I64, may_land: np.ndarray) -> ReadPlan:
+def plan_reads(plan: LoadPlan, block_bytes: I64, file_bytes: I64, may_land: Mask) -> ReadPlan:
     """Plan the requests for all items.
 
     Parameters
@@ -120,16 +124,17 @@ def _touched(plan: LoadPlan) -> tuple[I64, I64, I64]:
     return owner, low, low + span[owner]
 
 
-def _running_max(values: I64, group: np.ndarray) -> I64:
+def _running_max(values: I64, group: Mask) -> I64:
     """The largest value so far within each group (groups begin where `group` is true)."""
     if len(values) == 0:
         return values
     number = np.cumsum(group)
     step = int(values.max()) + 1
-    return np.maximum.accumulate(values + number * step) - number * step
+    reach: I64 = np.maximum.accumulate(values + number * step) - number * step
+    return reach
 
 
-def _direct(plan: LoadPlan, items: I64, may_land: np.ndarray) -> np.ndarray:
+def _direct(plan: LoadPlan, items: I64, may_land: Mask) -> Mask:
     src, span = plan.src[items], item_spans(plan)[items]
     lengths, unit = plan.lengths[items], plan.item_bytes[items]
     good = (span >= DIRECT_BYTES) & may_land[plan.dest[items]]

@@ -28,12 +28,15 @@ def summarize(problems: Sequence[str], advice: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What a load did. The tuples hold one line for each thing that did not load, of all ranks; with ``strict=True`` they are empty.
+    """What a load did.
+
+    The tuples hold one line for each thing that did not load, on any rank; with ``strict=True`` they are empty.
 
     Attributes
     ----------
     missing, unexpected, shape, dtype, uncovered
-        Wanted but not saved; saved but not wanted by any rank; other global shape; other dtype; not wholly covered by saved shards.
+        Wanted but not saved; saved but not wanted by any rank; of another global shape; of another dtype; not wholly covered
+        by saved shards.
     values
         Values that are missing or do not fit: hyperparameters, per-rank values of another world size.
     num_tensors

@@ -1,10 +1,11 @@
 """What does one rank hold? Tensors as pieces of global boxes, and values, as plain data.
 
-One description serves every kind of shard. A *piece* is a run of a box: the elements
-``[start, start + count)`` of the row-major order of the box ``offsets, lengths`` of the global tensor. A plain shard is one piece that
-is its whole box; a fused QKV shard is several; a flat range is one piece (or one for each box that it crosses) that begins
-and ends in the middle. Where a piece lies in memory is affine: the element at global coordinates ``x`` is element
-``base + sum((x - offsets) * strides)`` of the local storage, also for a flat range, whose strides are the box's own.
+One description serves every kind of shard. A *piece* is a run of a box: the elements ``[start, start + count)`` of the
+row-major order of the box ``offsets, lengths`` of the global tensor. A plain shard is one piece that is its whole box; a fused
+QKV shard is several; a flat range is one piece (or one for each box that it crosses) that begins and ends in the middle.
+
+Where a piece lies in memory is affine: the element at global coordinates ``x`` is element ``base + sum((x - offsets) *
+strides)`` of the local storage, also for a flat range, whose strides are the box's own.
 """
 
 from __future__ import annotations

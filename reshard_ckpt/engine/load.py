@@ -29,7 +29,7 @@ from ..format.catalog import decode_catalog
 from ..format.checksums import digest128
 from ..format.torch_dtypes import TORCH_DTYPES
 from ..storage.protocol import Storage
-from .read import WINDOW_BYTES, Blocks, Destination, check_files, execute, open_blocks
+from .read import WINDOW_BYTES, Destination, check_files, execute, open_blocks
 from .save import CATALOG_KEY, SAVE_ID
 
 MAX_CATALOG_BYTES = 4 << 30
@@ -136,14 +136,19 @@ def resolve(
     found = match(specs, catalog, cast=options.cast, allow_resize=options.allow_resize)
     chosen, source, ties = _without_shared(specs, found, catalog)
     kept = tuple(specs[i] for i in chosen)
-    dests = [Destination(specs[i].name, tensors[i][1], TORCH_DTYPES[catalog.dtype(int(s))]) for i, s in zip(chosen, source, strict=True)]
+    dests = [
+        Destination(specs[i].name, tensors[i][1], TORCH_DTYPES[catalog.dtype(int(s))])
+        for i, s in zip(chosen, source, strict=True)
+    ]
     wanted = piece_columns(kept, width_of(kept))
     plan = plan_load(catalog, source, wanted, WINDOW_BYTES)
     faults = faults_of(catalog, source)
     for fault in faults:
         if fault.rows:
             name, ndim = catalog.tensors_table.names[fault.tensor], int(catalog.tensors_table.ndim[fault.tensor])
-            raise CorruptError(f"{name}: saved shards overlap at {describe_region(fault.low, fault.high, ndim)}; use another checkpoint")
+            raise CorruptError(
+                f"{name}: saved shards overlap at {describe_region(fault.low, fault.high, ndim)}; use another checkpoint"
+            )
     return Resolved(
         specs=kept,
         dests=tuple(dests),

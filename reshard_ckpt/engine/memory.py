@@ -27,7 +27,7 @@ class Held:
 def storage_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a CPU tensor's whole storage."""
     raw = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-    return memoryview(raw.numpy())
+    return raw.numpy().data
 
 
 def element_bytes(tensor: torch.Tensor, first: int, count: int) -> memoryview:
@@ -72,7 +72,7 @@ def chunks(held: Held, start: int, count: int, scratch: torch.Tensor) -> Iterato
             out.copy_(region(tensor, piece.base + begin, (num,), (1,)))
         else:
             _gather(held, begin, num, out)
-        yield memoryview(scratch[: num * tensor.element_size()].numpy())
+        yield scratch[: num * tensor.element_size()].numpy().data
 
 
 def _gather(held: Held, start: int, count: int, out: torch.Tensor) -> None:

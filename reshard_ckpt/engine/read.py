@@ -197,7 +197,7 @@ class _Reader:
         items = range(self.item_start[window], self.item_start[window + 1])
         origin = self.low[extents[0]]
         buffer = self._buffer(self.high[extents[-1]] - origin)
-        view = memoryview(buffer.numpy())
+        view = buffer.numpy().data
         direct = [i for i in items if self.items.direct[i]]
         self._will_change(direct)
         landing = iter(direct)
@@ -265,9 +265,12 @@ class _Reader:
         if not self.copy or not self.changed:
             after = "no tensor was changed"
         else:
-            after = f"already overwritten, wholly or in part: {_few(sorted(self.changed))}; verify_first=True would have changed none"
+            after = (
+                f"already overwritten, wholly or in part: {_few(sorted(self.changed))}; verify_first=True would have changed none"
+            )
         return CorruptError(
-            f"{self.storage.url}: {entry.key} is damaged in bytes {low}:{high}, which hold {holds}; {after}; load another checkpoint"
+            f"{self.storage.url}: {entry.key} is damaged in bytes {low}:{high}, which hold {holds}; {after}; "
+            "load another checkpoint"
         )
 
 

@@ -2,8 +2,8 @@
 
 1. Every rank offers what it holds; rank 0 plans, and assigns (`agree`).
 2. Every rank writes its part (`write.write_assignment`) and sends a receipt.
-3. Rank 0 compares the fingerprints of replicas, sees every file by name and size, and publishes the catalog: the one step after which the
-   checkpoint exists (`commit`). Only then it deletes what no longer counts.
+3. Rank 0 compares the fingerprints of replicas, sees every file by name and size, and publishes the catalog: the one step
+   after which the checkpoint exists (`commit`). Only then it deletes what no longer counts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,16 @@ from ..errors import LayoutError, StorageError
 from ..format.catalog import encode_catalog
 from ..storage.protocol import Storage
 from .memory import Held
-from .messages import Assignment, Receipt, decode_assignment, decode_offer, decode_receipt, encode_assignment, encode_offer, encode_receipt
+from .messages import (
+    Assignment,
+    Receipt,
+    decode_assignment,
+    decode_offer,
+    decode_receipt,
+    encode_assignment,
+    encode_offer,
+    encode_receipt,
+)
 from .values import merge_values, offer_values
 from .write import Holdings
 
@@ -117,9 +126,7 @@ def publish(
         np.concatenate([receipt.file + first[rank] for rank, receipt in enumerate(receipts)]),
         np.concatenate([receipt.offset for receipt in receipts]),
     )
-    catalog = build_catalog(
-        plan, written, files=files, values=values, save_id=save_id, created_s=time.time(), metadata=metadata
-    )
+    catalog = build_catalog(plan, written, files=files, values=values, save_id=save_id, created_s=time.time(), metadata=metadata)
     # The order is the promise: every file is durable and seen, then the catalog appears, then what it replaced may go.
     storage.publish(CATALOG_KEY, encode_catalog(catalog))
     clean_up(storage, catalog)
@@ -139,14 +146,19 @@ def compare_replicas(checks: Checks, names: Sequence[str], receipts: Sequence[Re
     buffers = differs[checks.claim[differs] == Claim.BUFFER]
     if len(buffers):
         listed = sorted({names[i] for i in checks.tensor[buffers].tolist()})
-        warnings.warn(f"buffers differ between DDP ranks; rank {checks.rank[leader[buffers[0]]]}'s are saved: {', '.join(listed)}", stacklevel=2)
+        warnings.warn(
+            f"buffers differ between DDP ranks; rank {checks.rank[leader[buffers[0]]]}'s are saved: {', '.join(listed)}",
+            stacklevel=2,
+        )
     problems = {
         checks.tensor[i]: f"{names[checks.tensor[i]]}: ranks {checks.rank[leader[i]]} and {checks.rank[i]} hold it as the same, "
         "but their values differ"
         for i in reversed(differs[checks.claim[differs] != Claim.BUFFER].tolist())
     }
     if problems:
-        advice = "wrap values of each rank's own in PerRank, declare shards with LocalShard, or give different tensors distinct names"
+        advice = (
+            "wrap values of each rank's own in PerRank, declare shards with LocalShard, or give different tensors distinct names"
+        )
         raise LayoutError(summarize(list(problems.values()), advice))
 
 

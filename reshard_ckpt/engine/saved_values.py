@@ -75,4 +75,4 @@ def _read_blob(storage: Storage, catalog: Catalog, index: int, verify: bool) -> 
     check_files(storage, catalog, files)
     blocks = open_blocks(storage, catalog, files if verify else [])
     execute(storage, catalog, plan, [Destination(blob.spec.name, blob.tensor, torch.uint8)], blocks=blocks)
-    return memoryview(blob.tensor.numpy())
+    return blob.tensor.numpy().data

@@ -1,6 +1,7 @@
 """How are values saved? Small ones in the catalog, large and per-rank ones as bytes in the shard files.
 
-`offer_values` turns this rank's values into offered ones and blobs; `merge_values`, on rank 0, makes one table of all ranks' values.
+`offer_values` turns this rank's values into offered ones and blobs; `merge_values`, on rank 0, makes one table of all
+ranks' values.
 """
 
 from __future__ import annotations

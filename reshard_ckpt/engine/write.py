@@ -60,7 +60,8 @@ def file_key(save_id: str, rank: int, part: int) -> str:
 def lay_out(holdings: Holdings, assignment: Assignment, rank: int, header_bytes: int = HEADER_BYTES) -> list[FileLayout]:
     """Divide the assigned items into files."""
     members = [
-        _member(holdings, *item) for item in zip(*(c.tolist() for c in (assignment.local, assignment.start, assignment.count)), strict=True)
+        _member(holdings, *item)
+        for item in zip(*(c.tolist() for c in (assignment.local, assignment.start, assignment.count)), strict=True)
     ]
     files: list[FileLayout] = []
     begin = used = 0
@@ -84,7 +85,9 @@ def _member(holdings: Holdings, local: int, start: int, count: int) -> Member:
     return make_member(spec.name, spec.dtype, spec.shape, held.piece.offsets, held.piece.lengths, start, count)
 
 
-def write_assignment(storage: Storage, holdings: Holdings, assignment: Assignment, rank: int, header_bytes: int = HEADER_BYTES) -> Receipt:
+def write_assignment(
+    storage: Storage, holdings: Holdings, assignment: Assignment, rank: int, header_bytes: int = HEADER_BYTES
+) -> Receipt:
     """Write and make durable all that this rank was assigned.
 
     Raises

@@ -37,7 +37,7 @@ def test_what_is_saved_from_one_layout_loads_into_another(case: list[tuple[Layou
     ]
     storage = MemoryStorage("job")
     catalog = save_job(storage, ranks)
-    for i, (saved, _, dtype) in enumerate(case):
+    for i, (saved, _, _) in enumerate(case):
         assert catalog.shape(catalog.index(f"t{i}")) == saved.shape
         assert sum(s.num_bytes for s in catalog.tensor(f"t{i}").shards) == prod(saved.shape) * whole[i].element_size()
     for r in range(len(case[0][1].pieces)):
