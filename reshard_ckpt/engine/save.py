@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from ..core.catalog import Catalog, FileEntry, ValueEntry
 from ..core.offer import build_offer
 from ..core.report import summarize
 from ..core.save_plan import Checks, SavePlan, plan_save
-from ..core.state import Claim, Mesh, TensorSpec, ValueSpec
+from ..core.state import Claim, Mesh, TensorSpec, ValueSpec, box_piece, row_major_strides
 from ..errors import LayoutError, StorageError
 from ..format.catalog import encode_catalog
 from ..storage.protocol import Storage
@@ -66,10 +67,18 @@ def hold(
     """What this rank has to offer, in columns, with the memory behind each row."""
     offered, blobs = offer_values(values, rank)
     offered = [replace(v, blob=v.blob + len(tensors)) if v.blob >= 0 else v for v in offered]
-    held = [*tensors, *((blob.spec, blob.tensor) for blob in blobs)]
+    held = [*((_standing(spec), memory) for spec, memory in tensors), *((blob.spec, blob.tensor) for blob in blobs)]
     specs = [spec for spec, _ in held]
     rows = [(i, Held(memory, piece)) for i, (spec, memory) in enumerate(held) for piece in spec.pieces]
     return Holdings(specs, rows, build_offer(specs, len(blobs), offered, mesh))
+
+
+def _standing(spec: TensorSpec) -> TensorSpec:
+    """An empty tensor is held by a piece of no elements, so that some rank writes its name."""
+    if spec.pieces or prod(spec.shape):
+        return spec
+    piece = box_piece((0,) * len(spec.shape), spec.shape, 0, row_major_strides(spec.shape))
+    return replace(spec, pieces=(piece,))
 
 
 def agree(comm: Comm, holdings: Holdings) -> Agreed:

@@ -72,7 +72,7 @@ def test_every_wanted_byte_is_in_exactly_one_extent(
             )
             for at in wanted_bytes(one, int(plan.file[i])):
                 assert any(reads.low[e] <= at < reads.high[e] for e in extents)
-    for file, extents in taken.items():
+    for extents in taken.values():
         extents.sort()
         assert all(a[1] <= b[0] for a, b in pairwise(extents))
         if block_bytes:
