@@ -21,6 +21,7 @@ from .posix import FOLDER, OpenFiles, explained, locked, preadv_all, read_at_mos
 from .protocol import Buffer, conflict, exists, flat_bytes, folder_parts, key_parts, missing, short_file, too_large
 
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_NO_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _MAX_OPEN_FILES = 64
 
 
@@ -41,12 +42,19 @@ class LocalStorage:
     def create(self, key: str) -> LocalWriter:
         *folders, name = parts = key_parts(key)
         path = self._path(parts)
-        with explained("create", path), self._folder(folders, make=True) as folder:
+        with explained("create", path):
             try:
-                fd = os.open(name, _NEW_FILE, 0o666, dir_fd=folder)
+                fd = self._create(folders, name)
             except FileExistsError:
                 raise exists(path) from None
+            except FileNotFoundError:
+                # Another rank that cleans up may remove the folder, as it is empty, just after this one found or made it.
+                fd = self._create(folders, name)
         return LocalWriter(self, key, path, fd)
+
+    def _create(self, folders: Sequence[str], name: str) -> int:
+        with self._folder(folders, make=True) as folder:
+            return os.open(name, _NEW_FILE, 0o666, dir_fd=folder)
 
     @contextmanager
     def _folder(self, folders: Sequence[str], *, make: bool = False) -> Iterator[int]:
@@ -75,11 +83,10 @@ class LocalStorage:
         views = [flat_bytes(buffer) for buffer in buffers]
         with explained("read", path):
             try:
-                file = self._open_files.get(path)
-            except (FileNotFoundError, NotADirectoryError):
+                got = preadv_all(self._open_files.get(path), views, offset)
+            except _NO_FILE:
                 raise missing(path) from None
-            wanted = sum(map(len, views))
-            got = preadv_all(file.fd, views, offset)
+        wanted = sum(map(len, views))
         if got < wanted:
             raise short_file(path, offset, wanted, got)
 
@@ -88,7 +95,7 @@ class LocalStorage:
         with explained("read", path):
             try:
                 data = read_at_most(path, limit + 1)
-            except (FileNotFoundError, NotADirectoryError):
+            except _NO_FILE:
                 raise missing(path) from None
         if len(data) > limit:
             raise too_large(path, limit)
@@ -112,17 +119,18 @@ class LocalStorage:
         *folders, name = parts = key_parts(key)
         path, temporary = self._path(parts), f".{name}.{uuid.uuid4().hex}.tmp"
         with explained("publish", path), self._folder(folders, make=True) as folder, locked(folder):
-            self._compare(path, expected)
             try:
+                self._compare(path, expected)
                 _write_new(folder, temporary, data)
                 os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
             except BaseException:
                 with suppress(OSError):
                     os.unlink(temporary, dir_fd=folder)
+                self._remove_empty(folders)
                 raise
             self._open_files.forget(path)
             sync_folder(folder)
-            for n in range(len(folders)):
+            for n in reversed(range(len(folders))):
                 sync_folder(self._path(folders[:n]))
 
     def _compare(self, path: str, expected: bytes | None) -> None:
@@ -144,11 +152,17 @@ class LocalStorage:
                 self._open_files.forget(path)
                 with suppress(FileNotFoundError), self._folder(above) as folder:
                     os.unlink(name, dir_fd=folder)
-            folders.update(tuple(above[:n]) for n in range(1, len(above) + 1))
+            folders.add(tuple(above))
         for parts in sorted(folders, key=len, reverse=True):
-            # Refused where it is not empty, or where another rank was quicker: both are fine.
-            with suppress(OSError), self._folder(parts[:-1]) as folder:
-                os.rmdir(parts[-1], dir_fd=folder)
+            self._remove_empty(parts)
+
+    def _remove_empty(self, folders: Sequence[str]) -> None:
+        """Remove a folder below the root and those above it, as far as they are empty."""
+        # Refused where one is not empty, or where another rank was quicker: both are fine.
+        with suppress(OSError):
+            for n in range(len(folders), 0, -1):
+                with self._folder(folders[: n - 1]) as folder:
+                    os.rmdir(folders[n - 1], dir_fd=folder)
 
     def close(self) -> None:
         self._open_files.clear()
@@ -230,7 +244,7 @@ def _make_root(path: str) -> None:
 
 
 def _refuse_unless_gone(error: OSError) -> None:
-    if not isinstance(error, FileNotFoundError):
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
         raise error
 
 

@@ -100,11 +100,12 @@ class MemoryStorage:
             _STORES.setdefault(self._name, files)[key] = bytes(data)
 
     def delete(self, keys: Iterable[str]) -> None:
-        checked = ["/".join(key_parts(key)) for key in keys]
+        checked = [key_parts(key) for key in keys]
         with _LOCK:
             files = _STORES.get(self._name, {})
-            for key in checked:
-                files.pop(key, None)
+            for parts in checked:
+                self._refuse_mixed(files, parts)
+                files.pop("/".join(parts), None)
             if not files:
                 _STORES.pop(self._name, None)
 

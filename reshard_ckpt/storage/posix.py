@@ -49,7 +49,7 @@ def sync_folder(folder: str | int) -> None:
     if isinstance(folder, str):
         try:
             fd = os.open(folder, FOLDER)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return
         try:
             sync_folder(fd)
@@ -70,11 +70,11 @@ def write_all(fd: int, data: memoryview) -> None:
         data = data[os.write(fd, data) :]
 
 
-def preadv_all(fd: int, views: list[memoryview], offset: int) -> int:
+def preadv_all(file: OpenFile, views: list[memoryview], offset: int) -> int:
     """Fill the views from `offset` on; the number of bytes read, less than wanted only where the file ends."""
     views, total = [view for view in views if len(view)], 0
     while views:
-        got = os.preadv(fd, views[:_MAX_BUFFERS], offset + total)
+        got = os.preadv(file.fd, views[:_MAX_BUFFERS], offset + total)
         if got == 0:
             break
         total += got

@@ -144,7 +144,7 @@ def flat_bytes(data: Buffer) -> memoryview:
     """The same memory, as single bytes."""
     view = memoryview(data)
     if view.nbytes == 0:
-        return memoryview(b"")  # an empty view of several dims cannot be cast
+        return memoryview(bytearray())  # an empty view of several dims cannot be cast
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")
 
 

@@ -1,0 +1,124 @@
+"""A storage whose operations can be made to fail, for tests of what happens then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+
+from reshard_ckpt.storage import Buffer, Storage, Writer
+
+Before = Callable[[str, str], None]
+
+
+@dataclass
+class FaultyStorage:
+    """`inner`, where `before(operation, key)` runs before each operation and may raise in its place.
+
+    >>> from reshard_ckpt.storage import open_storage
+    >>> seen = []
+    >>> storage = FaultyStorage(open_storage("memory://faulty"), lambda operation, key: seen.append((operation, key)))
+    >>> with storage.create("f") as writer:
+    ...     writer.write(b"x")
+    >>> seen
+    [('create', 'f'), ('write', 'f'), ('finish', 'f')]
+    """
+
+    inner: Storage
+    before: Before
+
+    @property
+    def url(self) -> str:
+        return self.inner.url
+
+    def create(self, key: str) -> FaultyWriter:
+        self.before("create", key)
+        return FaultyWriter(self.inner.create(key), key, self.before)
+
+    def sync(self, prefix: str = "") -> None:
+        self.before("sync", prefix)
+        self.inner.sync(prefix)
+
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        self.before("read_into", key)
+        self.inner.read_into(key, offset, buffers)
+
+    def read(self, key: str, limit: int) -> bytes:
+        self.before("read", key)
+        return self.inner.read(key, limit)
+
+    def size(self, key: str) -> int | None:
+        self.before("size", key)
+        return self.inner.size(key)
+
+    def list(self, prefix: str = "") -> list[tuple[str, int]]:
+        self.before("list", prefix)
+        return self.inner.list(prefix)
+
+    def publish(self, key: str, data: bytes, *, expected: bytes | None = None) -> None:
+        self.before("publish", key)
+        self.inner.publish(key, data, expected=expected)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        keys = tuple(keys)
+        self.before("delete", " ".join(keys))
+        self.inner.delete(keys)
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def __enter__(self) -> FaultyStorage:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+@dataclass
+class FaultyWriter:
+    """The writer of a `FaultyStorage`; an abort never fails, as it is how a failure is handled."""
+
+    inner: Writer
+    key: str
+    before: Before
+
+    def write(self, data: Buffer) -> None:
+        self.before("write", self.key)
+        self.inner.write(data)
+
+    def finish(self) -> None:
+        self.before("finish", self.key)
+        self.inner.finish()
+
+    def abort(self) -> None:
+        self.inner.abort()
+
+    def __enter__(self) -> FaultyWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is not None:
+            self.abort()
+            return
+        try:
+            self.finish()
+        except BaseException:
+            self.abort()
+            raise
+
+
+@dataclass
+class FailAt:
+    """A `before` that raises `error` at the n-th operation (from 0) of those named."""
+
+    n: int
+    error: BaseException
+    operations: Sequence[str] = ("create", "write", "finish", "sync", "publish", "delete")
+    seen: list[tuple[str, str]] = field(default_factory=list)
+
+    def __call__(self, operation: str, key: str) -> None:
+        if operation not in self.operations:
+            return
+        self.seen.append((operation, key))
+        if len(self.seen) == self.n + 1:
+            raise self.error

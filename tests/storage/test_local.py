@@ -1,0 +1,335 @@
+"""Local storage: the contract, and what only a file system can do wrong."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from reshard_ckpt.errors import StorageError
+from reshard_ckpt.storage import LocalStorage
+from tests.storage.contract import StorageContract, put, read_range
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "made" / "when needed"
+
+
+@pytest.fixture
+def storage(root: Path) -> Iterator[LocalStorage]:
+    with LocalStorage(root) as storage:
+        yield storage
+
+
+class TestLocalStorage(StorageContract):
+    pass
+
+
+# --- links and strange files ---
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Path:
+    folder = tmp_path / "outside"
+    folder.mkdir()
+    (folder / "precious").write_bytes(b"precious")
+    return folder
+
+
+def test_nothing_is_written_or_deleted_through_a_linked_folder(storage: LocalStorage, root: Path, outside: Path):
+    root.mkdir(parents=True)
+    (root / "save").symlink_to(outside)
+    for act in (
+        lambda: storage.create("save/f"),
+        lambda: storage.create("save/deep/f"),
+        lambda: storage.publish("save/precious", b"x"),
+        lambda: storage.delete(["save/precious"]),
+    ):
+        with pytest.raises(StorageError, match="symbolic link"):
+            act()
+    assert {path.name: path.read_bytes() for path in outside.iterdir()} == {"precious": b"precious"}
+
+
+def test_a_linked_file_is_replaced_or_deleted_itself_and_its_target_is_left(storage: LocalStorage, root: Path, outside: Path):
+    root.mkdir(parents=True)
+    for name in ("f", "g", "h"):
+        (root / name).symlink_to(outside / "precious")
+    with pytest.raises(StorageError, match="already exists"):
+        storage.create("f")
+    storage.publish("g", b"new")
+    storage.delete(["h"])
+    assert (outside / "precious").read_bytes() == b"precious"
+    assert not (root / "g").is_symlink()
+    assert not (root / "h").is_symlink()
+
+
+def test_a_link_to_nowhere_is_not_written_through(storage: LocalStorage, root: Path, outside: Path):
+    root.mkdir(parents=True)
+    (root / "f").symlink_to(outside / "new")
+    with pytest.raises(StorageError, match="already exists"):
+        storage.create("f")
+    assert not (outside / "new").exists()
+    assert storage.list() == []
+
+
+def test_reading_follows_links(storage: LocalStorage, root: Path, outside: Path):
+    root.mkdir(parents=True)
+    (root / "f").symlink_to(outside / "precious")
+    assert storage.read("f", 10) == b"precious"
+    assert read_range(storage, "f", 3, 5) == [b"cious"]
+    assert storage.list() == [("f", 8)]
+
+
+def test_listing_does_not_enter_linked_folders(storage: LocalStorage, root: Path):
+    put(storage, "a/f")
+    (root / "a" / "loop").symlink_to(root)
+    assert storage.list() == [("a/f", 1)]
+
+
+def test_the_root_itself_may_be_a_link(tmp_path: Path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    storage = LocalStorage(tmp_path / "link")
+    put(storage, "d/f", b"data")
+    storage.publish("catalog", b"x")
+    assert (tmp_path / "real" / "d" / "f").read_bytes() == b"data"
+
+
+def test_a_file_in_the_place_of_the_root_is_named(tmp_path: Path):
+    (tmp_path / "file").write_bytes(b"")
+    storage = LocalStorage(tmp_path / "file")
+    with pytest.raises(StorageError, match=r"file/f: cannot create: Not a directory; a file or a symbolic link stands"):
+        storage.create("f")
+    assert storage.list() == []
+    assert storage.size("f") is None
+
+
+def test_a_relative_root_does_not_move_with_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    storage = LocalStorage("ckpt")
+    monkeypatch.chdir("/")
+    put(storage, "f")
+    assert (tmp_path / "ckpt" / "f").exists()
+    assert storage.url == str(tmp_path / "ckpt")
+
+
+# --- the system refuses, or does less than asked ---
+
+
+def fail(monkeypatch: pytest.MonkeyPatch, call: str, code: int, *, after: int = 0) -> None:
+    """Let ``os.<call>`` fail from the call `after` on."""
+    real, calls = getattr(os, call), iter(range(1_000_000))
+
+    def failing(*args: object, **kwargs: object) -> object:
+        if next(calls) >= after:
+            raise OSError(code, os.strerror(code))
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(os, call, failing)
+
+
+@pytest.mark.parametrize(
+    ("code", "step"),
+    [(errno.ENOSPC, "free space"), (errno.EDQUOT, "quota"), (errno.EACCES, "rights"), (errno.EROFS, "writable"),
+     (errno.EIO, "another disk"), (errno.EMFILE, "ulimit"), (errno.EBUSY, "try again")],
+)  # fmt: skip
+def test_a_refusal_names_the_path_the_reason_and_the_next_step(
+    storage: LocalStorage, root: Path, monkeypatch: pytest.MonkeyPatch, code: int, step: str
+):
+    with storage.create("d/f") as writer:
+        fail(monkeypatch, "write", code)
+        with pytest.raises(StorageError) as caught:
+            writer.write(b"data")
+        monkeypatch.undo()
+    message = str(caught.value)
+    assert message.startswith(f"{root}/d/f: cannot write: {os.strerror(code)}; ")
+    assert step in message
+
+
+def test_short_writes_and_reads_are_continued(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch):
+    write, preadv, read = os.write, os.preadv, os.read
+    data = os.urandom(1000)
+    monkeypatch.setattr(os, "write", lambda fd, view: write(fd, view[:7]))
+    monkeypatch.setattr(os, "preadv", lambda fd, views, at: preadv(fd, [views[0][:3]], at))
+    monkeypatch.setattr(os, "read", lambda fd, size: read(fd, min(size, 5)))
+    put(storage, "f", data)
+    storage.publish("g", data)
+    assert storage.read("f", 1000) == storage.read("g", 1000) == data
+    assert read_range(storage, "f", 1, 10, 0, 2, 300) == [data[1:11], b"", data[11:13], data[13:313]]
+
+
+@pytest.mark.parametrize("call", ["fsync", "close"])
+def test_a_file_that_cannot_be_made_durable_is_an_error_and_removed(
+    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch, call: str
+):
+    put(storage, "before")
+
+    def write() -> None:
+        with storage.create("d/f") as writer:
+            writer.write(b"data")
+            fail(monkeypatch, call, errno.EIO)
+            try:
+                writer.finish()
+            finally:
+                monkeypatch.undo()
+
+    with pytest.raises(StorageError, match="cannot write: Input/output error"):
+        write()
+    assert storage.list() == [("before", 1)]
+
+
+@pytest.mark.parametrize("call", ["open", "write", "fsync", "replace"])
+@pytest.mark.parametrize("after", range(6))
+def test_publish_that_fails_anywhere_leaves_one_whole_document(
+    storage: LocalStorage, monkeypatch: pytest.MonkeyPatch, call: str, after: int
+):
+    storage.publish("catalog", b"old")
+    fail(monkeypatch, call, errno.EIO, after=after)
+    try:
+        storage.publish("catalog", b"new")
+        failed = False
+    except StorageError:
+        failed = True
+    monkeypatch.undo()
+    assert storage.read("catalog", 10) in ((b"old", b"new") if failed else (b"new",))
+    assert storage.list() == [("catalog", 3)]  # and no temporary file
+
+
+def test_a_folder_that_knows_no_fsync_is_accepted(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch):
+    real = os.fsync
+
+    def fsync(fd: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{fd}"):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    put(storage, "d/f")
+    storage.sync("d")
+    storage.publish("catalog", b"x")
+    assert [key for key, _ in storage.list()] == ["catalog", "d/f"]
+
+
+def test_create_survives_a_folder_removed_under_it(storage: LocalStorage, root: Path, monkeypatch: pytest.MonkeyPatch):
+    """Another rank that fails and cleans up removes the folder while it is empty."""
+    real, raced = os.open, []
+
+    def racing(path: str, flags: int, *args: object, **kwargs: object) -> int:
+        if path == "f" and not raced:
+            raced.append(path)
+            os.rmdir(root / "save")
+        return real(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", racing)
+    put(storage, "save/f", b"data")
+    assert raced
+    assert storage.read("save/f", 10) == b"data"
+
+
+# --- durable: what is synced, and when ---
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch, root: Path) -> list[str]:
+    """The syncs and renames that happen, with paths from the root's parent on."""
+    root.parent.mkdir()
+    steps: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def named(fd: int) -> str:
+        return os.path.relpath(os.readlink(f"/proc/self/fd/{fd}"), root.parent)
+
+    def log_fsync(fd: int) -> None:
+        steps.append(f"fsync {named(fd)}")
+        fsync(fd)
+
+    def log_replace(source: str, target: str, **kwargs: int) -> None:
+        steps.append(f"rename to {target}")
+        replace(source, target, **kwargs)
+
+    monkeypatch.setattr(os, "fsync", log_fsync)
+    monkeypatch.setattr(os, "replace", log_replace)
+    return steps
+
+
+def test_finish_syncs_the_file_and_sync_all_folders_up_to_the_root(storage: LocalStorage, root: Path, steps: list[str]):
+    put(storage, "a/b/f")
+    put(storage, "a/b/c/g")
+    assert steps == ["fsync .", f"fsync {root.name}/a/b/f", f"fsync {root.name}/a/b/c/g"]
+    steps.clear()
+    storage.sync("a/b")
+    assert sorted(steps) == sorted(f"fsync {root.name}{below}" for below in ("/a/b/c", "/a/b", "/a", ""))
+
+
+def test_publish_syncs_the_new_file_renames_it_and_syncs_the_folder(storage: LocalStorage, root: Path, steps: list[str]):
+    storage.publish("d/catalog", b"x")
+    made_root, new_file, rename, folder, above = steps
+    assert made_root == "fsync ."
+    assert new_file.startswith(f"fsync {root.name}/d/.catalog.")
+    assert (rename, folder, above) == ("rename to catalog", f"fsync {root.name}/d", f"fsync {root.name}")
+
+
+def test_a_deep_root_is_made_durably(tmp_path: Path, steps: list[str], root: Path):
+    put(LocalStorage(root.parent / "x" / "y" / "z"), "f")
+    assert steps == ["fsync .", "fsync x", "fsync x/y", "fsync x/y/z/f"]
+
+
+# --- open files ---
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_open_files_are_bounded_and_closed(storage: LocalStorage):
+    for i in range(200):
+        put(storage, f"d/{i}", bytes([i]))
+    gc.collect()
+    before = open_descriptors()
+    for i in range(200):
+        assert read_range(storage, f"d/{i}", 0, 1) == [bytes([i])]
+    assert open_descriptors() == before + 64
+    storage.close()
+    assert open_descriptors() == before
+
+
+def test_a_file_read_often_is_opened_once(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch):
+    put(storage, "f", b"data")
+    opened, real = [], os.open
+    monkeypatch.setattr(os, "open", lambda path, *args, **kwargs: opened.append(path) or real(path, *args, **kwargs))
+    for _ in range(10):
+        read_range(storage, "f", 0, 4)
+    assert len(opened) == 1
+
+
+def test_files_are_not_closed_under_a_reading_thread(storage: LocalStorage):
+    """Many more files than may stay open, and somebody who closes all of them all the time."""
+    for i in range(100):
+        put(storage, f"d/{i}", bytes([i]) * 100)
+
+    def check(i: int) -> bool:
+        if i % 7 == 0:
+            storage.close()
+        return read_range(storage, f"d/{i % 100}", i % 50, 50) == [bytes([i % 100]) * 50]
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(check, range(3000)))
+
+
+def test_nothing_stays_open_after_writing_publishing_and_failing(storage: LocalStorage):
+    put(storage, "a/b/f")
+    before = open_descriptors()
+    storage.publish("catalog", b"x")
+    storage.create("a/g").abort()
+    for key in ("a", "a/b/f", "a/b/f/g"):
+        with pytest.raises(StorageError):
+            storage.create(key)
+    storage.delete(["a/b/f", "catalog", "none"])
+    storage.sync()
+    assert open_descriptors() == before

@@ -1,0 +1,53 @@
+"""Memory storage: the contract, and what a process shares."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+
+import pytest
+
+from reshard_ckpt.storage import MemoryStorage, PublishConflict, memory
+from tests.storage.contract import StorageContract, put
+
+
+@pytest.fixture
+def name() -> str:
+    return uuid.uuid4().hex
+
+
+@pytest.fixture
+def storage(name: str) -> Iterator[MemoryStorage]:
+    storage = MemoryStorage(name)
+    yield storage
+    storage.delete([key for key, _ in storage.list()])
+
+
+class TestMemoryStorage(StorageContract):
+    pass
+
+
+def test_one_name_is_one_storage_in_the_whole_process(storage: MemoryStorage, name: str):
+    put(storage, "f", b"shared")
+    assert MemoryStorage(name).read("f", 10) == b"shared"
+    assert MemoryStorage(name + "2").list() == []
+
+
+def test_written_bytes_do_not_change_with_the_buffer(storage: MemoryStorage):
+    source = bytearray(b"before")
+    with storage.create("f") as writer:
+        writer.write(source)
+        source[:] = b"after!"
+    storage.publish("g", source)
+    source[:] = b"again!"
+    assert storage.read("f", 10) == b"before"
+    assert storage.read("g", 10) == b"after!"
+
+
+def test_an_emptied_storage_takes_no_memory(storage: MemoryStorage, name: str):
+    put(storage, "a/f")
+    storage.delete(["a/f"])
+    storage.create("f").abort()
+    with pytest.raises(PublishConflict):
+        storage.publish("f", b"x", expected=b"y")
+    assert name not in memory._STORES
