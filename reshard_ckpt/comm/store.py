@@ -29,7 +29,7 @@ from typing import Protocol
 
 from torch.distributed import DistError
 
-from ..errors import CheckpointError, PeerError
+from ..errors import PeerError
 from .wire import Frame, Refusal, decode_frames, encode_frame, name_ranks, refusal_of
 
 _GO = b"go"
@@ -101,10 +101,10 @@ class StoreComm:
             assert payloads is not None
             assert len(payloads) == self.size
             parts = {self._key("to", rank): payloads[rank] for rank in range(1, self.size)}
-            self._save(parts)
             try:
+                self._save(parts)
                 self._decide()
-            except CheckpointError:
+            except BaseException:
                 for key in parts:  # nobody will take them
                     self._drop(key)
                 raise
@@ -131,10 +131,10 @@ class StoreComm:
         if self._refusal is not None:
             return
         with suppress(DistError):  # without a store there is nobody to tell, and `error` says more
-            # Of a step that rank 0 has already decided, this rank takes no part any more.
             while self._refuse(refusal_of(error, self.rank)) is None:
-                self._drop(self._key("to", self.rank))
                 self._step += 1
+            for step in range(self._step):
+                self._drop(f"{step}/to/{self.rank}")  # what rank 0 sent, and this rank will not take any more
 
     def leave(self) -> None:
         """Count this rank out; the last one deletes all keys. Never raises for want of the store."""
@@ -266,14 +266,12 @@ class StoreComm:
     def _delete_all(self) -> None:
         """Delete every key of the session; called when no rank will touch one any more."""
         for step in range(self._step + 1):
-            self._step = step
-            if self._store.check([inbox := self._key("in")]):
-                for frame in decode_frames(self._store.get(inbox)):
-                    if frame.aside:
-                        self._drop(self._key("from", frame.rank))
-            self._drop(self._key("all"))
+            self._drop(f"{step}/all")
             for name in ("in", "arrived", "bell", "decision"):
-                self._store.delete_key(self._key(name))
+                self._store.delete_key(f"{step}/{name}")
+        if self._refusal is not None:
+            for rank in range(1, self.size):
+                self._drop(f"{self._step}/from/{rank}")  # what rank 0 did not come to take
         self._store.delete_key("left")
 
     @contextmanager
