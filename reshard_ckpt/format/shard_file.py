@@ -256,7 +256,7 @@ def _member(key: str, entry: Any, name: str) -> tuple[int, Member]:
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise CorruptError(f"{name}: {key!r:.200} has not exactly dtype, shape and data_offsets; use another checkpoint")
     dtype, shape, span = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if dtype in _FOREIGN_DTYPES:
+    if type(dtype) is str and dtype in _FOREIGN_DTYPES:
         raise UnsupportedError(
             f"{name}: {key!r:.200} is of dtype {dtype}, which is not read yet; convert it to one of {[*ITEM_BYTES]}"
         )

@@ -73,9 +73,14 @@ def _decode_pairs(body: Any, depth: int) -> list[tuple[Any, Any]]:
     return pairs
 
 
-def _decode_shape(shape: list[Any], item_bytes: int, data: bytes) -> tuple[int, ...]:
-    if len(shape) > _MAX_DIMS or any(type(length) is not int or length < 0 for length in shape):
+def _checked_lengths(shape: list[Any]) -> list[int]:
+    if len(shape) > _MAX_DIMS or any(type(length) is not int or not 0 <= length < 2**63 for length in shape):
         raise CorruptError(f"shape {shape!r:.80} is no shape")
+    return shape
+
+
+def _decode_shape(shape: list[Any], item_bytes: int, data: bytes) -> tuple[int, ...]:
+    _checked_lengths(shape)
     if prod(shape) * item_bytes != len(data):
         raise CorruptError(f"shape {shape!r:.80} does not describe {len(data)} bytes")
     return tuple(shape)
@@ -159,6 +164,6 @@ _DECODERS: dict[str, Callable[[Any, int], Any]] = {
     "numpy.dtype": lambda body, depth: _numpy_dtype(_one(body, str)),
     "torch.Tensor": _decode_tensor,
     "torch.dtype": _decode_torch_dtype,
-    "torch.Size": lambda body, depth: torch.Size(_one(body, list)),
+    "torch.Size": lambda body, depth: torch.Size(_checked_lengths(_one(body, list))),
     "torch.device": lambda body, depth: torch.device(_one(body, str)),
 }

@@ -223,7 +223,10 @@ def _encode_tensor(value: torch.Tensor, place: _Place) -> Any:
             f"a {value.layout} tensor of {value.dtype} on {value.device} cannot be saved in a value; make it dense, with data"
         )
     flat = value.detach().to("cpu").resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return {"torch.Tensor": [name, list(value.shape), flat.view(torch.uint8).numpy().tobytes()]}
+    data = (
+        flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    )  # empty ones may have strides that torch will not view
+    return {"torch.Tensor": [name, list(value.shape), data]}
 
 
 def _advice(value: Any) -> str:

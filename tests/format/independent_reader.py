@@ -1,7 +1,6 @@
 """A reader of checkpoints written from docs/format.md alone: it imports nothing of the package, nor torch, nor safetensors.
 
 It reads everything, as numpy arrays (dtypes that numpy lacks come as unsigned integers of their size), and checks no digests.
-Usage: ``tensors, values = read("step_100")``.
 """
 
 import json

@@ -1,0 +1,301 @@
+"""Values come back as they were, with their types; what would not is refused by name; hostile bytes are refused."""
+
+from __future__ import annotations
+
+import collections
+import enum
+import math
+import random
+import resource
+from contextlib import suppress
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
+
+from reshard_ckpt.errors import CorruptError, UnsupportedError
+from reshard_ckpt.format.value_decode import MAX_DEPTH, TENSOR_DTYPES, TORCH_DTYPES
+from reshard_ckpt.format.values import decode_path, decode_value, encode_path, encode_value
+
+HASHABLE = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(st.characters(codec="utf-8"))
+    | st.binary()
+    | st.complex_numbers(),
+    lambda inner: st.lists(inner, max_size=3).map(tuple) | st.frozensets(inner, max_size=3),
+    max_leaves=5,
+)
+NUMPY_DTYPES = (
+    npst.boolean_dtypes()
+    | npst.integer_dtypes(endianness="?")
+    | npst.unsigned_integer_dtypes(endianness="?")
+    | npst.floating_dtypes(endianness="?", sizes=(16, 32, 64))
+    | npst.complex_number_dtypes(endianness="?", sizes=(64, 128))
+    | npst.datetime64_dtypes()
+    | npst.timedelta64_dtypes()
+    | npst.byte_string_dtypes(max_len=5)
+    | npst.unicode_string_dtypes(max_len=5)
+)
+ARRAYS = npst.arrays(NUMPY_DTYPES, npst.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4))
+TENSORS = st.builds(
+    lambda array, dtype: torch.from_numpy(array.copy()).to(TORCH_DTYPES[dtype]),
+    npst.arrays(np.int8, npst.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4)),
+    st.sampled_from(sorted(TENSOR_DTYPES - {"complex32"})),  # torch warns that it is experimental
+)
+VALUES = st.recursive(
+    HASHABLE
+    | ARRAYS
+    | TENSORS
+    | ARRAYS.filter(lambda array: array.size).map(lambda array: array.reshape(-1)[0])
+    | st.sampled_from([torch.bfloat16, torch.Size([2, 3]), torch.device("cuda:1"), np.dtype("<f4"), np.str_("a\0")]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(HASHABLE, inner, max_size=3)
+        | st.dictionaries(HASHABLE, inner, max_size=3).map(collections.OrderedDict)
+        | st.sets(HASHABLE, max_size=3)
+        | st.lists(inner, max_size=3).map(lambda items: collections.deque(items, 5))
+    ),
+    max_leaves=8,
+)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal, with equal types everywhere, and with every NaN equal to itself."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a.items(), b.items(), strict=True))
+    if isinstance(a, (list, tuple, collections.deque)):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, (set, frozenset)):
+        return sorted(encode_value(x, "") for x in a) == sorted(encode_value(x, "") for x in b)
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and same_bytes(a, b)
+    if isinstance(a, (np.ndarray, np.generic)):
+        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    if isinstance(a, float):
+        return (math.isnan(a) and math.isnan(b)) or (a == b and math.copysign(1, a) == math.copysign(1, b))
+    if isinstance(a, complex):
+        return same(a.real, b.real) and same(a.imag, b.imag)
+    return bool(a == b)
+
+
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return not a.numel() or torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b)))
+
+
+@settings(max_examples=250, deadline=None)
+@given(value=VALUES)
+@example(value={1: "int", 2.5: "float", (1, 2): "tuple"})
+@example(value=[2**64 - 1, 2**64, -(2**63), -(2**63) - 1, 10**4000])
+@example(value=random.Random(0).getstate())
+@example(value=np.random.default_rng(0).bit_generator.state)
+@example(value=collections.Counter("hello"))
+@example(value=collections.defaultdict(list, {"a": [1]}))
+def test_values_come_back_as_they_were(value: Any):
+    encoded = encode_value(value, "extra")
+    decoded = decode_value(encoded)
+    assert same(decoded, value)
+    assert encode_value(decoded, "extra") == encoded
+
+
+def test_defaultdict_keeps_its_factory_and_deque_its_length():
+    assert decode_value(encode_value(collections.defaultdict(list), ""))["new"] == []
+    assert decode_value(encode_value(collections.deque([1], 3), "")).maxlen == 3
+
+
+@given(items=st.sets(HASHABLE, max_size=8), seed=st.integers())
+def test_sets_have_one_encoding_whatever_their_history(items: set, seed: int):
+    shuffled = list(items)
+    random.Random(seed).shuffle(shuffled)
+    assert encode_value(set(shuffled), "") == encode_value(items, "")
+
+
+def test_every_nan_is_one_value():
+    nans = [float("nan"), -float("nan"), np.array([0x7FF8000000000001], "u8").view("f8").tolist()[0]]
+    assert len({encode_value(nan, "") for nan in nans}) == 1
+
+
+def test_numbers_of_different_types_differ():
+    assert len({encode_value(one, "") for one in (1, 1.0, True, np.int64(1), np.float32(1), 1 + 0j)}) == 6
+
+
+def test_dict_order_counts():
+    assert list(decode_value(encode_value({"b": 1, "a": 2}, ""))) == ["b", "a"]
+
+
+def test_tensors_come_back_dense_on_the_cpu_with_memory_of_their_own():
+    base = torch.arange(12.0, requires_grad=True).reshape(3, 4)
+    decoded = decode_value(encode_value(base.t(), "x"))
+    assert torch.equal(decoded, base.t())
+    assert not decoded.requires_grad
+    decoded += 1
+    conjugate = torch.tensor([1 + 2j]).conj()
+    assert torch.equal(decode_value(encode_value(conjugate, "x")), conjugate.resolve_conj())
+
+
+def test_arrays_come_back_writable():
+    decoded = decode_value(encode_value(np.asfortranarray(np.arange(6).reshape(2, 3)), "x"))
+    decoded += 1
+    assert decoded.tolist() == [[1, 2, 3], [4, 5, 6]]
+
+
+class Color(enum.IntEnum):
+    RED = 1
+
+
+Point = collections.namedtuple("Point", "x y")
+
+
+class Opaque:
+    pass
+
+
+def loop() -> list[Any]:
+    out: list[Any] = []
+    out.append(out)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (Opaque(), r"extra\.x: a .*Opaque cannot be saved; convert it to plain values, or give it state_dict"),
+        ({"a": [0, {"b": Color.RED}]}, r"extra\.x\['a'\]\[1\]\['b'\]: a .*Color cannot be saved; .* plain int"),
+        (Point(1, 2), r"_asdict\(\) or tuple"),
+        (len, "code is not saved"),
+        (collections.defaultdict(Opaque), "builtin factory"),
+        (loop(), "contains itself"),
+        (np.array([Opaque()]), "numpy dtype object"),
+        (np.longdouble(1), "numpy dtype"),
+        (np.zeros(2, "f4,i4"), "numpy dtype"),
+        (np.ma.array([1]), r"np\.array"),
+        (torch.zeros(2).to_sparse(), "sparse"),
+        (torch.zeros(2, device="meta"), "meta"),
+        ("\ud800", "lone surrogates"),
+        (bytearray(b"a"), "plain bytes"),
+        (range(3), "plain values"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_would_not_come_back_is_refused_with_its_place(value: Any, message: str):
+    with pytest.raises(UnsupportedError, match=message):
+        encode_value(value, "extra.x")
+
+
+@pytest.mark.filterwarnings("ignore")  # torch warns that its quantization is on its way out
+def test_quantized_tensors_are_refused():
+    with pytest.raises(UnsupportedError, match="qint8"):
+        encode_value(torch.quantize_per_tensor(torch.zeros(2), 1.0, 0, torch.qint8), "x")
+
+
+@pytest.mark.parametrize("wrap", [lambda v: [v], lambda v: (v,), lambda v: {"k": v}, lambda v: collections.deque([v])])
+def test_what_nests_as_deep_as_allowed_reads_back(wrap):
+    value: Any = 1
+    for _ in range(MAX_DEPTH + 1):
+        value = wrap(value)
+    assert decode_value(encode_value(value, "x")) == value
+    with pytest.raises(UnsupportedError, match="nested deeper than 64 levels"):
+        encode_value(wrap(value), "x")
+
+
+@given(keys=st.lists(HASHABLE, max_size=4))
+def test_paths_keep_the_types_of_keys(keys: list[Any]):
+    assert same(decode_path(encode_path(keys)), tuple(keys))
+
+
+def test_decode_path_refuses_what_is_no_path():
+    for value in ({"a": 1}, [[1]]):
+        with pytest.raises(CorruptError):
+            decode_path(encode_value(value, ""))
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        {"pickle": b"cos\nsystem\n(S'true'\ntR."},
+        {"tuple": [1], "list": [2]},
+        {},
+        {"tuple": 1},
+        {"dict": [["a", 1], ["a", 2]]},
+        {"dict": ["ab"]},
+        {"dict": [[[], 1]]},
+        {"set": [[1]]},
+        {"int": 5},
+        {"complex": [1, 2]},
+        {"defaultdict": ["eval", []]},
+        {"defaultdict": [[], []]},
+        {"deque": [-1, []]},
+        {"deque": ["3", []]},
+        {"torch.Size": ["a"]},
+        {"torch.Size": [2**63]},
+        {"torch.device": "nowhere"},
+        {"torch.dtype": "__builtins__"},
+        {"torch.Tensor": ["float32", [2**62, 4], b""]},
+        {"torch.Tensor": ["float32", [0, 2**63], b""]},
+        {"torch.Tensor": ["float32", [True], b"abcd"]},
+        {"torch.Tensor": ["qint8", [1], b"a"]},
+        {"torch.Tensor": ["bool", [1], b"\2"]},
+        {"numpy.ndarray": ["|O", [1], b"12345678"]},
+        {"numpy.ndarray": ["<f4", [-1], b""]},
+        {"numpy.ndarray": ["<f4", [1] * 65, b"abcd"]},
+        {"numpy.ndarray": ["<f4", [0, 2**62, 2**62], b""]},
+        {"numpy.ndarray": ["|b1", [1], b"\2"]},
+        {"numpy.ndarray": ["<U1", [1], b"\xff\xff\xff\xff"]},
+        {"numpy.ndarray": ["<M8[x]", [1], b"12345678"]},
+        {"numpy.ndarray": ["<S0", [10**9], b""]},
+        {"numpy.scalar": ["<f4", b"abc"]},
+        {"numpy.dtype": "O"},
+        msgpack.ExtType(1, b"x"),
+        msgpack.Timestamp(1),
+    ],
+    ids=repr,
+)
+def test_decode_refuses(node: Any):
+    with pytest.raises(CorruptError):
+        decode_value(msgpack.packb(node))
+
+
+@pytest.mark.parametrize("data", [b"", b"\xc1", b"\x01\x01", b"\xa1\xff", b"\x91" * 600 + b"\0", b"\x91" * 100_000])
+def test_decode_refuses_bytes_that_are_no_msgpack_or_nest_too_deep(data: bytes):
+    with pytest.raises(CorruptError, match=r"extra\.x"):
+        decode_value(data, name="extra.x")
+
+
+def test_decode_does_not_reserve_what_a_header_claims():
+    claim = b"\xdd\xff\xff\xff\xff"  # an array of 2³² - 1
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for data in (claim, claim * 1000, b"\xdd" + (10**6).to_bytes(4, "big") + claim, b"\xc6\xff\xff\xff\xff"):
+        with pytest.raises(CorruptError):
+            decode_value(data)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    value=VALUES,
+    changes=st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=4),
+    cut=st.integers(0, 9),
+)
+def test_damaged_values_raise_nothing_but_corrupt_error(value: Any, changes: list[tuple[int, int]], cut: int):
+    data = bytearray(encode_value(value, "x"))
+    for at, byte in changes:
+        data[at % len(data)] = byte
+    with suppress(CorruptError):
+        decode_value(bytes(data[: max(len(data) - cut, 0)] if cut > 4 else data))
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.binary(max_size=60))
+def test_random_bytes_raise_nothing_but_corrupt_error(data: bytes):
+    with suppress(CorruptError):
+        decode_value(data)
