@@ -14,7 +14,7 @@ from ..core.state import ValueKind, ValueSpec
 from ..errors import LayoutError, NameCollisionError
 from ..format.values import encode_path, encode_value
 from .entries import Entry
-from .scan import Path, name_of
+from .scan import Path, name_of, path_keys
 from .tensors import Leaf
 
 
@@ -53,7 +53,7 @@ class Collector:
         known = self._claim_name(name, source)
         if known is None:
             self._by_name[name] = data
-            self.values.append(ValueSpec(name, encode_path(path), kind, data))
+            self.values.append(ValueSpec(name, encode_path(path_keys(path)), kind, data))
         elif known != data:
             raise LayoutError(f"{name}: two stages on this rank have different values of this name; give them distinct names")
 

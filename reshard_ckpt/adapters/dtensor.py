@@ -63,6 +63,8 @@ def dtensor_layout(tensor: DTensor, local_shape: Ints, name: str) -> Layout:
             cuts[dim].append(Cut(sizes[axis], coordinate[axis], int(getattr(p, "split_factor", 1))))
     ranges = [local_ranges(size, c) for size, c in zip(shape, cuts, strict=True)]
     expected = tuple(sum(length for _, length in r) for r in ranges)
+    if 0 in expected and 0 in local_shape:  # FSDP2 gives an empty shard other sizes in the other dims
+        return Layout(shape, local_shape, (), Claim.DECLARED, placement)
     if expected != local_shape:
         raise LayoutError(
             f"{name}: placements {tuple(tensor.placements)} on a mesh of {sizes} give coordinate {tuple(coordinate)} a local "
@@ -152,7 +154,7 @@ def _boxes(ranges: Sequence[Sequence[Range]]) -> tuple[LocalBox, ...]:
 def _axis_placement(axis: str, placement: Placement, ndim: int, name: str) -> AxisPlacement:
     if placement.is_partial():
         raise UnsupportedError(
-            f"{name}: {placement} on axis {axis!r} is a reduction not yet done; redistribute the DTensor to Replicate() or "
+            f"{name}: {placement!r} on axis {axis!r} is a reduction not yet done; redistribute the DTensor to Replicate() or "
             "Shard() first"
         )
     if placement.is_replicate():

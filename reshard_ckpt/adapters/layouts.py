@@ -11,7 +11,7 @@ with a tensor it gives the pieces of `core.state`:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -65,11 +65,6 @@ def whole(shape: Ints, claim: Claim, placement: tuple[AxisPlacement, ...] = ()) 
     """The layout of a tensor that is whole on this rank."""
     zeros = (0,) * len(shape)
     return Layout(shape, shape, (LocalBox(zeros, zeros, shape),), claim, placement)
-
-
-def with_claim(layout: Layout, claim: Claim) -> Layout:
-    """The same geometry under another claim."""
-    return replace(layout, claim=claim)
 
 
 def _box(box: LocalBox, strides: Ints) -> Piece:

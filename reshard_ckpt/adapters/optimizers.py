@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -165,6 +165,8 @@ def state_layout(shape: Ints, owner: Owner, name: str) -> Layout:
     layout = owner.layout
     if shape == layout.local_shape:
         return layout
+    if 0 in shape and 0 in layout.local_shape:
+        return replace(layout, local_shape=shape)
     if shape == () or layout.is_whole:
         return whole(shape, layout.claim)
     raise UnsupportedError(

@@ -26,6 +26,10 @@ from .tensors import TensorLike, is_tensor_like
 Path = tuple[Any, ...]
 
 
+class Index(int):
+    """A step of a path into a list or tuple, as opposed to a dict's key that is an int."""
+
+
 @dataclass(frozen=True, slots=True)
 class TensorItem:
     path: Path
@@ -92,6 +96,20 @@ def name_of(path: Path) -> str:
     return ".".join(str(key) for key in path)
 
 
+def path_keys(path: Path) -> list[Any]:
+    """A path as it is saved: a step into a list is a tuple of the one index.
+
+    >>> path_keys(("extra", 7, Index(0)))
+    ['extra', 7, (0,)]
+    """
+    return [(int(key),) if isinstance(key, Index) else key for key in path]
+
+
+def saved_path(keys: tuple[Any, ...]) -> Path:
+    """The inverse of `path_keys`."""
+    return tuple(Index(key[0]) if isinstance(key, tuple) and len(key) == 1 and type(key[0]) is int else key for key in keys)
+
+
 def scan(state: Mapping[Any, Any]) -> tuple[Tree, ...]:
     """The trees of the state: itself first, then one for each object with a state of its own.
 
@@ -143,7 +161,7 @@ def _items(value: Any, path: Path, above: tuple[int, ...], *, whole: bool = Fals
                 yield from _items(child, (*path, key), (*above, id(value)))
     elif isinstance(value, list | tuple) and _has_more_than_values(value, path, above):
         for index, child in enumerate(value):
-            yield from _items(child, (*path, index), (*above, id(value)))
+            yield from _items(child, (*path, Index(index)), (*above, id(value)))
     else:
         yield ValueItem(path, value)
 

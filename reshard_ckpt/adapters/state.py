@@ -27,7 +27,19 @@ from .opened import Opened, open_state
 from .optimizer_target import OptimizersTarget
 from .optimizers import saved_groups, saved_state, state_leaf, state_value
 from .router import Below, Part, Router
-from .scan import GroupsItem, Item, ModulesItem, OptimizersItem, Path, PerRankItem, TensorItem, ValueItem, is_stateful, name_of
+from .scan import (
+    GroupsItem,
+    Item,
+    ModulesItem,
+    OptimizersItem,
+    Path,
+    PerRankItem,
+    TensorItem,
+    ValueItem,
+    is_stateful,
+    name_of,
+    saved_path,
+)
 from .tensors import Leaf, TensorLike, check_writable, is_tensor_like, leaf_of
 from .tree_target import Job, SavedValue, TreeTarget
 
@@ -132,7 +144,7 @@ def prepare_load(state: Mapping[Any, Any], catalog: Catalog, *, rank: int, size:
         The state cannot be loaded into; the class and the message say why.
     """
     opened = open_state(state)
-    saved = {v.name: SavedValue(decode_path(v.path), v.kind) for v in catalog.values_table}
+    saved = {v.name: SavedValue(saved_path(decode_path(v.path)), v.kind) for v in catalog.values_table}
     below = Below((*catalog.names, *saved))
     out = Collector()
     parts: list[Part] = []

@@ -67,13 +67,13 @@ def plain_memory(tensor: torch.Tensor, name: str) -> torch.Tensor:
         raise UnsupportedError(
             f"{name}: {type(tensor).__name__} keeps its data in other tensors; save those, or a plain tensor made from it"
         )
-    if tensor.is_meta or tensor.untyped_storage().device.type == "meta":
-        raise UnsupportedError(
-            f"{name}: is on the meta device and has no data; materialize it first, as with module.to_empty(device=...)"
-        )
     if tensor.layout != torch.strided:
         raise UnsupportedError(
             f"{name}: layout {tensor.layout} cannot be stored; save its indices and values as tensors, or to_dense()"
+        )
+    if tensor.is_meta or tensor.untyped_storage().device.type == "meta":
+        raise UnsupportedError(
+            f"{name}: is on the meta device and has no data; materialize it first, as with module.to_empty(device=...)"
         )
     if tensor.is_quantized:
         raise UnsupportedError(f"{name}: quantized tensors cannot be stored; save int_repr(), the scale and the zero point")

@@ -14,7 +14,8 @@ from typing import Any
 from ..core.param_groups import NOT_SAVED, SWITCHES, Groups
 from ..core.state import ValueKind
 from ..errors import MismatchError, UsageError
-from .scan import GroupsItem, Path, PerRankItem, TensorItem, Tree, ValueItem, is_stateful, name_of
+from .modules import is_nothing
+from .scan import GroupsItem, Index, Path, PerRankItem, TensorItem, Tree, ValueItem, is_stateful, name_of
 from .shards import PerRank, PerRankValues
 
 _MISSING = object()
@@ -55,6 +56,7 @@ class TreeTarget:
         self.name = name_of(tree.path)
         self._tree = tree
         self._saved = saved
+        self._has_below = has_below
         self._job = job
         self._root = tree.root
         self._updates: list[tuple[Path, Any]] = []
@@ -64,8 +66,8 @@ class TreeTarget:
         self.values = tuple(
             name
             for name, item in self._slots.items()
-            # An empty container holds nothing that could be missing, if the checkpoint has something below its name.
-            if not (isinstance(item, ValueItem) and _is_empty(item.value) and name not in saved and has_below(name))
+            # Nothing under this name on this rank, where the checkpoint has something below it: others have that.
+            if not (isinstance(item, ValueItem) and is_nothing(item.value) and name not in saved and has_below(name))
         )
         for name, item in self._slots.items():
             self._check_mutable(name, item.path)
@@ -90,6 +92,8 @@ class TreeTarget:
             problem = self._take_per_rank(item.holder, name, value)
         elif isinstance(item, ValueItem):
             problem = self._take(item.path, name, value)
+        elif is_nothing(value) and self._has_below(name):
+            return []  # some rank had nothing of what others saved below this name
         else:
             problem = self._add(name, value)
         return [] if problem is None else [problem]
@@ -122,8 +126,8 @@ class TreeTarget:
             return saved.values[job.rank]
         if holder is None or holder.combine is None:
             return _Problem(
-                f"{name}: saved by {num_saved} ranks, wanted on {job.size}; pass PerRank(value, combine=...) to say what becomes of "
-                f"the saved values"
+                f"{name}: saved by {num_saved} ranks, wanted on {job.size}; pass PerRank(value, combine=...) to say what becomes "
+                f"of the saved values"
             )
         return holder.combined(saved.values, job.rank, job.size)
 
@@ -145,6 +149,8 @@ class TreeTarget:
         saved = self._saved[name]
         if name in self._tensors:
             return f"{name}: saved as a value, wanted as a tensor; pass a plain value under this key"
+        if self._is_elsewhere(saved.path):
+            return None
         if saved.kind == ValueKind.PARAM_GROUPS or not self._fits(saved.path):
             return f"{name}: saved as a value, for which the state has no place; load with strict=False to leave it out"
         if saved.kind == ValueKind.PER_RANK:
@@ -155,6 +161,16 @@ class TreeTarget:
         self._updates.append((self._relative(saved.path), value))
         return None
 
+    def _is_elsewhere(self, path: Path) -> bool:
+        """Whether a path leads through None or an empty list, with which a rank says that it has no such stage or optimizer."""
+        node = self._root
+        for key in self._relative(path):
+            if isinstance(node, Mapping):
+                node = node.get(key, _MISSING)
+            else:
+                return node is None or (isinstance(node, list | tuple) and not node)
+        return False
+
     def _fits(self, path: Path) -> bool:
         """Whether a path leads through dicts that are there, or that can be made; a list cannot."""
         if name_of(path[: len(self._tree.path)]) != self.name:
@@ -163,7 +179,7 @@ class TreeTarget:
         relative = self._relative(path)
         for key in relative:
             if node is _MISSING:
-                if isinstance(key, int):
+                if isinstance(key, Index):
                     return False
             elif not isinstance(node, MutableMapping) or is_stateful(node):
                 return False

@@ -75,8 +75,8 @@ def test_fsdp_over_tp_on_13_rows_gives_rank_4_row_6():
 
 
 def test_where_both_readings_of_a_strided_placement_differ_some_rank_sees_another_size():
-    # The size check in dtensor_layout is what tells shard order from a DTensor that was cut left to right under the same placements,
-    # so it must never be blind on all ranks at once.
+    # The size check in dtensor_layout is what tells a shard order from a DTensor that was cut left to right under the same
+    # placements, so it must never be blind on all ranks at once.
     for size, dp, tp in product(range(40), range(2, 6), range(2, 6)):
         ours, other = {}, {}
         for i, j in product(range(dp), range(tp)):

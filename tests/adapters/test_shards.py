@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from math import prod
 
 import pytest
@@ -66,7 +67,7 @@ def flat_cases(draw: st.DrawFn):
     dim = draw(st.integers(0, len(shape) - 1))
     marks = sorted(draw(st.sets(st.integers(1, shape[dim]), max_size=3)) | {0, shape[dim]})
     boxes = []
-    for low, high in zip(marks, marks[1:], strict=False):
+    for low, high in pairwise(marks):
         offsets, lengths = [0] * len(shape), list(shape)
         offsets[dim], lengths[dim] = low, high - low
         boxes.append((tuple(offsets), tuple(lengths)))
@@ -82,7 +83,7 @@ def test_flat_ranges_of_boxes_put_the_tensor_together_and_take_it_apart(case, st
     parts = [full[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))].reshape(-1) for box in boxes]
     flat = torch.cat(parts)
     shards = []
-    for start, stop in zip(cuts, cuts[1:], strict=False):
+    for start, stop in pairwise(cuts):
         local = torch.full(((stop - start) * stride,), -7.0)[::stride]
         local.copy_(flat[start:stop])
         shards.append(FlatShard(local, shape, start, pieces=boxes))

@@ -59,7 +59,9 @@ def test_select_reports_every_hyperparameter_that_differs_and_gives_none():
     selection = select([group(1, "a", decay=0), group(2, "b", decay=0.1)], ["a", "b"], name="optimizer.param_groups[1]")
     assert selection.hyperparameters == {}
     assert len(selection.problems) == 2
-    assert selection.problems[0].startswith("optimizer.param_groups[1]: draws from saved groups 0 (a) and 1 (b), whose lr differs: 1")
+    assert selection.problems[0].startswith(
+        "optimizer.param_groups[1]: draws from saved groups 0 (a) and 1 (b), whose lr differs: 1"
+    )
 
 
 def test_select_does_not_mind_how_the_optimizer_computes():
