@@ -144,8 +144,9 @@ def load(
         bytes_read = fetch(storage, saved, resolved, options)
         # Every rank has proved its bytes before any object is given its values.
         comm.broadcast(b"" if comm.gather(b"") is not None else None)
-        loaded = {spec.name for spec in resolved.specs} | {tie.spec.name for tie in resolved.ties}
-        target.finish(values, [e.spec.name for e in target.entries if e.spec.name not in loaded])
+        # What is tied is loaded under one of its names, and there for all.
+        loaded = {spec.alias_of or spec.name for spec in resolved.specs}
+        target.finish(values, [e.spec.name for e in target.entries if (e.spec.alias_of or e.spec.name) not in loaded])
     return report.loaded(len(resolved.dests), resolved.plan.num_bytes, bytes_read)
 
 
