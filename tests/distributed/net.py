@@ -1,14 +1,15 @@
 """A small transformer-like model whose every value is known, built on any parallel layout by torch alone.
 
-The values of a parameter, and of its optimizer state, are functions of its name and the global position (`reference`). A layout is
-applied by torch to a model that holds the whole reference, so what torch leaves on a rank is the oracle for that rank: of the
-package's own geometry nothing is used.
+The values of a parameter, and of its optimizer state, are functions of its name and the global position (`reference`). A layout
+is applied by torch to a model that holds the whole reference, so what torch leaves on a rank is the oracle for that rank: of
+the package's own geometry nothing is used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import prod
 from typing import Any
 from zlib import crc32
@@ -132,7 +133,7 @@ class Place:
         """The modules of this rank, with its part of the reference."""
         pp, num = self.layout.pp, self.layout.pp * self.layout.stages_per_rank
         cuts = [len(UNITS) * i // num for i in range(num + 1)]
-        stages = [UNITS[low:high] for low, high in zip(cuts, cuts[1:], strict=False)]
+        stages = [UNITS[low:high] for low, high in pairwise(cuts)]
         return [self._module(stages[i], key) for i in range(self.index("pp"), num, pp) if stages[i]]
 
     def _module(self, units: Sequence[str | int], key: str) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Optimizers as users have them: groups, tied, frozen and stateless parameters, other optimizers than Adam, on other ranks than before."""
+"""Optimizers as users have them: groups, tied, frozen and stateless parameters, SGD, factored state, from any layout to any."""
 
 from __future__ import annotations
 
