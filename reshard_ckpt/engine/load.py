@@ -24,7 +24,7 @@ from ..core.offer import PieceColumns, piece_columns, width_of
 from ..core.report import LoadReport, summarize
 from ..core.state import TensorSpec, flat_run
 from ..core.tiling import describe_region
-from ..errors import CheckpointNotFound, CorruptError, MismatchError
+from ..errors import CheckpointNotFound, CorruptError, MismatchError, UsageError
 from ..format.catalog import decode_catalog
 from ..format.checksums import digest128
 from ..format.torch_dtypes import TORCH_DTYPES
@@ -44,6 +44,13 @@ class LoadOptions:
     verify_first: bool = False
     cast: Sequence[str] | bool = False
     allow_resize: Sequence[str] | bool = False
+
+    def __post_init__(self) -> None:
+        for option, patterns in (("cast", self.cast), ("allow_resize", self.allow_resize)):
+            if isinstance(patterns, str):  # taken letter by letter, "model.*" would be the pattern "*" among others
+                raise UsageError(
+                    f"{option}={patterns!r}: pass a list of patterns, as in {option}=[{patterns!r}], or True for all"
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +101,14 @@ def _what_is_there(storage: Storage) -> str:
 
 def open_catalog(storage: Storage) -> Catalog:
     """Read and check the catalog, in one process."""
-    return decode_catalog(read_catalog_bytes(storage))
+    return _decoded(storage, read_catalog_bytes(storage))
+
+
+def _decoded(storage: Storage, data: bytes) -> Catalog:
+    try:
+        return decode_catalog(data)
+    except CorruptError as error:
+        raise CorruptError(f"{storage.url}: {error}") from error
 
 
 def fetch_catalog(comm: Comm, storage: Storage) -> Catalog:
@@ -107,7 +121,7 @@ def fetch_catalog(comm: Comm, storage: Storage) -> Catalog:
     """
     if comm.rank == 0:
         data = read_catalog_bytes(storage)
-        catalog = decode_catalog(data)
+        catalog = _decoded(storage, data)
         comm.broadcast(digest128(data))
         return catalog
     wanted = comm.broadcast(None)
@@ -117,7 +131,7 @@ def fetch_catalog(comm: Comm, storage: Storage) -> Catalog:
             f"{storage.url}: rank {comm.rank} reads another catalog than rank 0; load from a path that all ranks share, "
             "and not while a save replaces it"
         )
-    return decode_catalog(data)
+    return _decoded(storage, data)
 
 
 def resolve(
@@ -182,7 +196,7 @@ def _without_shared(specs: Sequence[TensorSpec], found: Match, catalog: Catalog)
 
 
 def vote(
-    comm: Comm, catalog: Catalog, resolved: Resolved, prefixes: Iterable[str], *, values: Sequence[str] = (), strict: bool
+    comm: Comm, catalog: Catalog, resolved: Resolved, prefixes: Sequence[str], *, values: Sequence[str] = (), strict: bool
 ) -> LoadReport:
     """Bring the problems of all ranks together; `values` are those that this rank has with values.
 
@@ -193,7 +207,7 @@ def vote(
     """
     mine = msgpack.packb({"problems": {**resolved.problems, "values": tuple(values)}, "named": sorted(resolved.named)})
     gathered = comm.gather(mine)
-    verdict = None if gathered is None else msgpack.packb(_merge_votes(catalog, gathered, tuple(prefixes)))
+    verdict = None if gathered is None else msgpack.packb(_merge_votes(catalog, gathered, prefixes))
     said = msgpack.unpackb(comm.broadcast(verdict), use_list=False)
     report = LoadReport(**said)
     if strict and report.problems:
@@ -202,11 +216,24 @@ def vote(
             advice += ", with cast=[patterns] to convert dtypes"
         if report.shape:
             advice += ", with allow_resize=[patterns] to load what overlaps"
-        raise MismatchError(summarize(report.problems, advice), report.problems)
+        raise MismatchError(summarize(report.problems, advice + _other_keys(catalog, prefixes)), report.problems)
     return report
 
 
-def _merge_votes(catalog: Catalog, gathered: Sequence[bytes], prefixes: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+def _other_keys(catalog: Catalog, prefixes: Sequence[str]) -> str:
+    """Advice where the state has a top-level key that the checkpoint has not: often it was saved under another one."""
+    saved = sorted({name.split(".", 1)[0] for name in (*catalog.names, *catalog.value_names)})
+    absent = [prefix for prefix in prefixes if prefix.split(".", 1)[0] not in saved]
+    if not absent:
+        return ""
+    return f" (the checkpoint has nothing under {_few(absent)}; its top-level keys are {_few(saved)}, which rename= can map)"
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _merge_votes(catalog: Catalog, gathered: Sequence[bytes], prefixes: Sequence[str]) -> dict[str, tuple[str, ...]]:
     votes = [msgpack.unpackb(data, use_list=False) for data in gathered]
     kinds = ("missing", "shape", "dtype", "uncovered", "values")
     merged = {kind: tuple(dict.fromkeys(line for v in votes for line in v["problems"][kind])) for kind in kinds}
