@@ -40,11 +40,11 @@ def reference(name: str, shape: Sequence[int], key: str = "") -> Tensor:
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, hidden: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(DIM)
-        self.up = nn.Linear(DIM, HIDDEN)
-        self.down = nn.Linear(HIDDEN, DIM)
+        self.up = nn.Linear(DIM, hidden)
+        self.down = nn.Linear(hidden, DIM)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.relu(self.up(self.norm(x))))
@@ -53,11 +53,11 @@ class Block(nn.Module):
 class Net(nn.Module):
     """The parts of the model that `units` name: ``"embedding"``, layer numbers, ``"head"``; the names are those of the whole."""
 
-    def __init__(self, units: Sequence[str | int], key: str = "") -> None:
+    def __init__(self, units: Sequence[str | int], key: str = "", hidden: int = HIDDEN) -> None:
         super().__init__()
         if "embedding" in units:
             self.embedding = nn.Embedding(VOCAB, DIM)
-        self.layers = nn.ModuleDict({str(u): Block() for u in units if isinstance(u, int)})
+        self.layers = nn.ModuleDict({str(u): Block(hidden) for u in units if isinstance(u, int)})
         if "head" in units:
             self.head = nn.Linear(DIM, VOCAB, bias=False)
         self.register_buffer("table", torch.zeros(3, 5))
@@ -84,22 +84,27 @@ UNITS: tuple[str | int, ...] = ("embedding", *range(LAYERS), "head")
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the axes, and how the dp axis is used: ``fsdp``, ``ddp``, or ``copies`` that nothing wraps; `flat` is ZeRO-1."""
+    """Sizes of the axes, and how the dp axis is used: ``fsdp``, ``ddp``, or ``copies`` that nothing wraps; `flat` is ZeRO-1.
+
+    With `rep` the FSDP mesh is 2-D (HSDP).
+    """
 
     kind: str
     pp: int = 1
+    rep: int = 1
     dp: int = 1
     tp: int = 1
     data: str = "fsdp"
     flat: bool = False
     stages_per_rank: int = 1
+    hidden: int = HIDDEN
 
     @property
     def size(self) -> int:
-        return self.pp * self.dp * self.tp
+        return self.pp * self.rep * self.dp * self.tp
 
     def __str__(self) -> str:
-        return f"{self.kind}(pp {self.pp}, dp {self.dp} {self.data}, tp {self.tp})"
+        return f"{self.kind}(pp {self.pp}, rep {self.rep}, dp {self.dp} {self.data}, tp {self.tp})"
 
 
 @dataclass
@@ -111,12 +116,13 @@ class Place:
     group: Any = field(init=False)
 
     def __post_init__(self) -> None:
-        axes = {a: n for a, n in (("pp", self.layout.pp), ("dp", self.layout.dp), ("tp", self.layout.tp)) if n > 1}
+        layout = self.layout
+        axes = {a: n for a, n in (("pp", layout.pp), ("rep", layout.rep), ("dp", layout.dp), ("tp", layout.tp)) if n > 1}
         self.mesh = None
         if axes:
-            ranks = torch.arange(self.layout.size).view(*axes.values())
+            ranks = torch.arange(layout.size).view(*axes.values())
             self.mesh = DeviceMesh("cpu", ranks, mesh_dim_names=tuple(axes))
-        self.group = dist.new_group(list(range(self.layout.size)))
+        self.group = dist.new_group(list(range(layout.size)))
 
     @property
     def mine(self) -> bool:
@@ -137,7 +143,7 @@ class Place:
         return [self._module(stages[i], key) for i in range(self.index("pp"), num, pp) if stages[i]]
 
     def _module(self, units: Sequence[str | int], key: str) -> nn.Module:
-        net = Net(units, key)
+        net = Net(units, key, self.layout.hidden)
         if self.layout.tp > 1:
             plan: dict[str, Any] = {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()}
             plan |= {"embedding": RowwiseParallel(input_layouts=Replicate()), "head": ColwiseParallel()}
@@ -146,9 +152,10 @@ class Place:
             net.tie()
         if self.layout.dp > 1 and self.layout.data == "fsdp":
             assert self.mesh is not None
+            mesh = self.mesh["rep", "dp"] if self.layout.rep > 1 else self.mesh["dp"]
             for layer in net.layers.values():
-                fully_shard(layer, mesh=self.mesh["dp"])
-            fully_shard(net, mesh=self.mesh["dp"])
+                fully_shard(layer, mesh=mesh)
+            fully_shard(net, mesh=mesh)
         if self.layout.dp > 1 and self.layout.data == "ddp":
             return DistributedDataParallel(net, process_group=self.axis_group("dp"))
         return net

@@ -1,0 +1,244 @@
+"""Real parallel modules through real files: odd sizes under FSDP2 over TP, training that goes on, pipeline stages, experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from reshard_ckpt import LocalShard, checkpoint
+from reshard_ckpt.errors import CheckpointError
+from tests.distributed.cases import Case, wrong_whole
+from tests.distributed.net import UNITS, Layout, Net, local, reference
+from tests.launch import run_ranks
+
+ODD = (
+    Layout("fsdp×tp", dp=3, tp=2),
+    Layout("fsdp×tp", dp=2, tp=3),
+    Layout("hsdp", rep=2, dp=3),
+    Layout("hsdp×tp", rep=2, dp=2, tp=2),
+    Layout("fsdp", dp=7),
+    Layout("plain"),
+    Layout("fsdp×tp", dp=3, tp=2, hidden=7),
+    Layout("hsdp×tp", rep=2, dp=2, tp=2, hidden=7),
+    Layout("plain", hidden=7),
+)
+
+
+def odd_job(folder: str) -> list[str]:
+    cases = [Case(layout) for layout in ODD]
+    wrong: list[str] = []
+    for i, case in enumerate(cases):
+        if case.place.mine:
+            case.save(Path(folder, str(i)))
+    dist.barrier()
+    for i, case in enumerate(cases):
+        if i % dist.get_world_size() == dist.get_rank():
+            wrong += wrong_whole(Path(folder, str(i)), case.layout)
+    for saved, loaded in product(range(len(ODD)), repeat=2):
+        if ODD[saved].hidden == ODD[loaded].hidden and cases[loaded].place.mine:
+            wrong += [f"{ODD[saved]} to {ODD[loaded]}: {problem}" for problem in cases[loaded].load(Path(folder, str(saved)))]
+    return wrong
+
+
+def test_7_and_13_rows_on_fsdp_over_tp_and_hsdp(tmp_path: Path):
+    wrong = [line for rank in run_ranks(odd_job, 8, str(tmp_path)) for line in rank]
+    assert not wrong, "\n".join([f"{len(wrong)} wrong", *wrong[:40]])
+
+
+Made = tuple[nn.Module, torch.optim.Optimizer]
+
+
+def train(made: Made, steps: range) -> None:
+    net, optimizer = made
+    for step in steps:
+        net(torch.arange(4) + step).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def whole(t: torch.Tensor) -> torch.Tensor:
+    return t.detach().full_tensor() if isinstance(t, DTensor) else t.detach()
+
+
+def close(one: Made, other: Made, *, exact: bool) -> bool:
+    """Whether two runs are at the same place; what the same layout computed must be equal bit for bit."""
+    pairs = list(zip(one[0].parameters(), other[0].parameters(), strict=True))
+    assert len(one[1].state) == len(other[1].state) > 0
+    for mine, theirs in list(pairs):
+        states = [optimizer.state.get(p, {}) for (_, optimizer), p in ((one, mine), (other, theirs))]
+        assert states[0].keys() == states[1].keys()
+        pairs += [(states[0][key], states[1][key]) for key in states[0]]
+    wholes = [(whole(x), whole(y)) for x, y in pairs]
+    return all(torch.equal(x, y) if exact else torch.allclose(x, y, rtol=1e-4, atol=1e-5) for x, y in wholes)
+
+
+def resume_job(folder: str) -> list[str]:
+    """Save in mid-training, right after an eval forward; go on in the same layout and in others."""
+    world = dist.get_world_size()
+    flat, grid = init_device_mesh("cpu", (world,)), init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("rep", "dp"))
+
+    def sharded(mesh: DeviceMesh, key: str) -> nn.Module:
+        net = Net(UNITS, key)
+        for layer in net.layers.values():
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(net, mesh=mesh)
+
+    def made(make: Callable[[], nn.Module]) -> Made:
+        net = make()
+        with torch.no_grad():
+            for p in net.parameters():
+                local(p).mul_(0.03)
+        return net, torch.optim.AdamW((p for p in net.parameters() if p.requires_grad), lr=0.01)
+
+    kinds: dict[str, Callable[[str], nn.Module]] = {
+        "fsdp": lambda key: sharded(flat, key),
+        "hsdp": lambda key: sharded(grid, key),
+        "ddp": lambda key: DistributedDataParallel(Net(UNITS, key)),
+        "plain": lambda key: Net(UNITS, key),
+    }
+    wrong: list[str] = []
+    runs = {kind: made(lambda make=make: make("")) for kind, make in kinds.items()}
+    for kind, run in runs.items():
+        train(run, range(3))
+        run[0].eval()
+        with torch.no_grad():
+            run[0](torch.arange(5))  # leaves FSDP2's root unsharded
+        checkpoint.save(Path(folder, kind), {"optimizer": run[1], "model": run[0]})
+        run[0].train()
+        train(run, range(3, 5))
+    for saved, loaded in product(kinds, kinds):
+        target = made(lambda make=kinds[loaded]: make("other"))
+        if saved == "ddp":
+            train(target, range(1))  # one that has stepped
+        checkpoint.load(Path(folder, saved), {"optimizer": target[1], "model": target[0]})
+        train(target, range(3, 5))
+        wrong += [] if close(target, runs[saved], exact=saved == loaded) else [f"{saved} to {loaded}"]
+    return wrong
+
+
+def test_training_goes_on_where_it_was(tmp_path: Path):
+    assert run_ranks(resume_job, 4, str(tmp_path)) == [[]] * 4
+
+
+def outcome(call: Callable[[], Any]) -> tuple[str, str]:
+    """The error that a call ends with, if any: its class and message."""
+    try:
+        call()
+    except CheckpointError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def stage_job(folder: str) -> list[Any]:
+    """Two stages a rank, trained by torch's own schedule; then stages whose names clash."""
+    rank, world, device = dist.get_rank(), dist.get_world_size(), torch.device("cpu")
+    units = (("embedding", 0), (1,), (2,), (3, "head"))
+
+    def stages(key: str) -> list[PipelineStage]:
+        mine = range(rank, len(units), world)
+        return [PipelineStage(Net(units[i], key), i, len(units), device) for i in mine]
+
+    def optimizers(made: list[PipelineStage]) -> list[torch.optim.AdamW]:
+        return [torch.optim.AdamW((p for p in s.submod.parameters() if p.requires_grad), lr=0.01) for s in made]
+
+    made = stages("")
+    opts = optimizers(made)
+    schedule = ScheduleInterleaved1F1B(made, n_microbatches=2, loss_fn=lambda y, target: y.square().mean())
+    x = torch.arange(4)
+    schedule.step(*([x] if rank == 0 else []), **({"target": x} if rank == world - 1 else {}))
+    for optimizer in opts:
+        optimizer.step()
+    state = {"model": made, "optimizer": opts}
+    checkpoint.save(Path(folder, "stages"), state, mesh={"pp": world})
+    placement = {p.axis: p for p in checkpoint.catalog(Path(folder, "stages")).tensor("model.layers.2.up.weight").placement or ()}
+    answers: list[Any] = [(placement["pp"].kind, placement["pp"].coords)]
+
+    saved = checkpoint.read(Path(folder, "stages"))
+    for stage, optimizer in zip(made, opts, strict=True):
+        for name, p in stage.submod.named_parameters():
+            assert torch.equal(saved[f"model.{name}"], p), name
+            for key, value in optimizer.state[p].items() if p.requires_grad else ():
+                assert torch.equal(saved[f"optimizer.state.{name}.{key}"], value), (name, key)
+    other = stages("other")
+    fresh = optimizers(other)
+    checkpoint.load(Path(folder, "stages"), {"model": other, "optimizer": fresh})
+    for got, wanted in zip([s.submod for s in other], [s.submod for s in made], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(got.parameters(), wanted.parameters(), strict=True))
+
+    sequential = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    answers.append(
+        outcome(lambda: checkpoint.save(Path(folder, "clash"), {"model": PipelineStage(sequential, rank, world, device)}))
+    )
+    uneven = nn.Sequential(nn.Linear(3, 4 + rank))
+    answers.append(outcome(lambda: checkpoint.save(Path(folder, "clash"), {"model": uneven})))
+    answers.append(outcome(lambda: checkpoint.save(Path(folder, "clash"), {"model": [sequential, uneven]})))
+    answers.append(Path(folder, "clash", "catalog.msgpack").exists())
+
+    tied = nn.Module()  # the same name on first and last
+    tied.embedding = nn.Parameter(reference("embedding", (5, 3)) + (0 if rank in (0, world - 1) else torch.nan))
+    checkpoint.save(Path(folder, "tied"), {"model": [tied] if rank in (0, world - 1) else []})
+    answers.append(torch.equal(checkpoint.read(Path(folder, "tied"))["model.embedding"], reference("embedding", (5, 3))))
+    return answers
+
+
+def test_stages_trained_by_a_schedule_and_stages_whose_names_clash(tmp_path: Path):
+    for rank, (placement, same_shape, other_shape, one_rank, exists, tied) in enumerate(run_ranks(stage_job, 2, str(tmp_path))):
+        assert placement == ("resident", (0,))
+        assert same_shape[0] == other_shape[0] == one_rank[0] == "LayoutError", rank
+        assert "model.0.weight" in same_shape[1]
+        assert "distinct names" in same_shape[1]
+        assert "model.0.weight: rank 0 has F32 (4, 3), rank 1 has F32 (5, 3)" in other_shape[1]
+        assert "different names" in other_shape[1]
+        assert "model.0.weight" in one_rank[1]
+        assert not exists
+        assert tied
+
+
+def expert_job(folder: str) -> None:
+    """Six experts on an ep axis of 4, 2 × 2 and 3, as DTensor and as LocalShard."""
+    rank, shape = dist.get_rank(), (6, 5, 3)
+    wanted = reference("experts", shape)
+    meshes = {
+        "ep4": init_device_mesh("cpu", (4,), mesh_dim_names=("ep",)),
+        "dp2ep2": init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep")),
+    }
+
+    def dtensor(mesh: DeviceMesh, value: torch.Tensor) -> DTensor:
+        placements = [Shard(0) if name == "ep" else Replicate() for name in mesh.mesh_dim_names or ()]
+        return distribute_tensor(value.clone(), mesh, placements)
+
+    def declared(num: int, value: torch.Tensor) -> LocalShard:
+        low, high = (6 * min(i, num) // num for i in (rank, rank + 1))
+        return LocalShard(value[low:high].clone(), shape, (low, 0, 0))  # empty at the end, on ranks past the axis
+
+    def held(value: Any) -> torch.Tensor:
+        return value.tensor if isinstance(value, LocalShard) else local(value)
+
+    kinds: dict[str, Callable[[torch.Tensor], Any]] = {
+        **{name: lambda v, mesh=mesh: dtensor(mesh, v) for name, mesh in meshes.items()},
+        "declared3": lambda v: declared(3, v),
+        "declared2": lambda v: declared(2, v),
+        "plain": lambda v: v.clone(),
+    }
+    for saved, make in kinds.items():
+        checkpoint.save(Path(folder, saved), {"model": {"experts": make(wanted)}})
+        for loaded, other in kinds.items():
+            target = other(torch.full(shape, -1.0))
+            checkpoint.load(Path(folder, saved), {"model": {"experts": target}})
+            assert torch.equal(held(target), held(other(wanted))), (saved, loaded)
+
+
+def test_experts_on_an_ep_axis(tmp_path: Path):
+    run_ranks(expert_job, 4, str(tmp_path))
