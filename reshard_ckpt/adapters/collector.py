@@ -37,8 +37,7 @@ class Collector:
             if not isinstance(known, tuple) or (known[2], known[3]) != (place[2], place[3]):
                 raise LayoutError(
                     f"{name}: two stages on this rank have different tensors of this name, {_kind(known)} and {_kind(place)}; "
-                    "give "
-                    f"them distinct names (nn.Sequential stages both call their first layer 0)"
+                    "give them distinct names (nn.Sequential stages both call their first layer 0)"
                 )
             if known == place:
                 return

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from itertools import accumulate, product
 
 import torch
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 from ..core.state import AxisPlacement, Claim, Ints
 from ..errors import LayoutError, UnsupportedError
@@ -68,8 +67,7 @@ def dtensor_layout(tensor: DTensor, local_shape: Ints, name: str) -> Layout:
     if expected != local_shape:
         raise LayoutError(
             f"{name}: placements {tuple(tensor.placements)} on a mesh of {sizes} give coordinate {tuple(coordinate)} a local "
-            "shape of "
-            f"{expected} of {shape}, but the local tensor has {local_shape}; pass a LocalShard that says what it holds"
+            f"shape of {expected} of {shape}, but the local tensor has {local_shape}; pass a LocalShard that says what it holds"
         )
     return Layout(shape, local_shape, _boxes(ranges), Claim.DECLARED, placement)
 

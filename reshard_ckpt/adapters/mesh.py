@@ -6,7 +6,7 @@ In this order: what the caller says; the mesh of a DTensor that spans all ranks,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -58,14 +58,13 @@ def declared_mesh(mesh: DeviceMesh | Mapping[str, int], group: Group) -> Mesh:
     if ranks != group.ranks:
         raise UsageError(
             f"mesh: the DeviceMesh has ranks {_some(ranks)}, but those that take part are {_some(group.ranks)}; pass the mesh "
-            "of the "
-            f"whole job, with its ranks in row-major order"
+            "of the whole job, with its ranks in row-major order"
         )
     return Mesh(axis_names(mesh), tuple(mesh.shape))
 
 
-def found_mesh(meshes: Iterable[DeviceMesh], group: Group, *, uses_ddp: bool) -> Mesh | None:
-    """The mesh that the state shows, or None."""
+def found_mesh(meshes: Iterable[DeviceMesh], group: Group, *, ddp_groups: Sequence[tuple[int, ...]]) -> Mesh | None:
+    """The mesh that the state shows, or None; `ddp_groups` are the ranks of the process groups that DDP uses."""
     best: DeviceMesh | None = None
     sees_part = False
     for mesh in (m for one in meshes for m in (one, root_mesh(one))):
@@ -77,7 +76,8 @@ def found_mesh(meshes: Iterable[DeviceMesh], group: Group, *, uses_ddp: bool) ->
         return Mesh(axis_names(best), tuple(best.shape))
     if group.size == 1:
         return Mesh((), ())
-    return Mesh(("dp",), (group.size,)) if uses_ddp and not sees_part else None
+    is_all_dp = bool(ddp_groups) and not sees_part and all(ranks == group.ranks for ranks in ddp_groups)
+    return Mesh(("dp",), (group.size,)) if is_all_dp else None
 
 
 def axis_names(mesh: DeviceMesh) -> tuple[str, ...]:

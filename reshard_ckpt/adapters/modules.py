@@ -82,8 +82,8 @@ def read_module(module: nn.Module, path: Path) -> ModuleState:
     for prefix, child in module.named_modules():
         if isinstance(child, FullyShardedDataParallel):
             raise UnsupportedError(
-                f"{name}: {prefix or 'the module'} is wrapped by FSDP1 (FullyShardedDataParallel), whose flat parameters have no "
-                f"layout of their own; shard it with torch.distributed.fsdp.fully_shard instead"
+                f"{name}: {prefix or 'the module'} is wrapped by FSDP1 (FullyShardedDataParallel), whose flat parameters have "
+                "no layout of their own; shard it with torch.distributed.fsdp.fully_shard instead"
             )
     raw = dict(module.state_dict(keep_vars=True))
     own = {id(t) for t in (*module.parameters(), *module.buffers())}
@@ -157,16 +157,18 @@ class ModulesTarget:
         self.name = name_of(path)
         self._states = tuple(states)
         self._slots = {f"{self.name}.{v.fqn}": v for state in self._states for v in state.values}
+        self._here = {f"{self.name}.{t.fqn}".rpartition(".")[0] for state in self._states for t in state.tensors}
 
     @property
     def values(self) -> tuple[str, ...]:
         return tuple(self._slots)
 
     def check(self, values: Mapping[str, Any]) -> list[str]:
+        # Only of modules on this rank: what belongs to another pipeline stage is for other ranks to judge.
         return [
             f"{name}: saved as a value, for which the module has no place; load with strict=False to leave it out"
             for name, value in values.items()
-            if name not in self._slots and not is_nothing(value)
+            if name not in self._slots and not is_nothing(value) and name.rpartition(".")[0] in self._here
         ]
 
     def finish(self, values: Mapping[str, Any], skipped: frozenset[str]) -> None:

@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from ..core.state import Claim
 from .modules import ModuleState, read_module
@@ -36,6 +38,12 @@ class Opened:
         values: list[Any] = [t.value for states in self.modules.values() for s in states for t in s.tensors]
         values += [item.value for tree in self.trees for item in tree.items if isinstance(item, TensorItem)]
         return tuple({id(v.device_mesh): v.device_mesh for v in values if isinstance(v, DTensor)}.values())
+
+    def ddp_groups(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each process group over which DDP replicates a module."""
+        modules = (m for states in self.modules.values() for s in states for m in s.module.modules())
+        groups = {m.process_group for m in modules if isinstance(m, DistributedDataParallel)}
+        return tuple(tuple(dist.get_process_group_ranks(group)) for group in groups)
 
 
 def open_state(state: Mapping[Any, Any]) -> Opened:

@@ -98,26 +98,26 @@ class OptimizersTarget:
     def _plan(self, view: View, owner: Owner, group: Mapping[str, Any], saved: SavedState) -> ParamPlan:
         existing = view.state.get(owner.param, {})
         fqns = [fqn for fqn in owner.fqns if saved.of(fqn)]
-        keys = dict.fromkeys(key for fqn in fqns for key in saved.of(fqn))
+        is_tensor = {key: kind for fqn in fqns for key, kind in saved.of(fqn).items()}
         if fqns:  # what the optimizer has besides is asked for too, so that its absence is found and named
-            keys.update(dict.fromkeys(existing))
+            is_tensor.update({key: is_tensor_like(value) for key, value in existing.items() if key not in is_tensor})
         tensors: dict[str, tuple[Wanted, ...]] = {}
         values: dict[str, tuple[str, ...]] = {}
         new: set[str] = set()
-        for key in keys:
-            names = tuple(f"{saved.prefix}{fqn}.{key}" for fqn in fqns if key in saved.of(fqn))
-            value = existing.get(key)
-            is_saved_tensor = bool(names) and names[0] in self._catalog
-            names = names or (f"{saved.prefix}{fqns[0]}.{key}",)
-            if not is_saved_tensor and not (is_tensor_like(value) and names[0] not in self._catalog.value_names):
+        for key, kind in is_tensor.items():
+            names = tuple(f"{saved.prefix}{fqn}.{key}" for fqn in fqns if key in saved.of(fqn)) or (
+                f"{saved.prefix}{fqns[0]}.{key}",
+            )
+            if not kind:
                 values[key] = names
                 continue
+            value = existing.get(key)
             if not is_tensor_like(value):
                 value = self._allocate(owner, group, names[0])
                 new.add(key)
             if value is not None:
                 tensors[key] = tuple(Wanted(name, value, state_leaf(value, owner, name)) for name in names)
-        return ParamPlan(view, owner, tensors, values, frozenset(new))
+        return ParamPlan(view, owner, tensors, values, frozenset(new & tensors.keys()))
 
     def _allocate(self, owner: Owner, group: Mapping[str, Any], name: str) -> torch.Tensor | None:
         """Memory for a saved state tensor that the optimizer does not have; None, and a problem, where nobody knows its place."""
@@ -130,15 +130,16 @@ class OptimizersTarget:
             return torch.zeros((), dtype=dtype, device=like.device if on_device else "cpu")
         if shape == layout.shape:
             return torch.empty_like(like, dtype=dtype)
-        if shape == self._saved_shape(owner):
+        saved_shape = self._saved_shape(owner)
+        if shape == saved_shape:
             # The parameter itself was resized; what of its state the checkpoint does not cover must not be garbage.
             return torch.zeros_like(like, dtype=dtype)
-        if layout.is_whole:
+        if layout.is_whole and saved_shape in (None, layout.shape):
             return torch.empty(shape, dtype=dtype, device=like.device)
         self._problems.append(
-            f"{name}: saved with shape {shape}, its parameter {owner.fqns[0]} is {layout.local_shape} of {layout.shape} on this "
-            "rank, so "
-            f"its place is unknown; load into an optimizer that has stepped, or whose state_dict() declares it as LocalShard"
+            f"{name}: saved with shape {shape} for a parameter of {saved_shape or layout.shape}; {owner.fqns[0]} is "
+            f"{layout.local_shape} of {layout.shape} on this rank, so its place is unknown; load into an optimizer that has "
+            "stepped, or whose state_dict() declares it as LocalShard"
         )
         return None
 

@@ -97,8 +97,8 @@ def _view(name: str, optimizer: Optimizer) -> View:
         inner = getattr(optimizer, "optim", None)
         if not isinstance(inner, Optimizer):
             raise UsageError(
-                f"{name}: this ZeroRedundancyOptimizer has no optimizer inside yet; with overlap_with_ddp=True it appears after "
-                f"some training steps: save or load after those"
+                f"{name}: this ZeroRedundancyOptimizer has no optimizer inside yet; with overlap_with_ddp=True it appears "
+                "after some training steps: save or load after those"
             )
     held = tuple((p, group) for group in inner.param_groups for p in group["params"])
     followers = () if inner is optimizer else inner.param_groups
@@ -112,8 +112,7 @@ def _check_owned(view: View, owners: Owners) -> None:
             if param not in owners:
                 raise UsageError(
                     f"{view.name}: a parameter of shape {tuple(param.shape)} in group {i} belongs to no module in the state; "
-                    "pass the "
-                    f"module that holds it in the same state, as in {{'model': model, 'optimizer': optimizer}}"
+                    f"pass the module that holds it in the same state, as in {{'model': model, 'optimizer': optimizer}}"
                 )
             owner = owners[param]
             for fqn in owner.fqns:
@@ -121,8 +120,7 @@ def _check_owned(view: View, owners: Owners) -> None:
                 if other is not owner and other.key != owner.key:
                     raise UsageError(
                         f"{view.name}: holds two parameters called {fqn}, of {other.key} and of {owner.key}; use one optimizer "
-                        "for each, or "
-                        f"pass the modules as one: torch.nn.ModuleDict({{{other.key!r}: ..., {owner.key!r}: ...}})"
+                        f"for each, or pass the modules as one: torch.nn.ModuleDict({{{other.key!r}: ..., {owner.key!r}: ...}})"
                     )
 
 
@@ -171,8 +169,8 @@ def state_layout(shape: Ints, owner: Owner, name: str) -> Layout:
         return whole(shape, layout.claim)
     raise UnsupportedError(
         f"{name}: has shape {shape}, its parameter {owner.fqns[0]} {layout.local_shape} of {layout.shape} on this rank, so its "
-        "place "
-        f"is unknown; have the optimizer hold it as a DTensor, or return it from a state_dict() by FQN as LocalShard or FlatShard"
+        "place is unknown; have the optimizer hold it as a DTensor, or return it from a state_dict() by FQN as LocalShard or "
+        "FlatShard"
     )
 
 
@@ -181,8 +179,7 @@ def state_value(value: Any, owner: Owner, name: str) -> Any:
     if not owner.layout.is_whole and _holds_tensors(value):
         raise UnsupportedError(
             f"{name}: a {type(value).__name__} of tensors for the parameter {owner.fqns[0]}, which is sharded, has no known "
-            "place; "
-            f"hold its tensors as entries of their own"
+            "place; hold its tensors as entries of their own"
         )
     return value
 

@@ -188,8 +188,7 @@ class FlatShard:
         if first + tensor.numel() > total:
             raise LayoutError(
                 f"FlatShard: start {first} + {tensor.numel()} elements ends at {first + tensor.numel()}, past the {total} "
-                "elements that "
-                f"the pieces of {shape} have"
+                f"elements that the pieces of {shape} have"
             )
         if tensor.ndim != 1 and not tensor.is_contiguous():
             raise LayoutError(

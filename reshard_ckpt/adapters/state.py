@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..core.catalog import Catalog
 from ..core.param_groups import merge
-from ..core.state import Claim, Mesh, ValueKind
+from ..core.state import Mesh, ValueKind
 from ..format.values import decode_path
 from .collector import Collector
 from .entries import Captured, Entry, Target
@@ -70,7 +70,7 @@ def capture(
     for tree in opened.trees:
         for item in tree.items:
             _capture_item(out, item, opened)
-    found = declared or found_mesh(opened.meshes(), group, uses_ddp=_uses_ddp(opened))
+    found = declared or found_mesh(opened.meshes(), group, ddp_groups=opened.ddp_groups())
     return Captured(tuple(_placed(entry, found) for entry in out.entries), tuple(out.values), found)
 
 
@@ -111,10 +111,6 @@ def _capture_optimizers(out: Collector, path: Path, opened: Opened) -> None:
                     out.add_value(where, path, ValueKind.PLAIN, state_value(value, owner, name_of(where)))
     groups = (*path, "param_groups")
     out.add_value(groups, path, ValueKind.PARAM_GROUPS, saved_groups(name_of(groups), opened.views[path], opened.owners))
-
-
-def _uses_ddp(opened: Opened) -> bool:
-    return any(t.claim != Claim.PLAIN for states in opened.modules.values() for s in states for t in s.tensors)
 
 
 def _placed(entry: Entry, mesh: Mesh | None) -> Entry:

@@ -11,6 +11,7 @@ from typing import TypeGuard
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from ..core.state import Claim, TensorSpec
 from ..errors import UnsupportedError
@@ -62,12 +63,14 @@ def leaf_of(value: TensorLike, name: str, claim: Claim = Claim.PLAIN) -> Leaf:
 
 def plain_memory(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """The tensor without autograd, proved to be plain strided memory."""
+    if is_lazy(tensor):
+        raise UnsupportedError(f"{name}: has no shape yet, as lazy modules have before their first forward; run one first")
     # Parameter and the like leave torch's dispatch alone; a class that overrides it keeps its data elsewhere.
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise UnsupportedError(
             f"{name}: {type(tensor).__name__} keeps its data in other tensors; save those, or a plain tensor made from it"
         )
-    if tensor.layout != torch.strided:
+    if tensor.layout != torch.strided or tensor.is_nested:
         raise UnsupportedError(
             f"{name}: layout {tensor.layout} cannot be stored; save its indices and values as tensors, or to_dense()"
         )
@@ -91,6 +94,6 @@ def check_writable(value: TensorLike, memory: torch.Tensor, name: str) -> None:
             if stride < extent:
                 raise UnsupportedError(
                     f"{name}: strides {memory.stride()} of shape {tuple(memory.shape)} put several elements in one place (an "
-                    f"expanded view?), which cannot be loaded into; pass tensor.contiguous()"
+                    "expanded view?), which cannot be loaded into; pass tensor.contiguous()"
                 )
             extent += stride * (size - 1)

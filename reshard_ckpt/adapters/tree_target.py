@@ -126,8 +126,8 @@ class TreeTarget:
             return saved.values[job.rank]
         if holder is None or holder.combine is None:
             return _Problem(
-                f"{name}: saved by {num_saved} ranks, wanted on {job.size}; pass PerRank(value, combine=...) to say what becomes "
-                f"of the saved values"
+                f"{name}: saved by {num_saved} ranks, wanted on {job.size}; pass PerRank(value, combine=...) to say what "
+                "becomes of the saved values"
             )
         return holder.combined(saved.values, job.rank, job.size)
 

@@ -85,7 +85,7 @@ def _check_same(merged: Group, group: Group, what: str, first: str, second: str)
     for key, one, other in differences(merged, group):
         raise LayoutError(
             f"{what} has {key} {_short(one)} on {first} and {_short(other)} on {second}; give it the same hyperparameters "
-            f"wherever it is held"
+            "wherever it is held"
         )
 
 

@@ -233,3 +233,21 @@ def test_every_kind_of_element_comes_back_bit_by_bit(dtype):
     target = torch.zeros(12, dtype=dtype)
     load(save([capture({"x": source})]), {"x": target}, wanted=set())
     assert torch.equal(target.view(torch.uint8), source.view(torch.uint8))
+
+
+def test_extra_state_of_another_stage_is_for_that_stage_to_judge():
+    whole = nn.ModuleDict({"0": Stateful(1), "1": Stateful(2)})
+    saved = save([capture({"model": whole})])
+    stage = nn.ModuleDict({"1": Stateful(0)})
+    load(saved, {"model": stage})
+    assert stage["1"].extra == 2
+
+
+def test_a_lazy_module_is_refused_before_its_first_forward():
+    with pytest.raises(UnsupportedError, match=r"model.weight: has no shape yet"):
+        capture({"model": nn.LazyLinear(3)})
+
+
+def test_a_nested_tensor_is_refused():
+    with pytest.raises(UnsupportedError, match=r"x: .* cannot be stored"):
+        capture({"x": torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])})

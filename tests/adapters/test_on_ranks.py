@@ -83,14 +83,19 @@ POSITIONS: dict[Any, DTensor] = {}
 
 
 def parallel(rows: int, mesh: DeviceMesh, *, values: bool = True) -> nn.Module:
-    """The net on a mesh whose axes say what to do: ``tp`` tensor parallelism, then the rest FSDP2."""
-    net = Net(rows, values=values)
+    """The net on a mesh."""
+    return shard(Net(rows, values=values), mesh)
+
+
+def shard(net: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Tensor parallelism over the axis ``tp``, FSDP2 over what other axes there are, with one layer in a group of its own."""
     names = mesh.mesh_dim_names or ()
     if "tp" in names:
         parallelize_module(net, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     data = tuple(n for n in names if n != "tp")
     if data:
-        fully_shard(net, mesh=mesh[data] if len(data) > 1 else mesh[data[0]])
+        for module in (net.up, net):
+            fully_shard(module, mesh=mesh[data] if len(data) > 1 else mesh[data[0]])
     return net
 
 
@@ -100,19 +105,13 @@ def remember_positions(rows: int, mesh: DeviceMesh) -> None:
     with torch.no_grad():
         for p in net.parameters():
             p.copy_(torch.arange(1, p.numel() + 1).reshape(p.shape))
-    names = mesh.mesh_dim_names or ()
-    if "tp" in names:
-        parallelize_module(net, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    data = tuple(n for n in names if n != "tp")
-    if data:
-        fully_shard(net, mesh=mesh[data] if len(data) > 1 else mesh[data[0]])
-    for p in net.parameters():
+    for p in shard(net, mesh).parameters():
         if isinstance(p, DTensor):
             POSITIONS[tuple(p.shape), p.device_mesh, tuple(p.placements)] = p.detach()
 
 
-def dtensor_job() -> None:
-    """Every pairing of 1-D, HSDP, TP and FSDP2-over-TP layouts on 6 ranks, on sizes that divide and that do not."""
+def dtensor_job() -> tuple[Any, ...]:
+    """1-D, HSDP, TP and FSDP2-over-TP layouts on 6 ranks, on sizes that divide and that do not, against torch's own cuts."""
     shapes = [("dp",), (6,)], [("rep", "dp"), (2, 3)], [("tp",), (6,)], [("dp", "tp"), (3, 2)], [("dp", "tp"), (2, 3)]
     meshes = [init_device_mesh("cpu", tuple(sizes), mesh_dim_names=tuple(names)) for names, sizes in shapes]
     for rows in (12, 13, 7, 2):
@@ -120,22 +119,42 @@ def dtensor_job() -> None:
         plain = torch.optim.AdamW(reference.parameters(), lr=0.5)
         with_state(plain)
         expected = save([capture({"model": reference, "optimizer": plain})])
-        checkpoints = []
         for mesh in meshes:
             remember_positions(rows, mesh)
             net = parallel(rows, mesh)
             optimizer = torch.optim.AdamW(net.parameters(), lr=0.5)
             with_state(optimizer)
-            saved = gathered({"model": net, "optimizer": optimizer})
-            assert_equal(saved, expected, f"{rows} rows saved on {mesh}")
-            checkpoints.append(saved)
-        for mesh in meshes:
-            net = parallel(rows, mesh, values=False)
-            optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
-            reload(checkpoints[0], {"model": net, "optimizer": optimizer})
-            again = gathered({"model": net, "optimizer": optimizer})
-            assert_equal(again, expected, f"{rows} rows loaded on {mesh}")
-            assert all(isinstance(optimizer.state[p]["exp_avg"], DTensor) == isinstance(p, DTensor) for p in net.parameters())
+            assert_saves({"model": net, "optimizer": optimizer}, expected, f"{rows} rows saved on {mesh}")
+
+            fresh = parallel(rows, mesh, values=False)
+            into = torch.optim.AdamW(fresh.parameters(), lr=0.1)
+            reload(expected, {"model": fresh, "optimizer": into})
+            for p, q in zip(net.parameters(), fresh.parameters(), strict=True):
+                assert torch.equal(local(p), local(q)), f"{rows} rows loaded on {mesh}"
+                assert isinstance(p, DTensor) == isinstance(into.state[q]["exp_avg"], DTensor)
+                assert all(torch.equal(local(v), local(into.state[q][k])) for k, v in optimizer.state[p].items())
+    return placements(meshes[3], meshes[4])
+
+
+def placements(mesh: DeviceMesh, other: DeviceMesh) -> tuple[Any, ...]:
+    """What is recorded of an FSDP2-over-TP net, and the mesh of one that shows only its TP part."""
+    captured = capture({"model": parallel(13, mesh)})
+    by_name = {e.spec.name: e.spec for e in captured.entries}
+    weight, norm, table = (by_name[f"model.{name}"] for name in ("up.weight", "norm.weight", "table"))
+    sliced = capture({"model": parallel(12, other["tp"])}).mesh
+    return captured.mesh, weight.placement, weight.claim, norm.placement, table.claim, sliced
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def assert_saves(state: Any, expected: Saved, what: str) -> None:
+    """What all ranks capture, put together on rank 0, is the expected checkpoint."""
+    captures: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(capture(state), captures)
+    if captures is not None:
+        assert_equal(save(captures), expected, what)
 
 
 def assert_equal(saved: Saved, expected: Saved, what: str) -> None:
@@ -147,26 +166,13 @@ def assert_equal(saved: Saved, expected: Saved, what: str) -> None:
         assert saved.values[name] == value, f"{what}: {name}"
 
 
-def test_fsdp_tp_and_both_on_any_size_are_the_plain_model():
-    run_ranks(dtensor_job, 6)
-
-
-def placement_job() -> tuple[Any, ...]:
-    mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
-    captured = capture({"model": parallel(13, mesh)})
-    by_name = {e.spec.name: e.spec for e in captured.entries}
-    weight, norm = by_name["model.up.weight"], by_name["model.norm.weight"]
-    only_tp = capture({"model": parallel(12, init_device_mesh("cpu", (3, 2), mesh_dim_names=("x", "tp"))["tp"])})
-    return captured.mesh, weight.placement, weight.claim, norm.placement, only_tp.mesh, by_name["model.table"].claim
-
-
-def test_the_mesh_and_placements_are_recorded():
-    mesh, weight, claim, norm, sliced, table = run_ranks(placement_job, 6)[4]
+def test_fsdp_tp_and_both_on_any_size_are_the_plain_model_and_placements_are_recorded():
+    mesh, weight, claim, norm, table, sliced = run_ranks(dtensor_job, 6)[4]
     assert mesh == Mesh(("dp", "tp"), (3, 2))
     assert weight == (AxisPlacement("dp", "shard", 0), AxisPlacement("tp", "shard", 0))
     assert norm == (AxisPlacement("dp", "shard", 0),)
     assert (claim, table) == (Claim.DECLARED, Claim.PLAIN)
-    assert sliced == Mesh(("x", "tp"), (3, 2)), "the mesh that the tp mesh was sliced from"
+    assert sliced == Mesh(("dp", "tp"), (2, 3)), "the mesh that the tp mesh was sliced from"
 
 
 def trained_job() -> None:
