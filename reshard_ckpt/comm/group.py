@@ -32,6 +32,7 @@ _STORES: Any = dist  # the stubs of torch.distributed leave out its stores
 
 _LOCK = threading.Lock()
 _GROUPS: WeakKeyDictionary[dist.ProcessGroup, Group] = WeakKeyDictionary()
+_CONNECTIONS: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,17 @@ def _prefix(group: dist.ProcessGroup) -> str:
 
 
 def _shared_store(group: dist.ProcessGroup) -> Any:
-    """The job's own store where it will do, on a connection of our own."""
+    """The job's own store where it will do, one connection for all groups: no call of ours waits in it."""
+    world = dist.group.WORLD
+    assert world is not None
+    if world not in _CONNECTIONS:
+        _CONNECTIONS[world] = _connection()
+    store = _CONNECTIONS[world]
+    return _own_store(group) if store is None else store
+
+
+def _connection() -> Any:
+    """A connection of our own to the store that the job was started with; None where that cannot append."""
     store: Any = None
     with suppress(ImportError, ValueError, RuntimeError):
         # Private: torch has no public way to the store of a job that it started from the environment.
@@ -93,9 +104,9 @@ def _shared_store(group: dist.ProcessGroup) -> Any:
 
         store = _get_default_store()
     if store is None or not store.has_extended_api():
-        return _own_store(group)
-    # A client has one lock: while some other thread of the job waits for a key, nobody else can use its connection. Before
-    # torch 2.8 there is no `clone`, and sharing the connection is the lesser evil.
+        return None
+    # A connection has one lock: while some other thread of the job waits for a key, nobody else can use it. Before torch 2.8
+    # there is no `clone`, and to share the job's connection is the lesser evil.
     if hasattr(store, "clone"):
         store = store.clone()
         store.set_timeout(timedelta(seconds=_REPLY_S))

@@ -32,7 +32,8 @@ from torch.distributed import DistError
 from ..errors import PeerError
 from .wire import Frame, Refusal, decode_frames, encode_frame, name_ranks, refusal_of
 
-_GO = b"go"
+# How rank 0 lets a step pass: with the name of the call that it makes there itself.
+_PASSED = (b"gather", b"broadcast", b"scatter")
 _LENGTH = struct.Struct("<Q")
 
 # TCPStore drops a client that sends a value above 8 MiB; smaller ones also let other ranks have their turn.
@@ -73,10 +74,10 @@ class StoreComm:
         with self._reachable():
             self._arrive(payload)
             if self.rank:
-                self._obey()
+                self._obey("gather")
                 return None
             messages = self._collect(payload)
-            self._decide()
+            self._decide("gather")
             return messages
 
     def broadcast(self, payload: bytes | None) -> bytes:
@@ -84,11 +85,11 @@ class StoreComm:
             self._stop_if_over()
             key = self._key("all")
             if self.rank:
-                self._obey()
+                self._obey("broadcast")
                 return self._load(key)
             assert payload is not None
             self._save({key: payload})
-            self._decide()
+            self._decide("broadcast")
             return bytes(payload)
 
     def scatter(self, payloads: Sequence[bytes] | None) -> bytes:
@@ -96,18 +97,12 @@ class StoreComm:
             self._stop_if_over()
             if self.rank:
                 key = self._key("to", self.rank)
-                self._obey()
+                self._obey("scatter")
                 return self._take(key)
             assert payloads is not None
             assert len(payloads) == self.size
-            parts = {self._key("to", rank): payloads[rank] for rank in range(1, self.size)}
-            try:
-                self._save(parts)
-                self._decide()
-            except BaseException:
-                for key in parts:  # nobody will take them
-                    self._drop(key)
-                raise
+            self._save({self._key("to", rank): payloads[rank] for rank in range(1, self.size)})
+            self._decide("scatter")
             return bytes(payloads[0])
 
     # --- the frame of a session ---
@@ -118,13 +113,13 @@ class StoreComm:
             call = json.dumps([kind, subject]).encode()
             self._arrive(call)
             if self.rank:
-                self._obey()
+                self._obey("gather")
                 return
             calls = self._collect(call)
             if len(set(calls)) > 1:
                 self._refuse(_disagreement(calls))
                 self._stop_if_over()
-            self._decide()
+            self._decide("gather")
 
     def abort(self, error: BaseException) -> None:
         """Tell the others of an error of this rank, unless it is theirs that it raises."""
@@ -168,28 +163,33 @@ class StoreComm:
         if not self._wait(lambda: self._store.check([bell]), self._timeout_s):
             self._expire()
         if self._store.check([self._key("decision")]):
-            self._follow(self._store.get(self._key("decision")))
+            self._follow(self._store.get(self._key("decision")), "gather")
         frames = {frame.rank: frame for frame in decode_frames(self._store.get(self._key("in")))}
         others = (frames[rank] for rank in range(1, self.size))
         return [bytes(own), *(self._take(self._key("from", f.rank)) if f.aside else f.payload for f in others)]
 
-    def _decide(self) -> None:
+    def _decide(self, call: str) -> None:
         """On rank 0: let the step pass, unless a rank has refused it."""
-        self._follow(self._store.compare_set(self._key("decision"), b"", _GO))
+        self._follow(self._store.compare_set(self._key("decision"), b"", call.encode()), call)
 
-    def _obey(self) -> None:
+    def _obey(self, call: str) -> None:
         """On the others: wait for the step's decision."""
         decision = self._key("decision")
         if not self._wait(lambda: self._store.check([decision]), self._timeout_s):
             self._expire()
-        self._follow(self._store.get(decision))
+        self._follow(self._store.get(decision), call)
 
-    def _follow(self, decision: bytes) -> None:
-        if decision == _GO:
-            self._step += 1
-            return
-        self._refusal = Refusal.decode(decision)
-        self._stop_if_over()
+    def _follow(self, decision: bytes, call: str) -> None:
+        if decision not in _PASSED:
+            self._refusal = Refusal.decode(decision)
+            self._stop_if_over()
+        self._step += 1
+        if decision != call.encode():
+            raise PeerError(
+                f"{self._title}: this rank is at a {call} while rank 0 is at a {decision.decode()}; "
+                "call with the same options on every rank",
+                ranks=(self.rank,),
+            )
 
     def _stop_if_over(self) -> None:
         if self._refusal is not None:
@@ -198,7 +198,7 @@ class StoreComm:
     def _refuse(self, refusal: Refusal) -> Refusal | None:
         """Refuse this step; the refusal that counts (another rank may have been quicker), None where rank 0 let it pass."""
         decision = self._store.compare_set(self._key("decision"), b"", refusal.encode())
-        if decision == _GO:
+        if decision in _PASSED:
             return None
         self._store.set(self._key("bell"), b"")
         self._refusal = Refusal.decode(decision)
@@ -270,8 +270,10 @@ class StoreComm:
             for name in ("in", "arrived", "bell", "decision"):
                 self._store.delete_key(f"{step}/{name}")
         if self._refusal is not None:
+            # What was put down for a step that was refused, so that nobody has taken it.
             for rank in range(1, self.size):
-                self._drop(f"{self._step}/from/{rank}")  # what rank 0 did not come to take
+                self._drop(f"{self._step}/from/{rank}")
+                self._drop(f"{self._step}/to/{rank}")
         self._store.delete_key("left")
 
     @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -11,8 +12,10 @@ from .. import errors
 from ..errors import CheckpointError, MismatchError, PeerError
 
 _FRAME = struct.Struct("<IBI")
+
+# A refusal is one value of the store, of at most 8 MiB, and JSON may take 12 bytes for a character.
 _MAX_MESSAGE_CHARS = 64 << 10
-_MAX_PROBLEMS_CHARS = 1 << 20
+_MAX_PROBLEMS_CHARS = 256 << 10
 _MAX_NAMED = 16
 
 
@@ -68,15 +71,15 @@ class Refusal:
 
 def refusal_of(error: BaseException, rank: int) -> Refusal:
     """What the other ranks shall raise for an error of this one: the same class where it is one of this package's."""
-    text = str(error)[:_MAX_MESSAGE_CHARS]
     if not isinstance(error, CheckpointError):
-        what = type(error).__name__
-        return Refusal("PeerError", f"rank {rank}: {what}: {text}" if text else f"rank {rank}: {what}", ranks=(rank,))
+        # Not `str(error)`, which may itself raise for a class that is not ours.
+        text = "".join(traceback.format_exception_only(type(error), error)).strip()
+        return Refusal("PeerError", f"rank {rank}: {text[:_MAX_MESSAGE_CHARS]}", ranks=(rank,))
     # The nearest class that every rank knows: a room may have finer ones of its own.
     kind = next(base.__name__ for base in type(error).__mro__ if getattr(errors, base.__name__, None) is base)
     ranks = error.ranks if isinstance(error, PeerError) else ()
     problems = tuple(_at_most(error.problems, _MAX_PROBLEMS_CHARS)) if isinstance(error, MismatchError) else ()
-    return Refusal(kind, f"rank {rank}: {text}", ranks, problems)
+    return Refusal(kind, f"rank {rank}: {str(error)[:_MAX_MESSAGE_CHARS]}", ranks, problems)
 
 
 def _at_most(lines: Iterable[str], max_chars: int) -> Iterator[str]:

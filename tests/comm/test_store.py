@@ -1,0 +1,500 @@
+"""Ranks as threads over one store: what they tell each other, and every way to fail."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reshard_ckpt.comm import StoreComm
+from reshard_ckpt.comm import store as store_module
+from reshard_ckpt.comm.wire import Refusal
+from reshard_ckpt.errors import CorruptError, LayoutError, MismatchError, PeerError, StorageError
+from reshard_ckpt.storage import MissingKey
+from tests.comm.contract import CommContract, Run
+from tests.comm.threads import Server, run_session
+
+
+@pytest.fixture(params=["hash", "tcp"])
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    """A store that is empty again in the end."""
+    server = Server(request.param)
+    yield server
+    assert server.num_keys() == 0
+
+
+@pytest.mark.parametrize("size", [2, 5])
+class TestStoreComm(CommContract):
+    @pytest.fixture
+    def run(self, server: Server, size: int) -> Run:
+        return lambda body: run_session(server, size, body)
+
+
+def test_a_session_of_one_rank_works_too(server: Server):
+    assert run_session(server, 1, lambda comm: (comm.gather(b"a"), comm.broadcast(b"b"), comm.scatter([b"c"]))) == [
+        ([b"a"], b"b", b"c")
+    ]
+
+
+def test_many_ranks(server: Server):
+    def body(comm: StoreComm) -> Any:
+        return comm.gather(b"%d" % comm.rank), comm.scatter([b"%d" % r for r in range(comm.size)] if comm.rank == 0 else None)
+
+    first, *others = run_session(server, 40, body)
+    assert first == ([b"%d" % rank for rank in range(40)], b"0")
+    assert others == [(None, b"%d" % rank) for rank in range(1, 40)]
+
+
+# --- a rank fails ---
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the messages of `program` have keys of their own, and several."""
+    monkeypatch.setattr(store_module, "_INLINE_BYTES", 50)
+    monkeypatch.setattr(store_module, "_CHUNK_BYTES", 80)
+
+
+def program(comm: StoreComm, at: Callable[[int], None]) -> str:
+    """A session as the engine has them; `at` runs before each step, and once more at the end."""
+    at(0)
+    comm.gather(bytes(100))
+    at(1)
+    comm.scatter([bytes(100)] * comm.size if comm.rank == 0 else None)
+    at(2)
+    comm.broadcast(bytes(300) if comm.rank == 0 else None)
+    at(3)
+    comm.broadcast(b"" if comm.rank == 0 else None)
+    at(4)
+    comm.gather(b"receipt")
+    at(5)
+    return "done"
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("step", range(6))
+@pytest.mark.parametrize("failing", range(3))
+def test_an_error_on_one_rank_is_raised_on_all(server: Server, failing: int, step: int):
+    def body(comm: StoreComm) -> str:
+        def at(now: int) -> None:
+            if (comm.rank, now) == (failing, step):
+                raise LayoutError("tensor w: overlaps")
+
+        return program(comm, at)
+
+    outcomes = run_session(server, 3, body)
+    for rank, error in enumerate(outcomes):
+        assert type(error) is LayoutError
+        assert str(error) == ("tensor w: overlaps" if rank == failing else f"rank {failing}: tensor w: overlaps")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (CorruptError("bad block"), CorruptError, "rank 1: bad block"),
+        (MissingKey("f: no such file"), StorageError, "rank 1: f: no such file"),
+        (ValueError("boom"), PeerError, "rank 1: ValueError: boom"),
+        (KeyError("k"), PeerError, "rank 1: KeyError: 'k'"),
+        (KeyboardInterrupt(), PeerError, "rank 1: KeyboardInterrupt"),
+        (SystemExit(3), PeerError, "rank 1: SystemExit: 3"),
+        (MemoryError(), PeerError, "rank 1: MemoryError"),
+        (ValueError("ß \ud800 \0"), PeerError, "rank 1: ValueError: ß \ud800 \0"),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else type(value).__name__,
+)
+def test_what_other_ranks_raise(server: Server, error: BaseException, kind: type[Exception], message: str):
+    def body(comm: StoreComm) -> None:
+        if comm.rank == 1:
+            raise error
+
+    first, own, last = run_session(server, 3, body)
+    assert own is error
+    for other in (first, last):
+        assert type(other) is kind
+        assert str(other) == message
+        if kind is PeerError:
+            assert other.ranks == (1,)
+
+
+def test_problems_and_ranks_of_an_error_reach_all(server: Server):
+    def mismatch(comm: StoreComm) -> None:
+        if comm.rank == 0:
+            raise MismatchError("2 tensors differ", ["a: shape", "b: dtype"])
+
+    def peer(comm: StoreComm) -> None:
+        if comm.rank == 0:
+            raise PeerError("ranks 4, 5 hold other bytes", [4, 5])
+
+    assert run_session(server, 2, mismatch)[1].problems == ("a: shape", "b: dtype")
+    assert run_session(server, 2, peer)[1].ranks == (4, 5)
+
+
+def test_an_error_that_cannot_be_printed_is_told_all_the_same(server: Server):
+    class Unprintable(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    def body(comm: StoreComm) -> None:
+        if comm.rank == 1:
+            raise Unprintable
+
+    other, own = run_session(server, 2, body)
+    assert type(own) is Unprintable
+    assert "Unprintable" in str(other)
+
+
+def test_an_error_with_endless_text_is_cut(server: Server):
+    def body(comm: StoreComm) -> None:
+        if comm.rank == 1:
+            raise MismatchError("\U0001f600" * 10_000_000, ["\U0001f600" * 100] * 100_000)
+
+    other, _ = run_session(server, 2, body)
+    assert type(other) is MismatchError
+    assert 1000 < len(other.problems) < 100_000
+
+
+def test_an_error_is_raised_again_by_every_later_call(server: Server):
+    """Also where the code in the block swallows it."""
+
+    def body(comm: StoreComm) -> list[str]:
+        if comm.rank == 1:
+            raise ValueError("boom")
+        said = []
+        for call in (comm.gather, comm.broadcast, lambda data: comm.scatter([data] * comm.size)):
+            with pytest.raises(PeerError) as caught:
+                call(b"")
+            said.append(str(caught.value))
+        raise AssertionError(said)
+
+    first, own, last = run_session(server, 3, body)
+    assert type(own) is ValueError
+    for error in (first, last):
+        assert error.args == (["rank 1: ValueError: boom"] * 3,)
+
+
+def test_a_rank_that_fails_early_stops_rank_0_that_waits_for_a_slower_one(server: Server):
+    raised = threading.Event()
+
+    def body(comm: StoreComm) -> None:
+        if comm.rank == 1:
+            raise ValueError("boom")
+        if comm.rank == 2:
+            assert raised.wait(60)  # slow: it comes only after rank 0 has raised
+        try:
+            comm.gather(b"")
+        finally:
+            raised.set()
+
+    assert [type(error) for error in run_session(server, 3, body)] == [PeerError, ValueError, PeerError]
+
+
+def test_a_failure_reaches_the_others_while_rank_0_is_busy(server: Server):
+    raised = threading.Event()
+
+    def body(comm: StoreComm) -> None:
+        if comm.rank == 0:
+            assert raised.wait(60)
+        if comm.rank == 1:
+            raise ValueError("boom")
+        try:
+            comm.broadcast(b"plan")
+        finally:
+            raised.set()
+
+    assert [type(error) for error in run_session(server, 3, body)] == [PeerError, ValueError, PeerError]
+
+
+def test_two_sessions_at_a_time_do_not_meet(server: Server):
+    names: dict[str, list[Any]] = {}
+
+    def run(name: str) -> None:
+        names[name] = run_session(server, 3, lambda comm: comm.broadcast(name.encode() if comm.rank == 0 else None), name=name)
+
+    threads = [threading.Thread(target=run, args=(name,)) for name in ("a", "b", "c")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert names == {name: [name.encode()] * 3 for name in ("a", "b", "c")}
+
+
+@given(data=st.data(), size=st.integers(1, 4), calls=st.lists(st.sampled_from("gbs"), max_size=5))
+@settings(max_examples=150)
+def test_all_ranks_go_on_or_all_raise_the_same(data: st.DataObject, size: int, calls: list[str]):
+    """Any program, and any ranks that fail anywhere in it, several at once too."""
+    failures = data.draw(st.dictionaries(st.integers(0, size - 1), st.integers(0, len(calls)), max_size=2), label="failures")
+
+    def body(comm: StoreComm) -> str:
+        for i, call in enumerate([*calls, "end"]):
+            if failures.get(comm.rank) == i:
+                raise ValueError(f"boom {comm.rank}")
+            if call == "g":
+                assert comm.gather(b"%d" % comm.rank) == ([b"%d" % r for r in range(size)] if comm.rank == 0 else None)
+            elif call == "b":
+                assert comm.broadcast(b"%d" % i if comm.rank == 0 else None) == b"%d" % i
+            elif call == "s":
+                assert comm.scatter([b"%d" % r for r in range(size)] if comm.rank == 0 else None) == b"%d" % comm.rank
+        return "done"
+
+    server = Server()
+    outcomes = run_session(server, size, body)
+    assert server.num_keys() == 0
+    if not failures:
+        assert outcomes == ["done"] * size
+        return
+    originals = {rank for rank, outcome in enumerate(outcomes) if type(outcome) is ValueError}
+    assert originals <= set(failures)
+    assert originals
+    told = {str(outcome) for rank, outcome in enumerate(outcomes) if rank not in originals}
+    assert len(told) <= 1
+    assert told <= {f"rank {rank}: ValueError: boom {rank}" for rank in originals}
+
+
+# --- interrupted at any moment ---
+
+
+class Interrupting:
+    """A store that raises KeyboardInterrupt in place of (or just after) the n-th operation."""
+
+    def __init__(self, store: Any, n: int, after: bool) -> None:
+        self.store, self.n, self.after = store, n, after
+
+    def __getattr__(self, name: str) -> Any:
+        operation = getattr(self.store, name)
+
+        def run(*args: Any) -> Any:
+            self.n -= 1
+            if self.n == -1 and not self.after:
+                raise KeyboardInterrupt
+            result = operation(*args)
+            if self.n == -1:
+                raise KeyboardInterrupt
+            return result
+
+        return run
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_an_interrupt_at_any_operation_leaves_the_ranks_agreed(rank: int, after: bool, monkeypatch: pytest.MonkeyPatch):
+    """All others finish, or all others are told; and no key stays, unless the interrupt hit the very act of leaving."""
+    monkeypatch.setattr(store_module, "_FAREWELL_S", 0.2)
+    leaving, told, finished = 0, 0, 0
+    for n in range(1000):
+        server = Server()
+        faulty: list[Interrupting] = []
+
+        def wrap(store: Any, of: int, n: int = n, faulty: list[Interrupting] = faulty) -> Any:
+            if of != rank:
+                return store
+            faulty.append(Interrupting(store, n, after))
+            return faulty[0]
+
+        outcomes = run_session(server, 3, lambda comm: program(comm, lambda step: None), wrap=wrap, timeout_s=10)
+        if faulty[0].n >= 0:  # the session needs no more than n operations
+            assert outcomes == ["done"] * 3
+            break
+        others = [str(outcome) for of, outcome in enumerate(outcomes) if of != rank]
+        assert others in (["done"] * 2, [f"rank {rank}: KeyboardInterrupt"] * 2)
+        told += others[0] != "done"
+        finished += others[0] == "done"
+        assert isinstance(outcomes[rank], KeyboardInterrupt)
+        leaving += server.num_keys() > 0
+    else:
+        raise AssertionError("the session never ends")
+    assert told > 10
+    assert leaving <= finished
+
+
+# --- a rank does not come ---
+
+
+class Clock:
+    """Time that stands still until a moment, from which on every deadline is over: nobody waits, and no slow machine matters."""
+
+    def __init__(self) -> None:
+        self.is_over: Callable[[], bool] = lambda: False
+        self.later = itertools.count(1)
+
+    def monotonic(self) -> float:
+        return next(self.later) * 1e9 if self.is_over() else 0.0
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(min(seconds, 0.01))
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(store_module, "time", clock)
+    return clock
+
+
+def arrived(server: Server, step: int, num_ranks: int) -> Callable[[], bool]:
+    """Whether that many ranks have arrived at a step."""
+    return lambda: server.store.check([f"session/{step}/arrived"]) and server.store.add(f"session/{step}/arrived", 0) >= num_ranks
+
+
+def test_ranks_that_do_not_arrive_are_named_on_all_that_did(server: Server, clock: Clock):
+    clock.is_over = arrived(server, 0, 3)
+    outcomes = run_session(server, 6, lambda comm: None, only=[0, 1, 4], timeout_s=600)
+    message = "save '/ckpt': ranks 2-3, 5 did not arrive within 600 s; "
+    for rank in (0, 1, 4):
+        assert type(outcomes[rank]) is PeerError
+        assert str(outcomes[rank]).startswith(message)
+        assert outcomes[rank].ranks == (2, 3, 5)
+    # Those that come after all are told that it is over, and the last of them cleans up.
+    clock.is_over = lambda: False
+    late = run_session(server, 6, lambda comm: None, only=[2, 3, 5])
+    for rank in (2, 3, 5):
+        assert type(late[rank]) is PeerError
+        assert str(late[rank]).startswith(message)
+
+
+def test_a_missing_rank_0_is_named(server: Server, clock: Clock):
+    clock.is_over = arrived(server, 0, 2)
+    outcomes = run_session(server, 3, lambda comm: None, only=[1, 2], timeout_s=600)
+    for rank in (1, 2):
+        assert str(outcomes[rank]).startswith("save '/ckpt': rank 0 did not arrive within 600 s")
+        assert outcomes[rank].ranks == (0,)
+    clock.is_over = lambda: False
+    assert type(run_session(server, 3, lambda comm: None, only=[0])[0]) is PeerError
+
+
+def test_a_rank_that_stops_in_the_middle_is_named(server: Server, clock: Clock):
+    clock.is_over = arrived(server, 2, 2)
+    over = threading.Event()
+
+    def body(comm: StoreComm) -> None:
+        comm.gather(b"")
+        if comm.rank == 1:
+            assert over.wait(60)
+        try:
+            comm.gather(b"")
+        finally:
+            over.set()
+
+    for error in run_session(server, 3, body, timeout_s=600):
+        assert str(error).startswith("save '/ckpt': rank 1 did not arrive within 600 s")
+        assert error.ranks == (1,)
+
+
+@pytest.mark.parametrize("call", ["broadcast", "scatter"])
+def test_a_rank_0_that_does_not_answer_is_named(server: Server, clock: Clock, call: str):
+    waiting, over = threading.Event(), threading.Event()
+    clock.is_over = waiting.is_set
+
+    def body(comm: StoreComm) -> None:
+        if comm.rank == 0:
+            assert over.wait(60)
+        waiting.set()
+        try:
+            getattr(comm, call)(b"  " if call == "broadcast" else [b""] * 3)
+        finally:
+            over.set()
+
+    for error in run_session(server, 3, body, timeout_s=600):
+        assert str(error).startswith("save '/ckpt': rank 0 did not answer within 600 s")
+        assert error.ranks == (0,)
+
+
+def test_a_rank_0_that_does_not_answer_after_all_have_arrived_is_named(server: Server, clock: Clock):
+    clock.is_over = arrived(server, 1, 2)
+    over = threading.Event()
+
+    class Slow:
+        """Rank 0 is slow to read the inbox of the step after the first."""
+
+        def __init__(self, store: Any) -> None:
+            self.store = store
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.store, name)
+
+        def get(self, key: str) -> bytes:
+            if key == "1/in":
+                assert over.wait(60)
+            return self.store.get(key)
+
+    def body(comm: StoreComm) -> None:
+        try:
+            comm.gather(b"")
+        finally:
+            over.set()
+
+    outcomes = run_session(server, 2, body, timeout_s=600, wrap=lambda store, rank: Slow(store) if rank == 0 else store)
+    for error in outcomes:
+        assert str(error).startswith("save '/ckpt': rank 0 did not answer within 600 s")
+
+
+def test_a_lost_store_is_an_error_that_names_its_likely_host():
+    server = Server("tcp")
+    hosts = [server.store]
+    server.store = dist.TCPStore("127.0.0.1", hosts[0].port, is_master=False, wait_for_workers=False)
+    gathered = threading.Barrier(2, action=hosts.clear)  # the host's end is the end of its server
+
+    def body(comm: StoreComm) -> None:
+        comm.gather(b"")
+        gathered.wait()
+        comm.gather(b"")
+
+    for error in run_session(server, 2, body, timeout_s=5):
+        assert type(error) is PeerError
+        assert str(error).startswith("save '/ckpt': the job's key-value store does not answer any more")
+        assert error.ranks == (0,)
+
+
+# --- ranks that do different things ---
+
+
+def test_ranks_that_call_different_things_are_told_apart(server: Server):
+    calls = [("save", "/a"), ("save", "/a"), ("load", "/a"), ("save", "/b"), ("save", "/a")]
+    errors = run_session(server, 5, lambda comm: None, call=lambda rank: calls[rank])
+    for error in errors:
+        assert type(error) is PeerError
+        assert error.ranks == (2, 3)
+        assert str(error) == (
+            "ranks called different things: ranks 0-1, 4: save '/a'; rank 2: load '/a'; rank 3: save '/b'; "
+            "every rank must make the same calls in the same order"
+        )
+
+
+def test_of_two_ranks_that_differ_rank_0_is_right(server: Server):
+    errors = run_session(server, 2, lambda comm: None, call=lambda rank: ("save", f"/{rank}"))
+    assert [error.ranks for error in errors] == [(1,), (1,)]
+
+
+def test_a_rank_at_another_step_than_rank_0_is_an_error_on_all(server: Server):
+    def body(comm: StoreComm) -> None:
+        if comm.rank == 1:
+            comm.gather(b"")
+        else:
+            comm.broadcast(b"" if comm.rank == 0 else None)
+
+    first, wrong, last = run_session(server, 3, body)
+    message = "this rank is at a gather while rank 0 is at a broadcast"
+    assert message in str(wrong)
+    for error in (first, last):
+        assert message in str(error)
+        assert str(error).startswith("rank 1: ")
+        assert error.ranks == (1,)
+
+
+def test_refusals_survive_the_wire():
+    refusal = Refusal("MismatchError", "ß\n", (1, 2), ("a", "b"), (3,))
+    assert Refusal.decode(refusal.encode()) == refusal
+
+
+@pytest.mark.parametrize("kind", ["Unheard", "Sequence", "annotations", "CheckpointErrorr", "__name__"])
+def test_an_error_class_that_this_rank_does_not_know_is_a_peer_error(kind: str):
+    error = Refusal(kind, "text", (1,)).error()
+    assert type(error) is PeerError
+    assert error.ranks == (1,)
