@@ -1,0 +1,241 @@
+"""Sharded optimizers and fused weights: ragged flat ranges, ZeroRedundancyOptimizer, and local tensors made of several boxes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from reshard_ckpt import FlatShard, LocalShard, checkpoint
+from tests.distributed.net import Net, local, reference
+from tests.launch import run_ranks
+
+SHAPES = {"matrix": (13, 7), "vector": (5,), "cube": (3, 5, 4), "wide": (2, 31), "scalar": (), "empty": (0, 4)}
+Parts = dict[str, tuple[Any, torch.Tensor]]
+"""By name: what stands in the state, and what its local tensor must be."""
+
+
+def cuts(chance: random.Random, total: int, num: int) -> list[int]:
+    return [0, *sorted(chance.randint(0, total) for _ in range(num - 1)), total]
+
+
+def parts_of(size: int, num: int) -> list[tuple[int, int]]:
+    """Begin and length of each part, as `torch.chunk` cuts; those at the end may be empty."""
+    each = -(-size // num)
+    return [(min(each * i, size), min(each * (i + 1), size) - min(each * i, size)) for i in range(num)]
+
+
+def flat_parts(chance: random.Random, num: int, rank: int, columns: int) -> Parts:
+    """Every tensor is cut into `columns` boxes along some dim; each box, flattened, into ragged runs, for `num` ranks in all."""
+    out: Parts = {}
+    row, column = divmod(rank, columns)
+    for name, shape in SHAPES.items():
+        whole = reference(name, shape)
+        if not shape:
+            out[name] = torch.full_like(whole, -1), whole
+            continue
+        dim = chance.randrange(len(shape))
+        boxes = [whole.narrow(dim, low, size) for low, size in parts_of(shape[dim], columns)]
+        # Every rank draws the cuts of every column, so that all draw the same ones.
+        bounds = [cuts(chance, box.numel(), num // columns) for box in boxes][column]
+        box = boxes[column]
+        offsets = [parts_of(shape[dim], columns)[column][0] if d == dim else 0 for d in range(len(shape))]
+        run = box.flatten()[bounds[row] : bounds[row + 1]].clone()
+        pieces = None if columns == 1 else [(offsets, list(box.shape))]
+        out[name] = FlatShard(torch.full_like(run, -1), shape, bounds[row], pieces=pieces), run
+    return out
+
+
+def dtensor_parts(chance: random.Random, mesh: DeviceMesh) -> Parts:
+    out: Parts = {}
+    for name, shape in SHAPES.items():
+        whole = reference(name, shape)
+        if not shape:
+            out[name] = torch.full_like(whole, -1), whole
+            continue
+        placement = [Shard(chance.randrange(len(shape)))]
+        wanted = distribute_tensor(whole, mesh, placement)
+        out[name] = distribute_tensor(torch.full_like(whole, -1), mesh, placement), wanted.to_local()
+    return out
+
+
+def memory(value: Any) -> torch.Tensor:
+    return value.tensor if isinstance(value, FlatShard | LocalShard) else local(value)
+
+
+def fill(parts: Parts) -> dict[str, Any]:
+    for value, wanted in parts.values():
+        memory(value).copy_(wanted.reshape(memory(value).shape))
+    return {"optimizer": {name: value for name, (value, _) in parts.items()}}
+
+
+def flat_job(folder: str) -> list[str]:
+    """Random flat layouts on 3, 4 and 6 ranks, of whole tensors and of boxes, and DTensors on 4: each to each."""
+    rank = dist.get_rank()
+    mesh = DeviceMesh("cpu", torch.arange(4))
+    groups = {num: dist.new_group(list(range(num))) for num in (3, 4, 6)}
+    layouts: list[tuple[int, int]] = [(3, 1), (4, 0), (4, 2), (6, 3), (3, 1), (6, 2)]
+
+    def parts(number: int) -> Parts:
+        (num, columns), chance = layouts[number], random.Random(number)
+        return flat_parts(chance, num, rank, columns) if columns else dtensor_parts(chance, mesh)
+
+    wrong: list[str] = []
+    for number, (num, _) in enumerate(layouts):
+        if rank < num:
+            checkpoint.save(Path(folder, str(number)), fill(parts(number)), process_group=groups[num])
+    dist.barrier()
+    if rank == 0:
+        for number in range(len(layouts)):
+            read = checkpoint.read(Path(folder, str(number)))
+            wrong += [
+                f"read {number}: {n}" for n, s in SHAPES.items() if not torch.equal(read[f"optimizer.{n}"], reference(n, s))
+            ]
+    for saved in range(len(layouts)):
+        for loaded, (num, _) in enumerate(layouts):
+            if rank < num:
+                target = parts(loaded)
+                state = {"optimizer": {name: value for name, (value, _) in target.items()}}
+                checkpoint.load(Path(folder, str(saved)), state, process_group=groups[num])
+                for name, (value, wanted) in target.items():
+                    if not torch.equal(memory(value).flatten(), wanted.flatten()):
+                        wrong.append(f"{layouts[saved]} to {layouts[loaded]}: rank {rank}: {name}")
+    return wrong
+
+
+def test_ragged_flat_ranges_of_tensors_and_of_boxes(tmp_path: Path):
+    assert run_ranks(flat_job, 6, str(tmp_path)) == [[]] * 6
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: Sequence[int]) -> None:
+    """The same batches on every rank, so that gradients are equal without any exchange."""
+    for step in steps:
+        net(torch.arange(4) + step).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def zero_job(folder: str) -> list[str]:
+    rank = dist.get_rank()
+    groups = {num: dist.new_group(list(range(num))) for num in (1, 2, 3, 4)}
+
+    def made(num: int, lr: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+        net = Net(("embedding", 0, 1, "head"))
+        chosen = [
+            {"params": [p for p in net.parameters() if p.ndim == 2], "weight_decay": 0.25},
+            {"params": [p for p in net.parameters() if p.ndim < 2 and p.requires_grad]},
+        ]
+        if num == 1:
+            return net, torch.optim.AdamW(chosen, lr=lr)
+        return net, ZeroRedundancyOptimizer(chosen, torch.optim.AdamW, process_group=groups[num], lr=lr)
+
+    plain, adam = made(1, 0.01)
+    train(plain, adam, range(2))
+    adam.param_groups[1]["lr"] = 0.002
+    names = {p: name for name, p in plain.named_parameters()}
+    expected = {f"optimizer.state.{names[p]}.{k}": v.clone() for p, s in adam.state.items() for k, v in s.items()}
+    wrong: list[str] = []
+    for num in (1, 3, 4):
+        if rank < num:
+            net, optimizer = made(num, 0.01)
+            train(net, optimizer, range(2))
+            optimizer.param_groups[1]["lr"] = 0.002
+            checkpoint.save(Path(folder, str(num)), {"model": net, "optimizer": optimizer}, process_group=groups[num])
+    dist.barrier()
+    train(plain, adam, range(2, 4))
+    for saved in (1, 3, 4):
+        read = checkpoint.read(Path(folder, str(saved)))
+        wrong += [f"read {saved}: {name}" for name, value in expected.items() if not torch.equal(read[name], value)]
+        for num in (1, 2, 3, 4):
+            if rank < num:
+                net, optimizer = made(num, 9.0)
+                checkpoint.load(Path(folder, str(saved)), {"model": net, "optimizer": optimizer}, process_group=groups[num])
+                if [g["lr"] for g in optimizer.param_groups] != [0.01, 0.002] or optimizer.param_groups[0][
+                    "weight_decay"
+                ] != 0.25:
+                    wrong.append(f"{saved} to {num}: {[g['lr'] for g in optimizer.param_groups]}")
+                train(net, optimizer, range(2, 4))
+                pairs = zip(net.named_parameters(), plain.parameters(), strict=True)
+                wrong += [f"{saved} to {num}: rank {rank}: {name}" for (name, p), q in pairs if not torch.equal(p, q)]
+                if num > 1 and len(optimizer.optim.state) >= len(names):
+                    wrong.append(f"{saved} to {num}: rank {rank} holds the state of all parameters")
+    return wrong
+
+
+def test_zero_redundancy_optimizer_on_other_numbers_of_ranks_and_plain(tmp_path: Path):
+    assert run_ranks(zero_job, 4, str(tmp_path)) == [[]] * 4
+
+
+DIM, HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 6, 8, 4, 3, 12
+SECTIONS = {"qkv": (HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM), "swiglu": (HIDDEN, HIDDEN)}
+
+
+def fused_pieces(name: str, tp: int, rank: int) -> tuple[list[tuple[Any, Any, Any]], torch.Tensor]:
+    """The pieces of a rank's fused weight, and the index of its rows in the global one: a part of every section."""
+    pieces, rows, at, base = [], [], 0, 0
+    for size in SECTIONS[name]:
+        each = size // tp
+        pieces.append(((at, 0), (base + rank * each, 0), (each, DIM)))
+        rows.append(torch.arange(base + rank * each, base + (rank + 1) * each))
+        at, base = at + each, base + size
+    return pieces, torch.cat(rows)
+
+
+def fused_state(tp: int, rank: int, *, full: bool) -> tuple[dict[str, Any], list[tuple[str, torch.Tensor, torch.Tensor]]]:
+    """Parameters declared by `LocalShard`, an AdamW that knows nothing of it, and each tensor with what it must be."""
+    model, state, checks = {}, {}, []
+    for name, sections in SECTIONS.items():
+        pieces, rows = fused_pieces(name, tp, rank)
+        shape = (sum(sections), DIM)
+        param = nn.Parameter(torch.full((len(rows), DIM), -1.0))
+        model[name] = LocalShard(param, shape, pieces=pieces)
+        state[param] = {key: reference(name, shape, key)[rows] for key in ("exp_avg", "exp_avg_sq")}
+        checks.append((name, param.detach(), reference(name, shape)[rows]))
+    optimizer = torch.optim.AdamW(list(state))
+    if full:
+        for _, tensor, wanted in checks:
+            tensor.copy_(wanted)
+        for param, entries in state.items():
+            optimizer.state[param] = {"step": torch.tensor(3.0), **entries}
+    return {"model": model, "optimizer": optimizer, "wanted": state}, checks
+
+
+def fused_job(folder: str) -> list[str]:
+    rank = dist.get_rank()
+    groups = {num: dist.new_group(list(range(num))) for num in (1, 2, 4)}
+    wrong: list[str] = []
+    previous = ""
+    for tp in (2, 4, 1, 4):
+        path = Path(folder, f"{previous or 'first'}-{tp}")
+        if rank < tp:
+            made, checks = fused_state(tp, rank, full=not previous)
+            wanted = made.pop("wanted")
+            if previous:
+                checkpoint.load(previous, made, process_group=groups[tp])
+            wrong += [f"{path.name}: rank {rank}: {name}" for name, got, value in checks if not torch.equal(got, value)]
+            for param, entries in wanted.items():
+                held = made["optimizer"].state[param]
+                wrong += [f"{path.name}: rank {rank}: {k}" for k, value in entries.items() if not torch.equal(held[k], value)]
+            path = Path(folder, f"tp{tp}-{len(previous)}")
+            checkpoint.save(path, made, mesh={"tp": tp}, process_group=groups[tp])
+        dist.barrier()
+        previous = str(Path(folder, f"tp{tp}-{len(previous)}"))
+        read = checkpoint.read(previous)
+        for name, sections in SECTIONS.items():
+            for key in ("", "exp_avg", "exp_avg_sq"):
+                full = f"optimizer.state.{name}.{key}" if key else f"model.{name}"
+                if not torch.equal(read[full], reference(name, (sum(sections), DIM), key)):
+                    wrong.append(f"tp {tp}: {full}")
+    return wrong
+
+
+def test_fused_qkv_and_swiglu_on_tp_2_4_1(tmp_path: Path):
+    assert run_ranks(fused_job, 4, str(tmp_path)) == [[]] * 4
