@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
@@ -11,21 +12,24 @@ import torch
 
 from .adapters.shards import PerRank, PerRankValues
 from .adapters.state import capture, prepare_load
+from .adapters.stepped import can_be_held, optimizers_in, owned_storages
 from .comm import open_session
 from .core.catalog import Catalog, TensorKind
 from .core.report import LoadReport
 from .core.state import TensorSpec, ValueKind, box_piece, row_major_strides
+from .engine.async_save import LINE, SaveHandle, launch, take_ring
+from .engine.host_memory import POOL
 from .engine.load import LoadOptions, drop_refused, fetch, fetch_catalog, missing_values, open_catalog, resolve, vote
 from .engine.rename import renamed
 from .engine.save import agree, commit, hold
 from .engine.saved_values import SavedValue, open_values
-from .engine.write import write_assignment
+from .engine.write import lay_out, write_assignment
 from .errors import MismatchError, UsageError
 from .format.torch_dtypes import TORCH_DTYPES
 from .format.values import encode_value
 from .storage import open_storage
 
-__all__ = ["PerRank", "catalog", "load", "read", "save"]
+__all__ = ["LoadReport", "PerRank", "SaveHandle", "async_save", "catalog", "load", "prepare", "read", "save"]
 
 Path = str | os.PathLike[str]
 Patterns = Sequence[str] | bool
@@ -69,12 +73,106 @@ def save(
         Another rank failed or did not arrive.
     """
     with open_session("save", str(path), process_group=process_group, timeout_s=timeout_s) as comm:
+        LINE.wait_turn(when_busy="wait")
         captured = capture(state, mesh=mesh, process_group=process_group)
         with open_storage(path) as storage:
             holdings = hold([(e.spec, e.memory) for e in captured.entries], captured.values, captured.mesh, comm.rank)
             agreed = agree(comm, holdings)
             receipt = write_assignment(storage, holdings, agreed.assignment, comm.rank)
             commit(comm, storage, agreed, receipt, encode_value(metadata, "metadata"))
+
+
+def async_save(
+    path: Path,
+    state: Mapping[str, Any],
+    *,
+    staging: str = "eager",
+    host_buffer_bytes: int | None = None,
+    when_busy: str = "wait",
+    mesh: Any = None,
+    process_group: Any = None,
+    metadata: Any = None,
+    timeout_s: float = 600.0,
+) -> SaveHandle:
+    """Save a state while training goes on.
+
+    Parameters
+    ----------
+    path, state, mesh, process_group, metadata, timeout_s
+        As for `save`.
+    staging
+        ``"eager"``: the state may change as soon as this returns. ``"lazy"``: this returns sooner, and the state may change once
+        ``staged()`` of the handle returns; the steps of the optimizers in the state wait for that by themselves, so a training
+        loop needs no change. What else may change meanwhile (buffers, other objects) is copied before this returns.
+        Where an optimizer's steps cannot be held back (compiled, ``capturable=True``), lazy is eager.
+    host_buffer_bytes
+        Upper bound of the host memory for staging, at least 16 MiB. Below what this rank writes, staging is eager, and waits
+        for the disk.
+    when_busy
+        If a save of this process is still under way: ``"wait"`` for it, or ``"error"``.
+
+    Returns
+    -------
+    SaveHandle
+        Its ``result()`` returns once the checkpoint is committed, or raises what went wrong. An error that nobody asked for is
+        raised by the next save.
+
+    Raises
+    ------
+    CheckpointError
+        As for `save`, as far as known before this returns; or the previous save failed in the background.
+    """
+    _check_option("staging", staging, ("eager", "lazy"))
+    _check_option("when_busy", when_busy, ("wait", "error"))
+    handle = SaveHandle(str(path))
+    with ExitStack() as stack:
+        comm = stack.enter_context(open_session("save", str(path), process_group=process_group, timeout_s=timeout_s))
+        LINE.wait_turn(when_busy=when_busy)
+        captured = capture(state, mesh=mesh, process_group=process_group)
+        storage = stack.enter_context(open_storage(path))
+        holdings = hold([(e.spec, e.memory) for e in captured.entries], captured.values, captured.mesh, comm.rank)
+        agreed = agree(comm, holdings)
+        guarded = [o for o in optimizers_in(state) if can_be_held(o)] if staging == "lazy" else []
+        launch(
+            handle,
+            stack.pop_all(),
+            comm,
+            storage,
+            holdings,
+            agreed,
+            encode_value(metadata, "metadata"),
+            host_buffer_bytes=host_buffer_bytes,
+            guarded=guarded,
+            owned=owned_storages(guarded),
+        )
+        LINE.join(handle)
+    return handle
+
+
+def prepare(
+    state: Mapping[str, Any],
+    *,
+    mesh: Any = None,
+    process_group: Any = None,
+    host_buffer_bytes: int | None = None,
+    timeout_s: float = 600.0,
+) -> None:
+    """Allocate the staging memory for a state, and agree on its layout, before the first `async_save` of it needs both.
+
+    Call it on all ranks, with the state and the options that `async_save` will be given. What an optimizer does not have yet,
+    before its first step, is not counted.
+    """
+    with open_session("prepare", "", process_group=process_group, timeout_s=timeout_s) as comm:
+        captured = capture(state, mesh=mesh, process_group=process_group)
+        holdings = hold([(e.spec, e.memory) for e in captured.entries], captured.values, captured.mesh, comm.rank)
+        agreed = agree(comm, holdings)
+        ring = take_ring(holdings, lay_out(holdings, agreed.assignment, comm.rank), host_buffer_bytes)
+        POOL.give_back(ring.fill_(0))
+
+
+def _check_option(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise UsageError(f"{name}={value!r}: pass one of {', '.join(map(repr, known))}")
 
 
 def load(

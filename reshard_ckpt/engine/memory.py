@@ -67,12 +67,26 @@ def chunks(held: Held, start: int, count: int, scratch: torch.Tensor) -> Iterato
         if in_order and tensor.device.type == "cpu":
             yield element_bytes(tensor, piece.base + begin, num)
             continue
-        out = scratch[: num * tensor.element_size()].view(tensor.dtype)
-        if in_order:
-            out.copy_(region(tensor, piece.base + begin, (num,), (1,)))
-        else:
-            _gather(held, begin, num, out)
-        yield scratch[: num * tensor.element_size()].numpy().data
+        out = scratch[: num * tensor.element_size()]
+        copy_run(held, begin, num, out)
+        yield out.numpy().data
+
+
+def copy_run(held: Held, start: int, count: int, out: torch.Tensor) -> None:
+    """Copy a run of the piece's box, in order, into host memory; from a device without waiting, if that memory is pinned.
+
+    Parameters
+    ----------
+    start, count
+        Elements of the box, inside the piece's own run.
+    out
+        1-D uint8, as long as the run, aligned for its dtype.
+    """
+    typed = out.view(held.tensor.dtype)
+    if is_in_order(held.piece):
+        typed.copy_(region(held.tensor, held.piece.base + start, (count,), (1,)), non_blocking=True)
+    else:
+        _gather(held, start, count, typed)
 
 
 def _gather(held: Held, start: int, count: int, out: torch.Tensor) -> None:
@@ -83,5 +97,5 @@ def _gather(held: Held, start: int, count: int, out: torch.Tensor) -> None:
     for offsets, lengths in zip(cut.offsets.tolist(), cut.lengths.tolist(), strict=True):
         base = piece.base + sum(o * s for o, s in zip(offsets, piece.strides, strict=True))
         box = region(held.tensor, base, tuple(lengths), piece.strides)
-        out[done : done + box.numel()].view(lengths).copy_(box)
+        out[done : done + box.numel()].view(lengths).copy_(box, non_blocking=True)
         done += box.numel()

@@ -8,11 +8,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ..core.catalog import TensorKind
 from ..core.geometry import I64
@@ -21,11 +23,13 @@ from ..core.state import TensorSpec
 from ..format.checksums import BlockHasher, digest128
 from ..format.shard_file import Member, header, header_cost, make_member
 from ..storage.protocol import Storage
-from .fingerprint import fingerprint
+from .fingerprint import WHOLE_BYTES, fingerprint
 from .memory import Held, chunks
 from .messages import Assignment, Receipt, WrittenFile
 
-SCRATCH_BYTES = 16 << 20
+SCRATCH_BYTES = 4 << 20
+"""Bytes hashed and written at once: few enough to be in the processor's cache for the second of the two."""
+
 HEADER_BYTES = 48 << 20
 """A file's header is kept below this; safetensors refuses 100 MB."""
 
@@ -46,6 +50,12 @@ class FileLayout:
     key: str
     items: slice
     members: tuple[Member, ...]
+    header: bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """The size that the file will have."""
+        return len(self.header) + sum(member.num_bytes for member in self.members)
 
 
 def file_key(save_id: str, rank: int, part: int) -> str:
@@ -68,13 +78,18 @@ def lay_out(holdings: Holdings, assignment: Assignment, rank: int, header_bytes:
     for i, member in enumerate(members):
         cost = header_cost(member)
         if used + cost > header_bytes and i > begin:
-            files.append(FileLayout(file_key(assignment.save_id, rank, len(files)), slice(begin, i), tuple(members[begin:i])))
+            files.append(_file_layout(file_key(assignment.save_id, rank, len(files)), members, begin, i))
             begin, used = i, 0
         used += cost
     if members:
         key = file_key(assignment.save_id, rank, len(files))
-        files.append(FileLayout(key, slice(begin, len(members)), tuple(members[begin:])))
+        files.append(_file_layout(key, members, begin, len(members)))
     return files
+
+
+def _file_layout(key: str, members: Sequence[Member], begin: int, end: int) -> FileLayout:
+    chosen = tuple(members[begin:end])
+    return FileLayout(key, slice(begin, end), chosen, header(chosen, {"format": "reshard_ckpt"}))
 
 
 def _member(holdings: Holdings, local: int, start: int, count: int) -> Member:
@@ -85,54 +100,67 @@ def _member(holdings: Holdings, local: int, start: int, count: int) -> Member:
     return make_member(spec.name, spec.dtype, spec.shape, held.piece.offsets, held.piece.lengths, start, count)
 
 
+def fingerprints(holdings: Holdings, rows: I64) -> NDArray[np.uint64]:
+    """The fingerprints of these rows."""
+    scratch = torch.empty(WHOLE_BYTES, dtype=torch.uint8)
+    return np.array([fingerprint(holdings.rows[row][1], scratch) for row in rows.tolist()], np.uint64)
+
+
 def write_assignment(
     storage: Storage, holdings: Holdings, assignment: Assignment, rank: int, header_bytes: int = HEADER_BYTES
 ) -> Receipt:
-    """Write and make durable all that this rank was assigned.
+    """Write and make durable all that this rank was assigned, from the tensors' own memory.
 
     Raises
     ------
     StorageError
         The store refused; what this rank had written is removed.
     """
-    scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8)
-    marks = [fingerprint(holdings.rows[row][1], scratch) for row in assignment.fingerprint.tolist()]
+    marks = fingerprints(holdings, assignment.fingerprint)
     layouts = lay_out(holdings, assignment, rank, header_bytes)
+    return write_files(storage, assignment, layouts, partial(_file_chunks, holdings, assignment), marks)
+
+
+def write_files(
+    storage: Storage,
+    assignment: Assignment,
+    layouts: Sequence[FileLayout],
+    chunks_of: Callable[[FileLayout], Iterator[memoryview]],
+    marks: NDArray[np.uint64],
+) -> Receipt:
+    """Write files from chunks of their bytes, hashed on the way, and make them durable."""
     file, offset = np.zeros(len(assignment.local), np.int64), np.zeros(len(assignment.local), np.int64)
     written: list[WrittenFile] = []
     try:
         for part, layout in enumerate(layouts):
-            written.append(_write_file(storage, holdings, assignment, layout))
+            written.append(_write_file(storage, layout, chunks_of(layout)))
             file[layout.items], offset[layout.items] = part, _offsets(layout)
         if written:
             storage.sync(assignment.save_id)
     except BaseException:
         storage.delete([key for layout in layouts for key in (layout.key, _digests_key(layout.key))])
         raise
-    return Receipt(tuple(written), file, offset, np.array(marks, np.uint64))
+    return Receipt(tuple(written), file, offset, marks)
 
 
 def _digests_key(key: str) -> str:
     return key.removesuffix(".safetensors") + ".digests"
 
 
-def _file_header(layout: FileLayout) -> bytes:
-    return header(layout.members, {"format": "reshard_ckpt"})
-
-
 def _offsets(layout: FileLayout) -> I64:
     sizes = np.array([member.num_bytes for member in layout.members], np.int64)
-    return len(_file_header(layout)) + np.cumsum(sizes) - sizes
+    return len(layout.header) + np.cumsum(sizes) - sizes
 
 
-def _write_file(storage: Storage, holdings: Holdings, assignment: Assignment, layout: FileLayout) -> WrittenFile:
+def _write_file(storage: Storage, layout: FileLayout, chunks_of_file: Iterator[memoryview]) -> WrittenFile:
     hasher = BlockHasher()
     with storage.create(layout.key) as writer:
-        for chunk in _file_chunks(holdings, assignment, layout):
+        for chunk in chunks_of_file:
             hasher.update(chunk)
             writer.write(chunk)
         writer.finish()
     size, digests = hasher.num_bytes, hasher.finish()
+    assert size == layout.num_bytes
     with storage.create(_digests_key(layout.key)) as writer:
         writer.write(digests)
         writer.finish()
@@ -140,8 +168,8 @@ def _write_file(storage: Storage, holdings: Holdings, assignment: Assignment, la
 
 
 def _file_chunks(holdings: Holdings, assignment: Assignment, layout: FileLayout) -> Iterator[memoryview]:
-    """The bytes of a file, front to back."""
-    yield memoryview(_file_header(layout))
+    """The bytes of a file, front to back, from the tensors' own memory where that is in order."""
+    yield memoryview(layout.header)
     scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8)
     columns = (assignment.local, assignment.start, assignment.count)
     for local, start, count in zip(*(column[layout.items].tolist() for column in columns), strict=True):

@@ -1,0 +1,43 @@
+"""Which memory do only the optimizers change, and only in their steps? What lazy staging may copy after the call has returned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+
+def optimizers_in(state: Any) -> Iterator[Optimizer]:
+    """The optimizers in a state, however its containers nest."""
+    if isinstance(state, Optimizer):
+        yield state
+    elif isinstance(state, Mapping):
+        for value in state.values():
+            yield from optimizers_in(value)
+    elif isinstance(state, list | tuple):
+        for value in state:
+            yield from optimizers_in(value)
+
+
+def can_be_held(optimizer: Optimizer) -> bool:
+    """Whether the optimizer's steps run its hooks: not compiled ones, nor those that a CUDA graph replays."""
+    step = vars(optimizer).get("step", type(optimizer).step)
+    compiled = hasattr(step, "_torchdynamo_orig_callable")
+    captured = any(group.get("capturable") for group in optimizer.param_groups)
+    # torch marks a class's step once it runs hooks; where a release does not, staging is eager.
+    return bool(getattr(type(optimizer).step, "hooked", False)) and not compiled and not captured
+
+
+def owned_storages(optimizers: Sequence[Optimizer]) -> frozenset[int]:
+    """Addresses of the storages of their parameters and of their state."""
+    tensors = [param for o in optimizers for group in o.param_groups for param in group["params"]]
+    tensors += [v for o in optimizers for held in o.state.values() if isinstance(held, dict) for v in held.values()]
+    return frozenset(_address(t) for t in tensors if isinstance(t, torch.Tensor))
+
+
+def _address(tensor: torch.Tensor) -> int:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage().data_ptr()

@@ -1,0 +1,245 @@
+"""How does a save go on while training does? Stage, hand over, and let a thread write and commit.
+
+1. In the caller: agree, as every save does. What cannot wait is copied before the call returns.
+2. *Eager*: that is everything. *Lazy*: what only the optimizers change is copied by a thread, while forward and backward run;
+   a hook holds each optimizer's next step back until it is done.
+3. Another thread writes, sends the receipt and commits, over the session that the caller opened: never by the job's collectives.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Container, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import torch
+from torch.optim import Optimizer
+
+from ..comm.protocol import Comm
+from ..errors import CheckpointError, UsageError
+from ..storage.protocol import Storage
+from .host_memory import POOL
+from .save import Agreed, commit
+from .staging import MIN_RING_BYTES, Staging, ring_bytes
+from .step_guard import StepGuard
+from .write import FileLayout, Holdings, fingerprints, lay_out, write_files
+
+LOG = logging.getLogger("reshard_ckpt")
+
+
+class SaveHandle:
+    """A save that is under way.
+
+    Every method may be called from any thread, any number of times.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._staged = threading.Event()
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+        self._told = False
+
+    def staged(self) -> None:
+        """Wait until the state may change: all of it is copied, or the save has failed (`result` says how)."""
+        self._staged.wait()
+
+    def done(self) -> bool:
+        """Whether the save has been committed or has failed."""
+        return self._done.is_set()
+
+    def result(self, timeout: float | None = None) -> None:
+        """Wait until the checkpoint is committed.
+
+        Parameters
+        ----------
+        timeout
+            Seconds to wait; None is for ever.
+
+        Raises
+        ------
+        TimeoutError
+            The save is still under way.
+        CheckpointError
+            The save failed, and why; what the path held before is still there.
+        """
+        if not self._done.wait(timeout):
+            raise TimeoutError(f"the save to {self._path} is not committed after {timeout} s; it goes on")
+        self._told = True
+        if self._error is not None:
+            raise self._error
+
+    def untold(self) -> BaseException | None:
+        """The error that nobody has been told of yet; whoever asks is told by this."""
+        error = None if self._told else self._error
+        self._told = True
+        return error
+
+
+class SaveThread:
+    """Carries one save through, once its state is staged or while it is."""
+
+    def __init__(self, handle: SaveHandle, session: AbstractContextManager[Any], staging: Staging) -> None:
+        self._handle, self._session, self._staging = handle, session, staging
+
+    def start(self, write: Callable[[], None], *, finally_: Callable[[], None]) -> None:
+        """Run `write` in the session, and then, in any case, `finally_`."""
+        # No daemon: when the job ends, the interpreter waits for the last save.
+        _thread("reshard-ckpt-save", lambda: self._run(write, finally_))
+
+    def stage(self, fill: Callable[[], None], *, in_background: bool) -> None:
+        """Run `fill`, after which the state may change; an error of it fails the save."""
+        if in_background:
+            _thread("reshard-ckpt-stage", lambda: self._stage(fill))
+        else:
+            self._stage(fill)
+
+    def _stage(self, fill: Callable[[], None]) -> None:
+        try:
+            fill()
+            self._staging.finish()
+        except BaseException as error:  # whatever it is, the writer must not wait for ever
+            self._staging.fail(error)
+        finally:
+            self._handle._staged.set()
+
+    def _run(self, write: Callable[[], None], finally_: Callable[[], None]) -> None:
+        handle = self._handle
+        try:
+            with self._session:
+                try:
+                    write()
+                except BaseException as error:
+                    self._staging.fail(error)
+                    raise
+        except BaseException as error:
+            handle._error = error if isinstance(error, CheckpointError) else _wrapped(handle, error)
+            LOG.error("the save to %s failed: %s", handle._path, error)
+        finally:
+            handle._staged.wait()
+            finally_()
+            handle._done.set()
+
+
+def _thread(name: str, target: Callable[[], None]) -> None:
+    threading.Thread(target=target, name=name, daemon=False).start()
+
+
+def _wrapped(handle: SaveHandle, error: BaseException) -> CheckpointError:
+    wrapped = CheckpointError(
+        f"the save to {handle._path} failed: {type(error).__name__}: {error}; what the path held before is still there"
+    )
+    wrapped.__cause__ = error
+    return wrapped
+
+
+class Line:
+    """The saves of this process, one after the other: each needs the staging memory, and its error must be heard."""
+
+    def __init__(self) -> None:
+        self._last: SaveHandle | None = None
+
+    def wait_turn(self, *, when_busy: str) -> None:
+        """Wait for the save before this one, and raise its error if nobody has heard it.
+
+        Called inside the new save's session, so that what one rank raises here, all ranks raise.
+
+        Raises
+        ------
+        UsageError
+            A save is under way and ``when_busy`` is ``"error"``.
+        CheckpointError
+            The save before failed in the background.
+        """
+        last = self._last
+        if last is None:
+            return
+        if when_busy == "error" and not last.done():
+            raise UsageError(f"the save to {last._path} is still under way; wait for its result(), or pass when_busy='wait'")
+        last._done.wait()
+        self._last = None
+        error = last.untold()
+        if error is not None:
+            raise CheckpointError(f"the save before this one failed in the background: {error}") from error
+
+    def join(self, handle: SaveHandle) -> None:
+        """This save is the last one now."""
+        self._last = handle
+
+
+LINE = Line()
+
+
+def launch(
+    handle: SaveHandle,
+    session: AbstractContextManager[Any],
+    comm: Comm,
+    storage: Storage,
+    holdings: Holdings,
+    agreed: Agreed,
+    metadata: bytes,
+    *,
+    host_buffer_bytes: int | None,
+    guarded: Sequence[Optimizer],
+    owned: Container[int],
+) -> None:
+    """Stage the agreed part of the state and let threads do the rest.
+
+    Parameters
+    ----------
+    session
+        Entered by the caller; the saving thread leaves it.
+    host_buffer_bytes
+        Upper bound of the memory for staging; below the size of what this rank writes, staging waits for the disk.
+    guarded
+        Optimizers whose steps can be held back; empty for eager staging.
+    owned
+        Addresses of the storages that only these optimizers change.
+    """
+    layouts = lay_out(holdings, agreed.assignment, comm.rank)
+    ring = take_ring(holdings, layouts, host_buffer_bytes)
+    staging = Staging(holdings, agreed.assignment, layouts, ring)
+    thread = SaveThread(handle, session, staging)
+    rows = agreed.assignment.fingerprint
+    marks = np.zeros(len(rows), np.uint64)
+
+    def copy(mine: Callable[[int], bool]) -> None:
+        staging.fill(mine)
+        chosen = np.array([mine(row) for row in rows.tolist()], bool)
+        marks[chosen] = fingerprints(holdings, rows[chosen])
+
+    def is_owned(row: int) -> bool:
+        return holdings.rows[row][1].tensor.untyped_storage().data_ptr() in owned
+
+    def write() -> None:
+        receipt = write_files(storage, agreed.assignment, layouts, staging.drain, marks)
+        commit(comm, storage, agreed, receipt, metadata)
+
+    thread.start(write, finally_=lambda: POOL.give_back(ring))
+    if not guarded or not staging.holds_all:
+        thread.stage(lambda: copy(lambda _: True), in_background=False)
+        return
+    # What forward changes as well (buffers, an average of the weights) is copied now; no step can come before the guard stands.
+    guard = StepGuard(guarded, handle.staged)
+
+    def copy_owned() -> None:
+        copy(is_owned)
+        guard.close()
+
+    try:
+        copy(lambda row: not is_owned(row))
+    except BaseException as error:
+        staging.fail(error)
+    thread.stage(copy_owned, in_background=True)
+
+
+def take_ring(holdings: Holdings, layouts: Sequence[FileLayout], host_buffer_bytes: int | None) -> torch.Tensor:
+    """Memory for the images of these files, or as much of it as the caller allows."""
+    wanted = ring_bytes(layouts)
+    if host_buffer_bytes is not None:
+        wanted = min(wanted, max(host_buffer_bytes, MIN_RING_BYTES))
+    pinned = any(held.tensor.device.type == "cuda" for _, held in holdings.rows)
+    return POOL.take(wanted, pinned=pinned)

@@ -1,0 +1,181 @@
+"""How is the state copied to where training cannot change it? Into a ring that holds the images of this rank's files.
+
+1. The images of all files lie end to end in one address space; the item at address ``a`` is kept at ``a`` modulo the ring's size.
+2. One thread *fills*: it copies items, and waits where the ring is full of bytes not yet written.
+3. Another *drains*: it writes what is filled, front to back, and so makes room.
+
+A ring as large as the images never waits, and may be filled in any order; a smaller one (``host_buffer_bytes``) streams.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+from .memory import copy_run
+from .messages import Assignment
+from .write import FileLayout, Holdings
+
+STEP_BYTES = 4 << 20
+"""Bytes copied, or handed to the writer, at once; a multiple of every element size."""
+
+MIN_RING_BYTES = 16 << 20
+
+
+class Staging:
+    """The images of one rank's files while they go from the state to the store."""
+
+    def __init__(self, holdings: Holdings, assignment: Assignment, layouts: Sequence[FileLayout], ring: torch.Tensor) -> None:
+        self._holdings, self._assignment, self._layouts, self._ring = holdings, assignment, layouts, ring
+        self._capacity = ring.numel() // STEP_BYTES * STEP_BYTES
+        self._changed = threading.Condition()
+        self._filled = 0
+        self._written = 0
+        self._error: BaseException | None = None
+        self._begin, self.num_bytes = _addresses(layouts)
+        self._item_at = _item_addresses(layouts, self._begin)
+        self._streams = _Streams(held.tensor.device for _, held in holdings.rows)
+
+    @property
+    def holds_all(self) -> bool:
+        """Whether the ring never has to wait."""
+        return self._capacity >= self.num_bytes
+
+    def fill(self, chosen: Callable[[int], bool]) -> None:
+        """Copy headers, and the items of chosen rows, into the ring, in the order of the files.
+
+        All rows at once, unless the ring holds all. Raises whatever stopped the draining thread.
+        """
+        with self._streams.copying():
+            for layout, begin in zip(self._layouts, self._begin, strict=True):
+                self._put_bytes(begin, layout.header)
+                for item in range(layout.items.start, layout.items.stop):
+                    if chosen(int(self._assignment.local[item])):
+                        self._put_item(item)
+
+    def hold_back(self) -> None:
+        """Let the device change the state only after it is copied; what `fill` copies from the host is copied when it returns."""
+        self._streams.hold_back()
+
+    def finish(self) -> None:
+        """All is copied: the rest may be drained."""
+        self._streams.wait()
+        self._advance(filled=self.num_bytes)
+
+    def fail(self, error: BaseException) -> None:
+        """Wake the other side with an error."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def drain(self, layout: FileLayout) -> Iterator[memoryview]:
+        """The bytes of one file as they are filled; files in order. A chunk is valid until the next is asked for."""
+        at = self._begin[self._layouts.index(layout)]
+        end = at + layout.num_bytes
+        self._advance(written=at)  # what lies between two files is nobody's, and must not keep room
+        view = self._ring.numpy().data
+        while at < end:
+            filled = self._wait_filled(at)
+            place = at % self._capacity
+            size = min(filled - at, end - at, STEP_BYTES, self._capacity - place)
+            yield view[place : place + size]
+            at += size
+            self._advance(written=at)
+
+    def _put_item(self, item: int) -> None:
+        held = self._holdings.rows[int(self._assignment.local[item])][1]
+        start, count = int(self._assignment.start[item]), int(self._assignment.count[item])
+        each, at = held.tensor.element_size(), self._item_at[item]
+        while count:
+            place = at % self._capacity
+            num = min(count, STEP_BYTES // each, (self._capacity - place) // each)
+            self._reserve(at, num * each)
+            copy_run(held, start, num, self._ring[place : place + num * each])
+            start, count, at = start + num, count - num, at + num * each
+
+    def _put_bytes(self, at: int, data: bytes) -> None:
+        while data:
+            place = at % self._capacity
+            size = min(len(data), self._capacity - place, STEP_BYTES)
+            self._reserve(at, size)
+            self._ring[place : place + size] = torch.frombuffer(bytearray(data[:size]), dtype=torch.uint8)
+            data, at = data[size:], at + size
+
+    def _reserve(self, at: int, size: int) -> None:
+        """Wait for room; where the ring streams, what lies before is complete, since it fills in order."""
+        if self.holds_all:
+            return
+        self._streams.wait()
+        self._advance(filled=at)
+        self._wait(lambda: at + size <= self._written + self._capacity)
+
+    def _wait_filled(self, at: int) -> int:
+        self._wait(lambda: self._filled > at)
+        return self._filled
+
+    def _wait(self, ready: Callable[[], bool]) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._error is not None or ready())
+            if self._error is not None:
+                raise self._error
+
+    def _advance(self, *, filled: int = 0, written: int = 0) -> None:
+        with self._changed:
+            self._filled, self._written = max(self._filled, filled), max(self._written, written)
+            self._changed.notify_all()
+
+
+class _Streams:
+    """Copies from CUDA run on streams of their own, after what the job's streams have queued by now; the CPU has none."""
+
+    def __init__(self, devices: Iterator[torch.device]) -> None:
+        cuda = {device for device in devices if device.type == "cuda"}
+        self._streams = [torch.cuda.Stream(device) for device in cuda]  # type: ignore[no-untyped-call]
+        for stream in self._streams:
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for stream in self._streams:
+                stack.enter_context(torch.cuda.stream(stream))
+            yield
+
+    def wait(self) -> None:
+        """Until all copies are done."""
+        for stream in self._streams:
+            stream.synchronize()
+
+    def hold_back(self) -> None:
+        """Let what the job's streams are given from now on begin only after all copies queued so far."""
+        for stream in self._streams:
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
+
+
+def ring_bytes(layouts: Sequence[FileLayout]) -> int:
+    """The size of a ring that holds these files whole."""
+    return -(-_addresses(layouts)[1] // STEP_BYTES) * STEP_BYTES
+
+
+def _addresses(layouts: Sequence[FileLayout]) -> tuple[list[int], int]:
+    """Where each file begins, aligned for every element, and where the last one ends."""
+    begin, at = [], 0
+    for layout in layouts:
+        at = -(-at // 64) * 64
+        begin.append(at)
+        at += layout.num_bytes
+    return begin, at
+
+
+def _item_addresses(layouts: Sequence[FileLayout], begin: Sequence[int]) -> list[int]:
+    """Where each item of the assignment lies."""
+    out: list[int] = []
+    for layout, at in zip(layouts, begin, strict=True):
+        at += len(layout.header)
+        for member in layout.members:
+            out.append(at)
+            at += member.num_bytes
+    return out

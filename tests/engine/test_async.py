@@ -1,0 +1,273 @@
+"""What an async save promises: it is as consistent as a plain one, says what went wrong, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reshard_ckpt import checkpoint
+from reshard_ckpt.core.dtypes import CODES
+from reshard_ckpt.engine import async_save, staging
+from reshard_ckpt.engine.save import encode_offer, hold, make_plan
+from reshard_ckpt.engine.staging import Staging, ring_bytes
+from reshard_ckpt.engine.write import lay_out
+from reshard_ckpt.errors import CheckpointError, StorageError, UsageError
+from reshard_ckpt.storage.local import LocalStorage, LocalWriter
+from tests.layouts import filled, layouts, shapes, spec_of, values_of
+
+
+class Model(torch.nn.Module):
+    """A model with what forward changes (running statistics) and what no optimizer owns (an average of the weights)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.BatchNorm1d(64), torch.nn.Linear(64, 4))
+        self.average = torch.nn.ParameterDict(
+            {n.replace(".", "_"): p.detach().clone().requires_grad_(False) for n, p in self.inner.named_parameters()}
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+    def update_average(self) -> None:
+        for name, param in self.inner.named_parameters():
+            self.average[name.replace(".", "_")].data.lerp_(param.detach(), 0.1)
+
+
+def train(model: Model, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    loss = model(torch.randn(16, 8, generator=generator)).square().mean()
+    model.update_average()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def same(one: dict, other: dict) -> bool:
+    assert one.keys() == other.keys()
+    return all(torch.equal(v, other[k]) if torch.is_tensor(v) else v == other[k] for k, v in one.items())
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Background copies wait until this is set."""
+    opened = threading.Event()
+    stage = async_save.SaveThread._stage
+
+    def held(self: async_save.SaveThread, fill: object) -> None:
+        if threading.current_thread().name == "reshard-ckpt-stage":
+            opened.wait(60)
+        stage(self, fill)
+
+    monkeypatch.setattr(async_save.SaveThread, "_stage", held)
+    yield opened
+    opened.set()
+
+
+@pytest.mark.parametrize("optimizer_type", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("budget", [None, 1])
+@pytest.mark.parametrize("kind", ["eager", "lazy"])
+def test_an_async_checkpoint_is_the_state_at_the_call(
+    tmp_path: Path, kind: str, budget: int | None, optimizer_type: type
+) -> None:
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = optimizer_type(model.inner.parameters(), lr=0.1)
+    for step in range(6):
+        train(model, optimizer, step)
+        state = {"model": model, "optimizer": optimizer, "extra": {"step": step, "long": list(range(5000))}}
+        checkpoint.save(tmp_path / "plain", state)
+        handle = checkpoint.async_save(tmp_path / "async", state, staging=kind, host_buffer_bytes=budget)
+        if kind == "eager":
+            for param in model.parameters():
+                param.data.add_(1)
+            train(model, optimizer, 100 + step)
+            handle.result(60)
+            checkpoint.load(tmp_path / "plain", {"model": model, "optimizer": optimizer})
+        else:
+            train(model, optimizer, 100 + step)
+            handle.result(60)
+        assert same(checkpoint.read(tmp_path / "async"), checkpoint.read(tmp_path / "plain"))
+
+
+def test_a_lazy_save_copies_after_the_call_and_holds_the_step_back(tmp_path: Path, gate: threading.Event) -> None:
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = torch.optim.AdamW(model.inner.parameters(), lr=0.1)
+    train(model, optimizer, 0)
+    state = {"model": model, "optimizer": optimizer}
+    checkpoint.save(tmp_path / "plain", state)
+    handle = checkpoint.async_save(tmp_path / "async", state, staging="lazy")
+    # Forward changes the statistics and the average; none of the copies of what the optimizer owns has begun.
+    model(torch.randn(16, 8))
+    model.update_average()
+    assert not handle.done()
+    stepped = threading.Event()
+
+    def step() -> None:
+        for param in model.inner.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        stepped.set()
+
+    thread = threading.Thread(target=step)
+    thread.start()
+    thread.join(0.2)
+    assert not stepped.is_set()
+    gate.set()
+    thread.join(60)
+    assert stepped.is_set()
+    handle.result(60)
+    assert same(checkpoint.read(tmp_path / "async"), checkpoint.read(tmp_path / "plain"))
+    assert not optimizer._optimizer_step_pre_hooks
+
+
+def test_a_step_past_the_hook_is_found(tmp_path: Path, gate: threading.Event) -> None:
+    model = Model()
+    optimizer = torch.optim.AdamW(model.inner.parameters(), lr=0.1)
+    train(model, optimizer, 0)
+    checkpoint.save(tmp_path, {"model": model})
+    handle = checkpoint.async_save(tmp_path, {"model": model, "optimizer": optimizer}, staging="lazy")
+    for param in model.inner.parameters():
+        param.grad = torch.ones_like(param)
+    type(optimizer).step.__wrapped__(optimizer)
+    gate.set()
+    with pytest.raises(UsageError, match=r"AdamW made a step while the state was copied.*staging='eager'"):
+        handle.result(60)
+    assert "optimizer.param_groups" not in checkpoint.read(tmp_path)
+
+
+def test_steps_that_run_no_hook_make_lazy_eager(tmp_path: Path, gate: threading.Event) -> None:
+    model = Model()
+    optimizer = torch.optim.AdamW(model.inner.parameters(), lr=0.1, capturable=True)
+    handle = checkpoint.async_save(tmp_path, {"model": model, "optimizer": optimizer}, staging="lazy")
+    handle.result(60)
+    assert not gate.is_set()
+
+
+def test_an_error_in_the_background_is_raised_by_result_or_by_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint.save(tmp_path, {"a": torch.arange(8.0)})
+
+    def full(*_: object) -> None:
+        raise StorageError("no space left")
+
+    monkeypatch.setattr(LocalWriter, "write", full)
+    handle = checkpoint.async_save(tmp_path, {"a": torch.zeros(8)})
+    with pytest.raises(StorageError, match="no space left"):
+        handle.result(60)
+    checkpoint.async_save(tmp_path, {"a": torch.zeros(8)})._done.wait(60)
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match="the save before this one failed in the background: no space left"):
+        checkpoint.async_save(tmp_path, {"a": torch.zeros(8)})
+    checkpoint.async_save(tmp_path, {"a": torch.ones(8)}).result(60)
+    assert torch.equal(checkpoint.read(tmp_path)["a"], torch.ones(8))
+    assert len([p for p in tmp_path.iterdir() if p.is_dir()]) == 1
+
+
+def test_what_is_no_checkpoint_error_becomes_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("oops")
+
+    monkeypatch.setattr(LocalWriter, "write", broken)
+    handle = checkpoint.async_save(tmp_path, {"a": torch.zeros(8)})
+    with pytest.raises(CheckpointError, match="ZeroDivisionError: oops"):
+        handle.result(60)
+
+
+def test_saves_queue_or_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    going = threading.Event()
+    publish = LocalStorage.publish
+
+    def slow(self: LocalStorage, *args: object, **kwargs: object) -> None:
+        going.wait(60)
+        publish(self, *args, **kwargs)
+
+    monkeypatch.setattr(LocalStorage, "publish", slow)
+    first = checkpoint.async_save(tmp_path / "a", {"a": torch.zeros(8)})
+    with pytest.raises(TimeoutError, match="not committed after"):
+        first.result(0.01)
+    with pytest.raises(UsageError, match="still under way"):
+        checkpoint.async_save(tmp_path / "b", {"a": torch.zeros(8)}, when_busy="error")
+    going.set()
+    checkpoint.save(tmp_path / "b", {"a": torch.zeros(8)})
+    assert first.done()
+    first.result()
+
+
+def test_staging_memory_is_reused_and_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    allocate = async_save.POOL.take.__func__.__globals__["allocate"]
+
+    def counted(num_bytes: int, *, pinned: bool) -> torch.Tensor:
+        made.append(num_bytes)
+        return allocate(num_bytes, pinned=pinned)
+
+    monkeypatch.setitem(async_save.POOL.take.__func__.__globals__, "allocate", counted)
+    async_save.POOL.clear()
+    state = {"a": torch.arange(12 << 20, dtype=torch.int32)}
+    checkpoint.prepare(state)
+    assert len(made) == 1
+    for _ in range(3):
+        checkpoint.async_save(tmp_path, state).result(60)
+    assert len(made) == 1
+    async_save.POOL.clear()
+    checkpoint.async_save(tmp_path, state, host_buffer_bytes=20 << 20).result(60)
+    assert made[1:] == [20 << 20]
+    assert torch.equal(checkpoint.read(tmp_path)["a"], state["a"])
+
+
+@given(st.data())
+@settings(max_examples=150)
+def test_any_layout_streams_through_a_ring_of_any_size(data: st.DataObject) -> None:
+    step = staging.STEP_BYTES
+    staging.STEP_BYTES = 64
+    try:
+        tensors, wholes = [], []
+        for i in range(data.draw(st.integers(1, 3))):
+            dtype = data.draw(st.sampled_from(CODES))
+            layout = data.draw(layouts(data.draw(shapes()), 1))
+            wholes.append(values_of(layout.shape, dtype, i))
+            tensors.append((spec_of(layout, 0, f"t{i}", dtype), filled(layout, 0, wholes[-1])))
+        holdings = hold(tensors, [], None, 0)
+        _, _, (assignment,) = make_plan([encode_offer(holdings.offer)])
+        files = lay_out(holdings, assignment, 0, header_bytes=data.draw(st.sampled_from([1, 1 << 20])))
+        ring = torch.zeros(data.draw(st.sampled_from([64, 128, ring_bytes(files) or 64])), dtype=torch.uint8)
+        image = Staging(holdings, assignment, files, ring)
+
+        def fill() -> None:
+            image.fill(lambda _: True)
+            image.finish()
+
+        thread = threading.Thread(target=fill)
+        thread.start()
+        drained = [b"".join(bytes(chunk) for chunk in image.drain(file)) for file in files]
+        thread.join(60)
+        for file, bytes_of_file in zip(files, drained, strict=True):
+            assert len(bytes_of_file) == file.num_bytes
+            assert bytes_of_file.startswith(file.header)
+        flat = b"".join(d[len(f.header) :] for f, d in zip(files, drained, strict=True))
+        assert len(flat) == sum(w.numel() * w.element_size() for w in wholes)
+    finally:
+        staging.STEP_BYTES = step
+
+
+def test_options_are_checked(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="staging='later': pass one of 'eager', 'lazy'"):
+        checkpoint.async_save(tmp_path, {"a": torch.zeros(1)}, staging="later")
+
+
+def test_no_thread_is_left(tmp_path: Path) -> None:
+    for _ in range(5):
+        checkpoint.async_save(tmp_path, {"a": torch.zeros(8)}).result(60)
+    for thread in threading.enumerate():
+        if thread.name.startswith("reshard-ckpt"):
+            thread.join(60)
+    assert not [t for t in threading.enumerate() if t.name.startswith("reshard-ckpt")]
