@@ -61,7 +61,7 @@ class PhaseFailed(Exception):
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m examples.demo", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("demo_out"), help="folder for checkpoints and pictures; replaced")
-    parser.add_argument("--steps", type=int, nargs=3, default=(160, 80, 60), metavar="N", help="steps of each phase")
+    parser.add_argument("--steps", type=int, nargs=3, default=(120, 60, 100), metavar="N", help="steps of each phase")
     options = parser.parse_args()
     out, console = options.out.resolve(), Console()
     shutil.rmtree(out, ignore_errors=True)

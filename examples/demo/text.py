@@ -12,7 +12,7 @@ from pydoc_data import topics
 import torch
 from torch import Tensor
 
-VOCABULARY = 4093
+VOCABULARY = 3989
 """A prime: no number of tensor-parallel ranks divides it, so that the shards of the embedding are uneven."""
 
 _PIECES = re.compile(r" ?\w+|[^\w\s]+|.|\n")
@@ -39,7 +39,8 @@ class Text:
         pieces = _PIECES.findall(prose())
         characters = sorted(set("".join(pieces)))
         words = [piece for piece, _ in Counter(pieces).most_common() if len(piece) > 1]
-        self._tokens = [*characters, *words][:VOCABULARY]
+        unused = [""] * VOCABULARY  # another version of Python may have fewer words
+        self._tokens = [*characters, *words, *unused][:VOCABULARY]
         self._number = {token: number for number, token in enumerate(self._tokens)}
         tokens = self._numbers(pieces)
         self.train, self.held_back = tokens[: len(tokens) * 9 // 10], tokens[len(tokens) * 9 // 10 :]
