@@ -1,0 +1,109 @@
+"""How are documents kept true? Their blocks are run in order, in one folder, and what they show is compared.
+
+- ``pycon``: a session, as doctest runs it; one namespace for the whole document.
+- ``python`` that begins with ``# name.py``: that file; other ``python`` is run in the session.
+- ``sh``: ``python file.py …`` and ``torchrun --nproc-per-node=N file.py …`` are run, the latter as real ranks.
+- ``text`` after ``sh``: what that printed, rank 0's output first; ``...`` stands for anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import io
+import os
+import re
+import runpy
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.launch import run_ranks
+
+FLAGS = doctest.ELLIPSIS
+_FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_FILE_NAME = re.compile(r"# (\w+\.py)\n")
+NOT_RUN = ("pip install",)
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block: its language, its text, and the line of the document that its text begins at."""
+
+    language: str
+    text: str
+    line: int
+
+
+def blocks(document: Path) -> Iterator[Block]:
+    """The fenced blocks of a document that name a language."""
+    source = document.read_text()
+    for found in _FENCE.finditer(source):
+        yield Block(found[1], found[2], source[: found.start(2)].count("\n") + 1)
+
+
+def run_document(document: Path, folder: Path) -> int:
+    """Run every block of a document in `folder`, which is the current one; returns how many were run.
+
+    Raises
+    ------
+    AssertionError
+        A block shows something else than what happens.
+    """
+    names: dict[str, Any] = {"__name__": "__main__"}
+    printed = ""
+    count = 0
+    for block in blocks(document):
+        where = f"{document.name}:{block.line}"
+        if block.language == "pycon":
+            _run_session(block, where, names)
+        elif block.language == "python" and (named := _FILE_NAME.match(block.text)):
+            (folder / named[1]).write_text(block.text)
+        elif block.language == "python":
+            exec(compile(block.text, where, "exec"), names)
+        elif block.language == "sh":
+            printed = "".join(_run_command(line, folder) for line in block.text.splitlines())
+        elif block.language == "text":
+            assert doctest.OutputChecker().check_output(block.text, printed, FLAGS), f"{where}: this was printed:\n{printed}"
+        else:
+            raise AssertionError(f"{where}: nobody knows how to run {block.language}")
+        count += 1
+    return count
+
+
+def _run_session(block: Block, where: str, names: dict[str, Any]) -> None:
+    test = doctest.DocTestParser().get_doctest(block.text, names, where, where, block.line - 1)
+    assert test.examples, f"{where}: a session without a prompt"
+    said: list[str] = []
+    result = doctest.DocTestRunner(optionflags=FLAGS).run(test, out=said.append, clear_globs=False)
+    names.update(test.globs)
+    assert not result.failed, f"{where}\n{''.join(said)}"
+
+
+def _run_command(line: str, folder: Path) -> str:
+    if line.startswith(NOT_RUN):
+        return ""
+    program, *arguments = shlex.split(line)
+    nproc = 1
+    if program == "torchrun":
+        option, number = arguments.pop(0).split("=")
+        assert option == "--nproc-per-node", line
+        nproc = int(number)
+    else:
+        assert program == "python", line
+    script, *arguments = arguments
+    ranks = run_ranks(run_script_here, nproc, str(folder), script, arguments, init=False)
+    return "".join(ranks)
+
+
+def run_script_here(folder: str, script: str, arguments: list[str]) -> str:
+    """Run a script on this rank, as ``python script`` does in that folder; returns what it printed."""
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+    sys.argv = [script, *arguments]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(script, run_name="__main__")
+    return printed.getvalue()
