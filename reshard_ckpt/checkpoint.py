@@ -23,13 +23,26 @@ from .engine.load import LoadOptions, drop_refused, fetch, fetch_catalog, missin
 from .engine.rename import renamed
 from .engine.save import agree, commit, hold
 from .engine.saved_values import SavedValue, open_values
+from .engine.verify import VerifyReport, verify_all
 from .engine.write import lay_out, write_assignment
 from .errors import MismatchError, UsageError
 from .format.torch_dtypes import TORCH_DTYPES
 from .format.values import encode_value
 from .storage import open_storage
 
-__all__ = ["LoadReport", "PerRank", "SaveHandle", "async_save", "catalog", "load", "prepare", "read", "save"]
+__all__ = [
+    "LoadReport",
+    "PerRank",
+    "SaveHandle",
+    "VerifyReport",
+    "async_save",
+    "catalog",
+    "load",
+    "prepare",
+    "read",
+    "save",
+    "verify",
+]
 
 Path = str | os.PathLike[str]
 Patterns = Sequence[str] | bool
@@ -256,6 +269,23 @@ def catalog(path: Path) -> Catalog:
     """The catalog of a checkpoint: names, shapes, shards, files. No tensor data are read, and no process group is needed."""
     with open_storage(path) as storage:
         return open_catalog(storage)
+
+
+def verify(path: Path) -> VerifyReport:
+    """Read a whole checkpoint and prove every byte of it, in one process; nothing is loaded.
+
+    Returns
+    -------
+    VerifyReport
+        ``.ok``, and ``.problems`` with a line for each thing that is wrong: which file, which bytes, which tensors.
+
+    Raises
+    ------
+    CheckpointNotFound, CorruptError
+        There is no catalog, or it is damaged itself.
+    """
+    with open_storage(path) as storage:
+        return verify_all(storage, open_catalog(storage))
 
 
 def read(path: Path, names: Sequence[str] | None = None) -> dict[str, Any]:

@@ -145,9 +145,14 @@ def _item_lists(plan: LoadPlan, reads: ReadPlan) -> Items:
     )
 
 
+def num_threads(tasks: int) -> int:
+    """How many threads read that many windows."""
+    return max(min(MAX_THREADS, tasks, 2 * (os.cpu_count() or 1)), 1)
+
+
 def _in_threads(task: Callable[[int], None], count: int) -> None:
     """Run a task for each number, in order of beginning; after a failure no new one begins, and the first failure is raised."""
-    threads = min(MAX_THREADS, count, 2 * (os.cpu_count() or 1))
+    threads = num_threads(count)
     if threads <= 1:
         for i in range(count):
             task(i)
@@ -261,12 +266,12 @@ class _Reader:
         entry, low = self.catalog.files[damage.file], damage.low
         high = min(low + damage.size, entry.size)
         near = [i for i in damage.items if self.items.src[i] < high and self.items.src[i] + self.items.span[i] > low]
-        holds = _few(sorted({self.dests[self.items.dest[i]].name for i in near})) if near else "nothing that is wanted"
+        holds = few(sorted({self.dests[self.items.dest[i]].name for i in near})) if near else "nothing that is wanted"
         if not self.copy or not self.changed:
             after = "no tensor was changed"
         else:
             after = (
-                f"already overwritten, wholly or in part: {_few(sorted(self.changed))}; verify_first=True would have changed none"
+                f"already overwritten, wholly or in part: {few(sorted(self.changed))}; verify_first=True would have changed none"
             )
         return CorruptError(
             f"{self.storage.url}: {entry.key} is damaged in bytes {low}:{high}, which hold {holds}; {after}; "
@@ -274,7 +279,8 @@ class _Reader:
         )
 
 
-def _few(names: Sequence[str]) -> str:
+def few(names: Sequence[str]) -> str:
+    """The first names of many, and how many more there are."""
     more = len(names) - 5
     return ", ".join(names[:5]) + (f" and {more} more" if more > 0 else "")
 

@@ -1,0 +1,57 @@
+"""`verify` finds every kind of damage, and names it."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from reshard_ckpt import checkpoint
+from reshard_ckpt.errors import CorruptError
+
+
+def save_some(path: Path) -> Path:
+    state = {f"w{i}": torch.arange(300_000, dtype=torch.float32) * (i + 1) for i in range(10)}
+    checkpoint.save(path, {"t": state, "extra": {"long": list(range(3000)), "rng": checkpoint.PerRank(b"seed")}})
+    (file,) = path.glob("*/*.safetensors")
+    return file
+
+
+def test_a_whole_checkpoint_is_fine(tmp_path: Path) -> None:
+    file = save_some(tmp_path)
+    report = checkpoint.verify(tmp_path)
+    assert report.ok
+    assert (report.num_files, report.num_bytes) == (1, file.stat().st_size)
+
+
+def test_every_flipped_bit_of_data_is_found_where_it_is(tmp_path: Path) -> None:
+    file = save_some(tmp_path)
+    good = file.read_bytes()
+    generator = random.Random(3)
+    for _ in range(20):
+        at = generator.randrange(len(good))
+        file.write_bytes(good[:at] + bytes([good[at] ^ 4]) + good[at + 1 :])
+        (line,) = checkpoint.verify(tmp_path).problems
+        low, high = map(int, line.split("in bytes ")[1].split(",")[0].split(":"))
+        assert low <= at < high
+        assert "which hold " in line
+    file.write_bytes(good)
+    assert checkpoint.verify(tmp_path).ok
+
+
+def test_lost_and_cut_files_are_named(tmp_path: Path) -> None:
+    file = save_some(tmp_path)
+    good = file.read_bytes()
+    file.write_bytes(good[:-5])
+    assert "the catalog says" in checkpoint.verify(tmp_path).problems[0]
+    file.write_bytes(good)
+    digests = next(tmp_path.glob("*/*.digests"))
+    digests.write_bytes(digests.read_bytes()[:-1] + b"\0")
+    assert "digests is damaged" in checkpoint.verify(tmp_path).problems[0]
+    digests.unlink()
+    assert not checkpoint.verify(tmp_path).ok
+    (tmp_path / "catalog.msgpack").write_bytes(b"nonsense")
+    with pytest.raises(CorruptError):
+        checkpoint.verify(tmp_path)
