@@ -50,7 +50,7 @@ def draw_losses(results: Sequence[PhaseResult], path: Path) -> None:
         axes.axvline(x, color="#222222", linewidth=1, linestyle=":")
         axes.plot([x], [loaded], "o", color="#222222", markersize=5, label="held-back loss" if result is results[1] else None)
         axes.annotate(
-            f"saved at {saved:.4f}\nloaded at {loaded:.4f}", (x, loaded), (8, 26), textcoords="offset points", fontsize=9
+            f"saved at {saved:.4f}\nloaded at {loaded:.4f}", (x, loaded), (8, 8), textcoords="offset points", fontsize=9
         )
     axes.set(xlabel="step", ylabel="loss", xlim=(0.5, len(losses) + 0.5), title="One training run on three layouts")
     axes.legend(loc="lower left", frameon=False)

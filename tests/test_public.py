@@ -1,0 +1,70 @@
+"""The public names and signatures: what other people's scripts are written against."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from importlib.resources import files
+
+import pytest
+import tomllib
+
+import reshard_ckpt
+from reshard_ckpt import checkpoint, errors
+from tests.launch import ROOT
+
+PACKAGE = ["FlatShard", "LocalShard", "checkpoint", "errors"]
+CHECKPOINT = [
+    "LoadReport", "PerRank", "SaveHandle", "VerifyReport", "async_save", "catalog", "load", "prepare", "read", "save", "verify",
+]  # fmt: skip
+
+OPTIONS = {
+    "save": ["mesh", "process_group", "metadata", "timeout_s"],
+    "async_save": ["staging", "host_buffer_bytes", "when_busy", "mesh", "process_group", "metadata", "timeout_s"],
+    "load": ["strict", "verify", "verify_first", "cast", "rename", "allow_resize", "process_group", "timeout_s"],
+}
+
+
+@pytest.mark.parametrize(("module", "names"), [(reshard_ckpt, PACKAGE), (checkpoint, CHECKPOINT)], ids=["package", "checkpoint"])
+def test_public_names_are_exactly_these(module: object, names: list[str]):
+    assert module.__all__ == names  # type: ignore[attr-defined]
+    assert all(hasattr(module, name) for name in names)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_path_and_state_are_positional_and_options_are_named(name: str):
+    parameters = inspect.signature(getattr(checkpoint, name)).parameters
+    positional = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    named = [p.name for p in parameters.values() if p.kind is p.KEYWORD_ONLY]
+    assert positional == ["path", "state"]
+    assert sorted(named) == sorted(OPTIONS[name])
+
+
+@pytest.mark.parametrize("name", [*PACKAGE, *(f"checkpoint.{name}" for name in CHECKPOINT)])
+def test_every_public_name_is_documented(name: str):
+    thing = reshard_ckpt
+    for part in name.split("."):
+        thing = getattr(thing, part)
+    assert inspect.getdoc(thing)
+
+
+def test_every_error_is_one_family():
+    family = [e for e in vars(errors).values() if inspect.isclass(e) and issubclass(e, Exception)]
+    assert len(family) > 5
+    assert all(issubclass(e, errors.CheckpointError) for e in family)
+    assert all(e.__name__ in (errors.__doc__ or "") for e in family)
+
+
+def test_package_is_typed_and_says_one_version():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert (files("reshard_ckpt") / "py.typed").is_file()
+    assert reshard_ckpt.__version__ == project["version"]
+
+
+def test_constraints_pin_every_dependency_within_its_range():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = {line.partition("==")[0].lower() for line in lines if "==" in line}
+    wanted = [*project["dependencies"], *(d for extra in project["optional-dependencies"].values() for d in extra)]
+    names = {re.split(r"[\[<>=!~ ]", line)[0].lower() for line in wanted} - {"reshard-ckpt"}
+    assert names <= pinned
