@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from reshard_ckpt.adapters import PerRank, capture
+from reshard_ckpt.adapters import capture
 from reshard_ckpt.core.state import AxisPlacement, Claim, Mesh
 from reshard_ckpt.errors import LayoutError, MismatchError, UnsupportedError, UsageError
 from tests.factored import Factored
@@ -237,14 +237,6 @@ def ddp_job() -> tuple[Any, ...]:
     return captured.mesh, claims
 
 
-def test_ddp_parameters_are_declared_replicas_and_its_buffers_are_not_compared():
-    mesh, claims = run_ranks(ddp_job, 2)[1]
-    assert mesh == Mesh(("dp",), (2,))
-    assert claims["model.0.weight"] == Claim.DECLARED
-    assert claims["model.1.running_mean"] == claims["model.1.num_batches_tracked"] == Claim.BUFFER
-    assert claims["extra.x"] == Claim.PLAIN
-
-
 def factored_job() -> None:
     mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("dp",))
 
@@ -335,6 +327,7 @@ def test_pipeline_stages_share_one_namespace():
 
 
 def refusals_job() -> None:
+    """What has no place is refused by name."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     partial = DTensor.from_local(torch.ones(2), mesh, [Partial()])
     with pytest.raises(UnsupportedError, match=r"x: .*Partial.* on axis 'tp' is a reduction not yet done; redistribute"):
@@ -365,32 +358,6 @@ def refusals_job() -> None:
     assert len(entry.spec.pieces) == (1 if dist.get_rank() == 0 else 0)
 
 
-def test_what_has_no_place_is_refused_by_name():
-    run_ranks(refusals_job, 2)
-
-
-def per_rank_job(saved: Saved | None) -> Saved:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    loader = PerRank(list(range(rank, 20, size))[:2], combine=rest_of)
-    if saved is not None:
-        load(saved, {"loader": loader}, rank=rank, size=size)
-        return loader.value
-    return gathered({"loader": loader})
-
-
-def rest_of(values: list[list[int]], rank: int, size: int) -> list[int]:
-    """What nobody has read yet, dealt out anew."""
-    read = {sample for part in values for sample in part}
-    return [sample for sample in range(20) if sample not in read][rank::size]
-
-
-def test_a_loader_goes_on_from_four_ranks_to_three_without_losing_a_sample():
-    saved = run_ranks(per_rank_job, 4, None)[0]
-    assert [list(v) for v in saved.values["loader"].values] == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    rest = run_ranks(per_rank_job, 3, saved)
-    assert sorted(sample for part in rest for sample in part) == list(range(8, 20))
-
-
 def strided_job() -> None:
     """A flattened view of a tensor sharded on its second dim is strided in earnest: several boxes a rank."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
@@ -403,5 +370,15 @@ def strided_job() -> None:
     assert torch.equal(gathered({"x": flat}).tensors["x"], full.reshape(-1))
 
 
-def test_a_strided_view_gives_several_boxes():
-    run_ranks(strided_job, 2)
+def edges_job() -> tuple[Any, ...]:
+    strided_job()
+    refusals_job()
+    return ddp_job()
+
+
+def test_strided_views_give_several_boxes_and_what_has_no_place_is_refused_and_ddp_declares_its_replicas():
+    mesh, claims = run_ranks(edges_job, 2)[1]
+    assert mesh == Mesh(("dp",), (2,))
+    assert claims["model.0.weight"] == Claim.DECLARED
+    assert claims["model.1.running_mean"] == claims["model.1.num_batches_tracked"] == Claim.BUFFER
+    assert claims["extra.x"] == Claim.PLAIN

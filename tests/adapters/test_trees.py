@@ -241,6 +241,20 @@ def test_an_object_of_each_rank_takes_what_combine_makes():
     assert again.state == {"position": 4}
 
 
+def test_a_loader_goes_on_from_four_ranks_to_three_without_losing_a_sample():
+    def rest_of(values: list[list[int]], rank: int, size: int) -> list[int]:
+        read = {sample for part in values for sample in part}
+        return [sample for sample in range(20) if sample not in read][rank::size]
+
+    saved = save([capture({"loader": PerRank(list(range(rank, 20, 4))[:2])}) for rank in range(4)])
+    rest = []
+    for rank in range(3):
+        loader = PerRank([], combine=rest_of)
+        load(saved, {"loader": loader}, rank=rank, size=3)
+        rest += loader.value
+    assert sorted(rest) == list(range(8, 20))
+
+
 def test_a_value_of_each_rank_and_one_for_all_are_not_mixed_up():
     one, each = save([capture({"x": 1})]), save([capture({"x": PerRank(1)})])
     with pytest.raises(MismatchError, match=r"x: saved as a value of each rank, wanted as one for all; pass PerRank"):
