@@ -250,15 +250,15 @@ def load(
         values = _for_adapters(open_values(storage, saved, target.prefixes, verify=verify))
         resolved = resolve(saved, [(e.spec, e.memory) for e in target.entries], options)
         unfit = missing_values(saved, target.values) + target.check(values)
-        report = vote(comm, saved, resolved, target.prefixes, values=unfit, strict=strict)
-        resolved = drop_refused(saved, resolved, report)
+        verdict = vote(comm, saved, resolved, target.prefixes, values=unfit, strict=strict)
+        resolved = drop_refused(saved, resolved, verdict.refused)
         bytes_read = fetch(storage, saved, resolved, options)
         # Every rank has proved its bytes before any object is given its values.
         comm.broadcast(b"" if comm.gather(b"") is not None else None)
         # What is tied is loaded under one of its names, and there for all.
         loaded = {spec.alias_of or spec.name for spec in resolved.specs}
         target.finish(values, [e.spec.name for e in target.entries if (e.spec.alias_of or e.spec.name) not in loaded])
-    return report.loaded(len(resolved.dests), resolved.plan.num_bytes, bytes_read)
+    return verdict.report.loaded(len(resolved.dests), resolved.plan.num_bytes, bytes_read)
 
 
 def _for_adapters(values: Mapping[str, SavedValue]) -> dict[str, Any]:

@@ -92,16 +92,19 @@ def faults_of(catalog: Catalog, source: I64) -> list[Fault]:
 
 def uncovered(
     catalog: Catalog, specs: Sequence[TensorSpec], source: I64, wanted: PieceColumns, plan: LoadPlan, faults: Sequence[Fault]
-) -> tuple[str, ...]:
-    """Wanted regions that no saved shard covers."""
+) -> dict[int, str]:
+    """A line for each tensor of the catalog of which no saved shard covers a part that is wanted."""
     expected = expected_counts(catalog, source, wanted)
     gaps = {fault.tensor: fault for fault in faults if not fault.rows}
-    lines: dict[str, int] = {}
+    lacking: dict[int, int] = {}
     for piece in np.flatnonzero(plan.covered < expected).tolist():
         dest = int(wanted.tensor[piece])
-        spec, index = specs[dest], catalog.source(int(source[dest]))
-        fault = gaps.get(index)
+        lacking[dest] = lacking.get(dest, 0) + int(expected[piece] - plan.covered[piece])
+    lines: dict[int, str] = {}
+    for dest, count in lacking.items():
+        spec, index = specs[dest], int(source[dest])
+        fault = gaps.get(catalog.source(index))
         where = "" if fault is None else f", first of all {describe_region(fault.low, fault.high, len(spec.shape))}"
-        line = f"{spec.name}: no saved shard covers a part that is wanted{where}; global shape {spec.shape}"
-        lines[line] = lines.get(line, 0) + int(expected[piece] - plan.covered[piece])
-    return tuple(f"{line}, {count} elements missing" for line, count in lines.items())
+        what = f"no saved shard covers a part that is wanted{where}"
+        lines[index] = f"{spec.name}: {what}; global shape {spec.shape}, {count} elements missing"
+    return lines

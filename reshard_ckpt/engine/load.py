@@ -75,6 +75,8 @@ class Resolved:
     problems: dict[str, tuple[str, ...]]
     named: frozenset[int]
     """Tensors of the catalog that this rank wants by name, also those that it cannot load."""
+    refused: frozenset[int]
+    """Tensors of the catalog of which a part that this rank wants is covered by no saved shard."""
 
 
 def read_catalog_bytes(storage: Storage) -> bytes:
@@ -163,6 +165,7 @@ def resolve(
             raise CorruptError(
                 f"{name}: saved shards overlap at {describe_region(fault.low, fault.high, ndim)}; use another checkpoint"
             )
+    gaps = uncovered(catalog, kept, source, wanted, plan, faults)
     return Resolved(
         specs=kept,
         dests=tuple(dests),
@@ -174,9 +177,10 @@ def resolve(
             "missing": found.missing,
             "shape": found.shape,
             "dtype": found.dtype,
-            "uncovered": uncovered(catalog, kept, source, wanted, plan, faults),
+            "uncovered": tuple(gaps.values()),
         },
         named=frozenset(catalog.index(spec.name) for spec in specs if spec.name in catalog),
+        refused=frozenset(gaps),
     )
 
 
@@ -195,9 +199,17 @@ def _without_shared(specs: Sequence[TensorSpec], found: Match, catalog: Catalog)
     return chosen, np.array([source_of[i] for i in chosen], np.int64), tuple(ties)
 
 
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What all ranks together found, and the tensors of the catalog that none of them shall load."""
+
+    report: LoadReport
+    refused: frozenset[int]
+
+
 def vote(
     comm: Comm, catalog: Catalog, resolved: Resolved, prefixes: Sequence[str], *, values: Sequence[str] = (), strict: bool
-) -> LoadReport:
+) -> Verdict:
     """Bring the problems of all ranks together; `values` are those that this rank has with values.
 
     Raises
@@ -205,10 +217,10 @@ def vote(
     MismatchError
         There is a problem, on any rank, and ``strict``.
     """
-    mine = msgpack.packb({"problems": {**resolved.problems, "values": tuple(values)}, "named": sorted(resolved.named)})
-    gathered = comm.gather(mine)
+    problems = {**resolved.problems, "values": tuple(values)}
+    gathered = comm.gather(msgpack.packb([problems, sorted(resolved.named), sorted(resolved.refused)]))
     verdict = None if gathered is None else msgpack.packb(_merge_votes(catalog, gathered, prefixes))
-    said = msgpack.unpackb(comm.broadcast(verdict), use_list=False)
+    said, refused = msgpack.unpackb(comm.broadcast(verdict), use_list=False)
     report = LoadReport(**said)
     if strict and report.problems:
         advice = "load with strict=False to leave these as they are"
@@ -217,7 +229,7 @@ def vote(
         if report.shape:
             advice += ", with allow_resize=[patterns] to load what overlaps"
         raise MismatchError(summarize(report.problems, advice + _other_keys(catalog, prefixes)), report.problems)
-    return report
+    return Verdict(report, frozenset(refused))
 
 
 def _other_keys(catalog: Catalog, prefixes: Sequence[str]) -> str:
@@ -233,11 +245,13 @@ def _few(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def _merge_votes(catalog: Catalog, gathered: Sequence[bytes], prefixes: Sequence[str]) -> dict[str, tuple[str, ...]]:
+def _merge_votes(
+    catalog: Catalog, gathered: Sequence[bytes], prefixes: Sequence[str]
+) -> tuple[dict[str, tuple[str, ...]], list[int]]:
     votes = [msgpack.unpackb(data, use_list=False) for data in gathered]
     kinds = ("missing", "shape", "dtype", "uncovered", "values")
-    merged = {kind: tuple(dict.fromkeys(line for v in votes for line in v["problems"][kind])) for kind in kinds}
-    named = {index for v in votes for index in v["named"]}
+    merged = {kind: tuple(dict.fromkeys(line for problems, _, _ in votes for line in problems[kind])) for kind in kinds}
+    named = {index for _, mine, _ in votes for index in mine}
     table = catalog.tensors_table
     below = tuple(f"{prefix}." for prefix in prefixes)
     merged["unexpected"] = tuple(
@@ -249,7 +263,7 @@ def _merge_votes(catalog: Catalog, gathered: Sequence[bytes], prefixes: Sequence
         # A second name of a tensor that is loaded holds nothing of its own.
         and (table.alias[i] < 0 or int(table.alias[i]) not in named)
     )
-    return merged
+    return merged, sorted({index for _, _, refused in votes for index in refused})
 
 
 def missing_values(catalog: Catalog, names: Iterable[str]) -> list[str]:
@@ -258,12 +272,11 @@ def missing_values(catalog: Catalog, names: Iterable[str]) -> list[str]:
     return [f"{name}: not in the checkpoint" for name in names if name not in known]
 
 
-def drop_refused(catalog: Catalog, resolved: Resolved, report: LoadReport) -> Resolved:
+def drop_refused(catalog: Catalog, resolved: Resolved, refused: frozenset[int]) -> Resolved:
     """Without the tensors that some rank cannot load whole, so that with ``strict=False`` none loads on some ranks alone."""
-    refused = {line.split(": ", 1)[0] for line in report.uncovered}
     if not refused:
         return resolved
-    keep = [i for i, spec in enumerate(resolved.specs) if spec.name not in refused]
+    keep = [i for i, index in enumerate(resolved.source.tolist()) if index not in refused]
     specs = tuple(resolved.specs[i] for i in keep)
     source, wanted = resolved.source[keep], piece_columns(specs, width_of(specs))
     return replace(

@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.parallel import DistributedDataParallel
 
 from reshard_ckpt import LocalShard, checkpoint
-from reshard_ckpt.errors import CheckpointError
 from tests.distributed.cases import Case, wrong_whole
 from tests.distributed.net import UNITS, Layout, Net, local, reference
+from tests.distributed.outcomes import outcome
 from tests.launch import run_ranks
 
 ODD = (
@@ -132,15 +132,6 @@ def test_training_goes_on_where_it_was(tmp_path: Path):
     assert run_ranks(resume_job, 4, str(tmp_path)) == [[]] * 4
 
 
-def outcome(call: Callable[[], Any]) -> tuple[str, str]:
-    """The error that a call ends with, if any: its class and message."""
-    try:
-        call()
-    except CheckpointError as error:
-        return type(error).__name__, str(error)
-    return "", ""
-
-
 def stage_job(folder: str) -> list[Any]:
     """Two stages a rank, trained by torch's own schedule; then stages whose names clash."""
     rank, world, device = dist.get_rank(), dist.get_world_size(), torch.device("cpu")
@@ -196,12 +187,12 @@ def stage_job(folder: str) -> list[Any]:
 def test_stages_trained_by_a_schedule_and_stages_whose_names_clash(tmp_path: Path):
     for rank, (placement, same_shape, other_shape, one_rank, exists, tied) in enumerate(run_ranks(stage_job, 2, str(tmp_path))):
         assert placement == ("resident", (0,))
-        assert same_shape[0] == other_shape[0] == one_rank[0] == "LayoutError", rank
-        assert "model.0.weight" in same_shape[1]
-        assert "distinct names" in same_shape[1]
-        assert "model.0.weight: rank 0 has F32 (4, 3), rank 1 has F32 (5, 3)" in other_shape[1]
-        assert "different names" in other_shape[1]
-        assert "model.0.weight" in one_rank[1]
+        assert same_shape.error == other_shape.error == one_rank.error == "LayoutError", rank
+        assert "model.0.weight" in same_shape.message
+        assert "distinct names" in same_shape.message
+        assert "model.0.weight: rank 0 has F32 (4, 3), rank 1 has F32 (5, 3)" in other_shape.message
+        assert "different names" in other_shape.message
+        assert "model.0.weight" in one_rank.message
         assert not exists
         assert tied
 
