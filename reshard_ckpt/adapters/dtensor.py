@@ -15,13 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, product
 
 import torch
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from ..core.state import AxisPlacement, Claim, Ints
-from ..errors import LayoutError, UnsupportedError
+from ..errors import LayoutError, UnsupportedError, UsageError
 from .layouts import Layout, LocalBox
 from .mesh import axis_names
 
@@ -47,16 +48,32 @@ def dtensor_layout(tensor: DTensor, local_shape: Ints, name: str) -> Layout:
     LayoutError
         The placements do not explain the local shape.
     """
-    shape, mesh = tuple(tensor.shape), tensor.device_mesh
-    placement = tuple(
-        _axis_placement(axis, p, len(shape), name) for axis, p in zip(axis_names(mesh), tensor.placements, strict=True)
-    )
+    mesh, placements = tensor.device_mesh, tuple(tensor.placements)
     coordinate = mesh.get_coordinate()
+    where = None if coordinate is None else tuple(coordinate)
+    kinds = tuple(map(type, placements))  # a subclass may be equal to its base, and cut otherwise
+    try:
+        return _layout(tuple(tensor.shape), local_shape, axis_names(mesh), placements, kinds, tuple(mesh.shape), where)
+    except UsageError as error:
+        raise type(error)(f"{name}: {error}") from None
+
+
+@lru_cache(maxsize=4096)
+def _layout(
+    shape: Ints,
+    local_shape: Ints,
+    axes: tuple[str, ...],
+    placements: tuple[Placement, ...],
+    _kinds: tuple[type, ...],
+    sizes: Ints,
+    coordinate: Ints | None,
+) -> Layout:
+    """The layout, worked out once for all tensors alike: a model's layers are, and a save should not wait for each."""
+    placement = tuple(_axis_placement(axis, p, len(shape)) for axis, p in zip(axes, placements, strict=True))
     if coordinate is None:
         return Layout(shape, local_shape, (), Claim.DECLARED, placement)
-    sizes = tuple(mesh.shape)
     cuts: list[list[Cut]] = [[] for _ in shape]
-    for axis, p in enumerate(tensor.placements):
+    for axis, p in enumerate(placements):
         dim = placement[axis].dim
         if dim is not None:
             cuts[dim].append(Cut(sizes[axis], coordinate[axis], int(getattr(p, "split_factor", 1))))
@@ -66,8 +83,8 @@ def dtensor_layout(tensor: DTensor, local_shape: Ints, name: str) -> Layout:
         return Layout(shape, local_shape, (), Claim.DECLARED, placement)
     if expected != local_shape:
         raise LayoutError(
-            f"{name}: placements {tuple(tensor.placements)} on a mesh of {sizes} give coordinate {tuple(coordinate)} a local "
-            f"shape of {expected} of {shape}, but the local tensor has {local_shape}; pass a LocalShard that says what it holds"
+            f"placements {placements} on a mesh of {sizes} give coordinate {coordinate} a local shape of {expected} of {shape}, "
+            f"but the local tensor has {local_shape}; pass a LocalShard that says what it holds"
         )
     return Layout(shape, local_shape, _boxes(ranges), Claim.DECLARED, placement)
 
@@ -149,10 +166,10 @@ def _boxes(ranges: Sequence[Sequence[Range]]) -> tuple[LocalBox, ...]:
     return tuple(out)
 
 
-def _axis_placement(axis: str, placement: Placement, ndim: int, name: str) -> AxisPlacement:
+def _axis_placement(axis: str, placement: Placement, ndim: int) -> AxisPlacement:
     if placement.is_partial():
         raise UnsupportedError(
-            f"{name}: {placement!r} on axis {axis!r} is a reduction not yet done; redistribute the DTensor to Replicate() or "
+            f"{placement!r} on axis {axis!r} is a reduction not yet done; redistribute the DTensor to Replicate() or "
             "Shard() first"
         )
     if placement.is_replicate():
@@ -162,9 +179,7 @@ def _axis_placement(axis: str, placement: Placement, ndim: int, name: str) -> Ax
     if type(placement) is Shard or type(placement).__name__ == "_StridedShard":
         dim: int = placement.dim  # type: ignore[attr-defined]
         return AxisPlacement(axis, "shard", dim % ndim)
-    raise UnsupportedError(
-        f"{name}: placement {placement!r} on axis {axis!r} is unknown here; pass a LocalShard that says what it holds"
-    )
+    raise UnsupportedError(f"placement {placement!r} on axis {axis!r} is unknown here; pass a LocalShard that says what it holds")
 
 
 def local_tensor(tensor: DTensor) -> torch.Tensor:
