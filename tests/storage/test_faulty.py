@@ -29,7 +29,7 @@ class TestFaultyStorage(StorageContract):
     pass
 
 
-@pytest.mark.parametrize(("n", "operation"), enumerate(["create", "write", "finish", "sync", "publish", "delete"]))
+@pytest.mark.parametrize(("n", "operation"), [*enumerate(["create", "write", "finish", "sync", "publish", "delete"])])
 def test_the_nth_operation_fails_and_no_half_file_stays(memory: MemoryStorage, n: int, operation: str):
     fail = FailAt(n, StorageError("disk full"))
     storage = FaultyStorage(memory, fail)
