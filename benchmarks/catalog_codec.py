@@ -1,0 +1,104 @@
+"""How large is the catalog of a million shards, and how long does it take to write and read?
+
+``python -m benchmarks.catalog_codec``; the limit printed beside each time is one copy of the same bytes in memory.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from reshard_ckpt.core.catalog import BoxTable, Catalog, FileEntry, RowTable, TensorTable
+from reshard_ckpt.core.dtypes import CODES
+from reshard_ckpt.core.state import AxisPlacement, Mesh
+from reshard_ckpt.format.catalog import decode_catalog, encode_catalog
+
+ROUNDS = 5
+CASES = ((4096, 256, False), (4096, 256, True), (256, 4096, False), (64, 16384, True))
+
+
+def state(num_tensors: int, num_ranks: int, *, flat: bool) -> Catalog:
+    """Tensors of random sizes, each cut over all ranks: along dim 0 as FSDP does, or into flat ranges as ZeRO does."""
+    rng = np.random.default_rng(0)
+    num_rows, num_cols = rng.integers(num_ranks * 4, num_ranks * 80, num_tensors), rng.integers(1, 64, num_tensors) * 128
+    tensor, rank = np.repeat(np.arange(num_tensors), num_ranks), np.tile(np.arange(num_ranks), num_tensors)
+    unit = np.where(flat, 1, num_cols)[tensor]
+    total = (num_rows * num_cols)[tensor] // unit
+    chunk = -(-total // num_ranks)
+    begin, end = np.minimum(rank * chunk, total), np.minimum((rank + 1) * chunk, total)
+    held = end > begin
+    tensor, rank, unit, begin, end = (column[held] for column in (tensor, rank, unit, begin, end))
+    zeros, shape = np.zeros_like(begin), np.stack([num_rows, num_cols], axis=1)
+    if flat:
+        box, start, offsets, lengths = tensor, begin, np.zeros_like(shape), shape
+    else:
+        boxes = np.stack([begin, zeros, end - begin, num_cols[tensor]], axis=1)
+        distinct, box = np.unique(boxes, axis=0, return_inverse=True)
+        box, start, offsets, lengths = box.reshape(-1), zeros, distinct[:, :2], distinct[:, 2:]
+    count, offset = (end - begin) * unit, np.zeros_like(begin)
+    for number in range(num_ranks):
+        mine = np.flatnonzero(rank == number)
+        offset[mine] = 4096 + 4 * (np.cumsum(count[mine]) - count[mine])
+    return Catalog(
+        save_id="20260101-000000-abcdef",
+        created_s=0.0,
+        mesh=Mesh(("dp",), (num_ranks,)),
+        metadata=b"\xc0",
+        tensors_table=_tensors(shape, np.searchsorted(tensor, np.arange(num_tensors + 1))),
+        placements=((AxisPlacement("dp", "flat"),) if flat else (AxisPlacement("dp", "shard", dim=0),),),
+        boxes=BoxTable(offsets, lengths),
+        rows=RowTable(box, start, count, rank, offset),
+        files=tuple(_file(number, int((offset + 4 * count)[rank == number].max())) for number in range(num_ranks)),
+        values_table=(),
+    )
+
+
+def _tensors(shape: np.ndarray, row_start: np.ndarray) -> TensorTable:
+    num = len(shape)
+    return TensorTable(
+        names=tuple(f"optimizer.state.layers.{i:05d}.mlp.gate_up_proj.weight.exp_avg" for i in range(num)),
+        dtype=np.full(num, CODES.index("F32"), np.uint8),
+        kind=np.zeros(num, np.uint8),
+        ndim=np.full(num, 2),
+        shape=shape,
+        alias=np.full(num, -1),
+        placement=np.zeros(num, np.int64),
+        row_start=row_start,
+    )
+
+
+def _file(rank: int, size: int) -> FileEntry:
+    stem = f"20260101-000000-abcdef/rank{rank:05d}-0"
+    return FileEntry(f"{stem}.safetensors", size, f"{stem}.digests", rank.to_bytes(16, "big"), "20260101-000000-abcdef", rank)
+
+
+def fastest_s(call: Callable[[], object]) -> float:
+    """The fastest of a few rounds: the others met the machine's other work."""
+    times = []
+    for _ in range(ROUNDS):
+        begin = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - begin)
+    return min(times)
+
+
+def main() -> None:
+    print(f"{platform.processor() or platform.machine()}, Python {platform.python_version()}, numpy {np.__version__}")
+    print(
+        f"{'tensors':>8} {'ranks':>6} {'cut':>5} {'shards':>8} {'bytes/shard':>12} {'encode s':>9} {'decode s':>9} {'copy s':>8}"
+    )
+    for num_tensors, num_ranks, flat in CASES:
+        catalog = state(num_tensors, num_ranks, flat=flat)
+        data = encode_catalog(catalog)
+        encode_s = fastest_s(lambda catalog=catalog: encode_catalog(catalog))
+        decode_s, copy_s = fastest_s(lambda data=data: decode_catalog(data)), fastest_s(lambda data=data: bytearray(data))
+        shards, cut = len(catalog.rows.box), "flat" if flat else "dim 0"
+        size = len(data) / shards
+        print(f"{num_tensors:8} {num_ranks:6} {cut:>5} {shards:8} {size:12.1f} {encode_s:9.3f} {decode_s:9.3f} {copy_s:8.4f}")
+
+
+if __name__ == "__main__":
+    main()
