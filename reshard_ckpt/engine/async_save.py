@@ -216,6 +216,7 @@ def launch(
 
     def write() -> None:
         receipt = write_files(storage, agreed.assignment, layouts, staging.drain, marks)
+        staging.wait_finished()  # a rank with no file to write drains nothing, and its fingerprints may not be there yet
         commit(comm, storage, agreed, receipt, metadata)
 
     thread.start(write, finally_=lambda: POOL.give_back(ring))

@@ -34,6 +34,7 @@ class Staging:
         self._changed = threading.Condition()
         self._filled = 0
         self._written = 0
+        self._finished = False
         self._error: BaseException | None = None
         self._begin, self.num_bytes = _addresses(layouts)
         self._item_at = _item_addresses(layouts, self._begin)
@@ -63,7 +64,13 @@ class Staging:
     def finish(self) -> None:
         """All is copied: the rest may be drained."""
         self._streams.wait()
-        self._advance(filled=self.num_bytes)
+        with self._changed:
+            self._filled, self._finished = self.num_bytes, True
+            self._changed.notify_all()
+
+    def wait_finished(self) -> None:
+        """Wait for `finish`; raises what stopped the filling thread."""
+        self._wait(lambda: self._finished)
 
     def fail(self, error: BaseException) -> None:
         """Wake the other side with an error."""

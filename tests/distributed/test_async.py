@@ -1,0 +1,108 @@
+"""Async saves of real jobs: beside the collectives of training, with failures that reach every rank, and to the job's end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from reshard_ckpt import checkpoint
+from reshard_ckpt.errors import StorageError
+from reshard_ckpt.storage.local import LocalWriter
+from tests.distributed.outcomes import Outcome, outcome
+from tests.launch import run_ranks, run_script
+
+
+def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(32, 512), torch.nn.Tanh(), torch.nn.Linear(512, 8)))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
+    model(torch.randn(4, 32, generator=generator)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def train_and_save(folder: str) -> list[tuple[str, bool]]:
+    """Train while saves of both kinds are under way; then compare each with the state that it was called on."""
+    model, optimizer = make()
+    kept: list[tuple[str, dict[str, torch.Tensor], checkpoint.SaveHandle]] = []
+    for i in range(6):
+        step(model, optimizer, i)
+        kind = ("eager", "lazy")[i % 2]
+        before = {name: tensor.clone() for name, tensor in model.module.state_dict().items()}
+        handle = checkpoint.async_save(f"{folder}/{i}", {"model": model, "optimizer": optimizer}, staging=kind)
+        kept.append((f"{folder}/{i}", before, handle))
+        for j in range(3):
+            step(model, optimizer, 100 + 10 * i + j)
+    out = []
+    for path, before, handle in kept:
+        handle.result(60)
+        saved = checkpoint.read(path, ["model"])
+        out.append((path, all(torch.equal(saved[f"model.{name}"], tensor) for name, tensor in before.items())))
+    return out
+
+
+def test_saves_beside_the_collectives_of_training_hold_the_state_of_the_call(tmp_path: Path) -> None:
+    for result in run_ranks(train_and_save, 4, str(tmp_path)):
+        assert result == [(f"{tmp_path}/{i}", True) for i in range(6)]
+
+
+def fail_on_one(folder: str) -> dict[str, Outcome]:
+    """Rank 2's disk is full in the background; everybody hears it at `result`, or at the next save."""
+    state = {"x": torch.full((100,), 1.0)}
+    checkpoint.save(folder, state)
+
+    def full(*_: object) -> None:
+        raise StorageError("no space left")
+
+    out: dict[str, Outcome] = {}
+    for name in ("result", "next"):
+        # Rank 0 writes what is replicated; so rank 2 holds something of its own.
+        mine = {"x": state["x"] + 1, f"own{dist.get_rank()}": torch.zeros(10)}
+        with patch.object(LocalWriter, "write", full if dist.get_rank() == 2 else LocalWriter.write):
+            handle = checkpoint.async_save(folder, mine)
+            handle._done.wait(60)
+        if name == "result":
+            out[name] = outcome(handle.result)
+        else:
+            out[name] = outcome(lambda: checkpoint.async_save(folder, {"x": state["x"] + 5}))
+    out["after"] = outcome(lambda: checkpoint.async_save(folder, {"x": state["x"] + 9}).result(60))
+    return out
+
+
+def test_an_error_of_one_rank_in_the_background_reaches_all(tmp_path: Path) -> None:
+    for rank, outcomes in enumerate(run_ranks(fail_on_one, 4, str(tmp_path))):
+        assert "no space left" in outcomes["result"].message
+        assert outcomes["result"].error == "StorageError"
+        assert "failed in the background" in outcomes["next"].message, rank
+        assert not outcomes["after"].message
+    assert checkpoint.read(tmp_path)["x"][0] == 10
+    assert len([p for p in tmp_path.iterdir() if p.is_dir()]) == 1
+
+
+LEAVES = """
+import sys, torch, torch.distributed as dist
+from reshard_ckpt import checkpoint
+dist.init_process_group("gloo")
+state = {"shared": torch.arange(1_000_000), f"own{dist.get_rank()}": torch.full((1_000_000,), dist.get_rank())}
+checkpoint.async_save(sys.argv[1], state)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("nproc", [1, 3])
+def test_a_job_that_ends_at_once_still_commits_its_last_save(tmp_path: Path, nproc: int) -> None:
+    script = tmp_path / "leaves.py"
+    script.write_text(LEAVES)
+    run_script(script, nproc, [str(tmp_path / "ckpt")])
+    saved = checkpoint.read(tmp_path / "ckpt")
+    assert torch.equal(saved["shared"], torch.arange(1_000_000))
+    assert {name for name in saved if name.startswith("own")} == {f"own{r}" for r in range(nproc)}
