@@ -250,7 +250,7 @@ def load(
         values = _for_adapters(open_values(storage, saved, target.prefixes, verify=verify))
         resolved = resolve(saved, [(e.spec, e.memory) for e in target.entries], options)
         unfit = missing_values(saved, target.values) + target.check(values)
-        verdict = vote(comm, saved, resolved, target.prefixes, values=unfit, strict=strict)
+        verdict = vote(comm, saved, resolved, target.prefixes, values=unfit, unplaced=target.unplaced, strict=strict)
         resolved = drop_refused(saved, resolved, verdict.refused)
         bytes_read = fetch(storage, saved, resolved, options)
         # Every rank has proved its bytes before any object is given its values.

@@ -41,6 +41,8 @@ class Target:
         The tensors, to be written in place.
     values
         The names of values that must be in the checkpoint.
+    unplaced
+        Names of saved tensors that are wanted too, but for which there is no place on this rank: `check` says why.
     prefixes
         The top-level keys: what the checkpoint holds below them and no rank wants is unexpected.
     check
@@ -53,6 +55,7 @@ class Target:
 
     entries: tuple[Entry, ...]
     values: tuple[str, ...]
+    unplaced: tuple[str, ...]
     prefixes: tuple[str, ...]
     check: Callable[[Mapping[str, Any]], list[str]]
     finish: Callable[[Mapping[str, Any], Iterable[str]], None]

@@ -73,6 +73,8 @@ class OptimizersTarget:
         The tensors to load.
     values
         The names of values that must be there.
+    unplaced
+        Saved tensors that the optimizer should have, with why nobody knows their place on this rank.
     """
 
     def __init__(self, path: Path, views: Sequence[View], owners: Owners, catalog: Catalog) -> None:
@@ -80,7 +82,7 @@ class OptimizersTarget:
         self._views = views
         self._owners = owners
         self._catalog = catalog
-        self._problems: list[str] = []
+        self.unplaced: dict[str, str] = {}
         saved = SavedState(self.name, catalog)
         self._plans = [self._plan(view, owners[p], group, saved) for view in views for p, group in view.held]
         self._selections: list[tuple[View, dict[str, Any], Selection]] = []
@@ -115,7 +117,9 @@ class OptimizersTarget:
             if not is_tensor_like(value):
                 value = self._allocate(owner, group, names[0])
                 new.add(key)
-            if value is not None:
+            if value is None:
+                self.unplaced.update(dict.fromkeys(names, self.unplaced[names[0]]))
+            else:
                 tensors[key] = tuple(Wanted(name, value, state_leaf(value, owner, name)) for name in names)
         return ParamPlan(view, owner, tensors, values, frozenset(new & tensors.keys()))
 
@@ -136,7 +140,7 @@ class OptimizersTarget:
             return torch.zeros_like(like, dtype=dtype)
         if layout.is_whole and saved_shape in (None, layout.shape):
             return torch.empty(shape, dtype=dtype, device=like.device)
-        self._problems.append(
+        self.unplaced[name] = (
             f"{name}: saved with shape {shape} for a parameter of {saved_shape or layout.shape}; {owner.fqns[0]} is "
             f"{layout.local_shape} of {layout.shape} on this rank, so its place is unknown; load into an optimizer that has "
             "stepped, or whose state_dict() declares it as LocalShard"
@@ -149,7 +153,7 @@ class OptimizersTarget:
 
     def check(self, values: Mapping[str, Any]) -> list[str]:
         """What the values disagree with; to be called before any tensor changes."""
-        problems = list(self._problems)
+        problems = list(dict.fromkeys(self.unplaced.values()))
         self._groups = Groups(values.get(self.groups_name) or [])
         self._selections = []
         for view in self._views:

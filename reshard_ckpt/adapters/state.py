@@ -150,7 +150,8 @@ def prepare_load(state: Mapping[Any, Any], catalog: Catalog, *, rank: int, size:
     # Trees of objects last, inner before outer: what they give back holds the modules and tensors that are done by then.
     parts += [TreeTarget(tree, saved, below, Job(rank, size)) for tree in reversed(opened.trees)]
     router = Router(parts, tuple(str(key) for key in state))
-    return Target(tuple(out.entries), router.values, router.prefixes, router.check, router.finish)
+    unplaced = tuple(name for part in parts if isinstance(part, OptimizersTarget) for name in part.unplaced)
+    return Target(tuple(out.entries), router.values, unplaced, router.prefixes, router.check, router.finish)
 
 
 def _want_item(out: Collector, item: Item, opened: Opened, catalog: Catalog) -> Iterator[Part]:

@@ -208,9 +208,18 @@ class Verdict:
 
 
 def vote(
-    comm: Comm, catalog: Catalog, resolved: Resolved, prefixes: Sequence[str], *, values: Sequence[str] = (), strict: bool
+    comm: Comm,
+    catalog: Catalog,
+    resolved: Resolved,
+    prefixes: Sequence[str],
+    *,
+    values: Sequence[str] = (),
+    unplaced: Sequence[str] = (),
+    strict: bool,
 ) -> Verdict:
     """Bring the problems of all ranks together; `values` are those that this rank has with values.
+
+    Tensors that are `unplaced` on this rank are among those problems already, and not unexpected.
 
     Raises
     ------
@@ -218,7 +227,8 @@ def vote(
         There is a problem, on any rank, and ``strict``.
     """
     problems = {**resolved.problems, "values": tuple(values)}
-    gathered = comm.gather(msgpack.packb([problems, sorted(resolved.named), sorted(resolved.refused)]))
+    named = resolved.named.union(catalog.index(name) for name in unplaced)
+    gathered = comm.gather(msgpack.packb([problems, sorted(named), sorted(resolved.refused)]))
     verdict = None if gathered is None else msgpack.packb(_merge_votes(catalog, gathered, prefixes))
     said, refused = msgpack.unpackb(comm.broadcast(verdict), use_list=False)
     report = LoadReport(**said)

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from reshard_ckpt import checkpoint
-from tests.distributed.net import Net
+from tests.distributed.net import UNITS, Net, local
+from tests.distributed.outcomes import Outcome, outcome
+from tests.factored import Factored
+from tests.launch import run_ranks
+
+Make = Callable[[str], nn.Module]
 
 
 def stepped(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
@@ -18,14 +31,240 @@ def stepped(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) ->
         optimizer.zero_grad()
 
 
+def trainable(net: nn.Module) -> list[nn.Parameter]:
+    return [p for p in net.parameters() if p.requires_grad]
+
+
+def plain_name(name: str) -> str:
+    return name.removeprefix("module.")
+
+
+def whole(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        return value.full_tensor()
+    return value
+
+
+def states(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """All state by name and key, each tensor whole."""
+    named = {plain_name(name): p for name, p in net.named_parameters()}
+    return {
+        f"{name}.{key}": whole(value)
+        for name, p in named.items()
+        if p in optimizer.state
+        for key, value in sorted(optimizer.state[p].items())
+    }
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(
+        torch.equal(v, other[k]) if isinstance(v, torch.Tensor) else v == other[k] for k, v in one.items()
+    )
+
+
 def test_state_of_a_tied_weight_reaches_a_fresh_optimizer(tmp_path: Path):
     net = Net(("embedding", 0, "head"))
-    optimizer = torch.optim.AdamW(net.parameters())
+    optimizer = torch.optim.AdamW(trainable(net))
     stepped(net, optimizer)
     checkpoint.save(tmp_path / "a", {"model": net, "optimizer": optimizer})
     other = Net(("embedding", 0, "head"), "other")
-    fresh = torch.optim.AdamW(other.parameters())
+    fresh = torch.optim.AdamW(trainable(other))
     checkpoint.load(tmp_path / "a", {"model": other, "optimizer": fresh})
     assert len(fresh.state) == len(optimizer.state)
     assert torch.equal(fresh.state[other.head.weight]["exp_avg"], optimizer.state[net.head.weight]["exp_avg"])
     assert float(fresh.state[other.head.weight]["step"]) == 2
+
+
+class Counting(torch.optim.SGD):
+    """Momentum, and state that is no tensor."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["count"] = self.state[p].get("count", 0) + 1
+
+
+def kinds_of(world: int) -> dict[str, Make]:
+    mesh = init_device_mesh("cpu", (world,))
+
+    def sharded(key: str) -> nn.Module:
+        net = Net(UNITS, key)
+        for layer in net.layers.values():
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(net, mesh=mesh)
+
+    return {"fsdp": sharded, "ddp": lambda key: DistributedDataParallel(Net(UNITS, key)), "plain": lambda key: Net(UNITS, key)}
+
+
+def other_optimizers_job(folder: str) -> tuple[list[str], list[Outcome]]:
+    """SGD with momentum and a factored optimizer, saved and loaded in each layout, into fresh ones and such that have stepped."""
+    kinds = kinds_of(dist.get_world_size())
+    makers: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+        "sgd": lambda net: Counting(trainable(net), lr=0.001, momentum=0.9),
+        "factored": lambda net: Factored(trainable(net), lr=0.001),
+    }
+    wrong: list[str] = []
+    refused: list[Outcome] = []
+    for name, make in makers.items():
+        for saved in kinds:
+            net = kinds[saved]("")
+            optimizer = make(net)
+            stepped(net, optimizer)
+            path = Path(folder, f"{name}-{saved}")
+            checkpoint.save(path, {"model": net, "optimizer": optimizer})
+            wanted = states(net, optimizer)
+            for loaded in kinds:
+                target = kinds[loaded]("other")
+                fresh = make(target)
+                state = {"model": target, "optimizer": fresh}
+                if (name, loaded) == ("factored", "fsdp"):
+                    # Nobody knows which part of a row or column statistic a sharded parameter would have.
+                    before = [local(p).clone() for p in target.parameters()]
+                    refused.append(outcome(partial(checkpoint.load, path, state)))
+                    unchanged = all(torch.equal(local(p), b) for p, b in zip(target.parameters(), before, strict=True))
+                    wrong += [] if unchanged and not fresh.state else [f"{path.name} to {loaded}: changed"]
+                    stepped(target, fresh, 1)
+                checkpoint.load(path, state)
+                wrong += [] if same(states(target, fresh), wanted) else [f"{path.name} to {loaded}"]
+    return wrong, refused
+
+
+def test_sgd_with_momentum_and_factored_state_in_every_layout(tmp_path: Path):
+    for wrong, refused in run_ranks(other_optimizers_job, 3, str(tmp_path)):
+        assert wrong == []
+        for each in refused:
+            assert each.error == "MismatchError"
+            assert "optimizer.state.layers.0.up.weight.row: saved with shape (13,)" in each.message
+            assert "load into an optimizer that has stepped" in each.message
+            assert "not in the state passed" not in each.message
+
+
+def groups_job(folder: str) -> dict[str, Any]:
+    """Groups are found by the names in them, whatever their order and cut."""
+    kinds, path = kinds_of(dist.get_world_size()), Path(folder, "a")
+    net = kinds["fsdp"]("")
+    by_name = dict(net.named_parameters())
+    del by_name["layers.0.norm.bias"]  # frozen
+
+    def groups(params: dict[str, nn.Parameter], *cuts: Callable[[str], bool], **options: Any) -> list[dict[str, Any]]:
+        return [{"params": [p for name, p in params.items() if cut(name)], **options} for cut in cuts]
+
+    def bias(name: str) -> bool:
+        return name.endswith("bias")
+
+    def early(name: str) -> bool:
+        return not bias(name) and name.startswith(("layers.0", "layers.1"))
+
+    def late(name: str) -> bool:
+        return not bias(name) and not early(name)
+
+    saved = groups(by_name, bias, early, late)
+    for group, lr in zip(saved, (0.5, 0.25, 0.25), strict=True):
+        group |= {"lr": torch.tensor(lr) if lr == 0.5 else lr, "weight_decay": lr}
+    optimizer = torch.optim.AdamW(saved, foreach=False)
+    for name, p in by_name.items():
+        if "norm" in name and name.startswith("layers.3"):
+            continue  # two that no gradient has reached
+        optimizer.state[p] = {"step": torch.tensor(5.0), "exp_avg": p.detach().clone(), "exp_avg_sq": p.detach().clone()}
+    checkpoint.save(path, {"model": net, "optimizer": optimizer})
+
+    out: dict[str, Any] = {}
+    other = kinds["ddp"]("other")
+    params = {plain_name(name): p for name, p in other.named_parameters() if p.requires_grad}
+    # The other way round, early and late together, with a group of nobody and state that the checkpoint says is not there.
+    target = [*groups(params, lambda name: not bias(name), bias), {"params": []}]
+    fresh = torch.optim.AdamW(target, lr=9.0, foreach=True)
+    fresh.state[params["layers.3.norm.weight"]] = {"step": torch.tensor(1.0)}
+    checkpoint.load(path, {"model": other, "optimizer": fresh})
+    out["hyper"] = [(float(g["lr"]), g["weight_decay"], g["foreach"]) for g in fresh.param_groups]
+    out["states"] = same(states(other, fresh), states(net, optimizer))
+    out["stateless"] = [name for name, p in params.items() if p not in fresh.state]
+
+    mixed = torch.optim.AdamW(groups(params, lambda name: True), lr=9.0)
+    out["mixed"] = outcome(lambda: checkpoint.load(path, {"model": other, "optimizer": mixed}))
+    out["mixed_untouched"] = not mixed.state and mixed.param_groups[0]["lr"] == 9.0
+    report = checkpoint.load(path, {"model": other, "optimizer": mixed}, strict=False)
+    out["mixed_report"] = (len(report.values), mixed.param_groups[0]["lr"], len(mixed.state))
+    out["alone"] = outcome(lambda: checkpoint.save(Path(folder, "b"), {"optimizer": optimizer}))
+    frozen = torch.optim.AdamW([*trainable(other), *(p for p in other.parameters() if not p.requires_grad)])
+    out["more"] = outcome(lambda: checkpoint.load(path, {"model": other, "optimizer": frozen}))
+    differs = {"model": net, "optimizer": torch.optim.AdamW(trainable(net), lr=0.1 + dist.get_rank())}
+    out["differs"] = outcome(lambda: checkpoint.save(Path(folder, "b"), differs))
+    return out
+
+
+def test_groups_are_matched_by_names_and_hyperparameters_come_back(tmp_path: Path):
+    for out in run_ranks(groups_job, 2, str(tmp_path)):
+        assert out["hyper"] == [(0.25, 0.25, True), (0.5, 0.5, True), (9.0, 0.01, True)]
+        assert out["states"]
+        assert out["stateless"] == ["layers.3.norm.weight", "layers.3.norm.bias"]
+        assert out["mixed"].error == "MismatchError"
+        assert "whose lr differs: " in out["mixed"].message
+        assert out["mixed_untouched"]
+        assert out["mixed_report"] == (2, 9.0, 22), "lr and decay differ; the state loads, the group keeps its own"
+        assert out["alone"].error == "UsageError"
+        assert "pass the module that holds it" in out["alone"].message
+        assert out["more"].error == "MismatchError"
+        assert "layers.0.norm.bias" in out["more"].message
+        assert out["differs"].error == "LayoutError"
+        assert "lr 0.1 on rank 0 and 1.1 on rank 1" in out["differs"].message
+
+
+class Extra(nn.Module):
+    """A layer with extra state that is no tensor."""
+
+    def __init__(self, value: int) -> None:
+        super().__init__()
+        self.value = value
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.value = state["value"]
+
+
+def ties_job(folder: str) -> dict[str, Any]:
+    """Tied on one rank, apart on two; and extra state that only one of the stages has."""
+    rank = dist.get_rank()
+    out: dict[str, Any] = {}
+    solo = [dist.new_group([0]), dist.new_group([1])][rank]
+
+    def stage(index: int, key: str) -> nn.ModuleDict:
+        net = Net(("embedding", 0) if index == 0 else (1, "head"), key)
+        return nn.ModuleDict({"net": net, f"extra{index}": Extra(10 + index if not key else 0)})
+
+    def both(key: str) -> nn.ModuleDict:
+        return nn.ModuleDict({"net": Net(("embedding", 0, 1, "head"), key), "extra0": Extra(0), "extra1": Extra(0)})
+
+    apart = stage(rank, "")
+    checkpoint.save(Path(folder, "apart"), {"model": apart}, mesh={"pp": 2})
+    together = both("other")
+    out["to_tied"] = outcome(lambda: checkpoint.load(Path(folder, "apart"), {"model": together}, process_group=solo))
+    tied = together["net"].head.weight is together["net"].embedding.weight
+    out["tied"] = tied and torch.equal(together["net"].head.weight, Net(("head",)).head.weight)
+    out["extra"] = (together["extra0"].value, together["extra1"].value)
+    if rank == 0:
+        checkpoint.save(Path(folder, "tied"), {"model": together}, process_group=solo)
+    dist.barrier()
+    back = stage(rank, "other")
+    out["to_apart"] = outcome(lambda: checkpoint.load(Path(folder, "tied"), {"model": back}))
+    out["apart"] = all(torch.equal(a, b) for a, b in zip(back.parameters(), apart.parameters(), strict=True))
+    out["apart_extra"] = back[f"extra{rank}"].value
+
+    if rank == 1:
+        apart["net"].head.weight.data[0, 0] += 1
+    checkpoint.save(Path(folder, "unequal"), {"model": apart})
+    out["unequal"] = outcome(lambda: checkpoint.load(Path(folder, "unequal"), {"model": both("other")}))
+    return out
+
+
+def test_tied_weights_come_apart_and_together_and_extra_state_follows_its_stage(tmp_path: Path):
+    for rank, out in enumerate(run_ranks(ties_job, 2, str(tmp_path))):
+        assert out["to_tied"] == out["to_apart"] == Outcome()
+        assert out["tied"]
+        assert out["apart"]
+        assert out["extra"] == (10, 11)
+        assert out["apart_extra"] == 10 + rank
+        assert out["unequal"].error == "MismatchError"
+        assert "model.net.head.weight: tied to model.net.embedding.weight" in out["unequal"].message
