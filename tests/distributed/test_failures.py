@@ -180,7 +180,7 @@ def test_a_failure_on_one_rank_is_raised_on_all(tmp_path: Path):
     each("not_found", "CheckpointNotFound", "nowhere")
     each("other_call", "PeerError", "rank 1", "save", "load")
     assert {a["other_call"].ranks for a in answers} == {(1,)}
-    each("other_path", "PeerError", "ranks 0 and 1", "ranks 2 and 3")
+    each("other_path", "PeerError", "ranks 0-1: save", "ranks 2-3: save")
     each("mesh", "UsageError", "{'dp': 3} have 3 ranks, but 4 take part")
     each("late", "PeerError", "rank 3 did not arrive within 1 s")
     assert {a["late"].ranks for a in answers} == {(3,)}
