@@ -38,10 +38,8 @@ def state(num_tensors: int, num_ranks: int, *, flat: bool) -> Catalog:
         boxes = np.stack([begin, zeros, end - begin, num_cols[tensor]], axis=1)
         distinct, box = np.unique(boxes, axis=0, return_inverse=True)
         box, start, offsets, lengths = box.reshape(-1), zeros, distinct[:, :2], distinct[:, 2:]
-    count, offset = (end - begin) * unit, np.zeros_like(begin)
-    for number in range(num_ranks):
-        mine = np.flatnonzero(rank == number)
-        offset[mine] = 4096 + 4 * (np.cumsum(count[mine]) - count[mine])
+    count = (end - begin) * unit
+    offset, sizes = _place(rank, 4 * count, num_ranks)
     return Catalog(
         save_id="20260101-000000-abcdef",
         created_s=0.0,
@@ -51,9 +49,20 @@ def state(num_tensors: int, num_ranks: int, *, flat: bool) -> Catalog:
         placements=((AxisPlacement("dp", "flat"),) if flat else (AxisPlacement("dp", "shard", dim=0),),),
         boxes=BoxTable(offsets, lengths),
         rows=RowTable(box, start, count, rank, offset),
-        files=tuple(_file(number, int((offset + 4 * count)[rank == number].max())) for number in range(num_ranks)),
+        files=tuple(map(_file, range(num_ranks), sizes.tolist())),
         values_table=(),
     )
+
+
+def _place(rank: np.ndarray, num_bytes: np.ndarray, num_ranks: int) -> tuple[np.ndarray, np.ndarray]:
+    """Where each shard begins in its rank's file, and the sizes of the files: one after the other, behind a header."""
+    order = np.argsort(rank, kind="stable")
+    ends = np.cumsum(num_bytes[order])
+    first = np.searchsorted(rank[order], np.arange(num_ranks + 1))
+    base = np.append(0, ends)[first]
+    offset = np.empty_like(num_bytes)
+    offset[order] = 4096 + ends - num_bytes[order] - base[rank[order]]
+    return offset, 4096 + np.diff(base)
 
 
 def _tensors(shape: np.ndarray, row_start: np.ndarray) -> TensorTable:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from reshard_ckpt import checkpoint
 from reshard_ckpt.format.catalog import encode_catalog
 from reshard_ckpt.format.shard_file import parse_header
 from tests.format import independent_reader
@@ -69,6 +70,22 @@ def test_reader_reads_every_kind_of_value(tmp_path: Path):
     assert np.array_equal(array, wanted)
     assert array.dtype == wanted.dtype
     assert read == values
+
+
+def test_reader_reads_what_save_writes(tmp_path: Path):
+    path = tmp_path / "step_3"
+    weight = torch.arange(24.0).reshape(4, 6)
+    state = {
+        "model": {"w": weight, "tied": weight, "half": torch.arange(5).bfloat16(), "step": torch.tensor(3)},
+        "extra": {"step": 3, "text": "x" * 5000, "rng": checkpoint.PerRank((1, 2))},
+    }
+    checkpoint.save(path, state)
+    tensors, values = independent_reader.read(path)
+    for name, tensor in state["model"].items():
+        array = tensors[f"model.{name}"]
+        assert array.shape == tensor.shape
+        assert array.tobytes() == tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+    assert values == {"extra.step": 3, "extra.text": "x" * 5000, "extra.rng": [(1, 2)]}
 
 
 def test_reader_is_written_from_the_specification_alone():
