@@ -137,7 +137,7 @@ class TreeTarget:
         groups = Groups(value)
         problems: list[str] = []
         for i, group in enumerate(item.groups):
-            selection = groups.select(group["params"], name=f"{name}[{i}]")
+            selection = groups.select(group["params"], name=f"{name}[{i}]", target=group)
             problems += selection.problems
             for key, hyperparameter in selection.hyperparameters.items():
                 if key not in NOT_SAVED and not (key in SWITCHES and key in group):

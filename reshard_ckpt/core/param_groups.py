@@ -128,8 +128,8 @@ class Groups:
     def __contains__(self, fqn: str) -> bool:
         return fqn in self._home
 
-    def select(self, fqns: Iterable[str], *, name: str) -> Selection:
-        """As the function `select`."""
+    def select(self, fqns: Iterable[str], *, name: str, target: Group | None = None) -> Selection:
+        """As the function `select`; with the target group itself, also whether it is one of the same kind of optimizer."""
         sources: dict[int, str] = {}
         unknown: list[str] = []
         for fqn in fqns:
@@ -152,7 +152,21 @@ class Groups:
             for key, one, other in differences(self._saved[first], self._saved[at])
             if key not in SWITCHES
         ]
+        if target is not None:
+            conflicts += _other_kind(self._saved[first], target, name)
         return Selection({} if conflicts else _hyperparameters(self._saved[first]), (*problems, *conflicts))
+
+
+def _other_kind(saved: Group, target: Group, name: str) -> list[str]:
+    """A line if each has hyperparameters that the other lacks; one alone may have more: releases and schedulers add some."""
+    lacking = [key for key in _hyperparameters(saved) if key not in target and key not in SWITCHES]
+    extra = [key for key in _hyperparameters(target) if key not in saved and key not in SWITCHES]
+    if not lacking or not extra:
+        return []
+    return [
+        f"{name}: saved by another kind of optimizer, with {', '.join(lacking)}, where this one has {', '.join(extra)}; make the "
+        "optimizer of the kind that was saved, or leave it out of the state"
+    ]
 
 
 def differences(one: Group, other: Group) -> list[tuple[str, Any, Any]]:

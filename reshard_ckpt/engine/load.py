@@ -25,14 +25,12 @@ from ..core.report import LoadReport, summarize
 from ..core.state import TensorSpec, flat_run
 from ..core.tiling import describe_region
 from ..errors import CheckpointNotFound, CorruptError, MismatchError, UsageError
-from ..format.catalog import decode_catalog
+from ..format.catalog import MAX_CATALOG_BYTES, decode_catalog
 from ..format.checksums import digest128
 from ..format.torch_dtypes import TORCH_DTYPES
 from ..storage.protocol import Storage
 from .read import WINDOW_BYTES, Destination, check_files, execute, open_blocks
 from .save import CATALOG_KEY, SAVE_ID
-
-MAX_CATALOG_BYTES = 4 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +231,7 @@ def vote(
     said, refused = msgpack.unpackb(comm.broadcast(verdict), use_list=False)
     report = LoadReport(**said)
     if strict and report.problems:
-        advice = "load with strict=False to leave these as they are"
+        advice = "load with strict=False to load what fits and leave the rest as it is"
         if report.dtype:
             advice += ", with cast=[patterns] to convert dtypes"
         if report.shape:

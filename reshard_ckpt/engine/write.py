@@ -30,6 +30,9 @@ from .messages import Assignment, Receipt, WrittenFile
 SCRATCH_BYTES = 4 << 20
 """Bytes hashed and written at once: few enough to be in the processor's cache for the second of the two."""
 
+HEADER_METADATA = {"format": "pt", "writer": "reshard_ckpt"}
+"""``format`` is what loaders of Hugging Face models look for: which framework's tensors these are."""
+
 HEADER_BYTES = 48 << 20
 """A file's header is kept below this; safetensors refuses 100 MB."""
 
@@ -89,7 +92,7 @@ def lay_out(holdings: Holdings, assignment: Assignment, rank: int, header_bytes:
 
 def _file_layout(key: str, members: Sequence[Member], begin: int, end: int) -> FileLayout:
     chosen = tuple(members[begin:end])
-    return FileLayout(key, slice(begin, end), chosen, header(chosen, {"format": "reshard_ckpt"}))
+    return FileLayout(key, slice(begin, end), chosen, header(chosen, HEADER_METADATA))
 
 
 def _member(holdings: Holdings, local: int, start: int, count: int) -> Member:

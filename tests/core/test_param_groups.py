@@ -126,3 +126,12 @@ def test_every_parameter_keeps_its_hyperparameters_whoever_holds_it(assignment, 
     saved = Groups(merged)
     for fqn in union:
         assert saved.select([fqn], name="g").hyperparameters == {"lr": assignment[fqn]}
+
+
+def test_a_group_of_another_kind_of_optimizer_is_named_and_newer_hyperparameters_are_not():
+    saved = [{"lr": 1.0, "betas": (0.9, 0.99), "params": ["a"]}]
+    (line,) = Groups(saved).select(["a"], name="g", target={"lr": 2.0, "momentum": 0.9, "params": []}).problems
+    assert line.startswith("g: saved by another kind of optimizer, with betas, where this one has momentum;")
+    for more in ({}, {"initial_lr": 3.0, "fused": None}):
+        selection = Groups(saved).select(["a"], name="g", target={"lr": 2.0, "betas": (0, 0), **more})
+        assert (selection.problems, selection.hyperparameters) == ((), {"lr": 1.0, "betas": (0.9, 0.99)})

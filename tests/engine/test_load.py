@@ -232,3 +232,16 @@ def test_read_takes_names_prefixes_and_says_what_is_missing(tmp_path: Path) -> N
 def test_a_scheme_that_no_store_serves_is_an_error() -> None:
     with pytest.raises(UsageError, match="s3"):
         checkpoint.save("s3://bucket/ckpt", {"a": torch.ones(1)})
+
+
+def test_state_of_another_kind_of_optimizer_is_refused(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    adam = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    adam.step()
+    checkpoint.save(tmp_path, {"model": model, "optimizer": adam})
+    sgd = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    with pytest.raises(MismatchError, match="saved by another kind of optimizer, with betas"):
+        checkpoint.load(tmp_path, {"model": model, "optimizer": sgd})
+    assert not sgd.state
+    assert sgd.param_groups[0]["lr"] == 0.5
