@@ -61,7 +61,7 @@ class PhaseFailed(Exception):
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m examples.demo", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("demo_out"), help="folder for checkpoints and pictures; replaced")
-    parser.add_argument("--steps", type=int, nargs=3, default=(120, 60, 100), metavar="N", help="steps of each phase")
+    parser.add_argument("--steps", type=int, nargs=3, default=(110, 50, 180), metavar="N", help="steps of each phase")
     options = parser.parse_args()
     out, console = options.out.resolve(), Console()
     shutil.rmtree(out, ignore_errors=True)
@@ -99,13 +99,12 @@ def events(phase: Phase, result: PhaseResult, load: Path | None, num_steps: int,
     # Another seed for each phase: what does not come from the checkpoint would show.
     command += ["--seed", str(seed), *(["--load", str(load)] if load else [])]
     command += ["--prompt", PROMPT] if phase.num_processes == 1 else []
-    threads = max(1, (os.cpu_count() or 1) // phase.num_processes)
     log = result.path.with_name(f"{result.path.name}.log")
     with log.open("w") as errors:
         process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,

@@ -108,7 +108,7 @@ def param_groups(model: nn.Module, weight_decay: float = 0.1) -> list[dict[str, 
 
 
 @torch.no_grad()
-def generate(model: GPT, tokens: Tensor, num_tokens: int, *, temperature: float = 0.7) -> Tensor:
+def generate(model: GPT, tokens: Tensor, num_tokens: int, *, temperature: float = 0.6) -> Tensor:
     """Continue `tokens`, one sampled token at a time."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(num_tokens):
