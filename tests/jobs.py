@@ -6,17 +6,37 @@ from collections.abc import Sequence
 
 import torch
 
-from reshard_ckpt.core.catalog import Catalog
+from reshard_ckpt.core.catalog import Catalog, ValueEntry
 from reshard_ckpt.core.report import LoadReport
+from reshard_ckpt.core.save_plan import SavePlan
 from reshard_ckpt.core.state import Mesh, TensorSpec, ValueSpec
+from reshard_ckpt.engine.agreement import new_save_id, plan_offers
 from reshard_ckpt.engine.load import LoadOptions, Resolved, fetch, open_catalog, resolve
-from reshard_ckpt.engine.messages import decode_receipt, encode_assignment, encode_offer, encode_receipt
-from reshard_ckpt.engine.save import hold, make_plan, publish
-from reshard_ckpt.engine.write import write_assignment
+from reshard_ckpt.engine.messages import (
+    Assignment,
+    decode_assignment,
+    decode_receipt,
+    decode_values,
+    encode_assignments,
+    encode_offer,
+    encode_receipt,
+)
+from reshard_ckpt.engine.save import hold, publish
+from reshard_ckpt.engine.values import merge_values
+from reshard_ckpt.engine.write import Holdings, write_assignment
 from reshard_ckpt.format.values import encode_value
 from reshard_ckpt.storage.protocol import Storage
 
 Tensors = Sequence[tuple[TensorSpec, torch.Tensor]]
+
+
+def plan_job(holdings: Sequence[Holdings]) -> tuple[SavePlan, tuple[ValueEntry, ...], list[Assignment]]:
+    """The agreement of all ranks, without a cache."""
+    offers = [encode_offer(h.offer) for h in holdings]
+    plan = plan_offers(offers)
+    values = merge_values([(rank, decode_values(offer.values)) for rank, offer in enumerate(offers)], plan.tables)
+    save_id = new_save_id()
+    return plan, values, [decode_assignment(data, save_id) for data in encode_assignments(plan)]
 
 
 def save_job(
@@ -24,8 +44,7 @@ def save_job(
 ) -> Catalog:
     """Save what each rank holds; returns the published catalog."""
     holdings = [hold(tensors, values[rank] if values else (), mesh, rank) for rank, tensors in enumerate(ranks)]
-    plan, merged, assignments = make_plan([encode_offer(h.offer) for h in holdings])
-    assert all(encode_assignment(a) for a in assignments)
+    plan, merged, assignments = plan_job(holdings)
     receipts = [
         decode_receipt(encode_receipt(write_assignment(storage, h, a, rank)))
         for rank, (h, a) in enumerate(zip(holdings, assignments, strict=True))

@@ -69,7 +69,7 @@ def assign(groups: list[Group], num_elements: I64, item_bytes: I64, slice_elemen
         Bytes that each rank writes already; updated in place.
     """
     parts: list[tuple[I64, I64, I64, I64]] = []
-    groups = sorted(groups, key=lambda group: (len(group.ranks), group.ranks.tolist()))
+    groups = sorted(groups, key=lambda group: (len(group.ranks), int(group.ranks[0])))
     for group in groups:
         sizes = num_elements[group.solid] * item_bytes[group.solid]
         for i in group.solid[np.argsort(-sizes, kind="stable")].tolist():
@@ -96,7 +96,7 @@ def _cut_stream(group: Group, num_elements: I64, item_bytes: I64, slice_elements
     begin = ends[where] - num_elements[cut_item] * item_bytes[cut_item]
     element = (at - begin) // item_bytes[cut_item]
     tolerance = min(ROW_ALIGN_BYTES, int(ends[-1]) // (50 * len(group.ranks)))
-    step = np.where(slice_elements * item_bytes <= tolerance, slice_elements, 1)[cut_item]
+    step = np.where(slice_elements[cut_item] * item_bytes[cut_item] <= tolerance, slice_elements[cut_item], 1)
     element = np.minimum((element + step // 2) // step * step, num_elements[cut_item])
     # Parts lie between neighbouring bounds: the ends of the items and the cuts, each with the number of cuts before it.
     bound_item = np.concatenate([np.arange(len(items)), where])

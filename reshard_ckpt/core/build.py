@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from .catalog import BoxTable, Catalog, FileEntry, RowTable, TensorTable, ValueEntry
-from .geometry import I64, group_ids
+from .geometry import I64
+from .ordering import group_ids, lex_order
 from .save_plan import SavePlan
 
 
@@ -33,7 +34,7 @@ def build_catalog(
     """The catalog of a save whose bytes are all written."""
     tables = plan.tables
     box, first = group_ids(np.hstack([plan.offsets, plan.lengths]))
-    order = np.lexsort((plan.start, box, plan.tensor))
+    order = lex_order(plan.tensor, box, plan.start)
     return Catalog(
         save_id=save_id,
         created_s=created_s,

@@ -157,13 +157,26 @@ def as_boxes(offsets: I64, lengths: I64, start: I64, count: I64) -> tuple[I64, I
     partial = np.flatnonzero((count > 0) & (count != volumes(lengths)))
     if len(partial) == 0:
         return offsets, lengths, start, count
-    boxes = decompose(lengths[partial], start[partial], count[partial])
-    alone = np.flatnonzero(np.bincount(boxes.parent, minlength=len(partial))[boxes.parent] == 1)
-    rows = partial[boxes.parent[alone]]
     offsets, lengths, start = offsets.copy(), lengths.copy(), start.copy()
-    offsets[rows] += boxes.offsets[alone]
-    lengths[rows] = boxes.lengths[alone]
-    start[rows] = 0
+    size, strides = lengths[partial], strides_of(lengths[partial])
+    begin, num = start[partial], count[partial]
+    for dim in range(lengths.shape[1]):
+        # A box: whole slices of this dim, within one slice of the next outer one.
+        even = np.flatnonzero(num % strides[:, dim] == 0)
+        digits = begin[even, None] // strides[even]
+        slices = num[even] // strides[even, dim]
+        alone = (digits[:, dim] * strides[even, dim] == begin[even]) & (
+            digits[:, dim] % size[even, dim] + slices <= size[even, dim]
+        )
+        chosen = even[alone]
+        rows = partial[chosen]
+        offsets[rows] += digits[alone] % size[chosen]
+        lengths[rows, :dim] = 1
+        lengths[rows, dim] = slices[alone]
+        start[rows] = 0
+        rest = np.ones(len(partial), bool)
+        rest[chosen] = False
+        partial, size, strides, begin, num = partial[rest], size[rest], strides[rest], begin[rest], num[rest]
     return offsets, lengths, start, count
 
 
@@ -196,19 +209,3 @@ def ranges(lengths: I64) -> tuple[I64, I64]:
     """
     owner = np.repeat(np.arange(len(lengths)), lengths)
     return owner, np.arange(len(owner)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-
-
-def group_ids(columns: I64) -> tuple[I64, I64]:
-    """Number the distinct rows of ``(N, K)``: the id of each row, and the index of the first row of each id.
-
-    >>> [a.tolist() for a in group_ids(np.array([[1, 2], [0, 0], [1, 2]]))]
-    [[1, 0, 1], [1, 0]]
-    """
-    if len(columns) == 0:
-        return np.zeros(0, np.int64), np.zeros(0, np.int64)
-    order = np.lexsort(columns.T[::-1])
-    ordered = columns[order]
-    new = np.concatenate([[True], (ordered[1:] != ordered[:-1]).any(axis=1)])
-    ids = np.empty(len(columns), np.int64)
-    ids[order] = np.cumsum(new) - 1
-    return ids, order[new]

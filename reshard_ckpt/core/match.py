@@ -82,12 +82,8 @@ def faults_of(catalog: Catalog, source: I64) -> list[Fault]:
     chosen[origin] = True
     owner = np.repeat(np.arange(len(table.names)), np.diff(table.row_start))
     row = np.flatnonzero(chosen[owner])
-    box = rows.box[row]
-    return list(
-        find_faults(
-            shape, owner[row], catalog.boxes.offsets[box], catalog.boxes.lengths[box], rows.start[row], rows.count[row], box
-        )
-    )
+    boxes = catalog.boxes
+    return list(find_faults(shape, boxes.offsets, boxes.lengths, owner[row], rows.box[row], rows.start[row], rows.count[row]))
 
 
 def uncovered(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,9 +12,11 @@ from ..errors import LayoutError
 from .catalog import TensorKind
 from .dtypes import CODES
 from .geometry import I64, volumes
+from .ordering import group_ids
 from .state import AxisPlacement, Mesh, TensorSpec, ValueKind
 
 U8 = NDArray[np.uint8]
+Placement = tuple[AxisPlacement, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,72 +64,138 @@ def width_of(specs: Sequence[TensorSpec]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class OfferedValue:
-    """A value of one rank: its encoded bytes, or the index of the offered blob that holds them."""
+    """A value of one rank: its encoded bytes, or None where these are a blob among the offered tensors."""
 
     name: str
     path: bytes
     kind: ValueKind
     data: bytes | None
-    blob: int = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
-    """All that one rank holds. Rows are its pieces; `alias` is the index of an earlier tensor of this offer, or -1."""
+class OfferedTensors:
+    """The tensors that one rank holds parts of; what many ranks have alike.
+
+    ``alias`` is the index of an earlier tensor, or -1; ``placement`` an index of the distinct ``placements``. A tensor that is
+    ``own`` is a blob whose name stands for another one on each rank, and whose shape is that of its row's box.
+    """
 
     names: tuple[str, ...]
     dtype: U8
     kind: U8
+    own: U8
     claim: U8
     ndim: I64
     shape: I64
     alias: I64
-    placements: tuple[tuple[AxisPlacement, ...], ...]
-    row_tensor: I64
-    row_offsets: I64
-    row_lengths: I64
-    row_start: I64
-    row_count: I64
-    values: tuple[OfferedValue, ...]
+    placements: tuple[Placement, ...]
+    placement: I64
     mesh: Mesh | None
 
 
-def build_offer(specs: Sequence[TensorSpec], num_blobs: int, values: Sequence[OfferedValue], mesh: Mesh | None) -> Offer:
+@dataclass(frozen=True, slots=True)
+class OfferedRows:
+    """The pieces that one rank holds: runs of its distinct boxes; what differs from rank to rank."""
+
+    box_offsets: I64
+    box_lengths: I64
+    tensor: I64
+    box: I64
+    start: I64
+    count: I64
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """All that one rank holds."""
+
+    tensors: OfferedTensors
+    rows: OfferedRows
+    values: tuple[OfferedValue, ...]
+
+    @property
+    def kind(self) -> U8:
+        """Of each tensor, whether it is one or a blob."""
+        return self.tensors.kind
+
+
+@dataclass(frozen=True, slots=True)
+class Offers:
+    """What all ranks hold: distinct tables of tensors, and the rows of all ranks end to end, in order of rank.
+
+    ``table`` is the table of each rank. Of each row, ``tensor`` counts in its rank's table, ``local`` among its rank's rows, and
+    ``box`` in the boxes here, in which equal ones may occur many times.
+    """
+
+    tables: tuple[OfferedTensors, ...]
+    table: I64
+    box_offsets: I64
+    box_lengths: I64
+    rank: I64
+    local: I64
+    tensor: I64
+    box: I64
+    start: I64
+    count: I64
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.table)
+
+
+def build_offer(
+    specs: Sequence[TensorSpec],
+    num_blobs: int,
+    values: Sequence[OfferedValue],
+    mesh: Mesh | None,
+    own: Mapping[int, str] | None = None,
+) -> Offer:
     """Put a rank's specs, the last `num_blobs` of which are blobs, into columns.
+
+    Parameters
+    ----------
+    own
+        Blobs of which every rank has one of its own: by index, the name of the value, which is the same on all ranks.
 
     Raises
     ------
     LayoutError
         A piece reaches outside its tensor.
     """
+    own = own or {}
     width = width_of(specs)
     pieces, shape = piece_columns(specs, width), shape_columns(specs, width)
     _check_inside(specs, pieces, shape)
+    kind = np.full(len(specs), TensorKind.TENSOR, np.uint8)
+    kind[len(specs) - num_blobs :] = TensorKind.BLOB
+    shape[list(own)] = 0
+    placements = {placement: i for i, placement in enumerate(dict.fromkeys(spec.placement for spec in specs))}
+    tensors = OfferedTensors(
+        names=tuple(own.get(i, spec.name) for i, spec in enumerate(specs)),
+        dtype=np.array([CODES.index(spec.dtype) for spec in specs], np.uint8),
+        kind=kind,
+        own=np.array([i in own for i in range(len(specs))], np.uint8),
+        claim=np.array([spec.claim for spec in specs], np.uint8),
+        ndim=np.array([len(spec.shape) for spec in specs], np.int64),
+        shape=shape,
+        alias=_aliases(specs),
+        placements=tuple(placements),
+        placement=np.array([placements[spec.placement] for spec in specs], np.int64),
+        mesh=mesh,
+    )
+    box, first = group_ids(np.hstack([pieces.offsets, pieces.lengths]))
+    rows = OfferedRows(pieces.offsets[first], pieces.lengths[first], pieces.tensor, box, pieces.start, pieces.count)
+    return Offer(tensors, rows, tuple(values))
+
+
+def _aliases(specs: Sequence[TensorSpec]) -> I64:
     index: dict[str, int] = {}
     alias = np.full(len(specs), -1, np.int64)
     for i, spec in enumerate(specs):
         if spec.alias_of is not None:
             alias[i] = index[spec.alias_of]
         index.setdefault(spec.name, i)
-    kind = np.full(len(specs), TensorKind.TENSOR, np.uint8)
-    kind[len(specs) - num_blobs :] = TensorKind.BLOB
-    return Offer(
-        names=tuple(spec.name for spec in specs),
-        dtype=np.array([CODES.index(spec.dtype) for spec in specs], np.uint8),
-        kind=kind,
-        claim=np.array([spec.claim for spec in specs], np.uint8),
-        ndim=np.array([len(spec.shape) for spec in specs], np.int64),
-        shape=shape,
-        alias=alias,
-        placements=tuple(spec.placement for spec in specs),
-        row_tensor=pieces.tensor,
-        row_offsets=pieces.offsets,
-        row_lengths=pieces.lengths,
-        row_start=pieces.start,
-        row_count=pieces.count,
-        values=tuple(values),
-        mesh=mesh,
-    )
+    return alias
 
 
 def _check_inside(specs: Sequence[TensorSpec], pieces: PieceColumns, shape: I64) -> None:

@@ -1,6 +1,7 @@
 """How is each tensor laid out on the mesh? What the state declares, and for other axes what the ranks' pieces show.
 
-For an axis that nothing declares, compare ranks that differ in that coordinate alone:
+For an axis that nothing declares, compare ranks that differ in that coordinate alone (a *line*: those that agree on all other
+axes with the lowest rank of the tensor's first run):
 
 1. all hold the same pieces: replicated if every coordinate has them, resident on those that do otherwise;
 2. they hold different runs of the same boxes: flat;
@@ -13,8 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .geometry import I64
+from .ordering import is_new, lex_order
 from .state import AxisPlacement, Mesh
 
 Placement = tuple[AxisPlacement, ...]
@@ -22,45 +25,97 @@ Placement = tuple[AxisPlacement, ...]
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What the ranks hold of one tensor: a row a piece. `box` and `run` number distinct boxes and distinct runs."""
+    """What the ranks hold of all tensors: a row a piece, in order of tensor. `box` and `run` number distinct boxes and runs."""
 
+    tensor: I64
     rank: I64
     box: I64
     run: I64
-    offsets: I64
 
 
-def mesh_coordinates(mesh: Mesh) -> I64:
-    """``(ranks, axes)`` coordinates of every rank."""
-    return np.indices(mesh.sizes).reshape(len(mesh.sizes), -1).T if mesh.sizes else np.zeros((1, 0), np.int64)
+@dataclass(frozen=True, slots=True)
+class _AxisColumns:
+    """Of each tensor what the pieces show on one axis: whether ranks hold the same, whether they share boxes, the first dim that
+    differs, and which coordinates have any."""
+
+    same: NDArray[np.bool_]
+    flat: NDArray[np.bool_]
+    dim: I64
+    present: NDArray[np.bool_]
 
 
-def derive(mesh: Mesh, coordinates: I64, declared: Placement, holding: Holding, ndim: int) -> Placement:
-    """The placement on every axis of the mesh, in its order."""
-    by_axis = {p.axis: p for p in declared}
-    return tuple(
-        by_axis.get(axis) or _axis_placement(axis, i, mesh.sizes[i], coordinates[holding.rank], holding, ndim)
-        for i, axis in enumerate(mesh.axes)
-    )
+def derive(mesh: Mesh, declared: Sequence[Placement], ndim: I64, holding: Holding, box_offsets: I64) -> list[Placement]:
+    """The placement of each tensor on every axis of the mesh, in its order.
+
+    Parameters
+    ----------
+    declared
+        Of each tensor; wins over what its pieces show.
+    ndim : (T,)
+    box_offsets : (B, D)
+        Of the boxes that `holding` numbers.
+    """
+    shown = [_shown_on(mesh, i, len(declared), ndim, holding, box_offsets) for i in range(len(mesh.axes))]
+    derived = []
+    for tensor, said in enumerate(declared):
+        by_axis = {p.axis: p for p in said}
+        derived.append(tuple(by_axis.get(a) or _spell(a, columns, tensor) for a, columns in zip(mesh.axes, shown, strict=True)))
+    return derived
 
 
-def _axis_placement(axis: str, i: int, size: int, coordinates: I64, holding: Holding, ndim: int) -> AxisPlacement:
-    held = np.unique(coordinates[:, i])
-    everywhere = len(held) == size
-    # Ranks that agree with the first one on all other axes; one such line shows what the axis does.
-    others = np.delete(coordinates, i, axis=1)
-    line = np.flatnonzero((others == others[:1]).all(axis=1)) if len(others) else np.zeros(0, np.int64)
-    runs = {int(c): set(holding.run[line[coordinates[line, i] == c]].tolist()) for c in np.unique(coordinates[line, i])}
-    if len(set(map(frozenset, runs.values()))) <= 1:
-        return AxisPlacement(axis, "replicate") if everywhere else AxisPlacement(axis, "resident", coords=tuple(held.tolist()))
-    if len(np.unique(holding.box[line])) < len(np.unique(holding.run[line])):
-        return AxisPlacement(axis, "flat")
-    differs = (holding.offsets[line] != holding.offsets[line][:1]).any(axis=0)
-    dim = int(np.argmax(differs)) - (holding.offsets.shape[1] - ndim)
-    return AxisPlacement(axis, "shard", dim=max(dim, 0))
+def _spell(axis: str, shown: _AxisColumns, tensor: int) -> AxisPlacement:
+    if shown.same[tensor]:
+        present = shown.present[tensor]
+        if present.all():
+            return AxisPlacement(axis, "replicate")
+        return AxisPlacement(axis, "resident", coords=tuple(np.flatnonzero(present).tolist()))
+    return AxisPlacement(axis, "flat") if shown.flat[tensor] else AxisPlacement(axis, "shard", dim=int(shown.dim[tensor]))
+
+
+def _shown_on(mesh: Mesh, axis: int, num_tensors: int, ndim: I64, holding: Holding, box_offsets: I64) -> _AxisColumns:
+    size, stride = mesh.sizes[axis], int(np.prod(mesh.sizes[axis + 1 :], dtype=np.int64))
+    coordinate = np.arange(mesh.size) // stride % size
+    line_of = np.arange(mesh.size) - coordinate * stride
+    present = np.zeros((num_tensors, size), bool)
+    present[holding.tensor, coordinate[holding.rank]] = True
+    first = np.searchsorted(holding.tensor, np.arange(num_tensors))
+    own_line = np.full(num_tensors, -1, np.int64)
+    some = np.flatnonzero(present.any(axis=1))
+    own_line[some] = line_of[holding.rank[first[some]]]
+    on_line = np.flatnonzero(line_of[holding.rank] == own_line[holding.tensor])
+    tensor, run, box = holding.tensor[on_line], holding.run[on_line], holding.box[on_line]
+    shift = box_offsets.shape[1] - ndim
+    offsets = box_offsets[box]
+    begins = np.flatnonzero(is_new(tensor))
+    dim = np.zeros(num_tensors, np.int64)
+    if len(begins):
+        reference = offsets[np.repeat(begins, np.diff(np.append(begins, len(tensor))))]
+        differs = np.logical_or.reduceat(offsets != reference, begins, axis=0)
+        dim[tensor[begins]] = np.maximum(np.argmax(differs, axis=1) - shift[tensor[begins]], 0)
+    num_runs = _count_distinct(tensor, run, num_tensors)
+    same = _same_runs(tensor, run, coordinate[holding.rank[on_line]], num_runs, num_tensors)
+    return _AxisColumns(same, _count_distinct(tensor, box, num_tensors) < num_runs, dim, present)
+
+
+def _count_distinct(tensor: I64, number: I64, num_tensors: int) -> I64:
+    """How many distinct numbers each tensor has."""
+    order = lex_order(tensor, number) if len(tensor) else tensor
+    return np.bincount(tensor[order][is_new(tensor[order], number[order])], minlength=num_tensors)
+
+
+def _same_runs(tensor: I64, run: I64, coordinate: I64, num_runs: I64, num_tensors: int) -> NDArray[np.bool_]:
+    """Whether every coordinate that has runs of a tensor has all of them: then, and only then, all have the same."""
+    if not len(tensor):
+        return np.ones(num_tensors, bool)
+    order = lex_order(tensor, coordinate, run)
+    tensor, coordinate, run = tensor[order], coordinate[order], run[order]
+    pairs = np.bincount(tensor[is_new(tensor, coordinate, run)], minlength=num_tensors)
+    coordinates = np.bincount(tensor[is_new(tensor, coordinate)], minlength=num_tensors)
+    same: NDArray[np.bool_] = pairs == coordinates * num_runs
+    return same
 
 
 def agreed(declared: Sequence[Placement]) -> Placement:
     """What all ranks declare alike, axis by axis; an axis on which they differ counts as not declared."""
-    first, *rest = list(dict.fromkeys(declared)) or [()]
+    first, *rest = declared if len(declared) == 1 else list(dict.fromkeys(declared)) or [()]
     return tuple(p for p in first if all(p in other for other in rest))

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .geometry import I64, bounds, decompose, ranges, volumes
+from .ordering import is_new, lex_order
 
 MAX_PAIRS = 1 << 21
 """Pairs of boxes compared in one step; bounds memory, not the answer."""
@@ -36,66 +37,72 @@ class _Joined:
     """Runs after joining; ``row`` is one of the runs that went in."""
 
     tensor: I64
-    offsets: I64
-    lengths: I64
+    box: I64
     start: I64
     count: I64
     row: I64
 
 
-def find_faults(shapes: I64, tensor: I64, offsets: I64, lengths: I64, start: I64, count: I64, box: I64) -> Iterator[Fault]:
+def find_faults(
+    shapes: I64, box_offsets: I64, box_lengths: I64, tensor: I64, box: I64, start: I64, count: I64
+) -> Iterator[Fault]:
     """Every tensor that its runs do not tile.
 
     Parameters
     ----------
     shapes : (T, D)
         Global shapes.
-    tensor : (R,)
-        The tensor of each run; in any order.
-    offsets, lengths : (R, D)
-    start, count : (R,)
-    box : (R,)
-        Equal for runs of the same box (of the same tensor or not).
+    box_offsets, box_lengths : (B, D)
+        Distinct boxes.
+    tensor, box, start, count : (R,)
+        Of each run its tensor, its box and its elements; in any order.
     """
-    order = np.lexsort((start, box, tensor))
+    order = lex_order(tensor, box, start)
     order = order[count[order] > 0]
-    key = np.stack([tensor[order], box[order]], axis=1)
-    same = (key[1:] == key[:-1]).all(axis=1)
-    ends = (start + count)[order]
-    gap = start[order[1:]] - ends[:-1]
+    tensor, box, start, count = tensor[order], box[order], start[order], count[order]
+    boxes = box_offsets, box_lengths
+    same, ends = ~is_new(tensor, box)[1:], start + count
+    gap = start[1:] - ends[:-1]
     for i in np.flatnonzero(same & (gap < 0)).tolist():
-        yield _overlap(int(tensor[order[i]]), order[i : i + 2], offsets, lengths, start, count)
-    new = np.concatenate([[True], ~(same & (gap == 0))]) if len(order) else np.zeros(0, bool)
+        pair = np.array([i, i + 1])
+        yield _overlap(int(tensor[i]), order[pair], _bounds_of(boxes, box[pair], start[pair], count[pair]))
+    new = np.append(True, ~(same & (gap == 0))) if len(order) else np.zeros(0, bool)
     first = np.flatnonzero(new)
     last = np.append(first[1:], len(order))[: len(first)] - 1
-    head = order[first]
-    joined = _Joined(tensor[head], offsets[head], lengths[head], start[head], ends[last] - start[head], head)
-    yield from _box_faults(shapes, joined, (offsets, lengths, start, count))
+    joined = _Joined(tensor[first], box[first], start[first], ends[last] - start[first], order[first])
+    yield from _box_faults(shapes, boxes, joined)
 
 
-def _overlap(tensor: int, rows: I64, offsets: I64, lengths: I64, start: I64, count: I64) -> Fault:
-    low, high = bounds(offsets[rows], lengths[rows], start[rows], count[rows])
-    region = low.max(axis=0), np.maximum(high.min(axis=0), low.max(axis=0))
-    return Fault(tensor, tuple(rows.tolist()), tuple(region[0].tolist()), tuple(region[1].tolist()), 0)
+def _bounds_of(boxes: tuple[I64, I64], box: I64, start: I64, count: I64) -> tuple[I64, I64]:
+    return bounds(boxes[0][box], boxes[1][box], start, count)
 
 
-def _box_faults(shapes: I64, joined: _Joined, runs: tuple[I64, I64, I64, I64]) -> Iterator[Fault]:
-    cut = decompose(joined.lengths, joined.start, joined.count)
-    tensor, row = joined.tensor[cut.parent], joined.row[cut.parent]
-    low = joined.offsets[cut.parent] + cut.offsets
-    first = np.searchsorted(tensor, np.arange(len(shapes)))
-    last = np.searchsorted(tensor, np.arange(len(shapes)), side="right")
-    sizes = volumes(shapes)
-    covered = np.bincount(tensor, minlength=len(shapes))
+def _overlap(tensor: int, rows: I64, around: tuple[I64, I64]) -> Fault:
+    low, high = around[0].max(axis=0), around[1].min(axis=0)
+    return Fault(tensor, tuple(rows.tolist()), tuple(low.tolist()), tuple(np.maximum(high, low).tolist()), 0)
+
+
+def _box_faults(shapes: I64, boxes: tuple[I64, I64], joined: _Joined) -> Iterator[Fault]:
+    cut = decompose(boxes[1][joined.box], joined.start, joined.count)
+    tensor = joined.tensor[cut.parent]
+    low = boxes[0][joined.box[cut.parent]] + cut.offsets
+    first = np.searchsorted(tensor, np.arange(len(shapes) + 1))
+    sizes, num = volumes(shapes), np.diff(first)
+    # A box as large as its tensor, and alone in it, is the tensor.
+    whole = np.zeros(len(shapes), bool)
+    single = np.flatnonzero(num == 1)
+    at = first[single]
+    whole[single] = (low[at] == 0).all(axis=1) & (cut.lengths[at] == shapes[single]).all(axis=1)
     proved: set[bytes] = set()
-    for t in np.flatnonzero((sizes > 0) | (covered > 0)).tolist():
-        part = slice(first[t], last[t])
+    for t in np.flatnonzero(((sizes > 0) | (num > 0)) & ~whole).tolist():
+        part = slice(first[t], first[t + 1])
         layout = shapes[t].tobytes() + low[part].tobytes() + cut.lengths[part].tobytes()
         if layout in proved:
             continue
         pair = find_overlap(low[part], cut.lengths[part])
         if pair is not None:
-            yield _overlap(t, row[part][list(pair)], *runs)
+            run = cut.parent[part][list(pair)]
+            yield _overlap(t, joined.row[run], _bounds_of(boxes, joined.box[run], joined.start[run], joined.count[run]))
             continue
         missing = int(sizes[t] - volumes(cut.lengths[part]).sum())
         if missing:

@@ -1,11 +1,14 @@
 """What do ranks tell each other during a save? Columns as bytes, never pickles.
 
-An *offer* goes to rank 0, an *assignment* comes back, a *receipt* goes to rank 0 again.
+An *offer* goes to rank 0, an *assignment* comes back, a *receipt* goes to rank 0 again. An offer has three parts, so that what
+many ranks have alike need be sent and decoded once (`agreement`): the tensors, the rows (this rank's pieces of them), the values.
+Thousands of ranks' rows are one join and one array; so are the assignments.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import struct
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -13,11 +16,27 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core.geometry import I64
-from ..core.offer import Offer, OfferedValue
+from ..core.geometry import I64, pad_left, ranges
+from ..core.offer import Offer, OfferedRows, OfferedTensors, OfferedValue, Offers
+from ..core.ordering import lex_order
+from ..core.save_plan import SavePlan
 from ..core.state import AxisPlacement, Mesh, ValueKind
 
 _ARRAY = 1
+_ROWS_HEAD = struct.Struct("<BBxxII")
+"""Bytes an item, dims of a box; how many boxes and rows follow."""
+
+_FORMAT_BYTES = 2
+_ASSIGNMENT_HEAD = struct.Struct("<BxxxI")
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedOffer:
+    """An offer as bytes, in parts."""
+
+    tensors: bytes
+    rows: bytes
+    values: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,43 +100,122 @@ def _wide(array: NDArray[Any]) -> I64:
     return array.astype(np.int64)
 
 
-def encode_offer(offer: Offer) -> bytes:
-    """An offer as bytes; equal placements are sent once."""
-    message = {field.name: getattr(offer, field.name) for field in fields(offer)}
-    distinct = {placement: i for i, placement in enumerate(dict.fromkeys(offer.placements))}
-    message["placements"] = [[[p.axis, p.kind, p.dim, p.coords] for p in placement] for placement in distinct]
-    message["placement"] = np.array([distinct[p] for p in offer.placements], np.int64)
-    message["values"] = [[v.name, v.path, int(v.kind), v.data, v.blob] for v in offer.values]
-    message["mesh"] = None if offer.mesh is None else [offer.mesh.axes, offer.mesh.sizes]
+def encode_offer(offer: Offer) -> EncodedOffer:
+    """An offer as bytes."""
+    return EncodedOffer(_encode_tensors(offer.tensors), _encode_rows(offer.rows), _encode_values(offer.values))
+
+
+def _encode_tensors(tensors: OfferedTensors) -> bytes:
+    message = {field.name: getattr(tensors, field.name) for field in fields(tensors)}
+    message["placements"] = [[[p.axis, p.kind, p.dim, p.coords] for p in placement] for placement in tensors.placements]
+    message["mesh"] = None if tensors.mesh is None else [tensors.mesh.axes, tensors.mesh.sizes]
     return _pack(message)
 
 
-def decode_offer(data: bytes) -> Offer:
-    """The offer that `encode_offer` made."""
+def _decode_tensors(data: bytes) -> OfferedTensors:
     m = _unpack(data)
-    distinct = [tuple(AxisPlacement(axis, kind, dim, coords) for axis, kind, dim, coords in p) for p in m["placements"]]
-    columns = ("ndim", "shape", "alias", "row_tensor", "row_offsets", "row_lengths", "row_start", "row_count")
-    return Offer(
-        names=m["names"],
-        dtype=m["dtype"],
-        kind=m["kind"],
-        claim=m["claim"],
-        placements=tuple(distinct[i] for i in m["placement"].tolist()),
-        values=tuple(OfferedValue(name, path, ValueKind(kind), data, blob) for name, path, kind, data, blob in m["values"]),
-        mesh=None if m["mesh"] is None else Mesh(*m["mesh"]),
-        **{name: _wide(m[name]) for name in columns},
+    placements = tuple(tuple(AxisPlacement(axis, kind, dim, coords) for axis, kind, dim, coords in p) for p in m["placements"])
+    wide = {name: _wide(m[name]) for name in ("ndim", "shape", "alias", "placement")}
+    return OfferedTensors(**{**m, **wide, "placements": placements, "mesh": None if m["mesh"] is None else Mesh(*m["mesh"])})
+
+
+def _encode_values(values: Sequence[OfferedValue]) -> bytes:
+    packed: bytes = msgpack.packb([[v.name, v.path, int(v.kind), v.data] for v in values])
+    return packed
+
+
+def decode_values(data: bytes) -> tuple[OfferedValue, ...]:
+    """The values of one rank."""
+    return tuple(OfferedValue(name, path, ValueKind(kind), raw) for name, path, kind, raw in msgpack.unpackb(data))
+
+
+def _encode_rows(rows: OfferedRows) -> bytes:
+    boxes = np.hstack([rows.box_offsets, rows.box_lengths])
+    columns = np.stack([rows.tensor, rows.box, rows.start, rows.count], axis=1)
+    item = _narrowest(boxes, columns)
+    head = _ROWS_HEAD.pack(item, rows.box_offsets.shape[1], len(boxes), len(columns))
+    return b"".join((head, boxes.astype(f"<u{item}").tobytes(), columns.astype(f"<u{item}").tobytes()))
+
+
+def _decode_rows(data: bytes) -> OfferedRows:
+    item, width, num_boxes, num_rows = _ROWS_HEAD.unpack_from(data)
+    boxes = np.frombuffer(data, f"<u{item}", 2 * num_boxes * width, _ROWS_HEAD.size).reshape(num_boxes, 2 * width)
+    columns = np.frombuffer(data, f"<u{item}", 4 * num_rows, _ROWS_HEAD.size + boxes.nbytes).reshape(num_rows, 4)
+    return OfferedRows(_wide(boxes[:, :width]), _wide(boxes[:, width:]), *(_wide(column) for column in columns.T))
+
+
+def _widened(data: bytes, item: int, width: int) -> bytes:
+    """The same rows with wider items, and boxes of more dims."""
+    rows = _decode_rows(data)
+    boxes = np.hstack([pad_left(rows.box_offsets, width, 0), pad_left(rows.box_lengths, width, 1)])
+    columns = np.stack([rows.tensor, rows.box, rows.start, rows.count], axis=1)
+    head = _ROWS_HEAD.pack(item, width, len(boxes), len(columns))
+    return b"".join((head, boxes.astype(f"<u{item}").tobytes(), columns.astype(f"<u{item}").tobytes()))
+
+
+def decode_offers(encoded: Sequence[EncodedOffer]) -> Offers:
+    """What all ranks hold; equal tables are decoded once, and the rows of all ranks as one array."""
+    number: dict[bytes, int] = {}
+    table = np.array([number.setdefault(offer.tensors, len(number)) for offer in encoded], np.int64)
+    parts = [offer.rows for offer in encoded]
+    formats = [part[:_FORMAT_BYTES] for part in parts]
+    if len(set(formats)) > 1:
+        item, width = (max(column) for column in zip(*formats, strict=True))
+        parts = [part if part[:_FORMAT_BYTES] == bytes((item, width)) else _widened(part, item, width) for part in parts]
+    item, width = parts[0][0], parts[0][1]
+    heads = [_ROWS_HEAD.unpack_from(part) for part in parts]
+    cuts = [_ROWS_HEAD.size + 2 * width * num_boxes * item for _, _, num_boxes, _ in heads]
+    boxes = _joined([part[_ROWS_HEAD.size : cut] for part, cut in zip(parts, cuts, strict=True)], item, 2 * width)
+    columns = _joined([part[cut:] for part, cut in zip(parts, cuts, strict=True)], item, 4)
+    num_boxes, num_rows = (np.array([head[i] for head in heads], np.int64) for i in (2, 3))
+    rank, local = ranges(num_rows)
+    tensor, box, start, count = (_wide(column) for column in columns.T)
+    return Offers(
+        tables=tuple(_decode_tensors(data) for data in number),
+        table=table,
+        box_offsets=_wide(boxes[:, :width]),
+        box_lengths=_wide(boxes[:, width:]),
+        rank=rank,
+        local=local,
+        tensor=tensor,
+        box=box + (np.cumsum(num_boxes) - num_boxes)[rank],
+        start=start,
+        count=count,
     )
 
 
-def encode_assignment(assignment: Assignment) -> bytes:
-    """An assignment as bytes."""
-    return _pack({field.name: getattr(assignment, field.name) for field in fields(assignment)})
+def _joined(parts: Sequence[bytes], item: int, width: int) -> NDArray[Any]:
+    return np.frombuffer(b"".join(parts), f"<u{item}").reshape(-1, width)
 
 
-def decode_assignment(data: bytes) -> Assignment:
-    """The assignment that `encode_assignment` made."""
-    m = _unpack(data)
-    return Assignment(m["save_id"], *(_wide(m[name]) for name in ("local", "start", "count", "fingerprint")))
+def _narrowest(*arrays: I64) -> int:
+    """Bytes an item, 4 or 8, for all of these arrays."""
+    return 8 if any(array.size and int(array.max()) >> 32 for array in arrays) else 4
+
+
+def encode_assignments(plan: SavePlan) -> list[bytes]:
+    """What each rank is to do, by rank: columns once for all ranks, of which each gets its part."""
+    columns = np.stack([plan.local, plan.part_start, plan.part_count], axis=1)
+    item = _narrowest(columns, plan.checks.local)
+    rows = columns.astype(f"<u{item}").tobytes()
+    by_rank = lex_order(plan.checks.rank)
+    checks = plan.checks.local[by_rank].astype(f"<u{item}").tobytes()
+    ranks = np.arange(plan.num_ranks + 1)
+    first = np.searchsorted(plan.rank, ranks).tolist()
+    checked = np.searchsorted(plan.checks.rank[by_rank], ranks).tolist()
+    return [
+        b"".join((_ASSIGNMENT_HEAD.pack(item, b - a), rows[3 * a * item : 3 * b * item], checks[c * item : d * item]))
+        for a, b, c, d in zip(first, first[1:], checked, checked[1:], strict=False)
+    ]
+
+
+def decode_assignment(data: bytes, save_id: str) -> Assignment:
+    """A rank's part of what `encode_assignments` made."""
+    item, num_items = _ASSIGNMENT_HEAD.unpack_from(data)
+    columns = np.frombuffer(data, f"<u{item}", 3 * num_items, _ASSIGNMENT_HEAD.size)
+    checks = np.frombuffer(data, f"<u{item}", offset=_ASSIGNMENT_HEAD.size + columns.nbytes)
+    local, start, count = (_wide(column) for column in columns.reshape(-1, 3).T)
+    return Assignment(save_id, local, start, count, _wide(checks))
 
 
 def encode_receipt(receipt: Receipt) -> bytes:

@@ -1,6 +1,6 @@
 """How do ranks agree on a save, and when does it exist?
 
-1. Every rank offers what it holds; rank 0 plans, and assigns (`agree`).
+1. Every rank offers what it holds; rank 0 plans, and assigns (`agreement.agree`).
 2. Every rank writes its part (`write.write_assignment`) and sends a receipt.
 3. Rank 0 compares the fingerprints of replicas, sees every file by name and size, and publishes the catalog: the one step
    after which the checkpoint exists (`commit`). Only then it deletes what no longer counts.
@@ -9,12 +9,10 @@
 from __future__ import annotations
 
 import re
-import secrets
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from math import prod
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -24,41 +22,20 @@ from ..core.build import Written, build_catalog
 from ..core.catalog import Catalog, FileEntry, ValueEntry
 from ..core.offer import build_offer
 from ..core.report import summarize
-from ..core.save_plan import Checks, SavePlan, plan_save
+from ..core.save_plan import Checks, SavePlan
 from ..core.state import Claim, Mesh, TensorSpec, ValueSpec, box_piece, row_major_strides
 from ..errors import LayoutError, StorageError
 from ..format.catalog import encode_catalog
 from ..storage.protocol import Storage
+from .agreement import Agreed as Agreed
+from .agreement import agree as agree
 from .memory import Held
-from .messages import (
-    Assignment,
-    Receipt,
-    decode_assignment,
-    decode_offer,
-    decode_receipt,
-    encode_assignment,
-    encode_offer,
-    encode_receipt,
-)
-from .values import merge_values, offer_values
+from .messages import Receipt, decode_receipt, encode_receipt
+from .values import offer_values
 from .write import Holdings
 
 CATALOG_KEY = "catalog.msgpack"
 SAVE_ID = re.compile(r"\d{8}T\d{6}Z-[0-9a-f]{8}")
-
-
-@dataclass(frozen=True, slots=True)
-class Agreed:
-    """The outcome of the agreement: rank 0 alone has the plan and the merged values."""
-
-    assignment: Assignment
-    plan: SavePlan | None
-    values: tuple[ValueEntry, ...]
-
-
-def new_save_id() -> str:
-    """A name for one attempt to save: the time, for people, and chance, for uniqueness."""
-    return f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(4)}"
 
 
 def hold(
@@ -66,45 +43,19 @@ def hold(
 ) -> Holdings:
     """What this rank has to offer, in columns, with the memory behind each row."""
     offered, blobs = offer_values(values, rank)
-    offered = [replace(v, blob=v.blob + len(tensors)) if v.blob >= 0 else v for v in offered]
     held = [*((_standing(spec), memory) for spec, memory in tensors), *((blob.spec, blob.tensor) for blob in blobs)]
+    own = {len(tensors) + i: blob.own for i, blob in enumerate(blobs) if blob.own is not None}
     specs = [spec for spec, _ in held]
     rows = [(i, Held(memory, piece)) for i, (spec, memory) in enumerate(held) for piece in spec.pieces]
-    return Holdings(specs, rows, build_offer(specs, len(blobs), offered, mesh))
+    return Holdings(specs, rows, build_offer(specs, len(blobs), offered, mesh, own))
 
 
 def _standing(spec: TensorSpec) -> TensorSpec:
     """An empty tensor is held by a piece of no elements, so that some rank writes its name."""
-    if spec.pieces or prod(spec.shape):
+    if spec.pieces or 0 not in spec.shape:
         return spec
     piece = box_piece((0,) * len(spec.shape), spec.shape, 0, row_major_strides(spec.shape))
     return replace(spec, pieces=(piece,))
-
-
-def agree(comm: Comm, holdings: Holdings) -> Agreed:
-    """Gather the offers, plan on rank 0, and give every rank its assignment."""
-    gathered = comm.gather(encode_offer(holdings.offer))
-    if gathered is None:
-        return Agreed(decode_assignment(comm.scatter(None)), None, ())
-    plan, values, assignments = make_plan(gathered)
-    own = comm.scatter([encode_assignment(assignment) for assignment in assignments])
-    return Agreed(decode_assignment(own), plan, values)
-
-
-def make_plan(gathered: Sequence[bytes]) -> tuple[SavePlan, tuple[ValueEntry, ...], list[Assignment]]:
-    """Rank 0's part of the agreement: from encoded offers to the plan, the values, and each rank's assignment."""
-    offers = [decode_offer(data) for data in gathered]
-    plan = plan_save(offers)
-    values = merge_values(offers, plan.tables)
-    save_id = new_save_id()
-    checked = np.searchsorted(np.sort(plan.checks.rank), np.arange(len(offers) + 1))
-    by_rank = plan.checks.local[np.argsort(plan.checks.rank, kind="stable")]
-    assignments = []
-    for rank in range(len(offers)):
-        mine = plan.items_of(rank)
-        checks = by_rank[checked[rank] : checked[rank + 1]]
-        assignments.append(Assignment(save_id, plan.local[mine], plan.part_start[mine], plan.part_count[mine], checks))
-    return plan, values, assignments
 
 
 def commit(comm: Comm, storage: Storage, agreed: Agreed, receipt: Receipt, metadata: bytes) -> None:

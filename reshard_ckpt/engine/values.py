@@ -6,16 +6,18 @@ ranks' values.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from ..core import param_groups
 from ..core.catalog import ValueEntry
-from ..core.offer import Offer, OfferedValue
+from ..core.merge import Tables
+from ..core.offer import OfferedValue
 from ..core.report import summarize
-from ..core.save_plan import Tables
 from ..core.state import Claim, TensorSpec, ValueKind, ValueSpec, box_piece
 from ..errors import LayoutError
 from ..format.shard_file import blob_name
@@ -31,31 +33,37 @@ class Blob:
 
     spec: TensorSpec
     tensor: torch.Tensor
+    own: str | None = None
+    """The name of the value, where every rank has one of its own."""
 
 
-def byte_blob(name: str, tensor: torch.Tensor) -> Blob:
+def byte_blob(name: str, tensor: torch.Tensor, own: str | None = None) -> Blob:
     """A blob over a 1-D uint8 tensor."""
     size = (tensor.numel(),)
-    return Blob(TensorSpec(name, "U8", size, (box_piece((0,), size, 0, (1,)),), Claim.PLAIN), tensor)
+    return Blob(TensorSpec(name, "U8", size, (box_piece((0,), size, 0, (1,)),), Claim.PLAIN), tensor, own)
 
 
 def offer_values(values: Sequence[ValueSpec], rank: int) -> tuple[list[OfferedValue], list[Blob]]:
-    """This rank's values as offered ones; `OfferedValue.blob` counts in the blobs returned."""
+    """This rank's values as offered ones, and the blobs of those whose bytes are not in there."""
     offered: list[OfferedValue] = []
     blobs: list[Blob] = []
     for value in values:
         own = value.kind is ValueKind.PER_RANK
-        if own or (value.kind is ValueKind.PLAIN and len(value.data) > INLINE_BYTES):
+        aside = own or (value.kind is ValueKind.PLAIN and len(value.data) > INLINE_BYTES)
+        offered.append(OfferedValue(value.name, value.path, value.kind, None if aside else value.data))
+        if aside:
             data = torch.frombuffer(bytearray(value.data), dtype=torch.uint8)
-            offered.append(OfferedValue(value.name, value.path, value.kind, None, len(blobs)))
-            blobs.append(byte_blob(blob_name(value.name, rank if own else None), data))
-        else:
-            offered.append(OfferedValue(value.name, value.path, value.kind, value.data))
+            blobs.append(byte_blob(blob_name(value.name, rank if own else None), data, value.name if own else None))
     return offered, blobs
 
 
-def merge_values(offers: Sequence[Offer], tables: Tables) -> tuple[ValueEntry, ...]:
+def merge_values(held: Sequence[tuple[int, Sequence[OfferedValue]]], tables: Tables) -> tuple[ValueEntry, ...]:
     """One table of the values of all ranks.
+
+    Parameters
+    ----------
+    held
+        Values, and the rank that has them; ranks that have the same need be given only once, and the lowest ranks first.
 
     Raises
     ------
@@ -63,21 +71,18 @@ def merge_values(offers: Sequence[Offer], tables: Tables) -> tuple[ValueEntry, .
         Ranks disagree about a value that is not declared per rank, or about an optimizer's hyperparameters for a parameter.
     """
     by_name: dict[str, list[tuple[int, OfferedValue]]] = {}
-    for rank, offer in enumerate(offers):
-        for value in offer.values:
+    for rank, values in held:
+        for value in values:
             by_name.setdefault(value.name, []).append((rank, value))
-    blob_index = {name: i for i, name in enumerate(tables.names) if tables.kind[i]}
     problems: list[str] = []
-    entries = [_merge(name, by_name[name], offers, blob_index, problems) for name in sorted(by_name)]
+    entries = [_merge(name, by_name[name], tables, problems) for name in sorted(by_name)]
     if problems:
         advice = "wrap a value of each rank's own in checkpoint.PerRank, or give different values different names"
         raise LayoutError(summarize(problems, advice))
     return tuple(entries)
 
 
-def _merge(
-    name: str, held: list[tuple[int, OfferedValue]], offers: Sequence[Offer], blob_index: Mapping[str, int], problems: list[str]
-) -> ValueEntry:
+def _merge(name: str, held: Sequence[tuple[int, OfferedValue]], tables: Tables, problems: list[str]) -> ValueEntry:
     first_rank, first = held[0]
     for rank, value in held[1:]:
         if value.kind is not first.kind:
@@ -88,15 +93,16 @@ def _merge(
         distinct = {v.data: f"rank {rank}" for rank, v in reversed(held) if v.data is not None}
         groups = [(who, decode_value(data, name=name)) for data, who in reversed(distinct.items())]
         return ValueEntry(name, first.path, first.kind, encode_value(param_groups.merge(groups, name=name), name))
-    if first.kind is ValueKind.PER_RANK and len(held) < len(offers):
-        absent = sorted(set(range(len(offers))) - {rank for rank, _ in held})
-        problems.append(f"{name}: a PerRank value is missing on ranks {absent}; save PerRank(None) there")
-    if first.blob < 0:
+    if first.kind is ValueKind.PER_RANK:
+        blobs = tables.own[name]
+        absent = np.flatnonzero(blobs < 0).tolist()
+        if absent:
+            problems.append(f"{name}: a PerRank value is missing on ranks {absent}; save PerRank(None) there")
+        return ValueEntry(name, first.path, first.kind, None, tuple(blobs.tolist()))
+    if first.data is not None:
         return ValueEntry(name, first.path, first.kind, first.data)
-    blobs = held if first.kind is ValueKind.PER_RANK else held[:1]
-    return ValueEntry(
-        name, first.path, first.kind, None, tuple(blob_index[offers[rank].names[v.blob]] for rank, v in blobs if v.blob >= 0)
-    )
+    # The names are sorted, and that of the blob is among them.
+    return ValueEntry(name, first.path, first.kind, None, (bisect_left(tables.names, blob_name(name, None)),))
 
 
 def _show(value: OfferedValue) -> str:

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard_ckpt.core.geometry import as_boxes, bounds, decompose, group_ids, ranges
+from reshard_ckpt.core.geometry import as_boxes, bounds, decompose, ranges
 
 Run = tuple[tuple[int, ...], tuple[int, ...], int, int]
 
@@ -72,11 +72,3 @@ def test_ranges_counts_each_owner_from_zero(lengths: list[int]) -> None:
     owner, step = ranges(np.array(lengths, np.int64))
     expected = [(i, k) for i, n in enumerate(lengths) for k in range(n)]
     assert list(zip(owner.tolist(), step.tolist(), strict=True)) == expected
-
-
-@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), max_size=20))
-def test_group_ids_are_equal_for_equal_rows_alone(rows: list[tuple[int, int]]) -> None:
-    ids, first = group_ids(np.array(rows, np.int64).reshape(-1, 2))
-    numbered = {row: i for i, row in enumerate(sorted(set(rows)))}
-    assert ids.tolist() == [numbered[row] for row in rows]
-    assert [rows[i] for i in first.tolist()] == sorted(set(rows))

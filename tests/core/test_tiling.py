@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reshard_ckpt.core import tiling
-from reshard_ckpt.core.geometry import group_ids
+from reshard_ckpt.core.ordering import group_ids
 from reshard_ckpt.core.tiling import find_faults, find_gap, find_overlap
 from tests.core.test_geometry import Run, elements
 
@@ -59,11 +59,12 @@ def test_find_faults_names_exactly_the_tensors_that_are_not_tiled(
     width = len(case[0][0])
     wide = [np.array([run[i] for _, run in rows], np.int64).reshape(-1, width) for i in (0, 1)]
     flat = [np.array([run[i] for _, run in rows], np.int64) for i in (2, 3)]
-    box, _ = group_ids(np.hstack(wide))
+    box, first = group_ids(np.hstack(wide))
     shapes = np.array([shape for shape, _ in case], np.int64)
     before, tiling.MAX_PAIRS = tiling.MAX_PAIRS, max_pairs
     try:
-        faults = list(find_faults(shapes, np.array([t for t, _ in rows], np.int64), *wide, *flat, box))
+        tensor = np.array([t for t, _ in rows], np.int64)
+        faults = list(find_faults(shapes, wide[0][first], wide[1][first], tensor, box, *flat))
     finally:
         tiling.MAX_PAIRS = before
     assert {fault.tensor for fault in faults} == {t for t, counts in enumerate(held) if (counts != 1).any()}

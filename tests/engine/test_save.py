@@ -22,7 +22,7 @@ from reshard_ckpt.format.torch_dtypes import TORCH_DTYPES
 from reshard_ckpt.storage import open_storage
 from reshard_ckpt.storage.local import LocalStorage
 from reshard_ckpt.storage.memory import MemoryStorage
-from tests.jobs import save_job
+from tests.jobs import plan_job, save_job
 from tests.layouts import values_of
 
 
@@ -161,7 +161,7 @@ def test_a_piece_outside_its_tensor_is_refused() -> None:
 def test_files_are_cut_where_their_header_would_grow_too_large(tmp_path: Path) -> None:
     tensors = [whole(f"layer.{i:03d}.weight", torch.full((3,), float(i))) for i in range(50)]
     holdings = hold(tensors, [], None, 0)
-    plan, values, (assignment,) = save_module.make_plan([save_module.encode_offer(holdings.offer)])
+    plan, values, (assignment,) = plan_job([holdings])
     assert len(lay_out(holdings, assignment, 0, header_bytes=2000)) > 3
     with open_storage(tmp_path) as storage:
         receipt = write_assignment(storage, holdings, assignment, 0, header_bytes=2000)
