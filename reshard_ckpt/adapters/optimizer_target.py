@@ -159,7 +159,7 @@ class OptimizersTarget:
         for view in self._views:
             for i, group in enumerate(view.groups if self.groups_name in values else ()):
                 fqns = [self._known_fqn(self._owners[p]) for p in group["params"]]
-                selection = self._groups.select(fqns, name=f"{view.name}.param_groups[{i}]")
+                selection = self._groups.select(fqns, name=f"{view.name}.param_groups[{i}]", target=group)
                 problems += selection.problems
                 self._selections.append((view, group, selection))
         known = {self.groups_name, *self.values}
