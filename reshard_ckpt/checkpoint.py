@@ -17,11 +17,12 @@ from .comm import open_session
 from .core.catalog import Catalog, TensorKind
 from .core.report import LoadReport
 from .core.state import TensorSpec, ValueKind, box_piece, row_major_strides
+from .engine.agreement import agree
 from .engine.async_save import LINE, SaveHandle, launch, take_ring
 from .engine.host_memory import POOL
 from .engine.load import LoadOptions, drop_refused, fetch, fetch_catalog, missing_values, open_catalog, resolve, vote
 from .engine.rename import renamed
-from .engine.save import agree, commit, hold
+from .engine.save import commit, hold
 from .engine.saved_values import SavedValue, open_values
 from .engine.verify import VerifyReport, verify_all
 from .engine.write import lay_out, write_assignment

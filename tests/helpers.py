@@ -117,7 +117,7 @@ def _catalog(tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, str], va
         save_id="test",
         created_s=0.0,
         mesh=None,
-        metadata=b"",
+        metadata=None,
         tensors_table=TensorTable(
             names=tuple(names),
             dtype=np.array([CODES.index(codes[tensors[name].dtype]) for name in names], dtype=np.uint8),

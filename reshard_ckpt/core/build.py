@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -29,7 +30,7 @@ def build_catalog(
     values: Sequence[ValueEntry],
     save_id: str,
     created_s: float,
-    metadata: bytes,
+    metadata: Any,
 ) -> Catalog:
     """The catalog of a save whose bytes are all written."""
     tables = plan.tables

@@ -122,12 +122,12 @@ class TensorView:
 
 @dataclass(frozen=True, slots=True)
 class Catalog:
-    """The global metadata of one checkpoint; immutable, and free of tensor data."""
+    """The global metadata of one checkpoint; immutable, and free of tensor data. `metadata` is what the user attached."""
 
     save_id: str
     created_s: float
     mesh: Mesh | None
-    metadata: bytes
+    metadata: Any
     tensors_table: TensorTable
     placements: tuple[tuple[AxisPlacement, ...], ...]
     boxes: BoxTable

@@ -21,8 +21,9 @@ from torch.optim import Optimizer
 from ..comm.protocol import Comm
 from ..errors import CheckpointError, UsageError
 from ..storage.protocol import Storage
+from .agreement import Agreed
 from .host_memory import POOL
-from .save import Agreed, commit
+from .save import commit
 from .staging import MIN_RING_BYTES, Staging, ring_bytes
 from .step_guard import StepGuard
 from .write import FileLayout, Holdings, fingerprints, lay_out, write_files

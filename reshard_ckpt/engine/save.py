@@ -26,9 +26,9 @@ from ..core.save_plan import Checks, SavePlan
 from ..core.state import Claim, Mesh, TensorSpec, ValueSpec, box_piece, row_major_strides
 from ..errors import LayoutError, StorageError
 from ..format.catalog import encode_catalog
+from ..format.values import decode_value
 from ..storage.protocol import Storage
-from .agreement import Agreed as Agreed
-from .agreement import agree as agree
+from .agreement import Agreed
 from .memory import Held
 from .messages import Receipt, decode_receipt, encode_receipt
 from .values import offer_values
@@ -86,10 +86,14 @@ def publish(
         np.concatenate([receipt.file + first[rank] for rank, receipt in enumerate(receipts)]),
         np.concatenate([receipt.offset for receipt in receipts]),
     )
-    catalog = build_catalog(plan, written, files=files, values=values, save_id=save_id, created_s=time.time(), metadata=metadata)
+    said = decode_value(metadata, name="metadata")
+    catalog = build_catalog(plan, written, files=files, values=values, save_id=save_id, created_s=time.time(), metadata=said)
     # The order is the promise: every file is durable and seen, then the catalog appears, then what it replaced may go.
     storage.publish(CATALOG_KEY, encode_catalog(catalog))
-    clean_up(storage, catalog)
+    try:
+        clean_up(storage, catalog)
+    except StorageError as error:  # the checkpoint exists: this is no reason to say that it does not
+        warnings.warn(f"saved, but what it replaced is not all deleted: {error}; the next save tries again", stacklevel=2)
     return catalog
 
 

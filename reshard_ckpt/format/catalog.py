@@ -24,6 +24,7 @@ from ..errors import CorruptError, UnsupportedError
 from .catalog_check import problems
 from .checksums import digest128
 from .columns import Table, pack_bytes, pack_ints, pack_matrix, pack_table, pack_texts, unpack_map
+from .values import decode_value, encode_value
 
 FORMAT = "reshard_ckpt.catalog"
 VERSION = 1
@@ -113,7 +114,7 @@ def _encode_info(catalog: Catalog) -> bytes:
             "save_id": catalog.save_id,
             "created_s": float(catalog.created_s),
             "mesh": None if mesh is None else {"axes": list(mesh.axes), "sizes": list(mesh.sizes)},
-            "metadata": bytes(catalog.metadata),
+            "metadata": encode_value(catalog.metadata, "metadata"),
             "critical": [],
         }
     )
@@ -228,7 +229,7 @@ def _decode_sections(open_section: Callable[[str], Table]) -> Catalog:
         save_id=info.field("save_id", str),
         created_s=info.field("created_s", float),
         mesh=_decode_mesh(info),
-        metadata=info.field("metadata", bytes),
+        metadata=decode_value(info.field("metadata", bytes), name="metadata"),
         tensors_table=tensors,
         placements=placements,
         boxes=_decode_boxes(open_section("boxes")),

@@ -17,7 +17,7 @@ from reshard_ckpt.core.state import Claim, Mesh, TensorSpec, box_piece, row_majo
 from reshard_ckpt.engine import save as save_module
 from reshard_ckpt.engine.save import CATALOG_KEY, hold
 from reshard_ckpt.engine.write import lay_out, write_assignment
-from reshard_ckpt.errors import CheckpointNotFound, LayoutError, StorageError
+from reshard_ckpt.errors import CheckpointNotFound, LayoutError, StorageError, UnsupportedError
 from reshard_ckpt.format.torch_dtypes import TORCH_DTYPES
 from reshard_ckpt.storage import open_storage
 from reshard_ckpt.storage.local import LocalStorage
@@ -219,3 +219,24 @@ def test_the_same_state_written_twice_gives_the_same_files(tmp_path: Path) -> No
     files = [next((tmp_path / n).glob("*/*.safetensors")).read_bytes() for n in ("a", "b")]
     assert files[0] == files[1]
     assert os.listdir(tmp_path) != []
+
+
+def test_metadata_is_kept_and_shown_by_the_catalog(tmp_path: Path) -> None:
+    said = {"commit": "abc", "tokens": 12_000, "betas": (0.9, 0.95)}
+    checkpoint.save(tmp_path, {"a": torch.ones(1)}, metadata=said)
+    assert checkpoint.catalog(tmp_path).metadata == said
+    with pytest.raises(UnsupportedError, match="metadata"):
+        checkpoint.save(tmp_path, {"a": torch.zeros(1)}, metadata=object())
+    assert checkpoint.read(tmp_path)["a"] == 1
+
+
+def test_what_cannot_be_deleted_after_the_commit_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint.save(tmp_path, {"a": torch.zeros(1)})
+
+    def refuse(*_: object) -> None:
+        raise StorageError("busy")
+
+    monkeypatch.setattr(LocalStorage, "delete", refuse)
+    with pytest.warns(UserWarning, match="saved, but what it replaced is not all deleted: busy"):
+        checkpoint.save(tmp_path, {"a": torch.ones(1)})
+    assert checkpoint.read(tmp_path)["a"] == 1

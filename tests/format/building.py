@@ -119,7 +119,7 @@ def _catalog(tensors, placed, offsets, entries, values) -> Catalog:
         save_id=SAVE_ID,
         created_s=1767323045.5,
         mesh=Mesh(("pp", "dp"), (2, 3)),
-        metadata=encode_value({"run": 7}, "metadata"),
+        metadata={"run": 7},
         tensors_table=TensorTable(
             names=tuple(names),
             dtype=np.array([CODES.index(tensor.dtype) for tensor in tensors], np.uint8),
