@@ -196,7 +196,12 @@ class OptimizersTarget:
         lost = any(w.name in skipped for key in plan.new for w in plan.tensors[key])
         if lost and param not in state:
             return  # half a state is worse than none: the optimizer will make its own
-        entries = {key: plan.tensors[key][0].value for key in plan.new if not any(w.name in skipped for w in plan.tensors[key])}
+        # In the order of the names: programs run collectives over a state's entries, and ranks hash differently.
+        entries = {
+            key: wanted[0].value
+            for key, wanted in plan.tensors.items()
+            if key in plan.new and not any(w.name in skipped for w in wanted)
+        }
         found = {key: values[name] for key, names in plan.values.items() for name in names[:1] if name in values}
         if entries or found or param in state:
             state[param].update(entries)

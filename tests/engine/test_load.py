@@ -245,3 +245,15 @@ def test_state_of_another_kind_of_optimizer_is_refused(tmp_path: Path) -> None:
         checkpoint.load(tmp_path, {"model": model, "optimizer": sgd})
     assert not sgd.state
     assert sgd.param_groups[0]["lr"] == 0.5
+
+
+def test_a_fresh_optimizers_state_is_in_the_same_order_on_every_rank(tmp_path: Path) -> None:
+    keys = [f"s{i}" for i in range(10)]
+    param = torch.nn.Parameter(torch.ones(2))
+    module = torch.nn.ParameterDict({"p": param})
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    optimizer.state[param] = {key: torch.ones(2) for key in reversed(keys)}
+    checkpoint.save(tmp_path, {"model": module, "optimizer": optimizer})
+    fresh = torch.optim.SGD([param], lr=0.1)
+    checkpoint.load(tmp_path, {"model": module, "optimizer": fresh})
+    assert list(fresh.state[param]) == keys
