@@ -233,3 +233,42 @@ def expert_job(folder: str) -> None:
 
 def test_experts_on_an_ep_axis(tmp_path: Path):
     run_ranks(expert_job, 4, str(tmp_path))
+
+
+def apart_job(folder: str) -> None:
+    """Two halves of a job save at the same time, neither of them the first ranks in order; each half loads the other's."""
+    rank = dist.get_rank()
+    halves = [[0, 2], [1, 3]]
+    groups = [dist.new_group(ranks) for ranks in halves]
+    meshes = [DeviceMesh("cpu", ranks, mesh_dim_names=("dp",)) for ranks in halves]
+    mine, place = rank % 2, rank // 2
+
+    def made(key: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+        net = fully_shard(Net(UNITS, key), mesh=meshes[mine])
+        optimizer = torch.optim.AdamW(p for p in net.parameters() if p.requires_grad)
+        for p in optimizer.param_groups[0]["params"]:
+            optimizer.state[p] = {"step": torch.tensor(1.0), "exp_avg": p.detach().clone(), "exp_avg_sq": p.detach().clone()}
+        return net, optimizer
+
+    for turn in range(3):
+        net, optimizer = made(f"half {mine}")
+        state = {"model": net, "optimizer": optimizer, "place": checkpoint.PerRank((mine, place, turn))}
+        checkpoint.save(Path(folder, str(mine)), state, process_group=groups[mine], mesh=meshes[mine])
+        dist.barrier()
+        other, fresh = made("blank")
+        position = checkpoint.PerRank(None)
+        state = {"model": other, "optimizer": fresh, "place": position}
+        checkpoint.load(Path(folder, str(1 - mine)), state, process_group=groups[mine])
+        assert position.value == (1 - mine, place, turn)
+        wanted, _ = made(f"half {1 - mine}")
+        for got, value in zip(other.parameters(), wanted.parameters(), strict=True):
+            assert torch.equal(local(got), local(value))
+            assert not got.requires_grad or torch.equal(local(fresh.state[got]["exp_avg"]), local(value))
+        dist.barrier()
+    catalog = checkpoint.catalog(Path(folder, "1"))
+    assert catalog.mesh is not None
+    assert (catalog.mesh.axes, catalog.mesh.sizes, {f.rank for f in catalog.files}) == (("dp",), (2,), {0, 1})
+
+
+def test_parts_of_a_job_save_and_load_at_the_same_time(tmp_path: Path):
+    run_ranks(apart_job, 4, str(tmp_path))
