@@ -131,7 +131,10 @@ def test_equal_parts_are_asked_of_one_rank_and_only_the_rank_s_own_rng_sets_rows
     leader = Leader([r.state() for r in ranks], PlanCache())
     # All have the same tensors and values, though each has a state of random numbers of its own; rank 0 has them itself.
     assert leader.answer.asked.tolist() == [[False] * 5, [False, True, True, True, True], [False] * 5]
-    sent = [msgpack.packb([p if a else None for p, a in zip(r.parts, leader.answer.asked[:, i], strict=True)]) for i, r in enumerate(ranks)]
+    sent = [
+        msgpack.packb([p if a else None for p, a in zip(r.parts, leader.answer.asked[:, i], strict=True)])
+        for i, r in enumerate(ranks)
+    ]
     leader.hear(ranks[0].parts, sent)
     assert len(leader.assignments()) == 5
     assert [v.name for v in leader.values] == ["rng", "step"]
