@@ -1,0 +1,167 @@
+"""How is an operation timed on several ranks at once? Barrier, clock, barrier; the slowest rank's time is the operation's.
+
+`launch` starts the ranks as processes of their own; `Ranks` is what one of them sees.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def launch(module: str, ranks: int, args: Sequence[str], *, timeout_s: float) -> None:
+    """Run ``python -m module --worker ARGS`` once for each rank; what they say on stderr is shown if one fails."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", module, "--worker", *args]
+    # A file, not this terminal: the peers log every step of theirs.
+    with tempfile.TemporaryFile("w+") as said:
+        workers = [
+            subprocess.Popen(command, cwd=ROOT, env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": "0"}, stderr=said)
+            for rank in range(ranks)
+        ]
+        problem = _watch(workers, time.monotonic() + timeout_s)
+        if problem is not None:
+            said.seek(0)
+            raise SystemExit(f"{said.read()[-20000:]}\n{module}: {problem}")
+
+
+def _watch(workers: Sequence[subprocess.Popen[bytes]], deadline: float) -> str | None:
+    """Wait for all workers, end all of them when one fails; what went wrong."""
+    try:
+        while True:
+            states = [worker.poll() for worker in workers]
+            if any(states):
+                return "a rank failed; see above"
+            if all(state == 0 for state in states):
+                return None
+            if time.monotonic() > deadline:
+                return "not done in time"
+            time.sleep(0.1)
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One operation: the slowest rank's wall time; all ranks' CPU seconds, and bytes in calls of write and read."""
+
+    wall_s: float
+    cpu_s: float
+    written_bytes: int
+    read_bytes: int
+    peak_bytes: int
+    """Of the worst rank: how far resident memory rose above where it began."""
+
+
+class Ranks:
+    """All ranks of the benchmark, seen from one of them."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, on every rank."""
+        out: list[Any] = [None] * self.size
+        dist.all_gather_object(out, value)
+        return out
+
+    def time(self, operation: Callable[[], Any]) -> Sample:
+        """Run an operation on all ranks at once."""
+        forget_peak()
+        before = _resident("VmRSS")
+        dist.barrier()
+        cpu, (read, written), begin = cpu_s(), _io_bytes(), time.perf_counter()
+        operation()
+        wall = time.perf_counter() - begin
+        cpu, (read_after, written_after) = cpu_s() - cpu, _io_bytes()
+        peak = max(0, _resident("VmHWM") - before)
+        samples = self.gather((wall, cpu, written_after - written, read_after - read, peak))
+        walls, cpus, writes, reads, peaks = zip(*samples, strict=True)
+        return Sample(max(walls), sum(cpus), sum(writes), sum(reads), max(peaks))
+
+    def close(self) -> None:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def cpu_s() -> float:
+    """CPU seconds of this process so far, all threads."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def forget_peak() -> None:
+    """Let the kernel count the peak of resident memory from here."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def _resident(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise KeyError(field)
+
+
+def _io_bytes() -> tuple[int, int]:
+    counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(counts["rchar"]), int(counts["wchar"])
+
+
+class Samples:
+    """All samples of a run, by the operation's name; the first of each is its cold one."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, list[Sample]] = {}
+
+    def add(self, name: str, sample: Sample) -> None:
+        self.by_name.setdefault(name, []).append(sample)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.by_name
+
+    def least(self, name: str, what: str = "wall_s") -> float:
+        """The minimum over a run's samples."""
+        return float(min(getattr(sample, what) for sample in self.by_name[name]))
+
+    def first(self, name: str) -> float:
+        return self.by_name[name][0].wall_s
+
+    def as_json(self) -> dict[str, Any]:
+        return {name: [asdict(sample) for sample in samples] for name, samples in self.by_name.items()}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Samples:
+        samples = cls()
+        known = {field.name for field in fields(Sample)}
+        for name, rows in data.items():
+            for row in rows:
+                samples.add(name, Sample(**{key: value for key, value in row.items() if key in known}))
+        return samples
+
+
+def save_json(path: Path, data: Any) -> None:
+    """Write a result file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(data, indent=1) + "\n")

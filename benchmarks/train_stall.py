@@ -1,0 +1,240 @@
+"""What does saving cost a training loop? Slowdown of the whole and the longest delay of a step, beside the loop without saves.
+
+``python -m benchmarks.train_stall`` trains a small GPT under FSDP2 with AdamW, on gloo.
+
+1. A round runs the same number of steps in every mode, one mode after the other; model, data and processes are the same.
+2. In every mode but the first, some steps begin a save. A loop ends when its last save has been committed, so that
+   what goes on in the background is counted.
+3. *raw writer*: a thread writes and fsyncs as many bytes as a rank's save does, copying nothing: what the disk alone costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from reshard_ckpt import checkpoint
+
+from . import limits, peers
+from .ranks import Ranks, launch, save_json
+from .report import machine
+
+MODES = ("none", "raw writer", "eager", "lazy", "dcp thread", "dcp process")
+
+
+class Block(nn.Module):
+    """Attention and feed-forward of one layer."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = [part.unflatten(-1, (-1, 64)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, dim=-1)]
+        x = x + self.proj(F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Gpt(nn.Module):
+    """A language model as small as it can be and still be one."""
+
+    def __init__(self, vocab: int, dim: int, layers: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, dim)
+        self.blocks = nn.ModuleList(Block(dim) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, vocab, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class Training:
+    """One rank of the loop."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.ranks = options, Ranks()
+        torch.manual_seed(0)
+        self.model = Gpt(options.vocab, options.dim, options.layers)
+        mesh = init_device_mesh("cpu", (self.ranks.size,), mesh_dim_names=("dp",))
+        for block in self.model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self.state = {"model": self.model, "optimizer": self.optimizer}
+        self.peer = peers.DcpAsync()
+        self.folder, self._count = Path(options.folder), 0
+        self.step()
+        self.shards = [p.to_local() for p in self.model.parameters()]  # type: ignore[attr-defined]
+        self.shards += [t.to_local() for held in self.optimizer.state.values() for t in held.values() if t.ndim]
+
+    def step(self) -> None:
+        """Forward, backward, update."""
+        tokens = torch.randint(0, self.options.vocab, (1, self.options.tokens + 1))
+        logits = self.model(tokens[:, :-1])
+        F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def begin_save(self, mode: str) -> Callable[[], Any]:
+        """Begin a save; what is returned waits for its end."""
+        self._count += 1
+        path = self.folder / f"n{self._count}"
+        if mode in ("eager", "lazy"):
+            handle = checkpoint.async_save(path, self.state, staging=mode)
+            return lambda: handle.result(120)
+        if mode.startswith("dcp"):
+            tensors = {
+                "model": get_model_state_dict(self.model),
+                "optimizer": get_optimizer_state_dict(self.model, self.optimizer),
+            }
+            future = self.peer.save(tensors, path, mode.split()[1])
+            return lambda: future.result(120)
+        path.mkdir(parents=True, exist_ok=True)
+        memory = [limits.as_bytes(shard) for shard in self.shards]
+        name, size = path / f"raw{self.ranks.rank}", sum(len(view) for view in memory)
+        writer = threading.Thread(target=limits.write_durably, args=(name, memory, size))
+        writer.start()
+        return writer.join
+
+    def loop(self, mode: str, steps: int, every: int) -> tuple[float, list[float]]:
+        """Run the loop in one mode: its whole time, and each step's with what the save added to it."""
+        self.ranks.gather(None)
+        times, ends = [], []
+        begin = time.perf_counter()
+        for step in range(steps):
+            began = time.perf_counter()
+            if mode != "none" and step % every == 1:
+                for end in ends:
+                    end()
+                ends = [self.begin_save(mode)]
+            self.step()
+            times.append(time.perf_counter() - began)
+        for end in ends:
+            end()
+        total = time.perf_counter() - begin
+        self.ranks.gather(None)
+        if self.ranks.rank == 0:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        self.ranks.gather(None)
+        return total, times
+
+    def run(self) -> dict[str, Any]:
+        """All rounds; the first save of each mode is made before, apart."""
+        for mode in MODES:
+            self.loop(mode, 3, 3)
+        rounds: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
+        for _ in range(self.options.rounds):
+            for mode in MODES:
+                total, times = self.loop(mode, self.options.steps, self.options.every)
+                gathered = self.ranks.gather((total, max(times), statistics.median(times)))
+                totals, longest, medians = zip(*gathered, strict=True)
+                rounds[mode].append({"total_s": max(totals), "longest_s": max(longest), "median_s": max(medians)})
+                if self.ranks.rank == 0 and self.options.verbose:
+                    print(f"{mode:>12}: {max(totals):.2f} s, longest step {max(longest):.2f} s", flush=True)
+        held = sum(shard.nbytes for shard in self.shards)
+        options = {k: v for k, v in vars(self.options).items() if k not in ("worker", "verbose", "folder")}
+        return {"options": options, "machine": machine(), "held_bytes": held, "rounds": rounds, **figures(rounds)}
+
+
+def figures(rounds: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+    """For each mode: what it adds to the whole loop, and to its longest step, from the least of all rounds."""
+
+    def least(mode: str, what: str) -> float:
+        return min(row[what] for row in rounds[mode])
+
+    whole, step = least("none", "total_s"), least("none", "median_s")
+    modes = {
+        mode: {"slowdown": least(mode, "total_s") / whole - 1, "longest_delay_s": least(mode, "longest_s") - step}
+        for mode in MODES
+        if mode != "none"
+    }
+    best = min(modes[mode]["slowdown"] for mode in ("dcp thread", "dcp process"))
+    return {
+        "whole_s": whole,
+        "step_s": step,
+        "modes": modes,
+        "lazy_slowdown_of_dcp": modes["lazy"]["slowdown"] / best if best > 0 else None,
+    }
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print the table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    options, ranks = result["options"], result["options"]["ranks"]
+    title = (
+        f"{ranks} ranks, {result['held_bytes'] / 1e6:.0f} MB held by each, {options['steps']} steps of {result['step_s']:.2f} s, "
+        f"a save every {options['every']}"
+    )
+    table = Table(title=title, caption="; ".join(f"{key} {value}" for key, value in result["machine"].items()))
+    for column in ("mode", "slowdown of the whole loop", "longest delay of a step, s"):
+        table.add_column(column, justify="left" if column == "mode" else "right")
+    for mode, row in result["modes"].items():
+        table.add_row(mode, f"{row['slowdown']:.1%}", f"{row['longest_delay_s']:.3f}")
+    console = Console()
+    console.print(table)
+    share = result["lazy_slowdown_of_dcp"]
+    held = "held to at most 0.33" if ranks == 2 else "reported only: more ranks than cores"
+    console.print(f"lazy slowdown ÷ that of DCP's better mode: {'none to compare' if share is None else f'{share:.2f}'} ({held})")
+
+
+def work(options: argparse.Namespace) -> None:
+    training = Training(options)
+    result = training.run()
+    if training.ranks.rank == 0:
+        save_json(Path(options.out), result)
+        show(result)
+    training.peer.close()
+    training.ranks.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--dim", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--vocab", type=int, default=8192)
+    parser.add_argument("--tokens", type=int, default=64, help="in a rank's batch")
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--every", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--folder", default="bench_out/scratch_train", help="where checkpoints are written")
+    parser.add_argument("--out", default="bench_out/train_stall.json")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds after which the run is ended")
+    parser.add_argument("--verbose", action="store_true", help="print every loop")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        work(options)
+        return
+    passed = []
+    for name, value in vars(options).items():
+        if name not in ("worker", "verbose", "timeout"):
+            passed += [f"--{name}", str(Path(value).resolve() if name in ("folder", "out") else value)]
+    try:
+        launch("benchmarks.train_stall", options.ranks, passed + ["--verbose"] * options.verbose, timeout_s=options.timeout)
+    finally:
+        shutil.rmtree(options.folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
