@@ -33,7 +33,7 @@ Tensors = Sequence[tuple[TensorSpec, torch.Tensor]]
 def plan_job(holdings: Sequence[Holdings]) -> tuple[SavePlan, tuple[ValueEntry, ...], list[Assignment]]:
     """The agreement of all ranks, without a cache."""
     offers = [encode_offer(h.offer) for h in holdings]
-    plan = plan_offers(offers)
+    plan = plan_offers([offer.tensors for offer in offers], [offer.rows for offer in offers])
     values = merge_values([(rank, decode_values(offer.values)) for rank, offer in enumerate(offers)], plan.tables)
     save_id = new_save_id()
     return plan, values, [decode_assignment(data, save_id) for data in encode_assignments(plan)]

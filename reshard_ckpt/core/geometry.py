@@ -160,23 +160,21 @@ def as_boxes(offsets: I64, lengths: I64, start: I64, count: I64) -> tuple[I64, I
     offsets, lengths, start = offsets.copy(), lengths.copy(), start.copy()
     size, strides = lengths[partial], strides_of(lengths[partial])
     begin, num = start[partial], count[partial]
+    done = np.zeros(len(partial), bool)
     for dim in range(lengths.shape[1]):
-        # A box: whole slices of this dim, within one slice of the next outer one.
-        even = np.flatnonzero(num % strides[:, dim] == 0)
-        digits = begin[even, None] // strides[even]
-        slices = num[even] // strides[even, dim]
-        alone = (digits[:, dim] * strides[even, dim] == begin[even]) & (
-            digits[:, dim] % size[even, dim] + slices <= size[even, dim]
-        )
-        chosen = even[alone]
-        rows = partial[chosen]
-        offsets[rows] += digits[alone] % size[chosen]
+        # A box: whole slices of this dim, within one slice of the next outer one. Cheap tests first: few runs pass them.
+        some = np.flatnonzero(~done & (num <= strides[:, dim] * size[:, dim]))
+        some = some[num[some] % strides[some, dim] == 0]
+        digits = begin[some, None] // strides[some]
+        slices = num[some] // strides[some, dim]
+        even = digits[:, dim] * strides[some, dim] == begin[some]
+        alone = np.flatnonzero(even & (digits[:, dim] % size[some, dim] + slices <= size[some, dim]))
+        rows = partial[some[alone]]
+        offsets[rows] += digits[alone] % size[some[alone]]
         lengths[rows, :dim] = 1
         lengths[rows, dim] = slices[alone]
         start[rows] = 0
-        rest = np.ones(len(partial), bool)
-        rest[chosen] = False
-        partial, size, strides, begin, num = partial[rest], size[rest], strides[rest], begin[rest], num[rest]
+        done[some[alone]] = True
     return offsets, lengths, start, count
 
 

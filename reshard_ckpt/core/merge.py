@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from ..errors import LayoutError
 from .dtypes import CODES
 from .geometry import I64, pad_left, ranges
 from .offer import U8, Offers, Placement
-from .ordering import group_ids, lex_order
+from .ordering import group_ids, is_new, lex_order
 from .placement import agreed
 from .report import summarize
 
@@ -97,7 +98,8 @@ def merge_offers(offers: Offers, name_own: NameOwn) -> tuple[Tables, Boxes, Rows
     chosen = np.flatnonzero(keep)
     start = np.where(hollow[tensor], 0, offers.start) if hollow.any() else offers.start
     tensor, box, start, count = (c if keep.all() else c[chosen] for c in (tensor, box, start, offers.count))
-    order = lex_order(tensor, box, start, count)
+    # Not by count: runs that begin alike but differ in length overlap, which no order makes right.
+    order = lex_order(tensor, box, start)
     source = chosen[order]
     return (
         tables,
@@ -248,7 +250,11 @@ def _merge_placements(offers: Offers, ids: _Ids, num: int) -> tuple[Placement, .
     shared = np.flatnonzero(ids.value >= 0)
     _, first = group_ids(np.stack([ids.value[shared], said[shared]], axis=1))
     known = list(number)
-    declared: list[list[Placement]] = [[] for _ in range(num)]
-    for tensor, placement in zip(ids.value[shared[first]].tolist(), said[shared[first]].tolist(), strict=True):
-        declared[tensor].append(known[placement])
-    return tuple(agreed(d) for d in declared)
+    tensors, placements = ids.value[shared[first]], said[shared[first]]
+    declared: list[Placement] = [()] * num
+    # Nearly all say the same of a tensor.
+    begin = np.append(np.flatnonzero(is_new(tensors)), len(tensors)).tolist()
+    for low, high in pairwise(begin):
+        distinct = [known[i] for i in placements[low:high].tolist()]
+        declared[int(tensors[low])] = distinct[0] if high - low == 1 else agreed(distinct)
+    return tuple(declared)

@@ -55,21 +55,27 @@ def derive(mesh: Mesh, declared: Sequence[Placement], ndim: I64, holding: Holdin
     box_offsets : (B, D)
         Of the boxes that `holding` numbers.
     """
-    shown = [_shown_on(mesh, i, len(declared), ndim, holding, box_offsets) for i in range(len(mesh.axes))]
+    shown = [_spell(axis, _shown_on(mesh, i, len(declared), ndim, holding, box_offsets)) for i, axis in enumerate(mesh.axes)]
     derived = []
-    for tensor, said in enumerate(declared):
+    for said, *found in zip(declared, *shown, strict=True):
         by_axis = {p.axis: p for p in said}
-        derived.append(tuple(by_axis.get(a) or _spell(a, columns, tensor) for a, columns in zip(mesh.axes, shown, strict=True)))
+        derived.append(tuple(by_axis.get(p.axis, p) for p in found) if said else tuple(found))
     return derived
 
 
-def _spell(axis: str, shown: _AxisColumns, tensor: int) -> AxisPlacement:
-    if shown.same[tensor]:
-        present = shown.present[tensor]
-        if present.all():
-            return AxisPlacement(axis, "replicate")
-        return AxisPlacement(axis, "resident", coords=tuple(np.flatnonzero(present).tolist()))
-    return AxisPlacement(axis, "flat") if shown.flat[tensor] else AxisPlacement(axis, "shard", dim=int(shown.dim[tensor]))
+def _spell(axis: str, shown: _AxisColumns) -> list[AxisPlacement]:
+    """The placement of each tensor; alike ones are made once."""
+    kind = np.where(shown.same, np.where(shown.present.all(axis=1), 0, 1), np.where(shown.flat, 2, 3))
+    made: dict[tuple[int, int, bytes], AxisPlacement] = {}
+    out = []
+    for which, dim, present in zip(kind.tolist(), shown.dim.tolist(), shown.present, strict=True):
+        key = which, dim if which == 3 else 0, present.tobytes() if which == 1 else b""
+        if key not in made:
+            coords = tuple(np.flatnonzero(present).tolist()) if which == 1 else ()
+            kinds = ("replicate", "resident", "flat", "shard")
+            made[key] = AxisPlacement(axis, kinds[which], dim if which == 3 else None, coords)
+        out.append(made[key])
+    return out
 
 
 def _shown_on(mesh: Mesh, axis: int, num_tensors: int, ndim: I64, holding: Holding, box_offsets: I64) -> _AxisColumns:
@@ -117,5 +123,5 @@ def _same_runs(tensor: I64, run: I64, coordinate: I64, num_runs: I64, num_tensor
 
 def agreed(declared: Sequence[Placement]) -> Placement:
     """What all ranks declare alike, axis by axis; an axis on which they differ counts as not declared."""
-    first, *rest = declared if len(declared) == 1 else list(dict.fromkeys(declared)) or [()]
+    first, *rest = list(dict.fromkeys(declared)) or [()]
     return tuple(p for p in first if all(p in other for other in rest))

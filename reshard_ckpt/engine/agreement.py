@@ -34,7 +34,6 @@ from ..format.checksums import digest128
 from ..format.shard_file import blob_name
 from .messages import (
     Assignment,
-    EncodedOffer,
     decode_assignment,
     decode_offers,
     decode_values,
@@ -206,18 +205,17 @@ class Leader:
             first.setdefault(state[at], rank)
         return first
 
+    def _by_rank(self, part: int, messages: Sequence[Sequence[bytes]]) -> list[bytes]:
+        """A part of every rank's offer, each from the rank that sent it for all that have the same."""
+        at = slice(part * _ID_BYTES, (part + 1) * _ID_BYTES)
+        known = {digest: messages[rank][part] for digest, rank in self._first_with(part).items()}
+        return [known[state[at]] for state in self._states]
+
     def hear(self, own: Sequence[bytes], sent: Sequence[bytes] | None) -> None:
         """Take the parts that were asked for, and this rank's own; plan where need be, and merge the values."""
         messages = [own, *((msgpack.unpackb(m) for m in sent[1:]) if sent else ())]
         if self._plan is None:
-            by_digest = [
-                {digest: messages[rank][part] for digest, rank in self._first_with(part).items()} for part in range(_PARTS)
-            ]
-            encoded = [
-                EncodedOffer(*(known[s[i * _ID_BYTES : (i + 1) * _ID_BYTES]] for i, known in enumerate(by_digest)))
-                for s in self._states
-            ]
-            self._plan = plan_offers(encoded)
+            self._plan = plan_offers(*(self._by_rank(part, messages) for part in range(_LAYOUT_PARTS)))
             self._cache.plans.keep(self._layouts, _Kept(self.answer.plan_id, self._plan))
         held = [(rank, decode_values(messages[rank][-1])) for rank in self._first_with(_PARTS - 1).values()]
         self.values = merge_values(held, self.plan.tables)
@@ -228,6 +226,6 @@ class Leader:
         return [data if lacks else b"" for data, lacks in zip(encoded, self._lacks.tolist(), strict=True)]
 
 
-def plan_offers(encoded: Sequence[EncodedOffer]) -> SavePlan:
-    """Plan from the offers of all ranks, by rank."""
-    return plan_save(decode_offers(encoded), blob_name)
+def plan_offers(tensors: Sequence[bytes], rows: Sequence[bytes]) -> SavePlan:
+    """Plan from these parts of the offers of all ranks, by rank."""
+    return plan_save(decode_offers(tensors, rows), blob_name)

@@ -153,11 +153,11 @@ def _widened(data: bytes, item: int, width: int) -> bytes:
     return b"".join((head, boxes.astype(f"<u{item}").tobytes(), columns.astype(f"<u{item}").tobytes()))
 
 
-def decode_offers(encoded: Sequence[EncodedOffer]) -> Offers:
-    """What all ranks hold; equal tables are decoded once, and the rows of all ranks as one array."""
+def decode_offers(tensors: Sequence[bytes], rows: Sequence[bytes]) -> Offers:
+    """What all ranks hold, by rank; equal tables are decoded once, and the rows of all ranks as one array."""
     number: dict[bytes, int] = {}
-    table = np.array([number.setdefault(offer.tensors, len(number)) for offer in encoded], np.int64)
-    parts = [offer.rows for offer in encoded]
+    table = np.array([number.setdefault(data, len(number)) for data in tensors], np.int64)
+    parts = rows
     formats = [part[:_FORMAT_BYTES] for part in parts]
     if len(set(formats)) > 1:
         item, width = (max(column) for column in zip(*formats, strict=True))

@@ -12,9 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from reshard_ckpt.core.save_plan import SavePlan
 from reshard_ckpt.core.state import Claim, Piece, TensorSpec, ValueKind, ValueSpec, box_piece
 from reshard_ckpt.engine.agreement import Leader, PlanCache, plan_offers
-from reshard_ckpt.engine.messages import EncodedOffer, decode_assignment, encode_assignments, encode_offer
+from reshard_ckpt.engine.messages import decode_assignment, encode_assignments, encode_offer
 from reshard_ckpt.engine.save import hold
 from reshard_ckpt.format.checksums import digest128
 from reshard_ckpt.format.values import encode_value
@@ -44,10 +45,11 @@ def jobs(draw: st.DrawFn) -> list[list[TensorSpec]]:
     return held
 
 
-def holdings_of(held: list[list[TensorSpec]]) -> list[EncodedOffer]:
-    return [
+def plan_of(held: list[list[TensorSpec]]) -> SavePlan:
+    offers = [
         encode_offer(hold([(spec, torch.empty(0)) for spec in specs], (), None, rank).offer) for rank, specs in enumerate(held)
     ]
+    return plan_offers([offer.tensors for offer in offers], [offer.rows for offer in offers])
 
 
 @given(jobs())
@@ -65,7 +67,7 @@ def test_the_plan_has_each_run_once_by_ranks_that_hold_it(held: list[list[Tensor
         for local, ((spec, piece), run) in enumerate(zip(pieces, rows_of[rank], strict=True)):
             if piece.count or not prod(spec.shape):
                 holders[run].append((rank, local))
-    plan = plan_offers(holdings_of(held))
+    plan = plan_of(held)
     assert list(plan.tables.names) == sorted({spec.name for specs in held for spec in specs})
     written: dict[Run, list[tuple[int, int]]] = defaultdict(list)
     fingerprinted = []
@@ -100,7 +102,7 @@ def test_offers_of_wide_and_of_narrow_numbers_and_shapes_mix() -> None:
         ],
         [TensorSpec("cube", "F32", (2, 2, 2), (box_piece((0, 0, 0), (2, 2, 2), 0, (4, 2, 1)),), Claim.DECLARED)],
     ]
-    plan = plan_offers(holdings_of(specs))
+    plan = plan_of(specs)
     assert plan.tables.names == ("cube", "far")
     rows = sorted(zip(plan.tensor.tolist(), plan.rank.tolist(), plan.offsets.tolist(), plan.count.tolist(), strict=True))
     assert rows == [(0, 2, [0, 0, 0], 8), (1, 0, [0, 0, 0], far), (1, 1, [0, 0, far], far)]
