@@ -35,7 +35,8 @@ def owned_storages(optimizers: Sequence[Optimizer]) -> frozenset[int]:
     """Addresses of the storages of their parameters and of their state."""
     tensors = [param for o in optimizers for group in o.param_groups for param in group["params"]]
     tensors += [v for o in optimizers for held in o.state.values() if isinstance(held, dict) for v in held.values()]
-    return frozenset(_address(t) for t in tensors if isinstance(t, torch.Tensor))
+    with torch.no_grad():  # else `to_local` records each tensor for autograd
+        return frozenset(_address(t) for t in tensors if isinstance(t, torch.Tensor))
 
 
 def _address(tensor: torch.Tensor) -> int:
