@@ -3,17 +3,23 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+BENCH_STAMP := $(VENV)/.bench
 JOBS ?= auto
 
 # More threads than cores make small models slower, and every test process would start its own.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check
+.PHONY: demo test check bench
 .DEFAULT_GOAL := check
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,all]'
+	touch $@
+
+# The peers are installed for the benchmarks alone.
+$(BENCH_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[bench]'
 	touch $@
 
 demo: $(STAMP)
@@ -26,3 +32,10 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+bench: $(BENCH_STAMP)
+	$(BIN)/python -m benchmarks.compare --out bench_out/compare.json
+	$(BIN)/python -m benchmarks.compare --ranks 2 --gb 1.64 --parts save stall --out bench_out/compare_2_ranks.json
+	$(BIN)/python -m benchmarks.train_stall --out bench_out/train_stall.json
+	$(BIN)/python -m benchmarks.train_stall --ranks 4 --rounds 2 --out bench_out/train_stall_4_ranks.json
+	$(BIN)/python -m benchmarks.planning --ranks 16384 --shards 1000000 --json bench_out/planning.json
