@@ -52,7 +52,7 @@ def build_catalog(
             row_start=np.searchsorted(plan.tensor[order], np.arange(len(tables.names) + 1)).astype(np.int64),
         ),
         placements=plan.placements,
-        boxes=BoxTable(plan.offsets[first], plan.lengths[first]),
+        boxes=BoxTable(plan.offsets.take(first, axis=0), plan.lengths.take(first, axis=0)),
         rows=RowTable(box[order], plan.start[order], plan.count[order], written.file[order], written.offset[order]),
         files=tuple(files),
         values_table=tuple(values),

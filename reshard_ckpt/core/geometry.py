@@ -37,13 +37,17 @@ def strides_of(lengths: I64) -> I64:
     [[12, 4, 1]]
     """
     strides = np.ones_like(lengths)
-    np.cumprod(lengths[:, :0:-1], axis=1, out=strides[:, -2::-1])
+    # Column by column: reducing along short rows is several times slower.
+    for dim in range(lengths.shape[1] - 1, 0, -1):
+        np.multiply(strides[:, dim], lengths[:, dim], out=strides[:, dim - 1])
     return strides
 
 
 def volumes(lengths: I64) -> I64:
     """The number of elements of each box."""
-    total: I64 = np.prod(lengths, axis=1, dtype=np.int64)
+    total = np.ones(len(lengths), np.int64)
+    for column in lengths.T:
+        total *= column
     return total
 
 
@@ -158,7 +162,8 @@ def as_boxes(offsets: I64, lengths: I64, start: I64, count: I64) -> tuple[I64, I
     if len(partial) == 0:
         return offsets, lengths, start, count
     offsets, lengths, start = offsets.copy(), lengths.copy(), start.copy()
-    size, strides = lengths[partial], strides_of(lengths[partial])
+    size = lengths.take(partial, axis=0)
+    strides = strides_of(size)
     begin, num = start[partial], count[partial]
     done = np.zeros(len(partial), bool)
     for dim in range(lengths.shape[1]):

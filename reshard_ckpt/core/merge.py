@@ -49,7 +49,6 @@ class Boxes:
 
     offsets: I64
     lengths: I64
-    volume: I64
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +128,7 @@ def _merge_boxes(offers: Offers, tables: Tables, hollow: I64, tensor: I64) -> tu
     if len(empty):
         rows = np.flatnonzero(hollow[tensor])
         box[rows] = ids[len(offers.box_offsets) + np.searchsorted(empty, tensor[rows])]
-    lengths = lengths[first]
-    return Boxes(offsets[first], lengths, np.prod(lengths, axis=1, dtype=np.int64)), box
+    return Boxes(offsets[first], lengths[first]), box
 
 
 def _merge_tables(offers: Offers, name_own: NameOwn) -> tuple[Tables, _Ids]:

@@ -117,7 +117,7 @@ def plan_save(offers: Offers, name_own: NameOwn) -> SavePlan:
     item, rank, count = parts.item[order], parts.rank[order], parts.count[order]
     begin = runs.start[item] + parts.start[order]
     box = runs.box[item]
-    offsets, lengths, start, _ = as_boxes(boxes.offsets[box], boxes.lengths[box], begin, count)
+    offsets, lengths, start, _ = as_boxes(boxes.offsets.take(box, axis=0), boxes.lengths.take(box, axis=0), begin, count)
     return SavePlan(
         tables=tables,
         placements=placements,

@@ -175,7 +175,7 @@ class Leader:
     def __init__(self, states: Sequence[bytes], cache: PlanCache) -> None:
         table = np.frombuffer(b"".join(states), np.uint8).reshape(len(states), _PARTS + 1, _ID_BYTES)
         self._cache = cache
-        self._states, self._digests = states, table[:, :_PARTS]
+        self._states = states
         self._layouts = digest128(np.ascontiguousarray(table[:, :_LAYOUT_PARTS]).data)
         kept = cache.plans.get(self._layouts)
         self._plan = None if kept is None else kept.item
