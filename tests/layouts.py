@@ -109,7 +109,7 @@ def layouts(draw: st.DrawFn, shape: Ints, ranks: int) -> Layout:
         piece = Piece((0,) * len(shape), shape, 0, prod(shape), 1, strides)
         return Layout(shape, ((piece,),) * ranks, (2 * prod(shape) + 2,) * ranks)
     if kind == "flat":
-        return _flat(draw, shape, ranks, [[((0,) * len(shape), shape)]])
+        return draw(flat_layouts(shape, ranks))
     mesh = draw(st.sampled_from([m for m in product(range(1, ranks + 1), repeat=2) if prod(m) == ranks]))
     boxes = [_grid_box(draw, shape, mesh)]
     if kind == "grid":
@@ -123,6 +123,12 @@ def layouts(draw: st.DrawFn, shape: Ints, ranks: int) -> Layout:
         begin, length = chunk(shape[dim], mesh[1], i)
         local.append([_along(shape, dim, begin, length)])
     return _flat(draw, shape, ranks, local)
+
+
+@st.composite
+def flat_layouts(draw: st.DrawFn, shape: Ints, ranks: int) -> Layout:
+    """Flat ranges of the whole tensor, cut anywhere."""
+    return _flat(draw, shape, ranks, [[((0,) * len(shape), shape)]])
 
 
 def _along(shape: Ints, dim: int, begin: int, length: int) -> tuple[Ints, Ints]:

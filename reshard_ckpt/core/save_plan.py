@@ -1,7 +1,8 @@
 """Which rank writes which bytes? From the offers of all ranks to one plan that covers every tensor exactly once.
 
 1. Tables and rows merge (`merge`); ranks that disagree about a dtype or a shape are an error.
-2. Equal runs of a tensor are one *replica group*; aliases (tied weights) offer nothing of their own.
+2. Equal runs of a tensor are one *replica group*, after cutting where runs of one box overlap (`overlaps`); aliases (tied
+   weights) offer nothing of their own.
 3. `balance.assign` divides the groups over their ranks; what may not be split stays whole.
 4. The runs must tile every tensor (`tiling`), or the save is refused.
 5. Each member of a replica group is told to fingerprint it, so that what only claims to be a replica is found.
@@ -24,6 +25,7 @@ from .geometry import I64, as_boxes, strides_of
 from .merge import Boxes, NameOwn, Rows, Tables, merge_offers
 from .offer import U8, Offers
 from .ordering import is_new, lex_order
+from .overlaps import cut_overlaps
 from .placement import Holding, Placement, derive
 from .report import summarize
 from .state import Claim, Mesh
@@ -50,11 +52,13 @@ class _Runs:
 
 @dataclass(frozen=True, slots=True)
 class Checks:
-    """Which rows claim to be the same: members of one `group` must fingerprint alike; `claim` is the group's weakest."""
+    """Which runs claim to be the same: members of one `group` must fingerprint alike; `claim` is the group's weakest."""
 
     group: I64
     rank: I64
     local: I64
+    start: I64
+    count: I64
     tensor: I64
     claim: U8
 
@@ -106,7 +110,8 @@ def plan_save(offers: Offers, name_own: NameOwn) -> SavePlan:
     LayoutError
         Ranks disagree about a tensor, or its shards overlap or leave a region uncovered.
     """
-    tables, boxes, rows = merge_offers(offers, name_own)
+    tables, boxes, merged = merge_offers(offers, name_own)
+    rows = _cut_rows(merged)
     runs = _distinct_runs(rows)
     item_bytes = item_bytes_of(tables.dtype)
     parts = _assign(rows, runs, boxes, item_bytes, offers.num_ranks)
@@ -135,6 +140,16 @@ def plan_save(offers: Offers, name_own: NameOwn) -> SavePlan:
         mesh=mesh,
         num_ranks=offers.num_ranks,
     )
+
+
+def _cut_rows(rows: Rows) -> Rows:
+    """The rows, cut where declared ones overlap without being equal; a piece may then be several rows."""
+    cut = cut_overlaps(rows.tensor, rows.box, rows.start, rows.count, rows.claim == Claim.DECLARED)
+    if cut is None:
+        return rows
+    order = lex_order(rows.tensor[cut.source], rows.box[cut.source], cut.start, rows.rank[cut.source])
+    at = cut.source[order]
+    return Rows(rows.tensor[at], rows.box[at], cut.start[order], cut.count[order], rows.rank[at], rows.local[at], rows.claim[at])
 
 
 def _distinct_runs(rows: Rows) -> _Runs:
@@ -228,7 +243,8 @@ def _checks(rows: Rows, runs: _Runs) -> Checks:
     several = (np.bincount(runs.of_row, minlength=len(runs.count)) > 1) & (runs.count > 0)
     members = np.flatnonzero(several[runs.of_row])
     run = runs.of_row[members]
-    return Checks(run, rows.rank[members], rows.local[members], rows.tensor[members], runs.claim[run])
+    start, count = rows.start[members], rows.count[members]
+    return Checks(run, rows.rank[members], rows.local[members], start, count, rows.tensor[members], runs.claim[run])
 
 
 def _placements(

@@ -204,13 +204,12 @@ def launch(
     ring = take_ring(holdings, layouts, host_buffer_bytes)
     staging = Staging(holdings, agreed.assignment, layouts, ring)
     thread = SaveThread(handle, session, staging)
-    rows = agreed.assignment.fingerprint
-    marks = np.zeros(len(rows), np.uint64)
+    checks = agreed.assignment.checks
+    marks = np.zeros(len(checks.local), np.uint64)
 
     def copy(mine: Callable[[int], bool]) -> None:
         staging.fill(mine)
-        chosen = np.array([mine(row) for row in rows.tolist()], bool)
-        marks[chosen] = fingerprints(holdings, rows[chosen])
+        fingerprints(holdings, checks, mine, marks)
 
     def is_owned(row: int) -> bool:
         return holdings.rows[row][1].tensor.untyped_storage().data_ptr() in owned

@@ -40,14 +40,23 @@ class EncodedOffer:
 
 
 @dataclass(frozen=True, slots=True)
+class RunColumns:
+    """Runs of a rank's own rows: elements ``[start, start + count)`` of the box of row `local`."""
+
+    local: I64
+    start: I64
+    count: I64
+
+
+@dataclass(frozen=True, slots=True)
 class Assignment:
-    """What one rank does: write these runs of its own rows, in this order; fingerprint these rows."""
+    """What one rank does: write these runs of its own rows, in this order, and fingerprint those of `checks`."""
 
     save_id: str
     local: I64
     start: I64
     count: I64
-    fingerprint: I64
+    checks: RunColumns
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,15 +205,16 @@ def _narrowest(*arrays: I64) -> int:
 def encode_assignments(plan: SavePlan) -> list[bytes]:
     """What each rank is to do, by rank: columns once for all ranks, of which each gets its part."""
     columns = np.stack([plan.local, plan.part_start, plan.part_count], axis=1)
-    item = _narrowest(columns, plan.checks.local)
-    rows = columns.astype(f"<u{item}").tobytes()
     by_rank = lex_order(plan.checks.rank)
-    checks = plan.checks.local[by_rank].astype(f"<u{item}").tobytes()
+    checked_columns = np.stack([plan.checks.local, plan.checks.start, plan.checks.count], axis=1)[by_rank]
+    item = _narrowest(columns, checked_columns)
+    rows = columns.astype(f"<u{item}").tobytes()
+    checks = checked_columns.astype(f"<u{item}").tobytes()
     ranks = np.arange(plan.num_ranks + 1)
     first = np.searchsorted(plan.rank, ranks).tolist()
     checked = np.searchsorted(plan.checks.rank[by_rank], ranks).tolist()
     return [
-        b"".join((_ASSIGNMENT_HEAD.pack(item, b - a), rows[3 * a * item : 3 * b * item], checks[c * item : d * item]))
+        b"".join((_ASSIGNMENT_HEAD.pack(item, b - a), rows[3 * a * item : 3 * b * item], checks[3 * c * item : 3 * d * item]))
         for a, b, c, d in zip(first, first[1:], checked, checked[1:], strict=False)
     ]
 
@@ -215,7 +225,7 @@ def decode_assignment(data: bytes, save_id: str) -> Assignment:
     columns = np.frombuffer(data, f"<u{item}", 3 * num_items, _ASSIGNMENT_HEAD.size)
     checks = np.frombuffer(data, f"<u{item}", offset=_ASSIGNMENT_HEAD.size + columns.nbytes)
     local, start, count = (_wide(column) for column in columns.reshape(-1, 3).T)
-    return Assignment(save_id, local, start, count, _wide(checks))
+    return Assignment(save_id, local, start, count, RunColumns(*(_wide(column) for column in checks.reshape(-1, 3).T)))
 
 
 def encode_receipt(receipt: Receipt) -> bytes:

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -25,7 +25,7 @@ from ..format.shard_file import Member, header, header_cost, make_member
 from ..storage.protocol import Storage
 from .fingerprint import WHOLE_BYTES, fingerprint
 from .memory import Held, chunks
-from .messages import Assignment, Receipt, WrittenFile
+from .messages import Assignment, Receipt, RunColumns, WrittenFile
 
 SCRATCH_BYTES = 4 << 20
 """Bytes hashed and written at once: few enough to be in the processor's cache for the second of the two."""
@@ -103,10 +103,14 @@ def _member(holdings: Holdings, local: int, start: int, count: int) -> Member:
     return make_member(spec.name, spec.dtype, spec.shape, held.piece.offsets, held.piece.lengths, start, count)
 
 
-def fingerprints(holdings: Holdings, rows: I64) -> NDArray[np.uint64]:
-    """The fingerprints of these rows."""
+def fingerprints(holdings: Holdings, checks: RunColumns, chosen: Callable[[int], bool], marks: NDArray[np.uint64]) -> None:
+    """Put the fingerprints of all checks of chosen rows into `marks`."""
     scratch = torch.empty(WHOLE_BYTES, dtype=torch.uint8)
-    return np.array([fingerprint(holdings.rows[row][1], scratch) for row in rows.tolist()], np.uint64)
+    columns = (checks.local, checks.start, checks.count)
+    for i, (row, start, count) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+        if chosen(row):
+            held = holdings.rows[row][1]
+            marks[i] = fingerprint(Held(held.tensor, replace(held.piece, start=start, count=count)), scratch)
 
 
 def write_assignment(
@@ -119,7 +123,8 @@ def write_assignment(
     StorageError
         The store refused; what this rank had written is removed.
     """
-    marks = fingerprints(holdings, assignment.fingerprint)
+    marks = np.zeros(len(assignment.checks.local), np.uint64)
+    fingerprints(holdings, assignment.checks, lambda _: True, marks)
     layouts = lay_out(holdings, assignment, rank, header_bytes)
     return write_files(storage, assignment, layouts, partial(_file_chunks, holdings, assignment), marks)
 

@@ -76,7 +76,9 @@ def test_the_plan_has_each_run_once_by_ranks_that_hold_it(held: list[list[Tensor
         for local, start, count in zip(assignment.local, assignment.start, assignment.count, strict=True):
             written[rows_of[rank][local]].append((int(start), int(count)))
             assert rank in {r for r, _ in holders[rows_of[rank][local]]}
-        fingerprinted += [(rank, int(local)) for local in assignment.fingerprint]
+        fingerprinted += [(rank, int(local)) for local in assignment.checks.local]
+        for local, start, count in zip(assignment.checks.local, assignment.checks.start, assignment.checks.count, strict=True):
+            assert rows_of[rank][local][3:] == (start, count)
     assert written.keys() == holders.keys()
     for (_, _, _, start, count), parts in written.items():
         at = start

@@ -5,16 +5,19 @@ from __future__ import annotations
 from math import prod
 from unittest.mock import patch
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reshard_ckpt.core.dtypes import CODES
+from reshard_ckpt.core.state import Claim, Piece, TensorSpec
 from reshard_ckpt.engine.load import LoadOptions
 from reshard_ckpt.engine.read import WINDOW_BYTES
+from reshard_ckpt.errors import LayoutError
 from reshard_ckpt.storage.memory import MemoryStorage
 from tests.jobs import load_job, save_job
-from tests.layouts import Layout, addresses, filled, layouts, shapes, spec_of, values_of
+from tests.layouts import Layout, addresses, filled, flat_layouts, layouts, shapes, spec_of, values_of, whole_piece
 
 
 @st.composite
@@ -60,3 +63,33 @@ def test_layouts_of_these_tests_hold_every_element(data: st.DataObject) -> None:
     layout = data.draw(layouts(shape, data.draw(st.integers(1, 8))))
     held = {x for pieces in layout.pieces for piece in pieces for _, x in addresses(piece)}
     assert len(held) == prod(shape)
+
+
+@given(st.data())
+@settings(max_examples=300)
+def test_replicas_that_cut_a_tensor_elsewhere_save_as_one(data: st.DataObject) -> None:
+    """Each column of ranks holds the whole tensor, in flat runs of its own cuts."""
+    shape = data.draw(shapes().filter(prod))
+    columns = [data.draw(flat_layouts(shape, data.draw(st.integers(1, 3)))) for _ in range(data.draw(st.integers(1, 3)))]
+    dtype = data.draw(st.sampled_from(CODES))
+    whole = values_of(shape, dtype, 3)
+    ranks = [[(spec_of(c, r, "t", dtype), filled(c, r, whole))] for c in columns for r in range(len(c.pieces))]
+    storage = MemoryStorage("cuts")
+    catalog = save_job(storage, ranks)
+    assert sum(s.num_bytes for s in catalog.tensor("t").shards) == prod(shape) * whole.element_size()
+    into = torch.zeros(shape, dtype=whole.dtype)
+    load_job(storage, [(TensorSpec("t", dtype, shape, (whole_piece(shape),)), into)])
+    assert torch.equal(into.reshape(-1).view(torch.uint8), whole.reshape(-1).view(torch.uint8))
+
+
+def test_overlapping_runs_that_differ_are_found() -> None:
+    def held(start: int, values: torch.Tensor) -> list[tuple[TensorSpec, torch.Tensor]]:
+        piece = Piece((0,), (10,), start, len(values), -start, (1,))
+        return [(TensorSpec("t", "F32", (10,), (piece,), Claim.DECLARED), values)]
+
+    whole = torch.arange(10.0)
+    save_job(MemoryStorage("same"), [held(0, whole[:6].clone()), held(4, whole[4:].clone())])
+    other = whole[4:].clone()
+    other[1] = 9
+    with pytest.raises(LayoutError, match="t: ranks 0 and 1 hold it as the same, but their values differ"):
+        save_job(MemoryStorage("differ"), [held(0, whole[:6].clone()), held(4, other)])
