@@ -13,7 +13,8 @@ from __future__ import annotations
 import argparse
 import functools
 import shutil
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,16 @@ class Run:
             shutil.rmtree(path, ignore_errors=True)
         self.ranks.gather(None)
 
+    def rounds(self, what: str, most: int, share: float) -> Iterator[int]:
+        """Numbers of rounds, until there have been that many or this part of the run has had its share of the time."""
+        until = time.monotonic() + share * 60 * self.options.minutes
+        for number in range(most):
+            # One rank's clock counts for all: each must run the same rounds.
+            if number and self.ranks.gather(time.monotonic() > until)[0]:
+                self.notes.append(f"{what}: {number} rounds in the time that there was")
+                return
+            yield number
+
     def local_bytes(self) -> list[memoryview]:
         return [limits.as_bytes(local) for local in self.state.locals()]
 
@@ -83,11 +94,11 @@ class Run:
         mine = sum(file.stat().st_size for file in path.glob(f"*/rank{self.ranks.rank:05d}-*"))
         self.drop(path)
         problem = peers.torchsnapshot_problem()
-        for _ in range(self.options.pairs):
+        for number in self.rounds("saves", self.options.pairs, 0.3):
             self._save("raw write", lambda path: self._raw_write(path, mine))
             self._save("save", lambda path: checkpoint.save(path, self.state.modules))
             self._save("dcp save", lambda path: dcp.save(self.state.tensors, checkpoint_id=str(path)))
-            if problem is None:
+            if problem is None and number < 2:  # too far from the limit to spend more time on
                 problem = self._try("torchsnapshot save", lambda path: peers.torchsnapshot_save(self.state, path))
         if problem is not None:
             self.notes.append(f"torchsnapshot: {problem}")
@@ -116,7 +127,7 @@ class Run:
         """How long the caller is blocked, beside a copy of the bytes that each rank holds."""
         self._steady_stalls()
         held = self.state.held_bytes
-        for _ in range(min(3, self.options.pairs)):
+        for _ in self.rounds("stalls into new memory", min(3, self.options.pairs), 0.1):
             POOL.clear()
             self._async_save("eager, new memory", staging="eager")
             POOL.clear()
@@ -128,7 +139,7 @@ class Run:
     def _steady_stalls(self) -> None:
         touched = torch.zeros(self.state.held_bytes, dtype=torch.uint8)
         peer = peers.DcpAsync()
-        for _ in range(self.options.pairs + 1):
+        for _ in self.rounds("stalls", self.options.pairs + 1, 0.3):
             self.time("memcpy", lambda: limits.copy(self.state.locals(), touched))
             self._async_save("eager", staging="eager")
             self._async_save("lazy, call", staging="lazy")
@@ -185,7 +196,7 @@ class Run:
         self.facts[f"wanted, {what}"] = sum(self.ranks.gather(state.held_bytes))
         self.facts[f"touched, {what}"] = sum(self.ranks.gather(touched_bytes(ours, state.modules)))
         memory = [limits.as_bytes(local) for local in state.locals()]
-        for _ in range(self.options.pairs + 1):
+        for _ in self.rounds(f"loads, {what}", self.options.pairs + 1, 0.07):
             self.time(f"raw read, {what}", lambda: limits.read(files, memory))
             state.clear()
             self.time(f"dcp load, {what}", lambda: dcp.load(state.tensors, checkpoint_id=str(dcps)))
@@ -215,7 +226,7 @@ class Run:
     def _loads_of_torchsnapshot(self, path: Path) -> None:
         try:
             peers.torchsnapshot_save(self.state, path)
-            for _ in range(min(3, self.options.pairs)):
+            for _ in self.rounds("torchsnapshot loads", min(3, self.options.pairs), 0.02):
                 self.state.clear()
                 self.time("torchsnapshot load", lambda: peers.torchsnapshot_load(self.state, path))
         except Exception as error:
@@ -257,6 +268,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--gb", type=float, default=3.28, help="size of the state, of all ranks together")
     parser.add_argument("--pairs", type=int, default=7, help="rounds, after a first one that is kept apart")
+    parser.add_argument("--minutes", type=float, default=8, help="of rounds at most; fewer rounds are said so")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--folder", default="bench_out/scratch", help="where checkpoints are written: the disk that is measured")
     parser.add_argument("--out", default="bench_out/compare.json", help="the figures; the chart lies beside it, as .png")
@@ -269,7 +281,18 @@ def main() -> None:
         return
     folder = Path(options.folder).resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    passed = ["--gb", options.gb, "--pairs", options.pairs, "--parts", *options.parts, "--folder", folder]
+    passed = [
+        "--gb",
+        options.gb,
+        "--pairs",
+        options.pairs,
+        "--minutes",
+        options.minutes,
+        "--parts",
+        *options.parts,
+        "--folder",
+        folder,
+    ]
     passed += ["--out", Path(options.out).resolve(), "--ranks", options.ranks, *(["--verbose"] if options.verbose else [])]
     try:
         launch("benchmarks.compare", options.ranks, [str(value) for value in passed], timeout_s=options.timeout)

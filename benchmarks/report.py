@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -186,6 +187,18 @@ def show(path: Path) -> None:
     console.print(f"{path} and {path.with_suffix('.png')}", soft_wrap=True)
 
 
+def markdown(path: Path) -> str:
+    """The table of a result file as docs/benchmarks.md holds it; what misses its bar is in bold."""
+    result = Result.from_json(json.loads(path.read_text()))
+    rows = ["| figure | value | at most | made of (minima) |", "| --- | ---: | ---: | --- |"]
+    for f in figures_of(result):
+        value = f"{f.value:.3g}{f.unit}"
+        rows.append(
+            f"| {f.name.strip()} | {f'**{value}**' if f.missed else value} | {'' if f.bar is None else f'{f.bar:g}'} | {f.of} |"
+        )
+    return "\n".join(rows)
+
+
 PANELS = {
     "durable save": (
         ("write + fsync", "raw write"), ("save", "save"), ("DCP", "dcp save"), ("torchsnapshot", "torchsnapshot save"),
@@ -241,3 +254,8 @@ def _role(name: str) -> str:
     if name.startswith(("raw", "memcpy")):
         return "limit"
     return "peer" if name.startswith(("dcp", "torchsnapshot")) else "ours"
+
+
+if __name__ == "__main__":
+    for argument in sys.argv[1:]:
+        print(markdown(Path(argument)))

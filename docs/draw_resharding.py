@@ -1,6 +1,6 @@
 """How is a tensor resharded? Draws docs/resharding.svg from what the planners return for one small tensor.
 
-1. Three ranks hold flat ranges of an 8 × 10 tensor, as a ZeRO optimizer does; `plan_save` divides the writing, one file a rank.
+1. Three ranks hold flat ranges of an 8 × 10 tensor, as a ZeRO optimizer does; `plan_offers` divides the writing, one file a rank.
 2. A tensor-parallel job of two ranks wants columns; `plan_load` finds what its rank 1 reads.
 3. Every coloured cell of the picture is an element of an item of that plan: where it lies in a file, and where it goes.
 
@@ -27,8 +27,9 @@ from reshard_ckpt.core.build import Written, build_catalog
 from reshard_ckpt.core.catalog import Catalog, FileEntry
 from reshard_ckpt.core.load_plan import LoadPlan, plan_load
 from reshard_ckpt.core.offer import build_offer, piece_columns
-from reshard_ckpt.core.save_plan import plan_save
 from reshard_ckpt.core.state import Claim, Piece, TensorSpec, box_piece, flat_run, row_major_strides
+from reshard_ckpt.engine.agreement import plan_offers
+from reshard_ckpt.engine.messages import encode_offer
 
 SHAPE = (8, 10)
 RUNS = [(0, 26), (26, 53), (53, 80)]
@@ -43,8 +44,8 @@ INK, FAINT = "#222222", 0.22
 def saved_catalog() -> Catalog:
     """The catalog of the flat ranges, as if each rank had written the items of its plan to a file without a header."""
     whole = box_piece((0, 0), SHAPE, 0, row_major_strides(SHAPE))
-    offers = [build_offer([_spec(flat_run(whole, start, stop - start))], 0, (), None) for start, stop in RUNS]
-    plan = plan_save(offers)
+    offers = [encode_offer(build_offer([_spec(flat_run(whole, start, stop - start))], 0, (), None)) for start, stop in RUNS]
+    plan = plan_offers([offer.tensors for offer in offers], [offer.rows for offer in offers])
     sizes = plan.part_count * 4
     first = np.array([int(sizes[: plan.items_of(rank).start].sum()) for rank in range(len(RUNS))])
     written = Written(plan.rank, np.cumsum(sizes) - sizes - first[plan.rank])
