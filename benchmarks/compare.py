@@ -235,7 +235,9 @@ class Run:
     def result(self) -> Result:
         needed = sum(w.num_bytes for w in self.weights)
         return Result(
-            options={key: value for key, value in vars(self.options).items() if key not in ("worker", "verbose", "folder")},
+            options={
+                key: value for key, value in vars(self.options).items() if key not in ("worker", "verbose", "folder", "out")
+            },
             machine=machine(),
             layout=str(self.layout),
             targets=tuple(map(str, self._targets())),

@@ -150,7 +150,7 @@ class Training:
                 if self.ranks.rank == 0 and self.options.verbose:
                     print(f"{mode:>12}: {max(totals):.2f} s, longest step {max(longest):.2f} s", flush=True)
         held = sum(shard.nbytes for shard in self.shards)
-        options = {k: v for k, v in vars(self.options).items() if k not in ("worker", "verbose", "folder")}
+        options = {k: v for k, v in vars(self.options).items() if k not in ("worker", "verbose", "folder", "out")}
         return {"options": options, "machine": machine(), "held_bytes": held, "rounds": rounds, **figures(rounds)}
 
 
