@@ -27,7 +27,7 @@ from .fingerprint import WHOLE_BYTES, fingerprint
 from .memory import Held, chunks
 from .messages import Assignment, Receipt, RunColumns, WrittenFile
 
-SCRATCH_BYTES = 4 << 20
+SCRATCH_BYTES = 1 << 20
 """Bytes hashed and written at once: few enough to be in the processor's cache for the second of the two."""
 
 HEADER_METADATA = {"format": "pt", "writer": "reshard_ckpt"}
