@@ -88,12 +88,13 @@ def save(
     """
     with open_session("save", str(path), process_group=process_group, timeout_s=timeout_s) as comm:
         LINE.wait_turn(when_busy="wait")
+        said = encode_value(metadata, "metadata")
         captured = capture(state, mesh=mesh, process_group=process_group)
         with open_storage(path) as storage:
             holdings = hold([(e.spec, e.memory) for e in captured.entries], captured.values, captured.mesh, comm.rank)
             agreed = agree(comm, holdings)
             receipt = write_assignment(storage, holdings, agreed.assignment, comm.rank)
-            commit(comm, storage, agreed, receipt, encode_value(metadata, "metadata"))
+            commit(comm, storage, agreed, receipt, said)
 
 
 def async_save(
@@ -142,6 +143,7 @@ def async_save(
     with ExitStack() as stack:
         comm = stack.enter_context(open_session("save", str(path), process_group=process_group, timeout_s=timeout_s))
         LINE.wait_turn(when_busy=when_busy)
+        said = encode_value(metadata, "metadata")
         captured = capture(state, mesh=mesh, process_group=process_group)
         storage = stack.enter_context(open_storage(path))
         holdings = hold([(e.spec, e.memory) for e in captured.entries], captured.values, captured.mesh, comm.rank)
@@ -149,12 +151,12 @@ def async_save(
         guarded = [o for o in optimizers_in(state) if can_be_held(o)] if staging == "lazy" else []
         launch(
             handle,
-            stack.pop_all(),
+            stack,
             comm,
             storage,
             holdings,
             agreed,
-            encode_value(metadata, "metadata"),
+            said,
             host_buffer_bytes=host_buffer_bytes,
             guarded=guarded,
             owned=owned_storages(guarded),
@@ -245,6 +247,7 @@ def load(
     """
     options = LoadOptions(strict, verify, verify_first, cast, allow_resize)
     with open_session("load", str(path), process_group=process_group, timeout_s=timeout_s) as comm, open_storage(path) as storage:
+        LINE.wait_staged()  # what a save still copies must not change under it
         saved = fetch_catalog(comm, storage)
         saved = saved if rename is None else renamed(saved, rename)
         target = prepare_load(state, saved, rank=comm.rank, size=comm.size)
@@ -255,7 +258,7 @@ def load(
         resolved = drop_refused(saved, resolved, verdict.refused)
         bytes_read = fetch(storage, saved, resolved, options)
         # Every rank has proved its bytes before any object is given its values.
-        comm.broadcast(b"" if comm.gather(b"") is not None else None)
+        comm.gather(b"")
         # What is tied is loaded under one of its names, and there for all.
         loaded = {spec.alias_of or spec.name for spec in resolved.specs}
         target.finish(values, [e.spec.name for e in target.entries if (e.spec.alias_of or e.spec.name) not in loaded])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Container, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import numpy as np
@@ -166,6 +166,11 @@ class Line:
         if error is not None:
             raise CheckpointError(f"the save before this one failed in the background: {error}") from error
 
+    def wait_staged(self) -> None:
+        """Wait until the state of the save before may change."""
+        if self._last is not None:
+            self._last.staged()
+
     def join(self, handle: SaveHandle) -> None:
         """This save is the last one now."""
         self._last = handle
@@ -176,7 +181,7 @@ LINE = Line()
 
 def launch(
     handle: SaveHandle,
-    session: AbstractContextManager[Any],
+    session: ExitStack,
     comm: Comm,
     storage: Storage,
     holdings: Holdings,
@@ -192,7 +197,7 @@ def launch(
     Parameters
     ----------
     session
-        Entered by the caller; the saving thread leaves it.
+        Entered by the caller, who leaves it if this raises; once the saving thread runs, that has taken it over.
     host_buffer_bytes
         Upper bound of the memory for staging; below the size of what this rank writes, staging waits for the disk.
     guarded
@@ -203,7 +208,6 @@ def launch(
     layouts = lay_out(holdings, agreed.assignment, comm.rank)
     ring = take_ring(holdings, layouts, host_buffer_bytes)
     staging = Staging(holdings, agreed.assignment, layouts, ring)
-    thread = SaveThread(handle, session, staging)
     checks = agreed.assignment.checks
     marks = np.zeros(len(checks.local), np.uint64)
 
@@ -219,18 +223,19 @@ def launch(
         staging.wait_finished()  # a rank with no file to write drains nothing, and its fingerprints may not be there yet
         commit(comm, storage, agreed, receipt, metadata)
 
+    # No step can come before the guard stands.
+    guard = StepGuard(guarded, handle.staged) if guarded and staging.holds_all else None
+    thread = SaveThread(handle, session.pop_all(), staging)
     thread.start(write, finally_=lambda: POOL.give_back(ring))
-    if not guarded or not staging.holds_all:
+    if guard is None:
         thread.stage(lambda: copy(lambda _: True), in_background=False)
         return
-    # What forward changes as well (buffers, an average of the weights) is copied now; no step can come before the guard stands.
-    guard = StepGuard(guarded, handle.staged)
 
     def copy_owned() -> None:
         copy(is_owned)
         guard.close()
 
-    try:
+    try:  # what forward changes as well (buffers, an average of the weights) is copied now
         copy(lambda row: not is_owned(row))
     except BaseException as error:
         staging.fail(error)

@@ -272,3 +272,32 @@ def test_no_thread_is_left(tmp_path: Path) -> None:
         if thread.name.startswith("reshard-ckpt"):
             thread.join(60)
     assert not [t for t in threading.enumerate() if t.name.startswith("reshard-ckpt")]
+
+
+def test_a_load_waits_for_what_a_lazy_save_still_copies(tmp_path: Path, gate: threading.Event) -> None:
+    model = Model()
+    optimizer = torch.optim.AdamW(model.inner.parameters(), lr=0.1)
+    train(model, optimizer, 0)
+    state = {"model": model, "optimizer": optimizer}
+    checkpoint.save(tmp_path / "first", state)
+    train(model, optimizer, 1)
+    checkpoint.save(tmp_path / "second", state)
+    handle = checkpoint.async_save(tmp_path / "async", state, staging="lazy")
+    threading.Timer(0.1, gate.set).start()
+    checkpoint.load(tmp_path / "first", state)
+    handle.result(60)
+    assert same(checkpoint.read(tmp_path / "async"), checkpoint.read(tmp_path / "second"))
+
+
+def test_what_fails_before_the_thread_runs_is_raised_at_once_and_leaves_no_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise MemoryError("no host memory")
+
+    monkeypatch.setattr(async_save, "take_ring", refuse)
+    with pytest.raises(MemoryError, match="no host memory"):
+        checkpoint.async_save(tmp_path, {"a": torch.zeros(8)})
+    monkeypatch.undo()
+    checkpoint.async_save(tmp_path, {"a": torch.ones(8)}).result(60)
+    assert checkpoint.read(tmp_path)["a"][0] == 1
