@@ -57,10 +57,6 @@ class Staging:
                     if chosen(int(self._assignment.local[item])):
                         self._put_item(item)
 
-    def hold_back(self) -> None:
-        """Let the device change the state only after it is copied; what `fill` copies from the host is copied when it returns."""
-        self._streams.hold_back()
-
     def finish(self) -> None:
         """All is copied: the rest may be drained."""
         self._streams.wait()
@@ -155,11 +151,6 @@ class _Streams:
         """Until all copies are done."""
         for stream in self._streams:
             stream.synchronize()
-
-    def hold_back(self) -> None:
-        """Let what the job's streams are given from now on begin only after all copies queued so far."""
-        for stream in self._streams:
-            torch.cuda.current_stream(stream.device).wait_stream(stream)
 
 
 def ring_bytes(layouts: Sequence[FileLayout]) -> int:
