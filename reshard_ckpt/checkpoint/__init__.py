@@ -1,0 +1,25 @@
+"""Save and load checkpoints: the public functions, each a straight line through the rooms."""
+
+from __future__ import annotations
+
+from ..adapters.shards import PerRank
+from ..core.report import LoadReport
+from ..engine.async_save import SaveHandle
+from ..engine.verify import VerifyReport
+from .loading import load
+from .reading import catalog, read, verify
+from .saving import async_save, prepare, save
+
+__all__ = [
+    "LoadReport",
+    "PerRank",
+    "SaveHandle",
+    "VerifyReport",
+    "async_save",
+    "catalog",
+    "load",
+    "prepare",
+    "read",
+    "save",
+    "verify",
+]

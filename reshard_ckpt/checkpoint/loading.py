@@ -1,0 +1,98 @@
+"""How does a state come back? `load`: in place, into any layout, each rank just the bytes that it wants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ..adapters.shards import PerRankValues
+from ..adapters.state import prepare_load
+from ..comm import open_session
+from ..core.report import LoadReport
+from ..core.state import ValueKind
+from ..engine.async_save import LINE
+from ..engine.load import LoadOptions, drop_refused, fetch, fetch_catalog, missing_values, resolve, vote
+from ..engine.rename import renamed
+from ..engine.saved_values import SavedValue, open_values
+from ..storage import open_storage
+from .source import Path
+
+Patterns = Sequence[str] | bool
+
+
+def load(
+    path: Path,
+    state: Mapping[str, Any],
+    *,
+    strict: bool = True,
+    verify: bool = True,
+    verify_first: bool = False,
+    cast: Patterns = False,
+    rename: Mapping[str, str] | Callable[[str], str] | None = None,
+    allow_resize: Patterns = False,
+    process_group: Any = None,
+    timeout_s: float = 600.0,
+) -> LoadReport:
+    """Load a checkpoint into a state, in place, whatever layout it was saved from.
+
+    Each rank reads just the bytes that its own shards need. Nothing changes before all ranks know that everything fits.
+
+    Parameters
+    ----------
+    path
+        A checkpoint that `save` committed.
+    state
+        As for `save`: the tensors in it are overwritten, values in dicts replaced, objects given their state back.
+    strict
+        False loads what fits and reports the rest.
+    verify
+        Prove the checksum of every block that is read.
+    verify_first
+        Prove all of them before any tensor changes, at the price of reading twice.
+    cast
+        Shell-style patterns of names whose dtype may change, or True for all.
+    rename
+        Saved names, or dotted prefixes of them, mapped to the names of this state; or a function of a saved name.
+    allow_resize
+        Patterns of names whose global shape may differ: what overlaps loads, the rest keeps its value.
+    process_group, timeout_s
+        As for `save`.
+
+    Returns
+    -------
+    LoadReport
+        What loaded and, with ``strict=False``, what did not.
+
+    Raises
+    ------
+    CheckpointNotFound
+        The path holds no committed checkpoint.
+    MismatchError
+        Checkpoint and state disagree; nothing was changed.
+    CorruptError
+        Bytes are damaged; the message says what had been overwritten.
+    PeerError
+        Another rank failed or did not arrive.
+    """
+    options = LoadOptions(strict, verify, verify_first, cast, allow_resize)
+    with open_session("load", str(path), process_group=process_group, timeout_s=timeout_s) as comm, open_storage(path) as storage:
+        LINE.wait_staged()  # what a save still copies must not change under it
+        saved = fetch_catalog(comm, storage)
+        saved = saved if rename is None else renamed(saved, rename)
+        target = prepare_load(state, saved, rank=comm.rank, size=comm.size)
+        values = _for_adapters(open_values(storage, saved, target.prefixes, verify=verify))
+        resolved = resolve(saved, [(e.spec, e.memory) for e in target.entries], options)
+        unfit = missing_values(saved, target.values) + target.check(values)
+        verdict = vote(comm, saved, resolved, target.prefixes, values=unfit, unplaced=target.unplaced, strict=strict)
+        resolved = drop_refused(saved, resolved, verdict.refused)
+        bytes_read = fetch(storage, saved, resolved, options)
+        # Every rank has proved its bytes before any object is given its values.
+        comm.gather(b"")
+        # What is tied is loaded under one of its names, and there for all.
+        loaded = {spec.alias_of or spec.name for spec in resolved.specs}
+        target.finish(values, [e.spec.name for e in target.entries if (e.spec.alias_of or e.spec.name) not in loaded])
+    return verdict.report.loaded(len(resolved.dests), resolved.plan.num_bytes, bytes_read)
+
+
+def _for_adapters(values: Mapping[str, SavedValue]) -> dict[str, Any]:
+    return {name: PerRankValues(v.value) if v.kind is ValueKind.PER_RANK else v.value for name, v in values.items()}

@@ -1,0 +1,103 @@
+"""What can one process do with a checkpoint alone? Look at its catalog, prove its bytes, read whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..core.catalog import Catalog, TensorKind
+from ..core.state import TensorSpec, ValueKind, box_piece, row_major_strides
+from ..engine.load import LoadOptions, fetch, resolve
+from ..engine.saved_values import open_values
+from ..engine.verify import VerifyReport, verify_all
+from ..errors import MismatchError, UsageError
+from ..format.torch_dtypes import TORCH_DTYPES
+from .source import Path, open_source
+
+
+def catalog(path: Path) -> Catalog:
+    """The catalog of a checkpoint: names, shapes, shards, files. No tensor data are read, and no process group is needed."""
+    with open_source(path) as source:
+        return source.catalog
+
+
+def verify(path: Path) -> VerifyReport:
+    """Read a whole checkpoint and prove every byte of it, in one process; nothing is loaded.
+
+    Returns
+    -------
+    VerifyReport
+        ``.ok``, and ``.problems`` with a line for each thing that is wrong: which file, which bytes, which tensors.
+
+    Raises
+    ------
+    CheckpointNotFound, CorruptError
+        There is no catalog, or it is damaged itself.
+    """
+    with open_source(path) as source:
+        return verify_all(source.storage, source.catalog)
+
+
+def read(path: Path, names: Sequence[str] | None = None) -> dict[str, Any]:
+    """Read whole tensors and values by name, in one process, without model code or a process group.
+
+    Parameters
+    ----------
+    names
+        Which; all by default. A name also stands for everything below it (``"model"`` for ``"model.…"``).
+
+    Returns
+    -------
+    dict
+        CPU tensors and values; a per-rank value is the list of all ranks' values.
+
+    Raises
+    ------
+    MismatchError
+        The checkpoint has none of a name that was asked for.
+    """
+    with open_source(path) as source:
+        storage, saved = source.storage, source.catalog
+        tensors, values = _chosen(saved, names)
+        whole = [_whole(saved, name) for name in tensors]
+        resolved = resolve(saved, whole, LoadOptions())
+        if any(resolved.problems.values()):
+            raise MismatchError("\n".join(line for lines in resolved.problems.values() for line in lines))
+        fetch(storage, saved, resolved, LoadOptions())
+        out: dict[str, Any] = {spec.name: tensor for spec, tensor in whole}
+        for name, value in open_values(storage, saved, values, verify=True).items():
+            out[name] = list(value.value) if value.kind is ValueKind.PER_RANK else value.value
+        return out
+
+
+def _chosen(saved: Catalog, names: Sequence[str] | None) -> tuple[list[str], list[str]]:
+    """Names of the tensors and of the values that the caller asks for."""
+    if names is None:
+        return list(saved.names), list(saved.value_names)
+    if isinstance(names, str):
+        raise UsageError(f"names={names!r}: pass a list of names, as in names=[{names!r}]")
+
+    def below(known: Sequence[str], name: str) -> list[str]:
+        return [n for n in known if n == name or n.startswith(f"{name}.")]
+
+    found = {name: (below(saved.names, name), below(saved.value_names, name)) for name in names}
+    absent = [name for name, (tensors, values) in found.items() if not tensors and not values]
+    if absent:
+        raise MismatchError(f"{', '.join(absent)}: not in the checkpoint; checkpoint.catalog(path).names lists what is", absent)
+    return (
+        list(dict.fromkeys(n for tensors, _ in found.values() for n in tensors)),
+        list(dict.fromkeys(n for _, values in found.values() for n in values)),
+    )
+
+
+def _whole(saved: Catalog, name: str) -> tuple[TensorSpec, torch.Tensor]:
+    """A tensor of its own memory, wanted whole."""
+    index = saved.index(name)
+    assert saved.tensors_table.kind[index] == TensorKind.TENSOR
+    shape, dtype = saved.shape(index), saved.dtype(index)
+    piece = box_piece((0,) * len(shape), shape, 0, row_major_strides(shape))
+    pieces = (piece,) if np.prod(shape) else ()
+    return TensorSpec(name, dtype, shape, pieces), torch.empty(shape, dtype=TORCH_DTYPES[dtype])

@@ -1,0 +1,162 @@
+"""How does a state get to disk? `save` at once, `async_save` while training goes on; `prepare` before the first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from ..adapters.state import capture
+from ..adapters.stepped import can_be_held, optimizers_in, owned_storages
+from ..comm import open_session
+from ..engine.agreement import agree
+from ..engine.async_save import LINE, SaveHandle, launch, take_ring
+from ..engine.host_memory import POOL
+from ..engine.save import commit, hold
+from ..engine.write import lay_out, write_assignment
+from ..errors import UsageError
+from ..format.values import encode_value
+from ..storage import open_storage
+from .source import Path
+
+
+def save(
+    path: Path,
+    state: Mapping[str, Any],
+    *,
+    mesh: Any = None,
+    process_group: Any = None,
+    metadata: Any = None,
+    timeout_s: float = 600.0,
+) -> None:
+    """Save a state as one checkpoint, from all ranks of a job together.
+
+    Until the last step the path holds what it held before, and after it the new checkpoint, whole.
+
+    Parameters
+    ----------
+    path
+        A folder that all ranks share, or ``memory://name``.
+    state
+        Modules, optimizers, objects with ``state_dict``, tensors, shards and plain values, by name; see the guide.
+    mesh
+        A ``DeviceMesh``, or axis names and sizes, outermost first, where the state alone does not show the job's mesh.
+    process_group
+        The ranks that save together; all, by default.
+    metadata
+        Plain values to keep in the catalog.
+    timeout_s
+        How long to wait for another rank before giving up, in seconds.
+
+    Raises
+    ------
+    UsageError
+        The state cannot be saved as it is; the message says what to change.
+    StorageError
+        The store refused; what the path held before is still there.
+    PeerError
+        Another rank failed or did not arrive.
+    """
+    with open_session("save", str(path), process_group=process_group, timeout_s=timeout_s) as comm:
+        LINE.wait_turn(when_busy="wait")
+        said = encode_value(metadata, "metadata")
+        captured = capture(state, mesh=mesh, process_group=process_group)
+        with open_storage(path) as storage:
+            holdings = hold([(e.spec, e.memory) for e in captured.entries], captured.values, captured.mesh, comm.rank)
+            agreed = agree(comm, holdings)
+            receipt = write_assignment(storage, holdings, agreed.assignment, comm.rank)
+            commit(comm, storage, agreed, receipt, said)
+
+
+def async_save(
+    path: Path,
+    state: Mapping[str, Any],
+    *,
+    staging: str = "eager",
+    host_buffer_bytes: int | None = None,
+    when_busy: str = "wait",
+    mesh: Any = None,
+    process_group: Any = None,
+    metadata: Any = None,
+    timeout_s: float = 600.0,
+) -> SaveHandle:
+    """Save a state while training goes on.
+
+    Parameters
+    ----------
+    path, state, mesh, process_group, metadata, timeout_s
+        As for `save`.
+    staging
+        ``"eager"``: the state may change as soon as this returns. ``"lazy"``: this returns sooner, and the state may change once
+        ``staged()`` of the handle returns; the steps of the optimizers in the state wait for that by themselves, so a training
+        loop needs no change. What else may change meanwhile (buffers, other objects) is copied before this returns.
+        Where an optimizer's steps cannot be held back (compiled, ``capturable=True``), lazy is eager.
+    host_buffer_bytes
+        Upper bound of the host memory for staging, at least 16 MiB. Below what this rank writes, staging is eager, and waits
+        for the disk.
+    when_busy
+        If a save of this process is still under way: ``"wait"`` for it, or ``"error"``.
+
+    Returns
+    -------
+    SaveHandle
+        Its ``result()`` returns once the checkpoint is committed, or raises what went wrong. An error that nobody asked for is
+        raised by the next save.
+
+    Raises
+    ------
+    CheckpointError
+        As for `save`, as far as known before this returns; or the previous save failed in the background.
+    """
+    _check_option("staging", staging, ("eager", "lazy"))
+    _check_option("when_busy", when_busy, ("wait", "error"))
+    handle = SaveHandle(str(path))
+    with ExitStack() as stack:
+        comm = stack.enter_context(open_session("save", str(path), process_group=process_group, timeout_s=timeout_s))
+        LINE.wait_turn(when_busy=when_busy)
+        said = encode_value(metadata, "metadata")
+        captured = capture(state, mesh=mesh, process_group=process_group)
+        storage = stack.enter_context(open_storage(path))
+        holdings = hold([(e.spec, e.memory) for e in captured.entries], captured.values, captured.mesh, comm.rank)
+        agreed = agree(comm, holdings)
+        guarded = [o for o in optimizers_in(state) if can_be_held(o)] if staging == "lazy" else []
+        launch(
+            handle,
+            stack,
+            comm,
+            storage,
+            holdings,
+            agreed,
+            said,
+            host_buffer_bytes=host_buffer_bytes,
+            guarded=guarded,
+            owned=owned_storages(guarded),
+        )
+        LINE.join(handle)
+    return handle
+
+
+def prepare(
+    state: Mapping[str, Any],
+    *,
+    mesh: Any = None,
+    process_group: Any = None,
+    host_buffer_bytes: int | None = None,
+    timeout_s: float = 600.0,
+) -> None:
+    """Allocate the staging memory for a state, and agree on its layout, before the first `async_save` of it needs both.
+
+    Call it on all ranks, with the state and the options that `async_save` will be given. What an optimizer does not have yet,
+    before its first step, is not counted.
+    """
+    with open_session("prepare", "", process_group=process_group, timeout_s=timeout_s) as comm:
+        captured = capture(state, mesh=mesh, process_group=process_group)
+        holdings = hold([(e.spec, e.memory) for e in captured.entries], captured.values, captured.mesh, comm.rank)
+        agreed = agree(comm, holdings)
+        ring = take_ring(holdings, lay_out(holdings, agreed.assignment, comm.rank), host_buffer_bytes)
+        POOL.give_back(ring.fill_(0))
+
+
+def _check_option(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise UsageError(f"{name}={value!r}: pass one of {', '.join(map(repr, known))}")
