@@ -19,9 +19,9 @@ CHECKPOINT = [
 ]  # fmt: skip
 
 OPTIONS = {
-    "save": ["mesh", "process_group", "metadata", "timeout_s"],
-    "async_save": ["staging", "host_buffer_bytes", "when_busy", "mesh", "process_group", "metadata", "timeout_s"],
-    "load": ["strict", "verify", "verify_first", "cast", "rename", "allow_resize", "process_group", "timeout_s"],
+    "save": ["mesh", "process_group", "metadata", "progress", "timeout_s"],
+    "async_save": ["staging", "host_buffer_bytes", "when_busy", "mesh", "process_group", "metadata", "progress", "timeout_s"],
+    "load": ["strict", "verify", "verify_first", "cast", "rename", "allow_resize", "progress", "process_group", "timeout_s"],
 }
 
 

@@ -12,6 +12,7 @@ from ..core.report import LoadReport
 from ..core.state import ValueKind
 from ..engine.async_save import LINE
 from ..engine.load import LoadOptions, drop_refused, fetch, fetch_catalog, missing_values, resolve, vote
+from ..engine.progress import OnProgress, reporter
 from ..engine.rename import renamed
 from ..engine.saved_values import SavedValue, open_values
 from ..storage import open_storage
@@ -30,6 +31,7 @@ def load(
     cast: Patterns = False,
     rename: Mapping[str, str] | Callable[[str], str] | None = None,
     allow_resize: Patterns = False,
+    progress: bool | OnProgress = False,
     process_group: Any = None,
     timeout_s: float = 600.0,
 ) -> LoadReport:
@@ -55,6 +57,9 @@ def load(
         Saved names, or dotted prefixes of them, mapped to the names of this state; or a function of a saved name.
     allow_resize
         Patterns of names whose global shape may differ: what overlaps loads, the rest keeps its value.
+    progress
+        True: rank 0 shows the bytes that it reads itself, as a line on stderr. A function is called on rank 0 instead, with
+        the step ("load", "prove"), the bytes done and the bytes in all.
     process_group, timeout_s
         As for `save`.
 
@@ -85,7 +90,7 @@ def load(
         unfit = missing_values(saved, target.values) + target.check(values)
         verdict = vote(comm, saved, resolved, target.prefixes, values=unfit, unplaced=target.unplaced, strict=strict)
         resolved = drop_refused(saved, resolved, verdict.refused)
-        bytes_read = fetch(storage, saved, resolved, options)
+        bytes_read = fetch(storage, saved, resolved, options, report=reporter(progress if comm.rank == 0 else False))
         # Every rank has proved its bytes before any object is given its values.
         comm.gather(b"")
         # What is tied is loaded under one of its names, and there for all.

@@ -11,6 +11,7 @@ import torch
 from ..core.catalog import Catalog, TensorKind
 from ..core.state import TensorSpec, ValueKind, box_piece, row_major_strides
 from ..engine.load import LoadOptions, fetch, resolve
+from ..engine.progress import OnProgress, reporter
 from ..engine.saved_values import open_values
 from ..engine.verify import VerifyReport, verify_all
 from ..errors import MismatchError, UsageError
@@ -41,13 +42,15 @@ def verify(path: Path) -> VerifyReport:
         return verify_all(source.storage, source.catalog)
 
 
-def read(path: Path, names: Sequence[str] | None = None) -> dict[str, Any]:
+def read(path: Path, names: Sequence[str] | None = None, *, progress: bool | OnProgress = False) -> dict[str, Any]:
     """Read whole tensors and values by name, in one process, without model code or a process group.
 
     Parameters
     ----------
     names
         Which; all by default. A name also stands for everything below it (``"model"`` for ``"model.…"``).
+    progress
+        As for `load`.
 
     Returns
     -------
@@ -66,7 +69,7 @@ def read(path: Path, names: Sequence[str] | None = None) -> dict[str, Any]:
         resolved = resolve(saved, whole, LoadOptions())
         if any(resolved.problems.values()):
             raise MismatchError("\n".join(line for lines in resolved.problems.values() for line in lines))
-        fetch(storage, saved, resolved, LoadOptions())
+        fetch(storage, saved, resolved, LoadOptions(), report=reporter(progress))
         out: dict[str, Any] = {spec.name: tensor for spec, tensor in whole}
         for name, value in open_values(storage, saved, values, verify=True).items():
             out[name] = list(value.value) if value.kind is ValueKind.PER_RANK else value.value

@@ -12,6 +12,7 @@ from ..comm import open_session
 from ..engine.agreement import agree
 from ..engine.async_save import LINE, SaveHandle, launch, take_ring
 from ..engine.host_memory import POOL
+from ..engine.progress import OnProgress, reporter
 from ..engine.save import commit, hold
 from ..engine.write import lay_out, write_assignment
 from ..errors import UsageError
@@ -27,6 +28,7 @@ def save(
     mesh: Any = None,
     process_group: Any = None,
     metadata: Any = None,
+    progress: bool | OnProgress = False,
     timeout_s: float = 600.0,
 ) -> None:
     """Save a state as one checkpoint, from all ranks of a job together.
@@ -45,6 +47,9 @@ def save(
         The ranks that save together; all, by default.
     metadata
         Plain values to keep in the catalog.
+    progress
+        True: rank 0 shows how much of its own part is written, as a line on stderr. A function is called on rank 0 instead,
+        with the step ("save"), the bytes done and the bytes in all; what it raises ends the save.
     timeout_s
         How long to wait for another rank before giving up, in seconds.
 
@@ -64,7 +69,8 @@ def save(
         with open_storage(path) as storage:
             holdings = hold([(e.spec, e.memory) for e in captured.entries], captured.values, captured.mesh, comm.rank)
             agreed = agree(comm, holdings)
-            receipt = write_assignment(storage, holdings, agreed.assignment, comm.rank)
+            report = reporter(progress if comm.rank == 0 else False)
+            receipt = write_assignment(storage, holdings, agreed.assignment, comm.rank, report=report)
             commit(comm, storage, agreed, receipt, said)
 
 
@@ -78,14 +84,15 @@ def async_save(
     mesh: Any = None,
     process_group: Any = None,
     metadata: Any = None,
+    progress: bool | OnProgress = False,
     timeout_s: float = 600.0,
 ) -> SaveHandle:
     """Save a state while training goes on.
 
     Parameters
     ----------
-    path, state, mesh, process_group, metadata, timeout_s
-        As for `save`.
+    path, state, mesh, process_group, metadata, progress, timeout_s
+        As for `save`; a function is called in the thread that writes.
     staging
         ``"eager"``: the state may change as soon as this returns. ``"lazy"``: this returns sooner, and the state may change once
         ``staged()`` of the handle returns; the steps of the optimizers in the state wait for that by themselves, so a training
@@ -131,6 +138,7 @@ def async_save(
             host_buffer_bytes=host_buffer_bytes,
             guarded=guarded,
             owned=owned_storages(guarded),
+            report=reporter(progress if comm.rank == 0 else False),
         )
         LINE.join(handle)
     return handle

@@ -23,6 +23,7 @@ from ..errors import CheckpointError, UsageError
 from ..storage.protocol import Storage
 from .agreement import Agreed
 from .host_memory import POOL
+from .progress import OnProgress, silent
 from .save import commit
 from .staging import MIN_RING_BYTES, Staging, ring_bytes
 from .step_guard import StepGuard
@@ -191,6 +192,7 @@ def launch(
     host_buffer_bytes: int | None,
     guarded: Sequence[Optimizer],
     owned: Container[int],
+    report: OnProgress = silent,
 ) -> None:
     """Stage the agreed part of the state and let threads do the rest.
 
@@ -204,6 +206,8 @@ def launch(
         Optimizers whose steps can be held back; empty for eager staging.
     owned
         Addresses of the storages that only these optimizers change.
+    report
+        Told of the bytes written, in the saving thread.
     """
     layouts = lay_out(holdings, agreed.assignment, comm.rank)
     ring = take_ring(holdings, layouts, host_buffer_bytes)
@@ -219,7 +223,7 @@ def launch(
         return holdings.rows[row][1].tensor.untyped_storage().data_ptr() in owned
 
     def write() -> None:
-        receipt = write_files(storage, agreed.assignment, layouts, staging.drain, marks)
+        receipt = write_files(storage, agreed.assignment, layouts, staging.drain, marks, report)
         staging.wait_finished()  # a rank with no file to write drains nothing, and its fingerprints may not be there yet
         commit(comm, storage, agreed, receipt, metadata)
 

@@ -29,6 +29,7 @@ from ..format.catalog import MAX_CATALOG_BYTES, decode_catalog
 from ..format.checksums import digest128
 from ..format.torch_dtypes import TORCH_DTYPES
 from ..storage.protocol import Storage
+from .progress import OnProgress, silent
 from .read import WINDOW_BYTES, Destination, check_files, execute, open_blocks
 from .save import CATALOG_KEY, SAVE_ID
 
@@ -297,7 +298,7 @@ def drop_refused(catalog: Catalog, resolved: Resolved, refused: frozenset[int]) 
     )
 
 
-def fetch(storage: Storage, catalog: Catalog, resolved: Resolved, options: LoadOptions) -> int:
+def fetch(storage: Storage, catalog: Catalog, resolved: Resolved, options: LoadOptions, *, report: OnProgress = silent) -> int:
     """Check the files, prove ties, then read all; returns the bytes read.
 
     Raises
@@ -314,8 +315,8 @@ def fetch(storage: Storage, catalog: Catalog, resolved: Resolved, options: LoadO
         prove_tie(storage, catalog, tie, options)
     bytes_read = 0
     if options.verify_first and options.verify:
-        bytes_read += execute(storage, catalog, resolved.plan, resolved.dests, blocks=blocks, copy=False)
-    return bytes_read + execute(storage, catalog, resolved.plan, resolved.dests, blocks=blocks)
+        bytes_read += execute(storage, catalog, resolved.plan, resolved.dests, blocks=blocks, copy=False, report=report)
+    return bytes_read + execute(storage, catalog, resolved.plan, resolved.dests, blocks=blocks, report=report)
 
 
 def prove_tie(storage: Storage, catalog: Catalog, tie: Tie, options: LoadOptions, step_bytes: int = WINDOW_BYTES) -> None:

@@ -24,6 +24,7 @@ from ..errors import CorruptError
 from ..format.checksums import Digests, block_digest, decode_digests, digest128, digests_file_bytes
 from ..storage.protocol import Storage
 from .memory import element_bytes, region
+from .progress import OnProgress, Tally, silent
 
 WINDOW_BYTES = 8 << 20
 """A multiple of every block size; with the number of threads it bounds the memory that reading takes."""
@@ -96,7 +97,14 @@ def _file_digests(storage: Storage, entry: FileEntry) -> Digests:
 
 
 def execute(
-    storage: Storage, catalog: Catalog, plan: LoadPlan, dests: Sequence[Destination], *, blocks: Blocks, copy: bool = True
+    storage: Storage,
+    catalog: Catalog,
+    plan: LoadPlan,
+    dests: Sequence[Destination],
+    *,
+    blocks: Blocks,
+    copy: bool = True,
+    report: OnProgress = silent,
 ) -> int:
     """Read all items of a plan; returns the number of bytes read.
 
@@ -104,6 +112,8 @@ def execute(
     ----------
     copy
         False proves the blocks and changes no destination.
+    report
+        Told of the bytes read, from the reading threads, one at a time.
 
     Raises
     ------
@@ -116,7 +126,8 @@ def execute(
     sizes = np.array([entry.size for entry in catalog.files], np.int64)
     may_land = np.array([copy and dest.may_land for dest in dests], bool)
     reads = plan_reads(plan, block_bytes, sizes, may_land)
-    reader = _Reader(storage, catalog, reads, _item_lists(plan, reads), dests, blocks, copy)
+    tally = Tally("load" if copy else "prove", reads.num_bytes, report)
+    reader = _Reader(storage, catalog, reads, _item_lists(plan, reads), dests, blocks, copy, tally)
     try:
         _in_threads(reader.read_window, reads.num_windows)
     except _Damage as damage:
@@ -187,8 +198,10 @@ class _Reader:
         dests: Sequence[Destination],
         blocks: Blocks,
         copy: bool,
+        tally: Tally,
     ) -> None:
         self.storage, self.catalog, self.items, self.dests, self.blocks, self.copy = storage, catalog, items, dests, blocks, copy
+        self.tally = tally
         self.file = reads.file.tolist()
         self.extent_start, self.item_start = reads.extent_start.tolist(), reads.item_start.tolist()
         self.low, self.high = reads.low.tolist(), reads.high.tolist()
@@ -228,6 +241,7 @@ class _Reader:
             self._will_change(rest)
             for i in rest:
                 self._place(i, buffer, origin)
+        self.tally.add(sum(self.high[extent] - self.low[extent] for extent in extents))
 
     def _will_change(self, items: Sequence[int]) -> None:
         self.changed.update(self.dests[self.items.dest[i]].name for i in items)

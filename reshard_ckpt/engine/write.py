@@ -26,6 +26,7 @@ from ..storage.protocol import Storage
 from .fingerprint import WHOLE_BYTES, fingerprint
 from .memory import Held, chunks
 from .messages import Assignment, Receipt, RunColumns, WrittenFile
+from .progress import OnProgress, Tally, silent
 
 SCRATCH_BYTES = 1 << 20
 """Bytes hashed and written at once: few enough to be in the processor's cache for the second of the two."""
@@ -114,7 +115,12 @@ def fingerprints(holdings: Holdings, checks: RunColumns, chosen: Callable[[int],
 
 
 def write_assignment(
-    storage: Storage, holdings: Holdings, assignment: Assignment, rank: int, header_bytes: int = HEADER_BYTES
+    storage: Storage,
+    holdings: Holdings,
+    assignment: Assignment,
+    rank: int,
+    header_bytes: int = HEADER_BYTES,
+    report: OnProgress = silent,
 ) -> Receipt:
     """Write and make durable all that this rank was assigned, from the tensors' own memory.
 
@@ -126,7 +132,7 @@ def write_assignment(
     marks = np.zeros(len(assignment.checks.local), np.uint64)
     fingerprints(holdings, assignment.checks, lambda _: True, marks)
     layouts = lay_out(holdings, assignment, rank, header_bytes)
-    return write_files(storage, assignment, layouts, partial(_file_chunks, holdings, assignment), marks)
+    return write_files(storage, assignment, layouts, partial(_file_chunks, holdings, assignment), marks, report)
 
 
 def write_files(
@@ -135,13 +141,15 @@ def write_files(
     layouts: Sequence[FileLayout],
     chunks_of: Callable[[FileLayout], Iterator[memoryview]],
     marks: NDArray[np.uint64],
+    report: OnProgress = silent,
 ) -> Receipt:
     """Write files from chunks of their bytes, hashed on the way, and make them durable."""
     file, offset = np.zeros(len(assignment.local), np.int64), np.zeros(len(assignment.local), np.int64)
     written: list[WrittenFile] = []
     try:
+        tally = Tally("save", sum(layout.num_bytes for layout in layouts), report)
         for part, layout in enumerate(layouts):
-            written.append(_write_file(storage, layout, chunks_of(layout)))
+            written.append(_write_file(storage, layout, chunks_of(layout), tally))
             file[layout.items], offset[layout.items] = part, _offsets(layout)
         if written:
             storage.sync(assignment.save_id)
@@ -160,12 +168,13 @@ def _offsets(layout: FileLayout) -> I64:
     return len(layout.header) + np.cumsum(sizes) - sizes
 
 
-def _write_file(storage: Storage, layout: FileLayout, chunks_of_file: Iterator[memoryview]) -> WrittenFile:
+def _write_file(storage: Storage, layout: FileLayout, chunks_of_file: Iterator[memoryview], tally: Tally) -> WrittenFile:
     hasher = BlockHasher()
     with storage.create(layout.key) as writer:
         for chunk in chunks_of_file:
             hasher.update(chunk)
             writer.write(chunk)
+            tally.add(len(chunk))
         writer.finish()
     size, digests = hasher.num_bytes, hasher.finish()
     assert size == layout.num_bytes

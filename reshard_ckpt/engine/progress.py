@@ -1,0 +1,142 @@
+"""How far is it? Bytes, rate and time left, to whoever asked: a function of the caller's, or a line on stderr.
+
+1. Work that takes a while counts its bytes with a `Tally`, from any of its threads.
+2. The tally tells an `OnProgress`: the name of the step, bytes done, bytes in all; once at 0, last with all of them.
+3. `StatusLine` makes a line of that: rewritten in place on a terminal, a new one now and then elsewhere, none for a moment's work.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TextIO
+
+OnProgress = Callable[[str, int, int], None]
+"""Is told the name of a step, the bytes done and the bytes in all. What it raises ends the work."""
+
+MOMENT_S = 1.0
+"""Work that is over before has no line."""
+
+TERMINAL_PAUSE_S = 0.2
+PLAIN_PAUSE_S = 10.0
+
+
+def reporter(progress: bool | OnProgress) -> OnProgress:
+    """What the option ``progress=`` of public functions stands for: True is a line on stderr, False nothing."""
+    if progress is False:
+        return silent
+    return StatusLine() if progress is True else progress
+
+
+def silent(step: str, done: int, total: int) -> None:
+    """Tell nobody."""
+
+
+class Tally:
+    """Counts the bytes of one step, in any number of threads, and tells of them one at a time."""
+
+    def __init__(self, step: str, total: int, report: OnProgress = silent) -> None:
+        self._step, self._total, self._report = step, total, report
+        self._done = 0
+        self._lock = threading.Lock()
+        report(step, 0, total)
+
+    def add(self, num_bytes: int) -> None:
+        """So many bytes more are done."""
+        with self._lock:
+            self._done += num_bytes
+            self._report(self._step, self._done, self._total)
+
+
+class StatusLine:
+    """An `OnProgress` that people read.
+
+    Parameters
+    ----------
+    stream
+        Where to; stderr by default. One that is closed or missing is no reason for the work to fail.
+    clock
+        Seconds from any beginning.
+    """
+
+    def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream = sys.stderr if stream is None else stream
+        self._clock = clock
+        self._rewrites = _is_terminal(self._stream)
+        self._step: str | None = None
+        self._began = self._told = clock()
+        self._width = 0
+        self._over = True
+
+    def __call__(self, step: str, done: int, total: int) -> None:
+        now = self._clock()
+        if step != self._step or done == 0:
+            self._finish_line()
+            self._step, self._began, self._told, self._over = step, now, now, False
+        if done >= total and not self._over:
+            self._over = True
+            if now - self._began >= MOMENT_S:
+                self._tell(f"{step}: {size_text(done)} in {_seconds(now - self._began)}, {_rate(done, now - self._began)}", now)
+            self._finish_line()
+        elif done < total and now - self._began >= MOMENT_S and self._is_due(now):
+            self._tell(_under_way(step, done, total, now - self._began), now)
+
+    def _is_due(self, now: float) -> bool:
+        pause = TERMINAL_PAUSE_S if self._rewrites else PLAIN_PAUSE_S
+        return self._told == self._began or now - self._told >= pause
+
+    def _tell(self, text: str, now: float) -> None:
+        self._told = now
+        padded = text.ljust(self._width)  # over what an earlier, longer line left
+        self._width = len(text)
+        self._write(f"\r{padded}" if self._rewrites else f"{text}\n")
+
+    def _finish_line(self) -> None:
+        if self._rewrites and self._width:
+            self._write("\n")
+        self._width = 0
+
+    def _write(self, text: str) -> None:
+        with suppress(OSError, ValueError, AttributeError):  # a broken pipe; a closed file; no stderr at all
+            self._stream.write(text)
+            self._stream.flush()
+
+
+def _is_terminal(stream: TextIO) -> bool:
+    try:
+        return stream.isatty()
+    except (ValueError, AttributeError):
+        return False
+
+
+def _under_way(step: str, done: int, total: int, elapsed: float) -> str:
+    left = f", {_seconds(elapsed * (total - done) / done)} left" if done else ""
+    return f"{step}: {size_text(done)} of {size_text(total)} ({done / total:.0%}), {_rate(done, elapsed)}{left}"
+
+
+def _rate(done: int, elapsed: float) -> str:
+    return f"{size_text(round(done / max(elapsed, 1e-9)))}/s"
+
+
+def size_text(num_bytes: int) -> str:
+    """Bytes for people, in powers of 1000.
+
+    >>> size_text(999), size_text(1_540_000), size_text(3_289_000_000)
+    ('999 B', '1.54 MB', '3.29 GB')
+    """
+    value, unit = float(num_bytes), "B"
+    for larger in ("kB", "MB", "GB", "TB", "PB"):
+        if value < 999.5:
+            break
+        value, unit = value / 1000, larger
+    return f"{value:.3g} {unit}"
+
+
+def _seconds(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.0f} s" if seconds >= 9.95 else f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
