@@ -8,12 +8,15 @@ from urllib.parse import unquote
 
 from ..errors import UsageError
 from .local import LocalStorage
+from .locks import LocksUnsupported
 from .memory import MemoryStorage
-from .protocol import Buffer, MissingKey, PublishConflict, Storage, Writer
+from .protocol import Buffer, Lock, MissingKey, PublishConflict, Storage, Writer
 
 __all__ = [
     "Buffer",
     "LocalStorage",
+    "Lock",
+    "LocksUnsupported",
     "MemoryStorage",
     "MissingKey",
     "PublishConflict",

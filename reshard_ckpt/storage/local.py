@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from types import TracebackType
 
 from ..errors import StorageError
+from .locks import FileLock, lock_file
 from .posix import FOLDER, OpenFiles, explained, locked, preadv_all, read_at_most, sync_folder, write_all
 from .protocol import Buffer, conflict, exists, flat_bytes, folder_parts, key_parts, missing, short_file, too_large
 
@@ -114,6 +115,29 @@ class LocalStorage:
         parts = folder_parts(prefix)
         with explained("list", self._path(parts)):
             return sorted(_files_below(self._path(parts), "".join(part + "/" for part in parts)))
+
+    def folders(self, prefix: str = "") -> tuple[str, ...]:
+        parts = folder_parts(prefix)
+        with explained("list", self._path(parts)), suppress(*_NO_FILE):
+            return tuple(sorted(entry.name for entry in os.scandir(self._path(parts)) if entry.is_dir(follow_symlinks=False)))
+        return ()
+
+    def lock(self, key: str, *, shared: bool = False, make: bool = False) -> FileLock | None:
+        *folders, name = parts = key_parts(key)
+        path = self._path(parts)
+        # A network file system gives an exclusive lock only to who may write; a shared one must do on a read-only one.
+        flags = (os.O_RDONLY if shared else os.O_RDWR) | (os.O_CREAT if make else 0) | os.O_NOFOLLOW | os.O_CLOEXEC
+        with explained("lock", path):
+            try:
+                with self._folder(folders, make=make) as folder:
+                    lock = lock_file(os.open(name, flags, 0o666, dir_fd=folder), path, shared=shared)
+                    # Between opening and locking, who held it may have deleted the file.
+                    if lock is not None and not _is_same(name, folder, lock.fd):
+                        lock.release()
+                        raise missing(path)
+            except _NO_FILE:
+                raise missing(path) from None
+        return lock
 
     def publish(self, key: str, data: bytes, *, expected: bytes | None = None) -> None:
         *folders, name = parts = key_parts(key)
@@ -224,6 +248,14 @@ class LocalWriter:
         except BaseException:
             self.abort()
             raise
+
+
+def _is_same(name: str, folder: int, fd: int) -> bool:
+    """Whether the file of that name is still the one that is open."""
+    try:
+        return os.path.samestat(os.stat(name, dir_fd=folder, follow_symlinks=False), os.fstat(fd))
+    except FileNotFoundError:
+        return False
 
 
 def _opened(stack: ExitStack, path: str, flags: int, *, dir_fd: int | None = None) -> int:

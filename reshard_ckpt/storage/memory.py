@@ -14,6 +14,8 @@ from .protocol import Buffer, conflict, exists, flat_bytes, folder_parts, key_pa
 
 _LOCK = threading.Lock()
 _STORES: dict[str, dict[str, bytes]] = {}
+_LOCKS: dict[tuple[str, str], list[bool]] = {}
+"""Of each locked file, whether each lock on it is shared."""
 
 
 class MemoryStorage:
@@ -90,6 +92,23 @@ class MemoryStorage:
             files = _STORES.get(self._name, {})
             return sorted((key, len(data)) for key, data in files.items() if key.startswith(start))
 
+    def folders(self, prefix: str = "") -> tuple[str, ...]:
+        depth = len(folder_parts(prefix))
+        names = [key.split("/") for key, _ in self.list(prefix)]
+        return tuple(sorted({parts[depth] for parts in names if len(parts) > depth + 1}))
+
+    def lock(self, key: str, *, shared: bool = False, make: bool = False) -> MemoryLock | None:
+        if self._get(key) is None:
+            if not make:
+                raise missing(self._where(key))
+            self._put(key, b"")
+        with _LOCK:
+            holders = _LOCKS.setdefault((self._name, key), [])
+            if any(not (shared and other) for other in holders):
+                return None
+            holders.append(shared)
+        return MemoryLock(self, key, shared)
+
     def publish(self, key: str, data: bytes, *, expected: bytes | None = None) -> None:
         parts = key_parts(key)
         with _LOCK:
@@ -117,6 +136,31 @@ class MemoryStorage:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+class MemoryLock:
+    """A lock on a file in memory."""
+
+    def __init__(self, storage: MemoryStorage, key: str, shared: bool) -> None:
+        self._storage, self._key, self._shared, self._held = storage, key, shared, True
+
+    def release(self) -> None:
+        with _LOCK:
+            if self._held:
+                self._held = False
+                holders = _LOCKS[self._storage._name, self._key]
+                holders.remove(self._shared)
+                if not holders:
+                    del _LOCKS[self._storage._name, self._key]
+
+    def note(self, text: bytes) -> None:
+        self._storage._put(self._key, text)
+
+    def __enter__(self) -> MemoryLock:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.release()
 
 
 class MemoryWriter:

@@ -43,6 +43,20 @@ class Writer(Protocol):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
 
 
+class Lock(Protocol):
+    """A lock that is held, until it is released, its ``with`` block is left, or the process dies."""
+
+    def release(self) -> None:
+        """Let go; once released, this does nothing."""
+
+    def note(self, text: bytes) -> None:
+        """Replace what the locked file holds by a word for whoever finds it locked; for files made to be locked alone."""
+
+    def __enter__(self) -> Lock: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+
+
 class Storage(Protocol):
     """Keys and bytes. Every method may be called from many threads at once; each `Writer` belongs to one.
 
@@ -87,6 +101,30 @@ class Storage(Protocol):
 
     def list(self, prefix: str = "") -> list[tuple[str, int]]:
         """Keys and sizes of all files in the folder `prefix` and below, in order of key."""
+
+    def folders(self, prefix: str = "") -> tuple[str, ...]:
+        """Names of the folders right below the folder `prefix`, in order."""
+
+    def lock(self, key: str, *, shared: bool = False, make: bool = False) -> Lock | None:
+        """Lock a file, against everybody else or (`shared`) against those who want it for themselves; never waits.
+
+        Parameters
+        ----------
+        make
+            Make the file, empty, where there is none.
+
+        Returns
+        -------
+        Lock or None
+            None where a lock that somebody else holds excludes this one.
+
+        Raises
+        ------
+        MissingKey
+            There is no such file, or it was deleted meanwhile.
+        LocksUnsupported
+            The store knows no locks.
+        """
 
     def publish(self, key: str, data: bytes, *, expected: bytes | None = None) -> None:
         """Put a file in place, or replace it, atomically and durably: a reader finds the old bytes or the new ones.

@@ -32,6 +32,46 @@ def read_range(storage: Storage, key: str, offset: int, *sizes: int) -> list[byt
 class StorageContract:
     """Subclasses give a fixture `storage`: an empty one."""
 
+    # --- folders and locks ---
+
+    def test_folders_are_those_right_below(self, storage: Storage):
+        for key in ("top", "a/1", "a/b/2", "c/d/3"):
+            put(storage, key)
+        assert storage.folders() == ("a", "c")
+        assert storage.folders("a") == ("b",)
+        assert storage.folders("a/b") == storage.folders("none") == ()
+
+    @pytest.mark.parametrize(("first", "second", "both"), [(0, 0, False), (0, 1, False), (1, 0, False), (1, 1, True)])
+    def test_locks_exclude_each_other_unless_both_are_shared(self, storage: Storage, first: int, second: int, both: bool):
+        put(storage, "f")
+        held = storage.lock("f", shared=bool(first))
+        assert held is not None
+        other = storage.lock("f", shared=bool(second))
+        assert (other is not None) == both
+        held.release()
+        held.release()
+        for lock in (other, storage.lock("f", shared=True)):
+            if lock is not None:
+                lock.release()
+        with storage.lock("f") as alone:
+            assert alone is not None
+            assert storage.lock("f", shared=True) is None
+
+    def test_a_lock_is_made_where_asked_and_carries_a_note(self, storage: Storage):
+        with pytest.raises(MissingKey):
+            storage.lock("locks/f")
+        with storage.lock("locks/f", make=True) as lock:
+            lock.note(b"a long note")
+            lock.note(b"mine")
+            assert storage.read("locks/f", 100) == b"mine"
+
+    def test_locked_files_can_be_deleted(self, storage: Storage):
+        put(storage, "f")
+        with storage.lock("f"):
+            storage.delete(["f"])
+        with pytest.raises(MissingKey):
+            storage.lock("f")
+
     # --- writing ---
 
     def test_what_is_written_is_read(self, storage: Storage):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
-from reshard_ckpt.storage import Buffer, Storage, Writer
+from reshard_ckpt.storage import Buffer, Lock, Storage, Writer
 
 Before = Callable[[str, str], None]
 
@@ -54,6 +54,14 @@ class FaultyStorage:
     def list(self, prefix: str = "") -> list[tuple[str, int]]:
         self.before("list", prefix)
         return self.inner.list(prefix)
+
+    def folders(self, prefix: str = "") -> tuple[str, ...]:
+        self.before("list", prefix)
+        return self.inner.folders(prefix)
+
+    def lock(self, key: str, *, shared: bool = False, make: bool = False) -> Lock | None:
+        self.before("lock", key)
+        return self.inner.lock(key, shared=shared, make=make)
 
     def publish(self, key: str, data: bytes, *, expected: bytes | None = None) -> None:
         self.before("publish", key)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from reshard_ckpt.errors import StorageError
-from reshard_ckpt.storage import LocalStorage
+from reshard_ckpt.storage import LocalStorage, LocksUnsupported, MissingKey
+from reshard_ckpt.storage.locks import FileLock, lock_file
 from tests.storage.contract import StorageContract, put, read_range
 
 
@@ -333,3 +335,64 @@ def test_nothing_stays_open_after_writing_publishing_and_failing(storage: LocalS
     storage.delete(["a/b/f", "catalog", "none"])
     storage.sync()
     assert open_descriptors() == before
+
+
+def test_a_forked_child_does_not_keep_its_parents_lock(tmp_path: Path):
+    storage = LocalStorage(tmp_path)
+    lock = storage.lock("f", make=True)
+    assert lock is not None
+    ready, go = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(ready[1], b"x")
+        os.read(go[0], 1)  # lives on, as a data loader's worker may
+        os._exit(0)
+    try:
+        os.read(ready[0], 1)
+        lock.release()
+        again = storage.lock("f")
+        assert again is not None
+        again.release()
+    finally:
+        os.write(go[1], b"x")
+        os.waitpid(child, 0)
+
+
+def test_a_lock_dies_with_its_process(tmp_path: Path):
+    storage = LocalStorage(tmp_path)
+    ready = os.pipe()
+    child = os.fork()
+    if child == 0:
+        lock = storage.lock("f", make=True)
+        os.write(ready[1], b"x" if lock else b"-")
+        signal.pause()
+    assert os.read(ready[0], 1) == b"x"
+    assert storage.lock("f") is None
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    lock = storage.lock("f")
+    assert lock is not None
+    lock.release()
+
+
+def test_a_file_replaced_while_it_was_being_locked_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    storage = LocalStorage(tmp_path)
+    put(storage, "f")
+
+    def slow_lock(fd: int, path: str, *, shared: bool) -> FileLock | None:
+        (tmp_path / "f").unlink()
+        put(storage, "f")
+        return lock_file(fd, path, shared=shared)
+
+    monkeypatch.setattr("reshard_ckpt.storage.local.lock_file", slow_lock)
+    with pytest.raises(MissingKey):
+        storage.lock("f", shared=True)
+
+
+def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(fd: int, flags: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with pytest.raises(LocksUnsupported, match="no locks"):
+        LocalStorage(tmp_path).lock("f", make=True)
