@@ -2,7 +2,7 @@
 
 1. Work that takes a while counts its bytes with a `Tally`, from any of its threads.
 2. The tally tells an `OnProgress`: the name of the step, bytes done, bytes in all; once at 0, last with all of them.
-3. `StatusLine` makes a line of that: rewritten in place on a terminal, a new one now and then elsewhere, none for a moment's work.
+3. `StatusLine` makes lines of that: rewritten on a terminal, new ones now and then elsewhere, none for a moment's work.
 """
 
 from __future__ import annotations

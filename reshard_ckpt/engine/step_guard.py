@@ -30,14 +30,17 @@ class StepGuard:
         UsageError
             An optimizer stepped without its hook, so what was copied may be a mixture.
         """
-        for hook in self._hooks:
-            hook.remove()
-        for optimizer, steps in self._steps:
-            if _steps_of(optimizer) != steps:
-                raise UsageError(
-                    f"{type(optimizer).__name__} made a step while the state was copied, past the hook that holds steps back (a "
-                    "compiled or captured step?); this save is given up, use staging='eager'"
-                )
+        try:
+            # The hooks stay until this is known: a step that comes now must still wait, or it would count as one that slipped.
+            slipped = [optimizer for optimizer, steps in self._steps if _steps_of(optimizer) != steps]
+        finally:
+            for hook in self._hooks:
+                hook.remove()
+        if slipped:
+            raise UsageError(
+                f"{type(slipped[0]).__name__} made a step while the state was copied, past the hook that holds steps back (a "
+                "compiled or captured step?); this save is given up, use staging='eager'"
+            )
 
 
 def _steps_of(optimizer: Optimizer) -> tuple[float, ...]:
