@@ -34,11 +34,15 @@ MAX_THREADS = 8
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """A tensor to fill, under the name that messages use, and the dtype its bytes have in the files."""
+    """A tensor to fill, under the name that messages use, and the dtype its bytes have in the files.
+
+    One that is `passing` is a buffer of ours: messages do not speak of it as overwritten.
+    """
 
     name: str
     tensor: torch.Tensor
     dtype: torch.dtype
+    passing: bool = False
 
     @property
     def may_land(self) -> bool:
@@ -244,7 +248,8 @@ class _Reader:
         self.tally.add(sum(self.high[extent] - self.low[extent] for extent in extents))
 
     def _will_change(self, items: Sequence[int]) -> None:
-        self.changed.update(self.dests[self.items.dest[i]].name for i in items)
+        dests = (self.dests[self.items.dest[i]] for i in items)
+        self.changed.update(dest.name for dest in dests if not dest.passing)
 
     def _buffer(self, size: int) -> torch.Tensor:
         buffer: torch.Tensor | None = getattr(self.local, "buffer", None)
