@@ -21,7 +21,7 @@ from reshard_ckpt.engine.messages import (
     encode_offer,
     encode_receipt,
 )
-from reshard_ckpt.engine.save import hold, publish
+from reshard_ckpt.engine.save import hold, look, publish
 from reshard_ckpt.engine.values import merge_values
 from reshard_ckpt.engine.write import Holdings, write_assignment
 from reshard_ckpt.format.values import encode_value
@@ -43,13 +43,14 @@ def save_job(
     storage: Storage, ranks: Sequence[Tensors], values: Sequence[Sequence[ValueSpec]] | None = None, mesh: Mesh | None = None
 ) -> Catalog:
     """Save what each rank holds; returns the published catalog."""
+    before = look(storage)
     holdings = [hold(tensors, values[rank] if values else (), mesh, rank) for rank, tensors in enumerate(ranks)]
     plan, merged, assignments = plan_job(holdings)
     receipts = [
         decode_receipt(encode_receipt(write_assignment(storage, h, a, rank)))
         for rank, (h, a) in enumerate(zip(holdings, assignments, strict=True))
     ]
-    publish(storage, plan, merged, receipts, save_id=assignments[0].save_id, metadata=encode_value(None, ""))
+    publish(storage, plan, merged, receipts, save_id=assignments[0].save_id, metadata=encode_value(None, ""), before=before)
     return open_catalog(storage)
 
 

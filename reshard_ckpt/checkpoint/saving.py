@@ -13,7 +13,7 @@ from ..engine.agreement import agree
 from ..engine.async_save import LINE, SaveHandle, launch, take_ring
 from ..engine.host_memory import POOL
 from ..engine.progress import OnProgress, reporter
-from ..engine.save import commit, hold
+from ..engine.save import commit, hold, look
 from ..engine.write import lay_out, write_assignment
 from ..errors import UsageError
 from ..format.values import encode_value
@@ -68,7 +68,7 @@ def save(
         captured = capture(state, mesh=mesh, process_group=process_group)
         with open_storage(path) as storage:
             holdings = hold([(e.spec, e.memory) for e in captured.entries], captured.values, captured.mesh, comm.rank)
-            agreed = agree(comm, holdings)
+            agreed = agree(comm, holdings, before=look(storage) if comm.rank == 0 else None)
             report = reporter(progress if comm.rank == 0 else False)
             receipt = write_assignment(storage, holdings, agreed.assignment, comm.rank, report=report)
             commit(comm, storage, agreed, receipt, said)
@@ -125,7 +125,7 @@ def async_save(
         captured = capture(state, mesh=mesh, process_group=process_group)
         storage = stack.enter_context(open_storage(path))
         holdings = hold([(e.spec, e.memory) for e in captured.entries], captured.values, captured.mesh, comm.rank)
-        agreed = agree(comm, holdings)
+        agreed = agree(comm, holdings, before=look(storage) if comm.rank == 0 else None)
         guarded = [o for o in optimizers_in(state) if can_be_held(o)] if staging == "lazy" else []
         launch(
             handle,

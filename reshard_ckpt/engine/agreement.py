@@ -57,12 +57,21 @@ Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
+class Before:
+    """What a path held before the first file of this save was made: its catalog's bytes (None: not known), and its folders."""
+
+    catalog: bytes | None
+    folders: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
 class Agreed:
-    """The outcome of the agreement: rank 0 alone has the plan and the merged values."""
+    """The outcome of the agreement: rank 0 alone has the plan, the merged values, and what the path held before."""
 
     assignment: Assignment
     plan: SavePlan | None
     values: tuple[ValueEntry, ...]
+    before: Before | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +139,13 @@ def new_save_id() -> str:
     return f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(4)}"
 
 
-def agree(comm: Comm, holdings: Holdings, cache: PlanCache = PLANS) -> Agreed:
+def agree(comm: Comm, holdings: Holdings, cache: PlanCache = PLANS, *, before: Before | None = None) -> Agreed:
     """Settle with all ranks what each of them writes.
+
+    Parameters
+    ----------
+    before
+        On rank 0: what it saw at the path. It must have looked before this, as ranks begin to write after it.
 
     Raises
     ------
@@ -160,7 +174,7 @@ def agree(comm: Comm, holdings: Holdings, cache: PlanCache = PLANS) -> Agreed:
         cache.assignments.keep(layout, kept)
     assert kept.plan_id == answer.plan_id
     assignment = replace(kept.item, save_id=answer.save_id)
-    return Agreed(assignment, None, ()) if leader is None else Agreed(assignment, leader.plan, leader.values)
+    return Agreed(assignment, None, ()) if leader is None else Agreed(assignment, leader.plan, leader.values, before)
 
 
 class Leader:

@@ -1,9 +1,14 @@
 """How do ranks agree on a save, and when does it exist?
 
-1. Every rank offers what it holds; rank 0 plans, and assigns (`agreement.agree`).
-2. Every rank writes its part (`write.write_assignment`) and sends a receipt.
-3. Rank 0 compares the fingerprints of replicas, sees every file by name and size, and publishes the catalog: the one step
-   after which the checkpoint exists (`commit`). Only then it deletes what no longer counts.
+1. Rank 0 looks at what the path holds (`look`), before any rank makes a file.
+2. Every rank offers what it holds; rank 0 plans, and assigns (`agreement.agree`).
+3. Every rank writes its part (`write.write_assignment`) and sends a receipt.
+4. Rank 0 compares the fingerprints of replicas, sees every file by name and size, and publishes the catalog: the one step
+   after which the checkpoint exists (`commit`). It takes place only if the catalog there is still the one of step 1.
+5. Only then rank 0 deletes what no longer counts, of what step 1 has seen.
+
+Two jobs that save to one path by mistake cannot break what it holds: whoever has its files deleted by the other looked before the
+other published, so it finds another catalog than it expects, and its save is refused.
 """
 
 from __future__ import annotations
@@ -11,7 +16,7 @@ from __future__ import annotations
 import re
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -24,11 +29,11 @@ from ..core.offer import build_offer
 from ..core.report import summarize
 from ..core.save_plan import Checks, SavePlan
 from ..core.state import Claim, Mesh, TensorSpec, ValueSpec, box_piece, row_major_strides
-from ..errors import LayoutError, StorageError
-from ..format.catalog import encode_catalog
+from ..errors import CorruptError, LayoutError, StorageError
+from ..format.catalog import MAX_CATALOG_BYTES, encode_catalog
 from ..format.values import decode_value
-from ..storage.protocol import Storage
-from .agreement import Agreed
+from ..storage.protocol import MissingKey, Storage
+from .agreement import Agreed, Before
 from .memory import Held
 from .messages import Receipt, decode_receipt, encode_receipt
 from .values import offer_values
@@ -58,17 +63,36 @@ def _standing(spec: TensorSpec) -> TensorSpec:
     return replace(spec, pieces=(piece,))
 
 
+def look(storage: Storage) -> Before:
+    """What the path holds; for rank 0, before any rank makes a file."""
+    folders = frozenset(storage.folders())
+    try:
+        return Before(storage.read(CATALOG_KEY, MAX_CATALOG_BYTES), folders)
+    except MissingKey:
+        return Before(b"", folders)
+    except CorruptError:  # larger than any catalog: whatever it is, no job just published it
+        return Before(None, folders)
+
+
 def commit(comm: Comm, storage: Storage, agreed: Agreed, receipt: Receipt, metadata: bytes) -> None:
     """Gather the receipts, prove on rank 0 that all is there and alike, and publish the catalog."""
     gathered = comm.gather(encode_receipt(receipt))
     if gathered is not None:
         assert agreed.plan is not None
         receipts = [decode_receipt(data) for data in gathered]
-        publish(storage, agreed.plan, agreed.values, receipts, save_id=agreed.assignment.save_id, metadata=metadata)
+        save_id = agreed.assignment.save_id
+        publish(storage, agreed.plan, agreed.values, receipts, save_id=save_id, metadata=metadata, before=agreed.before)
 
 
 def publish(
-    storage: Storage, plan: SavePlan, values: Sequence[ValueEntry], receipts: Sequence[Receipt], *, save_id: str, metadata: bytes
+    storage: Storage,
+    plan: SavePlan,
+    values: Sequence[ValueEntry],
+    receipts: Sequence[Receipt],
+    *,
+    save_id: str,
+    metadata: bytes,
+    before: Before | None,
 ) -> Catalog:
     """Rank 0's part of the commit.
 
@@ -78,6 +102,8 @@ def publish(
         Tensors that claim to be replicas differ.
     StorageError
         A file that a rank wrote is not seen from here.
+    PublishConflict
+        Somebody else published at this path since `before`.
     """
     compare_replicas(plan.checks, plan.tables.names, receipts)
     files = _see_files(storage, receipts, save_id)
@@ -89,9 +115,9 @@ def publish(
     said = decode_value(metadata, name="metadata")
     catalog = build_catalog(plan, written, files=files, values=values, save_id=save_id, created_s=time.time(), metadata=said)
     # The order is the promise: every file is durable and seen, then the catalog appears, then what it replaced may go.
-    storage.publish(CATALOG_KEY, encode_catalog(catalog))
+    storage.publish(CATALOG_KEY, encode_catalog(catalog), expected=before.catalog if before else None)
     try:
-        clean_up(storage, catalog)
+        clean_up(storage, catalog, before.folders if before else storage.folders())
     except StorageError as error:  # the checkpoint exists: this is no reason to say that it does not
         warnings.warn(f"saved, but what it replaced is not all deleted: {error}; the next save tries again", stacklevel=2)
     return catalog
@@ -142,8 +168,11 @@ def _see_files(storage: Storage, receipts: Sequence[Receipt], save_id: str) -> l
     return entries
 
 
-def clean_up(storage: Storage, catalog: Catalog) -> None:
-    """Delete files of earlier and of unfinished saves to this path; never one that the catalog refers to, or that is not ours."""
+def clean_up(storage: Storage, catalog: Catalog, folders: Iterable[str]) -> None:
+    """Delete what earlier and unfinished saves left in these folders; nothing that the catalog refers to, or that is not ours."""
     kept = {key for file in catalog.files if not file.checkpoint for key in (file.key, file.digests_key)}
-    stale = [key for key, _ in storage.list() if SAVE_ID.fullmatch(key.split("/", 1)[0]) and "/" in key and key not in kept]
+    stale: list[str] = []
+    for folder in sorted(name for name in folders if SAVE_ID.fullmatch(name) and name != catalog.save_id):
+        stale += [key for key, _ in storage.list(folder) if key not in kept]
+        stale.append(f"{folder}/none")  # deleting removes empty folders, also where a killed save had made no file yet
     storage.delete(stale)

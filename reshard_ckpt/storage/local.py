@@ -4,12 +4,13 @@
    somebody placed there cannot send a write elsewhere. Reading follows links: a user may have moved a file to another disk.
 2. *Durable*: a file is synced when it is finished; the folders that name it are synced by `sync`.
 3. *Publish*: a temporary file beside the target, fsync, rename, fsync of the folder. A crash before the rename leaves the old
-   file, after it the new one; a stray temporary file is all that can remain.
+   file, after it the new one; a stray temporary file is all that can remain, and the next `publish` of that key removes it.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import stat
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,6 +23,9 @@ from .posix import FOLDER, OpenFiles, explained, locked, preadv_all, read_at_mos
 from .protocol import Buffer, conflict, exists, flat_bytes, folder_parts, key_parts, missing, short_file, too_large
 
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_FILE_MODE, _FOLDER_MODE = 0o664, 0o775
+"""The umask takes away from these; no umask makes a checkpoint writable for everybody."""
+
 _NO_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _MAX_OPEN_FILES = 64
 
@@ -32,6 +36,7 @@ class LocalStorage:
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self._root = os.path.abspath(root)
         self._open_files = OpenFiles(_MAX_OPEN_FILES)
+        self._has_root = False
 
     @property
     def url(self) -> str:
@@ -55,19 +60,20 @@ class LocalStorage:
 
     def _create(self, folders: Sequence[str], name: str) -> int:
         with self._folder(folders, make=True) as folder:
-            return os.open(name, _NEW_FILE, 0o666, dir_fd=folder)
+            return os.open(name, _NEW_FILE, _FILE_MODE, dir_fd=folder)
 
     @contextmanager
     def _folder(self, folders: Sequence[str], *, make: bool = False) -> Iterator[int]:
         """A descriptor of a folder below the root, reached without following a link below it."""
-        if make:
+        if make and not (self._has_root and os.path.isdir(self._root)):
             _make_root(self._root)
+            self._has_root = True
         with ExitStack() as stack:
             fd = _opened(stack, self._root, FOLDER)
             for name in folders:
                 if make:
                     with suppress(FileExistsError):
-                        os.mkdir(name, dir_fd=fd)
+                        os.mkdir(name, _FOLDER_MODE, dir_fd=fd)
                 fd = _opened(stack, name, FOLDER | os.O_NOFOLLOW, dir_fd=fd)
             yield fd
 
@@ -127,10 +133,11 @@ class LocalStorage:
         path = self._path(parts)
         # A network file system gives an exclusive lock only to who may write; a shared one must do on a read-only one.
         flags = (os.O_RDONLY if shared else os.O_RDWR) | (os.O_CREAT if make else 0) | os.O_NOFOLLOW | os.O_CLOEXEC
+        flags |= os.O_NONBLOCK  # or a pipe would be waited for
         with explained("lock", path):
             try:
                 with self._folder(folders, make=make) as folder:
-                    lock = lock_file(os.open(name, flags, 0o666, dir_fd=folder), path, shared=shared)
+                    lock = lock_file(os.open(name, flags, _FILE_MODE, dir_fd=folder), path, shared=shared)
                     # Between opening and locking, who held it may have deleted the file.
                     if lock is not None and not _is_same(name, folder, lock.fd):
                         lock.release()
@@ -156,6 +163,7 @@ class LocalStorage:
             sync_folder(folder)
             for n in reversed(range(len(folders))):
                 sync_folder(self._path(folders[:n]))
+            _remove_temporaries(folder, name)
 
     def _compare(self, path: str, expected: bytes | None) -> None:
         if expected is None:
@@ -266,13 +274,23 @@ def _opened(stack: ExitStack, path: str, flags: int, *, dir_fd: int | None = Non
 
 def _make_root(path: str) -> None:
     """Make a folder and what is missing above it, each durably: `sync` does not look above the root."""
-    if os.path.isdir(path):
-        return
     above = os.path.dirname(path)
-    _make_root(above)
-    with suppress(FileExistsError):
-        os.mkdir(path)
-    sync_folder(above)
+    if not os.path.isdir(path):
+        _make_root(above)
+        with suppress(FileExistsError):
+            os.mkdir(path, _FOLDER_MODE)
+    # Also where it is there: who made it may have been killed before this. A folder above that may not be read is not ours.
+    with suppress(PermissionError):
+        sync_folder(above)
+
+
+def _remove_temporaries(folder: int, name: str) -> None:
+    """Remove what killed publishers of this name left; whoever publishes holds the folder's lock, so none of them is alive."""
+    stray = re.compile(rf"\.{re.escape(name)}\.[0-9a-f]{{32}}\.tmp")
+    with suppress(OSError):  # it is published: what cannot be removed now is no reason to fail
+        for found in os.listdir(folder):
+            if stray.fullmatch(found):
+                os.unlink(found, dir_fd=folder)
 
 
 def _refuse_unless_gone(error: OSError) -> None:
@@ -281,7 +299,7 @@ def _refuse_unless_gone(error: OSError) -> None:
 
 
 def _write_new(folder: int, name: str, data: bytes) -> None:
-    fd = os.open(name, _NEW_FILE, 0o666, dir_fd=folder)
+    fd = os.open(name, _NEW_FILE, _FILE_MODE, dir_fd=folder)
     try:
         write_all(fd, flat_bytes(data))
         os.fsync(fd)

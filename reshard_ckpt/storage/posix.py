@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -91,9 +92,22 @@ def _after(views: list[memoryview], filled: int) -> list[memoryview]:
     return []
 
 
+def open_to_read(path: str) -> int:
+    """Open a regular file; anything else is as good as missing."""
+    # Without O_NONBLOCK, a pipe that somebody placed there would keep us waiting for its other end.
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    kind = os.fstat(fd).st_mode
+    if stat.S_ISREG(kind):
+        return fd
+    os.close(fd)
+    if stat.S_ISDIR(kind):
+        raise IsADirectoryError(errno.EISDIR, "Is a directory", path)
+    raise FileNotFoundError(errno.ENOENT, "no regular file", path)
+
+
 def read_at_most(path: str, limit: int) -> bytes:
     """The first `limit` bytes of a file; the memory taken grows with what is there, not with the limit."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = open_to_read(path)
     data = bytearray()
     try:
         while len(data) < limit and (chunk := os.read(fd, min(_READ_BYTES, limit - len(data)))):
@@ -122,7 +136,7 @@ class OpenFile:
 
     def __init__(self, path: str) -> None:
         self.fd = -1
-        self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.fd = open_to_read(path)
 
     def __del__(self) -> None:
         if self.fd >= 0:

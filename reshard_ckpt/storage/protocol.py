@@ -141,7 +141,7 @@ class Storage(Protocol):
         """
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove files, and then the folders that this leaves empty, except the root; missing ones are no error."""
+        """Remove files, and then the folders that held them and are empty now, except the root; missing files are no error."""
 
     def close(self) -> None:
         """Let go of open files; a later call opens them again."""

@@ -75,7 +75,7 @@ def test_a_save_over_an_old_one_leaves_the_new_one_alone_and_foreign_files(tmp_p
 def test_a_save_that_fails_before_the_commit_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint.save(tmp_path, {"a": torch.arange(10.0)})
 
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise StorageError("no space")
 
     monkeypatch.setattr(LocalStorage, "publish", refuse)
@@ -165,7 +165,7 @@ def test_files_are_cut_where_their_header_would_grow_too_large(tmp_path: Path) -
     assert len(lay_out(holdings, assignment, 0, header_bytes=2000)) > 3
     with open_storage(tmp_path) as storage:
         receipt = write_assignment(storage, holdings, assignment, 0, header_bytes=2000)
-        save_module.publish(storage, plan, values, [receipt], save_id=assignment.save_id, metadata=b"\xc0")
+        save_module.publish(storage, plan, values, [receipt], save_id=assignment.save_id, metadata=b"\xc0", before=None)
     assert len(receipt.files) > 3
     for i, tensor in enumerate(checkpoint.read(tmp_path).values()):
         assert torch.equal(tensor, torch.full((3,), float(i)))

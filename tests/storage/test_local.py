@@ -263,7 +263,7 @@ def steps(monkeypatch: pytest.MonkeyPatch, root: Path) -> list[str]:
 def test_finish_syncs_the_file_and_sync_all_folders_up_to_the_root(storage: LocalStorage, root: Path, steps: list[str]):
     put(storage, "a/b/f")
     put(storage, "a/b/c/g")
-    assert steps == ["fsync .", f"fsync {root.name}/a/b/f", f"fsync {root.name}/a/b/c/g"]
+    assert steps == ["fsync ..", "fsync .", f"fsync {root.name}/a/b/f", f"fsync {root.name}/a/b/c/g"]
     steps.clear()
     storage.sync("a/b")
     assert sorted(steps) == sorted(f"fsync {root.name}{below}" for below in ("/a/b/c", "/a/b", "/a", ""))
@@ -271,15 +271,78 @@ def test_finish_syncs_the_file_and_sync_all_folders_up_to_the_root(storage: Loca
 
 def test_publish_syncs_the_new_file_renames_it_and_syncs_the_folder(storage: LocalStorage, root: Path, steps: list[str]):
     storage.publish("d/catalog", b"x")
-    made_root, new_file, rename, folder, above = steps
-    assert made_root == "fsync ."
+    above_root, made_root, new_file, rename, folder, above = steps
+    assert (above_root, made_root) == ("fsync ..", "fsync .")
     assert new_file.startswith(f"fsync {root.name}/d/.catalog.")
     assert (rename, folder, above) == ("rename to catalog", f"fsync {root.name}/d", f"fsync {root.name}")
 
 
 def test_a_deep_root_is_made_durably(tmp_path: Path, steps: list[str], root: Path):
     put(LocalStorage(root.parent / "x" / "y" / "z"), "f")
-    assert steps == ["fsync .", "fsync x", "fsync x/y", "fsync x/y/z/f"]
+    assert steps == ["fsync ..", "fsync .", "fsync x", "fsync x/y", "fsync x/y/z/f"]
+
+
+def test_a_root_that_is_there_is_made_durable_once(root: Path, steps: list[str]):
+    """Who made it may have been killed before syncing what names it."""
+    root.mkdir()
+    storage = LocalStorage(root)
+    put(storage, "f")
+    put(storage, "g")
+    assert steps == ["fsync .", f"fsync {root.name}/f", f"fsync {root.name}/g"]
+
+
+def test_a_root_whose_folder_may_not_be_read_is_no_obstacle(root: Path, monkeypatch: pytest.MonkeyPatch):
+    root.mkdir(parents=True)
+    real = os.open
+
+    def refuse(path: str, flags: int, *args: object, **kwargs: object) -> int:
+        if path == str(root.parent):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return real(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", refuse)
+    put(LocalStorage(root), "f")
+
+
+# --- what is left behind, and who may touch what ---
+
+
+def test_publish_removes_what_killed_publishers_left_and_nothing_else(storage: LocalStorage, root: Path):
+    storage.publish("d/catalog", b"old")
+    strays = [f".catalog.{'0123456789abcdef' * 2}.tmp", f".catalog.{'f' * 32}.tmp"]
+    others = [".catalog.tmp", f".catalog.{'f' * 31}.tmp", f".other.{'f' * 32}.tmp", f"catalog.{'f' * 32}.tmp", ".catalog.notes"]
+    for name in (*strays, *others):
+        (root / "d" / name).write_bytes(b"")
+    storage.publish("d/catalog", b"new")
+    assert sorted(os.listdir(root / "d")) == sorted([*others, "catalog"])
+
+
+@pytest.mark.parametrize(("umask", "file", "folder"), [(0o022, 0o644, 0o755), (0o077, 0o600, 0o700), (0, 0o664, 0o775)])
+def test_permissions_follow_the_umask_and_never_let_everybody_write(root: Path, umask: int, file: int, folder: int):
+    before = os.umask(umask)
+    try:
+        storage = LocalStorage(root)
+        put(storage, "d/f")
+        storage.publish("e/catalog", b"x")
+        with storage.lock("lock", make=True) as lock:
+            assert lock is not None
+    finally:
+        os.umask(before)
+    for path in [root, *root.rglob("*")]:
+        assert path.stat().st_mode & 0o7777 == (folder if path.is_dir() else file), path
+
+
+@pytest.mark.parametrize(
+    "make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)], ids=["pipe", "folder", "device"]
+)
+def test_what_is_no_regular_file_is_not_read_and_not_waited_for(storage: LocalStorage, root: Path, make):
+    put(storage, "d/f")
+    make(root / "d" / "odd")
+    assert storage.size("d/odd") is None
+    for read in (lambda: storage.read("d/odd", 10), lambda: read_range(storage, "d/odd", 0, 1)):
+        with pytest.raises(MissingKey):
+            read()
+    assert storage.list() == [("d/f", 1)]
 
 
 # --- open files ---
