@@ -15,7 +15,8 @@ from tests.launch import ROOT
 
 PACKAGE = ["FlatShard", "LocalShard", "checkpoint", "errors"]
 CHECKPOINT = [
-    "LoadReport", "PerRank", "SaveHandle", "VerifyReport", "async_save", "catalog", "load", "prepare", "read", "save", "verify",
+    "LoadReport", "LoadedStep", "Manager", "PerRank", "SaveHandle", "VerifyReport",
+    "async_save", "catalog", "load", "prepare", "read", "save", "verify",
 ]  # fmt: skip
 
 OPTIONS = {

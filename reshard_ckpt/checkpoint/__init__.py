@@ -7,11 +7,14 @@ from ..core.report import LoadReport
 from ..engine.async_save import SaveHandle
 from ..engine.verify import VerifyReport
 from .loading import load
+from .managing import LoadedStep, Manager
 from .reading import catalog, read, verify
 from .saving import async_save, prepare, save
 
 __all__ = [
     "LoadReport",
+    "LoadedStep",
+    "Manager",
     "PerRank",
     "SaveHandle",
     "VerifyReport",

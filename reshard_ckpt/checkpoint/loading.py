@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from ..adapters.shards import PerRankValues
@@ -15,6 +16,7 @@ from ..engine.load import LoadOptions, drop_refused, fetch, fetch_catalog, missi
 from ..engine.progress import OnProgress, reporter
 from ..engine.rename import renamed
 from ..engine.saved_values import SavedValue, open_values
+from ..engine.steps import reading
 from ..storage import open_storage
 from .source import Path
 
@@ -80,7 +82,10 @@ def load(
         Another rank failed or did not arrive.
     """
     options = LoadOptions(strict, verify, verify_first, cast, allow_resize)
-    with open_session("load", str(path), process_group=process_group, timeout_s=timeout_s) as comm, open_storage(path) as storage:
+    with ExitStack() as held, open_session("load", str(path), process_group=process_group, timeout_s=timeout_s) as comm:
+        storage = held.enter_context(open_storage(path))
+        if comm.rank == 0:  # until all ranks have left the session
+            held.enter_context(reading(storage))
         LINE.wait_staged()  # what a save still copies must not change under it
         saved = fetch_catalog(comm, storage)
         saved = saved if rename is None else renamed(saved, rename)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from ..core.catalog import Catalog
 from ..engine.load import open_catalog
+from ..engine.steps import reading
 from ..storage import Storage, open_storage
 
 Path = str | os.PathLike[str]
@@ -34,5 +35,5 @@ def open_source(path: Path) -> Iterator[Source]:
     CorruptError
         It is damaged.
     """
-    with open_storage(path) as storage:
+    with open_storage(path) as storage, reading(storage):
         yield Source(storage, open_catalog(storage))

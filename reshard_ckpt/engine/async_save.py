@@ -44,6 +44,8 @@ class SaveHandle:
         self._done = threading.Event()
         self._error: BaseException | None = None
         self._told = False
+        self._callbacks: list[Callable[[SaveHandle], object]] = []
+        self._lock = threading.Lock()
 
     def staged(self) -> None:
         """Wait until the state may change: all of it is copied, or the save has failed (`result` says how)."""
@@ -52,6 +54,10 @@ class SaveHandle:
     def done(self) -> bool:
         """Whether the save has been committed or has failed."""
         return self._done.is_set()
+
+    def failed(self) -> bool:
+        """Whether the save has failed; `result` says how."""
+        return self._done.is_set() and self._error is not None
 
     def result(self, timeout: float | None = None) -> None:
         """Wait until the checkpoint is committed.
@@ -73,6 +79,29 @@ class SaveHandle:
         self._told = True
         if self._error is not None:
             raise self._error
+
+    def add_done_callback(self, callback: Callable[[SaveHandle], object]) -> None:
+        """Call a function with this handle once the save has been committed or has failed, or at once if it has.
+
+        It is called in the thread that saves; what it raises is logged.
+        """
+        with self._lock:
+            if not self._done.is_set():
+                self._callbacks.append(callback)
+                return
+        self._call(callback)
+
+    def _finish(self) -> None:
+        with self._lock:
+            self._done.set()
+        for callback in self._callbacks:
+            self._call(callback)
+
+    def _call(self, callback: Callable[[SaveHandle], object]) -> None:
+        try:
+            callback(self)
+        except Exception:
+            LOG.exception("a function to be called after the save to %s failed", self._path)
 
     def untold(self) -> BaseException | None:
         """The error that nobody has been told of yet; whoever asks is told by this."""
@@ -123,7 +152,7 @@ class SaveThread:
         finally:
             handle._staged.wait()
             finally_()
-            handle._done.set()
+            handle._finish()
 
 
 def _thread(name: str, target: Callable[[], None]) -> None:

@@ -1,6 +1,7 @@
 """How do checkpoints live in memory? As bytes under ``memory://name``, shared by the whole process.
 
-All `MemoryStorage` of one name see the same files. A name that holds no file any more takes no memory.
+All `MemoryStorage` of one name see the same files, and one of ``run`` sees those of ``run/step_100`` below it, as a folder does
+on a disk. Files that are deleted take no memory.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from ..errors import StorageError
 from .protocol import Buffer, conflict, exists, flat_bytes, folder_parts, key_parts, missing, short_file, too_large
 
 _LOCK = threading.Lock()
-_STORES: dict[str, dict[str, bytes]] = {}
-_LOCKS: dict[tuple[str, str], list[bool]] = {}
+_FILES: dict[str, bytes] = {}
+_LOCKS: dict[str, list[bool]] = {}
 """Of each locked file, whether each lock on it is shared."""
 
 
@@ -22,11 +23,11 @@ class MemoryStorage:
     """A `Storage` in the memory of this process."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
+        self._root = f"{name}/"
 
     @property
     def url(self) -> str:
-        return f"memory://{self._name}"
+        return f"memory://{self._root[:-1]}"
 
     def _where(self, key: str) -> str:
         return f"{self.url}/{key}"
@@ -34,29 +35,28 @@ class MemoryStorage:
     def _get(self, key: str) -> bytes | None:
         key_parts(key)
         with _LOCK:
-            return _STORES.get(self._name, {}).get(key)
+            return _FILES.get(self._root + key)
 
     def _put(self, key: str, data: bytes) -> None:
         with _LOCK:
-            _STORES.setdefault(self._name, {})[key] = data
+            _FILES[self._root + key] = data
 
     def create(self, key: str) -> MemoryWriter:
-        parts = key_parts(key)
+        key_parts(key)
         with _LOCK:
-            files = _STORES.get(self._name, {})
-            if key in files:
+            if self._root + key in _FILES:
                 raise exists(self._where(key))
-            self._refuse_mixed(files, parts)
-            _STORES.setdefault(self._name, files)[key] = b""
+            self._refuse_mixed(key)
+            _FILES[self._root + key] = b""
         return MemoryWriter(self, key)
 
-    def _refuse_mixed(self, files: dict[str, bytes], parts: tuple[str, ...]) -> None:
+    def _refuse_mixed(self, key: str) -> None:
         """A name is a file or a folder, never both, as on a disk."""
-        key = "/".join(parts)
-        above = next((name for n in range(1, len(parts)) if (name := "/".join(parts[:n])) in files), None)
-        if above is not None:
-            raise StorageError(f"{self._where(above)}: is a file, so {key!r} cannot be below it")
-        if any(name.startswith(key + "/") for name in files):
+        path = self._root + key
+        above = [path[:at] for at, letter in enumerate(path) if letter == "/" and path[:at] in _FILES]
+        if above:
+            raise StorageError(f"memory://{above[0]}: is a file, so {key!r} cannot be below it")
+        if any(name.startswith(path + "/") for name in _FILES):
             raise StorageError(f"{self._where(key)}: is a folder, so it cannot be a file")
 
     def sync(self, prefix: str = "") -> None:
@@ -87,10 +87,9 @@ class MemoryStorage:
         return None if data is None else len(data)
 
     def list(self, prefix: str = "") -> list[tuple[str, int]]:
-        start = "/".join((*folder_parts(prefix), ""))
+        start = self._root + "/".join((*folder_parts(prefix), ""))
         with _LOCK:
-            files = _STORES.get(self._name, {})
-            return sorted((key, len(data)) for key, data in files.items() if key.startswith(start))
+            return sorted((path[len(self._root) :], len(data)) for path, data in _FILES.items() if path.startswith(start))
 
     def folders(self, prefix: str = "") -> tuple[str, ...]:
         depth = len(folder_parts(prefix))
@@ -103,30 +102,26 @@ class MemoryStorage:
                 raise missing(self._where(key))
             self._put(key, b"")
         with _LOCK:
-            holders = _LOCKS.setdefault((self._name, key), [])
+            holders = _LOCKS.setdefault(self._root + key, [])
             if any(not (shared and other) for other in holders):
                 return None
             holders.append(shared)
         return MemoryLock(self, key, shared)
 
     def publish(self, key: str, data: bytes, *, expected: bytes | None = None) -> None:
-        parts = key_parts(key)
+        key_parts(key)
         with _LOCK:
-            files = _STORES.get(self._name, {})
-            self._refuse_mixed(files, parts)
-            if expected is not None and files.get(key, b"") != expected:
+            self._refuse_mixed(key)
+            if expected is not None and _FILES.get(self._root + key, b"") != expected:
                 raise conflict(self._where(key), expected)
-            _STORES.setdefault(self._name, files)[key] = bytes(data)
+            _FILES[self._root + key] = bytes(data)
 
     def delete(self, keys: Iterable[str]) -> None:
-        checked = [key_parts(key) for key in keys]
+        checked = ["/".join(key_parts(key)) for key in keys]
         with _LOCK:
-            files = _STORES.get(self._name, {})
-            for parts in checked:
-                self._refuse_mixed(files, parts)
-                files.pop("/".join(parts), None)
-            if not files:
-                _STORES.pop(self._name, None)
+            for key in checked:
+                self._refuse_mixed(key)
+                _FILES.pop(self._root + key, None)
 
     def close(self) -> None:
         pass
@@ -145,13 +140,13 @@ class MemoryLock:
         self._storage, self._key, self._shared, self._held = storage, key, shared, True
 
     def release(self) -> None:
+        path = self._storage._root + self._key
         with _LOCK:
             if self._held:
                 self._held = False
-                holders = _LOCKS[self._storage._name, self._key]
-                holders.remove(self._shared)
-                if not holders:
-                    del _LOCKS[self._storage._name, self._key]
+                _LOCKS[path].remove(self._shared)
+                if not _LOCKS[path]:
+                    del _LOCKS[path]
 
     def note(self, text: bytes) -> None:
         self._storage._put(self._key, text)

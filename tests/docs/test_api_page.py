@@ -26,7 +26,15 @@ PUBLIC: dict[str, Any] = {
     "TensorView": TensorView,
     "ShardView": ShardView,
 }
-RESULTS = {"checkpoint.LoadReport", "checkpoint.VerifyReport", "checkpoint.SaveHandle", "Catalog", "TensorView", "ShardView"}
+RESULTS = {
+    "checkpoint.LoadReport",
+    "checkpoint.LoadedStep",
+    "checkpoint.VerifyReport",
+    "checkpoint.SaveHandle",
+    "Catalog",
+    "TensorView",
+    "ShardView",
+}
 ERRORS = {name for name, e in vars(errors).items() if inspect.isclass(e) and issubclass(e, Exception)}
 
 

@@ -50,4 +50,12 @@ def test_an_emptied_storage_takes_no_memory(storage: MemoryStorage, name: str):
     storage.create("f").abort()
     with pytest.raises(PublishConflict):
         storage.publish("f", b"x", expected=b"y")
-    assert name not in memory._STORES
+    assert not any(path.startswith(name) for path in memory._FILES)
+
+
+def test_a_storage_sees_what_is_below_its_name(storage: MemoryStorage, name: str):
+    put(MemoryStorage(f"{name}/step_1"), "save/f", b"below")
+    assert storage.folders() == ("step_1",)
+    assert storage.read("step_1/save/f", 10) == b"below"
+    assert storage.lock("step_1/save/f") is not None
+    assert MemoryStorage(f"{name}/step_1").lock("save/f") is None

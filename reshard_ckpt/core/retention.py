@@ -1,0 +1,55 @@
+"""Which checkpoints of a run are kept? The newest, every so-manieth, and the best; all others may go."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """A rule; see `kept`.
+
+    ``keep_last`` is how many of the newest stay (None: all), ``keep_every`` keeps the steps that it divides, and ``keep_best`` is
+    how many stay for their metric, of which ``best`` (``"max"`` or ``"min"``) says which are good.
+    """
+
+    keep_last: int | None = None
+    keep_every: int | None = None
+    keep_best: int = 0
+    best: str = "max"
+
+    def __post_init__(self) -> None:
+        for name, value, least in (
+            ("keep_last", self.keep_last, 1),
+            ("keep_every", self.keep_every, 1),
+            ("keep_best", self.keep_best, 0),
+        ):
+            if value is not None and value < least:
+                raise UsageError(f"{name}={value}: pass {least} or more{', or None' if name != 'keep_best' else ''}")
+        if self.best not in ("max", "min"):
+            raise UsageError(f"best={self.best!r}: pass 'max' or 'min'")
+
+    def kept(self, steps: Sequence[int], metrics: Mapping[int, float]) -> frozenset[int]:
+        """The steps that stay. Those without a metric, or whose metric is NaN, are not among the best.
+
+        >>> rule = Retention(keep_last=1, keep_every=100, keep_best=1)
+        >>> sorted(rule.kept([100, 150, 200, 250, 260], {150: 0.9, 250: 0.5}))
+        [100, 150, 200, 260]
+        """
+        if self.keep_last is None:
+            return frozenset(steps)
+        kept = set(sorted(steps)[-self.keep_last :])
+        if self.keep_every is not None:
+            kept.update(step for step in steps if step % self.keep_every == 0)
+        kept.update(self.ranked(steps, metrics)[: self.keep_best])
+        return frozenset(kept)
+
+    def ranked(self, steps: Sequence[int], metrics: Mapping[int, float]) -> list[int]:
+        """The steps that have a metric, best first; of equals the newer."""
+        sign = -1.0 if self.best == "max" else 1.0
+        known = [step for step in steps if not math.isnan(metrics.get(step, math.nan))]
+        return sorted(known, key=lambda step: (sign * metrics[step], -step))

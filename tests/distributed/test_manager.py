@@ -1,0 +1,68 @@
+"""A manager on real ranks: all fall back together, one rank prunes, a second job is refused on every rank."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from reshard_ckpt import LocalShard, checkpoint
+from reshard_ckpt.checkpoint import Manager
+from tests.distributed.outcomes import Outcome, outcome
+from tests.launch import run_ranks
+
+SHAPE = (4, 5)
+
+
+def rows(step: int, rank: int) -> torch.Tensor:
+    """Two rows of each rank, whose values depend on step and place."""
+    return torch.arange(20.0).reshape(SHAPE)[2 * rank : 2 * rank + 2] + 1000 * step
+
+
+def state(tensor: torch.Tensor, rank: int) -> dict[str, Any]:
+    return {"w": LocalShard(tensor, SHAPE, (2 * rank, 0))}
+
+
+def damage_last_rank(root: Path, step: int) -> None:
+    file = next(root.glob(f"step_{step}/*/rank00001-0.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def job(folder: str) -> tuple[list[int], int, tuple[str, ...], torch.Tensor, list[int], Outcome]:
+    rank, root = dist.get_rank(), Path(folder)
+    with Manager(root, keep_last=2) as manager:
+        for step in (10, 20, 30):
+            manager.async_save(step, state(rows(step, rank), rank))
+    dist.barrier()
+    saved = manager.steps()
+    if rank == 0:
+        damage_last_rank(root, 30)
+    dist.barrier()
+    into = torch.zeros(2, 5)
+    with Manager(root, keep_last=1, timeout_s=60) as manager:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            loaded = manager.load_latest(state(into, rank))  # rank 1 alone reads what is damaged
+        assert loaded is not None
+        manager.save(25, state(rows(25, rank), rank))
+        dist.barrier()
+        kept = manager.steps()
+        refused = outcome(lambda: Manager(root, timeout_s=60))
+    return saved, loaded.step, loaded.passed_over, into, kept, refused
+
+
+def test_all_ranks_fall_back_prune_and_are_refused_together(tmp_path: Path):
+    for rank, (saved, step, passed_over, into, kept, refused) in enumerate(run_ranks(job, 2, str(tmp_path))):
+        assert saved == [20, 30]
+        assert step == 20
+        assert torch.equal(into, rows(20, rank))
+        assert "rank00001-0.safetensors is damaged" in passed_over[0]
+        assert kept == [25, 30]  # 20 was the last good one until 25 was
+        assert refused.error == "UsageError"
+        assert "manages the checkpoints there" in refused.message
+    assert checkpoint.read(tmp_path / "step_25")["w"].shape == SHAPE
