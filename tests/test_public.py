@@ -15,13 +15,23 @@ from tests.launch import ROOT
 
 PACKAGE = ["FlatShard", "LocalShard", "checkpoint", "errors"]
 CHECKPOINT = [
-    "LoadReport", "LoadedStep", "Manager", "PerRank", "SaveHandle", "VerifyReport",
-    "async_save", "catalog", "load", "prepare", "read", "save", "verify",
+    "LoadReport", "LoadedStep", "Manager", "PerRank", "SaveHandle", "Timeline", "VerifyReport",
+    "async_save", "catalog", "load", "prepare", "read", "save", "timeline", "verify",
 ]  # fmt: skip
 
 OPTIONS = {
-    "save": ["mesh", "process_group", "metadata", "progress", "timeout_s"],
-    "async_save": ["staging", "host_buffer_bytes", "when_busy", "mesh", "process_group", "metadata", "progress", "timeout_s"],
+    "save": ["mesh", "process_group", "metadata", "timeline", "progress", "timeout_s"],
+    "async_save": [
+        "staging",
+        "host_buffer_bytes",
+        "when_busy",
+        "mesh",
+        "process_group",
+        "metadata",
+        "timeline",
+        "progress",
+        "timeout_s",
+    ],
     "load": ["strict", "verify", "verify_first", "cast", "rename", "allow_resize", "progress", "process_group", "timeout_s"],
 }
 

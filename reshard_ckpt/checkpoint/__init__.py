@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from ..adapters.shards import PerRank
 from ..core.report import LoadReport
+from ..core.timeline import Timeline
 from ..engine.async_save import SaveHandle
 from ..engine.verify import VerifyReport
 from .loading import load
 from .managing import LoadedStep, Manager
-from .reading import catalog, read, verify
+from .reading import catalog, read, timeline, verify
 from .saving import async_save, prepare, save
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "Manager",
     "PerRank",
     "SaveHandle",
+    "Timeline",
     "VerifyReport",
     "async_save",
     "catalog",
@@ -24,5 +26,6 @@ __all__ = [
     "prepare",
     "read",
     "save",
+    "timeline",
     "verify",
 ]

@@ -10,11 +10,14 @@ import torch
 
 from ..core.catalog import Catalog, TensorKind
 from ..core.state import TensorSpec, ValueKind, box_piece, row_major_strides
+from ..core.timeline import Timeline
 from ..engine.load import LoadOptions, fetch, resolve
 from ..engine.progress import OnProgress, reporter
+from ..engine.save import timeline_key
 from ..engine.saved_values import open_values
 from ..engine.verify import VerifyReport, verify_all
-from ..errors import MismatchError, UsageError
+from ..errors import CheckpointNotFound, MismatchError, UsageError
+from ..format.timeline import MAX_TIMELINE_BYTES, decode_timeline
 from ..format.torch_dtypes import TORCH_DTYPES
 from .source import Path, open_source
 
@@ -40,6 +43,23 @@ def verify(path: Path) -> VerifyReport:
     """
     with open_source(path) as source:
         return verify_all(source.storage, source.catalog)
+
+
+def timeline(path: Path) -> Timeline:
+    """How long each step of each rank took in the save that made this checkpoint.
+
+    Raises
+    ------
+    CheckpointNotFound
+        There is no checkpoint, or it was saved with ``timeline=False``.
+    CorruptError
+        The timeline, or the catalog, is damaged.
+    """
+    with open_source(path) as source:
+        key, url = timeline_key(source.catalog.save_id), source.storage.url
+        if source.storage.size(key) is None:
+            raise CheckpointNotFound(f"{url}: has no {key}; save with timeline=True, or look at another checkpoint")
+        return decode_timeline(source.storage.read(key, limit=MAX_TIMELINE_BYTES), where=f"{url}: {key}")
 
 
 def read(path: Path, names: Sequence[str] | None = None, *, progress: bool | OnProgress = False) -> dict[str, Any]:

@@ -8,13 +8,15 @@ from typing import Any
 
 from ..adapters.state import capture
 from ..adapters.stepped import can_be_held, optimizers_in, owned_storages
-from ..comm import open_session
+from ..comm import Comm, open_session
 from ..engine.agreement import agree
 from ..engine.async_save import LINE, SaveHandle, launch, take_ring
 from ..engine.host_memory import POOL
+from ..engine.logs import RankLog
 from ..engine.progress import OnProgress, reporter
+from ..engine.recorder import Recorder, TimedComm
 from ..engine.save import commit, hold, look
-from ..engine.write import lay_out, write_assignment
+from ..engine.write import Holdings, lay_out, write_assignment
 from ..errors import UsageError
 from ..format.values import encode_value
 from ..storage import open_storage
@@ -28,6 +30,7 @@ def save(
     mesh: Any = None,
     process_group: Any = None,
     metadata: Any = None,
+    timeline: bool = True,
     progress: bool | OnProgress = False,
     timeout_s: float = 600.0,
 ) -> None:
@@ -47,6 +50,8 @@ def save(
         The ranks that save together; all, by default.
     metadata
         Plain values to keep in the catalog.
+    timeline
+        Keep how long each step of each rank took beside the checkpoint, for `timeline`.
     progress
         True: rank 0 shows how much of its own part is written, as a line on stderr. A function is called on rank 0 instead,
         with the step ("save"), the bytes done and the bytes in all; what it raises ends the save.
@@ -62,16 +67,17 @@ def save(
     PeerError
         Another rank failed or did not arrive.
     """
-    with open_session("save", str(path), process_group=process_group, timeout_s=timeout_s) as comm:
-        LINE.wait_turn(when_busy="wait")
+    recorder = Recorder()
+    with open_session("save", str(path), process_group=process_group, timeout_s=timeout_s) as session:
+        comm = _observed(session, recorder, progress)
+        _wait_turn(recorder, when_busy="wait")
         said = encode_value(metadata, "metadata")
-        captured = capture(state, mesh=mesh, process_group=process_group)
+        holdings = _captured(state, mesh, process_group, comm.rank, recorder)
         with open_storage(path) as storage:
-            holdings = hold([(e.spec, e.memory) for e in captured.entries], captured.values, captured.mesh, comm.rank)
-            agreed = agree(comm, holdings, before=look(storage) if comm.rank == 0 else None)
-            report = reporter(progress if comm.rank == 0 else False)
-            receipt = write_assignment(storage, holdings, agreed.assignment, comm.rank, report=report)
-            commit(comm, storage, agreed, receipt, said)
+            with recorder.step("agree"):
+                agreed = agree(comm, holdings, before=look(storage) if comm.rank == 0 else None)
+            receipt = write_assignment(storage, holdings, agreed.assignment, comm.rank, recorder=recorder)
+            commit(comm, storage, agreed, receipt, said, recorder, timeline=timeline)
 
 
 def async_save(
@@ -84,6 +90,7 @@ def async_save(
     mesh: Any = None,
     process_group: Any = None,
     metadata: Any = None,
+    timeline: bool = True,
     progress: bool | OnProgress = False,
     timeout_s: float = 600.0,
 ) -> SaveHandle:
@@ -91,7 +98,7 @@ def async_save(
 
     Parameters
     ----------
-    path, state, mesh, process_group, metadata, progress, timeout_s
+    path, state, mesh, process_group, metadata, timeline, progress, timeout_s
         As for `save`; a function is called in the thread that writes.
     staging
         ``"eager"``: the state may change as soon as this returns. ``"lazy"``: this returns sooner, and the state may change once
@@ -117,15 +124,16 @@ def async_save(
     """
     _check_option("staging", staging, ("eager", "lazy"))
     _check_option("when_busy", when_busy, ("wait", "error"))
-    handle = SaveHandle(str(path))
+    handle, recorder = SaveHandle(str(path)), Recorder()
     with ExitStack() as stack:
-        comm = stack.enter_context(open_session("save", str(path), process_group=process_group, timeout_s=timeout_s))
-        LINE.wait_turn(when_busy=when_busy)
+        session = stack.enter_context(open_session("save", str(path), process_group=process_group, timeout_s=timeout_s))
+        comm = _observed(session, recorder, progress)
+        _wait_turn(recorder, when_busy=when_busy)
         said = encode_value(metadata, "metadata")
-        captured = capture(state, mesh=mesh, process_group=process_group)
+        holdings = _captured(state, mesh, process_group, comm.rank, recorder)
         storage = stack.enter_context(open_storage(path))
-        holdings = hold([(e.spec, e.memory) for e in captured.entries], captured.values, captured.mesh, comm.rank)
-        agreed = agree(comm, holdings, before=look(storage) if comm.rank == 0 else None)
+        with recorder.step("agree"):
+            agreed = agree(comm, holdings, before=look(storage) if comm.rank == 0 else None)
         guarded = [o for o in optimizers_in(state) if can_be_held(o)] if staging == "lazy" else []
         launch(
             handle,
@@ -138,7 +146,8 @@ def async_save(
             host_buffer_bytes=host_buffer_bytes,
             guarded=guarded,
             owned=owned_storages(guarded),
-            report=reporter(progress if comm.rank == 0 else False),
+            recorder=recorder,
+            timeline=timeline,
         )
         LINE.join(handle)
     return handle
@@ -158,11 +167,31 @@ def prepare(
     before its first step, is not counted.
     """
     with open_session("prepare", "", process_group=process_group, timeout_s=timeout_s) as comm:
-        captured = capture(state, mesh=mesh, process_group=process_group)
-        holdings = hold([(e.spec, e.memory) for e in captured.entries], captured.values, captured.mesh, comm.rank)
+        holdings = _captured(state, mesh, process_group, comm.rank, Recorder())
         agreed = agree(comm, holdings)
         ring = take_ring(holdings, lay_out(holdings, agreed.assignment, comm.rank), host_buffer_bytes)
         POOL.give_back(ring.fill_(0))
+
+
+def _observed(session: Comm, recorder: Recorder, progress: bool | OnProgress) -> Comm:
+    """The session, just opened, as the recorder sees it; rank 0 alone shows progress."""
+    recorder.add("meet", recorder.began)
+    recorder.log = RankLog(session.rank, None)
+    recorder.report = reporter(progress if session.rank == 0 else False)
+    return TimedComm(session, recorder)
+
+
+def _wait_turn(recorder: Recorder, *, when_busy: str) -> None:
+    with recorder.step("turn"):
+        LINE.wait_turn(when_busy=when_busy)
+
+
+def _captured(state: Mapping[str, Any], mesh: Any, process_group: Any, rank: int, recorder: Recorder) -> Holdings:
+    """What this rank has to offer; from here on, log lines can say where on the mesh it is."""
+    with recorder.step("capture"):
+        captured = capture(state, mesh=mesh, process_group=process_group)
+        recorder.log = RankLog(rank, captured.mesh)
+        return hold([(e.spec, e.memory) for e in captured.entries], captured.values, captured.mesh, rank)
 
 
 def _check_option(name: str, value: str, known: tuple[str, ...]) -> None:

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -23,13 +22,12 @@ from ..errors import CheckpointError, UsageError
 from ..storage.protocol import Storage
 from .agreement import Agreed
 from .host_memory import POOL
-from .progress import OnProgress, silent
+from .logs import LOGGER
+from .recorder import Recorder
 from .save import commit
 from .staging import MIN_RING_BYTES, Staging, ring_bytes
 from .step_guard import StepGuard
 from .write import FileLayout, Holdings, fingerprints, lay_out, write_files
-
-LOG = logging.getLogger("reshard_ckpt")
 
 
 class SaveHandle:
@@ -101,7 +99,7 @@ class SaveHandle:
         try:
             callback(self)
         except Exception:
-            LOG.exception("a function to be called after the save to %s failed", self._path)
+            LOGGER.exception("a function to be called after the save to %s failed", self._path)
 
     def untold(self) -> BaseException | None:
         """The error that nobody has been told of yet; whoever asks is told by this."""
@@ -113,8 +111,8 @@ class SaveHandle:
 class SaveThread:
     """Carries one save through, once its state is staged or while it is."""
 
-    def __init__(self, handle: SaveHandle, session: AbstractContextManager[Any], staging: Staging) -> None:
-        self._handle, self._session, self._staging = handle, session, staging
+    def __init__(self, handle: SaveHandle, session: AbstractContextManager[Any], staging: Staging, recorder: Recorder) -> None:
+        self._handle, self._session, self._staging, self._recorder = handle, session, staging, recorder
 
     def start(self, write: Callable[[], None], *, finally_: Callable[[], None]) -> None:
         """Run `write` in the session, and then, in any case, `finally_`."""
@@ -148,7 +146,7 @@ class SaveThread:
                     raise
         except BaseException as error:
             handle._error = error if isinstance(error, CheckpointError) else _wrapped(handle, error)
-            LOG.error("the save to %s failed: %s", handle._path, error)
+            self._recorder.log.error("the save to %s failed: %s", handle._path, error)
         finally:
             handle._staged.wait()
             finally_()
@@ -221,7 +219,8 @@ def launch(
     host_buffer_bytes: int | None,
     guarded: Sequence[Optimizer],
     owned: Container[int],
-    report: OnProgress = silent,
+    recorder: Recorder,
+    timeline: bool,
 ) -> None:
     """Stage the agreed part of the state and let threads do the rest.
 
@@ -235,8 +234,8 @@ def launch(
         Optimizers whose steps can be held back; empty for eager staging.
     owned
         Addresses of the storages that only these optimizers change.
-    report
-        Told of the bytes written, in the saving thread.
+    recorder, timeline
+        As for `save.commit`.
     """
     layouts = lay_out(holdings, agreed.assignment, comm.rank)
     ring = take_ring(holdings, layouts, host_buffer_bytes)
@@ -245,20 +244,22 @@ def launch(
     marks = np.zeros(len(checks.local), np.uint64)
 
     def copy(mine: Callable[[int], bool]) -> None:
-        staging.fill(mine)
-        fingerprints(holdings, checks, mine, marks)
+        began = recorder.now()
+        recorder.add("stage", began, staging.fill(mine))
+        with recorder.step("compare"):
+            fingerprints(holdings, checks, mine, marks)
 
     def is_owned(row: int) -> bool:
         return holdings.rows[row][1].tensor.untyped_storage().data_ptr() in owned
 
     def write() -> None:
-        receipt = write_files(storage, agreed.assignment, layouts, staging.drain, marks, report)
+        receipt = write_files(storage, agreed.assignment, layouts, staging.drain, marks, recorder)
         staging.wait_finished()  # a rank with no file to write drains nothing, and its fingerprints may not be there yet
-        commit(comm, storage, agreed, receipt, metadata)
+        commit(comm, storage, agreed, receipt, metadata, recorder, timeline=timeline)
 
     # No step can come before the guard stands.
     guard = StepGuard(guarded, handle.staged) if guarded and staging.holds_all else None
-    thread = SaveThread(handle, session.pop_all(), staging)
+    thread = SaveThread(handle, session.pop_all(), staging, recorder)
     thread.start(write, finally_=lambda: POOL.give_back(ring))
     if guard is None:
         thread.stage(lambda: copy(lambda _: True), in_background=False)

@@ -77,6 +77,8 @@ class Receipt:
     file: I64
     offset: I64
     fingerprints: NDArray[np.uint64]
+    record: bytes = b""
+    """How long what took, as a `recorder.Recorder` sealed it; empty where nobody wants to know."""
 
 
 def _default(value: Any) -> msgpack.ExtType:
@@ -231,11 +233,12 @@ def decode_assignment(data: bytes, save_id: str) -> Assignment:
 def encode_receipt(receipt: Receipt) -> bytes:
     """A receipt as bytes."""
     files = [[f.key, f.size, f.digests_key, f.digest] for f in receipt.files]
-    return _pack({"files": files, "file": receipt.file, "offset": receipt.offset, "fingerprints": receipt.fingerprints})
+    columns = {"file": receipt.file, "offset": receipt.offset, "fingerprints": receipt.fingerprints}
+    return _pack({"files": files, "record": receipt.record, **columns})
 
 
 def decode_receipt(data: bytes) -> Receipt:
     """The receipt that `encode_receipt` made."""
     m = _unpack(data)
     files = tuple(WrittenFile(*file) for file in m["files"])
-    return Receipt(files, _wide(m["file"]), _wide(m["offset"]), m["fingerprints"].astype(np.uint64))
+    return Receipt(files, _wide(m["file"]), _wide(m["offset"]), m["fingerprints"].astype(np.uint64), m["record"])

@@ -15,7 +15,8 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 
 from ..errors import UsageError
-from .async_save import LOG, SaveHandle
+from .async_save import SaveHandle
+from .logs import LOGGER
 
 _POLL_S = 0.02
 
@@ -57,7 +58,7 @@ class FinishOnSigterm:
     def _go(self) -> None:
         self._seen = False
         if self.pending is not None and not self.pending.done():
-            LOG.warning("SIGTERM: finishing the save that is under way")
+            LOGGER.warning("SIGTERM: finishing the save that is under way")
             while not self.pending.done():
                 time.sleep(_POLL_S)
         before = self._before

@@ -29,13 +29,18 @@ from ..core.offer import build_offer
 from ..core.report import summarize
 from ..core.save_plan import Checks, SavePlan
 from ..core.state import Claim, Mesh, TensorSpec, ValueSpec, box_piece, row_major_strides
+from ..core.timeline import Timeline
 from ..errors import CorruptError, LayoutError, StorageError
 from ..format.catalog import MAX_CATALOG_BYTES, encode_catalog
+from ..format.timeline import encode_timeline
 from ..format.values import decode_value
 from ..storage.protocol import MissingKey, Storage
 from .agreement import Agreed, Before
 from .memory import Held
 from .messages import Receipt, decode_receipt, encode_receipt
+from .progress import size_text
+from .recorder import Recorder
+from .recorder import timeline as make_timeline
 from .values import offer_values
 from .write import Holdings
 
@@ -74,14 +79,58 @@ def look(storage: Storage) -> Before:
         return Before(None, folders)
 
 
-def commit(comm: Comm, storage: Storage, agreed: Agreed, receipt: Receipt, metadata: bytes) -> None:
-    """Gather the receipts, prove on rank 0 that all is there and alike, and publish the catalog."""
-    gathered = comm.gather(encode_receipt(receipt))
-    if gathered is not None:
-        assert agreed.plan is not None
-        receipts = [decode_receipt(data) for data in gathered]
-        save_id = agreed.assignment.save_id
-        publish(storage, agreed.plan, agreed.values, receipts, save_id=save_id, metadata=metadata, before=agreed.before)
+def commit(
+    comm: Comm, storage: Storage, agreed: Agreed, receipt: Receipt, metadata: bytes, recorder: Recorder, *, timeline: bool
+) -> None:
+    """Gather the receipts, prove on rank 0 that all is there and alike, and publish the catalog.
+
+    Parameters
+    ----------
+    recorder
+        Has this rank's steps so far.
+    timeline
+        Whether to keep all ranks' steps beside the checkpoint.
+    """
+    began = recorder.now()
+    gathered = comm.gather(encode_receipt(replace(receipt, record=recorder.sealed() if timeline else b"")))
+    num_bytes, seconds = sum(file.size for file in receipt.files), began - recorder.began
+    recorder.log.info("wrote %s to %s in %.2f s", size_text(num_bytes), storage.url, seconds)
+    if gathered is None:
+        return
+    received_at = recorder.now()
+    recorder.add("receipts", began)
+    assert agreed.plan is not None
+    receipts = [decode_receipt(data) for data in gathered]
+    save_id = agreed.assignment.save_id
+    catalog = publish(
+        storage,
+        agreed.plan,
+        agreed.values,
+        receipts,
+        save_id=save_id,
+        metadata=metadata,
+        before=agreed.before,
+        recorder=recorder,
+    )
+    if timeline:
+        try:
+            records = [receipt.record for receipt in receipts]
+            keep_timeline(storage, make_timeline(recorder, records, received_at, save_id=save_id, mesh=catalog.mesh))
+        except Exception as error:  # the checkpoint exists: nothing about a timeline is a reason to say that it does not
+            recorder.log.warning("saved, but its timeline is not: %s: %s", type(error).__name__, error)
+    size, seconds = sum(file.size for file in catalog.files), recorder.now() - recorder.began
+    recorder.log.info("saved %s by %d ranks to %s in %.2f s", size_text(size), comm.size, storage.url, seconds)
+
+
+def timeline_key(save_id: str) -> str:
+    """Where the timeline of a save lies in the checkpoint."""
+    return f"{save_id}/timeline.json"
+
+
+def keep_timeline(storage: Storage, timeline: Timeline) -> None:
+    """Write the timeline beside the files of its save."""
+    with storage.create(timeline_key(timeline.save_id)) as writer:
+        writer.write(encode_timeline(timeline))
 
 
 def publish(
@@ -93,6 +142,7 @@ def publish(
     save_id: str,
     metadata: bytes,
     before: Before | None,
+    recorder: Recorder | None = None,
 ) -> Catalog:
     """Rank 0's part of the commit.
 
@@ -105,8 +155,10 @@ def publish(
     PublishConflict
         Somebody else published at this path since `before`.
     """
-    compare_replicas(plan.checks, plan.tables.names, receipts)
-    files = _see_files(storage, receipts, save_id)
+    recorder = recorder or Recorder()
+    with recorder.step("check"):
+        compare_replicas(plan.checks, plan.tables.names, receipts)
+        files = _see_files(storage, receipts, save_id)
     first = np.cumsum([0] + [len(receipt.files) for receipt in receipts])
     written = Written(
         np.concatenate([receipt.file + first[rank] for rank, receipt in enumerate(receipts)]),
@@ -115,9 +167,11 @@ def publish(
     said = decode_value(metadata, name="metadata")
     catalog = build_catalog(plan, written, files=files, values=values, save_id=save_id, created_s=time.time(), metadata=said)
     # The order is the promise: every file is durable and seen, then the catalog appears, then what it replaced may go.
-    storage.publish(CATALOG_KEY, encode_catalog(catalog), expected=before.catalog if before else None)
+    with recorder.step("publish"):
+        storage.publish(CATALOG_KEY, encode_catalog(catalog), expected=before.catalog if before else None)
     try:
-        clean_up(storage, catalog, before.folders if before else storage.folders())
+        with recorder.step("clean up"):
+            clean_up(storage, catalog, before.folders if before else storage.folders())
     except StorageError as error:  # the checkpoint exists: this is no reason to say that it does not
         warnings.warn(f"saved, but what it replaced is not all deleted: {error}; the next save tries again", stacklevel=2)
     return catalog

@@ -45,17 +45,24 @@ class Staging:
         """Whether the ring never has to wait."""
         return self._capacity >= self.num_bytes
 
-    def fill(self, chosen: Callable[[int], bool]) -> None:
+    def fill(self, chosen: Callable[[int], bool]) -> int:
         """Copy headers, and the items of chosen rows, into the ring, in the order of the files.
 
         All rows at once, unless the ring holds all. Raises whatever stopped the draining thread.
+
+        Returns
+        -------
+        int
+            The bytes copied, without the headers.
         """
+        num_bytes = 0
         with self._streams.copying():
             for layout, begin in zip(self._layouts, self._begin, strict=True):
                 self._put_bytes(begin, layout.header)
                 for item in range(layout.items.start, layout.items.stop):
                     if chosen(int(self._assignment.local[item])):
-                        self._put_item(item)
+                        num_bytes += self._put_item(item)
+        return num_bytes
 
     def finish(self) -> None:
         """All is copied: the rest may be drained."""
@@ -88,7 +95,7 @@ class Staging:
             at += size
             self._advance(written=at)
 
-    def _put_item(self, item: int) -> None:
+    def _put_item(self, item: int) -> int:
         held = self._holdings.rows[int(self._assignment.local[item])][1]
         start, count = int(self._assignment.start[item]), int(self._assignment.count[item])
         each, at = held.tensor.element_size(), self._item_at[item]
@@ -98,6 +105,7 @@ class Staging:
             self._reserve(at, num * each)
             copy_run(held, start, num, self._ring[place : place + num * each])
             start, count, at = start + num, count - num, at + num * each
+        return at - self._item_at[item]
 
     def _put_bytes(self, at: int, data: bytes) -> None:
         while data:

@@ -26,7 +26,8 @@ from ..storage.protocol import Storage
 from .fingerprint import WHOLE_BYTES, fingerprint
 from .memory import Held, chunks
 from .messages import Assignment, Receipt, RunColumns, WrittenFile
-from .progress import OnProgress, Tally, silent
+from .progress import Tally
+from .recorder import Recorder
 
 SCRATCH_BYTES = 1 << 20
 """Bytes hashed and written at once: few enough to be in the processor's cache for the second of the two."""
@@ -120,7 +121,8 @@ def write_assignment(
     assignment: Assignment,
     rank: int,
     header_bytes: int = HEADER_BYTES,
-    report: OnProgress = silent,
+    *,
+    recorder: Recorder | None = None,
 ) -> Receipt:
     """Write and make durable all that this rank was assigned, from the tensors' own memory.
 
@@ -129,10 +131,13 @@ def write_assignment(
     StorageError
         The store refused; what this rank had written is removed.
     """
+    recorder = recorder or Recorder()
     marks = np.zeros(len(assignment.checks.local), np.uint64)
-    fingerprints(holdings, assignment.checks, lambda _: True, marks)
+    with recorder.step("compare"):
+        fingerprints(holdings, assignment.checks, lambda _: True, marks)
     layouts = lay_out(holdings, assignment, rank, header_bytes)
-    return write_files(storage, assignment, layouts, partial(_file_chunks, holdings, assignment), marks, report)
+    chunks_of = partial(_file_chunks, holdings, assignment)
+    return write_files(storage, assignment, layouts, chunks_of, marks, recorder)
 
 
 def write_files(
@@ -141,18 +146,19 @@ def write_files(
     layouts: Sequence[FileLayout],
     chunks_of: Callable[[FileLayout], Iterator[memoryview]],
     marks: NDArray[np.uint64],
-    report: OnProgress = silent,
+    recorder: Recorder,
 ) -> Receipt:
     """Write files from chunks of their bytes, hashed on the way, and make them durable."""
     file, offset = np.zeros(len(assignment.local), np.int64), np.zeros(len(assignment.local), np.int64)
     written: list[WrittenFile] = []
     try:
-        tally = Tally("save", sum(layout.num_bytes for layout in layouts), report)
+        tally = Tally("save", sum(layout.num_bytes for layout in layouts), recorder.report)
         for part, layout in enumerate(layouts):
-            written.append(_write_file(storage, layout, chunks_of(layout), tally))
+            written.append(_write_file(storage, layout, chunks_of(layout), tally, recorder))
             file[layout.items], offset[layout.items] = part, _offsets(layout)
         if written:
-            storage.sync(assignment.save_id)
+            with recorder.step("sync"):
+                storage.sync(assignment.save_id)
     except BaseException:
         storage.delete([key for layout in layouts for key in (layout.key, _digests_key(layout.key))])
         raise
@@ -168,14 +174,18 @@ def _offsets(layout: FileLayout) -> I64:
     return len(layout.header) + np.cumsum(sizes) - sizes
 
 
-def _write_file(storage: Storage, layout: FileLayout, chunks_of_file: Iterator[memoryview], tally: Tally) -> WrittenFile:
+def _write_file(
+    storage: Storage, layout: FileLayout, chunks_of_file: Iterator[memoryview], tally: Tally, recorder: Recorder
+) -> WrittenFile:
     hasher = BlockHasher()
     with storage.create(layout.key) as writer:
-        for chunk in chunks_of_file:
-            hasher.update(chunk)
-            writer.write(chunk)
-            tally.add(len(chunk))
-        writer.finish()
+        with recorder.step("write", layout.num_bytes):
+            for chunk in chunks_of_file:
+                hasher.update(chunk)
+                writer.write(chunk)
+                tally.add(len(chunk))
+        with recorder.step("sync"):
+            writer.finish()
     size, digests = hasher.num_bytes, hasher.finish()
     assert size == layout.num_bytes
     with storage.create(_digests_key(layout.key)) as writer:

@@ -15,6 +15,7 @@ import pytest
 import reshard_ckpt
 from reshard_ckpt import checkpoint, errors
 from reshard_ckpt.core.catalog import Catalog, ShardView, TensorView
+from reshard_ckpt.core.timeline import Step
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "api.md").read_text()
 SECTIONS = {part.split("\n", 1)[0]: part for part in re.split(r"^##+ ", PAGE, flags=re.MULTILINE)[1:]}
@@ -25,15 +26,18 @@ PUBLIC: dict[str, Any] = {
     "Catalog": Catalog,
     "TensorView": TensorView,
     "ShardView": ShardView,
+    "Step": Step,
 }
 RESULTS = {
     "checkpoint.LoadReport",
     "checkpoint.LoadedStep",
     "checkpoint.VerifyReport",
     "checkpoint.SaveHandle",
+    "checkpoint.Timeline",
     "Catalog",
     "TensorView",
     "ShardView",
+    "Step",
 }
 ERRORS = {name for name, e in vars(errors).items() if inspect.isclass(e) and issubclass(e, Exception)}
 

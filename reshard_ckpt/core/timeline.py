@@ -1,0 +1,138 @@
+"""Where did the time of a save go? The steps of every rank on one axis of time.
+
+Ranks have clocks of their own. `ClockBounds` holds what messages prove of two of them: none arrives before it is sent, so
+each one to rank 0 gives a lower bound of how far a rank's clock is ahead of rank 0's, and each one from rank 0 an upper bound.
+`offset` then believes the clocks, which is exact on one machine, as far as the messages allow it, and says how far it may be off.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from .state import Mesh
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of one rank.
+
+    Attributes
+    ----------
+    rank
+        Whose.
+    name
+        What: ``"meet"`` (the others are waited for), ``"turn"`` (the save before is), ``"capture"``, ``"agree"``, ``"compare"``
+        (samples of replicas are hashed), ``"stage"``, ``"write"``, ``"sync"``; on rank 0 also ``"receipts"`` (the others are
+        waited for), ``"check"``, ``"publish"``, ``"clean up"``.
+    thread
+        Which thread of the rank did it: ``"caller"``, which does not train meanwhile, or ``"stage"`` or ``"save"`` in the
+        background.
+    start_s, end_s
+        Seconds since the first step of any rank began.
+    num_bytes
+        What it staged or wrote, where that is what it did.
+    """
+
+    rank: int
+    name: str
+    thread: str
+    start_s: float
+    end_s: float
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """The steps of all ranks of one save.
+
+    Attributes
+    ----------
+    save_id
+        Of which save.
+    began_s
+        When it began, in seconds since 1970 by rank 0's clock.
+    mesh
+        The job's mesh, None where it is not known.
+    uncertainty_s
+        By rank: how far its steps may lie from where they are shown beside those of rank 0, at most.
+    steps
+        In order of rank and start.
+    """
+
+    save_id: str
+    began_s: float
+    mesh: Mesh | None
+    uncertainty_s: tuple[float, ...]
+    steps: tuple[Step, ...]
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks saved."""
+        return len(self.uncertainty_s)
+
+    @property
+    def seconds(self) -> float:
+        """From the first step's start to the last one's end."""
+        return max((step.end_s for step in self.steps), default=0.0)
+
+    def label(self, rank: int) -> str:
+        """A rank and its coordinates, as in log lines: ``"rank 5 dp=1 tp=1"``."""
+        return rank_label(rank, self.mesh)
+
+    def chrome_trace(self) -> dict[str, Any]:
+        """The same in the format that ``chrome://tracing`` and Perfetto open, to be written as JSON: a process for each rank."""
+        threads = list(dict.fromkeys(step.thread for step in self.steps))
+        events: list[dict[str, Any]] = []
+        for rank in range(self.num_ranks):
+            events.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": self.label(rank)}})
+            events.append({"name": "process_sort_index", "ph": "M", "pid": rank, "args": {"sort_index": rank}})
+        for rank, thread in sorted({(step.rank, step.thread) for step in self.steps}):
+            events.append({"name": "thread_name", "ph": "M", "pid": rank, "tid": threads.index(thread), "args": {"name": thread}})
+        events += [
+            {
+                "name": step.name,
+                "ph": "X",
+                "ts": round(step.start_s * 1e6, 3),
+                "dur": round((step.end_s - step.start_s) * 1e6, 3),
+                "pid": step.rank,
+                "tid": threads.index(step.thread),
+                "args": {"bytes": step.num_bytes} if step.num_bytes else {},
+            }
+            for step in self.steps
+        ]
+        return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"save_id": self.save_id}}
+
+
+def rank_label(rank: int, mesh: Mesh | None) -> str:
+    """A rank and its coordinates on a mesh of all ranks, for people.
+
+    >>> rank_label(5, Mesh(("dp", "tp"), (4, 2)))
+    'rank 5 dp=2 tp=1'
+    """
+    axes = () if mesh is None else zip(mesh.axes, mesh.coordinates(rank), strict=True)
+    return " ".join([f"rank {rank}", *(f"{axis}={coordinate}" for axis, coordinate in axes)])
+
+
+@dataclass(frozen=True, slots=True)
+class ClockBounds:
+    """How far a clock is ahead of another one, in seconds: somewhere between two bounds."""
+
+    least: float
+    most: float
+
+    @property
+    def offset(self) -> float:
+        """What to take it for: nothing where that is possible, else the nearest that is.
+
+        >>> ClockBounds(-0.1, 0.3).offset, ClockBounds(7.0, 7.5).offset
+        (0.0, 7.0)
+        """
+        if self.least > self.most:  # a clock ran faster than the other one, or was set, meanwhile
+            return (self.least + self.most) / 2
+        return min(max(0.0, self.least), self.most)
+
+    @property
+    def uncertainty(self) -> float:
+        """How far from the truth that may be."""
+        return max(abs(self.most - self.offset), abs(self.offset - self.least))
