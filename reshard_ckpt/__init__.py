@@ -9,8 +9,27 @@
 
 from __future__ import annotations
 
-from . import checkpoint, errors
-from .adapters.shards import FlatShard, LocalShard
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from . import errors
+
+if TYPE_CHECKING:
+    from . import checkpoint
+    from .adapters.shards import FlatShard, LocalShard
 
 __all__ = ["FlatShard", "LocalShard", "checkpoint", "errors"]
 __version__ = "0.1.0.dev0"
+
+
+def __getattr__(name: str) -> Any:
+    # Importing torch takes seconds: a command line that prints its help, or a mistake in it, must not wait for that.
+    if name == "checkpoint":
+        return importlib.import_module(".checkpoint", __name__)
+    if name in {"FlatShard", "LocalShard"}:
+        return getattr(importlib.import_module(".adapters.shards", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,33 @@
+"""What can be done with a checkpoint from a shell? ``reshard-ckpt COMMAND``; each command has a module of its own here.
+
+A command parses, calls the public function of the same name, and prints what that returns; see `app` for what they share.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+
+COMMANDS = ("inspect", "verify")
+"""In the order of the help; each module adds one command to the application."""
+
+NEEDED = ("rich", "typer")
+
+
+def main() -> None:
+    """Run the command that the arguments name, and leave with its exit code.
+
+    0: fine. 1: a problem was found, such as damage, or a difference. 2: wrong use.
+    """
+    absent = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if absent:
+        sys.stderr.write(
+            f"reshard-ckpt: the command line needs {' and '.join(absent)}; install them with: pip install 'reshard-ckpt[cli]'\n"
+        )
+        raise SystemExit(2)
+    from .app import app
+
+    for name in COMMANDS:
+        importlib.import_module(f"{__name__}.{name}")
+    app(prog_name="reshard-ckpt")

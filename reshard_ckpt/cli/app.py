@@ -1,0 +1,192 @@
+"""What do all commands share? One application, one way to print, to report progress, and to fail.
+
+A command is a function under ``@command(example)`` that returns its exit code (None is 0) and prints by these alone:
+
+- `say` prints for people, on stdout; `emit` prints JSON, on stdout, and nothing else goes there with ``--json``;
+- `note` prints on stderr;
+- ``with progress() as on_progress:`` gives the function that long work reports to: a bar on stderr, or nothing where stderr is
+  no terminal.
+
+A `CheckpointError` becomes its message and exit code 1, or 2 if the call was wrong. On several ranks only rank 0 speaks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskID,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+from .. import __version__
+from ..errors import CheckpointError, UsageError
+
+PROBLEM, WRONG_USE = 1, 2
+INTERRUPTED, BROKEN_PIPE = 130, 141
+"""What shells report of a program that SIGINT or SIGPIPE ended."""
+
+PLAIN_WIDTH = 100_000
+"""Where nobody looks at a screen no line is broken, so that grep finds whole names."""
+
+Path = Annotated[str, typer.Argument(help="A checkpoint: a folder, or what another format keeps as one.", show_default=False)]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else there.")]
+
+app = typer.Typer(
+    name="reshard-ckpt",
+    help="Look at, check and compare checkpoints, without the job, the model code or the GPUs that made them.",
+    epilog="Exit codes: 0 fine, 1 a problem was found, 2 wrong use. COMMAND --help shows an example of each.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _say_version(asked: bool) -> None:
+    if asked:
+        say(__version__)
+        raise typer.Exit()
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version, and leave.", callback=_say_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+def command(*examples: str) -> Callable[[Callable[..., int | None]], Callable[..., None]]:
+    """Add a function to the application, under its own name; its exit code is what it returns."""
+
+    def add(function: Callable[..., int | None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def run(*args: Any, **options: Any) -> None:
+            code = _guarded(lambda: function(*args, **options), as_json=bool(options.get("as_json")))
+            raise typer.Exit(code)
+
+        shown = "\n\n".join(f"$ {line}" for line in examples)
+        return app.command(function.__name__.rstrip("_"), epilog=f"Example:\n\n{shown}", no_args_is_help=True)(run)
+
+    return add
+
+
+def _guarded(call: Callable[[], int | None], *, as_json: bool) -> int:
+    try:
+        code = call() or 0
+        sys.stdout.flush()  # not at exit, where a pipe that is gone could only be complained about
+    except CheckpointError as error:
+        if as_json:
+            emit({"error": {"type": type(error).__name__, "message": str(error), "problems": getattr(error, "problems", ())}})
+        note(f"{type(error).__name__}: {error}", every_rank=True)
+        return WRONG_USE if isinstance(error, UsageError) else PROBLEM
+    except KeyboardInterrupt:
+        note("stopped")
+        return INTERRUPTED
+    except BrokenPipeError:
+        _close_stdout()
+        return BROKEN_PIPE
+    return code
+
+
+def _close_stdout() -> None:
+    """Whoever read stdout has left: what is still buffered goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class _Console(Console):
+    """Prints names as they are: brackets are no markup, and numbers get no colours."""
+
+    def __init__(self, *, stderr: bool = False) -> None:
+        super().__init__(stderr=stderr, markup=False, highlight=False, emoji=False)
+        if not self.is_terminal and "COLUMNS" not in os.environ:
+            self.width = PLAIN_WIDTH
+
+    def on_broken_pipe(self) -> NoReturn:
+        """Rich would leave with exit code 1, which says that a problem was found."""
+        raise BrokenPipeError
+
+
+def _speaks() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def say(*things: Any) -> None:
+    """Print for people, on stdout: text, or what rich can draw."""
+    if _speaks():
+        console = _Console()
+        for thing in things:
+            console.print(thing, soft_wrap=isinstance(thing, str))
+
+
+def note(text: str, *, every_rank: bool = False) -> None:
+    """Print on stderr: what is no part of the answer."""
+    if every_rank or _speaks():
+        _Console(stderr=True).print(text, soft_wrap=True)
+
+
+def emit(thing: Any) -> None:
+    """Print JSON on stdout: dataclasses as objects, numbers that JSON does not have as text (``"NaN"``, ``"Infinity"``)."""
+    if _speaks():
+        sys.stdout.write(json.dumps(as_plain(thing), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def as_plain(thing: Any) -> Any:
+    """The same in what JSON has; what it cannot say is spelled as Python would."""
+    if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
+        return {field.name: as_plain(getattr(thing, field.name)) for field in dataclasses.fields(thing)}
+    if isinstance(thing, Mapping):
+        return {str(key): as_plain(value) for key, value in thing.items()}
+    if isinstance(thing, list | tuple | set | frozenset):
+        return [as_plain(value) for value in thing]
+    if isinstance(thing, bytes):
+        return thing.hex()
+    if isinstance(thing, float) and not math.isfinite(thing):
+        return "NaN" if math.isnan(thing) else "Infinity" if thing > 0 else "-Infinity"
+    if thing is None or isinstance(thing, bool | int | float | str):
+        return thing
+    return as_plain(thing.item()) if hasattr(thing, "item") and getattr(thing, "size", 0) == 1 else repr(thing)
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str, int, int], None]]:
+    """A function of a step, the bytes done and the bytes in all, that draws a bar with rate and time left on stderr."""
+    console = _Console(stderr=True)
+    if not (console.is_terminal and _speaks()):
+        yield lambda step, done, total: None
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def on_progress(step: str, done: int, total: int) -> None:
+            if step not in tasks:
+                tasks[step] = bars.add_task(step, total=total)
+            bars.update(tasks[step], completed=done, total=total)
+
+        yield on_progress

@@ -1,0 +1,56 @@
+"""How do tests run a command? In this process, by the application itself; or as a process of its own, as a user does."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from typer.testing import CliRunner
+
+from reshard_ckpt.cli import COMMANDS
+from reshard_ckpt.cli.app import app
+from tests.launch import ROOT
+
+for _name in COMMANDS:
+    importlib.import_module(f"reshard_ckpt.cli.{_name}")
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a command left: its exit code, and what it printed where."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+def run(*arguments: Any) -> Ran:
+    """Run a command in this process; an error that is no answer is raised here."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], prog_name="reshard-ckpt")
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return Ran(result.exit_code, result.stdout, result.stderr)
+
+
+def start(*arguments: Any, **options: Any) -> subprocess.Popen[str]:
+    """Start ``python -m reshard_ckpt`` as a process of its own."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "reshard_ckpt", *map(str, arguments)]
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
+    return subprocess.Popen(command, cwd=ROOT, env=env, text=True, **streams)
+
+
+def run_process(*arguments: Any) -> Ran:
+    """Run it to its end."""
+    process = start(*arguments)
+    out, err = process.communicate(timeout=120)
+    return Ran(process.returncode, out, err)

@@ -1,0 +1,147 @@
+"""What all commands promise: exit codes, JSON alone on stdout, help with an example, no traceback for what a user can cause."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from reshard_ckpt import checkpoint, cli
+from reshard_ckpt.cli import app as shared
+from reshard_ckpt.errors import CorruptError, MismatchError, UsageError
+from tests.cli.running import run, run_process, start
+from tests.launch import ROOT
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    checkpoint.save(tmp_path / "ckpt", {"model": torch.nn.Linear(3, 2), "extra": {"step": 7}})
+    return tmp_path / "ckpt"
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_help_of_every_command_has_an_example(name: str):
+    shown = run(name, "--help")
+    assert shown.code == 0
+    assert f"$ reshard-ckpt {name} " in shown.out
+
+
+def test_help_does_not_wait_for_torch():
+    lines = ["import sys", "from reshard_ckpt.cli import main", "try: main()"]
+    code = "\n".join([*lines, "except SystemExit as left: print(left.code, 'torch' in sys.modules)"])
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code, "--help"], env=env, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "0 False"
+
+
+@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["verify"], ["verify", "a", "b"], ["verify", "a", "--nonsense"]])
+def test_wrong_use_is_exit_code_2(arguments: list[str]):
+    assert run(*arguments).code == 2
+
+
+def test_version_is_the_package_s():
+    import reshard_ckpt
+
+    assert run("--version").out.strip() == reshard_ckpt.__version__
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_path_without_checkpoint_is_said_without_traceback(command: str, tmp_path: Path):
+    shown = run(command, tmp_path)
+    assert (shown.code, shown.out) == (1, "")
+    assert shown.err.startswith("CheckpointNotFound: ")
+    assert str(tmp_path) in shown.err
+    assert "Traceback" not in shown.err
+
+
+def test_error_is_json_too_where_json_is_asked_for(tmp_path: Path):
+    shown = run("verify", tmp_path, "--json")
+    assert shown.code == 1
+    assert shown.json["error"]["type"] == "CheckpointNotFound"
+    assert shown.json["error"]["message"] in shown.err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(CorruptError("x"), 1), (MismatchError("x", ["a", "b"]), 1), (UsageError("x"), 2), (KeyboardInterrupt(), 130)],
+)
+def test_errors_become_exit_codes(error: BaseException, code: int, capsys: pytest.CaptureFixture[str]):
+    def fail() -> int:
+        raise error
+
+    assert shared._guarded(fail, as_json=False) == code
+    assert capsys.readouterr().out == ""
+
+
+def test_problems_of_an_error_are_listed_in_json(capsys: pytest.CaptureFixture[str]):
+    def fail() -> int:
+        raise MismatchError("two", ["a", "b"])
+
+    shared._guarded(fail, as_json=True)
+    assert json.loads(capsys.readouterr().out)["error"]["problems"] == ["a", "b"]
+
+
+def test_a_mistake_of_this_package_is_no_answer():
+    def fail() -> int:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        shared._guarded(fail, as_json=False)
+
+
+@pytest.mark.parametrize("absent", ["rich", "typer"])
+def test_missing_part_names_the_extra(absent: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == absent else find(name))
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    shown = capsys.readouterr()
+    assert (left.value.code, shown.out) == (2, "")
+    assert absent in shown.err
+    assert "reshard-ckpt[cli]" in shown.err
+
+
+def test_process_prints_and_leaves_as_it_does_in_tests(saved: Path):
+    shown = run_process("verify", saved, "--json")
+    assert (shown.code, shown.err) == (0, "")
+    assert shown.json["ok"] is True
+    nothing = run_process("inspect", saved.parent)
+    assert (nothing.code, nothing.out) == (1, "")
+    assert "CheckpointNotFound" in nothing.err
+    assert "Traceback" not in nothing.err
+
+
+def test_reader_of_stdout_that_leaves_ends_it_quietly(saved: Path):
+    read, write = os.pipe()
+    os.close(read)
+    process = start("inspect", saved, stdout=write)
+    os.close(write)
+    _, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (141, "")
+
+
+def test_only_rank_0_speaks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setenv("RANK", "3")
+    shared.say("to people")
+    shared.emit({"to": "machines"})
+    shared.note("beside")
+    assert capsys.readouterr() == ("", "")
+    shared.note("why this rank failed", every_rank=True)
+    assert capsys.readouterr().err == "why this rank failed\n"
+
+
+def test_names_are_printed_as_they_are_and_lines_are_not_broken(capsys: pytest.CaptureFixture[str]):
+    name = "model.[bold]layers[/bold].:smile:." + "x" * 300
+    shared.say(name)
+    assert capsys.readouterr().out == name + "\n"
+
+
+def test_json_says_what_json_cannot():
+    said = shared.as_plain({"a": float("nan"), "b": [float("inf"), -float("inf")], 3: b"\x01\xff", "t": torch.float32})
+    assert said == {"a": "NaN", "b": ["Infinity", "-Infinity"], "3": "01ff", "t": "torch.float32"}
