@@ -15,8 +15,8 @@ from tests.launch import ROOT
 
 PACKAGE = ["FlatShard", "LocalShard", "checkpoint", "errors"]
 CHECKPOINT = [
-    "LoadReport", "LoadedStep", "Manager", "PerRank", "SaveHandle", "Timeline", "VerifyReport",
-    "async_save", "catalog", "load", "prepare", "read", "save", "timeline", "verify",
+    "Inspection", "LoadReport", "LoadedStep", "Manager", "PerRank", "SaveHandle", "Timeline", "VerifyReport",
+    "async_save", "catalog", "inspect", "load", "prepare", "read", "save", "timeline", "verify",
 ]  # fmt: skip
 
 OPTIONS = {

@@ -7,12 +7,14 @@ from ..core.report import LoadReport
 from ..core.timeline import Timeline
 from ..engine.async_save import SaveHandle
 from ..engine.verify import VerifyReport
+from .inspecting import Inspection, inspect
 from .loading import load
 from .managing import LoadedStep, Manager
 from .reading import catalog, read, timeline, verify
 from .saving import async_save, prepare, save
 
 __all__ = [
+    "Inspection",
     "LoadReport",
     "LoadedStep",
     "Manager",
@@ -22,6 +24,7 @@ __all__ = [
     "VerifyReport",
     "async_save",
     "catalog",
+    "inspect",
     "load",
     "prepare",
     "read",

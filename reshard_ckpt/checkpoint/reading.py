@@ -16,9 +16,10 @@ from ..engine.progress import OnProgress, reporter
 from ..engine.save import timeline_key
 from ..engine.saved_values import open_values
 from ..engine.verify import VerifyReport, verify_all
-from ..errors import CheckpointNotFound, MismatchError, UsageError
+from ..errors import CheckpointNotFound, MismatchError
 from ..format.timeline import MAX_TIMELINE_BYTES, decode_timeline
 from ..format.torch_dtypes import TORCH_DTYPES
+from .choosing import choose
 from .source import Path, open_source
 
 
@@ -68,7 +69,8 @@ def read(path: Path, names: Sequence[str] | None = None, *, progress: bool | OnP
     Parameters
     ----------
     names
-        Which; all by default. A name also stands for everything below it (``"model"`` for ``"model.…"``).
+        Which; all by default. A name also stands for everything below it (``"model"`` for ``"model.…"``), and may be a
+        shell-style pattern (``"*.bias"``).
     progress
         As for `load`.
 
@@ -84,7 +86,7 @@ def read(path: Path, names: Sequence[str] | None = None, *, progress: bool | OnP
     """
     with open_source(path) as source:
         storage, saved = source.storage, source.catalog
-        tensors, values = _chosen(saved, names)
+        tensors, values = choose(saved, names)
         whole = [_whole(saved, name) for name in tensors]
         resolved = resolve(saved, whole, LoadOptions())
         if any(resolved.problems.values()):
@@ -94,26 +96,6 @@ def read(path: Path, names: Sequence[str] | None = None, *, progress: bool | OnP
         for name, value in open_values(storage, saved, values, verify=True).items():
             out[name] = list(value.value) if value.kind is ValueKind.PER_RANK else value.value
         return out
-
-
-def _chosen(saved: Catalog, names: Sequence[str] | None) -> tuple[list[str], list[str]]:
-    """Names of the tensors and of the values that the caller asks for."""
-    if names is None:
-        return list(saved.names), list(saved.value_names)
-    if isinstance(names, str):
-        raise UsageError(f"names={names!r}: pass a list of names, as in names=[{names!r}]")
-
-    def below(known: Sequence[str], name: str) -> list[str]:
-        return [n for n in known if n == name or n.startswith(f"{name}.")]
-
-    found = {name: (below(saved.names, name), below(saved.value_names, name)) for name in names}
-    absent = [name for name, (tensors, values) in found.items() if not tensors and not values]
-    if absent:
-        raise MismatchError(f"{', '.join(absent)}: not in the checkpoint; checkpoint.catalog(path).names lists what is", absent)
-    return (
-        list(dict.fromkeys(n for tensors, _ in found.values() for n in tensors)),
-        list(dict.fromkeys(n for _, values in found.values() for n in values)),
-    )
 
 
 def _whole(saved: Catalog, name: str) -> tuple[TensorSpec, torch.Tensor]:

@@ -2,7 +2,7 @@
 
 A command is a function under ``@command(example)`` that returns its exit code (None is 0) and prints by these alone:
 
-- `say` prints for people, on stdout; `emit` prints JSON, on stdout, and nothing else goes there with ``--json``;
+- `say` prints text and `Columns` for people, on stdout; `emit` prints JSON there, and with ``--json`` nothing else may;
 - `note` prints on stderr;
 - ``with progress() as on_progress:`` gives the function that long work reports to: a bar on stderr, or nothing where stderr is
   no terminal.
@@ -37,6 +37,7 @@ from rich.progress import (
 
 from .. import __version__
 from ..errors import CheckpointError, UsageError
+from .columns import Columns
 
 PROBLEM, WRONG_USE = 1, 2
 INTERRUPTED, BROKEN_PIPE = 130, 141
@@ -129,12 +130,16 @@ def _speaks() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def say(*things: Any) -> None:
-    """Print for people, on stdout: text, or what rich can draw."""
-    if _speaks():
-        console = _Console()
-        for thing in things:
-            console.print(thing, soft_wrap=isinstance(thing, str))
+def say(*things: str | Columns) -> None:
+    """Print for people, on stdout: text as it is, and tables."""
+    if not _speaks():
+        return
+    console = _Console()
+    for thing in things:
+        if isinstance(thing, Columns) and console.is_terminal and thing.is_drawn:
+            console.print(thing)
+        else:
+            sys.stdout.write(f"{thing if isinstance(thing, str) else thing.text()}\n")
 
 
 def note(text: str, *, every_rank: bool = False) -> None:
@@ -177,7 +182,7 @@ def progress() -> Iterator[Callable[[str, int, int], None]]:
         TextColumn("{task.description}"),
         BarColumn(),
         TaskProgressColumn(),
-        DownloadColumn(binary_units=True),
+        DownloadColumn(),
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )

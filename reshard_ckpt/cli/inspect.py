@@ -2,16 +2,225 @@
 
 from __future__ import annotations
 
-from .app import AsJson, Path, command, emit, say
+import time
+from collections.abc import Sequence
+from math import prod
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..core.catalog import Catalog, FileEntry, ShardView, TensorView
+from ..core.tree import Node, walk
+from .app import AsJson, Path, as_plain, command, emit, progress, say
+from .columns import Columns
+from .words import mesh, placement, plural, shape, short
+
+if TYPE_CHECKING:
+    from ..checkpoint import Inspection
+    from ..checkpoint.inspecting import TensorLine, ValueLine
+
+MAX_SHARDS = 64
+"""Shards of one tensor that are listed, unless all are asked for."""
+
+Names = Annotated[
+    list[str] | None,
+    typer.Argument(help="Tensors or values, what is above them, or patterns such as '*.bias'.", show_default=False),
+]
 
 
-@command("reshard-ckpt inspect ckpt/step_100")
-def inspect(path: Path, as_json: AsJson = False) -> None:
-    """Show what a checkpoint holds."""
-    from ..checkpoint import catalog
+@command(
+    "reshard-ckpt inspect ckpt/step_100",
+    "reshard-ckpt inspect ckpt/step_100 model.layers.0.attn.wq.weight",
+    "reshard-ckpt inspect ckpt/step_100 model --stats",
+)
+def inspect(
+    path: Path,
+    names: Names = None,
+    stats: Annotated[bool, typer.Option("--stats", help="Read the tensors: min, max, mean, NaN and Inf counts.")] = False,
+    all_shards: Annotated[bool, typer.Option("--all", help=f"List every shard, also past {MAX_SHARDS}.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show what a checkpoint holds: a summary, a tree of names that folds layers that are alike, or single tensors in detail.
 
-    summary = catalog(path).summary()
+    No tensor is read, unless --stats asks for it; then in bounded memory.
+    """
+    from ..checkpoint import inspect as inspect_checkpoint
+
+    with progress() as on_progress:
+        found = inspect_checkpoint(path, names, stats=stats, progress=on_progress)
     if as_json:
-        emit(summary)
-    else:
-        say(*(f"{key}: {value}" for key, value in summary.items()))
+        emit(_as_json(found))
+        return
+    detailed = {tensor.name for tensor in found.tensors} | set(found.values)
+    paragraphs: list[list[str | Columns]] = [
+        [] if names else [_summary(found)],
+        [_tree(found)] if any(line.name not in detailed for line in found.lines) else [],
+        *(_tensor(found.catalog, tensor, all_shards) for tensor in found.tensors),
+        [f"{name} = {value!r}" for name, value in found.values.items()],
+        [_stats(found)] if stats else [],
+    ]
+    for i, paragraph in enumerate(filter(None, paragraphs)):
+        say(*([""] if i else []), *paragraph)
+
+
+def _summary(found: Inspection) -> Columns:
+    of = found.summary
+    aliases = f" ({plural(of.num_aliases, 'of them a second name', 'of them second names')})" if of.num_aliases else ""
+    by = "" if of.num_ranks == 1 else f", written by {plural(of.num_ranks, 'rank')}"
+    saved = f"{_when(of.created_s)} as {of.save_id}" if of.save_id else _when(of.created_s)
+    lines = {
+        "path": found.path,
+        "format": found.format,
+        "saved": saved,
+        "step": None if of.step is None else str(of.step),
+        "mesh": mesh(of.mesh),
+        "tensors": f"{of.num_tensors:,}{aliases} in {plural(of.num_shards, 'shard')}",
+        "parameters": f"{of.num_parameters:,}",
+        "bytes": _size(of.num_bytes),
+        "dtypes": ", ".join(f"{code} {_size(share.num_bytes)}" for code, share in of.dtypes.items()),
+        "below": ", ".join(f"{root} {_size(share.num_bytes)}" for root, share in of.roots.items()),
+        "values": f"{of.num_values:,}",
+        "files": f"{of.num_files:,} with {_size(of.file_bytes)}{by}",
+        "metadata": None if found.catalog.metadata is None else short(found.catalog.metadata, 200),
+    }
+    return Columns(["", ""], [(name, line) for name, line in lines.items() if line is not None])
+
+
+def _when(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds)) if seconds > 0 else "unknown"
+
+
+def _size(num_bytes: int) -> str:
+    from ..engine.progress import size_text
+
+    return size_text(num_bytes)
+
+
+def _tree(found: Inspection) -> Columns:
+    rows: list[tuple[str, ...]] = []
+
+    def add(node: Node, guide: str, below: str) -> None:
+        leaves = [found.lines[i] for i in node.leaves]
+        times = f" ×{node.count:,}" if node.count > 1 else ""
+        rows.append((f"{guide}{node.label}{times}", *_cells(leaves, found.catalog)))
+
+    walk(found.tree, add)
+    return Columns(["name", "dtype", "shape", "placement", ">shards", ">size"], rows)
+
+
+def _cells(leaves: Sequence[TensorLine | ValueLine], catalog: Catalog) -> tuple[str, ...]:
+    """What the line of some leaves that look the same says: dtype, shape, placement, shards, size."""
+    from ..checkpoint.inspecting import ValueLine
+
+    if not leaves:
+        return ("",) * 5
+    first, size = leaves[0], _size(sum(line.num_bytes for line in leaves))
+    if isinstance(first, ValueLine):
+        said = short(first.value) if first.in_catalog else plural(first.num_ranks, "rank") if first.num_ranks else ""
+        return first.kind.replace("_", " "), said, "", "", size
+    shards = [line.num_shards for line in leaves if not isinstance(line, ValueLine)]
+    low, high = min(shards), max(shards)
+    where = placement(None if first.placement < 0 else catalog.placements[first.placement])
+    if first.alias_of is not None:
+        return first.dtype, shape(first.shape), f"= {first.alias_of}", "", ""
+    return first.dtype, shape(first.shape), where, f"{low:,}" if low == high else f"{low:,}-{high:,}", size
+
+
+def _tensor(catalog: Catalog, tensor: TensorView, all_shards: bool) -> list[str | Columns]:
+    head = f"{tensor.name}: {tensor.dtype} {shape(tensor.shape)}, {_size(tensor.num_bytes)}"
+    where = placement(tensor.placement)
+    head += f", {where}" if where else ""
+    head += f", the same bytes as {tensor.alias_of}" if tensor.alias_of else ""
+    listed = tensor.shards if all_shards else tensor.shards[:MAX_SHARDS]
+    headings = ["offsets", "lengths", "elements of that box", "rank", "file", ">at byte", ">bytes", "file digest"]
+    rows = [_shard(catalog, shard) for shard in listed]
+    if not any(map(_is_flat, listed)):
+        headings, rows = headings[:2] + headings[3:], [row[:2] + row[3:] for row in rows]
+    more = len(tensor.shards) - len(listed)
+    return [head, Columns(headings, rows), *([f"… and {plural(more, 'shard')} more; --all lists them"] if more else [])]
+
+
+def _shard(catalog: Catalog, shard: ShardView) -> tuple[str, ...]:
+    return (
+        str(list(shard.offsets)),
+        str(list(shard.lengths)),
+        f"{shard.start:,} to {shard.start + shard.count:,}" if _is_flat(shard) else "all",
+        _rank(catalog, shard.file),
+        _key(shard.file),
+        f"{shard.offset:,}",
+        f"{shard.num_bytes:,}",
+        shard.file.digest.hex() or "none",
+    )
+
+
+def _is_flat(shard: ShardView) -> bool:
+    return (shard.start, shard.count) != (0, prod(shard.lengths))
+
+
+def _rank(catalog: Catalog, file: FileEntry) -> str:
+    mesh = catalog.mesh
+    if mesh is None or file.rank >= mesh.size:
+        return str(file.rank)
+    at = zip(mesh.axes, mesh.coordinates(file.rank), strict=True)
+    return f"{file.rank} ({' '.join(f'{axis}={coordinate}' for axis, coordinate in at)})"
+
+
+def _key(file: FileEntry) -> str:
+    return f"{file.checkpoint}/{file.key}" if file.checkpoint else file.key
+
+
+def _stats(found: Inspection) -> Columns:
+    rows = []
+    for of in found.stats:
+        numbers = ("" if n is None else f"{n:.6g}" for n in (of.min, of.max, of.mean))
+        rows.append((of.name, f"{of.num_elements:,}", *numbers, f"{of.num_nan:,}", f"{of.num_inf:,}"))
+    return Columns(["name", ">elements", ">min", ">max", ">mean", ">NaN", ">Inf"], rows)
+
+
+def _as_json(found: Inspection) -> dict[str, Any]:
+    """What the text says, for programs; `shards` only of tensors that were named."""
+    from ..checkpoint.inspecting import ValueLine
+
+    of = found.summary
+    summary = {**as_plain(of), "mesh": _mesh_json(found.catalog), "metadata": as_plain(found.catalog.metadata)}
+    tensors = [line for line in found.lines if not isinstance(line, ValueLine)]
+    values = [line for line in found.lines if isinstance(line, ValueLine)]
+    placements = [as_plain(axes) for axes in found.catalog.placements]
+    detail = {tensor.name: [_shard_json(found.catalog, shard) for shard in tensor.shards] for tensor in found.tensors}
+    stats = {of.name: as_plain(of) for of in found.stats}
+    return {
+        "path": found.path,
+        "format": found.format,
+        "summary": summary,
+        "tensors": [
+            {
+                **as_plain(line),
+                "placement": None if line.placement < 0 else placements[line.placement],
+                **({"shards": detail[line.name]} if line.name in detail else {}),
+                **({"stats": stats[line.name]} if line.name in stats else {}),
+            }
+            for line in tensors
+        ],
+        "values": [{**as_plain(line), "value": as_plain(found.values.get(line.name, line.value))} for line in values],
+    }
+
+
+def _mesh_json(catalog: Catalog) -> dict[str, int] | None:
+    return None if catalog.mesh is None else dict(zip(catalog.mesh.axes, catalog.mesh.sizes, strict=True))
+
+
+def _shard_json(catalog: Catalog, shard: ShardView) -> dict[str, Any]:
+    mesh, rank = catalog.mesh, shard.file.rank
+    known = mesh is not None and rank < mesh.size
+    return {
+        "offsets": shard.offsets,
+        "lengths": shard.lengths,
+        "start": shard.start,
+        "count": shard.count,
+        "rank": rank,
+        "coordinates": dict(zip(mesh.axes, mesh.coordinates(rank), strict=True)) if mesh is not None and known else None,
+        "file": _key(shard.file),
+        "offset": shard.offset,
+        "num_bytes": shard.num_bytes,
+        "digest": shard.file.digest.hex(),
+    }

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from .app import PROBLEM, AsJson, Path, command, emit, note, say
-from .words import num_bytes, plural
+from .words import plural
 
 
 @command("reshard-ckpt verify ckpt/step_100")
 def verify(path: Path, as_json: AsJson = False) -> int:
     """Read a whole checkpoint and prove every byte of it. Exit code 1 where anything is wrong."""
     from ..checkpoint import verify as verify_checkpoint
+    from ..engine.progress import size_text
 
     report = verify_checkpoint(path)
     if as_json:
         emit({"ok": report.ok, "problems": report.problems, "num_files": report.num_files, "num_bytes": report.num_bytes})
     else:
-        read = f"{plural(report.num_files, 'file')}, {num_bytes(report.num_bytes)}"
+        read = f"{plural(report.num_files, 'file')}, {size_text(report.num_bytes)}"
         say(*report.problems, f"{path}: {'every byte is as it was written' if report.ok else 'DAMAGED'} ({read})")
     if not report.ok:
         note("load another checkpoint, or restore the files that are named")

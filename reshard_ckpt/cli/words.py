@@ -5,29 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..core.state import AxisPlacement, Mesh
-
-UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-
-
-def num_bytes(count: int) -> str:
-    """A size, to three digits or so.
-
-    >>> num_bytes(512), num_bytes(1536), num_bytes(20 << 30)
-    ('512 B', '1.5 KiB', '20.0 GiB')
-    """
-    size, unit = float(count), 0
-    while size >= 1024 and unit < len(UNITS) - 1:
-        size, unit = size / 1024, unit + 1
-    return f"{count} B" if unit == 0 else f"{size:.1f} {UNITS[unit]}"
+from ..core.tree import spans
 
 
-def plural(count: int, noun: str) -> str:
+def plural(count: int, one: str, more: str | None = None) -> str:
     """A number and its noun.
 
-    >>> plural(1, "file"), plural(1200, "file")
-    ('1 file', '1,200 files')
+    >>> plural(1, "file"), plural(1200, "file"), plural(2, "entry", "entries")
+    ('1 file', '1,200 files', '2 entries')
     """
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+    return f"{count:,} {one if count == 1 else more or one + 's'}"
+
+
+def short(value: object, limit: int = 60) -> str:
+    """A value as Python writes it, on one line, cut where it is long.
+
+    >>> short([1, 2]), short("x" * 100, 8)
+    ('[1, 2]', "'xxxxxx…")
+    """
+    text = " ".join(repr(value).split())
+    return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def shape(lengths: Sequence[int]) -> str:
@@ -61,18 +58,3 @@ def _axis(of: AxisPlacement) -> str:
     if of.kind == "shard":
         return f"{of.axis}=shard({of.dim})"
     return f"{of.axis}=on({spans(of.coords)})" if of.kind == "resident" else f"{of.axis}={of.kind}"
-
-
-def spans(numbers: Sequence[int]) -> str:
-    """Rising numbers, runs of them from first to last.
-
-    >>> spans([0, 1, 2, 5, 7, 8])
-    '0-2,5,7-8'
-    """
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

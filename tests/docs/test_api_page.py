@@ -29,6 +29,7 @@ PUBLIC: dict[str, Any] = {
     "Step": Step,
 }
 RESULTS = {
+    "checkpoint.Inspection",
     "checkpoint.LoadReport",
     "checkpoint.LoadedStep",
     "checkpoint.VerifyReport",

@@ -1,0 +1,164 @@
+"""What is in a checkpoint? A summary, a tree of names that folds layers that are alike, and single tensors in detail."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from ..core.catalog import Catalog, TensorView, ValueEntry
+from ..core.geometry import volumes
+from ..core.save_plan import item_bytes_of
+from ..core.state import Ints, ValueKind
+from ..core.summary import Summary, step_of, summarize_catalog
+from ..core.tree import Node, fold
+from ..engine.numbers import TensorStats, statistics
+from ..engine.progress import OnProgress, reporter
+from ..engine.saved_values import open_values
+from ..format.values import decode_value
+from .choosing import choose
+from .source import Path, open_source
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLine:
+    """One tensor of the tree: what its line says. `placement` is the number of one of the catalog's placements, or -1."""
+
+    name: str
+    dtype: str
+    shape: Ints
+    placement: int
+    alias_of: str | None
+    num_bytes: int
+    num_shards: int
+
+
+@dataclass(frozen=True, slots=True)
+class ValueLine:
+    """One value of the tree; where it is too large to be in the catalog, `in_catalog` is False and `value` None.
+
+    `kind` is ``"plain"``, ``"per_rank"`` or ``"param_groups"``; `num_ranks` says how many ranks have one of their own.
+    """
+
+    name: str
+    kind: str
+    num_bytes: int
+    num_ranks: int
+    in_catalog: bool
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """What `inspect` found.
+
+    Attributes
+    ----------
+    path, format
+        What was opened, and which format it has.
+    summary
+        Of the whole checkpoint.
+    catalog
+        All of it.
+    lines
+        The tensors and the values that were asked for, or all.
+    tree
+        Their names as a tree; its leaves are indices of `lines`.
+    tensors, values
+        Those that were asked for by their very name: tensors with every shard, values whole.
+    stats
+        With ``stats=True``, of every tensor that was asked for.
+    """
+
+    path: str
+    format: str
+    summary: Summary
+    catalog: Catalog
+    lines: tuple[TensorLine | ValueLine, ...]
+    tree: tuple[Node, ...]
+    tensors: tuple[TensorView, ...]
+    values: dict[str, Any]
+    stats: tuple[TensorStats, ...]
+
+
+def inspect(
+    path: Path, names: Sequence[str] | None = None, *, stats: bool = False, progress: bool | OnProgress = False
+) -> Inspection:
+    """Look at a checkpoint. Without `stats`, no tensor data are read, however large it is.
+
+    Parameters
+    ----------
+    path
+        A checkpoint, also one of another format.
+    names
+        Which tensors and values; all by default. A name also stands for everything below it, and may be a shell-style pattern.
+    stats
+        Read the tensors, and count: smallest, largest, mean, NaN, infinite. Memory is bounded, whatever their size.
+    progress
+        True writes a line on stderr; or a function of the step, the bytes done and the bytes in all.
+
+    Raises
+    ------
+    MismatchError
+        The checkpoint has none of a name that was asked for.
+    CheckpointNotFound, CorruptError
+        There is nothing to look at, or it is damaged.
+    """
+    with open_source(path) as source:
+        saved = source.catalog
+        tensors, values = choose(saved, names)
+        chosen = set(values)
+        entries = [_value_line(saved, entry) for entry in saved.values_table]
+        lines: tuple[TensorLine | ValueLine, ...] = (
+            *_tensor_lines(saved, tensors),
+            *(line for line in entries if line.name in chosen),
+        )
+        exact = set(names or ())
+        found = statistics(source.storage, saved, [saved.index(n) for n in tensors], reporter(progress)) if stats else []
+        whole = open_values(source.storage, saved, [name for name in values if name in exact], verify=True)
+        return Inspection(
+            path=str(path),
+            format=source.format,
+            summary=summarize_catalog(saved, step_of(saved.metadata, [(line.name, line.value) for line in entries])),
+            catalog=saved,
+            lines=lines,
+            tree=fold([line.name for line in lines], [_look(line) for line in lines]),
+            tensors=tuple(saved.tensor(name) for name in tensors if name in exact),
+            values={n: list(v.value) if v.kind is ValueKind.PER_RANK else v.value for n, v in whole.items() if n in exact},
+            stats=tuple(found),
+        )
+
+
+def _tensor_lines(catalog: Catalog, names: Sequence[str]) -> list[TensorLine]:
+    table = catalog.tensors_table
+    at = np.array([catalog.index(name) for name in names], np.int64)
+    source = np.where(table.alias[at] < 0, at, table.alias[at])
+    num_bytes = volumes(table.shape[at]) * item_bytes_of(table.dtype[at])
+    columns = (at, table.placement[at], table.alias[at], num_bytes, np.diff(table.row_start)[source])
+    return [
+        TensorLine(name, catalog.dtype(i), catalog.shape(i), placement, None if alias < 0 else table.names[alias], size, shards)
+        for name, (i, placement, alias, size, shards) in zip(
+            names, zip(*(column.tolist() for column in columns), strict=True), strict=True
+        )
+    ]
+
+
+def _value_line(catalog: Catalog, entry: ValueEntry) -> ValueLine:
+    data = entry.data
+    return ValueLine(
+        name=entry.name,
+        kind=entry.kind.name.lower(),
+        num_bytes=sum(prod(catalog.shape(i)) for i in entry.blobs) if data is None else len(data),
+        num_ranks=len(entry.blobs) if entry.kind is ValueKind.PER_RANK else 0,
+        in_catalog=data is not None,
+        value=None if data is None else decode_value(data, name=entry.name),
+    )
+
+
+def _look(line: TensorLine | ValueLine) -> Hashable:
+    if isinstance(line, ValueLine):
+        return line.kind, repr(line.value)
+    return line.dtype, line.shape, line.placement, line.alias_of
