@@ -12,13 +12,11 @@ from ..comm import open_session
 from ..core.report import LoadReport
 from ..core.state import ValueKind
 from ..engine.async_save import LINE
-from ..engine.load import LoadOptions, drop_refused, fetch, fetch_catalog, missing_values, resolve, vote
+from ..engine.load import LoadOptions, drop_refused, fetch, missing_values, resolve, vote
 from ..engine.progress import OnProgress, reporter
 from ..engine.rename import renamed
 from ..engine.saved_values import SavedValue, open_values
-from ..engine.steps import reading
-from ..storage import open_storage
-from .source import Path
+from .source import NATIVE, Path, open_shared_source
 
 Patterns = Sequence[str] | bool
 
@@ -81,19 +79,26 @@ def load(
     PeerError
         Another rank failed or did not arrive.
     """
-    options = LoadOptions(strict, verify, verify_first, cast, allow_resize)
-    with ExitStack() as held, open_session("load", str(path), process_group=process_group, timeout_s=timeout_s) as comm:
-        storage = held.enter_context(open_storage(path))
-        if comm.rank == 0:  # until all ranks have left the session
-            held.enter_context(reading(storage))
+    session = open_session("load", str(path), process_group=process_group, timeout_s=timeout_s)
+    with ExitStack() as held, session as comm:
+        source = held.enter_context(open_shared_source(comm, path))  # until all ranks have left the session
+        options = LoadOptions(strict, verify, verify_first, cast, allow_resize, tied_under_one_name=source.format != NATIVE)
         LINE.wait_staged()  # what a save still copies must not change under it
-        saved = fetch_catalog(comm, storage)
-        saved = saved if rename is None else renamed(saved, rename)
+        storage, saved = source.storage, source.catalog if rename is None else renamed(source.catalog, rename)
         target = prepare_load(state, saved, rank=comm.rank, size=comm.size)
         values = _for_adapters(open_values(storage, saved, target.prefixes, verify=verify))
         resolved = resolve(saved, [(e.spec, e.memory) for e in target.entries], options)
         unfit = missing_values(saved, target.values) + target.check(values)
-        verdict = vote(comm, saved, resolved, target.prefixes, values=unfit, unplaced=target.unplaced, strict=strict)
+        verdict = vote(
+            comm,
+            saved,
+            resolved,
+            target.prefixes,
+            values=unfit,
+            unplaced=target.unplaced,
+            strict=strict,
+            hints=source.hints(target.prefixes),
+        )
         resolved = drop_refused(saved, resolved, verdict.refused)
         bytes_read = fetch(storage, saved, resolved, options, report=reporter(progress if comm.rank == 0 else False))
         # Every rank has proved its bytes before any object is given its values.

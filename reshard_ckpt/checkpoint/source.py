@@ -3,25 +3,40 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 
+from ..adapters.foreign import FORMATS, open_foreign
+from ..comm.protocol import Comm
 from ..core.catalog import Catalog
-from ..engine.load import open_catalog
+from ..engine.load import Opened, identified_catalog, open_alike
 from ..engine.steps import reading
+from ..errors import CheckpointNotFound
+from ..format.catalog import encode_catalog
+from ..format.checksums import digest128
 from ..storage import Storage, open_storage
+
+NATIVE = "reshard_ckpt"
 
 Path = str | os.PathLike[str]
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A checkpoint to read from: where its bytes are, what they mean, and the name of the format that they have."""
+    """A checkpoint to read from: where its bytes are, what they mean, and the name of the format that they have.
+
+    ``advice`` is what to do where a load of a foreign format does not fit, by the name below which it holds.
+    """
 
     storage: Storage
     catalog: Catalog
-    format: str = "reshard_ckpt"
+    format: str = NATIVE
+    advice: Mapping[str, str] = field(default_factory=dict)
+
+    def hints(self, prefixes: Sequence[str]) -> tuple[str, ...]:
+        """The advice that concerns what lies below these names."""
+        return tuple(text for name, text in self.advice.items() if any(f"{name}.".startswith(f"{p}.") for p in prefixes))
 
 
 @contextmanager
@@ -35,5 +50,35 @@ def open_source(path: Path) -> Iterator[Source]:
     CorruptError
         It is damaged.
     """
-    with open_storage(path) as storage, reading(storage):
-        yield Source(storage, open_catalog(storage))
+    with ExitStack() as held:
+        yield _open(path, held, lock=True).what
+
+
+@contextmanager
+def open_shared_source(comm: Comm, path: Path) -> Iterator[Source]:
+    """Open what a path holds on every rank of a job, and make sure that it is the same; rank 0 keeps it from being removed."""
+    with ExitStack() as held:
+        yield open_alike(comm, str(path), lambda: _open(path, held, lock=comm.rank == 0))
+
+
+def _open(path: Path, held: ExitStack, *, lock: bool) -> Opened[Source]:
+    """Open this library's own format, else the first foreign one that knows what is there."""
+    storage = held.enter_context(open_storage(path))
+    if lock:
+        held.enter_context(reading(storage))
+    try:
+        opened = identified_catalog(storage)
+    except CheckpointNotFound as error:
+        return _open_foreign(path, held, error)
+    return Opened(Source(storage, opened.what), opened.identity)
+
+
+def _open_foreign(path: Path, held: ExitStack, not_ours: CheckpointNotFound) -> Opened[Source]:
+    found = open_foreign(os.fspath(path))
+    if found is None:
+        formats = "; ".join(f"{one.looks_for} ({one.name})" for one in FORMATS)
+        raise CheckpointNotFound(f"{not_ours}. Looked for: catalog.msgpack ({NATIVE}); {formats}") from None
+    held.enter_context(found.storage)
+    source = Source(found.storage, found.catalog, found.format, found.advice)
+    # A foreign format has no digest of its metadata; what was made of them is the same wherever they are.
+    return Opened(source, digest128(encode_catalog(replace(found.catalog, created_s=0.0))))

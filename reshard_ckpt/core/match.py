@@ -37,16 +37,24 @@ def matches(name: str, patterns: Sequence[str] | bool) -> bool:
 
 
 def match(
-    specs: Sequence[TensorSpec], catalog: Catalog, *, cast: Sequence[str] | bool, allow_resize: Sequence[str] | bool
+    specs: Sequence[TensorSpec],
+    catalog: Catalog,
+    *,
+    cast: Sequence[str] | bool,
+    allow_resize: Sequence[str] | bool,
+    tied_under_one_name: bool = False,
 ) -> Match:
-    """Find each spec's source; specs that have none, or one of another shape or dtype, are left out and named."""
+    """Find each spec's source; specs that have none, or one of another shape or dtype, are left out and named.
+
+    With `tied_under_one_name`, what shares its memory with a spec that has a source is not missing.
+    """
     found: list[int] = []
-    missing: list[str] = []
+    missing: dict[str, TensorSpec] = {}
     shape: list[str] = []
     dtype: list[str] = []
     for i, spec in enumerate(specs):
         if spec.name not in catalog:
-            missing.append(f"{spec.name}: not in the checkpoint")
+            missing[f"{spec.name}: not in the checkpoint"] = spec
             continue
         index = catalog.index(spec.name)
         saved, code = catalog.shape(index), catalog.dtype(index)
@@ -58,7 +66,9 @@ def match(
         else:
             found.append(i)
     source = np.array([catalog.index(specs[i].name) for i in found], np.int64)
-    return Match(tuple(found), source, tuple(dict.fromkeys(missing)), tuple(dict.fromkeys(shape)), tuple(dict.fromkeys(dtype)))
+    has_source = {specs[i].alias_of or specs[i].name for i in found} if tied_under_one_name else set()
+    lines = tuple(line for line, spec in missing.items() if (spec.alias_of or spec.name) not in has_source)
+    return Match(tuple(found), source, lines, tuple(dict.fromkeys(shape)), tuple(dict.fromkeys(dtype)))
 
 
 def expected_counts(catalog: Catalog, source: I64, wanted: PieceColumns) -> I64:

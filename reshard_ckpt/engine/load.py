@@ -1,6 +1,6 @@
 """How does a rank load? Find what it wants in the catalog, hear that all ranks can, read, and prove.
 
-1. `fetch_catalog`: rank 0 reads the catalog and tells its digest, so that all ranks load the same save.
+1. `open_alike`: rank 0 reads the catalog and tells its digest, so that all ranks load the same save.
 2. `resolve`: match wanted tensors with saved ones, and plan; no tensor changes yet.
 3. `vote`: problems of all ranks come together; either all ranks go on, or all raise the same error.
 4. `fetch`: check the files, then read and prove every byte.
@@ -8,8 +8,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 import msgpack
 import numpy as np
@@ -33,6 +34,8 @@ from .progress import OnProgress, silent
 from .read import WINDOW_BYTES, Destination, check_files, execute, open_blocks
 from .save import CATALOG_KEY, SAVE_ID
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
@@ -43,6 +46,8 @@ class LoadOptions:
     verify_first: bool = False
     cast: Sequence[str] | bool = False
     allow_resize: Sequence[str] | bool = False
+    tied_under_one_name: bool = False
+    """Whether the checkpoint may hold tied tensors under one of their names alone, as some foreign formats do."""
 
     def __post_init__(self) -> None:
         for option, patterns in (("cast", self.cast), ("allow_resize", self.allow_resize)):
@@ -78,6 +83,14 @@ class Resolved:
     """Tensors of the catalog of which a part that this rank wants is covered by no saved shard."""
 
 
+@dataclass(frozen=True, slots=True)
+class Opened(Generic[T]):
+    """Something that was opened, and bytes that are equal wherever the same was opened."""
+
+    what: T
+    identity: bytes
+
+
 def read_catalog_bytes(storage: Storage) -> bytes:
     """The bytes of the catalog.
 
@@ -102,7 +115,13 @@ def _what_is_there(storage: Storage) -> str:
 
 def open_catalog(storage: Storage) -> Catalog:
     """Read and check the catalog, in one process."""
-    return _decoded(storage, read_catalog_bytes(storage))
+    return identified_catalog(storage).what
+
+
+def identified_catalog(storage: Storage) -> Opened[Catalog]:
+    """The catalog, and the digest of its bytes."""
+    data = read_catalog_bytes(storage)
+    return Opened(_decoded(storage, data), digest128(data))
 
 
 def _decoded(storage: Storage, data: bytes) -> Catalog:
@@ -112,27 +131,33 @@ def _decoded(storage: Storage, data: bytes) -> Catalog:
         raise CorruptError(f"{storage.url}: {error}") from error
 
 
-def fetch_catalog(comm: Comm, storage: Storage) -> Catalog:
-    """Read the catalog on every rank, and make sure that it is the same one.
+def open_alike(comm: Comm, where: str, read: Callable[[], Opened[T]]) -> T:
+    """Open a checkpoint on every rank, and make sure that it is the same one; rank 0 first.
+
+    Parameters
+    ----------
+    where
+        What it is called in messages.
+    read
+        Opens it, and gives its identity.
 
     Raises
     ------
     CheckpointNotFound, CorruptError
-        See `read_catalog_bytes` and `decode_catalog`; or another save replaced the checkpoint meanwhile.
+        What `read` raises; or another save replaced the checkpoint meanwhile.
     """
     if comm.rank == 0:
-        data = read_catalog_bytes(storage)
-        catalog = _decoded(storage, data)
-        comm.broadcast(digest128(data))
-        return catalog
+        opened = read()
+        comm.broadcast(opened.identity)
+        return opened.what
     wanted = comm.broadcast(None)
-    data = read_catalog_bytes(storage)
-    if digest128(data) != wanted:
+    opened = read()
+    if opened.identity != wanted:
         raise CorruptError(
-            f"{storage.url}: rank {comm.rank} reads another catalog than rank 0; load from a path that all ranks share, "
+            f"{where}: rank {comm.rank} reads another catalog than rank 0; load from a path that all ranks share, "
             "and not while a save replaces it"
         )
-    return _decoded(storage, data)
+    return opened.what
 
 
 def resolve(
@@ -148,7 +173,8 @@ def resolve(
         Saved shards of a wanted tensor overlap, so the catalog is not one that a save made.
     """
     specs = [spec for spec, _ in tensors]
-    found = match(specs, catalog, cast=options.cast, allow_resize=options.allow_resize)
+    tied = options.tied_under_one_name
+    found = match(specs, catalog, cast=options.cast, allow_resize=options.allow_resize, tied_under_one_name=tied)
     chosen, source, ties = _without_shared(specs, found, catalog)
     kept = tuple(specs[i] for i in chosen)
     dests = [
@@ -215,10 +241,11 @@ def vote(
     values: Sequence[str] = (),
     unplaced: Sequence[str] = (),
     strict: bool,
+    hints: Sequence[str] = (),
 ) -> Verdict:
     """Bring the problems of all ranks together; `values` are those that this rank has with values.
 
-    Tensors that are `unplaced` on this rank are among those problems already, and not unexpected.
+    Tensors that are `unplaced` on this rank are among those problems already, and not unexpected. `hints` say what else may help.
 
     Raises
     ------
@@ -237,6 +264,7 @@ def vote(
             advice += ", with cast=[patterns] to convert dtypes"
         if report.shape:
             advice += ", with allow_resize=[patterns] to load what overlaps"
+        advice += "".join(f"; {hint}" for hint in hints)
         raise MismatchError(summarize(report.problems, advice + _other_keys(catalog, prefixes)), report.problems)
     return Verdict(report, frozenset(refused))
 

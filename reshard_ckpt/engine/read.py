@@ -89,8 +89,9 @@ def check_files(storage: Storage, catalog: Catalog, files: Sequence[int]) -> Non
 
 
 def open_blocks(storage: Storage, catalog: Catalog, files: Sequence[int]) -> Blocks:
-    """Read and prove the digests of these files."""
-    return Blocks({index: _file_digests(storage, catalog.files[index]) for index in files})
+    """Read and prove the digests of these files; foreign ones have none."""
+    entries = ((index, catalog.files[index]) for index in files)
+    return Blocks({index: _file_digests(storage, entry) for index, entry in entries if entry.digests_key})
 
 
 def _file_digests(storage: Storage, entry: FileEntry) -> Digests:
@@ -270,7 +271,7 @@ class _Reader:
             source = torch.as_strided(usable, lengths, [s // each for s in strides], offset // each)
         else:  # a foreign file need not align its elements
             raw = torch.as_strided(buffer, (*lengths, each), (*strides, 1), offset)
-            source = raw.contiguous().view(dest.dtype).squeeze(-1)
+            source = raw.clone(memory_format=torch.contiguous_format).view(dest.dtype).squeeze(-1)
         region(dest.tensor, items.dst[item], lengths, items.dst_strides[item]).copy_(source)
 
     def _prove(self, file: int, low: int, parts: list[memoryview], items: range) -> None:

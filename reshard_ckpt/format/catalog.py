@@ -84,6 +84,10 @@ def decode_catalog(data: bytes | memoryview) -> Catalog:
     catalog = _decode_sections(_open_sections(data))
     for problem in problems(catalog):
         raise CorruptError(f"catalog: {problem}; use another checkpoint")
+    # Only the files of foreign formats have none, and those have no catalog file: what claims to be ours must be provable.
+    unproved = next((file.key for file in catalog.files if not file.digests_key), None)
+    if unproved is not None:
+        raise CorruptError(f"catalog: file {unproved} has no digests; use another checkpoint")
     return catalog
 
 

@@ -273,6 +273,12 @@ def test_a_lie_is_found_and_cannot_be_written(lie: str):
         encode_catalog(make())
 
 
+def test_files_that_nothing_proves_are_refused():
+    data = encode_catalog(file(digests_key="", digest=b""))
+    with pytest.raises(CorruptError, match="has no digests"):
+        decode_catalog(data)
+
+
 def test_names_that_are_no_text_cannot_be_written():
     with pytest.raises(UnsupportedError, match="lone surrogate"):
         encode_catalog(altered("", mesh=Mesh(("\ud800",), (2,))))

@@ -1,0 +1,27 @@
+"""What can be read of what other libraries wrote? Each format is an adapter that gives a catalog over its own files.
+
+Nothing is converted and no tensor data are read: a catalog says where the bytes lie, and the planner and the reader that serve
+the library's own checkpoints do the rest, resharding included.
+"""
+
+from __future__ import annotations
+
+from .protocol import Foreign, ForeignFormat
+from .safetensors import SafetensorsFormat
+from .table import ForeignTensor, Part, build, whole
+
+__all__ = ["FORMATS", "Foreign", "ForeignFormat", "ForeignTensor", "Part", "build", "open_foreign", "whole"]
+
+FORMATS: tuple[ForeignFormat, ...] = (SafetensorsFormat(),)
+"""In the order in which they are tried."""
+
+
+def open_foreign(path: str) -> Foreign | None:
+    """Open what a path holds, in the first format that knows it; None if none does.
+
+    Raises
+    ------
+    CorruptError
+        A format knows it, but it is damaged.
+    """
+    return next((found for one in FORMATS if (found := one.open(path)) is not None), None)
