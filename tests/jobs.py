@@ -40,16 +40,21 @@ def plan_job(holdings: Sequence[Holdings]) -> tuple[SavePlan, tuple[ValueEntry, 
 
 
 def save_job(
-    storage: Storage, ranks: Sequence[Tensors], values: Sequence[Sequence[ValueSpec]] | None = None, mesh: Mesh | None = None
+    storage: Storage,
+    ranks: Sequence[Tensors],
+    values: Sequence[Sequence[ValueSpec]] | None = None,
+    mesh: Mesh | None = None,
+    order: Sequence[int] | None = None,
 ) -> Catalog:
-    """Save what each rank holds; returns the published catalog."""
+    """Save what each rank holds; returns the published catalog. Ranks write in the given order."""
     before = look(storage)
     holdings = [hold(tensors, values[rank] if values else (), mesh, rank) for rank, tensors in enumerate(ranks)]
     plan, merged, assignments = plan_job(holdings)
-    receipts = [
-        decode_receipt(encode_receipt(write_assignment(storage, h, a, rank)))
-        for rank, (h, a) in enumerate(zip(holdings, assignments, strict=True))
-    ]
+    receipt_of = {
+        rank: decode_receipt(encode_receipt(write_assignment(storage, holdings[rank], assignments[rank], rank)))
+        for rank in (order or range(len(ranks)))
+    }
+    receipts = [receipt_of[rank] for rank in range(len(ranks))]
     publish(storage, plan, merged, receipts, save_id=assignments[0].save_id, metadata=encode_value(None, ""), before=before)
     return open_catalog(storage)
 

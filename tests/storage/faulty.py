@@ -84,7 +84,7 @@ class FaultyStorage:
 
 @dataclass
 class FaultyWriter:
-    """The writer of a `FaultyStorage`; an abort never fails, as it is how a failure is handled."""
+    """The writer of a `FaultyStorage`."""
 
     inner: Writer
     key: str
@@ -99,6 +99,7 @@ class FaultyWriter:
         self.inner.finish()
 
     def abort(self) -> None:
+        self.before("abort", self.key)
         self.inner.abort()
 
     def __enter__(self) -> FaultyWriter:
@@ -115,13 +116,39 @@ class FaultyWriter:
             raise
 
 
+CHANGES = ("create", "write", "finish", "sync", "publish", "delete")
+"""The operations that change something, or make it last."""
+
+
+class Stopped(BaseException):
+    """The process is dead: not an error that any code may handle."""
+
+
+@dataclass
+class StopAt:
+    """A `before` that kills the process before the n-th change (from 0): nothing that it does afterwards happens."""
+
+    n: int
+    seen: list[tuple[str, str]] = field(default_factory=list)
+
+    @property
+    def is_dead(self) -> bool:
+        return len(self.seen) > self.n
+
+    def __call__(self, operation: str, key: str) -> None:
+        if operation in CHANGES and not self.is_dead:
+            self.seen.append((operation, key))
+        if self.is_dead:
+            raise Stopped
+
+
 @dataclass
 class FailAt:
     """A `before` that raises `error` at the n-th operation (from 0) of those named."""
 
     n: int
     error: BaseException
-    operations: Sequence[str] = ("create", "write", "finish", "sync", "publish", "delete")
+    operations: Sequence[str] = CHANGES
     seen: list[tuple[str, str]] = field(default_factory=list)
 
     def __call__(self, operation: str, key: str) -> None:

@@ -1,0 +1,103 @@
+"""What is saved, over and over, and which one of these states does a path hold?
+
+Every value depends on the state's number, and on its own place; so neither a mixture of two states nor a wrong byte goes unseen.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from reshard_ckpt import checkpoint
+from reshard_ckpt.core.state import Claim, TensorSpec, ValueKind, ValueSpec, box_piece, row_major_strides
+from reshard_ckpt.errors import CheckpointNotFound
+from reshard_ckpt.format.values import encode_path, encode_value
+from tests.layouts import values_of
+
+ROWS = 8
+OLD, NEW, NEXT = 1, 2, 3
+
+
+def tensor(name: str, shape: tuple[int, ...], number: int) -> torch.Tensor:
+    return values_of(shape, "F32", number * 131 + len(name))
+
+
+def expected(number: int) -> dict[str, Any]:
+    """All that a checkpoint of this state holds."""
+    return {
+        "t.rows": tensor("t.rows", (ROWS, 5), number),
+        "t.same": tensor("t.same", (3, 3), number),
+        "extra.step": number,
+        "extra.long": [number] * 5000,
+    }
+
+
+def plain(number: int) -> dict[str, Any]:
+    """The state as one process has it."""
+    whole = expected(number)
+    return {
+        "t": {"rows": whole["t.rows"], "same": whole["t.same"]},
+        "extra": {"step": number, "long": whole["extra.long"]},
+    }
+
+
+def tensors_of(rank: int, ranks: int, number: int) -> list[tuple[TensorSpec, torch.Tensor]]:
+    """What one rank of several holds of the tensors: some rows of one, all of the other."""
+    whole, each = expected(number), ROWS // ranks
+    mine = whole["t.rows"][rank * each : (rank + 1) * each].clone()
+    rows = box_piece((rank * each, 0), (each, 5), 0, (5, 1))
+    same = box_piece((0, 0), (3, 3), 0, row_major_strides((3, 3)))
+    return [
+        (TensorSpec("t.rows", "F32", (ROWS, 5), (rows,), Claim.DECLARED), mine),
+        (TensorSpec("t.same", "F32", (3, 3), (same,), Claim.DECLARED), whole["t.same"]),
+    ]
+
+
+def values_of_rank(number: int) -> list[ValueSpec]:
+    out = []
+    for name in ("extra.step", "extra.long"):
+        path = encode_path(name.split("."))
+        out.append(ValueSpec(name, path, ValueKind.PLAIN, encode_value(expected(number)[name], name)))
+    return out
+
+
+def is_state(found: dict[str, Any], number: int) -> bool:
+    """Whether what was read is this state, bit for bit."""
+    wanted = expected(number)
+    if found.keys() != wanted.keys():
+        return False
+    same = [
+        torch.equal(v.view(torch.uint8), found[k].view(torch.uint8)) if torch.is_tensor(v) else v == found[k]
+        for k, v in wanted.items()
+    ]
+    return all(same)
+
+
+def held(path: str | os.PathLike[str]) -> int | None:
+    """The number of the one state that the path holds, None where there is no checkpoint; all else is an error."""
+    try:
+        found = checkpoint.read(path)
+    except CheckpointNotFound:
+        return None
+    report = checkpoint.verify(path)
+    assert report.ok, report.problems
+    (number,) = [number for number in (OLD, NEW, NEXT) if is_state(found, number)]
+    return number
+
+
+def assert_clean(path: Path) -> None:
+    """There is the checkpoint, and nothing else."""
+    catalog = checkpoint.catalog(path)
+    wanted = {"catalog.msgpack", catalog.save_id, *(key for f in catalog.files for key in (f.key, f.digests_key))}
+    found = {str(p.relative_to(path)) for p in path.rglob("*")}
+    assert found == wanted, found ^ wanted
+
+
+def assert_next_save_works(path: Path) -> None:
+    """Whatever was left there, the next save works, and cleans up."""
+    checkpoint.save(path, plain(NEXT))
+    assert held(path) == NEXT
+    assert_clean(path)
