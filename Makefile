@@ -9,7 +9,7 @@ JOBS ?= auto
 # More threads than cores make small models slower, and every test process would start its own.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check bench
+.PHONY: demo test check bench soak
 .DEFAULT_GOAL := check
 
 $(STAMP): pyproject.toml constraints.txt
@@ -39,3 +39,7 @@ bench: $(BENCH_STAMP)
 	$(BIN)/python -m benchmarks.train_stall --out bench_out/train_stall.json
 	$(BIN)/python -m benchmarks.train_stall --ranks 4 --rounds 2 --out bench_out/train_stall_4_ranks.json
 	$(BIN)/python -m benchmarks.planning --ranks 16384 --shards 1000000 --json bench_out/planning.json
+
+MINUTES ?= 15
+soak: $(STAMP)
+	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES) --out bench_out/soak.json
