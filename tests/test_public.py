@@ -15,8 +15,8 @@ from tests.launch import ROOT
 
 PACKAGE = ["FlatShard", "LocalShard", "checkpoint", "errors"]
 CHECKPOINT = [
-    "Inspection", "LoadReport", "LoadedStep", "Manager", "PerRank", "SaveHandle", "Timeline", "VerifyReport",
-    "async_save", "catalog", "inspect", "load", "prepare", "read", "save", "timeline", "verify",
+    "Diff", "Inspection", "LoadReport", "LoadedStep", "Manager", "PerRank", "SaveHandle", "Timeline", "VerifyReport",
+    "async_save", "catalog", "diff", "inspect", "load", "prepare", "read", "save", "timeline", "verify",
 ]  # fmt: skip
 
 OPTIONS = {

@@ -7,6 +7,7 @@ from ..core.report import LoadReport
 from ..core.timeline import Timeline
 from ..engine.async_save import SaveHandle
 from ..engine.verify import VerifyReport
+from .comparing import Diff, diff
 from .inspecting import Inspection, inspect
 from .loading import load
 from .managing import LoadedStep, Manager
@@ -14,6 +15,7 @@ from .reading import catalog, read, timeline, verify
 from .saving import async_save, prepare, save
 
 __all__ = [
+    "Diff",
     "Inspection",
     "LoadReport",
     "LoadedStep",
@@ -24,6 +26,7 @@ __all__ = [
     "VerifyReport",
     "async_save",
     "catalog",
+    "diff",
     "inspect",
     "load",
     "prepare",

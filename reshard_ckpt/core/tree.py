@@ -143,3 +143,21 @@ def walk(nodes: Sequence[Node], visit: Callable[[Node, str, str], None], lead: s
         last = i == len(nodes) - 1
         visit(node, f"{lead}{'└─ ' if last else '├─ '}", f"{lead}{'   ' if last else '│  '}")
         walk(node.children, visit, f"{lead}{'   ' if last else '│  '}")
+
+
+def shorten(names: Sequence[str], looks: Sequence[Hashable]) -> list[tuple[str, tuple[int, ...]]]:
+    """The names in few lines, each with the indices of those that it stands for.
+
+    >>> shorten(["layers.0.w", "layers.1.w", "norm"], ["", "", ""])
+    [('layers.0-1.w', (0, 1)), ('norm', (2,))]
+    """
+    out: list[tuple[str, tuple[int, ...]]] = []
+
+    def add(nodes: Sequence[Node], above: str) -> None:
+        for node in nodes:
+            if node.leaves:
+                out.append((f"{above}{node.label}", node.leaves))
+            add(node.children, f"{above}{node.label}.")
+
+    add(fold(names, looks), "")
+    return out

@@ -29,6 +29,7 @@ PUBLIC: dict[str, Any] = {
     "Step": Step,
 }
 RESULTS = {
+    "checkpoint.Diff",
     "checkpoint.Inspection",
     "checkpoint.LoadReport",
     "checkpoint.LoadedStep",

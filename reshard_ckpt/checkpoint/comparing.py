@@ -1,0 +1,156 @@
+"""What differs between two checkpoints? First what their catalogs say, then, if asked, every byte; layouts may differ freely."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from ..core.catalog import Catalog
+from ..core.state import AxisPlacement, ValueKind
+from ..engine.compare import Side, TensorDifference, compare
+from ..engine.progress import OnProgress, reporter
+from ..engine.saved_values import SavedValue, open_values
+from ..format.values import encode_value
+from .source import Path, Source, open_source
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What one thing is in the first checkpoint, and what in the second."""
+
+    name: str
+    a: Any
+    b: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Diff:
+    """What `diff` found.
+
+    Attributes
+    ----------
+    a, b
+        The paths.
+    removed, added
+        Names of tensors and values that only the first has, and that only the second has.
+    kind, shape, dtype
+        A `Change` for each name that is a tensor in one and a value in the other; for each tensor of another global shape; and for
+        each of another dtype.
+    placement
+        A `Change` for each tensor that is laid out otherwise, and for each per-rank value of another number of ranks. These are
+        no differences: ``equal`` does not count them.
+    tensors, values
+        With ``values=True``: the tensors whose bytes differ, and how far apart they are; a `Change` for each value that differs.
+    num_compared
+        Tensors whose bytes were compared.
+    """
+
+    a: str
+    b: str
+    removed: tuple[str, ...]
+    added: tuple[str, ...]
+    kind: tuple[Change, ...]
+    shape: tuple[Change, ...]
+    dtype: tuple[Change, ...]
+    placement: tuple[Change, ...]
+    tensors: tuple[TensorDifference, ...] = ()
+    values: tuple[Change, ...] = ()
+    num_compared: int = 0
+
+    @property
+    def equal(self) -> bool:
+        """Whether nothing differs but the layout, as far as was compared."""
+        return not (self.removed or self.added or self.kind or self.shape or self.dtype or self.tensors or self.values)
+
+
+def diff(a: Path, b: Path, *, values: bool = False, progress: bool | OnProgress = False) -> Diff:
+    """Compare two checkpoints, of any layouts and formats.
+
+    Parameters
+    ----------
+    a, b
+        The checkpoints.
+    values
+        Compare what is in them too: every tensor bit by bit, in bounded memory, and every value. Otherwise only names, shapes,
+        dtypes and placements are.
+    progress
+        As for `inspect`.
+
+    Raises
+    ------
+    CheckpointNotFound, CorruptError
+        One of them cannot be read, or is damaged.
+    """
+    with ExitStack() as stack:
+        one, two = (stack.enter_context(open_source(path)) for path in (a, b))
+        first, second = one.catalog, two.catalog
+        tensors = [name for name in first.names if name in second]
+        saved = set(second.value_names)
+        both = [name for name in first.value_names if name in saved]
+        unequal = list(_unequal_values(one, two, both)) if values else []
+        comparable = [name for name in tensors if first.shape(first.index(name)) == second.shape(second.index(name))]
+        left, right = (Side(s.storage, s.catalog, [s.catalog.index(name) for name in comparable]) for s in (one, two))
+        per_rank = [change for change, counts in unequal if not counts]
+        return Diff(
+            a=str(a),
+            b=str(b),
+            removed=tuple(sorted(_all_names(first) - _all_names(second))),
+            added=tuple(sorted(_all_names(second) - _all_names(first))),
+            kind=tuple(_kinds(first, second)),
+            shape=tuple(_changes(tensors, *(lambda name, c=c: c.shape(c.index(name)) for c in (first, second)))),
+            dtype=tuple(_changes(tensors, *(lambda name, c=c: c.dtype(c.index(name)) for c in (first, second)))),
+            placement=(*_changes(tensors, *(lambda name, c=c: _placement(c, name) for c in (first, second))), *per_rank),
+            tensors=tuple(compare(comparable, left, right, reporter(progress))) if values else (),
+            values=tuple(change for change, counts in unequal if counts),
+            num_compared=len(comparable) if values else 0,
+        )
+
+
+def _all_names(catalog: Catalog) -> set[str]:
+    return {*catalog.names, *catalog.value_names}
+
+
+def _changes(names: Sequence[str], of_a: Any, of_b: Any) -> Iterator[Change]:
+    for name in names:
+        a, b = of_a(name), of_b(name)
+        if a != b:
+            yield Change(name, a, b)
+
+
+def _kinds(a: Catalog, b: Catalog) -> Iterator[Change]:
+    """What is a tensor here and a value there."""
+    for name in sorted(_all_names(a) & _all_names(b)):
+        if (name in a) != (name in b):
+            yield Change(name, *("tensor" if name in catalog else "value" for catalog in (a, b)))
+
+
+def _placement(catalog: Catalog, name: str) -> tuple[AxisPlacement, ...] | None:
+    placement = int(catalog.tensors_table.placement[catalog.index(name)])
+    return None if placement < 0 else catalog.placements[placement]
+
+
+def _unequal_values(a: Source, b: Source, names: Sequence[str]) -> Iterator[tuple[Change, bool]]:
+    """The values that differ; False beside those that cannot be compared, being of another number of ranks."""
+    for name in names:  # one at a time: large ones are in the shard files
+        one, two = (open_values(s.storage, s.catalog, [name], verify=True)[name] for s in (a, b))
+        if one.kind == two.kind == ValueKind.PER_RANK:
+            if len(one.value) != len(two.value):
+                yield Change(name, f"{len(one.value)} ranks", f"{len(two.value)} ranks"), False
+            elif any(_encoded(x, name) != _encoded(y, name) for x, y in zip(one.value, two.value, strict=True)):
+                yield Change(name, list(one.value), list(two.value)), True
+        elif one.kind != two.kind or _encoded(_in_order(one), name) != _encoded(_in_order(two), name):
+            yield Change(name, *(list(v.value) if v.kind is ValueKind.PER_RANK else v.value for v in (one, two))), True
+
+
+def _encoded(value: Any, name: str) -> bytes:
+    """Identical values have identical bytes, NaN too."""
+    return encode_value(value, name)
+
+
+def _in_order(saved: SavedValue) -> Any:
+    """Parameter groups with their parameters sorted: layouts bring them in different orders."""
+    if saved.kind is not ValueKind.PARAM_GROUPS:
+        return saved.value
+    return [{**group, "params": sorted(group.get("params", ()), key=repr)} for group in saved.value]

@@ -1,0 +1,101 @@
+"""``reshard-ckpt diff``: what differs between two checkpoints?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..core.tree import shorten
+from .app import PROBLEM, AsJson, as_plain, command, emit, progress, say
+from .columns import Columns
+from .words import placement, plural, shape, short
+
+if TYPE_CHECKING:
+    from ..checkpoint import Diff
+    from ..checkpoint.comparing import Change
+
+A = Annotated[str, typer.Argument(help="A checkpoint.", show_default=False)]
+B = Annotated[str, typer.Argument(help="Another one, of any layout or format.", show_default=False)]
+
+
+@command("reshard-ckpt diff ckpt/step_100 ckpt/step_200", "reshard-ckpt diff ckpt/step_100 resharded/step_100 --values")
+def diff(
+    a: A,
+    b: B,
+    values: Annotated[bool, typer.Option("--values", help="Compare every tensor bit by bit, and every value.")] = False,
+    as_json: AsJson = False,
+) -> int:
+    """Compare two checkpoints: names, shapes, dtypes and placements, and with --values what is in them.
+
+    Exit code 1 if they differ. Another placement is said, but is no difference: equal values under different layouts are equal.
+    """
+    from ..checkpoint import diff as diff_checkpoints
+
+    with progress() as on_progress:
+        found = diff_checkpoints(a, b, values=values, progress=on_progress)
+    if as_json:
+        emit({"equal": found.equal, **as_plain(found)})
+    else:
+        _print(found, values)
+    return 0 if found.equal else PROBLEM
+
+
+def _print(found: Diff, values: bool) -> None:
+    rows = [
+        *_names("only in A", found.removed),
+        *_names("only in B", found.added),
+        *_changed("kind", found.kind, str),
+        *_changed("shape", found.shape, shape),
+        *_changed("dtype", found.dtype, str),
+        *_changed("value", found.values, short),
+        *_changed("placement", found.placement, _placement),
+    ]
+    if rows:
+        say(Columns(["", "name", "A", "", "B"], rows))
+    if found.tensors:
+        headings = ["differs", ">elements", ">of", ">max abs", ">max rel", ">NaN in one"]
+        lines = [
+            (d.name, f"{d.num_different:,}", f"{d.num_elements:,}", f"{d.max_abs:.3g}", f"{d.max_rel:.3g}", f"{d.num_nan:,}")
+            for d in found.tensors
+        ]
+        say(*([""] if rows else []), Columns(headings, lines))
+    say(*([""] if rows or found.tensors else []), _verdict(found, values))
+
+
+def _names(what: str, names: Sequence[str]) -> list[tuple[str, ...]]:
+    return [(what, f"{label}{_times(leaves)}", "", "", "") for label, leaves in shorten(names, [""] * len(names))]
+
+
+def _changed(what: str, changes: Sequence[Change], words: Callable[[Any], str]) -> list[tuple[str, ...]]:
+    """A line for each change; layers that changed alike share one."""
+    sides = [(words(change.a), words(change.b)) for change in changes]
+    lines = shorten([change.name for change in changes], sides)
+    return [(what, f"{label}{_times(leaves)}", sides[leaves[0]][0], "→", sides[leaves[0]][1]) for label, leaves in lines]
+
+
+def _times(leaves: Sequence[int]) -> str:
+    return f" ×{len(leaves):,}" if len(leaves) > 1 else ""
+
+
+def _placement(of: Any) -> str:
+    return of if isinstance(of, str) else placement(of) or "unknown"
+
+
+def _verdict(found: Diff, values: bool) -> str:
+    if found.equal:
+        layout = " under different layouts" if found.placement else ""
+        if values:
+            return f"equal{layout}: {plural(found.num_compared, 'tensor')} bit by bit, and all values"
+        return f"the same names, shapes and dtypes{layout}; --values compares what is in them"
+    counts = {
+        "only in A": len(found.removed),
+        "only in B": len(found.added),
+        "of another kind": len(found.kind),
+        "of another shape": len(found.shape),
+        "of another dtype": len(found.dtype),
+        "with other numbers": len(found.tensors),
+        "with another value": len(found.values),
+    }
+    return "different: " + ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
