@@ -36,7 +36,7 @@ class Diff:
     removed, added
         Names of tensors and values that only the first has, and that only the second has.
     kind, shape, dtype
-        A `Change` for each name that is a tensor in one and a value in the other; for each tensor of another global shape; and for
+        A `Change` for each name that is a tensor in one and a value in the other; for each tensor of another global shape; for
         each of another dtype.
     placement
         A `Change` for each tensor that is laid out otherwise, and for each per-rank value of another number of ranks. These are
