@@ -10,7 +10,7 @@ import pytest
 import tomllib
 
 import reshard_ckpt
-from reshard_ckpt import checkpoint, errors
+from reshard_ckpt import checkpoint, dcp, errors
 from tests.launch import ROOT
 
 PACKAGE = ["FlatShard", "LocalShard", "checkpoint", "errors"]
@@ -18,6 +18,7 @@ CHECKPOINT = [
     "Diff", "Inspection", "LoadReport", "LoadedStep", "Manager", "PerRank", "SaveHandle", "Timeline", "VerifyReport",
     "async_save", "catalog", "diff", "inspect", "load", "prepare", "read", "save", "timeline", "verify",
 ]  # fmt: skip
+DCP = ["AsyncCheckpointerType", "AsyncSaveResponse", "ReshardReader", "ReshardWriter", "async_save", "load", "save"]
 
 OPTIONS = {
     "save": ["mesh", "process_group", "metadata", "timeline", "progress", "timeout_s"],
@@ -36,7 +37,9 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize(("module", "names"), [(reshard_ckpt, PACKAGE), (checkpoint, CHECKPOINT)], ids=["package", "checkpoint"])
+@pytest.mark.parametrize(
+    ("module", "names"), [(reshard_ckpt, PACKAGE), (checkpoint, CHECKPOINT), (dcp, DCP)], ids=["package", "checkpoint", "dcp"]
+)
 def test_public_names_are_exactly_these(module: object, names: list[str]):
     assert module.__all__ == names  # type: ignore[attr-defined]
     assert all(hasattr(module, name) for name in names)
@@ -51,7 +54,7 @@ def test_path_and_state_are_positional_and_options_are_named(name: str):
     assert sorted(named) == sorted(OPTIONS[name])
 
 
-@pytest.mark.parametrize("name", [*PACKAGE, *(f"checkpoint.{name}" for name in CHECKPOINT)])
+@pytest.mark.parametrize("name", [*PACKAGE, *(f"checkpoint.{name}" for name in CHECKPOINT), *(f"dcp.{name}" for name in DCP)])
 def test_every_public_name_is_documented(name: str):
     thing = reshard_ckpt
     for part in name.split("."):

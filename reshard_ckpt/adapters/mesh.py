@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..comm.protocol import ALONE
 from ..core.state import Mesh
 from ..errors import UsageError
 
@@ -31,8 +32,8 @@ class Group:
 
 
 def group_of(process_group: Any) -> Group:
-    """The ranks of a process group, of the default one for None, or of a single process without any."""
-    if not (dist.is_available() and dist.is_initialized()):
+    """The ranks of a process group, of the default one for None, or of a single process: `ALONE`, or without any."""
+    if process_group is ALONE or not (dist.is_available() and dist.is_initialized()):
         return Group((0,), 0)
     return Group(tuple(dist.get_process_group_ranks(process_group)), dist.get_rank(process_group))
 

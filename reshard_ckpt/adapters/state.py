@@ -122,7 +122,7 @@ def _placed(entry: Entry, mesh: Mesh | None) -> Entry:
     return Entry(replace(entry.spec, placement=()), entry.memory)
 
 
-def prepare_load(state: Mapping[Any, Any], catalog: Catalog, *, rank: int, size: int) -> Target:
+def prepare_load(state: Mapping[Any, Any], catalog: Catalog, *, rank: int, size: int, adds: bool = True) -> Target:
     """Describe what this rank wants of a checkpoint. Nothing in the state changes, and no collective is called.
 
     Parameters
@@ -133,6 +133,8 @@ def prepare_load(state: Mapping[Any, Any], catalog: Catalog, *, rank: int, size:
         What the checkpoint holds, under the names that the target knows.
     rank, size
         Of the loading job.
+    adds
+        Whether saved values that a dict lacks are added to it.
 
     Raises
     ------
@@ -148,7 +150,7 @@ def prepare_load(state: Mapping[Any, Any], catalog: Catalog, *, rank: int, size:
         for item in tree.items:
             parts += _want_item(out, item, opened, catalog)
     # Trees of objects last, inner before outer: what they give back holds the modules and tensors that are done by then.
-    parts += [TreeTarget(tree, saved, below, Job(rank, size)) for tree in reversed(opened.trees)]
+    parts += [TreeTarget(tree, saved, below, Job(rank, size), adds=adds) for tree in reversed(opened.trees)]
     router = Router(parts, tuple(str(key) for key in state))
     unplaced = tuple(name for part in parts if isinstance(part, OptimizersTarget) for name in part.unplaced)
     return Target(tuple(out.entries), router.values, unplaced, router.prefixes, router.check, router.finish)

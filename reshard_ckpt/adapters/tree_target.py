@@ -50,14 +50,19 @@ class TreeTarget:
         Whether the checkpoint has anything below a name.
     job
         Rank and size of the loading job.
+    adds
+        Whether values that the tree lacks are added to it, or passed over.
     """
 
-    def __init__(self, tree: Tree, saved: Mapping[str, SavedValue], has_below: Callable[[str], bool], job: Job) -> None:
+    def __init__(
+        self, tree: Tree, saved: Mapping[str, SavedValue], has_below: Callable[[str], bool], job: Job, *, adds: bool = True
+    ) -> None:
         self.name = name_of(tree.path)
         self._tree = tree
         self._saved = saved
         self._has_below = has_below
         self._job = job
+        self._adds = adds
         self._root = tree.root
         self._updates: list[tuple[Path, Any]] = []
         self._per_rank: list[tuple[PerRank, Any]] = []
@@ -149,7 +154,7 @@ class TreeTarget:
         saved = self._saved[name]
         if name in self._tensors:
             return f"{name}: saved as a value, wanted as a tensor; pass a plain value under this key"
-        if self._is_elsewhere(saved.path):
+        if not self._adds or self._is_elsewhere(saved.path):
             return None
         if saved.kind == ValueKind.PARAM_GROUPS or not self._fits(saved.path):
             return f"{name}: saved as a value, for which the state has no place; load with strict=False to leave it out"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 from ..adapters.shards import PerRankValues
 from ..adapters.state import prepare_load
 from ..comm import open_session
+from ..core.catalog import Catalog
 from ..core.report import LoadReport
 from ..core.state import ValueKind
 from ..engine.async_save import LINE
@@ -79,24 +81,48 @@ def load(
     PeerError
         Another rank failed or did not arrive.
     """
+    report, _ = load_state(
+        path,
+        state,
+        LoadOptions(strict, verify, verify_first, cast, allow_resize),
+        rename=rename,
+        progress=progress,
+        process_group=process_group,
+        timeout_s=timeout_s,
+    )
+    return report
+
+
+def load_state(
+    path: Path,
+    state: Mapping[str, Any],
+    options: LoadOptions,
+    *,
+    only_wanted: bool = False,
+    rename: Mapping[str, str] | Callable[[str], str] | None = None,
+    progress: bool | OnProgress = False,
+    process_group: Any = None,
+    timeout_s: float = 600.0,
+) -> tuple[LoadReport, Catalog]:
+    """As `load`; also what the checkpoint holds. `only_wanted` passes over what is in there and the state has no place for."""
     session = open_session("load", str(path), process_group=process_group, timeout_s=timeout_s)
     with ExitStack() as held, session as comm:
         source = held.enter_context(open_shared_source(comm, path))  # until all ranks have left the session
-        options = LoadOptions(strict, verify, verify_first, cast, allow_resize, tied_under_one_name=source.format != NATIVE)
+        options = replace(options, tied_under_one_name=source.format != NATIVE)
         LINE.wait_staged()  # what a save still copies must not change under it
         storage, saved = source.storage, source.catalog if rename is None else renamed(source.catalog, rename)
-        target = prepare_load(state, saved, rank=comm.rank, size=comm.size)
-        values = _for_adapters(open_values(storage, saved, target.prefixes, verify=verify))
+        target = prepare_load(state, saved, rank=comm.rank, size=comm.size, adds=not only_wanted)
+        values = _for_adapters(open_values(storage, saved, target.prefixes, verify=options.verify))
         resolved = resolve(saved, [(e.spec, e.memory) for e in target.entries], options)
         unfit = missing_values(saved, target.values) + target.check(values)
         verdict = vote(
             comm,
             saved,
             resolved,
-            target.prefixes,
+            () if only_wanted else target.prefixes,
             values=unfit,
             unplaced=target.unplaced,
-            strict=strict,
+            strict=options.strict,
             hints=source.hints(target.prefixes),
         )
         resolved = drop_refused(saved, resolved, verdict.refused)
@@ -106,7 +132,8 @@ def load(
         # What is tied is loaded under one of its names, and there for all.
         loaded = {spec.alias_of or spec.name for spec in resolved.specs}
         target.finish(values, [e.spec.name for e in target.entries if (e.spec.alias_of or e.spec.name) not in loaded])
-    return verdict.report.loaded(len(resolved.dests), resolved.plan.num_bytes, bytes_read)
+    converted = [f"{d.name}: saved as {d.dtype}, loaded as {d.tensor.dtype}" for d in resolved.dests if d.dtype != d.tensor.dtype]
+    return verdict.report.loaded(len(resolved.dests), resolved.plan.num_bytes, bytes_read, converted), saved
 
 
 def _for_adapters(values: Mapping[str, SavedValue]) -> dict[str, Any]:

@@ -124,6 +124,36 @@ def async_save(
     """
     _check_option("staging", staging, ("eager", "lazy"))
     _check_option("when_busy", when_busy, ("wait", "error"))
+    return begin_save(
+        path,
+        state,
+        staging=staging,
+        host_buffer_bytes=host_buffer_bytes,
+        when_busy=when_busy,
+        mesh=mesh,
+        timeline=timeline,
+        progress=progress,
+        process_group=process_group,
+        metadata=metadata,
+        timeout_s=timeout_s,
+    )
+
+
+def begin_save(
+    path: Path,
+    state: Mapping[str, Any],
+    *,
+    staging: str,
+    host_buffer_bytes: int | None = None,
+    when_busy: str = "wait",
+    mesh: Any = None,
+    timeline: bool = True,
+    progress: bool | OnProgress = False,
+    process_group: Any = None,
+    metadata: Any = None,
+    timeout_s: float = 600.0,
+) -> SaveHandle:
+    """As `async_save`; with ``staging="promised"`` all is copied in the background, for the caller waits for ``staged()``."""
     handle, recorder = SaveHandle(str(path)), Recorder()
     with ExitStack() as stack:
         session = stack.enter_context(open_session("save", str(path), process_group=process_group, timeout_s=timeout_s))
@@ -148,6 +178,7 @@ def async_save(
             owned=owned_storages(guarded),
             recorder=recorder,
             timeline=timeline,
+            promised=staging == "promised",
         )
         LINE.join(handle)
     return handle

@@ -7,13 +7,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from .group import current_group
-from .protocol import Comm, SoloComm
+from .protocol import ALONE, Comm, SoloComm
 from .store import StoreComm
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Comm", "SoloComm", "StoreComm", "open_session"]
+__all__ = ["ALONE", "Comm", "SoloComm", "StoreComm", "open_session"]
 
 
 def open_session(
@@ -34,7 +34,7 @@ def open_session(
     kind, subject
         What is being done to what ("save", "/ckpt/step_100"): the same on all ranks, or a `PeerError` names who differs.
     process_group
-        The ranks that take part; by default all.
+        The ranks that take part; by default all. `ALONE` for this process on its own.
     timeout_s
         How long to wait for the others in each step.
 

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import UsageError
+from .protocol import ALONE
 from .store import KeyValueStore
 
 # No call of ours waits in the store, so a reply that takes this long means that nobody is there.
@@ -50,8 +51,10 @@ class Group:
         return cast(KeyValueStore, _STORES.PrefixStore(f"{self.prefix}/{next(self.numbers)}", self.store))
 
 
-def current_group(process_group: dist.ProcessGroup | None) -> Group | None:
+def current_group(process_group: Any) -> Group | None:
     """The group to talk to; None where this process is on its own."""
+    if process_group is ALONE:
+        return None
     if not dist.is_available() or not dist.is_initialized():
         _refuse_forgotten_init(process_group)
         return None

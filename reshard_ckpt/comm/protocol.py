@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Final, Protocol
+
+
+class _Alone:
+    """The class of `ALONE`."""
+
+    def __repr__(self) -> str:
+        return "ALONE"
+
+
+ALONE: Final = _Alone()
+"""Stands for a process group: this process on its own, whatever job it belongs to."""
 
 
 class Comm(Protocol):

@@ -39,6 +39,8 @@ class LoadReport:
         by saved shards.
     values
         Values that are missing or do not fit: hyperparameters, per-rank values of another world size.
+    converted
+        Tensors that this rank loaded into another dtype (``cast=``): no problem.
     num_tensors
         Tensors that this rank loaded.
     num_bytes, bytes_read
@@ -51,6 +53,7 @@ class LoadReport:
     dtype: tuple[str, ...] = ()
     uncovered: tuple[str, ...] = ()
     values: tuple[str, ...] = ()
+    converted: tuple[str, ...] = ()
     num_tensors: int = 0
     num_bytes: int = 0
     bytes_read: int = 0
@@ -60,6 +63,6 @@ class LoadReport:
         """All lines."""
         return self.missing + self.unexpected + self.shape + self.dtype + self.uncovered + self.values
 
-    def loaded(self, num_tensors: int, num_bytes: int, bytes_read: int) -> LoadReport:
+    def loaded(self, num_tensors: int, num_bytes: int, bytes_read: int, converted: Sequence[str] = ()) -> LoadReport:
         """The same, with what this rank loaded."""
-        return replace(self, num_tensors=num_tensors, num_bytes=num_bytes, bytes_read=bytes_read)
+        return replace(self, num_tensors=num_tensors, num_bytes=num_bytes, bytes_read=bytes_read, converted=tuple(converted))

@@ -30,6 +30,36 @@ from .step_guard import StepGuard
 from .write import FileLayout, Holdings, fingerprints, lay_out, write_files
 
 
+class Moment:
+    """Something that comes once: it can be waited for, or tell those who ask."""
+
+    def __init__(self) -> None:
+        self._event, self._lock = threading.Event(), threading.Lock()
+        self._callbacks: list[Callable[[], None]] = []
+
+    def set(self) -> None:
+        """It has come. What was asked to be called is called in this thread."""
+        with self._lock:
+            self._event.set()
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+
+    def is_set(self) -> bool:
+        return self._event.is_set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return self._event.wait(timeout)
+
+    def then(self, callback: Callable[[], None]) -> None:
+        """Call this when it comes, or now, if it has come; the callback must not raise."""
+        with self._lock:
+            if not self._event.is_set():
+                self._callbacks.append(callback)
+                return
+        callback()
+
+
 class SaveHandle:
     """A save that is under way.
 
@@ -38,7 +68,7 @@ class SaveHandle:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._staged = threading.Event()
+        self._staged = Moment()
         self._done = threading.Event()
         self._error: BaseException | None = None
         self._told = False
@@ -106,6 +136,12 @@ class SaveHandle:
         error = None if self._told else self._error
         self._told = True
         return error
+
+
+def tell(handle: SaveHandle, *, staged: Callable[[], None], done: Callable[[BaseException | None], None]) -> None:
+    """Have functions called, in some thread, when the state may change, and when the save is over: with its error, if any."""
+    handle._staged.then(staged)
+    handle.add_done_callback(lambda _: done(handle._error))
 
 
 class SaveThread:
@@ -221,6 +257,7 @@ def launch(
     owned: Container[int],
     recorder: Recorder,
     timeline: bool,
+    promised: bool = False,
 ) -> None:
     """Stage the agreed part of the state and let threads do the rest.
 
@@ -236,6 +273,8 @@ def launch(
         Addresses of the storages that only these optimizers change.
     recorder, timeline
         As for `save.commit`.
+    promised
+        The caller changes nothing before all is staged, so that nothing need be copied before this returns.
     """
     layouts = lay_out(holdings, agreed.assignment, comm.rank)
     ring = take_ring(holdings, layouts, host_buffer_bytes)
@@ -262,7 +301,7 @@ def launch(
     thread = SaveThread(handle, session.pop_all(), staging, recorder)
     thread.start(write, finally_=lambda: POOL.give_back(ring))
     if guard is None:
-        thread.stage(lambda: copy(lambda _: True), in_background=False)
+        thread.stage(lambda: copy(lambda _: True), in_background=promised)
         return
 
     def copy_owned() -> None:

@@ -28,6 +28,7 @@ from ..core.tiling import describe_region
 from ..errors import CheckpointNotFound, CorruptError, MismatchError, UsageError
 from ..format.catalog import MAX_CATALOG_BYTES, decode_catalog
 from ..format.checksums import digest128
+from ..format.shard_file import opaque_name
 from ..format.torch_dtypes import TORCH_DTYPES
 from ..storage.protocol import Storage
 from .progress import OnProgress, silent
@@ -35,6 +36,11 @@ from .read import WINDOW_BYTES, Destination, check_files, execute, open_blocks
 from .save import CATALOG_KEY, SAVE_ID
 
 T = TypeVar("T")
+
+_OPAQUE = (
+    "saved by DCP as an object that is no plain value, which is not unpickled here; load it with torch's own dcp.load and "
+    "storage_reader=reshard_ckpt.dcp.ReshardReader(path)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +312,9 @@ def _merge_votes(
 def missing_values(catalog: Catalog, names: Iterable[str]) -> list[str]:
     """A line for each value that is wanted but not saved."""
     known = set(catalog.value_names)
-    return [f"{name}: not in the checkpoint" for name in names if name not in known]
+    absent = [name for name in names if name not in known]
+    blobs = set(catalog.tensors_table.names) if absent else set()
+    return [f"{name}: {_OPAQUE if opaque_name(name) in blobs else 'not in the checkpoint'}" for name in absent]
 
 
 def drop_refused(catalog: Catalog, resolved: Resolved, refused: frozenset[int]) -> Resolved:

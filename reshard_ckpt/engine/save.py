@@ -37,7 +37,7 @@ from ..format.values import decode_value
 from ..storage.protocol import MissingKey, Storage
 from .agreement import Agreed, Before
 from .memory import Held
-from .messages import Receipt, decode_receipt, encode_receipt
+from .messages import Receipt, WrittenFile, decode_receipt, encode_receipt
 from .progress import size_text
 from .recorder import Recorder
 from .recorder import timeline as make_timeline
@@ -158,7 +158,7 @@ def publish(
     recorder = recorder or Recorder()
     with recorder.step("check"):
         compare_replicas(plan.checks, plan.tables.names, receipts)
-        files = _see_files(storage, receipts, save_id)
+        files = _see_files(storage, receipts)
     first = np.cumsum([0] + [len(receipt.files) for receipt in receipts])
     written = Written(
         np.concatenate([receipt.file + first[rank] for rank, receipt in enumerate(receipts)]),
@@ -206,9 +206,10 @@ def compare_replicas(checks: Checks, names: Sequence[str], receipts: Sequence[Re
         raise LayoutError(summarize(list(problems.values()), advice))
 
 
-def _see_files(storage: Storage, receipts: Sequence[Receipt], save_id: str) -> list[FileEntry]:
+def _see_files(storage: Storage, receipts: Sequence[Receipt]) -> list[FileEntry]:
     entries = []
-    sizes = dict(storage.list(save_id))
+    folders = {_folder(file) for receipt in receipts for file in receipt.files}
+    sizes = dict(found for folder in sorted(folders) for found in storage.list(folder))
     for rank, receipt in enumerate(receipts):
         for file in receipt.files:
             for key, size in ((file.key, file.size), (file.digests_key, None)):
@@ -218,8 +219,13 @@ def _see_files(storage: Storage, receipts: Sequence[Receipt], save_id: str) -> l
                         f"{storage.url}: rank {rank} wrote {key}{'' if size is None else f' with {size} bytes'}, but rank 0 sees "
                         f"{'no such file' if seen is None else f'{seen} bytes'}; save to a path that all ranks share"
                     )
-            entries.append(FileEntry(file.key, file.size, file.digests_key, file.digest, save_id, rank))
+            entries.append(FileEntry(file.key, file.size, file.digests_key, file.digest, _folder(file), rank))
     return entries
+
+
+def _folder(file: WrittenFile) -> str:
+    """The folder of a file: the id of the save, as the rank that wrote it was told."""
+    return file.key.partition("/")[0]
 
 
 def clean_up(storage: Storage, catalog: Catalog, folders: Iterable[str]) -> None:

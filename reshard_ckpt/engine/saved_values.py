@@ -64,11 +64,12 @@ class _RankValues(Sequence[Any]):
     def __getitem__(self, rank: int | slice) -> Any:
         if isinstance(rank, slice):
             return [self[i] for i in range(*rank.indices(len(self)))]
-        data = _read_blob(self._storage, self._catalog, self._entry.blobs[rank], self._verify)
+        data = read_blob(self._storage, self._catalog, self._entry.blobs[rank], self._verify)
         return decode_value(data, name=self._entry.name)
 
 
-def _read_blob(storage: Storage, catalog: Catalog, index: int, verify: bool) -> memoryview:
+def read_blob(storage: Storage, catalog: Catalog, index: int, verify: bool) -> memoryview:
+    """The bytes of a blob of the catalog."""
     blob = byte_blob(catalog.tensors_table.names[index], torch.empty(catalog.shape(index), dtype=torch.uint8))
     plan = plan_load(catalog, np.array([index]), piece_columns([blob.spec], 1), WINDOW_BYTES)
     files = np.unique(plan.file).tolist()

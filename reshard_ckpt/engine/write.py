@@ -78,16 +78,21 @@ def lay_out(holdings: Holdings, assignment: Assignment, rank: int, header_bytes:
         _member(holdings, *item)
         for item in zip(*(c.tolist() for c in (assignment.local, assignment.start, assignment.count)), strict=True)
     ]
+    return lay_out_members(members, assignment.save_id, rank, header_bytes)
+
+
+def lay_out_members(members: Sequence[Member], save_id: str, rank: int, header_bytes: int = HEADER_BYTES) -> list[FileLayout]:
+    """Divide members, in their order, into files."""
     files: list[FileLayout] = []
     begin = used = 0
     for i, member in enumerate(members):
         cost = header_cost(member)
         if used + cost > header_bytes and i > begin:
-            files.append(_file_layout(file_key(assignment.save_id, rank, len(files)), members, begin, i))
+            files.append(_file_layout(file_key(save_id, rank, len(files)), members, begin, i))
             begin, used = i, 0
         used += cost
     if members:
-        key = file_key(assignment.save_id, rank, len(files))
+        key = file_key(save_id, rank, len(files))
         files.append(_file_layout(key, members, begin, len(members)))
     return files
 

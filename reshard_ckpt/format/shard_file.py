@@ -32,6 +32,7 @@ MAX_HEADER_BYTES = 100_000_000
 METADATA = "__metadata__"
 
 _LENGTH_BYTES = 8
+_OPAQUE = "@[torch.save]"
 _FOREIGN_DTYPES = frozenset({"F4", "F6_E2M3", "F6_E3M2", "F8_E8M0"})
 _ESCAPED = re.compile(r"[%@\x00-\x1f\x7f]")
 _SUFFIX = re.compile(r"@\[(?:(?P<value>value)(?:,(?P<rank>\d+))?|(?P<box>(?:\d+:\d+(?:,\d+:\d+)*)?))\](?:#\[(?P<run>\d+:\d+)\])?")
@@ -145,6 +146,20 @@ def blob_name(value_name: str, rank: int | None) -> str:
     'extra.rng@[value,3]'
     """
     return f"{escape(value_name)}@[value]" if rank is None else f"{escape(value_name)}@[value,{rank}]"
+
+
+def opaque_name(value_name: str) -> str:
+    """What the bytes of a value are called that another program encoded, and that are not looked into here.
+
+    >>> opaque_name("extra.rng")
+    'extra.rng@[torch.save]'
+    """
+    return f"{escape(value_name)}{_OPAQUE}"
+
+
+def opaque_value(blob: str) -> str | None:
+    """The name of the value that `opaque_name` made a blob's name of; None for other blobs."""
+    return unquote(blob.removesuffix(_OPAQUE)) if blob.endswith(_OPAQUE) else None
 
 
 def parse_member_name(member: str) -> MemberKey:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import reshard_ckpt
-from reshard_ckpt import checkpoint, errors
+from reshard_ckpt import checkpoint, dcp, errors
 from reshard_ckpt.core.catalog import Catalog, ShardView, TensorView
 from reshard_ckpt.core.timeline import Step
 
@@ -23,6 +23,7 @@ SECTIONS = {part.split("\n", 1)[0]: part for part in re.split(r"^##+ ", PAGE, fl
 PUBLIC: dict[str, Any] = {
     **{f"checkpoint.{name}": getattr(checkpoint, name) for name in checkpoint.__all__},
     **{name: getattr(reshard_ckpt, name) for name in reshard_ckpt.__all__ if inspect.isclass(getattr(reshard_ckpt, name))},
+    **{f"dcp.{name}": getattr(dcp, name) for name in dcp.__all__ if not name.startswith("Async")},  # torch's own
     "Catalog": Catalog,
     "TensorView": TensorView,
     "ShardView": ShardView,
@@ -55,7 +56,7 @@ def attributes(cls: type) -> set[str]:
 
 
 def test_page_has_every_public_name_and_no_other():
-    assert {name for name in SECTIONS if re.match(r"checkpoint\.|[A-Z]\w+$", name)} - {
+    assert {name for name in SECTIONS if re.match(r"checkpoint\.|dcp\.|[A-Z]\w+$", name)} - {
         "API",
         "Functions",
         "Results",

@@ -1,0 +1,67 @@
+"""`torch.distributed.checkpoint`, for trainers that call it, by this library's engine and in its format.
+
+``import reshard_ckpt.dcp as dcp`` takes the place of ``import torch.distributed.checkpoint as dcp``: `save`, `async_save` and
+`load` mean what they mean there. `ReshardWriter` and `ReshardReader` serve torch's own functions, for trainers that pass storage
+on. The guide "Coming from DCP" says what is the same and what is not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed.checkpoint as _torch_dcp
+
+from .loading import load
+from .reader import ReshardReader
+from .saving import AsyncCheckpointerType, AsyncSaveResponse, async_save, save
+from .writer import ReshardWriter
+
+__all__ = [
+    "AsyncCheckpointerType",
+    "AsyncSaveResponse",
+    "ReshardReader",
+    "ReshardWriter",
+    "async_save",
+    "load",
+    "save",
+]
+
+_PASSED_ON = frozenset(
+    {
+        "BytesStorageMetadata",
+        "CheckpointException",
+        "ChunkStorageMetadata",
+        "DefaultLoadPlanner",
+        "DefaultSavePlanner",
+        "FileSystemReader",
+        "FileSystemWriter",
+        "LoadPlan",
+        "LoadPlanner",
+        "Metadata",
+        "ReadItem",
+        "SavePlan",
+        "SavePlanner",
+        "StorageReader",
+        "StorageWriter",
+        "TensorStorageMetadata",
+        "WriteItem",
+        "state_dict",
+        "stateful",
+    }
+)
+"""What trainers also take from torch's module, and is the same here."""
+
+_INSTEAD = {
+    "save_state_dict": "torch has deprecated it; call save",
+    "load_state_dict": "torch has deprecated it; call load",
+    "load_sharded_optimizer_state_dict": "get_optimizer_state_dict gives a state dict that load loads into",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PASSED_ON:
+        return getattr(_torch_dcp, name)
+    why = _INSTEAD.get(name)
+    if why is None and hasattr(_torch_dcp, name) and not name.startswith("_"):
+        why = "import it from torch.distributed.checkpoint, if it is to work with torch's own functions"
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}" + (f": {why}" if why else ""))

@@ -1,0 +1,149 @@
+"""How do the results of DCP's ranks become a catalog? As the offers that the ranks of a save make, planned and published alike.
+
+DCP has divided the work already, so each box is held by the one rank that wrote it, and the plan says just that. Making it proves
+that the boxes tile every tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.storage import WriteResult
+
+from ..core.catalog import Catalog
+from ..core.offer import Offer, OfferedValue, build_offer
+from ..core.report import summarize
+from ..core.save_plan import SavePlan
+from ..core.state import Ints, Piece, TensorSpec, ValueKind, box_piece, row_major_strides
+from ..engine.agreement import Before, plan_offers
+from ..engine.messages import Receipt, WrittenFile, encode_offer
+from ..engine.save import publish
+from ..engine.values import merge_values
+from ..errors import LayoutError
+from ..format.shard_file import blob_name
+from ..format.values import decode_value, encode_path, encode_value
+from ..storage.protocol import Storage
+from .names import Leaf, joined
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What became of a write item: a box of a tensor, or the bytes of a value (a `blob`), in a file; or a value, encoded."""
+
+    name: str
+    dtype: str = ""
+    shape: Ints = ()
+    offsets: Ints = ()
+    lengths: Ints = ()
+    blob: str | None = None
+    value: bytes | None = None
+    file: WrittenFile | None = None
+    offset: int = 0
+
+    @property
+    def piece(self) -> Piece:
+        return box_piece(self.offsets, self.lengths, 0, row_major_strides(self.lengths))
+
+
+def commit_written(
+    storage: Storage, metadata: Metadata, results: Sequence[Sequence[WriteResult]], *, save_id: str, before: Before | None
+) -> Catalog:
+    """Publish a checkpoint whose files are all written.
+
+    Parameters
+    ----------
+    metadata
+        DCP's: what there must be, and the paths that its names stand for.
+    results
+        Of each rank, with a `Stored` for each item.
+
+    Raises
+    ------
+    LayoutError
+        Boxes overlap or leave holes, or what was planned was not written.
+    StorageError
+        A file is not seen from here.
+    PublishConflict
+        Somebody else published at this path meanwhile.
+    """
+    ranks = [[result.storage_data for result in of_rank] for of_rank in results]
+    _check_all_there(metadata, ranks)
+    held = _without_copies(ranks)
+    offers = [encode_offer(_offer(rows)) for rows in held]
+    plan = plan_offers([offer.tensors for offer in offers], [offer.rows for offer in offers])
+    values = merge_values([(0, _values(metadata, ranks))], plan.tables)
+    receipts = [_receipt(plan, rank, rows) for rank, rows in enumerate(held)]
+    return publish(storage, plan, values, receipts, save_id=save_id, metadata=encode_value(None, "metadata"), before=before)
+
+
+def _check_all_there(metadata: Metadata, ranks: Sequence[Sequence[Stored]]) -> None:
+    found = {stored.name for of_rank in ranks for stored in of_rank}
+    problems = [f"{name}: in DCP's metadata, but no rank wrote it" for name in metadata.state_dict_metadata if name not in found]
+    if problems:
+        raise LayoutError(summarize(problems, "the planner's plans and its metadata must agree"))
+
+
+def _without_copies(ranks: Sequence[Sequence[Stored]]) -> list[list[Stored]]:
+    """What is in files, by rank; tensors first, the boxes of one together. A box that several ranks wrote counts once."""
+    seen: set[tuple[str, Ints, Ints]] = set()
+    held: list[list[Stored]] = []
+    for of_rank in ranks:
+        mine = []
+        for stored in of_rank:
+            key = (stored.blob or stored.name, stored.offsets, stored.lengths)
+            if stored.file is not None and key not in seen:
+                seen.add(key)
+                mine.append(stored)
+        held.append(sorted(mine, key=lambda stored: (stored.blob is not None, stored.blob or stored.name)))
+    return held
+
+
+def _offer(rows: Sequence[Stored]) -> Offer:
+    """What a rank wrote, as an offer whose rows are in this order."""
+    specs: dict[str, TensorSpec] = {}
+    for stored in rows:
+        name = stored.blob or stored.name
+        known = specs.get(name)
+        if known is not None and (known.dtype, known.shape) != (stored.dtype, stored.shape):
+            raise LayoutError(
+                f"{name}: {known.dtype} {known.shape} and {stored.dtype} {stored.shape} in one plan; correct the planner"
+            )
+        pieces = (*known.pieces, stored.piece) if known is not None else (stored.piece,)
+        specs[name] = TensorSpec(name, stored.dtype, stored.shape, pieces)
+    num_blobs = len({stored.blob for stored in rows if stored.blob is not None})
+    return build_offer(list(specs.values()), num_blobs, [], None)
+
+
+def _receipt(plan: SavePlan, rank: int, rows: Sequence[Stored]) -> Receipt:
+    """The receipt of a rank for the items of the plan, each of which is one of the boxes that it wrote."""
+    files = {stored.file.key: stored.file for stored in rows if stored.file is not None}
+    number = {key: i for i, key in enumerate(files)}
+    items = [rows[local] for local in plan.local[plan.items_of(rank)].tolist()]
+    file = [number[stored.file.key] for stored in items if stored.file is not None]
+    return Receipt(
+        tuple(files.values()),
+        np.array(file, np.int64),
+        np.array([stored.offset for stored in items], np.int64),
+        np.zeros(0, np.uint64),
+    )
+
+
+def _values(metadata: Metadata, ranks: Sequence[Sequence[Stored]]) -> list[OfferedValue]:
+    paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+
+    def path_of(name: str) -> tuple[str | int, ...]:
+        return tuple(paths.get(name, (name,)))
+
+    # Of a value that several ranks wrote, the first counts.
+    by_name: dict[str, Stored] = {}
+    for stored in (s for of_rank in ranks for s in of_rank):
+        by_name.setdefault(stored.name, stored)
+    sent = [s for s in by_name.values() if s.value is not None]
+    leaves = [Leaf(path_of(s.name), decode_value(s.value or b"", name=s.name)) for s in sent]
+    others = [path_of(s.name) for s in by_name.values() if s.value is None]
+    out = [OfferedValue(spec.name, spec.path, spec.kind, spec.data) for spec in joined(leaves, others)]
+    aside = [s for s in by_name.values() if s.blob == blob_name(s.name, None)]
+    return out + [OfferedValue(s.name, encode_path(list(path_of(s.name))), ValueKind.PLAIN, None) for s in aside]

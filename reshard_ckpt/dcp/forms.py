@@ -1,0 +1,167 @@
+"""What is saved of a state dict as DCP takes it, and how does what was loaded get back into it?
+
+The *form* of a state dict is the tree of plain dicts that `checkpoint.save` and `checkpoint.load` are given. Tensors are the same
+ones; the rest differs in four ways:
+
+1. A `Stateful` at the top level is what its ``state_dict()`` returns. Loading hands the same dict to ``load_state_dict``.
+2. An optimizer's *flattened* dict (``"state.layer.weight.exp_avg"``, ``"param_groups.layer.weight.lr"``) is a nested one, so that
+   a checkpoint holds the same names whichever of the two a trainer uses.
+3. An ``io.BytesIO`` is its bytes.
+4. When loading, a tensor on the meta device is an empty one on the device of the job, as DCP makes it.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
+
+from ..core.param_groups import comparable
+from ..errors import UsageError
+
+STATE, GROUPS = "state", "param_groups"
+
+Make = Callable[[torch.Tensor], torch.Tensor]
+
+
+def opened(state_dict: Mapping[str, Any], *, in_order: bool) -> dict[str, Any]:
+    """The state dict with what its objects say that their state is.
+
+    Parameters
+    ----------
+    in_order
+        Ask them in order of key, as DCP does when it loads: what they call may be collective.
+    """
+    if not isinstance(state_dict, Mapping):
+        raise UsageError(f"state_dict: wanted a dict such as {{'model': model.state_dict()}}, got {type(state_dict).__name__}")
+    keys = sorted(state_dict) if in_order else list(state_dict)
+    return {key: _state_of(state_dict[key]) for key in keys}
+
+
+def _state_of(value: Any) -> Any:
+    return value.state_dict() if isinstance(value, Stateful) and not isinstance(value, type) else value
+
+
+def saving_form(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The form to save."""
+    return {key: _form(value, lambda tensor: tensor, merged=True) for key, value in state.items()}
+
+
+def loading_form(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The form to load into; `give_back` then puts it into the state."""
+    return {key: _form(value, _materialized, merged=False) for key, value in state.items()}
+
+
+def _form(value: Any, make: Make, *, merged: bool) -> Any:
+    if isinstance(value, torch.Tensor):
+        return make(value)
+    if isinstance(value, io.BytesIO):
+        return value.getvalue()
+    if isinstance(value, Mapping) and value:
+        if is_flattened(value):
+            return nested(value, make, merged=merged)
+        return {key: _form(child, make, merged=merged) for key, child in value.items()}
+    if type(value) in (list, tuple):
+        children = [_form(child, make, merged=merged) for child in value]
+        return value if all(a is b for a, b in zip(children, value, strict=True)) else type(value)(children)
+    return value
+
+
+def _materialized(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_meta:
+        return tensor
+    if isinstance(tensor, DTensor):
+        local = torch.empty_like(tensor.to_local(), device=tensor.device_mesh.device_type)
+        # Shape and strides are said, for shards need not be even.
+        return DTensor.from_local(
+            local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.size(), stride=tensor.stride()
+        )
+    return torch.empty_like(tensor, device=_job_device())
+
+
+def _job_device() -> torch.device:
+    """Where a tensor belongs that does not say: the accelerator, unless the job talks over gloo alone or not at all."""
+    if dist.is_available() and dist.is_initialized() and str(dist.get_backend()) != "gloo":
+        return torch.accelerator.current_accelerator() or torch.device("cpu")
+    return torch.device("cpu")
+
+
+def give_back(value: Any, form: Any) -> Any:
+    """Put a loaded form into the value that it was made of; returns what takes the value's place."""
+    if isinstance(value, io.BytesIO):
+        return io.BytesIO(form) if isinstance(form, bytes) else form
+    if isinstance(value, Mapping) and value and isinstance(form, Mapping):
+        changes = flattened(value, form) if is_flattened(value) else {k: give_back(value[k], form[k]) for k in value}
+        for key, child in changes.items():
+            if value[key] is not child:
+                value[key] = child  # type: ignore[index]
+        return value
+    if type(value) is list and type(form) is list and len(form) == len(value):
+        value[:] = [give_back(child, new) for child, new in zip(value, form, strict=True)]
+        return value
+    return form
+
+
+def is_flattened(value: Mapping[Any, Any]) -> bool:
+    """Whether a dict has the shape of an optimizer's flattened state dict.
+
+    >>> is_flattened({"state.w.step": 1, "param_groups.w.lr": 0.1}), is_flattened({"state": {}, "param_groups": []})
+    (True, False)
+    """
+    prefixes = (f"{STATE}.", f"{GROUPS}.")
+    keys = list(value)
+    return all(isinstance(k, str) and k.startswith(prefixes) for k in keys) and any(k.startswith(prefixes[1]) for k in keys)
+
+
+def nested(flat: Mapping[str, Any], make: Make, *, merged: bool) -> dict[str, Any]:
+    """An optimizer's state dict by parameter, from a flattened one.
+
+    Parameters
+    ----------
+    merged
+        Parameters with the same hyperparameters form one group; otherwise, each is a group.
+    """
+    groups = _groups(flat)
+    state: dict[str, dict[str, Any]] = {}
+    for fqn, key, name in _states(flat, groups):
+        state.setdefault(fqn, {})[key] = _form(flat[name], make, merged=merged)
+    together: dict[Any, dict[str, Any]] = {}
+    for fqn, group in groups.items():
+        group = {key: _form(value, make, merged=merged) for key, value in group.items()}
+        together.setdefault(comparable(group) if merged else fqn, {**group, "params": []})["params"].append(fqn)
+    return {STATE: state, GROUPS: list(together.values())}
+
+
+def flattened(flat: Mapping[str, Any], form: Mapping[str, Any]) -> dict[str, Any]:
+    """What a loaded optimizer's state dict by parameter says for each key of the flattened one that it was made of."""
+    groups = _groups(flat)
+    home = {fqn: group for group in form[GROUPS] for fqn in group["params"]}
+    out = {f"{GROUPS}.{fqn}.{key}": home[fqn][key] for fqn, group in groups.items() for key in group}
+    out |= {name: give_back(flat[name], form[STATE][fqn][key]) for fqn, key, name in _states(flat, groups)}
+    return out
+
+
+def _groups(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The hyperparameters of each parameter."""
+    groups: dict[str, dict[str, Any]] = {}
+    for name, value in flat.items():
+        if name.startswith(f"{GROUPS}."):
+            fqn, _, key = name[len(GROUPS) + 1 :].rpartition(".")
+            groups.setdefault(fqn, {})[key] = value
+    return groups
+
+
+def _states(flat: Mapping[str, Any], groups: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Parameter and key of each name of the state; keys may have dots themselves, so the parameters are the known ones."""
+    for name in flat:
+        if not name.startswith(f"{STATE}."):
+            continue
+        rest = name[len(STATE) + 1 :]
+        dots = [i for i, char in enumerate(rest) if char == "."]
+        at = next((i for i in reversed(dots) if rest[:i] in groups), dots[-1] if dots else len(rest))
+        yield rest[:at], rest[at + 1 :], name

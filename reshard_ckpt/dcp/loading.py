@@ -1,0 +1,105 @@
+"""How does a trainer that calls DCP load? With the same call, by the engine of `checkpoint.load`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any
+
+from torch.distributed.checkpoint.stateful import Stateful
+
+from ..adapters.router import Below
+from ..checkpoint.loading import load_state
+from ..core.catalog import Catalog
+from ..core.report import LoadReport
+from ..engine.load import LoadOptions
+from .arguments import Path, group_of, is_partial, load_path, named_path
+from .forms import give_back, loading_form, opened
+from .saving import told_to_all
+
+
+def load(
+    state_dict: MutableMapping[str, Any],
+    *,
+    checkpoint_id: Path | None = None,
+    storage_reader: Any = None,
+    planner: Any = None,
+    process_group: Any = None,
+    no_dist: bool = False,
+) -> None:
+    """Load into a state dict, in place, on all ranks together, as `torch.distributed.checkpoint.load` is called.
+
+    What the state dict asks for must be in the checkpoint; what else is in there is passed over. Tensors are written in place,
+    other values are put into the dict, objects are given what they said through ``load_state_dict``.
+
+    Parameters
+    ----------
+    state_dict
+        As for `save`. Each rank may ask for other keys.
+    checkpoint_id
+        The folder of a checkpoint of this library, of DCP, or of another format that `checkpoint.load` opens.
+    storage_reader
+        A `ReshardReader` or `FileSystemReader`, for the folder that it names.
+    planner
+        None, or a plain `DefaultLoadPlanner`: with ``allow_partial_load=True``, what the checkpoint lacks keeps its value.
+    process_group
+        The ranks that load together; all, by default.
+    no_dist
+        This process loads on its own.
+
+    Raises
+    ------
+    UnsupportedError
+        An argument asks for what is DCP's alone.
+    MismatchError
+        The checkpoint lacks something, or has it with another shape; nothing was changed.
+    CheckpointError
+        As `checkpoint.load`.
+    """
+    group = group_of(process_group, no_dist)
+
+    def make() -> tuple[Path, bool, dict[str, Any], dict[str, Any]]:
+        path, partial = load_path(checkpoint_id, storage_reader), is_partial(planner)
+        state = opened(state_dict, in_order=True)
+        return path, partial, state, loading_form(state)
+
+    path, partial, state, form = told_to_all("load", named_path(checkpoint_id, storage_reader), group, make)
+    # DCP copies into a tensor of any dtype, so a cast is no error here, but nobody should be unaware of it.
+    options = LoadOptions(strict=not partial, cast=True)
+    report, saved = load_state(path, form, options, only_wanted=True, process_group=group)
+    _warn(path, form, report, saved)
+    for key, value in state.items():
+        loaded = give_back(value, form[key])
+        if isinstance(state_dict[key], Stateful):
+            state_dict[key].load_state_dict(loaded)
+        else:
+            state_dict[key] = loaded
+
+
+def _warn(path: Path, form: Mapping[str, Any], report: LoadReport, saved: Catalog) -> None:
+    """Say what DCP does without a word: dtypes converted, and places that are empty where the checkpoint has something."""
+    if report.converted:
+        warnings.warn(f"{path}: converted to the dtype of the state dict: {_few(report.converted)}", stacklevel=3)
+    empty = list(_empty(form, ""))
+    if not empty:
+        return
+    below = Below((*saved.names, *saved.value_names))
+    passed_over = [name for name in empty if below(name)]
+    if passed_over:
+        warnings.warn(
+            f"{path}: nothing was loaded below {_few(passed_over)}, where the state dict is empty and the checkpoint is not; "
+            "make the state exist before loading (get_optimizer_state_dict does for an optimizer)",
+            stacklevel=3,
+        )
+
+
+def _empty(value: Any, name: str) -> Iterator[str]:
+    if isinstance(value, Mapping) and value:
+        for key, child in value.items():
+            yield from _empty(child, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, Mapping) and name:
+        yield name
+
+
+def _few(lines: tuple[str, ...] | list[str]) -> str:
+    return "; ".join(lines[:3]) + (f"; and {len(lines) - 3} more" if len(lines) > 3 else "")

@@ -1,0 +1,228 @@
+"""How does DCP read what this library can open? With a storage reader that answers DCP's plans from the catalog.
+
+1. `read_metadata` shows each tensor to DCP as one chunk: where its bytes lie is the catalog's business, so DCP's plan has one
+   read for each part that a rank wants.
+2. `read_data` loads all of these at once, as `checkpoint.load` does: exactly the bytes that are wanted, every block proved.
+3. Values go to the planner as it expects them, encoded by ``torch.save``. They are under the names that DCP gives their parts.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from ..adapters.scan import saved_path
+from ..checkpoint.source import Source, open_source
+from ..core.catalog import Catalog, TensorKind
+from ..core.report import summarize
+from ..core.state import TensorSpec, ValueKind, box_piece
+from ..engine.load import LoadOptions, fetch, resolve
+from ..engine.saved_values import SavedValue, open_values, read_blob
+from ..errors import MismatchError
+from ..format.shard_file import opaque_value
+from ..format.torch_dtypes import TORCH_DTYPES, dtype_code
+from ..format.values import decode_path
+from .names import Leaf, dcp_path, leaves
+from .writer import Path, is_path
+
+
+class ReshardReader(StorageReader):
+    """Reads checkpoints for `torch.distributed.checkpoint.load`: of this library, of DCP, and what else `checkpoint.load` opens.
+
+    Parameters
+    ----------
+    path
+        The folder of the checkpoint; ``checkpoint_id=`` of a call takes its place.
+    verify
+        Prove the checksum of every block that is read, where the checkpoint has any.
+
+    Examples
+    --------
+    >>> import tempfile, torch.distributed.checkpoint as dcp
+    >>> from reshard_ckpt import checkpoint
+    >>> folder = tempfile.mkdtemp()
+    >>> checkpoint.save(folder, {"w": torch.arange(4)})
+    >>> state = {"w": torch.zeros(4, dtype=torch.int64)}
+    >>> dcp.load(state, storage_reader=ReshardReader(folder), no_dist=True)
+    >>> state
+    {'w': tensor([0, 1, 2, 3])}
+    """
+
+    def __init__(self, path: Path, *, verify: bool = True) -> None:
+        super().__init__()
+        self._path, self._verify = path, verify
+        self._held = ExitStack()
+        self._source: Source | None = None
+        self._values: dict[str, Leaf | _Opaque | _Elsewhere] = {}
+
+    @property
+    def checkpoint_id(self) -> Path:
+        """The folder."""
+        return self._path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Path) -> bool:
+        """Whether a store serves this path."""
+        return is_path(checkpoint_id)
+
+    def reset(self, checkpoint_id: Path | None = None) -> None:
+        if checkpoint_id:
+            self._path = checkpoint_id
+        self._close()
+
+    def _close(self) -> None:
+        self._source, self._values = None, {}
+        self._held.close()
+
+    # Not `**kwargs`: torch tries again with a rank if there is a parameter of that name, and then does without collectives.
+    def read_metadata(self, *args: Any, **options: Any) -> Metadata:
+        self._close()
+        # Open until the data are read, so that nobody removes them meanwhile.
+        source = self._source = self._held.enter_context(open_source(self._path))
+        self._values = dict(_all_values(source, self._verify))
+        return _metadata(source.catalog, self._values, self._path)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if self._source is None:  # they were read by another reader, or data were read since
+            self.read_metadata()
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        try:
+            self._read_tensors([item for item in plan.items if item.type == LoadItemType.TENSOR], planner)
+            for item in plan.items:
+                if item.type == LoadItemType.BYTE_IO:
+                    planner.load_bytes(item, self._bytes(item.storage_index.fqn))
+        finally:
+            self._close()
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _read_tensors(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
+        assert self._source is not None
+        storage, saved = self._source.storage, self._source.catalog
+        targets = [planner.resolve_tensor(item).detach() for item in items]
+        wanted = [(_wanted(saved, item, target), target) for item, target in zip(items, targets, strict=True)]
+        # DCP converts what it loads to the dtype of the tensor that it loads into.
+        options = LoadOptions(verify=self._verify, cast=True)
+        resolved = resolve(saved, wanted, options)
+        problems = [line for lines in resolved.problems.values() for line in lines]
+        if problems:
+            raise MismatchError(summarize(problems, "load what the checkpoint holds"), problems)
+        fetch(storage, saved, resolved, options)
+        for item, target in zip(items, targets, strict=True):
+            planner.commit_tensor(item, target)
+
+    def _bytes(self, name: str) -> io.BytesIO:
+        assert self._source is not None
+        value = self._values[name]
+        if isinstance(value, _Elsewhere):
+            raise MismatchError(value.problem, [value.problem])
+        if isinstance(value, _Opaque):
+            return io.BytesIO(read_blob(self._source.storage, self._source.catalog, value.blob, self._verify))
+        out = io.BytesIO()
+        torch.save(value.value, out)
+        out.seek(0)
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Opaque:
+    """A value whose bytes only DCP's planner reads."""
+
+    blob: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Elsewhere:
+    """A value that this rank cannot be given."""
+
+    problem: str
+
+
+def _all_values(source: Source, verify: bool) -> Iterator[tuple[str, Leaf | _Opaque | _Elsewhere]]:
+    """What there is besides tensors, under DCP's names."""
+    saved, table = source.catalog, source.catalog.tensors_table
+    for blob in np.flatnonzero(table.kind == TensorKind.BLOB).tolist():
+        name = opaque_value(table.names[blob])
+        if name is not None:
+            yield name, _Opaque(blob)
+    values = open_values(source.storage, saved, saved.value_names, verify=verify)
+    for entry in saved.values_table:
+        value = _own(entry.name, values[entry.name])
+        if isinstance(value, _Elsewhere):
+            yield entry.name, value
+            continue
+        for leaf in leaves(dcp_path(saved_path(decode_path(entry.path))), value, entry.kind):
+            yield leaf.name, leaf
+
+
+def _own(name: str, saved: SavedValue) -> Any:
+    """The value, or of values of each rank's own this rank's."""
+    if saved.kind is not ValueKind.PER_RANK:
+        return saved.value
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    if len(saved.value) != size:
+        return _Elsewhere(
+            f"{name}: saved by {len(saved.value)} ranks, wanted on {size}; load it with checkpoint.load and PerRank(value, "
+            "combine=...)"
+        )
+    return saved.value[rank]
+
+
+def _metadata(saved: Catalog, values: dict[str, Any], path: Path) -> Metadata:
+    """The catalog as DCP's planners want it."""
+    described: dict[str, Any] = {name: _tensor_metadata(saved, name) for name in saved.names}
+    described |= {name: BytesStorageMetadata() for name in values}
+    paths: dict[str, Any] = {name: value.path if isinstance(value, Leaf) else (name,) for name, value in values.items()}
+    return Metadata(
+        state_dict_metadata=described,
+        planner_data={name: (name,) for name in saved.names} | paths,
+        storage_meta=StorageMeta(checkpoint_id=path, save_id=saved.save_id),
+    )
+
+
+def _tensor_metadata(saved: Catalog, name: str) -> TensorStorageMetadata:
+    index = saved.index(name)
+    size = torch.Size(saved.shape(index))
+    return TensorStorageMetadata(
+        properties=TensorProperties(dtype=TORCH_DTYPES[saved.dtype(index)]),
+        size=size,
+        chunks=[ChunkStorageMetadata(offsets=torch.Size([0] * len(size)), sizes=size)],
+    )
+
+
+def _wanted(saved: Catalog, item: ReadItem, target: torch.Tensor) -> TensorSpec:
+    """The box that a read item wants, in the memory that the planner gave for it."""
+    name, lengths = item.storage_index.fqn, tuple(item.lengths)
+    if tuple(target.shape) != lengths:
+        problem = f"{name}: the plan reads {lengths}, into a tensor of {tuple(target.shape)}; correct the planner"
+        raise MismatchError(problem, [problem])
+    chunk = item.storage_index.offset or (0,) * len(lengths)
+    offsets = tuple(a + b for a, b in zip(chunk, item.storage_offsets, strict=True))
+    pieces = (box_piece(offsets, lengths, 0, tuple(target.stride())),) if target.numel() else ()
+    return TensorSpec(name, dtype_code(target.dtype, name), saved.shape(saved.index(name)), pieces)

@@ -1,0 +1,186 @@
+"""How does a trainer that calls DCP save? With the same calls, by `checkpoint.save` and its engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ..checkpoint.saving import begin_save
+from ..checkpoint.saving import save as save_state
+from ..comm import open_session
+from ..engine.async_save import SaveHandle, tell
+from .arguments import Path, check_collective, check_save_planner, group_of, is_async_stager, named_path, save_path
+from .forms import opened, saving_form
+
+if TYPE_CHECKING:
+
+    class AsyncCheckpointerType(Enum):
+        """What saves in the background."""
+
+        THREAD = "thread"
+        PROCESS = "process"
+
+    @dataclass
+    class AsyncSaveResponse:
+        """The futures of an async save: the state may change, and the checkpoint is committed."""
+
+        staging_completion: Future[None]
+        upload_completion: Future[None]
+
+else:
+    try:
+        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+    except ImportError:  # before torch 2.9
+
+        class AsyncCheckpointerType(Enum):
+            """What saves in the background."""
+
+            THREAD = "thread"
+            PROCESS = "process"
+
+        @dataclass
+        class AsyncSaveResponse:
+            """The futures of an async save: the state may change, and the checkpoint is committed."""
+
+            staging_completion: Future
+            upload_completion: Future
+
+
+Made = TypeVar("Made")
+
+
+def save(
+    state_dict: Mapping[str, Any],
+    *,
+    checkpoint_id: Path | None = None,
+    storage_writer: Any = None,
+    planner: Any = None,
+    process_group: Any = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+) -> None:
+    """Save a state dict, from all ranks together, as `torch.distributed.checkpoint.save` is called.
+
+    Parameters
+    ----------
+    state_dict
+        Tensors, DTensors, plain values and dicts of them; objects with ``state_dict`` and ``load_state_dict``.
+    checkpoint_id
+        The folder, which all ranks share.
+    storage_writer
+        A `ReshardWriter` or `FileSystemWriter`, for the folder that it names.
+    planner
+        None, or a plain `DefaultSavePlanner`.
+    process_group
+        The ranks that save together; all, by default.
+    no_dist
+        This process saves on its own.
+    use_collectives
+        True.
+
+    Raises
+    ------
+    UnsupportedError
+        An argument asks for what is DCP's alone, or the state holds what cannot be saved.
+    CheckpointError
+        As `checkpoint.save`.
+    """
+    group = group_of(process_group, no_dist)
+
+    def make() -> tuple[Path, dict[str, Any]]:
+        check_save_planner(planner)
+        check_collective(use_collectives)
+        path = save_path(checkpoint_id, storage_writer)
+        return path, saving_form(opened(state_dict, in_order=False))
+
+    path, form = told_to_all("save", named_path(checkpoint_id, storage_writer), group, make)
+    save_state(path, form, process_group=group)
+
+
+def async_save(
+    state_dict: Mapping[str, Any],
+    *,
+    checkpoint_id: Path | None = None,
+    storage_writer: Any = None,
+    planner: Any = None,
+    process_group: Any = None,
+    async_checkpointer_type: Any = AsyncCheckpointerType.THREAD,
+    async_stager: Any = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+) -> Future[None] | AsyncSaveResponse:
+    """Save a state dict while training goes on, as `torch.distributed.checkpoint.async_save` is called.
+
+    Parameters
+    ----------
+    state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist, use_collectives
+        As for `save`.
+    async_checkpointer_type
+        ``THREAD`` or ``PROCESS``: threads of this process save in either case.
+    async_stager
+        None: the state may change once this returns. A `DefaultStager` with ``use_async_staging``: it may change once
+        ``staging_completion`` is done.
+
+    Returns
+    -------
+    concurrent.futures.Future or AsyncSaveResponse
+        The future of the commit, or with an asynchronous stager those of staging and commit.
+    """
+    group = group_of(process_group, no_dist)
+
+    def make() -> tuple[Path, dict[str, Any], bool]:
+        check_save_planner(planner)
+        check_collective(use_collectives)
+        AsyncCheckpointerType(getattr(async_checkpointer_type, "value", async_checkpointer_type))
+        path = save_path(checkpoint_id, storage_writer)
+        return path, saving_form(opened(state_dict, in_order=False)), is_async_stager(async_stager)
+
+    path, form, later = told_to_all("save", named_path(checkpoint_id, storage_writer), group, make)
+    handle = begin_save(path, form, staging="promised" if later else "eager", process_group=group)
+    staging, upload = _futures(handle)
+    return AsyncSaveResponse(staging_completion=staging, upload_completion=upload) if later else upload
+
+
+class SaveFuture(Future[None]):
+    """The future of a save; who asks it has been told of an error, which is otherwise raised by the next save."""
+
+    def __init__(self, handle: SaveHandle) -> None:
+        super().__init__()
+        self._handle = handle
+        self.set_running_or_notify_cancel()
+
+    def result(self, timeout: float | None = None) -> None:
+        self.exception(timeout)
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        error = super().exception(timeout)
+        self._handle.untold()
+        return error
+
+
+def _futures(handle: SaveHandle) -> tuple[Future[None], SaveFuture]:
+    staging: Future[None] = Future()
+    staging.set_running_or_notify_cancel()
+    upload = SaveFuture(handle)
+
+    def done(error: BaseException | None) -> None:
+        if error is None:
+            upload.set_result(None)
+        else:
+            upload.set_exception(error)
+
+    tell(handle, staged=lambda: staging.set_result(None), done=done)
+    return staging, upload
+
+
+def told_to_all(kind: str, path: Path | None, group: Any, make: Callable[[], Made]) -> Made:
+    """What `make` returns; an error in it is raised on all ranks, which would otherwise wait for this one in their session."""
+    try:
+        return make()
+    except Exception:
+        with open_session(kind, str(path), process_group=group):
+            raise

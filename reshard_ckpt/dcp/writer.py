@@ -1,0 +1,284 @@
+"""How does DCP write checkpoints of this library? With a storage writer that writes shard files, and commits in `finish`.
+
+1. On the coordinator, `prepare_global_plan` looks at what the path holds, and names the save.
+2. Every rank's `write_data` writes the items of its plan as one shard file. Objects that are plain values are stored as such;
+   others remain what the planner made of them, bytes that nobody here looks into.
+3. `finish` gathers what was written as every save does: the shards must tile each tensor, the coordinator must see each file, and
+   the catalog appears at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from ..core.dtypes import ITEM_BYTES
+from ..core.state import box_piece
+from ..engine.agreement import Before, new_save_id
+from ..engine.memory import Held, chunks
+from ..engine.messages import Assignment, Receipt, RunColumns
+from ..engine.recorder import Recorder
+from ..engine.save import look
+from ..engine.write import SCRATCH_BYTES, FileLayout, lay_out_members, write_files
+from ..errors import CheckpointError, LayoutError, UnsupportedError
+from ..format.shard_file import Member, blob_name, make_member, opaque_name
+from ..format.torch_dtypes import dtype_code
+from ..format.values import encode_value
+from ..storage import open_storage
+from .committing import Stored, commit_written
+
+MAX_SENT_BYTES = 1 << 20
+"""A value up to this size goes to the coordinator, which puts it into the catalog; a larger one is written by its rank."""
+
+Path = str | os.PathLike[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What the coordinator tells a rank: the id of the save, and the rank's number."""
+
+    save_id: str
+    rank: int
+
+
+class _Turns:
+    """How often this process was given each id: a planner that keeps its plans gives one of an earlier save again."""
+
+    def __init__(self) -> None:
+        self._lock, self._used = threading.Lock(), dict[str, int]()
+
+    def take(self, save_id: str) -> str:
+        """An id that was not used before: the given one, or one that follows from it, on each rank the same."""
+        with self._lock:
+            times = self._used[save_id] = self._used.get(save_id, -1) + 1
+        if not times:
+            return save_id
+        return f"{save_id[:-8]}{hashlib.blake2s(f'{save_id} {times}'.encode(), digest_size=4).hexdigest()}"
+
+
+_TURNS = _Turns()
+
+
+class ReshardWriter(StorageWriter):
+    """Writes checkpoints of this library for `torch.distributed.checkpoint.save` and `async_save`.
+
+    What it writes is an ordinary checkpoint: `checkpoint.load` and all tools open it, and it exists from the moment at which it
+    is whole. Placements are not recorded, since DCP's plans do not say them.
+
+    Parameters
+    ----------
+    path
+        The folder of the checkpoint, which all ranks share; ``checkpoint_id=`` of a call takes its place.
+
+    Examples
+    --------
+    >>> import tempfile, torch.distributed.checkpoint as dcp
+    >>> folder = tempfile.mkdtemp()
+    >>> metadata = dcp.save({"w": torch.arange(4)}, storage_writer=ReshardWriter(folder), no_dist=True)
+    >>> from reshard_ckpt import checkpoint
+    >>> checkpoint.read(folder)
+    {'w': tensor([0, 1, 2, 3])}
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+        self._save_id: str | None = None
+        self._before: Before | None = None
+
+    @property
+    def checkpoint_id(self) -> Path:
+        """The folder."""
+        return self._path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Path) -> bool:
+        """Whether a store serves this path."""
+        return is_path(checkpoint_id)
+
+    def storage_meta(self) -> StorageMeta | None:
+        return StorageMeta(checkpoint_id=self._path, save_id=self._save_id)
+
+    def reset(self, checkpoint_id: Path | None = None) -> None:
+        if checkpoint_id:
+            self._path = checkpoint_id
+        self._save_id = self._before = None
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if not kwargs.get("use_collectives", True):
+            raise UnsupportedError("use_collectives=False: one catalog holds what all ranks write, so they agree; leave it out")
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        save_id = self._save_id = new_save_id()
+        with open_storage(self._path) as storage:
+            self._before = look(storage)
+        return [dataclasses.replace(plan, storage_data=Turn(save_id, rank)) for rank, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        turn = plan.storage_data
+        if not isinstance(turn, Turn):
+            raise UnsupportedError("the plan is not one that this writer prepared; use the planner with this writer alone")
+        job = _Job(plan.items, planner)
+        with open_storage(self._path) as storage:
+            save_id = _TURNS.take(turn.save_id)
+            layouts = lay_out_members([part.member for part in job.parts], save_id, turn.rank)
+            receipt = write_files(storage, job.assignment(save_id), layouts, job.chunks_of, np.zeros(0, np.uint64), Recorder())
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(job.results(receipt))
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        save_id = self._save_id or new_save_id()
+        with open_storage(self._path) as storage:
+            commit_written(storage, metadata, results, save_id=save_id, before=self._before)
+        metadata.storage_meta = self.storage_meta()
+
+
+def is_path(checkpoint_id: object) -> bool:
+    """Whether a store serves this path."""
+    if not isinstance(checkpoint_id, str | os.PathLike):
+        return False
+    try:
+        open_storage(checkpoint_id).close()
+    except CheckpointError:
+        return False
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One member of the file: a box of a tensor, whose data the planner is asked for when its turn comes, or bytes."""
+
+    item: WriteItem
+    member: Member
+    stored: Stored
+    data: bytes | None = None
+
+
+class _Job:
+    """What one rank writes, in the order of its files, and what it sends along."""
+
+    def __init__(self, items: Sequence[WriteItem], planner: SavePlanner) -> None:
+        self._planner = planner
+        self._sent: list[tuple[WriteItem, Stored]] = []
+        parts: list[_Part] = []
+        for item in items:
+            if item.type != WriteItemType.BYTE_IO:
+                parts.append(_tensor_part(item))
+            elif (part := self._value_part(item)) is not None:
+                parts.append(part)
+        # Larger elements first, so that every member is aligned.
+        self.parts = sorted(parts, key=lambda part: -ITEM_BYTES[part.member.dtype])
+
+    def _value_part(self, item: WriteItem) -> _Part | None:
+        """The bytes of a large or opaque value; of a small one nothing, for it is sent."""
+        name = item.index.fqn
+        data, is_opaque = _encoded(item, self._planner)
+        if not is_opaque and len(data) <= MAX_SENT_BYTES:
+            self._sent.append((item, Stored(name, value=data)))
+            return None
+        blob = opaque_name(name) if is_opaque else blob_name(name, None)
+        size = (len(data),)
+        return _Part(item, Member(blob, "U8", size, len(data)), Stored(name, "U8", size, (0,), size, blob=blob), data)
+
+    def chunks_of(self, layout: FileLayout) -> Iterator[memoryview]:
+        """The bytes of a file, front to back; each tensor is asked for when its turn comes."""
+        yield memoryview(layout.header)
+        scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8)
+        for part in self.parts[layout.items]:
+            if part.data is not None:
+                yield memoryview(part.data)
+                continue
+            tensor, count = self._tensor(part), part.member.num_bytes // ITEM_BYTES[part.member.dtype]
+            zeros = (0,) * tensor.ndim
+            yield from chunks(Held(tensor, box_piece(zeros, tuple(tensor.shape), 0, tuple(tensor.stride()))), 0, count, scratch)
+
+    def _tensor(self, part: _Part) -> torch.Tensor:
+        tensor = self._planner.resolve_data(part.item)
+        assert isinstance(tensor, torch.Tensor)
+        tensor = tensor.detach().resolve_conj().resolve_neg()
+        code = dtype_code(tensor.dtype, part.stored.name)
+        if (tuple(tensor.shape), code) != (part.stored.lengths, part.stored.dtype):
+            stored = part.stored
+            raise LayoutError(
+                f"{stored.name}: DCP's plan says {stored.dtype} {stored.lengths} at {stored.offsets}, but the local tensor is "
+                f"{code} {tuple(tensor.shape)} (torch's offsets are wrong where strided shards are uneven); save with "
+                "reshard_ckpt.dcp.save, which works layouts out by itself"
+            )
+        return tensor
+
+    def assignment(self, save_id: str) -> Assignment:
+        """These parts as what a rank of a save is told to write; none is to be compared with another rank's."""
+        none, each = np.zeros(0, np.int64), np.zeros(len(self.parts), np.int64)
+        return Assignment(save_id, each, each, each, RunColumns(none, none, none))
+
+    def results(self, receipt: Receipt) -> list[WriteResult]:
+        """What DCP is told, with what the coordinator has to know."""
+        out = [WriteResult(item.index, len(stored.value or b""), stored) for item, stored in self._sent]
+        for part, file, offset in zip(self.parts, receipt.file.tolist(), receipt.offset.tolist(), strict=True):
+            stored = dataclasses.replace(part.stored, file=receipt.files[file], offset=offset)
+            out.append(WriteResult(part.item.index, part.member.num_bytes, stored))
+        return out
+
+
+def _tensor_part(item: WriteItem) -> _Part:
+    data, name = item.tensor_data, item.index.fqn
+    assert data is not None
+    offsets, lengths, shape = tuple(data.chunk.offsets), tuple(data.chunk.sizes), tuple(data.size)
+    code = dtype_code(data.properties.dtype, name)
+    count = torch.Size(lengths).numel()
+    member = make_member(name, code, shape, offsets, lengths, 0, count)
+    return _Part(item, member, Stored(name, code, shape, offsets, lengths))
+
+
+def _encoded(item: WriteItem, planner: SavePlanner) -> tuple[bytes, bool]:
+    """A value as this library encodes it; or as the planner does, and True, where it is no plain one."""
+    try:
+        return encode_value(_plain(item, planner), item.index.fqn), False
+    except UnsupportedError:
+        return _resolved(item, planner).getvalue(), True
+
+
+def _plain(item: WriteItem, planner: SavePlanner) -> Any:
+    """The object itself, if the planner shows it; otherwise what its bytes say, if that is tensors and plain data only."""
+    if isinstance(planner, DefaultSavePlanner) and _is_default(type(planner)):
+        return planner.lookup_object(item.index)
+    try:
+        return torch.load(_resolved(item, planner), weights_only=True)
+    except Exception as error:  # torch raises pickle's errors, zip's and others, which have no class in common
+        raise UnsupportedError(f"{item.index.fqn}: is no plain value ({error})") from error
+
+
+def _is_default(kind: type[DefaultSavePlanner]) -> bool:
+    """Whether planners of this class find and encode objects as torch's default one does."""
+    default = DefaultSavePlanner
+    return (kind.resolve_data, kind.transform_object, kind.lookup_object) == (
+        default.resolve_data,
+        default.transform_object,
+        default.lookup_object,
+    )
+
+
+def _resolved(item: WriteItem, planner: SavePlanner) -> io.BytesIO:
+    """The bytes of an object, as the planner makes them."""
+    raw = planner.resolve_data(item)
+    assert isinstance(raw, io.BytesIO)
+    raw.seek(0)
+    return raw

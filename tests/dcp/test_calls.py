@@ -1,0 +1,417 @@
+"""`reshard_ckpt.dcp` in one process: the calls of torch's module mean the same, on checkpoints of this library."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import inspect
+import io
+import threading
+import warnings
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as torch_dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+import reshard_ckpt.dcp as dcp
+from reshard_ckpt import checkpoint
+from reshard_ckpt.errors import CheckpointNotFound, MismatchError, StorageError, UnsupportedError, UsageError
+from reshard_ckpt.storage.local import LocalWriter
+
+
+class Counter:
+    """A `Stateful` that notes how it is called."""
+
+    def __init__(self, count: int = 0) -> None:
+        self.count, self.calls = count, []
+        self.weight = torch.full((3,), float(count))
+
+    def state_dict(self) -> dict[str, Any]:
+        self.calls.append("state_dict")
+        return {"count": self.count, "weight": self.weight, "inner": {"names": ["a", "b"]}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.calls.append("load_state_dict")
+        self.count = state["count"]
+        assert state["weight"] is self.weight  # loaded in place
+
+
+def model_and_optimizer(seed: int, steps: int = 0) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2))
+    groups = [
+        {"params": list(model[0].parameters()), "lr": 0.1 + seed},
+        {"params": list(model[2].parameters()), "lr": 0.2 + seed},
+    ]
+    optimizer = torch.optim.AdamW(groups)
+    for _ in range(steps):
+        model(torch.randn(5, 4)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def same_training(one: tuple, other: tuple) -> bool:
+    tensors = [list(m.state_dict().values()) for m, _ in (one, other)]
+    states = [
+        [o.state[p][k] for g in o.param_groups for p in g["params"] for k in ("step", "exp_avg", "exp_avg_sq")]
+        for _, o in (one, other)
+    ]
+    lrs = [[g["lr"] for g in o.param_groups] for _, o in (one, other)]
+    pairs = [*zip(*tensors, strict=True), *zip(*states, strict=True)]
+    return lrs[0] == lrs[1] and all(torch.equal(a, b) for a, b in pairs)
+
+
+def training_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, flat: bool) -> dict[str, Any]:
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    of_model, of_optimizer = get_state_dict(model, optimizer, options=options)
+    return {"model": of_model, "optimizer": of_optimizer}
+
+
+def put_back(model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], *, flat: bool) -> None:
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=options)
+
+
+@pytest.mark.parametrize("name", ["save", "async_save", "load"])
+def test_every_argument_of_torch_is_taken(name: str):
+    ours, theirs = (inspect.signature(getattr(m, name)).parameters for m in (dcp, torch_dcp))
+    assert set(theirs) <= set(ours)
+    assert all(ours[p].kind == theirs[p].kind for p in theirs)
+    assert all(ours[p].default == theirs[p].default for p in theirs)
+
+
+def test_nested_state_comes_back_in_place_and_values_are_put_into_the_dict(tmp_path: Path):
+    state = {
+        "a": {"w": torch.arange(6).reshape(2, 3), "n": 1},
+        "list": [torch.ones(2), {"x": 5}],
+        "t": (1, "b"),
+        "b": io.BytesIO(b"z"),
+    }
+    assert dcp.save(state_dict=state, checkpoint_id=tmp_path) is None
+    w, one = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2)
+    inner, elements = collections.OrderedDict(w=w, n=0), [one, {"x": 0}]
+    target = {"a": inner, "list": elements, "t": None, "b": io.BytesIO()}
+    assert dcp.load(target, checkpoint_id=str(tmp_path)) is None
+    assert target["a"] is inner
+    assert target["list"] is elements
+    assert inner["w"] is w
+    assert elements[0] is one
+    assert torch.equal(w, state["a"]["w"])
+    assert torch.equal(one, torch.ones(2))
+    assert (inner["n"], elements[1], target["t"], target["b"].getvalue()) == (1, {"x": 5}, (1, "b"), b"z")
+
+
+def test_stateful_objects_are_asked_and_given_their_state_once(tmp_path: Path):
+    saved = Counter(7)
+    dcp.save({"c": saved, "d": {"n": 1}}, checkpoint_id=tmp_path)
+    assert saved.calls == ["state_dict"]
+    loaded = Counter()
+    target = {"d": {"n": 0}, "c": loaded}
+    dcp.load(target, checkpoint_id=tmp_path)
+    assert loaded.calls == ["state_dict", "load_state_dict"]
+    assert (loaded.count, target["d"]["n"], target["c"] is loaded) == (7, 1, True)
+    assert torch.equal(loaded.weight, torch.full((3,), 7.0))
+    assert checkpoint.catalog(tmp_path).value_names == ("c.count", "c.inner.names", "d.n")
+
+
+def test_what_is_not_asked_for_is_passed_over_and_nothing_is_added(tmp_path: Path):
+    dcp.save({"a": {"x": 1, "y": 2, "w": torch.ones(2)}, "b": torch.ones(3)}, checkpoint_id=tmp_path)
+    target = {"a": {"x": 0}}
+    dcp.load(target, checkpoint_id=tmp_path)
+    assert target == {"a": {"x": 1}}
+
+
+@pytest.mark.parametrize(
+    "wanted", [{"a": {"z": 0}}, {"a": {"x": 0}, "c": torch.zeros(2)}, {"b": torch.zeros(4)}, {"b": 3}, {"a": torch.zeros(1)}]
+)
+def test_what_is_missing_or_of_another_shape_changes_nothing(tmp_path: Path, wanted: dict[str, Any]):
+    dcp.save({"a": {"x": 1}, "b": torch.ones(3)}, checkpoint_id=tmp_path)
+    kept = torch.zeros(3)
+    with pytest.raises(MismatchError):
+        dcp.load({**wanted, "b": wanted.get("b", kept)}, checkpoint_id=tmp_path)
+    assert not kept.any()
+
+
+def test_partial_load_of_a_default_planner_leaves_what_is_missing(tmp_path: Path):
+    dcp.save({"a": {"x": 1}, "b": torch.ones(3)}, checkpoint_id=tmp_path)
+    target = {"a": {"x": 0, "new": 5}, "b": torch.zeros(3), "c": torch.full((2,), 9.0)}
+    dcp.load(target, checkpoint_id=tmp_path, planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
+    assert target["a"] == {"x": 1, "new": 5}
+    assert torch.equal(target["b"], torch.ones(3))
+    assert torch.equal(target["c"], torch.full((2,), 9.0))
+
+
+def test_another_dtype_is_converted_as_torch_does_and_said(tmp_path: Path):
+    dcp.save({"w": torch.tensor([1.5, 2.25])}, checkpoint_id=tmp_path)
+    target = {"w": torch.zeros(2, dtype=torch.bfloat16)}
+    with pytest.warns(UserWarning, match="w: saved as torch.float32, loaded as torch.bfloat16"):
+        dcp.load(target, checkpoint_id=tmp_path)
+    assert torch.equal(target["w"], torch.tensor([1.5, 2.25], dtype=torch.bfloat16))
+
+
+def test_an_empty_place_for_saved_state_is_said(tmp_path: Path):
+    model, optimizer = model_and_optimizer(0, steps=1)
+    dcp.save({"optimizer": optimizer}, checkpoint_id=tmp_path)
+    fresh = model_and_optimizer(1)[1]
+    with pytest.warns(UserWarning, match=r"below optimizer.state, where the state dict is empty"):
+        dcp.load({"optimizer": fresh}, checkpoint_id=tmp_path)
+    assert [g["lr"] for g in fresh.param_groups] == [0.1, 0.2]
+    # One that has its state takes it, in torch's order of parameters.
+    stepped = model_and_optimizer(2, steps=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dcp.load({"optimizer": stepped[1]}, checkpoint_id=tmp_path)
+    assert same_training((model, stepped[1]), (model, optimizer))
+
+
+def test_tensors_on_meta_are_made_and_loaded(tmp_path: Path):
+    dcp.save({"m": {"w": torch.arange(4.0)}}, checkpoint_id=tmp_path)
+    target = {"m": {"w": torch.empty(4, device="meta")}}
+    dcp.load(target, checkpoint_id=tmp_path)
+    assert torch.equal(target["m"]["w"], torch.arange(4.0))
+
+
+@pytest.mark.parametrize("how", ["dcp", "writer", "async", "async_writer"])
+@pytest.mark.parametrize("flat", [False, True])
+def test_optimizer_state_is_keyed_by_name_whatever_its_form(tmp_path: Path, how: str, flat: bool):
+    trained = model_and_optimizer(0, steps=3)
+    state = training_state(*trained, flat=flat)
+    if how == "dcp":
+        dcp.save(state, checkpoint_id=tmp_path)
+    elif how == "writer":
+        torch_dcp.save(state, storage_writer=dcp.ReshardWriter(tmp_path), no_dist=True)
+    elif how == "async":
+        dcp.async_save(state, checkpoint_id=tmp_path).result()
+    else:
+        torch_dcp.async_save(state, storage_writer=dcp.ReshardWriter(tmp_path)).result()
+    assert checkpoint.verify(tmp_path).ok
+    assert checkpoint.catalog(tmp_path).value_names == ("optimizer.param_groups",)
+    other = model_and_optimizer(1)
+    checkpoint.load(tmp_path, {"model": other[0], "optimizer": other[1]})
+    assert same_training(other, trained)
+    for wanted_flat in (False, True):
+        for reader in (None, dcp.ReshardReader(tmp_path)):
+            other = model_and_optimizer(2)
+            target = training_state(*other, flat=wanted_flat)
+            if reader is None:
+                dcp.load(target, checkpoint_id=tmp_path)
+            else:
+                torch_dcp.load(target, storage_reader=reader, no_dist=True)
+            put_back(*other, target, flat=wanted_flat)
+            assert same_training(other, trained), (wanted_flat, reader)
+
+
+def test_checkpoints_of_save_are_read_by_torchs_load(tmp_path: Path):
+    trained = model_and_optimizer(0, steps=2)
+    extra = {"step": 5, "nested": [{"a": (1, 2)}, [3]], "none": None, "rng": np.arange(3)}
+    checkpoint.save(tmp_path, {"model": trained[0], "optimizer": trained[1], "extra": extra})
+    other = model_and_optimizer(1)
+    target = {**training_state(*other, flat=False), "extra": {"step": 0, "nested": [{"a": ()}, [0]], "none": 1, "rng": None}}
+    torch_dcp.load(target, storage_reader=dcp.ReshardReader(tmp_path), no_dist=True)
+    put_back(*other, target, flat=False)
+    assert same_training(other, trained)
+    assert np.array_equal(target["extra"].pop("rng"), extra.pop("rng"))
+    assert target["extra"] == extra
+
+
+class Gate:
+    """Holds the files of a save back until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.opened = threading.Event()
+        write = LocalWriter.write
+
+        def held(writer: LocalWriter, data: Any) -> None:
+            assert self.opened.wait(60)
+            write(writer, data)
+
+        monkeypatch.setattr(LocalWriter, "write", held)
+
+
+def test_async_save_returns_a_future_that_behaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    gate = Gate(monkeypatch)
+    w = torch.ones(1000)
+    future = dcp.async_save({"w": w}, checkpoint_id=tmp_path)
+    w.zero_()
+    told: list[Future] = []
+    future.add_done_callback(told.append)
+    assert isinstance(future, Future)
+    assert not future.done()
+    assert future.running()
+    assert not future.cancel()
+    assert not told
+    with pytest.raises(TimeoutError):
+        future.result(timeout=0.01)
+    gate.opened.set()
+    assert future.result(60) is None
+    assert future.done()
+    assert future.exception() is None
+    assert told == [future]
+    assert wait([future], 1).done == {future}
+    assert torch.equal(checkpoint.read(tmp_path)["w"], torch.ones(1000))
+
+
+def test_async_save_with_an_asynchronous_stager_returns_both_futures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    staging = pytest.importorskip("torch.distributed.checkpoint.staging")
+    if not hasattr(staging, "DefaultStager"):
+        pytest.skip("torch has no DefaultStager before 2.9")
+    gate = Gate(monkeypatch)
+    options = staging.StagingOptions(False, False, use_async_staging=True, use_non_blocking_copy=False)
+    stager = staging.DefaultStager(options)
+    w = torch.ones(1000)
+    response = dcp.async_save({"w": w}, checkpoint_id=tmp_path, async_stager=stager)
+    assert isinstance(response, dcp.AsyncSaveResponse)
+    assert response.staging_completion.result(60) is None
+    w.zero_()
+    assert not response.upload_completion.done()
+    gate.opened.set()
+    assert response.upload_completion.result(60) is None
+    assert torch.equal(checkpoint.read(tmp_path)["w"], torch.ones(1000))
+    stager.close()
+    plain = staging.DefaultStager(staging.StagingOptions(False, False, False, False))
+    assert isinstance(dcp.async_save({"w": w}, checkpoint_id=tmp_path, async_stager=plain), Future)
+
+
+@pytest.mark.parametrize("kind", list(dcp.AsyncCheckpointerType))
+def test_either_checkpointer_type_is_taken(tmp_path: Path, kind: Any):
+    dcp.async_save({"w": torch.ones(3)}, checkpoint_id=tmp_path, async_checkpointer_type=kind).result()
+    assert torch.equal(checkpoint.read(tmp_path)["w"], torch.ones(3))
+
+
+def fail_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise StorageError("no space left")
+
+    monkeypatch.setattr(LocalWriter, "write", refuse)
+
+
+@pytest.mark.parametrize("ask", [lambda f: f.result(), lambda f: f.exception()])
+def test_error_of_an_async_save_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ask: Any):
+    with monkeypatch.context() as patched:
+        fail_to_write(patched)
+        future = dcp.async_save({"w": torch.ones(3)}, checkpoint_id=tmp_path)
+        assert wait([future], 60).done
+    with contextlib.suppress(StorageError):
+        assert isinstance(ask(future), StorageError)
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path)
+
+
+def test_error_that_nobody_asked_for_is_raised_by_the_next_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with monkeypatch.context() as patched:
+        fail_to_write(patched)
+        assert wait([dcp.async_save({"w": torch.ones(3)}, checkpoint_id=tmp_path)], 60).done
+    with pytest.raises(Exception, match="the save before this one failed in the background.*no space left"):
+        dcp.async_save({"w": torch.ones(3)}, checkpoint_id=tmp_path)
+
+
+class OwnPlanner(torch_dcp.DefaultSavePlanner):
+    pass
+
+
+class OwnWriter(dcp.ReshardWriter):
+    pass
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"planner": OwnPlanner()},
+        {"planner": torch_dcp.DefaultSavePlanner(flatten_state_dict=False)},
+        {"storage_writer": OwnWriter("elsewhere")},
+        {"use_collectives": False},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_what_is_dcps_alone_is_refused_by_name(tmp_path: Path, options: dict[str, Any]):
+    for call in (dcp.save, dcp.async_save):
+        with pytest.raises(UnsupportedError, match=next(iter(options))):
+            call({"w": torch.ones(2)}, checkpoint_id=tmp_path, **options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_other_planners_readers_and_stagers_are_refused(tmp_path: Path):
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path)
+    with pytest.raises(UnsupportedError, match="planner=OwnLoadPlanner"):
+        dcp.load(
+            {"w": torch.ones(2)}, checkpoint_id=tmp_path, planner=type("OwnLoadPlanner", (torch_dcp.DefaultLoadPlanner,), {})()
+        )
+    with pytest.raises(UnsupportedError, match="storage_reader=str"):
+        dcp.load({"w": torch.ones(2)}, checkpoint_id=tmp_path, storage_reader="there")
+    with pytest.raises(UnsupportedError, match="async_stager=str"):
+        dcp.async_save({"w": torch.ones(2)}, checkpoint_id=tmp_path, async_stager="later")
+    with pytest.raises(ValueError, match="fiber"):
+        dcp.async_save({"w": torch.ones(2)}, checkpoint_id=tmp_path, async_checkpointer_type="fiber")
+    with pytest.raises(UsageError, match="no_dist"):
+        dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path, no_dist=True, process_group=object())
+
+
+@pytest.mark.parametrize("call", [dcp.save, dcp.async_save, dcp.load])
+def test_a_folder_must_be_named(call: Any):
+    with pytest.raises(UsageError, match="checkpoint_id"):
+        call({"w": torch.ones(2)})
+    with pytest.raises(UsageError, match="state_dict"):
+        call([torch.ones(2)], checkpoint_id="x")
+
+
+@pytest.mark.parametrize("store", ["Reshard", "FileSystem"])
+def test_stores_that_name_a_folder_are_taken_for_it(tmp_path: Path, store: str):
+    writer, reader = getattr(dcp, f"{store}Writer"), getattr(dcp, f"{store}Reader")
+    dcp.save({"w": torch.ones(2)}, storage_writer=writer(tmp_path / "a"))
+    target = {"w": torch.zeros(2)}
+    dcp.load(target, storage_reader=reader(tmp_path / "a"))
+    assert torch.equal(target["w"], torch.ones(2))
+    # As with torch, checkpoint_id counts if both are given.
+    dcp.save({"w": torch.full((2,), 3.0)}, storage_writer=writer(tmp_path / "a"), checkpoint_id=tmp_path / "b")
+    dcp.load(target, storage_reader=reader(tmp_path / "a"), checkpoint_id=tmp_path / "b")
+    assert torch.equal(target["w"], torch.full((2,), 3.0))
+    assert torch.equal(checkpoint.read(tmp_path / "a")["w"], torch.ones(2))
+
+
+def test_a_writer_that_must_not_overwrite_does_not(tmp_path: Path):
+    writer = dcp.FileSystemWriter(tmp_path, overwrite=False)
+    dcp.save({"w": torch.ones(2)}, storage_writer=writer)
+    with pytest.raises(UsageError, match="overwrite=False"):
+        dcp.save({"w": torch.zeros(2)}, storage_writer=writer)
+    assert torch.equal(checkpoint.read(tmp_path)["w"], torch.ones(2))
+
+
+def test_nothing_there_is_said(tmp_path: Path):
+    with pytest.raises(CheckpointNotFound):
+        dcp.load({"w": torch.ones(2)}, checkpoint_id=tmp_path)
+
+
+def test_a_value_that_cannot_be_saved_is_named(tmp_path: Path):
+    with pytest.raises(UnsupportedError, match=r"a\.object"):
+        dcp.save({"a": {"object": object()}}, checkpoint_id=tmp_path)
+
+
+def test_names_of_torchs_module_are_there_or_say_where_they_are():
+    assert dcp.FileSystemReader is torch_dcp.FileSystemReader
+    assert dcp.state_dict.get_state_dict is get_state_dict
+    with pytest.raises(AttributeError, match="call save"):
+        _ = dcp.save_state_dict
+    if hasattr(torch_dcp, "HuggingFaceStorageReader"):
+        with pytest.raises(AttributeError, match=r"import it from torch\.distributed\.checkpoint"):
+            _ = dcp.HuggingFaceStorageReader
+    with pytest.raises(AttributeError, match="has no attribute 'nonsense'$"):
+        _ = dcp.nonsense
+
+
+def test_objects_that_are_no_plain_values_come_back_through_dcp_alone(tmp_path: Path):
+    state = {"w": torch.ones(2), "slice": {"s": slice(1, 2)}, "big": list(range(500_000))}
+    torch_dcp.save(state, storage_writer=dcp.ReshardWriter(tmp_path), no_dist=True)
+    assert checkpoint.verify(tmp_path).ok
+    assert set(checkpoint.read(tmp_path)) == {"w", "big"}
+    target = {"w": torch.zeros(2), "slice": {"s": None}, "big": None}
+    torch_dcp.load(target, storage_reader=dcp.ReshardReader(tmp_path), no_dist=True)
+    assert target["slice"] == state["slice"]
+    assert target["big"] == state["big"]
+    assert torch.equal(target["w"], torch.ones(2))
+    with pytest.raises(MismatchError, match=r"slice\.s: saved by DCP as an object.*ReshardReader"):
+        dcp.load({"slice": {"s": None}}, checkpoint_id=tmp_path)
