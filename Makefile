@@ -33,6 +33,10 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Kills a save after each of its system calls in turn; docs/reliability.md has the figures.
+crash-points: $(STAMP)
+	$(BIN)/python -m tests.reliability.kills --out crash_points.json
+
 bench: $(BENCH_STAMP)
 	$(BIN)/python -m benchmarks.compare --out bench_out/compare.json
 	$(BIN)/python -m benchmarks.compare --ranks 2 --gb 1.64 --parts save stall --out bench_out/compare_2_ranks.json

@@ -23,12 +23,13 @@ UNKNOWN = ("link", "symlink", "truncate", "ftruncate", "writev", "pwrite", "pwri
 
 @dataclass(frozen=True)
 class Call:
-    """One call that succeeded: its name, the path that it was about, and what it wrote or where it moved it."""
+    """One call that succeeded: its name, the path that it was about, where that went, how much was written, and what."""
 
     name: str
     path: str
-    data: bytes = b""
     target: str = ""
+    size: int = 0
+    data: bytes = b""
 
 
 def path_of(name: str | int, dir_fd: int | None = None) -> str:
@@ -51,7 +52,7 @@ class Calls:
     def is_dead(self) -> bool:
         return self.stop_after is not None and len(self.done) >= self.stop_after
 
-    def change(self, name: str, path: str, act: Callable[[], Any], data: bytes = b"", target: str = "") -> Any:
+    def change(self, name: str, path: str, act: Callable[[], Any], *, target: str = "", data: bytes = b"") -> Any:
         """Let a call happen, unless the process is dead."""
         if not path.startswith(self.base):
             return act()
@@ -60,7 +61,8 @@ class Calls:
                 raise Stopped
             out = act()
             at, to = (os.path.relpath(p, self.base) if p else "" for p in (path, target))
-            self.done.append(Call(name, at, data[:out] if name == "write" else data, to))
+            written = data[:out] if name == "write" else b""
+            self.done.append(Call(name, at, to, len(written), written))
             if self.is_dead:
                 raise Stopped
             return out
@@ -78,7 +80,7 @@ class Calls:
             return self.change("create", path_of(path, dir_fd), act) if flags & os.O_CREAT else act()
 
         def write(fd: int, data: Any) -> int:
-            return self.change("write", path_of(fd), lambda: real["write"](fd, data), bytes(data))
+            return self.change("write", path_of(fd), lambda: real["write"](fd, data), data=bytes(data))
 
         def fsync(fd: int) -> None:
             self.change("fsync", path_of(fd), lambda: real["fsync"](fd))

@@ -20,7 +20,7 @@ from tests.reliability.calls import Call, Calls
 from tests.reliability.disk import Disk, Tree, write_tree
 from tests.reliability.states import NEW, OLD, assert_next_save_works, held, plain, tensors_of, values_of_rank
 
-LUCKY_TRIES = 12
+LUCKY_TRIES = 8
 
 
 def save_alone(path: Path, number: int, calls: Calls) -> None:
