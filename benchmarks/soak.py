@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import faulthandler
 import os
 import random
 import shutil
@@ -29,6 +30,7 @@ import traceback
 import warnings
 from collections import Counter
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -175,13 +177,17 @@ def work(job: Job, rank: int, report: int) -> int:
         raw_write(report, (" ".join(map(str, (rank, *words))) + "\n").encode())
 
     warnings.simplefilter("ignore")
+    faulthandler.dump_traceback_later(8 * TIMEOUT_S, file=report)  # where it hangs, if it does
     try:
-        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{job.port}", rank=rank, world_size=job.size)
+        try:
+            timeout = timedelta(seconds=2 * TIMEOUT_S)
+            url = f"tcp://127.0.0.1:{job.port}"
+            dist.init_process_group("gloo", init_method=url, rank=rank, world_size=job.size, timeout=timeout)
+        except RuntimeError as error:  # another rank was killed before the group was there
+            say("alone", type(error).__name__)
+            return SAID
         return _train(job, rank, say)
     except CheckpointError as error:
-        say("error", type(error).__name__, str(error).replace("\n", " "))
-        return SAID
-    except dist.DistError as error:  # the group itself, while it is set up: another rank was killed before it came
         say("error", type(error).__name__, str(error).replace("\n", " "))
         return SAID
     except BaseException:
@@ -268,7 +274,10 @@ class Soak:
         counts[f"jobs of {job.size}"] += 1
         lines, codes, killed = self._run(job, kill, draw.randrange(job.saves * job.size), draw.randrange(job.size))
         counts["ranks killed"] += len(killed)
-        said = [line.split(" ") for line in lines]
+        said = [line.split(" ") for line in lines if line[:1].isdigit()]
+        stacks = [line for line in lines if not line[:1].isdigit()]
+        if stacks:
+            self._problem(f"{job}: hangs:\n" + "\n".join(stacks))
         for rank, code in enumerate(codes):
             fine = {0, SAID, -signal.SIGKILL} if killed else {0}
             if code not in fine:
@@ -310,7 +319,6 @@ class Soak:
                     os.kill(ranks[rank], signal.SIGKILL)
                 kill = "none"
             if late > 10 * TIMEOUT_S:
-                self._problem(f"{job}: hangs")
                 for rank in set(range(job.size)) - set(codes):
                     os.kill(ranks[rank], signal.SIGKILL)
                 begin = time.monotonic()
