@@ -24,7 +24,7 @@ from .scan import Path, name_of
 from .tensors import TensorLike, is_tensor_like
 
 EXTRA_STATE = "_extra_state"
-_WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 """What torch's wrappers call the module inside; nobody else uses these names."""
 
 
@@ -147,7 +147,7 @@ def _has(module: nn.Module, step: str) -> bool:
 def _inner(module: nn.Module) -> str | None:
     if isinstance(module, DistributedDataParallel | DataParallel):
         return "module"
-    return next((name for name in _WRAPPED if name in module._modules), None)
+    return next((name for name in WRAPPED if name in module._modules), None)
 
 
 class ModulesTarget:

@@ -9,10 +9,11 @@ from __future__ import annotations
 from .protocol import Foreign, ForeignFormat
 from .safetensors import SafetensorsFormat
 from .table import ForeignTensor, Part, build, whole
+from .torch_file import TorchFormat
 
 __all__ = ["FORMATS", "Foreign", "ForeignFormat", "ForeignTensor", "Part", "build", "open_foreign", "whole"]
 
-FORMATS: tuple[ForeignFormat, ...] = (SafetensorsFormat(),)
+FORMATS: tuple[ForeignFormat, ...] = (SafetensorsFormat(), TorchFormat())
 """In the order in which they are tried."""
 
 

@@ -8,18 +8,15 @@
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
 
 from ...core.catalog import Catalog
 from ...errors import CorruptError, UsageError
 from ...format.shard_file import Header, header_num_bytes, parse_header
 from ...storage import Storage
-from ...storage.protocol import key_parts
+from .hub import Chosen, chosen_files
 from .protocol import Foreign, locate
 from .table import ForeignTensor, build, foreign_file, whole
 
@@ -27,10 +24,6 @@ ROOT = "model"
 """The key of the state below which the tensors of a flat file stand."""
 
 SUFFIX = ".safetensors"
-INDEX_SUFFIX = ".safetensors.index.json"
-MAX_INDEX_BYTES = 256 << 20
-
-_PART = re.compile(r"(?P<stem>.*)-(?P<part>\d+)-of-(?P<parts>\d+)\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,64 +50,11 @@ def _open_file(storage: Storage, key: str) -> Catalog | None:
 
 
 def _open_folder(storage: Storage) -> Catalog | None:
-    keys = top_level(storage)
-    indices = [key for key in keys if key.endswith(INDEX_SUFFIX)]
-    files = [key for key in keys if key.endswith(SUFFIX)]
-    if indices:
-        return _catalog(storage, read_index(storage, _one_index(storage, indices)))
-    if not files:
-        return None
-    _check_parts(storage, files)
-    return _catalog(storage, dict.fromkeys(files))
+    chosen = chosen_files(storage, SUFFIX, main=f"model{SUFFIX}")
+    return None if chosen is None else _catalog(storage, chosen)
 
 
-def top_level(storage: Storage) -> list[str]:
-    """The files right in a folder."""
-    return [key for key, _ in storage.list() if "/" not in key]
-
-
-def _one_index(storage: Storage, indices: Sequence[str]) -> str:
-    if len(indices) > 1 and f"model{INDEX_SUFFIX}" not in indices:
-        raise UsageError(f"{storage.url}: has several indices ({', '.join(indices)}); keep those of one model in the folder")
-    return f"model{INDEX_SUFFIX}" if f"model{INDEX_SUFFIX}" in indices else indices[0]
-
-
-def _check_parts(storage: Storage, files: Sequence[str]) -> None:
-    """Files that are called parts of a whole are all there: without an index nothing else would tell."""
-    for match in filter(None, map(_PART.fullmatch, files)):
-        digits, num = len(match["part"]), int(match["parts"])
-        for part in range(1, min(num, 10**6) + 1):
-            key = f"{match['stem']}-{part:0{digits}d}-of-{match['parts']}{SUFFIX}"
-            if key not in files:
-                lacking = f"{storage.url}: has {match[0]}, but neither {key} nor an index"
-                raise CorruptError(f"{lacking}; copy the rest of it, or open one file by itself")
-
-
-def read_index(storage: Storage, key: str) -> Mapping[str, frozenset[str] | None]:
-    """The files that an index names, and which of their tensors count."""
-    where = f"{storage.url}: {key}"
-    weight_map = _weight_map(storage.read(key, limit=MAX_INDEX_BYTES), where)
-    folder = key.rpartition("/")[0]
-    by_file: dict[str, set[str]] = {}
-    for name, file in weight_map.items():
-        by_file.setdefault(file, set()).add(name)
-    for file in by_file:
-        key_parts(file)  # an index may come from anywhere: it names files of its own folder alone
-    return {f"{folder}/{file}" if folder else file: frozenset(by_file[file]) for file in sorted(by_file)}
-
-
-def _weight_map(data: bytes, where: str) -> Mapping[str, str]:
-    try:
-        index: Any = json.loads(data.decode())
-    except (ValueError, RecursionError, MemoryError) as error:
-        raise CorruptError(f"{where}: is no JSON ({error}); use another copy of it") from error
-    weight_map = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise CorruptError(f"{where}: has no weight_map of names to files; use another copy of it")
-    return weight_map
-
-
-def _catalog(storage: Storage, chosen: Mapping[str, frozenset[str] | None]) -> Catalog:
+def _catalog(storage: Storage, chosen: Chosen) -> Catalog:
     """The catalog of these files, and of these of their tensors; None stands for all."""
     tensors: list[ForeignTensor] = []
     files, metadata = [], {}
