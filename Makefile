@@ -9,7 +9,7 @@ JOBS ?= auto
 # More threads than cores make small models slower, and every test process would start its own.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check bench soak
+.PHONY: demo test check bench soak crash-points
 .DEFAULT_GOAL := check
 
 $(STAMP): pyproject.toml constraints.txt
@@ -35,7 +35,7 @@ check: $(STAMP)
 
 # Kills a save after each of its system calls in turn; docs/reliability.md has the figures.
 crash-points: $(STAMP)
-	$(BIN)/python -m tests.reliability.kills --out crash_points.json
+	$(BIN)/python -m tests.reliability.kills --out bench_out/crash_points.json
 
 bench: $(BENCH_STAMP)
 	$(BIN)/python -m benchmarks.compare --out bench_out/compare.json

@@ -16,7 +16,7 @@ from ..engine.progress import OnProgress, reporter
 from ..engine.save import timeline_key
 from ..engine.saved_values import open_values
 from ..engine.verify import VerifyReport, verify_all
-from ..errors import CheckpointNotFound, MismatchError
+from ..errors import CheckpointNotFound, MismatchError, UsageError
 from ..format.timeline import MAX_TIMELINE_BYTES, decode_timeline
 from ..format.torch_dtypes import TORCH_DTYPES
 from .choosing import choose
@@ -29,8 +29,15 @@ def catalog(path: Path) -> Catalog:
         return source.catalog
 
 
-def verify(path: Path) -> VerifyReport:
+def verify(path: Path, *, workers: int | None = None, progress: bool | OnProgress = False) -> VerifyReport:
     """Read a whole checkpoint and prove every byte of it, in one process; nothing is loaded.
+
+    Parameters
+    ----------
+    workers
+        Threads that read and hash, at 8 MiB of memory each; by default as many as a load uses.
+    progress
+        As for `load`; the step is "verify".
 
     Returns
     -------
@@ -42,8 +49,10 @@ def verify(path: Path) -> VerifyReport:
     CheckpointNotFound, CorruptError
         There is no catalog, or it is damaged itself.
     """
+    if workers is not None and (type(workers) is not int or workers < 1):
+        raise UsageError(f"workers={workers!r}: pass a number of threads, from 1 on")
     with open_source(path) as source:
-        return verify_all(source.storage, source.catalog)
+        return verify_all(source.storage, source.catalog, workers=workers, report=reporter(progress))
 
 
 def timeline(path: Path) -> Timeline:

@@ -16,13 +16,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..core.catalog import Catalog, FileEntry
+from ..core.catalog import Catalog
 from ..core.geometry import I64
 from ..core.load_plan import LoadPlan
 from ..core.reads import ReadPlan, plan_reads
 from ..errors import CorruptError
 from ..format.checksums import Digests, block_digest, decode_digests, digest128, digests_file_bytes
-from ..storage.protocol import Storage
+from ..storage.protocol import MissingKey, Storage
+from .holders import few, held
 from .memory import element_bytes, region
 from .progress import OnProgress, Tally, silent
 
@@ -83,21 +84,35 @@ def check_files(storage: Storage, catalog: Catalog, files: Sequence[int]) -> Non
     for index in files:
         entry = catalog.files[index]
         size = storage.size(entry.key)
-        if size != entry.size:
-            found = "is missing" if size is None else f"has {size} bytes"
-            raise CorruptError(f"{storage.url}: {entry.key} {found}, the catalog says {entry.size} bytes; use another checkpoint")
+        if size == entry.size:
+            continue
+        found = "is missing" if size is None else f"has {size} bytes"
+        begin = size if size is not None and size < entry.size else 0  # a longer file is another one, so nothing of it counts
+        raise CorruptError(
+            f"{storage.url}: {entry.key} {found}, the catalog says {entry.size} bytes; bytes {begin}:{entry.size} hold "
+            f"{held(catalog, index, begin)}; use another checkpoint"
+        )
 
 
 def open_blocks(storage: Storage, catalog: Catalog, files: Sequence[int]) -> Blocks:
     """Read and prove the digests of these files; foreign ones have none."""
-    entries = ((index, catalog.files[index]) for index in files)
-    return Blocks({index: _file_digests(storage, entry) for index, entry in entries if entry.digests_key})
+    return Blocks({index: _file_digests(storage, catalog, index) for index in files if catalog.files[index].digests_key})
 
 
-def _file_digests(storage: Storage, entry: FileEntry) -> Digests:
-    data = storage.read(entry.digests_key, limit=digests_file_bytes(entry.size, 64 << 10))
-    if digest128(data) != entry.digest:
-        raise CorruptError(f"{storage.url}: {entry.digests_key} is damaged: its own digest differs; use another checkpoint")
+def _file_digests(storage: Storage, catalog: Catalog, index: int) -> Digests:
+    entry = catalog.files[index]
+    try:
+        data = storage.read(entry.digests_key, limit=digests_file_bytes(entry.size, 64 << 10))
+        wrong = "" if digest128(data) == entry.digest else "is damaged: its own digest differs"
+    except MissingKey:
+        wrong = "is missing"
+    except CorruptError:
+        wrong = "is damaged: it is too large"
+    if wrong:
+        raise CorruptError(
+            f"{storage.url}: {entry.digests_key} {wrong}; without it, nothing proves bytes 0:{entry.size} of {entry.key}, "
+            f"which hold {held(catalog, index)}; use another checkpoint, or verify=False to load them unproved"
+        )
     return decode_digests(data, entry.size, name=f"{storage.url}: {entry.digests_key}")
 
 
@@ -297,12 +312,6 @@ class _Reader:
             f"{self.storage.url}: {entry.key} is damaged in bytes {low}:{high}, which hold {holds}; {after}; "
             "load another checkpoint"
         )
-
-
-def few(names: Sequence[str]) -> str:
-    """The first names of many, and how many more there are."""
-    more = len(names) - 5
-    return ", ".join(names[:5]) + (f" and {more} more" if more > 0 else "")
 
 
 def _in_blocks(parts: Sequence[memoryview], block_bytes: int) -> Iterator[list[memoryview]]:

@@ -1,21 +1,30 @@
-"""Is every byte of a checkpoint as it was written? Reads all files, block by block, and says what is wrong where."""
+"""Is every byte of a checkpoint as it was written? Reads all files, block by block, and says what is wrong where.
+
+1. The rows of every tensor must tile it, and every file be there, whole.
+2. Windows of all files are read and hashed by several threads. Only a few are under way at any time, and digests are opened file
+   by file, so memory does not grow with the checkpoint.
+3. Neighbouring blocks that are damaged are one problem, named with the tensors and values that lie there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 
 from ..core.catalog import Catalog
 from ..core.match import faults_of
-from ..core.save_plan import item_bytes_of
 from ..core.tiling import describe_region
 from ..errors import CheckpointError
 from ..format.checksums import Digests, block_digest
 from ..storage.protocol import Storage
-from .read import WINDOW_BYTES, check_files, few, num_threads, open_blocks
+from .holders import Holders
+from .progress import OnProgress, Tally, silent
+from .read import WINDOW_BYTES, check_files, num_threads, open_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,24 +49,22 @@ class VerifyReport:
         return not self.problems
 
 
-def verify_all(storage: Storage, catalog: Catalog) -> VerifyReport:
-    """Read every byte that the catalog refers to, a window at a time, in several threads."""
-    problems = list(_structure(catalog))
-    windows: list[tuple[int, int, Digests]] = []
-    for index, entry in enumerate(catalog.files):
-        try:
-            check_files(storage, catalog, [index])
-            digests = open_blocks(storage, catalog, [index]).of_file.get(index)
-        except CheckpointError as error:
-            problems.append(str(error))
-            continue
-        if digests is None:
-            continue  # a foreign file has no checksums: that it is there, whole, is all that can be said
-        windows += [(index, low, digests) for low in range(0, entry.size, WINDOW_BYTES)]
-    with ThreadPoolExecutor(num_threads(len(windows)), thread_name_prefix="reshard-ckpt-verify") as pool:
-        for found in pool.map(lambda window: list(_window_problems(storage, catalog, *window)), windows):
-            problems += found
-    return VerifyReport(tuple(problems), len(catalog.files), sum(entry.size for entry in catalog.files))
+def verify_all(storage: Storage, catalog: Catalog, *, workers: int | None = None, report: OnProgress = silent) -> VerifyReport:
+    """Read every byte that the catalog refers to.
+
+    Parameters
+    ----------
+    workers
+        Threads that read and hash, each with a buffer of `WINDOW_BYTES`; as many as a load uses, by default.
+    """
+    check = _Check(storage, catalog, Tally("verify", sum(entry.size for entry in catalog.files), report))
+    check.found += _structure(catalog)
+    windows = check.windows()
+    count = num_threads(sum(-(-entry.size // WINDOW_BYTES) for entry in catalog.files)) if workers is None else workers
+    with ThreadPoolExecutor(count, thread_name_prefix="reshard-ckpt-verify") as pool:
+        for damages in _in_order(pool, check.window, windows, 2 * count):
+            check.add(damages)
+    return VerifyReport(check.problems(), len(catalog.files), sum(entry.size for entry in catalog.files))
 
 
 def _structure(catalog: Catalog) -> Iterator[str]:
@@ -68,28 +75,99 @@ def _structure(catalog: Catalog) -> Iterator[str]:
         yield f"{table.names[fault.tensor]}: {what} {region}"
 
 
-def _window_problems(storage: Storage, catalog: Catalog, index: int, low: int, digests: Digests) -> Iterator[str]:
-    entry = catalog.files[index]
-    size = min(WINDOW_BYTES, entry.size - low)
-    data = memoryview(bytearray(size))
-    try:
-        storage.read_into(entry.key, low, [data])
-    except CheckpointError as error:
-        yield str(error)
-        return
-    for at in range(0, size, digests.block_bytes):
-        block = data[at : at + digests.block_bytes]
-        if block_digest(block) != int(digests.values[(low + at) // digests.block_bytes]):
-            begin, end = low + at, low + at + len(block)
-            yield f"{storage.url}: {entry.key} is damaged in bytes {begin}:{end}, which hold {_held(catalog, index, begin, end)}"
+@dataclass(frozen=True, slots=True)
+class _Window:
+    file: int
+    low: int
+    digests: Digests
 
 
-def _held(catalog: Catalog, file: int, begin: int, end: int) -> str:
-    """The names of what lies in some bytes of a file."""
-    table, rows = catalog.tensors_table, catalog.rows
-    owner = np.repeat(np.arange(len(table.names)), np.diff(table.row_start))
-    sizes = rows.count * item_bytes_of(table.dtype)[owner]
-    hit = np.flatnonzero((rows.file == file) & (rows.offset < end) & (rows.offset + sizes > begin) & (sizes > 0))
-    values = {i: value.name for value in catalog.values_table for i in value.blobs}
-    names = [values.get(i, table.names[i]) for i in np.unique(owner[hit]).tolist()]
-    return few(names) if names else "its header alone"
+@dataclass(frozen=True, slots=True)
+class _Damage:
+    """Bytes of a file that are not what was written."""
+
+    file: int
+    begin: int
+    end: int
+
+
+class _Check:
+    """One verification: what has been found so far, problems in words and damage as ranges, in order of the files."""
+
+    def __init__(self, storage: Storage, catalog: Catalog, tally: Tally) -> None:
+        self.storage, self.catalog, self.tally = storage, catalog, tally
+        self.found: list[str | _Damage] = []
+        self._local = threading.local()
+
+    def windows(self) -> Iterator[_Window]:
+        """What is to be read of the files that are there; those that are not are problems already."""
+        for index, entry in enumerate(self.catalog.files):
+            try:
+                check_files(self.storage, self.catalog, [index])
+                digests = open_blocks(self.storage, self.catalog, [index]).of_file.get(index)
+            except CheckpointError as error:
+                self.found.append(str(error))
+                digests = None
+            if digests is None:  # a foreign file has no checksums: that it is there, whole, is all that can be said
+                self.tally.add(entry.size)
+                continue
+            for low in range(0, entry.size, WINDOW_BYTES):
+                yield _Window(index, low, digests)
+
+    def window(self, window: _Window) -> list[str | _Damage]:
+        """Read and prove one window; runs in the pool's threads."""
+        entry = self.catalog.files[window.file]
+        size = min(WINDOW_BYTES, entry.size - window.low)
+        data = self._buffer()[:size]
+        try:
+            self.storage.read_into(entry.key, window.low, [data])
+        except CheckpointError as error:
+            return [str(error)]
+        finally:
+            self.tally.add(size)
+        each, first = window.digests.block_bytes, window.low // window.digests.block_bytes
+        return [
+            _Damage(window.file, window.low + at, window.low + min(at + each, size))
+            for at in range(0, size, each)
+            if block_digest(data[at : at + each]) != int(window.digests.values[first + at // each])
+        ]
+
+    def _buffer(self) -> memoryview:
+        buffer: memoryview | None = getattr(self._local, "buffer", None)
+        if buffer is None:
+            largest = max(entry.size for entry in self.catalog.files)
+            buffer = self._local.buffer = memoryview(bytearray(min(WINDOW_BYTES, largest)))
+        return buffer
+
+    def add(self, found: Iterable[str | _Damage]) -> None:
+        """Take what a window has; damage that goes on where the last one ended is the same."""
+        for item in found:
+            last = self.found[-1] if self.found else None
+            if isinstance(item, _Damage) and isinstance(last, _Damage) and (last.file, last.end) == (item.file, item.begin):
+                self.found[-1] = _Damage(item.file, last.begin, item.end)
+            else:
+                self.found.append(item)
+
+    def problems(self) -> tuple[str, ...]:
+        """A line for each problem."""
+        holders = Holders(self.catalog) if any(isinstance(item, _Damage) for item in self.found) else None
+        return tuple(item if isinstance(item, str) else self._line(item, holders) for item in self.found)
+
+    def _line(self, damage: _Damage, holders: Holders | None) -> str:
+        assert holders is not None
+        key, begin, end = self.catalog.files[damage.file].key, damage.begin, damage.end
+        holds = holders.text(damage.file, begin, end)
+        return f"{self.storage.url}: {key} is damaged in bytes {begin}:{end}, which hold {holds}"
+
+
+def _in_order(
+    pool: ThreadPoolExecutor, task: Callable[[_Window], list[str | _Damage]], windows: Iterable[_Window], limit: int
+) -> Iterator[list[str | _Damage]]:
+    """The results of a task, in order, with at most `limit` of them under way."""
+    pending: deque[Future[list[str | _Damage]]] = deque()
+    for window in windows:
+        pending.append(pool.submit(task, window))
+        if len(pending) >= limit:
+            yield pending.popleft().result()
+    while pending:
+        yield pending.popleft().result()
