@@ -15,7 +15,7 @@ from ..engine.host_memory import POOL
 from ..engine.logs import RankLog
 from ..engine.progress import OnProgress, reporter
 from ..engine.recorder import Recorder, TimedComm
-from ..engine.save import commit, hold, look
+from ..engine.save import begin, commit, hold
 from ..engine.write import Holdings, lay_out, write_assignment
 from ..errors import UsageError
 from ..format.values import encode_value
@@ -75,7 +75,7 @@ def save(
         holdings = _captured(state, mesh, process_group, comm.rank, recorder)
         with open_storage(path) as storage:
             with recorder.step("agree"):
-                agreed = agree(comm, holdings, before=look(storage) if comm.rank == 0 else None)
+                agreed = begin(comm, storage, holdings)
             receipt = write_assignment(storage, holdings, agreed.assignment, comm.rank, recorder=recorder)
             commit(comm, storage, agreed, receipt, said, recorder, timeline=timeline)
 
@@ -163,7 +163,7 @@ def begin_save(
         holdings = _captured(state, mesh, process_group, comm.rank, recorder)
         storage = stack.enter_context(open_storage(path))
         with recorder.step("agree"):
-            agreed = agree(comm, holdings, before=look(storage) if comm.rank == 0 else None)
+            agreed = begin(comm, storage, holdings)
         guarded = [o for o in optimizers_in(state) if can_be_held(o)] if staging == "lazy" else []
         launch(
             handle,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING
 
-from .group import current_group
+from ..errors import PeerError
+from .group import Turns, current_group
 from .protocol import ALONE, Comm, SoloComm
-from .store import StoreComm
+from .store import StoreComm, call_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -48,18 +49,47 @@ def open_session(
     group = current_group(process_group)
     if group is None:
         return nullcontext(SoloComm())
-    comm = StoreComm(group.next_session(), group.rank, group.size, title=f"{kind} {subject!r}", timeout_s=timeout_s)
-    return _session(comm, kind, subject)
+
+    def comm_of(number: int) -> StoreComm:
+        return StoreComm(group.session(number), group.rank, group.size, title=f"{kind} {subject!r}", timeout_s=timeout_s)
+
+    return _session(comm_of, group.turns, group.turns.take(), kind, subject)
 
 
 @contextmanager
-def _session(comm: StoreComm, kind: str, subject: str) -> Iterator[Comm]:
+def _session(comm_of: Callable[[int], StoreComm], turns: Turns, turn: int, kind: str, subject: str) -> Iterator[Comm]:
+    comm = comm_of(turns.number(turn))
+    before, turns.unopened, call = turns.unopened, call_of(kind, subject), call_of(kind, subject)
     try:
-        comm.open(kind, subject)
+        while not comm.open(kind, subject, before=before):
+            comm.leave()
+            turns.pass_over()
+            comm, before = comm_of(turns.number(turn)), b""  # once: two ranks that call things crosswise must not go on for ever
+        turns.unopened = turns.late = b""
         yield comm
         comm.gather(b"")  # the vote: everyone has come through
     except BaseException as error:
         comm.abort(error)
+        if comm.late:
+            _fall_in(comm_of, turns, turn, call)
         raise
     finally:
         comm.leave()
+        comm.undo()
+
+
+def _fall_in(comm_of: Callable[[int], StoreComm], turns: Turns, turn: int, call: bytes) -> None:
+    """Do not stay behind for ever, after coming too late for a call that is made again and again, as to save to one path.
+
+    Was this rank slow, so that its next call is the others' next? Or has it left one out, so that they will wait for it in vain
+    once more? At first it passes for slow. The second time in a row, it gives up the next session for all, and is in step.
+    """
+    again, turns.late = turns.late == call, call
+    if not again:
+        return
+    turns.late = b""
+    with suppress(PeerError):  # the store is gone, and the error at hand says more
+        declined = False
+        while not declined:
+            declined = comm_of(turns.number(turn + 1)).decline(call)
+            turns.pass_over()

@@ -36,6 +36,32 @@ _GROUPS: WeakKeyDictionary[dist.ProcessGroup, Group] = WeakKeyDictionary()
 _CONNECTIONS: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()
 
 
+class Turns:
+    """Which session comes next on this rank: its own calls so far, and the sessions of the others that it has passed over."""
+
+    def __init__(self) -> None:
+        self._calls = count()
+        self._lock = threading.Lock()
+        self._passed = 0
+        self.unopened = b""
+        """What this rank called last, where that did not open."""
+        self.late = b""
+        """The same, where it did not because this rank came too late."""
+
+    def take(self) -> int:
+        """The turn of a call: their order on this rank, whatever their threads."""
+        return next(self._calls)
+
+    def number(self, turn: int) -> int:
+        """The session that a turn belongs to, as far as is known by now."""
+        return turn + self._passed
+
+    def pass_over(self) -> None:
+        """A session of the others is none of this rank's: all its turns come one session later."""
+        with self._lock:
+            self._passed += 1
+
+
 @dataclass(frozen=True, slots=True)
 class Group:
     """A process group as this package sees it."""
@@ -44,11 +70,11 @@ class Group:
     size: int
     store: Any
     prefix: str
-    numbers: count[int] = field(default_factory=count)
+    turns: Turns = field(default_factory=Turns)
 
-    def next_session(self) -> KeyValueStore:
-        """The store of the next session: the n-th on this group on every rank, whatever its thread."""
-        return cast(KeyValueStore, _STORES.PrefixStore(f"{self.prefix}/{next(self.numbers)}", self.store))
+    def session(self, number: int) -> KeyValueStore:
+        """The store of a session: of the same number on every rank."""
+        return cast(KeyValueStore, _STORES.PrefixStore(f"{self.prefix}/{number}", self.store))
 
 
 def current_group(process_group: Any) -> Group | None:

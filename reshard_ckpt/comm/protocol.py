@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 
@@ -31,8 +31,14 @@ class Comm(Protocol):
     def size(self) -> int:
         """How many ranks the group has."""
 
-    def gather(self, payload: bytes) -> list[bytes] | None:
-        """Everyone's payload, by rank, on rank 0; None on the others, also once all have arrived."""
+    def gather(self, payload: bytes, *, undo: Callable[[], None] | None = None) -> list[bytes] | None:
+        """Everyone's payload, by rank, on rank 0; None on the others, also once all have arrived.
+
+        Parameters
+        ----------
+        undo
+            Run on this rank at the end of the session if this gather took place on no rank. Not run where that cannot be known.
+        """
 
     def broadcast(self, payload: bytes | None) -> bytes:
         """Rank 0's payload, on every rank; what the others pass is ignored."""
@@ -51,7 +57,7 @@ class SoloComm:
     rank = 0
     size = 1
 
-    def gather(self, payload: bytes) -> list[bytes] | None:
+    def gather(self, payload: bytes, *, undo: Callable[[], None] | None = None) -> list[bytes] | None:
         return [bytes(payload)]
 
     def broadcast(self, payload: bytes | None) -> bytes:

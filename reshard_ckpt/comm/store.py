@@ -67,10 +67,13 @@ class StoreComm:
         self._max_pause_s = min(1.0, max(0.05, size * 50e-6))
         self._step = 0
         self._refusal: Refusal | None = None
+        self._undo: tuple[int, Callable[[], None]] | None = None
 
     # --- what the engine calls ---
 
-    def gather(self, payload: bytes) -> list[bytes] | None:
+    def gather(self, payload: bytes, *, undo: Callable[[], None] | None = None) -> list[bytes] | None:
+        if undo is not None:
+            self._undo = self._step, undo
         with self._reachable():
             self._arrive(payload)
             if self.rank:
@@ -107,19 +110,73 @@ class StoreComm:
 
     # --- the frame of a session ---
 
-    def open(self, kind: str, subject: str) -> None:
-        """The first step: everyone is here, for the same thing."""
+    def open(self, kind: str, subject: str, *, before: bytes = b"") -> bool:
+        """The first step: everyone is here, for the same thing.
+
+        Parameters
+        ----------
+        before
+            The `call_of` the session before, where that did not open.
+
+        Returns
+        -------
+        bool
+            False where this session is not the one that this call is for: the others have given this rank up in it, for
+            another call, which it left out; or they have come only now for what it called before. It belongs in the next.
+        """
+        call = call_of(kind, subject)
         with self._reachable():
-            call = json.dumps([kind, subject]).encode()
-            self._arrive(call)
-            if self.rank:
-                self._obey("gather")
-                return
-            calls = self._collect(call)
-            if len(set(calls)) > 1:
-                self._refuse(_disagreement(calls))
-                self._stop_if_over()
-            self._decide("gather")
+            try:
+                self._meet(call)
+            except PeerError:
+                if self._is_for_another(call, before):
+                    return False
+                if self.late:
+                    raise PeerError(f"{self._refused().message}; this rank came only after that", self._refused().ranks) from None
+                raise
+        return True
+
+    def _meet(self, call: bytes) -> None:
+        self._arrive(call, shown=True)
+        if self.rank:
+            self._obey("gather")
+            return
+        calls = self._collect(call)
+        if len(set(calls)) > 1:
+            self._refuse(_disagreement(calls))
+            self._stop_if_over()
+        self._decide("gather")
+
+    @property
+    def late(self) -> bool:
+        """Whether the others had given this rank up before it came to the session at all."""
+        return self._step == 0 and self._refusal is not None and self.rank in self._refusal.absent
+
+    def _is_for_another(self, call: bytes, before: bytes) -> bool:
+        calls = self._others_calls()
+        if self._step or not calls or call in calls:
+            return False
+        return self.late or set(calls) == {before}
+
+    def _others_calls(self) -> list[bytes]:
+        """What the others who have come to this session called."""
+        inbox = "0/in"
+        if not self._store.check([inbox]):
+            return []
+        return [frame.payload for frame in decode_frames(self._store.get(inbox)) if frame.rank != self.rank]
+
+    def decline(self, call: bytes) -> bool:
+        """Refuse a session that this rank, being behind, does not come to; False where the others had given it up already."""
+        kind, subject = json.loads(call)
+        message = (
+            f"rank {self.rank} came too late for {kind} {subject!r} twice in a row, so it has probably left one out; "
+            "this call fails on all ranks, so that they are in step from the next one on"
+        )
+        own = Refusal("PeerError", message, (self.rank,), absent=(self.rank,))
+        with self._reachable():
+            counts = self._refuse(own)
+        self.leave(waits=False)
+        return counts == own
 
     def abort(self, error: BaseException) -> None:
         """Tell the others of an error of this rank, unless it is theirs that it raises."""
@@ -131,28 +188,33 @@ class StoreComm:
             for step in range(self._step):
                 self._drop(f"{step}/to/{self.rank}")  # what rank 0 sent, and this rank will not take any more
 
-    def leave(self) -> None:
+    def leave(self, *, waits: bool = True) -> None:
         """Count this rank out; the last one deletes all keys. Never raises for want of the store."""
         with suppress(DistError):
-            if self.rank == 0:
+            if self.rank == 0 and waits:
                 present = self.size - 1 - len(self._refusal.absent if self._refusal else ())
                 self._wait(lambda: self._store.add("left", 0) >= present, min(_FAREWELL_S, self._timeout_s))
             if self._store.add("left", 1) == self.size:
                 self._delete_all()
+
+    def undo(self) -> None:
+        """Take back what was done for a gather that did not take place: this step was refused, so no later one will."""
+        if self._refusal is not None and self._undo is not None and self._step <= self._undo[0]:
+            self._undo[1]()
 
     # --- one step ---
 
     def _key(self, *parts: str | int) -> str:
         return "/".join(map(str, (self._step, *parts)))
 
-    def _arrive(self, payload: bytes) -> None:
+    def _arrive(self, payload: bytes, *, shown: bool = False) -> None:
         """Put this rank's message into the step's inbox; the last one to do so rings."""
         self._stop_if_over()
         aside = len(payload) > _INLINE_BYTES and self.rank != 0
         if aside:
             self._save({self._key("from", self.rank): payload})
-        # Rank 0 has its own payload already; that it has arrived is for the others to see.
-        frame = Frame(self.rank, aside, b"" if aside or self.rank == 0 else bytes(payload))
+        # Rank 0 has its own payload already; that it has arrived is for the others to see, and sometimes (`shown`) for what.
+        frame = Frame(self.rank, aside, b"" if aside or (self.rank == 0 and not shown) else bytes(payload))
         self._store.append(self._key("in"), encode_frame(frame))
         if self._store.add(self._key("arrived"), 1) == self.size:
             self._store.set(self._key("bell"), b"")
@@ -194,6 +256,10 @@ class StoreComm:
     def _stop_if_over(self) -> None:
         if self._refusal is not None:
             raise self._refusal.error()
+
+    def _refused(self) -> Refusal:
+        assert self._refusal is not None
+        return self._refusal
 
     def _refuse(self, refusal: Refusal) -> Refusal | None:
         """Refuse this step; the refusal that counts (another rank may have been quicker), None where rank 0 let it pass."""
@@ -286,6 +352,11 @@ class StoreComm:
                 "the process that hosts it, often rank 0, has probably ended: its log says why",
                 ranks=(0,),
             ) from error
+
+
+def call_of(kind: str, subject: str) -> bytes:
+    """What a session is opened for, as ranks compare it."""
+    return json.dumps([kind, subject]).encode()
 
 
 def _num_chunks(length: int) -> int:

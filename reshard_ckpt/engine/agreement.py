@@ -19,7 +19,7 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
@@ -139,13 +139,22 @@ def new_save_id() -> str:
     return f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(4)}"
 
 
-def agree(comm: Comm, holdings: Holdings, cache: PlanCache = PLANS, *, before: Before | None = None) -> Agreed:
+def agree(
+    comm: Comm,
+    holdings: Holdings,
+    cache: PlanCache = PLANS,
+    *,
+    before: Before | None = None,
+    accept: Callable[[SavePlan], None] = lambda plan: None,
+) -> Agreed:
     """Settle with all ranks what each of them writes.
 
     Parameters
     ----------
     before
         On rank 0: what it saw at the path. It must have looked before this, as ranks begin to write after it.
+    accept
+        Is shown the plan on rank 0, before any rank has its part of it; what it raises, all ranks raise.
 
     Raises
     ------
@@ -158,7 +167,7 @@ def agree(comm: Comm, holdings: Holdings, cache: PlanCache = PLANS, *, before: B
     layout = b"".join(digests[:_LAYOUT_PARTS])
     kept = cache.assignments.get(layout)
     states = comm.gather(b"".join((*digests, kept.plan_id if kept else _NO_PLAN)))
-    leader = None if states is None else Leader(states, cache)
+    leader = None if states is None else Leader(states, cache, accept)
     said = comm.broadcast(None if leader is None else leader.answer.encode())
     answer = _Answer.decode(said)
     sent = None
@@ -186,13 +195,16 @@ class Leader:
         What every rank says first.
     """
 
-    def __init__(self, states: Sequence[bytes], cache: PlanCache) -> None:
+    def __init__(self, states: Sequence[bytes], cache: PlanCache, accept: Callable[[SavePlan], None] = lambda plan: None) -> None:
         table = np.frombuffer(b"".join(states), np.uint8).reshape(len(states), _PARTS + 1, _ID_BYTES)
         self._cache = cache
         self._states = states
         self._layouts = digest128(np.ascontiguousarray(table[:, :_LAYOUT_PARTS]).data)
         kept = cache.plans.get(self._layouts)
+        self._accept = accept
         self._plan = None if kept is None else kept.item
+        if self._plan is not None:
+            accept(self._plan)
         plan_id = secrets.token_bytes(_ID_BYTES) if kept is None else kept.plan_id
         self._lacks = (table[:, _PARTS] != np.frombuffer(plan_id, np.uint8)).any(axis=1)
         self.answer = _Answer(new_save_id(), plan_id, self._asked(kept is None), bool(self._lacks.any()))
@@ -230,6 +242,7 @@ class Leader:
         messages = [own, *((msgpack.unpackb(m) for m in sent[1:]) if sent else ())]
         if self._plan is None:
             self._plan = plan_offers(*(self._by_rank(part, messages) for part in range(_LAYOUT_PARTS)))
+            self._accept(self._plan)
             self._cache.plans.keep(self._layouts, _Kept(self.answer.plan_id, self._plan))
         held = [(rank, decode_values(messages[rank][-1])) for rank in self._first_with(_PARTS - 1).values()]
         self.values = merge_values(held, self.plan.tables)

@@ -293,8 +293,8 @@ def launch(
 
     def write() -> None:
         receipt = write_files(storage, agreed.assignment, layouts, staging.drain, marks, recorder)
-        staging.wait_finished()  # a rank with no file to write drains nothing, and its fingerprints may not be there yet
-        commit(comm, storage, agreed, receipt, metadata, recorder, timeline=timeline)
+        # A rank with no file to write drains nothing, and its fingerprints may not be there yet.
+        commit(comm, storage, agreed, receipt, metadata, recorder, timeline=timeline, ready=staging.wait_finished)
 
     # No step can come before the guard stands.
     guard = StepGuard(guarded, handle.staged) if guarded and staging.holds_all else None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -85,9 +85,9 @@ class TimedComm:
         self._comm, self._recorder = comm, recorder
         self.rank, self.size = comm.rank, comm.size
 
-    def gather(self, payload: bytes) -> list[bytes] | None:
+    def gather(self, payload: bytes, *, undo: Callable[[], None] | None = None) -> list[bytes] | None:
         began = self._recorder.now()
-        messages = self._comm.gather(payload)
+        messages = self._comm.gather(payload, undo=undo)
         self._note(True, began)
         return messages
 

@@ -16,8 +16,9 @@ from __future__ import annotations
 import re
 import time
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -30,19 +31,20 @@ from ..core.report import summarize
 from ..core.save_plan import Checks, SavePlan
 from ..core.state import Claim, Mesh, TensorSpec, ValueSpec, box_piece, row_major_strides
 from ..core.timeline import Timeline
-from ..errors import CorruptError, LayoutError, StorageError
-from ..format.catalog import MAX_CATALOG_BYTES, encode_catalog
+from ..errors import CheckpointError, CorruptError, LayoutError, StorageError
+from ..format.catalog import MAX_CATALOG_BYTES, decode_catalog, encode_catalog
 from ..format.timeline import encode_timeline
 from ..format.values import decode_value
-from ..storage.protocol import MissingKey, Storage
-from .agreement import Agreed, Before
+from ..storage.protocol import MissingKey, Storage, conflict
+from .agreement import Agreed, Before, agree
+from .free_space import check_free_space
 from .memory import Held
 from .messages import Receipt, WrittenFile, decode_receipt, encode_receipt
 from .progress import size_text
 from .recorder import Recorder
 from .recorder import timeline as make_timeline
 from .values import offer_values
-from .write import Holdings
+from .write import Holdings, remove
 
 CATALOG_KEY = "catalog.msgpack"
 SAVE_ID = re.compile(r"\d{8}T\d{6}Z-[0-9a-f]{8}")
@@ -79,20 +81,54 @@ def look(storage: Storage) -> Before:
         return Before(None, folders)
 
 
+def begin(comm: Comm, storage: Storage, holdings: Holdings) -> Agreed:
+    """Agree on what each rank writes, once rank 0 has seen what this will replace, and that there is room for it.
+
+    Raises
+    ------
+    LayoutError
+        What the ranks hold does not fit together.
+    StorageError
+        There is too little room; nothing was written.
+    """
+    before = look(storage) if comm.rank == 0 else None
+    return agree(comm, holdings, before=before, accept=partial(check_free_space, storage))
+
+
 def commit(
-    comm: Comm, storage: Storage, agreed: Agreed, receipt: Receipt, metadata: bytes, recorder: Recorder, *, timeline: bool
+    comm: Comm,
+    storage: Storage,
+    agreed: Agreed,
+    receipt: Receipt,
+    metadata: bytes,
+    recorder: Recorder,
+    *,
+    timeline: bool,
+    ready: Callable[[], None] = lambda: None,
 ) -> None:
     """Gather the receipts, prove on rank 0 that all is there and alike, and publish the catalog.
 
+    A save that fails here leaves no file of this rank, unless it may be committed all the same.
+
     Parameters
     ----------
+    ready
+        What has to be waited for before this rank's receipt is true.
     recorder
         Has this rank's steps so far.
     timeline
         Whether to keep all ranks' steps beside the checkpoint.
     """
-    began = recorder.now()
-    gathered = comm.gather(encode_receipt(replace(receipt, record=recorder.sealed() if timeline else b"")))
+    undo = partial(remove, storage, _keys([receipt]))
+    try:
+        ready()
+        began = recorder.now()
+        message = encode_receipt(replace(receipt, record=recorder.sealed() if timeline else b""))
+    except BaseException:
+        undo()
+        raise
+    # If this gather takes place on no rank, rank 0 cannot commit, so every rank may undo. After it, rank 0 alone knows.
+    gathered = comm.gather(message, undo=undo)
     num_bytes, seconds = sum(file.size for file in receipt.files), began - recorder.began
     recorder.log.info("wrote %s to %s in %.2f s", size_text(num_bytes), storage.url, seconds)
     if gathered is None:
@@ -102,16 +138,21 @@ def commit(
     assert agreed.plan is not None
     receipts = [decode_receipt(data) for data in gathered]
     save_id = agreed.assignment.save_id
-    catalog = publish(
-        storage,
-        agreed.plan,
-        agreed.values,
-        receipts,
-        save_id=save_id,
-        metadata=metadata,
-        before=agreed.before,
-        recorder=recorder,
-    )
+    try:
+        catalog = publish(
+            storage,
+            agreed.plan,
+            agreed.values,
+            receipts,
+            save_id=save_id,
+            metadata=metadata,
+            before=agreed.before,
+            recorder=recorder,
+        )
+    except BaseException:
+        if _is_uncommitted(storage, save_id):
+            remove(storage, _keys(receipts))
+        raise
     if timeline:
         try:
             records = [receipt.record for receipt in receipts]
@@ -120,6 +161,19 @@ def commit(
             recorder.log.warning("saved, but its timeline is not: %s: %s", type(error).__name__, error)
     size, seconds = sum(file.size for file in catalog.files), recorder.now() - recorder.began
     recorder.log.info("saved %s by %d ranks to %s in %.2f s", size_text(size), comm.size, storage.url, seconds)
+
+
+def _keys(receipts: Iterable[Receipt]) -> list[str]:
+    return [key for receipt in receipts for file in receipt.files for key in (file.key, file.digests_key)]
+
+
+def _is_uncommitted(storage: Storage, save_id: str) -> bool:
+    """Whether a failed save surely did not get as far as its catalog: an error may come after the rename."""
+    try:
+        catalog = look(storage).catalog
+        return catalog is not None and (not catalog or decode_catalog(catalog).save_id != save_id)
+    except CheckpointError:
+        return False
 
 
 def timeline_key(save_id: str) -> str:
@@ -158,7 +212,7 @@ def publish(
     recorder = recorder or Recorder()
     with recorder.step("check"):
         compare_replicas(plan.checks, plan.tables.names, receipts)
-        files = _see_files(storage, receipts)
+        files = _see_files(storage, receipts, before)
     first = np.cumsum([0] + [len(receipt.files) for receipt in receipts])
     written = Written(
         np.concatenate([receipt.file + first[rank] for rank, receipt in enumerate(receipts)]),
@@ -206,7 +260,7 @@ def compare_replicas(checks: Checks, names: Sequence[str], receipts: Sequence[Re
         raise LayoutError(summarize(list(problems.values()), advice))
 
 
-def _see_files(storage: Storage, receipts: Sequence[Receipt]) -> list[FileEntry]:
+def _see_files(storage: Storage, receipts: Sequence[Receipt], before: Before | None) -> list[FileEntry]:
     entries = []
     folders = {_folder(file) for receipt in receipts for file in receipt.files}
     sizes = dict(found for folder in sorted(folders) for found in storage.list(folder))
@@ -215,6 +269,9 @@ def _see_files(storage: Storage, receipts: Sequence[Receipt]) -> list[FileEntry]
             for key, size in ((file.key, file.size), (file.digests_key, None)):
                 seen = sizes.get(key)
                 if seen is None or (size is not None and seen != size):
+                    if before and before.catalog is not None and look(storage).catalog != before.catalog:
+                        # Whoever committed meanwhile has deleted it, as a leftover.
+                        raise conflict(f"{storage.url}/{CATALOG_KEY}", before.catalog)
                     raise StorageError(
                         f"{storage.url}: rank {rank} wrote {key}{'' if size is None else f' with {size} bytes'}, but rank 0 sees "
                         f"{'no such file' if seen is None else f'{seen} bytes'}; save to a path that all ranks share"

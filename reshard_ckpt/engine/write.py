@@ -8,7 +8,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -20,6 +21,7 @@ from ..core.catalog import TensorKind
 from ..core.geometry import I64
 from ..core.offer import Offer
 from ..core.state import TensorSpec
+from ..errors import StorageError
 from ..format.checksums import BlockHasher, digest128
 from ..format.shard_file import Member, header, header_cost, make_member
 from ..storage.protocol import Storage
@@ -165,9 +167,16 @@ def write_files(
             with recorder.step("sync"):
                 storage.sync(assignment.save_id)
     except BaseException:
-        storage.delete([key for layout in layouts for key in (layout.key, _digests_key(layout.key))])
+        remove(storage, (key for layout in layouts for key in (layout.key, _digests_key(layout.key))))
         raise
     return Receipt(tuple(written), file, offset, marks)
+
+
+def remove(storage: Storage, keys: Iterable[str]) -> None:
+    """Delete what can be deleted of a save that failed; the next save deletes the rest, and the user must hear why it failed."""
+    for key in keys:
+        with suppress(StorageError):
+            storage.delete([key])
 
 
 def _digests_key(key: str) -> str:

@@ -19,7 +19,7 @@ from types import TracebackType
 
 from ..errors import StorageError
 from .locks import FileLock, lock_file
-from .posix import FOLDER, OpenFiles, explained, locked, preadv_all, read_at_most, sync_folder, write_all
+from .posix import FOLDER, OpenFiles, explained, free_bytes_at, locked, preadv_all, read_at_most, sync_folder, write_all
 from .protocol import Buffer, conflict, exists, flat_bytes, folder_parts, key_parts, missing, short_file, too_large
 
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -121,6 +121,10 @@ class LocalStorage:
         parts = folder_parts(prefix)
         with explained("list", self._path(parts)):
             return sorted(_files_below(self._path(parts), "".join(part + "/" for part in parts)))
+
+    def free_bytes(self) -> int | None:
+        with explained("look at the free space of", self._root):
+            return free_bytes_at(self._root)
 
     def folders(self, prefix: str = "") -> tuple[str, ...]:
         parts = folder_parts(prefix)

@@ -91,6 +91,9 @@ class MemoryStorage:
         with _LOCK:
             return sorted((path[len(self._root) :], len(data)) for path, data in _FILES.items() if path.startswith(start))
 
+    def free_bytes(self) -> int | None:
+        return None
+
     def folders(self, prefix: str = "") -> tuple[str, ...]:
         depth = len(folder_parts(prefix))
         names = [key.split("/") for key, _ in self.list(prefix)]

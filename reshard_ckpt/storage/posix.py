@@ -68,7 +68,20 @@ def sync_folder(folder: str | int) -> None:
 def write_all(fd: int, data: memoryview) -> None:
     """Write all of `data`: the system takes at most 2 GiB in one call."""
     while len(data):
-        data = data[os.write(fd, data) :]
+        written = os.write(fd, data)
+        if written == 0:  # to ask again would be to ask for ever
+            raise OSError(errno.EIO, "the system wrote nothing and gave no reason")
+        data = data[written:]
+
+
+def free_bytes_at(path: str) -> int | None:
+    """What a file system has left for this user, at a folder that need not be there yet; None where it does not say."""
+    while not os.path.isdir(path):
+        path = os.path.dirname(path)
+    status = os.statvfs(path)
+    if status.f_blocks == 0:  # what file systems report that keep no count, as some in user space do
+        return None
+    return status.f_frsize * (status.f_bfree if os.geteuid() == 0 else status.f_bavail)
 
 
 def preadv_all(file: OpenFile, views: list[memoryview], offset: int) -> int:

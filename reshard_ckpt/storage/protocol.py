@@ -102,6 +102,9 @@ class Storage(Protocol):
     def list(self, prefix: str = "") -> list[tuple[str, int]]:
         """Keys and sizes of all files in the folder `prefix` and below, in order of key."""
 
+    def free_bytes(self) -> int | None:
+        """How many bytes can still be written here, now and by this user; None where the store cannot tell."""
+
     def folders(self, prefix: str = "") -> tuple[str, ...]:
         """Names of the folders right below the folder `prefix`, in order."""
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from reshard_ckpt.comm import StoreComm, _session
+from reshard_ckpt.comm.group import Turns
 
 Body = Callable[[StoreComm], Any]
 
@@ -41,11 +42,13 @@ def run_session(
     start = threading.Barrier(len(ranks))
 
     def run(rank: int) -> None:
-        store = wrap(dist.PrefixStore(name, server.store), rank)
-        comm = StoreComm(store, rank, size, title="save '/ckpt'", timeout_s=timeout_s)
+        def comm_of(number: int) -> StoreComm:
+            store = wrap(dist.PrefixStore(f"{name}+{number}" if number else name, server.store), rank)
+            return StoreComm(store, rank, size, title="save '/ckpt'", timeout_s=timeout_s)
+
         start.wait()
         try:
-            with _session(comm, *call(rank)):
+            with _session(comm_of, Turns(), 0, *call(rank)) as comm:
                 outcomes[rank] = body(comm)
         except BaseException as error:
             outcomes[rank] = error

@@ -55,6 +55,10 @@ class FaultyStorage:
         self.before("list", prefix)
         return self.inner.list(prefix)
 
+    def free_bytes(self) -> int | None:
+        self.before("free_bytes", "")
+        return self.inner.free_bytes()
+
     def folders(self, prefix: str = "") -> tuple[str, ...]:
         self.before("list", prefix)
         return self.inner.folders(prefix)
