@@ -31,6 +31,14 @@ def choose(saved: Catalog, names: Sequence[str] | None) -> tuple[list[str], list
     )
 
 
+def refuse_unreadable(saved: Catalog, names: Sequence[str] | None) -> None:
+    """Raise why something that is asked for cannot be read, if a foreign checkpoint has such."""
+    for name in (None,) if names is None else names:
+        wanted = tuple(saved.unreadable) if name is None else _fitting(tuple(saved.unreadable), name)
+        for found in wanted:
+            raise saved.unreadable[found]
+
+
 def _fitting(known: Sequence[str], name: str) -> list[str]:
     """What goes by this name or lies below it; if nothing does, what fits it as a pattern."""
     return [n for n in known if n == name or n.startswith(f"{name}.")] or [n for n in known if fnmatchcase(n, name)]

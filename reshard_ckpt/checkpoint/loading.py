@@ -14,7 +14,7 @@ from ..core.catalog import Catalog
 from ..core.report import LoadReport
 from ..core.state import ValueKind
 from ..engine.async_save import LINE
-from ..engine.load import LoadOptions, drop_refused, fetch, missing_values, resolve, vote
+from ..engine.load import LoadOptions, drop_refused, fetch, missing_values, resolve, unreadable, vote
 from ..engine.progress import OnProgress, reporter
 from ..engine.rename import renamed
 from ..engine.saved_values import SavedValue, open_values
@@ -114,7 +114,11 @@ def load_state(
         target = prepare_load(state, saved, rank=comm.rank, size=comm.size, adds=not only_wanted)
         values = _for_adapters(open_values(storage, saved, target.prefixes, verify=options.verify))
         resolved = resolve(saved, [(e.spec, e.memory) for e in target.entries], options)
-        unfit = missing_values(saved, target.values) + target.check(values)
+        unfit = (
+            unreadable(saved, target.prefixes, strict=options.strict)
+            + missing_values(saved, target.values)
+            + target.check(values)
+        )
         verdict = vote(
             comm,
             saved,

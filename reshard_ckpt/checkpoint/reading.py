@@ -19,7 +19,7 @@ from ..engine.verify import VerifyReport, verify_all
 from ..errors import CheckpointNotFound, MismatchError, UsageError
 from ..format.timeline import MAX_TIMELINE_BYTES, decode_timeline
 from ..format.torch_dtypes import TORCH_DTYPES
-from .choosing import choose
+from .choosing import choose, refuse_unreadable
 from .source import Path, open_source
 
 
@@ -92,9 +92,12 @@ def read(path: Path, names: Sequence[str] | None = None, *, progress: bool | OnP
     ------
     MismatchError
         The checkpoint has none of a name that was asked for.
+    UnsupportedError
+        A foreign checkpoint has it, but in a form that cannot be read, such as a value that only unpickling could make.
     """
     with open_source(path) as source:
         storage, saved = source.storage, source.catalog
+        refuse_unreadable(saved, names)
         tensors, values = choose(saved, names)
         whole = [_whole(saved, name) for name in tensors]
         resolved = resolve(saved, whole, LoadOptions())

@@ -12,13 +12,14 @@ row-major order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import CheckpointError
 from .dtypes import CODES, ITEM_BYTES
 from .state import AxisPlacement, Ints, Mesh, ValueKind
 
@@ -134,6 +135,8 @@ class Catalog:
     rows: RowTable
     files: tuple[FileEntry, ...]
     values_table: tuple[ValueEntry, ...]
+    unreadable: Mapping[str, CheckpointError] = field(default_factory=dict, compare=False)
+    """Names of a foreign checkpoint that are in no table, as what they hold cannot be read, and why."""
     _index: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -317,6 +317,22 @@ def missing_values(catalog: Catalog, names: Iterable[str]) -> list[str]:
     return [f"{name}: {_OPAQUE if opaque_name(name) in blobs else 'not in the checkpoint'}" for name in absent]
 
 
+def unreadable(catalog: Catalog, prefixes: Iterable[str], *, strict: bool) -> list[str]:
+    """A line for each thing at or below these names that the checkpoint has, but that cannot be read.
+
+    Raises
+    ------
+    CheckpointError
+        There is one, and ``strict``: the error says why.
+    """
+    at = tuple(prefixes)
+    found = {n: why for n, why in catalog.unreadable.items() if n in at or n.startswith(tuple(f"{prefix}." for prefix in at))}
+    if strict:
+        for error in found.values():
+            raise error
+    return [f"{name}: {why}" for name, why in found.items()]
+
+
 def drop_refused(catalog: Catalog, resolved: Resolved, refused: frozenset[int]) -> Resolved:
     """Without the tensors that some rank cannot load whole, so that with ``strict=False`` none loads on some ranks alone."""
     if not refused:

@@ -52,7 +52,8 @@ def renamed(catalog: Catalog, rename: Mapping[str, str] | Callable[[str], str]) 
     for old, new in zip(old_names, [*names, *(value.name for value in values)], strict=True):
         if owner.setdefault(new, old) != old:
             raise NameCollisionError(f"rename= gives {owner[new]} and {old} the same name {new}; map them to different names")
-    return replace(catalog, tensors_table=replace(table, names=names), values_table=values, _index={})
+    unreadable = {new_name(name): why for name, why in catalog.unreadable.items()}
+    return replace(catalog, tensors_table=replace(table, names=names), values_table=values, unreadable=unreadable, _index={})
 
 
 def _renamed_value(value: ValueEntry, rename: Callable[[str], str]) -> ValueEntry:

@@ -19,7 +19,7 @@ import numpy as np
 from ..core.catalog import Catalog
 from ..core.match import faults_of
 from ..core.tiling import describe_region
-from ..errors import CheckpointError
+from ..errors import CheckpointError, CorruptError
 from ..format.checksums import Digests, block_digest
 from ..storage.protocol import Storage
 from .holders import Holders
@@ -58,7 +58,7 @@ def verify_all(storage: Storage, catalog: Catalog, *, workers: int | None = None
         Threads that read and hash, each with a buffer of `WINDOW_BYTES`; as many as a load uses, by default.
     """
     check = _Check(storage, catalog, Tally("verify", sum(entry.size for entry in catalog.files), report))
-    check.found += _structure(catalog)
+    check.found += [*_structure(catalog), *(str(why) for why in catalog.unreadable.values() if isinstance(why, CorruptError))]
     windows = check.windows()
     count = num_threads(sum(-(-entry.size // WINDOW_BYTES) for entry in catalog.files)) if workers is None else workers
     with ThreadPoolExecutor(count, thread_name_prefix="reshard-ckpt-verify") as pool:

@@ -6,6 +6,7 @@ the library's own checkpoints do the rest, resharding included.
 
 from __future__ import annotations
 
+from ..dcp.format import DcpFormat
 from .protocol import Foreign, ForeignFormat
 from .safetensors import SafetensorsFormat
 from .table import ForeignTensor, Part, build, whole
@@ -13,7 +14,7 @@ from .torch_file import TorchFormat
 
 __all__ = ["FORMATS", "Foreign", "ForeignFormat", "ForeignTensor", "Part", "build", "open_foreign", "whole"]
 
-FORMATS: tuple[ForeignFormat, ...] = (SafetensorsFormat(), TorchFormat())
+FORMATS: tuple[ForeignFormat, ...] = (DcpFormat(), SafetensorsFormat(), TorchFormat())
 """In the order in which they are tried."""
 
 

@@ -1,0 +1,123 @@
+"""How are a few known objects written as a pickle, without having them? As plain data around names of classes and functions.
+
+The program that reads it looks the names up, and fills what they make; nothing of this process gets into it, and no class of
+torch's needs to be here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Global:
+    """A class, function or constant of a module."""
+
+    module: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Called:
+    """What a function or class makes of arguments."""
+
+    function: Global
+    arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """An instance of a class, with its state: a dict of its fields, or what its own method takes."""
+
+    kind: Global
+    state: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Persistent:
+    """What a persistent id stands for."""
+
+    identity: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """A dict whose keys need not be hashable here."""
+
+    items: Sequence[tuple[Any, Any]]
+
+
+def pickled(value: Any) -> bytes:
+    """The pickle of a value made of these, None, booleans, numbers, strings, tuples, lists and dicts.
+
+    Its protocol is 2, which is the one that ``torch.load(weights_only=True)`` reads.
+    """
+    emitter = _Emitter()
+    emitter.add(value)
+    return bytes(b"\x80\x02" + emitter.out + b".")
+
+
+class _Emitter:
+    def __init__(self) -> None:
+        self.out = bytearray()
+        self._memo: dict[str | Global, int] = {}
+
+    def add(self, value: Any) -> None:
+        """Write one thing."""
+        match value:
+            case None:
+                self.out += b"N"
+            case bool():
+                self.out += b"\x88" if value else b"\x89"
+            case int():
+                self._number(value)
+            case str() | Global():
+                self._shared(value)
+            case tuple():
+                self._sequence(b"(", value, b"t")
+            case list():
+                self._sequence(b"](", value, b"e")
+            case dict():
+                self._sequence(b"}(", [part for item in value.items() for part in item], b"u")
+            case Pairs(items):
+                self._sequence(b"}(", [part for item in items for part in item], b"u")
+            case Called(function, arguments):
+                self._sequence(b"", (function, arguments), b"R")
+            case Instance(kind, state):
+                self._sequence(b"", (kind,), b")\x81")
+                self._sequence(b"", (state,), b"b")
+            case Persistent(identity):
+                self._sequence(b"", (identity,), b"Q")
+            case _:
+                raise TypeError(f"a {type(value).__name__} has no place in such a pickle")
+
+    def _sequence(self, before: bytes, values: Sequence[Any], after: bytes) -> None:
+        self.out += before
+        for value in values:
+            self.add(value)
+        self.out += after
+
+    def _number(self, value: int) -> None:
+        if 0 <= value < 1 << 8:
+            self.out += b"K" + value.to_bytes(1, "little")
+        elif -(1 << 31) <= value < 1 << 31:
+            self.out += b"J" + value.to_bytes(4, "little", signed=True)
+        else:
+            data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+            self.out += b"\x8a" + len(data).to_bytes(1, "little") + data
+
+    def _shared(self, value: str | Global) -> None:
+        """A string or a name; a second time it is only referred to."""
+        index = self._memo.get(value)
+        if index is not None:
+            self.out += b"h" + index.to_bytes(1, "little") if index < 256 else b"j" + index.to_bytes(4, "little")
+            return
+        if isinstance(value, Global):
+            self.out += f"c{value.module}\n{value.name}\n".encode()
+        else:
+            data = value.encode()
+            self.out += b"X" + len(data).to_bytes(4, "little") + data
+        index = self._memo[value] = len(self._memo)
+        self.out += b"q" + index.to_bytes(1, "little") if index < 256 else b"r" + index.to_bytes(4, "little")

@@ -1,0 +1,358 @@
+"""What plain data does a pickle describe? Read by a machine of its own that can make listed things only, and runs nothing.
+
+Pickle is a small stack language. Its danger lies in two of its operations: one names any global of any module, the other calls
+it. Here a name is looked up in a table of stand-ins that the caller passes, and nothing else; no module is imported, and
+what is not in the table is an error that names it.
+
+A hostile stream must not exhaust the machine either, so every operation is cheap, and what is made takes memory in proportion
+to the stream: strings and numbers are no longer than the bytes that spell them, memo entries are counted, calls see a few small
+arguments, keys of dicts are strings or stand-ins (the hash of a nested tuple may take for ever, and numbers can be chosen to
+collide). Nothing is walked recursively, so depth costs nothing.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ...errors import CorruptError, UnsupportedError
+
+MAX_ARGUMENTS = 64
+"""Of one call, and of a size: more dims than any tensor has."""
+
+_MAX_INT_BYTES = 16
+_MARK = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """The stand-in of a class: instances are `Made`, and remember it."""
+
+    name: str
+
+
+class Made:
+    """An instance of a class that a stand-in names; `state` is what the pickle gave it, a dict or a tuple."""
+
+    __slots__ = ("kind", "state")
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind = kind
+        self.state: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The stand-in of a function or class that is called: `make` gets the arguments, all of them data."""
+
+    name: str
+    make: Callable[..., Any]
+
+
+class PicklingError(Exception):
+    """What is wrong with a pickle; `read_pickle` says it with the name of the file."""
+
+
+Table = Mapping[tuple[str, str], Any]
+"""``(module, name)`` to a `Kind`, a `Call` or a plain constant."""
+
+
+def read_pickle(data: bytes | memoryview, table: Table, *, name: str, persistent: Callable[[Any], Any] | None = None) -> Any:
+    """The data that a pickle describes.
+
+    Parameters
+    ----------
+    table
+        The globals that it may name.
+    name
+        What the pickle is called in messages.
+    persistent
+        Makes what a persistent id stands for, if the pickle may have any.
+
+    Raises
+    ------
+    UnsupportedError
+        It names a global that is not in the table.
+    CorruptError
+        It is no pickle, or one that no writer of such a file makes.
+    """
+    try:
+        return _Machine(bytes(data), table, persistent).run()
+    except PicklingError as error:
+        raise UnsupportedError(
+            f"{name}: {error}; nothing was executed. If you trust the file, load it with the program that wrote it"
+        ) from None
+    except (IndexError, KeyError, ValueError, TypeError, AttributeError, OverflowError, struct.error) as error:
+        raise CorruptError(f"{name}: no pickle of the expected kind ({error}); nothing was executed, use another file") from None
+
+
+class _Machine:
+    """The stack, the marks and the memo of one pickle."""
+
+    def __init__(self, data: bytes, table: Table, persistent: Callable[[Any], Any] | None) -> None:
+        self.data, self.at = data, 0
+        self.table, self.persistent = table, persistent
+        self.stack: list[Any] = []
+        self.memo: dict[int, Any] = {}
+
+    def run(self) -> Any:
+        """Execute until the end; what is most frequent is written out here, the rest is in `_OPERATIONS`."""
+        data, stack, memo, operations = self.data, self.stack, self.memo, _OPERATIONS
+        push = stack.append
+        at = 0
+        while True:
+            code = data[at]
+            at += 1
+            if code == 0x68:  # BINGET
+                push(memo[data[at]])
+                at += 1
+            elif code == 0x94:  # MEMOIZE
+                memo[len(memo)] = stack[-1]
+            elif code == 0x6A:  # LONG_BINGET
+                push(memo[int.from_bytes(data[at : at + 4], "little")])
+                at += 4
+            elif code == 0x4B:  # BININT1
+                push(data[at])
+                at += 1
+            elif code == 0x28:
+                push(_MARK)
+            elif code == 0x7D:
+                push({})
+            elif code == 0x29:
+                push(())
+            elif code == 0x2E:
+                return self._result()
+            else:
+                operation = operations.get(code)
+                if operation is None:
+                    raise ValueError(f"byte {at - 1} holds the operation {code:#04x}")
+                self.at = at
+                operation(self)
+                at = self.at
+
+    def _result(self) -> Any:
+        if len(self.stack) != 1 or self.stack[0] is _MARK:
+            raise ValueError("it ends with more or less than one thing made")
+        return self.stack[0]
+
+    def take(self, size: int) -> bytes:
+        """The next bytes of the stream."""
+        low, self.at = self.at, self.at + size
+        if size < 0 or self.at > len(self.data):
+            raise ValueError("it ends too early")
+        return self.data[low : self.at]
+
+    def number(self, size: int) -> int:
+        return int.from_bytes(self.take(size), "little")
+
+    def pop(self) -> Any:
+        value = self.stack.pop()
+        if value is _MARK:
+            raise ValueError("a mark where a value belongs")
+        return value
+
+    def top(self) -> Any:
+        value = self.stack[-1]
+        if value is _MARK:
+            raise ValueError("a mark where a value belongs")
+        return value
+
+    def above_mark(self) -> list[Any]:
+        """Take what is above the last mark, and the mark."""
+        stack = self.stack
+        at = len(stack) - 1
+        while stack[at] is not _MARK:
+            at -= 1
+            if at < 0:
+                raise ValueError("there is no mark")
+        values = stack[at + 1 :]
+        del stack[at:]
+        return values
+
+    def look_up(self, module: Any, name: Any) -> Any:
+        """The stand-in of a global."""
+        if not isinstance(module, str) or not isinstance(name, str):
+            raise ValueError("the name of a global is no text")
+        try:
+            return self.table[module, name]
+        except KeyError:
+            raise PicklingError(f"names the global {module[:100]}.{name[:100]}, which such a file does not need") from None
+
+
+def _tuple(size: int) -> Callable[[_Machine], None]:
+    def operation(machine: _Machine) -> None:
+        stack = machine.stack
+        values = tuple(stack[-size:])
+        if len(values) != size or _MARK in values:
+            raise ValueError("too few values for a tuple")
+        stack[-size:] = (values,)
+
+    return operation
+
+
+def _mark_tuple(machine: _Machine) -> None:
+    values = tuple(machine.above_mark())
+    machine.stack.append(values)
+
+
+def _new(machine: _Machine) -> None:
+    arguments, kind = machine.pop(), machine.pop()
+    if not isinstance(kind, Kind) or arguments != ():
+        raise ValueError(f"makes an instance of {_shown(kind)}, with arguments")
+    machine.stack.append(Made(kind))
+
+
+def _reduce(machine: _Machine) -> None:
+    arguments, call = machine.pop(), machine.pop()
+    if not isinstance(call, Call):
+        raise ValueError(f"calls {_shown(call)}")
+    if not isinstance(arguments, tuple) or len(arguments) > MAX_ARGUMENTS:
+        raise ValueError(f"calls {call.name} with arguments that it does not have")
+    machine.stack.append(call.make(*arguments))
+
+
+def _build(machine: _Machine) -> None:
+    state, made = machine.pop(), machine.top()
+    if isinstance(made, Made):
+        if made.state is not None or not isinstance(state, dict | tuple):
+            raise ValueError(f"gives {made.kind.name} a second state, or none that it can have")
+        made.state = state
+    elif not (isinstance(made, dict) and state == {}):
+        raise ValueError(f"gives {_shown(made)} a state")
+
+
+def _check_key(key: Any) -> Any:
+    if not isinstance(key, str | Made):
+        raise ValueError(f"{_shown(key)} is the key of a dict")
+    return key
+
+
+def _set_items(machine: _Machine) -> None:
+    values = machine.above_mark()
+    target = machine.top()
+    if type(target) is not dict or len(values) % 2:
+        raise ValueError(f"puts items into {_shown(target)}")
+    for i in range(0, len(values), 2):
+        key = values[i]
+        target[key if type(key) is str else _check_key(key)] = values[i + 1]
+
+
+def _set_item(machine: _Machine) -> None:
+    value, key, target = machine.pop(), machine.pop(), machine.top()
+    if type(target) is not dict:
+        raise ValueError(f"puts items into {_shown(target)}")
+    target[_check_key(key)] = value
+
+
+def _appends(machine: _Machine) -> None:
+    values, target = machine.above_mark(), machine.top()
+    if type(target) is not list:
+        raise ValueError(f"appends to {_shown(target)}")
+    target.extend(values)
+
+
+def _append(machine: _Machine) -> None:
+    value, target = machine.pop(), machine.top()
+    if type(target) is not list:
+        raise ValueError(f"appends to {_shown(target)}")
+    target.append(value)
+
+
+def _shown(value: Any) -> str:
+    return value.name if isinstance(value, Kind | Call) else f"a {type(value).__name__}"
+
+
+def _text(size: int) -> Callable[[_Machine], None]:
+    return lambda machine: machine.stack.append(machine.take(machine.number(size)).decode())
+
+
+def _bytes(size: int) -> Callable[[_Machine], None]:
+    return lambda machine: machine.stack.append(machine.take(machine.number(size)))
+
+
+def _unsigned(size: int) -> Callable[[_Machine], None]:
+    return lambda machine: machine.stack.append(machine.number(size))
+
+
+def _long(machine: _Machine) -> None:
+    size = machine.number(1)
+    if size > _MAX_INT_BYTES:
+        raise ValueError(f"a number of {size} bytes")
+    machine.stack.append(int.from_bytes(machine.take(size), "little", signed=True))
+
+
+def _put(size: int) -> Callable[[_Machine], None]:
+    def operation(machine: _Machine) -> None:
+        machine.memo[machine.number(size)] = machine.top()
+
+    return operation
+
+
+def _protocol(machine: _Machine) -> None:
+    if machine.number(1) not in (2, 3, 4, 5):
+        raise ValueError("a protocol that is unknown")
+
+
+def _line(machine: _Machine) -> str:
+    end = machine.data.index(b"\n", machine.at)
+    line = machine.take(end - machine.at)
+    machine.at += 1
+    return line.decode()
+
+
+def _stack_global(machine: _Machine) -> None:
+    name, module = machine.pop(), machine.pop()
+    machine.stack.append(machine.look_up(module, name))
+
+
+def _global(machine: _Machine) -> None:
+    module = _line(machine)
+    machine.stack.append(machine.look_up(module, _line(machine)))
+
+
+def _persistent(machine: _Machine) -> None:
+    if machine.persistent is None:
+        raise ValueError("it has a persistent id")
+    machine.stack.append(machine.persistent(machine.pop()))
+
+
+def _constant(value: Any) -> Callable[[_Machine], None]:
+    return lambda machine: machine.stack.append(value)
+
+
+_OPERATIONS: dict[int, Callable[[_Machine], None]] = {
+    0x80: _protocol,
+    0x95: lambda machine: (machine.number(8), None)[1],  # a frame: only how much to read at once
+    0x8C: _text(1),
+    0x58: _text(4),
+    0x8D: _text(8),
+    0x43: _bytes(1),
+    0x42: _bytes(4),
+    0x8E: _bytes(8),
+    0x4D: _unsigned(2),
+    0x4A: lambda machine: machine.stack.append(int.from_bytes(machine.take(4), "little", signed=True)),
+    0x8A: _long,
+    0x47: lambda machine: machine.stack.append(struct.unpack(">d", machine.take(8))[0]),
+    0x4E: _constant(None),
+    0x88: _constant(True),
+    0x89: _constant(False),
+    0x5D: lambda machine: machine.stack.append([]),
+    0x85: _tuple(1),
+    0x86: _tuple(2),
+    0x87: _tuple(3),
+    0x74: _mark_tuple,
+    0x61: _append,
+    0x65: _appends,
+    0x73: _set_item,
+    0x75: _set_items,
+    0x62: _build,
+    0x52: _reduce,
+    0x81: _new,
+    0x93: _stack_global,
+    0x63: _global,
+    0x51: _persistent,
+    0x71: _put(1),
+    0x72: _put(4),
+}
