@@ -16,7 +16,7 @@ from tests.launch import ROOT
 PACKAGE = ["FlatShard", "LocalShard", "checkpoint", "errors"]
 CHECKPOINT = [
     "Diff", "Inspection", "LoadReport", "LoadedStep", "Manager", "PerRank", "SaveHandle", "Timeline", "VerifyReport",
-    "async_save", "catalog", "diff", "inspect", "load", "prepare", "read", "save", "timeline", "verify",
+    "async_save", "catalog", "diff", "inspect", "load", "plot", "prepare", "read", "save", "timeline", "verify",
 ]  # fmt: skip
 DCP = ["AsyncCheckpointerType", "AsyncSaveResponse", "ReshardReader", "ReshardWriter", "async_save", "load", "save"]
 
@@ -33,18 +33,7 @@ OPTIONS = {
         "progress",
         "timeout_s",
     ],
-    "load": [
-        "strict",
-        "verify",
-        "verify_first",
-        "cast",
-        "rename",
-        "allow_resize",
-        "read_once",
-        "progress",
-        "process_group",
-        "timeout_s",
-    ],
+    "load": ["strict", "verify", "verify_first", "cast", "rename", "allow_resize", "progress", "process_group", "timeout_s"],
 }
 
 

@@ -11,6 +11,7 @@ from .comparing import Diff, diff
 from .inspecting import Inspection, inspect
 from .loading import load
 from .managing import LoadedStep, Manager
+from .plotting import plot
 from .reading import catalog, read, timeline, verify
 from .saving import async_save, prepare, save
 
@@ -29,6 +30,7 @@ __all__ = [
     "diff",
     "inspect",
     "load",
+    "plot",
     "prepare",
     "read",
     "save",

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from .app import PROBLEM, AsJson, Path, command, emit, note, say
+from typing import Annotated
+
+import typer
+
+from .app import PROBLEM, AsJson, Path, command, emit, note, progress, say
 from .words import plural
 
 
 @command("reshard-ckpt verify ckpt/step_100")
-def verify(path: Path, as_json: AsJson = False) -> int:
+def verify(
+    path: Path,
+    workers: Annotated[
+        int | None, typer.Option("--workers", min=1, help="Threads; 8 MiB of memory each.", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+) -> int:
     """Read a whole checkpoint and prove every byte of it. Exit code 1 where anything is wrong."""
     from ..checkpoint import verify as verify_checkpoint
     from ..engine.progress import size_text
 
-    report = verify_checkpoint(path)
+    with progress() as on_progress:
+        report = verify_checkpoint(path, workers=workers, progress=on_progress)
     if as_json:
         emit({"ok": report.ok, "problems": report.problems, "num_files": report.num_files, "num_bytes": report.num_bytes})
     else:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from ..core.state import AxisPlacement, Mesh
 from ..core.tree import spans
+from ..errors import UsageError
 
 
 def plural(count: int, one: str, more: str | None = None) -> str:
@@ -36,13 +37,35 @@ def shape(lengths: Sequence[int]) -> str:
     return " × ".join(map(str, lengths)) if lengths else "scalar"
 
 
+def parse_mesh(text: str) -> dict[str, int]:
+    """A mesh as people type it, outermost axis first.
+
+    >>> parse_mesh("pp=2,tp=4")
+    {'pp': 2, 'tp': 4}
+
+    Raises
+    ------
+    UsageError
+        It is none.
+    """
+    axes: dict[str, int] = {}
+    for part in text.split(","):
+        axis, _, size = (word.strip() for word in part.partition("="))
+        if not axis.isidentifier() or not size.isdecimal() or int(size) < 1 or axis in axes:
+            raise UsageError(f"{text!r} is no mesh: write axes and sizes, outermost first, as in dp=2,tp=4")
+        axes[axis] = int(size)
+    return axes
+
+
 def mesh(of: Mesh | None) -> str:
     """A mesh, outermost axis first.
 
     >>> mesh(Mesh(("pp", "tp"), (2, 4)))
     'pp=2, tp=4'
     """
-    return "unknown" if of is None else ", ".join(f"{axis}={size}" for axis, size in zip(of.axes, of.sizes, strict=True))
+    if of is None:
+        return "unknown"
+    return ", ".join(f"{axis}={size}" for axis, size in zip(of.axes, of.sizes, strict=True)) or "one rank"
 
 
 def placement(of: Sequence[AxisPlacement] | None) -> str:

@@ -1,0 +1,112 @@
+"""How does a checkpoint look? One tensor's cut over ranks, a save's timeline, or one page about all of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+
+from ..core.timeline import Timeline
+from ..errors import CheckpointNotFound, MismatchError, StorageError, UsageError
+from .inspecting import TensorLine, inspect
+from .pictures.cuts import draw_cuts
+from .pictures.page import picture_page, report_page
+from .pictures.raster import png_bytes
+from .pictures.scene import Scene, framed
+from .pictures.svg import svg_document
+from .pictures.times import draw_timeline
+from .reading import catalog
+from .reading import timeline as read_timeline
+from .source import Path
+
+PICTURES = (".png", ".svg", ".html")
+
+
+def plot(path: Path, name: str | None = None, *, output: Path, timeline: bool = False) -> pathlib.Path:
+    """Draw a checkpoint. No tensor data are read.
+
+    Parameters
+    ----------
+    path
+        A checkpoint, also one of another format.
+    name
+        A tensor: how it is cut over ranks. Without one, a page of the whole checkpoint: what each rank wrote, the mesh, the
+        tensors by size, and the timeline of the save where there is one.
+    output
+        The file to write, which is replaced. Its suffix says what it is: ``.png`` (needs matplotlib), ``.svg`` or ``.html``; the
+        page of a whole checkpoint is ``.html``; a timeline may also be ``.json``, for ``chrome://tracing`` and Perfetto.
+    timeline
+        Draw where the time of the save went: ranks × time.
+
+    Returns
+    -------
+    pathlib.Path
+        The file.
+
+    Raises
+    ------
+    UsageError
+        The suffix does not fit what is drawn, options contradict each other, or matplotlib is needed and missing.
+    MismatchError
+        The checkpoint has no tensor of that name.
+    CheckpointNotFound
+        There is none, or it keeps no timeline.
+    """
+    file = pathlib.Path(output)
+    _check_options(name, timeline)
+    if timeline:
+        _check_suffix(file, (*PICTURES, ".json"), "a timeline")
+        data = _timeline(read_timeline(path), file.suffix)
+    elif name is None:
+        _check_suffix(file, (".html",), "the page of a whole checkpoint")
+        data = _report(path).encode()
+    else:
+        _check_suffix(file, PICTURES, "a tensor's picture")
+        data = _rendered(_cuts(path, name), file.suffix)
+    _write(file, data)
+    return file
+
+
+def _check_options(name: str | None, timeline: bool) -> None:
+    if timeline and name is not None:
+        raise UsageError(f"timeline=True and name={name!r}: draw one of them at a time")
+
+
+def _check_suffix(file: pathlib.Path, known: tuple[str, ...], what: str) -> None:
+    if file.suffix not in known:
+        raise UsageError(f"{file}: {what} is written as {' or '.join(known)}; name the output so")
+
+
+def _timeline(of: Timeline, suffix: str) -> bytes:
+    return json.dumps(of.chrome_trace()).encode() if suffix == ".json" else _rendered(framed(draw_timeline(of), 20), suffix)
+
+
+def _report(path: Path) -> str:
+    found = inspect(path)
+    try:
+        saved: Timeline | None = read_timeline(path)
+    except CheckpointNotFound:
+        saved = None
+    # An alias has no bytes of its own.
+    sizes = [line.num_bytes if isinstance(line, TensorLine) and line.alias_of is None else 0 for line in found.lines]
+    return report_page(os.path.normpath(os.fspath(path)), found.catalog, found.summary, found.tree, sizes, saved)
+
+
+def _cuts(path: Path, name: str) -> Scene:
+    saved = catalog(path)
+    if name not in saved:
+        raise MismatchError(f"{name}: no tensor of the checkpoint; checkpoint.catalog(path).names lists them", [name])
+    return draw_cuts(saved, name)
+
+
+def _rendered(scene: Scene, suffix: str) -> bytes:
+    if suffix == ".png":
+        return png_bytes(scene)
+    return (svg_document(scene) if suffix == ".svg" else picture_page(scene)).encode()
+
+
+def _write(file: pathlib.Path, data: bytes) -> None:
+    try:
+        file.write_bytes(data)
+    except OSError as error:
+        raise StorageError(f"{file}: {error.strerror}; choose another output") from error

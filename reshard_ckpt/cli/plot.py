@@ -1,0 +1,39 @@
+"""``reshard-ckpt plot``: how does a checkpoint look?"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from .app import AsJson, Path, command, emit, note
+
+Name = Annotated[str | None, typer.Argument(help="A tensor; without one, the whole checkpoint.", show_default=False)]
+Output = Annotated[str, typer.Option("-o", "--output", help="The file to write: .html, .svg, .png or .json.", show_default=False)]
+
+
+@command(
+    "reshard-ckpt plot ckpt/step_100 -o report.html",
+    "reshard-ckpt plot ckpt/step_100 model.layers.0.attn.wq.weight -o wq.png",
+    "reshard-ckpt plot ckpt/step_100 --timeline -o save.svg",
+)
+def plot(
+    path: Path,
+    output: Output,
+    name: Name = None,
+    timeline: Annotated[
+        bool, typer.Option("--timeline", help="Where the time of the save went; .json is for Perfetto and chrome://tracing.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Draw one tensor's cut over ranks, a save's timeline, or a page of the whole checkpoint that needs no network.
+
+    Only .png needs matplotlib.
+    """
+    from ..checkpoint import plot as plot_checkpoint
+
+    file = plot_checkpoint(path, name, output=output, timeline=timeline)
+    if as_json:
+        emit({"output": str(file), "bytes": file.stat().st_size})
+    else:
+        note(f"{file}: {file.stat().st_size:,} bytes")

@@ -1,0 +1,57 @@
+"""`verify` says that all is well, or what is wrong and where."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.cli.running import run
+from tests.cli.states import save_trained
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Path:
+    save_trained(tmp_path / "ckpt", dp=2, tp=2)
+    return tmp_path / "ckpt"
+
+
+def test_whole_checkpoint_is_said_to_be_so(trained: Path):
+    shown = run("verify", trained)
+    assert (shown.code, shown.err) == (0, "")
+    assert shown.out.startswith(f"{trained}: every byte is as it was written (4 files, ")
+    size = sum(file.stat().st_size for file in trained.rglob("*.safetensors"))
+    assert run("verify", trained, "--json", "--workers", "3").json == {
+        "ok": True,
+        "problems": [],
+        "num_files": 4,
+        "num_bytes": size,
+    }
+
+
+def test_one_flipped_bit_is_found_and_named(trained: Path):
+    victim = sorted(trained.rglob("*.safetensors"))[2]
+    data = bytearray(victim.read_bytes())
+    data[-3] ^= 16
+    victim.write_bytes(data)
+    shown = run("verify", trained)
+    assert shown.code == 1
+    problem, verdict = shown.out.splitlines()
+    assert str(victim.relative_to(trained)) in problem
+    assert "DAMAGED" in verdict
+    assert "restore" in shown.err
+    said = run("verify", trained, "--json")
+    assert (said.code, said.json["ok"], said.json["problems"]) == (1, False, [problem])
+
+
+def test_missing_file_is_found(trained: Path):
+    victim = sorted(trained.rglob("*.safetensors"))[1]
+    victim.unlink()
+    shown = run("verify", trained, "--json")
+    assert shown.code == 1
+    assert any(victim.name in problem and "missing" in problem for problem in shown.json["problems"])
+
+
+@pytest.mark.parametrize("workers", ["0", "-1", "many"])
+def test_workers_must_be_a_number_of_threads(workers: str, trained: Path):
+    assert run("verify", trained, "--workers", workers).code == 2
