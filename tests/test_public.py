@@ -33,7 +33,18 @@ OPTIONS = {
         "progress",
         "timeout_s",
     ],
-    "load": ["strict", "verify", "verify_first", "cast", "rename", "allow_resize", "progress", "process_group", "timeout_s"],
+    "load": [
+        "strict",
+        "verify",
+        "verify_first",
+        "cast",
+        "rename",
+        "allow_resize",
+        "read_once",
+        "progress",
+        "process_group",
+        "timeout_s",
+    ],
 }
 
 

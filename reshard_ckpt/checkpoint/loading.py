@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ..adapters.shards import PerRankValues
 from ..adapters.state import prepare_load
-from ..comm import open_session
+from ..comm import open_exchange, open_session
 from ..core.catalog import Catalog
 from ..core.report import LoadReport
 from ..core.state import ValueKind
 from ..engine.async_save import LINE
 from ..engine.load import LoadOptions, drop_refused, fetch, missing_values, resolve, unreadable, vote
 from ..engine.progress import OnProgress, reporter
+from ..engine.read import execute
+from ..engine.read_once import execute_once
 from ..engine.rename import renamed
 from ..engine.saved_values import SavedValue, open_values
 from .source import NATIVE, Path, open_shared_source
@@ -33,6 +36,7 @@ def load(
     cast: Patterns = False,
     rename: Mapping[str, str] | Callable[[str], str] | None = None,
     allow_resize: Patterns = False,
+    read_once: bool = False,
     progress: bool | OnProgress = False,
     process_group: Any = None,
     timeout_s: float = 600.0,
@@ -59,6 +63,9 @@ def load(
         Saved names, or dotted prefixes of them, mapped to the names of this state; or a function of a saved name.
     allow_resize
         Patterns of names whose global shape may differ: what overlaps loads, the rest keeps its value.
+    read_once
+        Read what several ranks want from storage on one of them only, and exchange it over the process group: where the
+        network to the other ranks is faster than storage. It takes up to 200 MiB of host memory a rank.
     progress
         True: rank 0 shows the bytes that it reads itself, as a line on stderr. A function is called on rank 0 instead, with
         the step ("load", "prove"), the bytes done and the bytes in all.
@@ -84,7 +91,7 @@ def load(
     report, _ = load_state(
         path,
         state,
-        LoadOptions(strict, verify, verify_first, cast, allow_resize),
+        LoadOptions(strict, verify, verify_first, cast, allow_resize, read_once=read_once),
         rename=rename,
         progress=progress,
         process_group=process_group,
@@ -130,7 +137,10 @@ def load_state(
             hints=source.hints(target.prefixes),
         )
         resolved = drop_refused(saved, resolved, verdict.refused)
-        bytes_read = fetch(storage, saved, resolved, options, report=reporter(progress if comm.rank == 0 else False))
+        exchange = open_exchange(process_group, timeout_s=timeout_s) if options.read_once else None
+        run = execute if exchange is None else partial(execute_once, comm, exchange)
+        report = reporter(progress if comm.rank == 0 else False)
+        bytes_read = fetch(storage, saved, resolved, options, report=report, run=run)
         # Every rank has proved its bytes before any object is given its values.
         comm.gather(b"")
         # What is tied is loaded under one of its names, and there for all.

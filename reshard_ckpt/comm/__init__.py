@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from typing import TYPE_CHECKING
 
 from ..errors import PeerError
+from .exchange import Exchange, open_exchange
 from .group import Turns, current_group
 from .protocol import ALONE, Comm, SoloComm
 from .store import StoreComm, call_of
@@ -14,7 +15,7 @@ from .store import StoreComm, call_of
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["ALONE", "Comm", "SoloComm", "StoreComm", "open_session"]
+__all__ = ["ALONE", "Comm", "Exchange", "SoloComm", "StoreComm", "open_exchange", "open_session"]
 
 
 def open_session(

@@ -153,7 +153,7 @@ def _own_store(group: dist.ProcessGroup) -> Any:
         address = f"{host} {store.port}"
     message = torch.zeros(_ADDRESS_BYTES, dtype=torch.uint8)
     message[: len(address)] = torch.tensor(list(address.encode()), dtype=torch.uint8)
-    message = message.to(_device(group))
+    message = message.to(device_of(group))
     dist.broadcast(message, src=dist.get_global_rank(group, 0), group=group)
     if store is not None:
         return store
@@ -161,7 +161,7 @@ def _own_store(group: dist.ProcessGroup) -> Any:
     return _STORES.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
 
 
-def _device(group: dist.ProcessGroup) -> torch.device:
+def device_of(group: dist.ProcessGroup) -> torch.device:
     """Where the group's backend wants its tensors."""
     if any(name in dist.get_backend(group) for name in ("gloo", "mpi")):
         return torch.device("cpu")

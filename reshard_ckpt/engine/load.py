@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import msgpack
 import numpy as np
@@ -32,7 +32,7 @@ from ..format.shard_file import opaque_name
 from ..format.torch_dtypes import TORCH_DTYPES
 from ..storage.protocol import Storage
 from .progress import OnProgress, silent
-from .read import WINDOW_BYTES, Destination, check_files, execute, open_blocks
+from .read import WINDOW_BYTES, Blocks, Destination, check_files, execute, open_blocks
 from .save import CATALOG_KEY, SAVE_ID
 
 T = TypeVar("T")
@@ -52,6 +52,7 @@ class LoadOptions:
     verify_first: bool = False
     cast: Sequence[str] | bool = False
     allow_resize: Sequence[str] | bool = False
+    read_once: bool = False
     tied_under_one_name: bool = False
     """Whether the checkpoint may hold tied tensors under one of their names alone, as some foreign formats do."""
 
@@ -350,8 +351,32 @@ def drop_refused(catalog: Catalog, resolved: Resolved, refused: frozenset[int]) 
     )
 
 
-def fetch(storage: Storage, catalog: Catalog, resolved: Resolved, options: LoadOptions, *, report: OnProgress = silent) -> int:
-    """Check the files, prove ties, then read all; returns the bytes read.
+class Execute(Protocol):
+    """How the items of a plan are read: `read.execute`, or together with other ranks."""
+
+    def __call__(
+        self,
+        storage: Storage,
+        catalog: Catalog,
+        plan: LoadPlan,
+        dests: Sequence[Destination],
+        *,
+        blocks: Blocks,
+        copy: bool = True,
+        report: OnProgress = silent,
+    ) -> int: ...
+
+
+def fetch(
+    storage: Storage,
+    catalog: Catalog,
+    resolved: Resolved,
+    options: LoadOptions,
+    *,
+    report: OnProgress = silent,
+    run: Execute = execute,
+) -> int:
+    """Check the files, prove ties, then read all, by `run`; returns the bytes read.
 
     Raises
     ------
@@ -367,8 +392,8 @@ def fetch(storage: Storage, catalog: Catalog, resolved: Resolved, options: LoadO
         prove_tie(storage, catalog, tie, options)
     bytes_read = 0
     if options.verify_first and options.verify:
-        bytes_read += execute(storage, catalog, resolved.plan, resolved.dests, blocks=blocks, copy=False, report=report)
-    return bytes_read + execute(storage, catalog, resolved.plan, resolved.dests, blocks=blocks, report=report)
+        bytes_read += run(storage, catalog, resolved.plan, resolved.dests, blocks=blocks, copy=False, report=report)
+    return bytes_read + run(storage, catalog, resolved.plan, resolved.dests, blocks=blocks, report=report)
 
 
 def prove_tie(storage: Storage, catalog: Catalog, tie: Tie, options: LoadOptions, step_bytes: int = WINDOW_BYTES) -> None:

@@ -140,20 +140,25 @@ def execute(
     CorruptError
         A block is damaged; the message names it, what wanted it, and the tensors that already have new values.
     """
+    reads = reads_of(catalog, plan, dests, blocks=blocks, copy=copy)
+    tally = Tally("load" if copy else "prove", reads.num_bytes, report)
+    reader = Reader(storage, catalog, plan, reads, dests, blocks=blocks, copy=copy, tally=tally)
+    try:
+        in_threads(reader.read_window, range(reads.num_windows))
+    except Damage as damage:
+        # Said only now, when no thread reads any more: the list of what was overwritten is complete.
+        raise reader.explain(damage) from None
+    return reads.num_bytes
+
+
+def reads_of(catalog: Catalog, plan: LoadPlan, dests: Sequence[Destination], *, blocks: Blocks, copy: bool = True) -> ReadPlan:
+    """The requests for all items of a plan; whole blocks where there are digests of them."""
     block_bytes = np.zeros(len(catalog.files), np.int64)
     for index, digests in blocks.of_file.items():
         block_bytes[index] = digests.block_bytes
     sizes = np.array([entry.size for entry in catalog.files], np.int64)
     may_land = np.array([copy and dest.may_land for dest in dests], bool)
-    reads = plan_reads(plan, block_bytes, sizes, may_land)
-    tally = Tally("load" if copy else "prove", reads.num_bytes, report)
-    reader = _Reader(storage, catalog, reads, _item_lists(plan, reads), dests, blocks, copy, tally)
-    try:
-        _in_threads(reader.read_window, reads.num_windows)
-    except _Damage as damage:
-        # Said only now, when no thread reads any more: the list of what was overwritten is complete.
-        raise reader.explain(damage) from None
-    return reads.num_bytes
+    return plan_reads(plan, block_bytes, sizes, may_land)
 
 
 def _item_lists(plan: LoadPlan, reads: ReadPlan) -> Items:
@@ -181,15 +186,15 @@ def num_threads(tasks: int) -> int:
     return max(min(MAX_THREADS, tasks, 2 * (os.cpu_count() or 1)), 1)
 
 
-def _in_threads(task: Callable[[int], None], count: int) -> None:
+def in_threads(task: Callable[[int], None], numbers: Sequence[int]) -> None:
     """Run a task for each number, in order of beginning; after a failure no new one begins, and the first failure is raised."""
-    threads = num_threads(count)
+    threads = num_threads(len(numbers))
     if threads <= 1:
-        for i in range(count):
+        for i in numbers:
             task(i)
         return
     with ThreadPoolExecutor(threads, thread_name_prefix="reshard-ckpt-read") as pool:
-        futures = [pool.submit(task, i) for i in range(count)]
+        futures = [pool.submit(task, i) for i in numbers]
         try:
             for future in futures:
                 future.result()
@@ -198,7 +203,11 @@ def _in_threads(task: Callable[[int], None], count: int) -> None:
             raise
 
 
-class _Damage(Exception):
+ReadInto = Callable[[str, int, Sequence[memoryview]], None]
+"""What `Storage.read_into` does."""
+
+
+class Damage(Exception):
     """A block whose digest differs: its file, its first byte, its size, and the items of its window."""
 
     def __init__(self, file: int, low: int, size: int, items: range) -> None:
@@ -206,22 +215,23 @@ class _Damage(Exception):
         self.file, self.low, self.size, self.items = file, low, size, items
 
 
-class _Reader:
+class Reader:
     """One execution of a plan; windows are independent, so its methods run in several threads."""
 
     def __init__(
         self,
         storage: Storage,
         catalog: Catalog,
+        plan: LoadPlan,
         reads: ReadPlan,
-        items: Items,
         dests: Sequence[Destination],
+        *,
         blocks: Blocks,
         copy: bool,
         tally: Tally,
     ) -> None:
-        self.storage, self.catalog, self.items, self.dests, self.blocks, self.copy = storage, catalog, items, dests, blocks, copy
-        self.tally = tally
+        self.storage, self.catalog, self.dests, self.blocks, self.copy = storage, catalog, dests, blocks, copy
+        self.items, self.tally = _item_lists(plan, reads), tally
         self.file = reads.file.tolist()
         self.extent_start, self.item_start = reads.extent_start.tolist(), reads.item_start.tolist()
         self.low, self.high = reads.low.tolist(), reads.high.tolist()
@@ -230,9 +240,16 @@ class _Reader:
 
     def read_window(self, window: int) -> None:
         """Read, prove and place what one window holds."""
-        file = self.file[window]
+        self.take_window(window, self.storage.read_into, prove=True)
+
+    def items_of(self, window: int) -> range:
+        """The items of a window."""
+        return range(self.item_start[window], self.item_start[window + 1])
+
+    def take_window(self, window: int, read_into: ReadInto, *, prove: bool) -> None:
+        """Place what one window holds, from wherever its bytes come."""
+        file, items = self.file[window], self.items_of(window)
         extents = range(self.extent_start[window], self.extent_start[window + 1])
-        items = range(self.item_start[window], self.item_start[window + 1])
         origin = self.low[extents[0]]
         buffer = self._buffer(self.high[extents[-1]] - origin)
         view = buffer.numpy().data
@@ -253,9 +270,9 @@ class _Reader:
                 pending = next(landing, None)
             if at < high:
                 parts.append(view[at - origin : high - origin])
-            self.storage.read_into(self.catalog.files[file].key, low, parts)
-            if file in self.blocks.of_file:
-                self._prove(file, low, parts, items)
+            read_into(self.catalog.files[file].key, low, parts)
+            if prove:
+                self.prove(file, low, parts, items)
         if self.copy:
             rest = [i for i in items if not self.items.direct[i]]
             self._will_change(rest)
@@ -289,19 +306,22 @@ class _Reader:
             source = raw.clone(memory_format=torch.contiguous_format).view(dest.dtype).squeeze(-1)
         region(dest.tensor, items.dst[item], lengths, items.dst_strides[item]).copy_(source)
 
-    def _prove(self, file: int, low: int, parts: list[memoryview], items: range) -> None:
-        digests = self.blocks.of_file[file]
+    def prove(self, file: int, low: int, parts: Sequence[memoryview], items: range) -> None:
+        """Compare the blocks of an extent, where there are digests of them; `items` are those that may want it."""
+        digests = self.blocks.of_file.get(file)
+        if digests is None:
+            return
         first = low // digests.block_bytes
         for i, fragments in enumerate(_in_blocks(parts, digests.block_bytes)):
             if block_digest(*fragments) != int(digests.values[first + i]):
-                raise _Damage(file, (first + i) * digests.block_bytes, digests.block_bytes, items)
+                raise Damage(file, (first + i) * digests.block_bytes, digests.block_bytes, items)
 
-    def explain(self, damage: _Damage) -> CorruptError:
+    def explain(self, damage: Damage) -> CorruptError:
         """The error for a damaged block, with what it holds and what has been overwritten."""
         entry, low = self.catalog.files[damage.file], damage.low
         high = min(low + damage.size, entry.size)
         near = [i for i in damage.items if self.items.src[i] < high and self.items.src[i] + self.items.span[i] > low]
-        holds = few(sorted({self.dests[self.items.dest[i]].name for i in near})) if near else "nothing that is wanted"
+        holds = few(sorted({self.dests[self.items.dest[i]].name for i in near})) if near else "nothing that this rank wants"
         if not self.copy or not self.changed:
             after = "no tensor was changed"
         else:

@@ -145,19 +145,16 @@ def timeline(recorder: Recorder, records: Sequence[bytes], received_at: float, *
     """
     parts = [opened(recorder.sealed()), *(opened(data) for data in records[1:])]
     bounds = [ClockBounds(0.0, 0.0), *(clock_bounds(recorder.calls, part, received_at) for part in parts[1:])]
-    steps = [
-        Step(rank, name, thread, began - bound.offset, ended - bound.offset, num_bytes)
-        for rank, (part, bound) in enumerate(zip(parts, bounds, strict=True))
-        for name, thread, began, ended, num_bytes in part.steps
-    ]
-    zero = min((step.start_s for step in steps), default=recorder.began)
-    return Timeline(
-        save_id,
-        zero,
-        mesh,
-        tuple(bound.uncertainty for bound in bounds),
-        tuple(
-            Step(s.rank, s.name, s.thread, s.start_s - zero, s.end_s - zero, s.num_bytes)
-            for s in sorted(steps, key=lambda s: (s.rank, s.start_s))
-        ),
+    offsets = [bound.offset for bound in bounds]
+    starts = (step[2] - offset for part, offset in zip(parts, offsets, strict=True) for step in part.steps)
+    zero = min(starts, default=recorder.began)
+    steps = tuple(
+        Step(rank, name, thread, began - offset - zero, ended - offset - zero, num_bytes)
+        for rank, (part, offset) in enumerate(zip(parts, offsets, strict=True))
+        for name, thread, began, ended, num_bytes in sorted(part.steps, key=_start)
     )
+    return Timeline(save_id, zero, mesh, tuple(bound.uncertainty for bound in bounds), steps)
+
+
+def _start(step: tuple[str, str, float, float, int]) -> float:
+    return step[2]
