@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from ..adapters.foreign import FORMATS, ForeignFormat
 from ..adapters.shards import PerRankValues
 from ..adapters.state import prepare_load
 from ..comm import open_exchange, open_session
@@ -106,6 +107,7 @@ def load_state(
     options: LoadOptions,
     *,
     only_wanted: bool = False,
+    formats: Sequence[ForeignFormat] = FORMATS,
     rename: Mapping[str, str] | Callable[[str], str] | None = None,
     progress: bool | OnProgress = False,
     process_group: Any = None,
@@ -114,18 +116,16 @@ def load_state(
     """As `load`; also what the checkpoint holds. `only_wanted` passes over what is in there and the state has no place for."""
     session = open_session("load", str(path), process_group=process_group, timeout_s=timeout_s)
     with ExitStack() as held, session as comm:
-        source = held.enter_context(open_shared_source(comm, path))  # until all ranks have left the session
+        source = held.enter_context(open_shared_source(comm, path, formats))  # until all ranks have left the session
         options = replace(options, tied_under_one_name=source.format != NATIVE)
         LINE.wait_staged()  # what a save still copies must not change under it
         storage, saved = source.storage, source.catalog if rename is None else renamed(source.catalog, rename)
         target = prepare_load(state, saved, rank=comm.rank, size=comm.size, adds=not only_wanted)
         values = _for_adapters(open_values(storage, saved, target.prefixes, verify=options.verify))
         resolved = resolve(saved, [(e.spec, e.memory) for e in target.entries], options)
-        unfit = (
-            unreadable(saved, target.prefixes, strict=options.strict)
-            + missing_values(saved, target.values)
-            + target.check(values)
-        )
+        # Names below one that is wanted are wanted as well: some rank may have nothing there.
+        wanted = (*target.values, *(e.spec.name for e in target.entries)) if only_wanted else target.prefixes
+        unfit = unreadable(saved, wanted, strict=options.strict) + missing_values(saved, target.values) + target.check(values)
         verdict = vote(
             comm,
             saved,

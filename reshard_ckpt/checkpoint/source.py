@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
-from ..adapters.foreign import FORMATS, open_foreign
+from ..adapters.foreign import FORMATS, ForeignFormat, open_foreign
 from ..comm.protocol import Comm
 from ..core.catalog import Catalog
 from ..engine.load import Opened, identified_catalog, open_alike
@@ -40,8 +40,13 @@ class Source:
 
 
 @contextmanager
-def open_source(path: Path) -> Iterator[Source]:
+def open_source(path: Path, formats: Sequence[ForeignFormat] = FORMATS) -> Iterator[Source]:
     """Open what a path holds, for reading, in one process.
+
+    Parameters
+    ----------
+    formats
+        Which foreign formats are tried where there is no checkpoint of this library.
 
     Raises
     ------
@@ -51,17 +56,17 @@ def open_source(path: Path) -> Iterator[Source]:
         It is damaged.
     """
     with ExitStack() as held:
-        yield _open(path, held, lock=True).what
+        yield _open(path, held, formats, lock=True).what
 
 
 @contextmanager
-def open_shared_source(comm: Comm, path: Path) -> Iterator[Source]:
+def open_shared_source(comm: Comm, path: Path, formats: Sequence[ForeignFormat] = FORMATS) -> Iterator[Source]:
     """Open what a path holds on every rank of a job, and make sure that it is the same; rank 0 keeps it from being removed."""
     with ExitStack() as held:
-        yield open_alike(comm, str(path), lambda: _open(path, held, lock=comm.rank == 0))
+        yield open_alike(comm, str(path), lambda: _open(path, held, formats, lock=comm.rank == 0))
 
 
-def _open(path: Path, held: ExitStack, *, lock: bool) -> Opened[Source]:
+def _open(path: Path, held: ExitStack, formats: Sequence[ForeignFormat], *, lock: bool) -> Opened[Source]:
     """Open this library's own format, else the first foreign one that knows what is there."""
     storage = held.enter_context(open_storage(path))
     if lock:
@@ -69,15 +74,15 @@ def _open(path: Path, held: ExitStack, *, lock: bool) -> Opened[Source]:
     try:
         opened = identified_catalog(storage)
     except CheckpointNotFound as error:
-        return _open_foreign(path, held, error)
+        return _open_foreign(path, held, formats, error)
     return Opened(Source(storage, opened.what), opened.identity)
 
 
-def _open_foreign(path: Path, held: ExitStack, not_ours: CheckpointNotFound) -> Opened[Source]:
-    found = open_foreign(os.fspath(path))
+def _open_foreign(path: Path, held: ExitStack, formats: Sequence[ForeignFormat], not_ours: CheckpointNotFound) -> Opened[Source]:
+    found = open_foreign(os.fspath(path), formats)
     if found is None:
-        formats = "; ".join(f"{one.looks_for} ({one.name})" for one in FORMATS)
-        raise CheckpointNotFound(f"{not_ours}. Looked for: catalog.msgpack ({NATIVE}); {formats}") from None
+        tried = "; ".join(f"{one.looks_for} ({one.name})" for one in formats)
+        raise CheckpointNotFound(f"{not_ours}. Looked for: catalog.msgpack ({NATIVE}); {tried}") from None
     held.enter_context(found.storage)
     source = Source(found.storage, found.catalog, found.format, found.advice)
     # A foreign format has no digest of its metadata; what was made of them is the same wherever they are.

@@ -14,6 +14,7 @@ from ..core.catalog import Catalog
 from ..core.report import LoadReport
 from ..engine.load import LoadOptions
 from .arguments import Path, group_of, is_partial, load_path, named_path
+from .folders import FORMATS_AS_SAVED
 from .forms import give_back, loading_form, opened
 from .saving import told_to_all
 
@@ -66,7 +67,7 @@ def load(
     path, partial, state, form = told_to_all("load", named_path(checkpoint_id, storage_reader), group, make)
     # DCP copies into a tensor of any dtype, so a cast is no error here, but nobody should be unaware of it.
     options = LoadOptions(strict=not partial, cast=True)
-    report, saved = load_state(path, form, options, only_wanted=True, process_group=group)
+    report, saved = load_state(path, form, options, only_wanted=True, formats=FORMATS_AS_SAVED, process_group=group)
     _warn(path, form, report, saved)
     for key, value in state.items():
         loaded = give_back(value, form[key])

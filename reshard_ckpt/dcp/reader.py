@@ -40,6 +40,7 @@ from ..errors import MismatchError
 from ..format.shard_file import opaque_value
 from ..format.torch_dtypes import TORCH_DTYPES, dtype_code
 from ..format.values import decode_path
+from .folders import FORMATS_AS_SAVED, Raw, raw_values
 from .names import Leaf, dcp_path, leaves
 from .writer import Path, is_path
 
@@ -71,7 +72,7 @@ class ReshardReader(StorageReader):
         self._path, self._verify = path, verify
         self._held = ExitStack()
         self._source: Source | None = None
-        self._values: dict[str, Leaf | _Opaque | _Elsewhere] = {}
+        self._values: dict[str, Found] = {}
 
     @property
     def checkpoint_id(self) -> Path:
@@ -96,7 +97,7 @@ class ReshardReader(StorageReader):
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
         self._close()
         # Open until the data are read, so that nobody removes them meanwhile.
-        source = self._source = self._held.enter_context(open_source(self._path))
+        source = self._source = self._held.enter_context(open_source(self._path, FORMATS_AS_SAVED))
         self._values = dict(_all_values(source, self._verify))
         return _metadata(source.catalog, self._values, self._path)
 
@@ -142,6 +143,8 @@ class ReshardReader(StorageReader):
         value = self._values[name]
         if isinstance(value, _Elsewhere):
             raise MismatchError(value.problem, [value.problem])
+        if isinstance(value, Raw):
+            return value.read(self._source.storage)
         if isinstance(value, _Opaque):
             return io.BytesIO(read_blob(self._source.storage, self._source.catalog, value.blob, self._verify))
         out = io.BytesIO()
@@ -164,9 +167,13 @@ class _Elsewhere:
     problem: str
 
 
-def _all_values(source: Source, verify: bool) -> Iterator[tuple[str, Leaf | _Opaque | _Elsewhere]]:
-    """What there is besides tensors, under DCP's names."""
+Found = Leaf | Raw | _Opaque | _Elsewhere
+
+
+def _all_values(source: Source, verify: bool) -> Iterator[tuple[str, Found]]:
+    """What there is besides tensors, under DCP's names; of a name that comes twice, the later counts."""
     saved, table = source.catalog, source.catalog.tensors_table
+    yield from ((name, _Elsewhere(str(why))) for name, why in saved.unreadable.items())
     for blob in np.flatnonzero(table.kind == TensorKind.BLOB).tolist():
         name = opaque_value(table.names[blob])
         if name is not None:
@@ -179,6 +186,7 @@ def _all_values(source: Source, verify: bool) -> Iterator[tuple[str, Leaf | _Opa
             continue
         for leaf in leaves(dcp_path(saved_path(decode_path(entry.path))), value, entry.kind):
             yield leaf.name, leaf
+    yield from raw_values(source)
 
 
 def _own(name: str, saved: SavedValue) -> Any:
@@ -198,7 +206,7 @@ def _metadata(saved: Catalog, values: dict[str, Any], path: Path) -> Metadata:
     """The catalog as DCP's planners want it."""
     described: dict[str, Any] = {name: _tensor_metadata(saved, name) for name in saved.names}
     described |= {name: BytesStorageMetadata() for name in values}
-    paths: dict[str, Any] = {name: value.path if isinstance(value, Leaf) else (name,) for name, value in values.items()}
+    paths: dict[str, Any] = {name: value.path if isinstance(value, Leaf | Raw) else (name,) for name, value in values.items()}
     return Metadata(
         state_dict_metadata=described,
         planner_data={name: (name,) for name in saved.names} | paths,

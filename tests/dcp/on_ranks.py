@@ -143,6 +143,7 @@ SAVES: dict[str, Callable[[dict[str, Any], Path], object]] = {
     "dcp.async_save": lambda state, path: dcp.async_save(state, checkpoint_id=path).result(),
     "ReshardWriter": lambda state, path: torch_dcp.save(state, storage_writer=dcp.ReshardWriter(path)),
     "ReshardWriter, async": lambda state, path: torch_dcp.async_save(state, storage_writer=dcp.ReshardWriter(path)).result(),
+    "torch": lambda state, path: torch_dcp.save(state, checkpoint_id=path),
 }
 LOADS: dict[str, Callable[[dict[str, Any], Path], object]] = {
     "dcp.load": lambda state, path: dcp.load(state, checkpoint_id=path),

@@ -415,3 +415,41 @@ def test_objects_that_are_no_plain_values_come_back_through_dcp_alone(tmp_path: 
     assert torch.equal(target["w"], torch.ones(2))
     with pytest.raises(MismatchError, match=r"slice\.s: saved by DCP as an object.*ReshardReader"):
         dcp.load({"slice": {"s": None}}, checkpoint_id=tmp_path)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_dcps_own_folders_load_by_either_call(tmp_path: Path, flat: bool):
+    """With the model's own names at the top, as some trainers save it, and objects that only unpickling makes."""
+    trained = model_and_optimizer(0, steps=3)
+    state = training_state(*trained, flat=flat)
+    state = {**state["model"], "optimizer": state["optimizer"], "slice": slice(1, 2), "list": [{"a": 1}, {"a": (2, 3)}]}
+    torch_dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    for wanted_flat in (False, True):
+        for reader in (None, dcp.ReshardReader(tmp_path)):
+            other = model_and_optimizer(2)
+            parts = training_state(*other, flat=wanted_flat)
+            target = {**parts["model"], "optimizer": parts["optimizer"], "list": [{"a": 0}, {"a": 0}]}
+            if reader is None:
+                dcp.load(target, checkpoint_id=tmp_path)
+            else:
+                target["slice"] = None
+                torch_dcp.load(target, storage_reader=reader, no_dist=True)
+                assert target["slice"] == slice(1, 2)
+            names = list(parts["model"])
+            put_back(*other, {"model": {n: target[n] for n in names}, "optimizer": target["optimizer"]}, flat=wanted_flat)
+            assert same_training(other, trained), (wanted_flat, reader)
+            assert target["list"] == state["list"]
+    with pytest.raises(UnsupportedError, match="slice is a value that cannot be read without executing code"):
+        dcp.load({"slice": None}, checkpoint_id=tmp_path)
+
+
+def test_dcps_own_folders_load_an_optimizer_that_knows_its_parameters_by_number(tmp_path: Path):
+    model, optimizer = model_and_optimizer(0, steps=2)
+    torch_dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=tmp_path, no_dist=True)
+    for load in (
+        lambda state: dcp.load(state, checkpoint_id=tmp_path),
+        lambda state: torch_dcp.load(state, storage_reader=dcp.ReshardReader(tmp_path), no_dist=True),
+    ):
+        other = model_and_optimizer(1, steps=1)
+        load({"model": other[0], "optimizer": other[1]})
+        assert same_training(other, (model, optimizer))

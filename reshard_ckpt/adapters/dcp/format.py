@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 class DcpFormat:
     """The format, as one of `FORMATS`."""
 
+    as_saved: bool = False
+    """Names are those of the state that was passed to DCP; see `read.open_folder`."""
     name: str = "dcp"
     looks_for: str = "a folder of torch.distributed.checkpoint, which has a .metadata file"
 
@@ -20,4 +22,4 @@ class DcpFormat:
         """See `ForeignFormat`."""
         from .read import open_path  # it needs the formats' common parts, which are in the room that lists this one
 
-        return open_path(path)
+        return open_path(path, as_saved=self.as_saved)

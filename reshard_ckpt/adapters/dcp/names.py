@@ -14,7 +14,7 @@ Three things differ:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,25 +56,24 @@ def names_of(saved: Metadata, *, as_saved: bool = False) -> Names:
     Parameters
     ----------
     as_saved
-        The state keeps the form that it was saved in: nothing gets a key that it did not have, and hyperparameters of single
-        parameters stay values of their own.
+        Nothing gets a key that it did not have.
     """
     paths = raw_paths(saved)
     if as_saved:
-        return _names(paths, lambda entry: isinstance(entry.owner, int))
+        return _names(paths)
     if any(path[0] == GROUPS or str(path[0]).startswith(f"{GROUPS}.") for path in paths.values()):
         paths = {fqn: _below_optimizer(path) for fqn, path in paths.items()}
     has_model = any(path[0] == MODEL or (len(path) == 1 and str(path[0]).startswith(f"{MODEL}.")) for path in paths.values())
     if not has_model:
         paths = {fqn: (MODEL, *path) if _is_of_model(fqn, path, fqn in saved.tensors) else path for fqn, path in paths.items()}
-    return _names(paths, lambda entry: True)
+    return _names(paths)
 
 
-def _names(paths: Mapping[str, KeyPath], is_wanted: Callable[[GroupEntry], bool]) -> Names:
+def _names(paths: Mapping[str, KeyPath]) -> Names:
     out = Names()
     for fqn, path in paths.items():
         found = _group_entry(path)
-        if found is not None and is_wanted(found[1]):
+        if found is not None:
             out.groups.setdefault(found[0], {})[fqn] = found[1]
         else:
             out.paths[fqn] = path

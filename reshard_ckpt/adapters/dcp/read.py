@@ -47,14 +47,14 @@ MAX_GROUP_ELEMENTS = 1 << 16
 """Elements of a hyperparameter that is a tensor."""
 
 
-def open_path(path: str) -> Foreign | None:
+def open_path(path: str, *, as_saved: bool = False) -> Foreign | None:
     """Open a path for reading; None if it is no folder of this format; see `ForeignFormat`."""
     with ExitStack() as stack:
         storage, key = locate(path)
         stack.enter_context(storage)
         if key is not None or not _is_folder(storage):
             return None
-        catalog = open_folder(storage)
+        catalog = open_folder(storage, as_saved=as_saved)
         stack.pop_all()
         return Foreign(storage, catalog, FORMAT)
 

@@ -6,6 +6,8 @@ the library's own checkpoints do the rest, resharding included.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ..dcp.format import DcpFormat
 from .protocol import Foreign, ForeignFormat
 from .safetensors import SafetensorsFormat
@@ -18,7 +20,7 @@ FORMATS: tuple[ForeignFormat, ...] = (DcpFormat(), SafetensorsFormat(), TorchFor
 """In the order in which they are tried."""
 
 
-def open_foreign(path: str) -> Foreign | None:
+def open_foreign(path: str, formats: Sequence[ForeignFormat] = FORMATS) -> Foreign | None:
     """Open what a path holds, in the first format that knows it; None if none does.
 
     Raises
@@ -26,4 +28,4 @@ def open_foreign(path: str) -> Foreign | None:
     CorruptError
         A format knows it, but it is damaged.
     """
-    return next((found for one in FORMATS if (found := one.open(path)) is not None), None)
+    return next((found for one in formats if (found := one.open(path)) is not None), None)
