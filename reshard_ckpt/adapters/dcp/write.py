@@ -242,6 +242,8 @@ def lay_out(catalog: Catalog, values: Mapping[str, Any], optimizer: str) -> Layo
         value = values[entry.name]
         if entry.kind is ValueKind.PARAM_GROUPS and optimizer == "flat":
             pairs = _flat_groups(path[:-1], value)
+        elif entry.kind is ValueKind.PARAM_GROUPS:
+            pairs = _taken_apart(path, _under_one_name(catalog, entry.name.removesuffix(GROUPS), value))
         else:
             pairs = _taken_apart(path, list(value) if entry.kind is ValueKind.PER_RANK else value)
         for where, leaf in pairs:
@@ -256,6 +258,14 @@ def _flat_groups(optimizer: KeyPath, groups: Iterable[Mapping[str, Any]]) -> Ite
     for group in groups:
         for fqn in group["params"]:
             yield from (((*optimizer, f"{GROUPS}.{fqn}.{key}"), value) for key, value in group.items() if key != "params")
+
+
+def _under_one_name(catalog: Catalog, prefix: str, groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The groups with each tied weight once, under the name that its state has: DCP counts the parameters of a group."""
+    state, table = f"{prefix}{STATE}.", catalog.tensors_table
+    shared = (name for name, alias in zip(table.names, table.alias.tolist(), strict=True) if alias >= 0)
+    second = {name.removeprefix(state).rpartition(".")[0] for name in shared if name.startswith(state)}
+    return [{**group, "params": [fqn for fqn in group["params"] if fqn not in second]} for group in groups]
 
 
 def _taken_apart(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any]]:

@@ -1,0 +1,22 @@
+"""DCP saves and this library loads, and the other way round: on random meshes, and whole models with their optimizers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.distributed.dcp_cases import models, random_meshes
+from tests.launch import run_ranks
+
+CASES, TENSORS = 20, 15
+
+
+def test_random_tensors_on_random_meshes(tmp_path: Path):
+    """600 random pairs of a saved and a loaded layout: 300 from DCP's folders, 300 into them."""
+    ranks = run_ranks(random_meshes, 4, str(tmp_path), CASES, TENSORS, timeout_s=280)
+    wrong = [line for rank in ranks for line in rank]
+    assert not wrong, "\n".join([f"{len(wrong)} wrong", *wrong[:20]])
+
+
+def test_models_and_optimizers_in_each_form(tmp_path: Path):
+    wrong = [line for rank in run_ranks(models, 4, str(tmp_path), timeout_s=280) for line in rank]
+    assert not wrong, "\n".join([f"{len(wrong)} wrong", *wrong[:40]])
