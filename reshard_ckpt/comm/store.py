@@ -153,17 +153,20 @@ class StoreComm:
         return self._step == 0 and self._refusal is not None and self.rank in self._refusal.absent
 
     def _is_for_another(self, call: bytes, before: bytes) -> bool:
+        if self._step or self._refusal is None:
+            return False
         calls = self._others_calls()
-        if self._step or not calls or call in calls:
+        if not calls or call in calls:
             return False
         return self.late or set(calls) == {before}
 
     def _others_calls(self) -> list[bytes]:
-        """What the others who have come to this session called."""
+        """What the others who came to this session in time called."""
         inbox = "0/in"
         if not self._store.check([inbox]):
             return []
-        return [frame.payload for frame in decode_frames(self._store.get(inbox)) if frame.rank != self.rank]
+        late = {self.rank, *self._refused().absent}
+        return [frame.payload for frame in decode_frames(self._store.get(inbox)) if frame.rank not in late]
 
     def decline(self, call: bytes) -> bool:
         """Refuse a session that this rank, being behind, does not come to; False where the others had given it up already."""

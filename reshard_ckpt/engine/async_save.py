@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Container, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from typing import Any
 
 import numpy as np
@@ -149,27 +149,55 @@ class SaveThread:
 
     def __init__(self, handle: SaveHandle, session: AbstractContextManager[Any], staging: Staging, recorder: Recorder) -> None:
         self._handle, self._session, self._staging, self._recorder = handle, session, staging, recorder
+        self._stages = False
 
     def start(self, write: Callable[[], None], *, finally_: Callable[[], None]) -> None:
-        """Run `write` in the session, and then, in any case, `finally_`."""
-        # No daemon: when the job ends, the interpreter waits for the last save.
-        _thread("reshard-ckpt-save", lambda: self._run(write, finally_))
+        """Run `write` in the session, and then, in any case, `finally_`; where no thread can be started, leave the session.
+
+        Raises
+        ------
+        UsageError
+            The system, or an interpreter that is about to end, gives no thread.
+        """
+        try:
+            # No daemon: when the job ends, the interpreter waits for the last save.
+            _thread("reshard-ckpt-save", lambda: self._run(write, finally_))
+        except RuntimeError as error:
+            self._handle._staged.set()
+            finally_()
+            with self._session:
+                raise UsageError(
+                    f"no thread to save in can be started ({error}): call checkpoint.save, which needs none"
+                ) from error
 
     def stage(self, fill: Callable[[], None], *, in_background: bool) -> None:
-        """Run `fill`, after which the state may change; an error of it fails the save."""
+        """Run `fill`, after which the state may change; an error of it fails the save. An interrupt is also the caller's."""
+        self._stages = True
         if in_background:
-            _thread("reshard-ckpt-stage", lambda: self._stage(fill))
-        else:
-            self._stage(fill)
+            with suppress(RuntimeError):  # no thread can be started, so it is done here
+                _thread("reshard-ckpt-stage", lambda: self._stage(fill))
+                return
+        error = self._stage(fill)
+        if error is not None and not isinstance(error, Exception):
+            raise error
 
-    def _stage(self, fill: Callable[[], None]) -> None:
+    def _stage(self, fill: Callable[[], None]) -> BaseException | None:
         try:
             fill()
             self._staging.finish()
         except BaseException as error:  # whatever it is, the writer must not wait for ever
             self._staging.fail(error)
+            return error
         finally:
             self._handle._staged.set()
+        return None
+
+    def give_up(self, error: BaseException) -> None:
+        """Fail the save, and wait until its thread is through."""
+        self._staging.fail(error)
+        if not self._stages:  # nor will it ever, and the thread must not wait for that
+            self._handle._staged.set()
+        self._handle._done.wait()
 
     def _run(self, write: Callable[[], None], finally_: Callable[[], None]) -> None:
         handle = self._handle
@@ -185,11 +213,13 @@ class SaveThread:
             self._recorder.log.error("the save to %s failed: %s", handle._path, error)
         finally:
             handle._staged.wait()
-            finally_()
-            handle._finish()
+            try:
+                finally_()
+            finally:
+                handle._finish()
 
 
-def _thread(name: str, target: Callable[[], None]) -> None:
+def _thread(name: str, target: Callable[[], object]) -> None:
     threading.Thread(target=target, name=name, daemon=False).start()
 
 
@@ -299,20 +329,46 @@ def launch(
     # No step can come before the guard stands.
     guard = StepGuard(guarded, handle.staged) if guarded and staging.holds_all else None
     thread = SaveThread(handle, session.pop_all(), staging, recorder)
-    thread.start(write, finally_=lambda: POOL.give_back(ring))
-    if guard is None:
-        thread.stage(lambda: copy(lambda _: True), in_background=promised)
-        return
+    try:
+        thread.start(write, finally_=lambda: POOL.give_back(ring))
+    except UsageError:
+        if guard is not None:
+            guard.close()
+        raise
+    try:
+        if guard is None:
+            thread.stage(lambda: copy(lambda _: True), in_background=promised)
+        else:
+            _stage_lazily(thread, staging, guard, copy, is_owned)
+    except BaseException as error:  # Ctrl-C, which may come at any moment
+        thread.give_up(error)
+        raise
+
+
+def _stage_lazily(
+    thread: SaveThread,
+    staging: Staging,
+    guard: StepGuard,
+    copy: Callable[[Callable[[int], bool]], None],
+    is_owned: Callable[[int], bool],
+) -> None:
+    """Copy now what forward changes as well (buffers, an average of the weights), and in a thread what optimizers own."""
 
     def copy_owned() -> None:
-        copy(is_owned)
-        guard.close()
+        try:
+            copy(is_owned)
+        finally:
+            guard.close()
 
-    try:  # what forward changes as well (buffers, an average of the weights) is copied now
+    interrupt: BaseException | None = None
+    try:
         copy(lambda row: not is_owned(row))
     except BaseException as error:
         staging.fail(error)
+        interrupt = None if isinstance(error, Exception) else error
     thread.stage(copy_owned, in_background=True)
+    if interrupt is not None:
+        raise interrupt
 
 
 def take_ring(holdings: Holdings, layouts: Sequence[FileLayout], host_buffer_bytes: int | None) -> torch.Tensor:

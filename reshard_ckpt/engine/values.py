@@ -84,6 +84,9 @@ def merge_values(held: Sequence[tuple[int, Sequence[OfferedValue]]], tables: Tab
 
 def _merge(name: str, held: Sequence[tuple[int, OfferedValue]], tables: Tables, problems: list[str]) -> ValueEntry:
     first_rank, first = held[0]
+    at = bisect_left(tables.names, name)
+    if at < len(tables.names) and tables.names[at] == name:
+        problems.append(f"{name}: a value on rank {first_rank}, a tensor on another rank")
     for rank, value in held[1:]:
         if value.kind is not first.kind:
             problems.append(f"{name}: {first.kind.name} on rank {first_rank}, {value.kind.name} on rank {rank}")

@@ -1,0 +1,85 @@
+"""Several ranks as threads of one process, each of which makes the public calls that a real rank would make.
+
+Every thread is told that it is a rank of one group over one store, and has what a process has once: its line of saves and its
+kept plans. So sessions, deadlines and agreement are the real ones; nothing of torch.distributed is.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+
+import reshard_ckpt.comm as comm_module
+from reshard_ckpt.checkpoint import loading, saving
+from reshard_ckpt.comm.group import Group, current_group
+from reshard_ckpt.engine import agreement
+from reshard_ckpt.engine import save as save_module
+from reshard_ckpt.engine.async_save import Line
+
+LOCAL = threading.local()
+
+
+class OfRank:
+    """Stands for one object of each rank."""
+
+    def __init__(self, name: str, alone: Any) -> None:
+        self._name, self._alone = name, alone
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(getattr(LOCAL, self._name, self._alone), attribute)
+
+
+class Job:
+    """Ranks that live as long as this: each remembers its calls."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.store = dist.HashStore()
+        self._groups = [Group(rank, size, self.store, "job") for rank in range(size)]
+        self._lines = [Line() for _ in range(size)]
+        self._plans = [agreement.PlanCache() for _ in range(size)]
+
+    def run(self, call: Callable[[int], Any], only: Sequence[int] | None = None) -> list[Any]:
+        """What the call returns or raises on each rank, given its number; None on ranks that do not make it."""
+        outcomes: list[Any] = [None] * self.size
+
+        def one(rank: int) -> None:
+            LOCAL.rank = rank
+            LOCAL.group, LOCAL.line, LOCAL.plans = self._groups[rank], self._lines[rank], self._plans[rank]
+            try:
+                outcomes[rank] = call(rank)
+            except BaseException as error:
+                outcomes[rank] = error
+
+        ranks = range(self.size) if only is None else only
+        threads = [threading.Thread(target=one, args=(rank,), name=f"rank {rank}") for rank in ranks]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return outcomes
+
+    def num_keys(self) -> int:
+        return int(self.store.num_keys())
+
+
+@contextmanager
+def jobs() -> Iterator[type[Job]]:
+    """Within it, threads of a `Job` are its ranks."""
+    line = OfRank("line", saving.LINE)
+
+    def group_of_thread(process_group: Any) -> Any:
+        return getattr(LOCAL, "group", None) or current_group(process_group)
+
+    with (
+        mock.patch.object(comm_module, "current_group", group_of_thread),
+        mock.patch.object(saving, "LINE", line),
+        mock.patch.object(loading, "LINE", line),
+        mock.patch.object(save_module.agree, "__defaults__", (OfRank("plans", agreement.PLANS),)),
+    ):
+        yield Job
