@@ -12,7 +12,14 @@ from tests.docs.runner import blocks, run_document
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
-RUN = ["tutorial.md", "resharding.md", "manager.md"]
+RUN = [
+    "coming-from-dcp.md",
+    "coming-from-dcp-fsdp2.md",
+    "coming-from-dcp-torchtitan.md",
+    "tutorial.md",
+    "resharding.md",
+    "manager.md",
+]
 
 
 @pytest.fixture
