@@ -35,7 +35,8 @@ def group_of(process_group: Any) -> Group:
     """The ranks of a process group, of the default one for None, or of a single process: `ALONE`, or without any."""
     if process_group is ALONE or not (dist.is_available() and dist.is_initialized()):
         return Group((0,), 0)
-    return Group(tuple(dist.get_process_group_ranks(process_group)), dist.get_rank(process_group))
+    group = dist.group.WORLD if process_group is None else process_group  # torch 2.6 has no ranks for None
+    return Group(tuple(dist.get_process_group_ranks(group)), dist.get_rank(group))
 
 
 def declared_mesh(mesh: DeviceMesh | Mapping[str, int], group: Group) -> Mesh:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -33,6 +34,10 @@ from tests.distributed.net import STATELESS, TIED, Layout, blank, named
 from tests.layouts import chunk, values_of
 
 Shape = tuple[int, ...]
+
+NEWER = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 7)
+"""Torch 2.6 refuses to shard sizes that do not divide over FSDP2 and tensor parallelism at once, mistakes some uneven shards when
+it saves, and has no state for the second name of a tied weight in the flat form."""
 
 
 @dataclass(frozen=True)
@@ -98,12 +103,15 @@ def random_meshes(folder: str, num_cases: int, num_tensors: int) -> list[str]:
         saved, loaded, again = ([meshes.spread(rng, *tensor) for tensor in tensors] for _ in range(3))
         theirs, ours, back = (Path(folder, f"{case}-{name}") for name in ("dcp", "ours", "back"))
         options = {"single_file_per_rank": case % 3 > 0, "thread_count": 1 + case % 2}
-        dcp.save({"model": full(saved)}, storage_writer=dcp.FileSystemWriter(theirs, sync_files=False, **options))
-        found = blanks(loaded)
-        checkpoint.load(theirs, {"model": found})
-        wrong += [
-            f"{case}: DCP to ours: {saved[i]} to {spread}" for i, spread in enumerate(loaded) if not right(spread, found, i)
-        ]
+        try:
+            dcp.save({"model": full(saved)}, storage_writer=dcp.FileSystemWriter(theirs, sync_files=False, **options))
+        except CheckpointException as error:
+            wrong += [f"{case}: DCP refused: {error}"] if NEWER else []
+        else:
+            found = blanks(loaded)
+            checkpoint.load(theirs, {"model": found})
+            bad = [spread for i, spread in enumerate(loaded) if not right(spread, found, i)]
+            wrong += [f"{case}: DCP to ours: {spread}" for spread in bad]
         checkpoint.save(ours, {"model": full(loaded), "extra": {"case": case}})
         if dist.get_rank() == 0:
             with open_source(ours) as source:
@@ -142,7 +150,7 @@ SOURCES = (
     (Layout("tp", tp=4), "flat"),
     (Layout("hsdp", rep=2, dp=2), "nested"),
     (Layout("hsdp", rep=2, dp=2), "flat"),
-    (Layout("fsdp×tp", dp=2, tp=2), "flat"),
+    *([(Layout("fsdp×tp", dp=2, tp=2), "flat")] if NEWER else []),
     (Layout("pp", pp=2), "flat"),
 )
 """Layouts that DCP saves, and the form of the optimizer state; a stage's groups are whole in the flat form alone."""
@@ -153,7 +161,7 @@ TARGETS = (
     Layout("fsdp", dp=4),
     Layout("fsdp", dp=3),
     Layout("tp", tp=3),
-    Layout("fsdp×tp", dp=2, tp=2),
+    *([Layout("fsdp×tp", dp=2, tp=2)] if NEWER else []),
     Layout("hsdp", rep=2, dp=2),
     Layout("pp", pp=2, stages_per_rank=2),
 )
@@ -227,8 +235,7 @@ def models(folder: str) -> list[str]:
                 what = f"{source.layout} {form} to {case.layout}: rank {dist.get_rank()}: "
                 wrong += [what + problem for problem in load_or_say_why(case, Path(folder, str(i)), source.layout)]
     saved = Path(folder, "ours")
-    if targets[5].place.mine:
-        targets[5].save(saved)
+    targets[2].save(saved)
     dist.barrier()
     for form in ("nested", "flat"):
         if dist.get_rank() == 0:
@@ -236,7 +243,7 @@ def models(folder: str) -> list[str]:
                 write_dcp_folder(source, Path(folder, form), optimizer=form)
     dist.barrier()
     for case, form in sources:
-        if case.place.mine and case.layout.pp == 1:
+        if case.place.mine and case.layout.pp == 1 and (NEWER or form == "nested"):
             problems = load_with_dcp(case, Path(folder, form), form)
             wrong += [f"ours to DCP {form} on {case.layout}: rank {dist.get_rank()}: {problem}" for problem in problems]
     return wrong

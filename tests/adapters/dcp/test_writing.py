@@ -88,7 +88,7 @@ def test_every_dtype_and_chunk_size(tmp_path, chunk_bytes: int, file_bytes: int)
     checkpoint.save(tmp_path / "ours", {"model": model})
     path = write_small(tmp_path / "ours", tmp_path / "dcp", chunk_bytes=chunk_bytes, file_bytes=file_bytes)
     found = {name: torch.zeros_like(tensor) for name, tensor in model.items()}
-    dcp.load({"model": found}, checkpoint_id=path, no_dist=True)
+    dcp.load({"model": found}, checkpoint_id=path)
     assert [name for name in model if not torch.equal(raw(found[name]), raw(model[name]))] == []
     read = checkpoint.read(path)
     assert [name for name in model if not torch.equal(raw(read[f"model.{name}"]), raw(model[name]))] == []
@@ -106,7 +106,7 @@ def test_values_and_nested_names_come_back_through_dcp(tmp_path):
     path = write(tmp_path / "ours", tmp_path / "dcp")
     blank = {"step": 0, "list": [0, {"a": 0}], "t": (), "deep": {"a": {"b": 1}}, "numbers": {"7": ""}, "empty": None, "b": b""}
     state = {"extra": {**blank, "x": torch.zeros(5, dtype=torch.int64), "each": None}}
-    dcp.load(state, checkpoint_id=path, no_dist=True)
+    dcp.load(state, checkpoint_id=path)
     assert torch.equal(state["extra"].pop("x"), torch.arange(5))
     assert state["extra"] == {**EXTRA, "numbers": {"7": "x"}, "each": [[4]]}
     dcp_to_torch_save(path, tmp_path / "all.pt")
@@ -123,16 +123,16 @@ def test_tied_weights_are_written_once(tmp_path):
     path = write(tmp_path / "ours", tmp_path / "dcp")
     assert (path / "__0_0.distcp").stat().st_size < 1.5 * 40 * 50 * 4
     found = {name: torch.zeros(50, 40) for name in ("a.weight", "b.weight")}
-    dcp.load({"model": found}, checkpoint_id=path, no_dist=True)
+    dcp.load({"model": found}, checkpoint_id=path)
     assert all(torch.equal(tensor, model["a"].weight) for tensor in found.values())
 
 
 def test_a_folder_of_dcp_is_written_again_from_itself(tmp_path):
     state = {"model": {"w": values_of((7, 5), "F32", 1), "t": values_of((4, 6), "F32", 2).t()}, "extra": {"step": 5}}
-    dcp.save(state, checkpoint_id=tmp_path / "a", no_dist=True)
+    dcp.save(state, checkpoint_id=tmp_path / "a")
     write(tmp_path / "a", tmp_path / "b")
     found = {"model": {"w": torch.zeros(7, 5), "t": torch.zeros(6, 4)}, "extra": {"step": 0}}
-    dcp.load(found, checkpoint_id=tmp_path / "b", no_dist=True)
+    dcp.load(found, checkpoint_id=tmp_path / "b")
     assert found["extra"] == {"step": 5}
     assert all(torch.equal(raw(found["model"][name]), raw(state["model"][name])) for name in ("w", "t"))
 
