@@ -11,7 +11,7 @@ from ..core.catalog import Catalog
 from ..core.state import AxisPlacement, ValueKind
 from ..engine.compare import Side, TensorDifference, compare
 from ..engine.progress import OnProgress, reporter
-from ..engine.saved_values import SavedValue, open_values
+from ..engine.saved_values import open_values
 from ..format.values import encode_value
 from .source import Path, Source, open_source
 
@@ -140,8 +140,11 @@ def _unequal_values(a: Source, b: Source, names: Sequence[str]) -> Iterator[tupl
                 yield Change(name, f"{len(one.value)} ranks", f"{len(two.value)} ranks"), False
             elif any(_encoded(x, name) != _encoded(y, name) for x, y in zip(one.value, two.value, strict=True)):
                 yield Change(name, list(one.value), list(two.value)), True
-        elif one.kind != two.kind or _encoded(_in_order(one), name) != _encoded(_in_order(two), name):
-            yield Change(name, *(list(v.value) if v.kind is ValueKind.PER_RANK else v.value for v in (one, two))), True
+            continue
+        x, y = (list(v.value) if v.kind is ValueKind.PER_RANK else v.value for v in (one, two))
+        as_groups = ValueKind.PARAM_GROUPS in (one.kind, two.kind)
+        if _encoded(_in_order(x, as_groups), name) != _encoded(_in_order(y, as_groups), name):
+            yield Change(name, x, y), True
 
 
 def _encoded(value: Any, name: str) -> bytes:
@@ -149,8 +152,8 @@ def _encoded(value: Any, name: str) -> bytes:
     return encode_value(value, name)
 
 
-def _in_order(saved: SavedValue) -> Any:
+def _in_order(value: Any, as_groups: bool) -> Any:
     """Parameter groups with their parameters sorted: layouts bring them in different orders."""
-    if saved.kind is not ValueKind.PARAM_GROUPS:
-        return saved.value
-    return [{**group, "params": sorted(group.get("params", ()), key=repr)} for group in saved.value]
+    if not as_groups or not isinstance(value, list) or not all(isinstance(group, dict) for group in value):
+        return value
+    return [{**group, "params": sorted(group.get("params", ()), key=repr)} for group in value]

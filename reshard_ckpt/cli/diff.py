@@ -15,6 +15,7 @@ from .words import placement, plural, shape, short
 if TYPE_CHECKING:
     from ..checkpoint import Diff
     from ..checkpoint.comparing import Change
+    from ..engine.compare import TensorDifference
 
 A = Annotated[str, typer.Argument(help="A checkpoint.", show_default=False)]
 B = Annotated[str, typer.Argument(help="Another one, of any layout or format.", show_default=False)]
@@ -56,12 +57,20 @@ def _print(found: Diff, values: bool) -> None:
         say(Columns(["", "name", "A", "", "B"], rows))
     if found.tensors:
         headings = ["differs", ">elements", ">of", ">max abs", ">max rel", ">NaN in one"]
-        lines = [
-            (d.name, f"{d.num_different:,}", f"{d.num_elements:,}", f"{d.max_abs:.3g}", f"{d.max_rel:.3g}", f"{d.num_nan:,}")
-            for d in found.tensors
-        ]
-        say(*([""] if rows else []), Columns(headings, lines))
+        say(*([""] if rows else []), Columns(headings, _apart(found.tensors)))
     say(*([""] if rows or found.tensors else []), _verdict(found, values))
+
+
+def _apart(tensors: Sequence[TensorDifference]) -> list[tuple[str, ...]]:
+    """A line for each tensor that differs; layers of one size share it: counts are added up, of distances the largest is said."""
+    lines: list[tuple[str, ...]] = []
+    for label, leaves in shorten([d.name for d in tensors], [d.num_elements for d in tensors]):
+        group = [tensors[i] for i in leaves]
+        different, of, num_nan = (sum(getattr(d, field) for d in group) for field in ("num_different", "num_elements", "num_nan"))
+        apart, relative = max(d.max_abs for d in group), max(d.max_rel for d in group)
+        numbers = f"{different:,}", f"{of:,}", f"{apart:.3g}", f"{relative:.3g}", f"{num_nan:,}"
+        lines.append((f"{label}{_times(leaves)}", *numbers))
+    return lines
 
 
 def _names(what: str, names: Sequence[str]) -> list[tuple[str, ...]]:
@@ -80,7 +89,9 @@ def _times(leaves: Sequence[int]) -> str:
 
 
 def _placement(of: Any) -> str:
-    return of if isinstance(of, str) else placement(of) or "unknown"
+    if of is None or isinstance(of, str):
+        return of or "unknown"
+    return placement(of) or "one rank"
 
 
 def _verdict(found: Diff, values: bool) -> str:

@@ -51,16 +51,21 @@ def inspect(
     if as_json:
         emit(_as_json(found))
         return
+    for i, paragraph in enumerate(paragraphs(found, whole=not names, all_shards=all_shards)):
+        say(*([""] if i else []), *paragraph)
+
+
+def paragraphs(found: Inspection, *, whole: bool = True, all_shards: bool = False) -> list[list[str | Columns]]:
+    """What to print of what was found."""
     detailed = {tensor.name for tensor in found.tensors} | set(found.values)
-    paragraphs: list[list[str | Columns]] = [
-        [] if names else [_summary(found)],
+    chosen: list[list[str | Columns]] = [
+        [_summary(found)] if whole else [],
         [_tree(found)] if any(line.name not in detailed for line in found.lines) else [],
         *(_tensor(found.catalog, tensor, all_shards) for tensor in found.tensors),
         [f"{name} = {value!r}" for name, value in found.values.items()],
-        [_stats(found)] if stats else [],
+        [_stats(found)] if found.stats else [],
     ]
-    for i, paragraph in enumerate(filter(None, paragraphs)):
-        say(*([""] if i else []), *paragraph)
+    return [paragraph for paragraph in chosen if paragraph]
 
 
 def _summary(found: Inspection) -> Columns:
@@ -116,7 +121,7 @@ def _cells(leaves: Sequence[TensorLine | ValueLine], catalog: Catalog) -> tuple[
         return ("",) * 5
     first, size = leaves[0], _size(sum(line.num_bytes for line in leaves))
     if isinstance(first, ValueLine):
-        said = short(first.value) if first.in_catalog else plural(first.num_ranks, "rank") if first.num_ranks else ""
+        said = short(first.value, 36) if first.in_catalog else plural(first.num_ranks, "rank") if first.num_ranks else ""
         return first.kind.replace("_", " "), said, "", "", size
     shards = [line.num_shards for line in leaves if not isinstance(line, ValueLine)]
     low, high = min(shards), max(shards)

@@ -71,6 +71,9 @@ class _Folder:
 
     def children(self, branch: _Branch, prefix: str) -> list[tuple[Node, int]]:
         """The nodes below a branch, alike ones folded, each with the number of its look."""
+        if len(branch.below) <= 1:  # most have none, or one: nothing to sort or fold
+            alone = [self._node(part, below, prefix) for part, below in branch.below.items()]
+            return [(_join(node), look) for node, look in alone]
         found = [(part, *self._node(part, below, prefix)) for part, below in _in_order(branch.below)]
         groups: dict[Hashable, list[tuple[str, Node, int]]] = {}
         for part, node, look in found:
@@ -91,7 +94,9 @@ class _Folder:
 
 def _in_order(below: dict[str, _Branch]) -> Iterable[tuple[str, _Branch]]:
     """Numbers by their size, after what has a name."""
-    return sorted(below.items(), key=lambda item: (_is_number(item[0]), int(item[0]) if _is_number(item[0]) else 0, item[0]))
+    numbered = [(_is_number(part), part, branch) for part, branch in below.items()]
+    ordered = sorted(numbered, key=lambda item: (item[0], int(item[1]) if item[0] else 0, item[1]))
+    return [(part, branch) for _, part, branch in ordered]
 
 
 def _is_number(part: str) -> bool:

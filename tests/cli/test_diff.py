@@ -135,6 +135,14 @@ def test_layers_that_changed_alike_share_a_line(tmp_path: Path):
     assert ["only", "in", "B", "model.layers.0-3.extra", "×4"] in lines
 
 
+def test_layers_that_differ_share_a_line_with_the_largest_distance(tmp_path: Path):
+    save_trained(tmp_path / "a")
+    apart = {f"model.layers.{i}.norm": weights()[f"model.layers.{i}.norm"][0] + 2**i for i in range(4)}
+    save_trained(tmp_path / "b", **apart)
+    lines = [" ".join(line.split()) for line in run("diff", tmp_path / "a", tmp_path / "b", "--values").out.splitlines()]
+    assert any(line.startswith("model.layers.0-3.norm ×4 32 32 8 ") for line in lines)
+
+
 def test_damage_is_no_difference(base: Path, tmp_path: Path):
     other = saved(tmp_path / "b")
     (file,) = other.rglob("*.safetensors")

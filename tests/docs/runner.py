@@ -2,8 +2,9 @@
 
 - ``pycon``: a session, as doctest runs it; one namespace for the whole document.
 - ``python`` that begins with ``# name.py``: that file; other ``python`` is run in the session.
-- ``sh``: ``python file.py …`` and ``torchrun --nproc-per-node=N file.py …`` are run, the latter as real ranks.
-- ``text`` after ``sh``: what that printed, rank 0's output first; ``...`` stands for anything.
+- ``sh``: ``python file.py …`` and ``torchrun --nproc-per-node=N file.py …`` are run, the latter as real ranks; ``reshard-ckpt …``
+  in this process, where it must find no problem; before ``; echo $?`` it may, and its exit code is printed.
+- ``text`` and ``json`` after ``sh``: what that printed, rank 0's output first, stdout before stderr; ``...`` stands for anything.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def run_document(document: Path, folder: Path) -> int:
             exec(compile(block.text, where, "exec"), names)
         elif block.language == "sh":
             printed = "".join(_run_command(line, folder) for line in block.text.splitlines())
-        elif block.language == "text":
+        elif block.language in ("text", "json"):
             assert doctest.OutputChecker().check_output(block.text, printed, FLAGS), f"{where}: this was printed:\n{printed}"
         else:
             raise AssertionError(f"{where}: nobody knows how to run {block.language}")
@@ -86,7 +87,11 @@ def _run_session(block: Block, where: str, names: dict[str, Any]) -> None:
 def _run_command(line: str, folder: Path) -> str:
     if line.startswith(NOT_RUN):
         return ""
+    line, _, then = line.partition("; ")
     program, *arguments = shlex.split(line)
+    if program == "reshard-ckpt":
+        return _run_reshard_ckpt(arguments, then, line)
+    assert not then, then
     nproc = 1
     if program == "torchrun":
         option, number = arguments.pop(0).split("=")
@@ -97,6 +102,14 @@ def _run_command(line: str, folder: Path) -> str:
     script, *arguments = arguments
     ranks = run_ranks(run_script_here, nproc, str(folder), script, arguments, init=False)
     return "".join(ranks)
+
+
+def _run_reshard_ckpt(arguments: list[str], then: str, line: str) -> str:
+    from tests.cli.running import run  # not above: ranks that run a script need no command line
+
+    shown = run(*arguments)
+    assert then == "echo $?" or (not then and shown.code == 0), f"{line}: {then or f'exit code {shown.code}'}\n{shown.err}"
+    return shown.out + shown.err + (f"{shown.code}\n" if then else "")
 
 
 def run_script_here(folder: str, script: str, arguments: list[str]) -> str:

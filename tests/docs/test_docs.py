@@ -13,6 +13,7 @@ from tests.docs.runner import blocks, run_document
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
 RUN = [
+    "cli.md",
     "coming-from-dcp.md",
     "coming-from-dcp-fsdp2.md",
     "coming-from-dcp-torchtitan.md",
@@ -38,6 +39,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("name", RUN)
 def test_every_block_runs_and_shows_what_happens(name: str, folder: Path):
     assert run_document(DOCS / name, folder) == len(list(blocks(DOCS / name)))
+    for picture in folder.glob("*.svg"):  # of those that it drew, the document shows some
+        kept = DOCS / picture.name
+        assert not kept.exists() or kept.read_text() == picture.read_text(), f"{picture.name} is drawn otherwise today"
 
 
 def test_picture_is_what_the_planners_return_today(folder: Path):
