@@ -269,9 +269,10 @@ def _see_files(storage: Storage, receipts: Sequence[Receipt], before: Before | N
             for key, size in ((file.key, file.size), (file.digests_key, None)):
                 seen = sizes.get(key)
                 if seen is None or (size is not None and seen != size):
-                    if before and before.catalog is not None and look(storage).catalog != before.catalog:
+                    found = look(storage).catalog if before else None
+                    if before and before.catalog is not None and found is not None and found != before.catalog:
                         # Whoever committed meanwhile has deleted it, as a leftover.
-                        raise conflict(f"{storage.url}/{CATALOG_KEY}", before.catalog)
+                        raise conflict(f"{storage.url}/{CATALOG_KEY}", before.catalog, found)
                     raise StorageError(
                         f"{storage.url}: rank {rank} wrote {key}{'' if size is None else f' with {size} bytes'}, but rank 0 sees "
                         f"{'no such file' if seen is None else f'{seen} bytes'}; save to a path that all ranks share"

@@ -177,7 +177,7 @@ class LocalStorage:
         except FileNotFoundError:
             current = b""
         if current != expected:
-            raise conflict(path, expected)
+            raise conflict(path, expected, current)
 
     def delete(self, keys: Iterable[str]) -> None:
         folders: set[tuple[str, ...]] = set()
@@ -272,8 +272,13 @@ def _is_same(name: str, folder: int, fd: int) -> bool:
 
 def _opened(stack: ExitStack, path: str, flags: int, *, dir_fd: int | None = None) -> int:
     fd = os.open(path, flags, dir_fd=dir_fd)
-    stack.callback(os.close, fd)
+    stack.callback(_close_folder, fd)
     return fd
+
+
+def _close_folder(fd: int) -> None:
+    with suppress(OSError):  # it was only looked through, so nothing is lost; to fail now would lose what was opened in it
+        os.close(fd)
 
 
 def _make_root(path: str) -> None:

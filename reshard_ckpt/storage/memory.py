@@ -115,8 +115,9 @@ class MemoryStorage:
         key_parts(key)
         with _LOCK:
             self._refuse_mixed(key)
-            if expected is not None and _FILES.get(self._root + key, b"") != expected:
-                raise conflict(self._where(key), expected)
+            current = _FILES.get(self._root + key, b"")
+            if expected is not None and current != expected:
+                raise conflict(self._where(key), expected, current)
             _FILES[self._root + key] = bytes(data)
 
     def delete(self, keys: Iterable[str]) -> None:

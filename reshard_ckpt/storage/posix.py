@@ -109,7 +109,11 @@ def open_to_read(path: str) -> int:
     """Open a regular file; anything else is as good as missing."""
     # Without O_NONBLOCK, a pipe that somebody placed there would keep us waiting for its other end.
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    kind = os.fstat(fd).st_mode
+    try:
+        kind = os.fstat(fd).st_mode
+    except BaseException:
+        os.close(fd)
+        raise
     if stat.S_ISREG(kind):
         return fd
     os.close(fd)

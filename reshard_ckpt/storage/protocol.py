@@ -214,7 +214,9 @@ def exists(where: str) -> StorageError:
     return StorageError(f"{where}: already exists; shard files are never overwritten, so remove it or save to another path")
 
 
-def conflict(where: str, expected: bytes) -> PublishConflict:
+def conflict(where: str, expected: bytes, current: bytes) -> PublishConflict:
     """The error of a compare-and-replace that found something else."""
+    if current == b"":
+        return PublishConflict(f"{where}: disappeared during this save; somebody deletes here: save to a path that is left alone")
     found = "appeared" if expected == b"" else "changed"
     return PublishConflict(f"{where}: {found} during this save; two jobs write to one path: give each job its own")
