@@ -8,14 +8,26 @@ becomes its alias.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from ..core.state import ValueKind, ValueSpec
+import torch
+
+from ..core.state import Ints, Piece, ValueKind, ValueSpec
 from ..errors import LayoutError, NameCollisionError
 from ..format.values import encode_path, encode_value
 from .entries import Entry
 from .scan import Path, name_of, path_keys
 from .tensors import Leaf
+
+
+class _Place(NamedTuple):
+    """Where a tensor lies, and how."""
+
+    device: torch.device
+    address: int
+    dtype: torch.dtype
+    shape: Ints
+    pieces: tuple[Piece, ...]
 
 
 @dataclass(slots=True)
@@ -25,26 +37,36 @@ class Collector:
     entries: list[Entry] = field(default_factory=list)
     values: list[ValueSpec] = field(default_factory=list)
     _seen: dict[str, Path] = field(default_factory=dict)
-    _first: dict[Any, str] = field(default_factory=dict)
+    _first: dict[tuple[torch.device, int], list[tuple[_Place, str]]] = field(default_factory=dict)
     _by_name: dict[str, Any] = field(default_factory=dict)
 
     def add(self, name: str, source: Path, leaf: Leaf) -> None:
         """Add a tensor; a second one of the same source and name is a replica on this rank."""
         spec = leaf.spec(name)
-        place = (leaf.memory.device, leaf.memory.data_ptr(), leaf.memory.dtype, spec.shape, spec.pieces)
+        place = _Place(leaf.memory.device, leaf.memory.data_ptr(), leaf.memory.dtype, spec.shape, spec.pieces)
         known = self._claim_name(name, source)
         if known is not None:
-            if not isinstance(known, tuple) or (known[2], known[3]) != (place[2], place[3]):
+            if not isinstance(known, _Place) or (known.dtype, known.shape) != (place.dtype, place.shape):
                 raise LayoutError(
                     f"{name}: two stages on this rank have different tensors of this name, {_kind(known)} and {_kind(place)}; "
                     "give them distinct names (nn.Sequential stages both call their first layer 0)"
                 )
             if known == place:
                 return
-        elif spec.pieces and (first := self._first.setdefault(place, name)) != name:
+        elif spec.pieces and (first := self._first_at(place, name)) != name:
             spec = replace(spec, alias_of=first)
         self._by_name.setdefault(name, place)
         self.entries.append(Entry(spec, leaf.memory))
+
+    def _first_at(self, place: _Place, name: str) -> str:
+        """The name that was first at a place; this one, if none was."""
+        # By address alone: to hash all pieces of every tensor would take longer than all else here.
+        near = self._first.setdefault((place.device, place.address), [])
+        for other, first in near:
+            if other == place:
+                return first
+        near.append((place, name))
+        return name
 
     def add_value(self, path: Path, source: Path, kind: ValueKind, value: Any) -> None:
         name = name_of(path)
@@ -68,4 +90,4 @@ class Collector:
 
 
 def _kind(place: Any) -> str:
-    return f"{place[2]} of shape {place[3]}" if isinstance(place, tuple) else "a value"
+    return f"{place.dtype} of shape {place.shape}" if isinstance(place, _Place) else "a value"

@@ -19,6 +19,7 @@ from functools import lru_cache
 from itertools import accumulate, product
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from ..core.state import AxisPlacement, Claim, Ints
@@ -48,12 +49,40 @@ def dtensor_layout(tensor: DTensor, local_shape: Ints, name: str) -> Layout:
     LayoutError
         The placements do not explain the local shape.
     """
-    mesh, placements = tensor.device_mesh, tuple(tensor.placements)
+    mesh, placements = tensor.device_mesh, tensor.placements
+    known = _KNOWN.get((id(mesh), id(placements)))
+    if known is None:
+        if len(_KNOWN) >= _MAX_KNOWN:
+            _KNOWN.clear()
+        known = _KNOWN[id(mesh), id(placements)] = _Known(mesh, placements)
+    shapes = tensor.shape, local_shape
+    layout = known.layouts.get(shapes)
+    if layout is None:
+        layout = known.layouts[shapes] = _layout_on(mesh, tuple(placements), tuple(tensor.shape), local_shape, name)
+    return layout
+
+
+class _Known:
+    """Layouts that follow from one mesh and one tuple of placements, by the tensor's shape and the local one.
+
+    It holds both, so that no other object can have their identity while it is known. Neither ever changes, nor do the layouts.
+    """
+
+    def __init__(self, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> None:
+        self.held = mesh, placements
+        self.layouts: dict[tuple[Ints, Ints], Layout] = {}
+
+
+_KNOWN: dict[tuple[int, int], _Known] = {}
+_MAX_KNOWN = 1 << 16
+
+
+def _layout_on(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Ints, local_shape: Ints, name: str) -> Layout:
     coordinate = mesh.get_coordinate()
     where = None if coordinate is None else tuple(coordinate)
     kinds = tuple(map(type, placements))  # a subclass may be equal to its base, and cut otherwise
     try:
-        return _layout(tuple(tensor.shape), local_shape, axis_names(mesh), placements, kinds, tuple(mesh.shape), where)
+        return _layout(shape, local_shape, axis_names(mesh), placements, kinds, tuple(mesh.shape), where)
     except UsageError as error:
         raise type(error)(f"{name}: {error}") from None
 
@@ -184,7 +213,10 @@ def _axis_placement(axis: str, placement: Placement, ndim: int) -> AxisPlacement
 
 def local_tensor(tensor: DTensor) -> torch.Tensor:
     """The local tensor, without autograd and without a collective still under way."""
-    with torch.no_grad():
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            local = tensor.to_local()
+    else:
         local = tensor.to_local()
     wait = getattr(local, "wait", None)  # an asynchronous collective's result
     return local if wait is None else wait()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 import torch
@@ -61,6 +62,7 @@ class Layout:
         return tuple(_runs(self.boxes, self.flat_start, memory.numel(), step))
 
 
+@lru_cache(maxsize=1 << 16)
 def whole(shape: Ints, claim: Claim, placement: tuple[AxisPlacement, ...] = ()) -> Layout:
     """The layout of a tensor that is whole on this rank."""
     zeros = (0,) * len(shape)

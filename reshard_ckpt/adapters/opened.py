@@ -60,10 +60,11 @@ def open_state(state: Mapping[Any, Any]) -> Opened:
         item.path: tuple(read_module(m, item.path) for m in item.modules) for item in items if isinstance(item, ModulesItem)
     }
     owners = Owners()
-    for path, fqn, value, claim in _tensors(modules, trees):
-        param = value.tensor if isinstance(value, LocalShard | FlatShard) else value
-        if isinstance(param, torch.nn.Parameter) or param.requires_grad:  # an optimizer may have it
-            owners.add(param, fqn, name_of(path), leaf_of(value, name_of((*path, fqn)), claim).layout)
+    with torch.no_grad():
+        for path, fqn, value, claim in _tensors(modules, trees):
+            param = value.tensor if isinstance(value, LocalShard | FlatShard) else value
+            if isinstance(param, torch.nn.Parameter) or param.requires_grad:  # an optimizer may have it
+                owners.add(param, fqn, name_of(path), leaf_of(value, name_of((*path, fqn)), claim).layout)
     optimizers = {item.path: views(item.path, item.optimizers, owners) for item in items if isinstance(item, OptimizersItem)}
     return Opened(trees, modules, owners, optimizers)
 

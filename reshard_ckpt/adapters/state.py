@@ -13,11 +13,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..core.catalog import Catalog
 from ..core.param_groups import merge
-from ..core.state import Mesh, ValueKind
+from ..core.state import AxisPlacement, Mesh, ValueKind
 from ..format.values import decode_path
 from .collector import Collector
 from .entries import Captured, Entry, Target
@@ -67,11 +68,19 @@ def capture(
     declared = None if mesh is None else declared_mesh(mesh, group)
     opened = open_state(state)
     out = Collector()
-    for tree in opened.trees:
-        for item in tree.items:
-            _capture_item(out, item, opened)
+    with torch.no_grad():  # once for all tensors, which takes longer than what it is around of each
+        for tree in opened.trees:
+            for item in tree.items:
+                _capture_item(out, item, opened)
     found = declared or found_mesh(opened.meshes(), group, ddp_groups=opened.ddp_groups())
-    return Captured(tuple(_placed(entry, found) for entry in out.entries), tuple(out.values), found)
+    kept: dict[int, bool] = {}  # by identity: few placements, each shared by many entries, which hold them
+    entries = []
+    for entry in out.entries:
+        placement = entry.spec.placement
+        if id(placement) not in kept:
+            kept[id(placement)] = _is_in_terms_of(found, placement)
+        entries.append(entry if kept[id(placement)] else Entry(replace(entry.spec, placement=()), entry.memory))
+    return Captured(tuple(entries), tuple(out.values), found)
 
 
 def _capture_item(out: Collector, item: Item, opened: Opened) -> None:
@@ -113,13 +122,13 @@ def _capture_optimizers(out: Collector, path: Path, opened: Opened) -> None:
     out.add_value(groups, path, ValueKind.PARAM_GROUPS, saved_groups(name_of(groups), opened.views[path], opened.owners))
 
 
-def _placed(entry: Entry, mesh: Mesh | None) -> Entry:
-    """The entry with its placement only if that is in terms of the job's mesh."""
-    axes = tuple(p.axis for p in entry.spec.placement)
+def _is_in_terms_of(mesh: Mesh | None, placement: tuple[AxisPlacement, ...]) -> bool:
+    """Whether a placement names axes of the job's mesh; one that does not is left out."""
+    axes = tuple(p.axis for p in placement)
+    if not axes:
+        return True
     unnamed = axes == tuple(f"axis{i}" for i in range(len(axes)))
-    if mesh is not None and set(axes) <= set(mesh.axes) and (not unnamed or len(axes) == len(mesh.axes)):
-        return entry
-    return Entry(replace(entry.spec, placement=()), entry.memory)
+    return mesh is not None and set(axes) <= set(mesh.axes) and (not unnamed or len(axes) == len(mesh.axes))
 
 
 def prepare_load(state: Mapping[Any, Any], catalog: Catalog, *, rank: int, size: int, adds: bool = True) -> Target:

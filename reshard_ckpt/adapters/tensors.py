@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from ..core.state import Claim, TensorSpec
+from ..core.state import Claim, Ints, TensorSpec
 from ..errors import UnsupportedError
 from ..format.torch_dtypes import dtype_code
 from .dtensor import dtensor_layout, local_tensor
@@ -32,9 +32,32 @@ class Leaf:
 
     def spec(self, name: str) -> TensorSpec:
         """The leaf as `core` knows it."""
-        layout = self.layout
-        code = dtype_code(self.memory.dtype, name)
-        return TensorSpec(name, code, layout.shape, layout.pieces(self.memory), layout.claim, layout.placement)
+        layout, dtype, strides = self.layout, self.memory.dtype, self.memory.stride()
+        known = _SPECS.get(name)
+        if known is not None and known.layout is layout and known.dtype is dtype and known.strides == strides:
+            return known.spec
+        code = dtype_code(dtype, name)
+        spec = TensorSpec(name, code, layout.shape, layout.pieces(self.memory), layout.claim, layout.placement)
+        if len(_SPECS) >= _MAX_SPECS:
+            _SPECS.clear()
+        _SPECS[name] = _KnownSpec(layout, dtype, strides, spec)
+        return spec
+
+
+@dataclass(frozen=True, slots=True)
+class _KnownSpec:
+    """A spec and all that it follows from besides its name; no memory is held or trusted, so a wrong reuse cannot be."""
+
+    layout: Layout
+    dtype: torch.dtype
+    strides: Ints
+    spec: TensorSpec
+
+
+_SPECS: dict[str, _KnownSpec] = {}
+"""The last spec of each name: most saves describe what the one before did."""
+
+_MAX_SPECS = 1 << 18
 
 
 def is_tensor_like(value: object) -> TypeGuard[TensorLike]:
@@ -63,6 +86,9 @@ def leaf_of(value: TensorLike, name: str, claim: Claim = Claim.PLAIN) -> Leaf:
 
 def plain_memory(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """The tensor without autograd, proved to be plain strided memory."""
+    kind = type(tensor)
+    if (kind is torch.Tensor or kind is torch.nn.Parameter) and _is_plain(tensor):
+        return tensor.detach()
     if is_lazy(tensor):
         raise UnsupportedError(f"{name}: has no shape yet, as lazy modules have before their first forward; run one first")
     # Parameter and the like leave torch's dispatch alone; a class that overrides it keeps its data elsewhere.
@@ -81,6 +107,16 @@ def plain_memory(tensor: torch.Tensor, name: str) -> torch.Tensor:
     if tensor.is_quantized:
         raise UnsupportedError(f"{name}: quantized tensors cannot be stored; save int_repr(), the scale and the zero point")
     return tensor.detach().resolve_conj().resolve_neg()
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether nothing below can be wrong with it: a short way for nearly all tensors."""
+    return (
+        tensor.layout is torch.strided
+        and tensor.device.type != "meta"
+        and not (tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+        and tensor.untyped_storage().device.type != "meta"
+    )
 
 
 def check_writable(value: TensorLike, memory: torch.Tensor, name: str) -> None:

@@ -26,7 +26,7 @@ import torch
 from ..comm.protocol import Comm
 from ..core.build import Written, build_catalog
 from ..core.catalog import Catalog, FileEntry, ValueEntry
-from ..core.offer import build_offer
+from ..core.offer import Offer, build_offer
 from ..core.report import summarize
 from ..core.save_plan import Checks, SavePlan
 from ..core.state import Claim, Mesh, TensorSpec, ValueSpec, box_piece, row_major_strides
@@ -41,6 +41,7 @@ from .free_space import check_free_space
 from .memory import Held
 from .messages import Receipt, WrittenFile, decode_receipt, encode_receipt
 from .progress import size_text
+from .recent import Recent
 from .recorder import Recorder
 from .recorder import timeline as make_timeline
 from .values import offer_values
@@ -59,7 +60,12 @@ def hold(
     own = {len(tensors) + i: blob.own for i, blob in enumerate(blobs) if blob.own is not None}
     specs = [spec for spec, _ in held]
     rows = [(i, Held(memory, piece)) for i, (spec, memory) in enumerate(held) for piece in spec.pieces]
-    return Holdings(specs, rows, build_offer(specs, len(blobs), offered, mesh, own))
+    offer = _OFFERS.get((specs, len(blobs), mesh, own), lambda: build_offer(specs, len(blobs), (), mesh, own))
+    return Holdings(specs, rows, replace(offer, values=tuple(offered)))
+
+
+_OFFERS: Recent[tuple[list[TensorSpec], int, Mesh | None, dict[int, str]], Offer] = Recent(2)
+"""Without their values, which change from save to save."""
 
 
 def _standing(spec: TensorSpec) -> TensorSpec:

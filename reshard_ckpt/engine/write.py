@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ from .fingerprint import WHOLE_BYTES, fingerprint
 from .memory import Held, chunks
 from .messages import Assignment, Receipt, RunColumns, WrittenFile
 from .progress import Tally
+from .recent import Recent
 from .recorder import Recorder
 
 SCRATCH_BYTES = 1 << 20
@@ -76,11 +78,20 @@ def file_key(save_id: str, rank: int, part: int) -> str:
 
 def lay_out(holdings: Holdings, assignment: Assignment, rank: int, header_bytes: int = HEADER_BYTES) -> list[FileLayout]:
     """Divide the assigned items into files."""
-    members = [
-        _member(holdings, *item)
-        for item in zip(*(c.tolist() for c in (assignment.local, assignment.start, assignment.count)), strict=True)
-    ]
-    return lay_out_members(members, assignment.save_id, rank, header_bytes)
+    columns = (assignment.local, assignment.start, assignment.count)
+    pieces = [(index, held.piece) for index, held in holdings.rows]
+    key = (holdings.specs, pieces, holdings.offer.kind.tobytes(), [column.tobytes() for column in columns], header_bytes)
+
+    def divide() -> list[FileLayout]:
+        members = [_member(holdings, *item) for item in zip(*(column.tolist() for column in columns), strict=True)]
+        return lay_out_members(members, "", rank, header_bytes)
+
+    files = _FILES.get(key, divide)
+    return [replace(file, key=file_key(assignment.save_id, rank, part)) for part, file in enumerate(files)]
+
+
+_FILES: Recent[Any, list[FileLayout]] = Recent(2)
+"""Their keys here are of no save: a real one has the id of its save in it."""
 
 
 def lay_out_members(members: Sequence[Member], save_id: str, rank: int, header_bytes: int = HEADER_BYTES) -> list[FileLayout]:
