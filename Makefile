@@ -9,7 +9,7 @@ JOBS ?= auto
 # More threads than cores make small models slower, and every test process would start its own.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check bench soak crash-points
+.PHONY: demo test check bench soak crash-points compat
 .DEFAULT_GOAL := check
 
 $(STAMP): pyproject.toml constraints.txt
@@ -36,6 +36,22 @@ check: $(STAMP)
 # Kills a save after each of its system calls in turn; docs/reliability.md has the figures.
 crash-points: $(STAMP)
 	$(BIN)/python -m tests.reliability.kills --out bench_out/crash_points.json
+
+# The core of the suite on the oldest and the newest torch, each in a venv of its own. The index has builds without CUDA; where
+# it cannot be reached, pip takes those of PyPI, which run on the CPU as well.
+COMPAT ?= 2.6.0 2.15.0
+COMPAT_VENVS ?= .compat
+COMPAT_INDEX ?= --extra-index-url https://download.pytorch.org/whl/cpu
+COMPAT_TESTS ?= tests/core tests/format tests/storage tests/comm tests/adapters tests/engine tests/dcp tests/distributed/test_matrix.py
+
+compat:
+	@set -e; for v in $(COMPAT); do \
+	  echo "torch $$v"; \
+	  test -x $(COMPAT_VENVS)/$$v/bin/python || $(PYTHON) -m venv $(COMPAT_VENVS)/$$v; \
+	  $(COMPAT_VENVS)/$$v/bin/python -m pip install --quiet $(COMPAT_INDEX) "torch==$$v" \
+	    hypothesis msgpack numpy pytest pytest-xdist PyYAML rich safetensors typer xxhash; \
+	  $(COMPAT_VENVS)/$$v/bin/python -m pytest -q -p no:cacheprovider -n $(JOBS) --dist worksteal $(COMPAT_TESTS); \
+	done
 
 bench: $(BENCH_STAMP)
 	$(BIN)/python -m benchmarks.compare --out bench_out/compare.json

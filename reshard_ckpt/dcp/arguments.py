@@ -18,7 +18,7 @@ from .writer import ReshardWriter
 
 try:
     from torch.distributed.checkpoint.staging import DefaultStager
-except ImportError:  # before torch 2.9
+except ImportError:  # older releases, such as 2.6, have none
     DefaultStager = None  # type: ignore[assignment, misc]
 
 Path = str | os.PathLike[str]

@@ -62,7 +62,7 @@ class ReshardReader(StorageReader):
     >>> folder = tempfile.mkdtemp()
     >>> checkpoint.save(folder, {"w": torch.arange(4)})
     >>> state = {"w": torch.zeros(4, dtype=torch.int64)}
-    >>> dcp.load(state, storage_reader=ReshardReader(folder), no_dist=True)
+    >>> dcp.load(state, storage_reader=ReshardReader(folder))
     >>> state
     {'w': tensor([0, 1, 2, 3])}
     """

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 else:
     try:
         from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
-    except ImportError:  # before torch 2.9
+    except ImportError:  # older releases, such as 2.6, have none
 
         class AsyncCheckpointerType(Enum):
             """What saves in the background."""

@@ -88,7 +88,7 @@ class ReshardWriter(StorageWriter):
     --------
     >>> import tempfile, torch.distributed.checkpoint as dcp
     >>> folder = tempfile.mkdtemp()
-    >>> metadata = dcp.save({"w": torch.arange(4)}, storage_writer=ReshardWriter(folder), no_dist=True)
+    >>> metadata = dcp.save({"w": torch.arange(4)}, storage_writer=ReshardWriter(folder))
     >>> from reshard_ckpt import checkpoint
     >>> checkpoint.read(folder)
     {'w': tensor([0, 1, 2, 3])}

@@ -29,6 +29,10 @@ from tests.factored import Factored
 from tests.helpers import Saved, load, position_values, save
 from tests.launch import run_ranks
 
+forward_on_cpu = pytest.mark.skipif(
+    not hasattr(torch.cpu.Stream, "record_event"), reason="fully_shard of torch 2.6 runs no forward on the CPU"
+)
+
 Make = Callable[[], tuple[nn.Module, torch.optim.Optimizer]]
 
 
@@ -166,6 +170,7 @@ def assert_equal(saved: Saved, expected: Saved, what: str) -> None:
         assert saved.values[name] == value, f"{what}: {name}"
 
 
+@forward_on_cpu
 def test_fsdp_tp_and_both_on_any_size_are_the_plain_model_and_placements_are_recorded():
     mesh, weight, claim, norm, table, sliced = run_ranks(dtensor_job, 6)[4]
     assert mesh == Mesh(("dp", "tp"), (3, 2))
@@ -224,6 +229,7 @@ def trained_job() -> None:
             train(net, optimizer)  # what was allocated can be stepped
 
 
+@forward_on_cpu
 def test_steps_eval_forward_and_zero_redundancy_round_trip():
     run_ranks(trained_job, 3)
 
@@ -271,6 +277,7 @@ def factored_job() -> None:
     assert not any(p.full_tensor().any() for p in net.parameters())
 
 
+@forward_on_cpu
 def test_factored_state_goes_wherever_its_place_is_known():
     run_ranks(factored_job, 3)
 

@@ -211,4 +211,6 @@ def modes_job(folder: str) -> list[str]:
 def two_rank_job(folder: str) -> list[str]:
     """All of the above, on two ranks."""
     jobs = (pairs_job, faulty_job, damaged_job, calls_job, modes_job)
-    return [f"{job.__name__}: {line}" for job in jobs for line in job(folder)]
+    wrong = [f"{job.__name__}: {line}" for job in jobs for line in job(folder)]
+    dist.barrier()
+    return wrong

@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import reshard_ckpt.dcp as dcp
 from reshard_ckpt import checkpoint
+from reshard_ckpt.checkpoint.dcp_writing import write_dcp_folder
+from reshard_ckpt.checkpoint.source import open_source
 from reshard_ckpt.core.dtypes import CODES
 from tests.layouts import values_of
 
@@ -145,6 +147,18 @@ SAVES: dict[str, Callable[[dict[str, Any], Path], object]] = {
     "ReshardWriter, async": lambda state, path: torch_dcp.async_save(state, storage_writer=dcp.ReshardWriter(path)).result(),
     "torch": lambda state, path: torch_dcp.save(state, checkpoint_id=path),
 }
+
+
+def load_as_dcp(state: dict[str, Any], path: Path) -> None:
+    """Write a checkpoint as a folder of DCP, and load that with torch alone."""
+    folder = path.with_name(f"{path.name} as DCP's")
+    if dist.get_rank() == 0:
+        with open_source(path) as source:
+            write_dcp_folder(source, folder)
+    dist.barrier()
+    torch_dcp.load(state, checkpoint_id=folder)
+
+
 LOADS: dict[str, Callable[[dict[str, Any], Path], object]] = {
     "dcp.load": lambda state, path: dcp.load(state, checkpoint_id=path),
     "ReshardReader": lambda state, path: torch_dcp.load(state, storage_reader=dcp.ReshardReader(path)),
@@ -164,7 +178,8 @@ def differential_job(folder: str, rounds: int, tensors: int) -> tuple[list[str],
             mine = [case for case in cases if case.suits_torch or route.startswith("dcp.")]
             path = Path(folder, f"{number} {route}")
             save({"model": {case.name: meshes.tensor(case, blank=False) for case in mine}, "extra": values(number)}, path)
-            for load_route, load in LOADS.items():
+            loads = LOADS if route != "dcp.save" else {**LOADS, "written as DCP's": load_as_dcp}
+            for load_route, load in loads.items():
                 others = [laid_out(draw, case, meshes) for case in mine]
                 others = [case for case in others if case.suits_torch or load_route.startswith("dcp.")]
                 blank = {case.name: meshes.tensor(case, blank=True) for case in others}
@@ -182,6 +197,7 @@ def differential_job(folder: str, rounds: int, tensors: int) -> tuple[list[str],
             wrong += [
                 f"round {number}, {route}: {line}" for route in SAVES for line in faults(Path(folder, f"{number} {route}"), cases)
             ]
+    dist.barrier()  # nobody leaves while another still works
     return wrong, loaded
 
 

@@ -185,7 +185,7 @@ def test_optimizer_state_is_keyed_by_name_whatever_its_form(tmp_path: Path, how:
     if how == "dcp":
         dcp.save(state, checkpoint_id=tmp_path)
     elif how == "writer":
-        torch_dcp.save(state, storage_writer=dcp.ReshardWriter(tmp_path), no_dist=True)
+        torch_dcp.save(state, storage_writer=dcp.ReshardWriter(tmp_path))
     elif how == "async":
         dcp.async_save(state, checkpoint_id=tmp_path).result()
     else:
@@ -202,7 +202,7 @@ def test_optimizer_state_is_keyed_by_name_whatever_its_form(tmp_path: Path, how:
             if reader is None:
                 dcp.load(target, checkpoint_id=tmp_path)
             else:
-                torch_dcp.load(target, storage_reader=reader, no_dist=True)
+                torch_dcp.load(target, storage_reader=reader)
             put_back(*other, target, flat=wanted_flat)
             assert same_training(other, trained), (wanted_flat, reader)
 
@@ -213,7 +213,7 @@ def test_checkpoints_of_save_are_read_by_torchs_load(tmp_path: Path):
     checkpoint.save(tmp_path, {"model": trained[0], "optimizer": trained[1], "extra": extra})
     other = model_and_optimizer(1)
     target = {**training_state(*other, flat=False), "extra": {"step": 0, "nested": [{"a": ()}, [0]], "none": 1, "rng": None}}
-    torch_dcp.load(target, storage_reader=dcp.ReshardReader(tmp_path), no_dist=True)
+    torch_dcp.load(target, storage_reader=dcp.ReshardReader(tmp_path))
     put_back(*other, target, flat=False)
     assert same_training(other, trained)
     assert np.array_equal(target["extra"].pop("rng"), extra.pop("rng"))
@@ -260,7 +260,7 @@ def test_async_save_returns_a_future_that_behaves(tmp_path: Path, monkeypatch: p
 def test_async_save_with_an_asynchronous_stager_returns_both_futures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     staging = pytest.importorskip("torch.distributed.checkpoint.staging")
     if not hasattr(staging, "DefaultStager"):
-        pytest.skip("torch has no DefaultStager before 2.9")
+        pytest.skip("this torch has no DefaultStager")
     gate = Gate(monkeypatch)
     options = staging.StagingOptions(False, False, use_async_staging=True, use_non_blocking_copy=False)
     stager = staging.DefaultStager(options)
@@ -405,11 +405,11 @@ def test_names_of_torchs_module_are_there_or_say_where_they_are():
 
 def test_objects_that_are_no_plain_values_come_back_through_dcp_alone(tmp_path: Path):
     state = {"w": torch.ones(2), "slice": {"s": slice(1, 2)}, "big": list(range(500_000))}
-    torch_dcp.save(state, storage_writer=dcp.ReshardWriter(tmp_path), no_dist=True)
+    torch_dcp.save(state, storage_writer=dcp.ReshardWriter(tmp_path))
     assert checkpoint.verify(tmp_path).ok
     assert set(checkpoint.read(tmp_path)) == {"w", "big"}
     target = {"w": torch.zeros(2), "slice": {"s": None}, "big": None}
-    torch_dcp.load(target, storage_reader=dcp.ReshardReader(tmp_path), no_dist=True)
+    torch_dcp.load(target, storage_reader=dcp.ReshardReader(tmp_path))
     assert target["slice"] == state["slice"]
     assert target["big"] == state["big"]
     assert torch.equal(target["w"], torch.ones(2))
@@ -423,7 +423,7 @@ def test_dcps_own_folders_load_by_either_call(tmp_path: Path, flat: bool):
     trained = model_and_optimizer(0, steps=3)
     state = training_state(*trained, flat=flat)
     state = {**state["model"], "optimizer": state["optimizer"], "slice": slice(1, 2), "list": [{"a": 1}, {"a": (2, 3)}]}
-    torch_dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    torch_dcp.save(state, checkpoint_id=tmp_path)
     for wanted_flat in (False, True):
         for reader in (None, dcp.ReshardReader(tmp_path)):
             other = model_and_optimizer(2)
@@ -433,7 +433,7 @@ def test_dcps_own_folders_load_by_either_call(tmp_path: Path, flat: bool):
                 dcp.load(target, checkpoint_id=tmp_path)
             else:
                 target["slice"] = None
-                torch_dcp.load(target, storage_reader=reader, no_dist=True)
+                torch_dcp.load(target, storage_reader=reader)
                 assert target["slice"] == slice(1, 2)
             names = list(parts["model"])
             put_back(*other, {"model": {n: target[n] for n in names}, "optimizer": target["optimizer"]}, flat=wanted_flat)
@@ -445,10 +445,10 @@ def test_dcps_own_folders_load_by_either_call(tmp_path: Path, flat: bool):
 
 def test_dcps_own_folders_load_an_optimizer_that_knows_its_parameters_by_number(tmp_path: Path):
     model, optimizer = model_and_optimizer(0, steps=2)
-    torch_dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=tmp_path, no_dist=True)
+    torch_dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=tmp_path)
     for load in (
         lambda state: dcp.load(state, checkpoint_id=tmp_path),
-        lambda state: torch_dcp.load(state, storage_reader=dcp.ReshardReader(tmp_path), no_dist=True),
+        lambda state: torch_dcp.load(state, storage_reader=dcp.ReshardReader(tmp_path)),
     ):
         other = model_and_optimizer(1, steps=1)
         load({"model": other[0], "optimizer": other[1]})
