@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from ..checkpoint.saving import begin_save
 from ..checkpoint.saving import save as save_state
@@ -15,39 +15,25 @@ from ..engine.async_save import SaveHandle, tell
 from .arguments import Path, check_collective, check_save_planner, group_of, is_async_stager, named_path, save_path
 from .forms import opened, saving_form
 
-if TYPE_CHECKING:
+try:
+    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+except ImportError:  # older releases, such as 2.6, have none
 
-    class AsyncCheckpointerType(Enum):
+    class AsyncCheckpointerType(Enum):  # type: ignore[no-redef]
         """What saves in the background."""
 
         THREAD = "thread"
         PROCESS = "process"
 
     @dataclass
-    class AsyncSaveResponse:
+    class AsyncSaveResponse:  # type: ignore[no-redef]
         """The futures of an async save: the state may change, and the checkpoint is committed."""
 
         staging_completion: Future[None]
         upload_completion: Future[None]
 
-else:
-    try:
-        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
-    except ImportError:  # older releases, such as 2.6, have none
 
-        class AsyncCheckpointerType(Enum):
-            """What saves in the background."""
-
-            THREAD = "thread"
-            PROCESS = "process"
-
-        @dataclass
-        class AsyncSaveResponse:
-            """The futures of an async save: the state may change, and the checkpoint is committed."""
-
-            staging_completion: Future
-            upload_completion: Future
-
+__all__ = ["AsyncCheckpointerType", "AsyncSaveResponse", "SaveFuture", "async_save", "save", "told_to_all"]
 
 Made = TypeVar("Made")
 

@@ -14,6 +14,7 @@ import hashlib
 import io
 import os
 import threading
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +45,9 @@ from .committing import Stored, commit_written
 MAX_SENT_BYTES = 1 << 20
 """A value up to this size goes to the coordinator, which puts it into the catalog; a larger one is written by its rank."""
 
+MAX_TURNS = 64
+"""Ids of saves that are remembered; more than a job has planners that keep plans."""
+
 Path = str | os.PathLike[str]
 
 
@@ -59,12 +63,14 @@ class _Turns:
     """How often this process was given each id: a planner that keeps its plans gives one of an earlier save again."""
 
     def __init__(self) -> None:
-        self._lock, self._used = threading.Lock(), dict[str, int]()
+        self._lock, self._used = threading.Lock(), OrderedDict[str, int]()
 
     def take(self, save_id: str) -> str:
         """An id that was not used before: the given one, or one that follows from it, on each rank the same."""
         with self._lock:
-            times = self._used[save_id] = self._used.get(save_id, -1) + 1
+            times = self._used[save_id] = self._used.pop(save_id, -1) + 1
+            if len(self._used) > MAX_TURNS:
+                self._used.popitem(last=False)
         if not times:
             return save_id
         return f"{save_id[:-8]}{hashlib.blake2s(f'{save_id} {times}'.encode(), digest_size=4).hexdigest()}"
