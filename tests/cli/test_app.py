@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,8 @@ import torch
 
 from reshard_ckpt import checkpoint, cli
 from reshard_ckpt.cli import app as shared
+from reshard_ckpt.cli import columns
+from reshard_ckpt.cli.columns import Columns
 from reshard_ckpt.errors import CorruptError, MismatchError, UsageError
 from tests.cli.running import run, run_process, start
 from tests.launch import ROOT
@@ -145,3 +148,39 @@ def test_names_are_printed_as_they_are_and_lines_are_not_broken(capsys: pytest.C
 def test_json_says_what_json_cannot():
     said = shared.as_plain({"a": float("nan"), "b": [float("inf"), -float("inf")], 3: b"\x01\xff", "t": torch.float32})
     assert said == {"a": "NaN", "b": ["Infinity", "-Infinity"], "3": "01ff", "t": "torch.float32"}
+
+
+def test_long_work_draws_a_bar_with_rate_and_time_left_where_stderr_is_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    with shared.progress() as on_progress:
+        on_progress("verify", 500, 1000)
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "120")
+    with shared.progress() as on_progress:
+        on_progress("verify", 500_000, 2_000_000)
+        on_progress("verify", 1_000_000, 2_000_000)
+        on_progress("write", 0, 10)
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert all(word in shown.err for word in ("verify", "50%", "1.0/2.0 MB", "write"))
+
+
+def test_tables_on_a_terminal_fold_what_is_too_wide_and_elsewhere_do_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    table = Columns(["name", ">size"], [("model.layers.0." + "x" * 80, "7"), ("[red]b[/red]", "1,000")])
+    shared.say(table)
+    plain = capsys.readouterr().out
+    assert plain.splitlines()[1].endswith("x" * 80 + "      7")
+    assert len({len(line) for line in plain.splitlines()}) == 1
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "40")
+    shared.say(table)
+    drawn = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
+    assert all(len(line) <= 40 for line in drawn.splitlines())
+    assert "[red]b[/red]" in drawn
+    monkeypatch.setattr(columns, "MAX_DRAWN", 1)  # more rows than anybody waits for
+    shared.say(table)
+    assert capsys.readouterr().out == plain
