@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from typer.testing import CliRunner
@@ -41,10 +42,15 @@ def run(*arguments: Any) -> Ran:
     return Ran(result.exit_code, result.stdout, result.stderr)
 
 
+SCRIPT = Path(sys.executable).with_name("reshard-ckpt")
+"""The installed command; a package that was installed before it had one is started as a module."""
+
+
 def start(*arguments: Any, **options: Any) -> subprocess.Popen[str]:
-    """Start ``python -m reshard_ckpt`` as a process of its own."""
+    """Start ``reshard-ckpt`` as a process of its own."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "reshard_ckpt", *map(str, arguments)]
+    program = [str(SCRIPT)] if SCRIPT.exists() else [sys.executable, "-m", "reshard_ckpt"]
+    command = [*program, *map(str, arguments)]
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
     return subprocess.Popen(command, cwd=ROOT, env=env, text=True, **streams)
 

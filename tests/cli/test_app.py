@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
@@ -11,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tomllib
 import torch
 
 from reshard_ckpt import checkpoint, cli
@@ -127,6 +129,13 @@ def test_reader_of_stdout_that_leaves_ends_it_quietly(saved: Path):
     os.close(write)
     _, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (141, "")
+
+
+def test_installed_command_and_module_are_the_same_function():
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    module, _, function = scripts["reshard-ckpt"].partition(":")
+    assert getattr(importlib.import_module(module), function) is cli.main
+    assert (ROOT / "reshard_ckpt" / "__main__.py").read_text().count("main()") == 1
 
 
 def test_only_rank_0_speaks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
