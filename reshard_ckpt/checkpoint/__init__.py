@@ -8,6 +8,7 @@ from ..core.timeline import Timeline
 from ..engine.async_save import SaveHandle
 from ..engine.verify import VerifyReport
 from .comparing import Diff, diff
+from .converting import ConvertReport, convert
 from .inspecting import Inspection, inspect
 from .loading import load
 from .managing import LoadedStep, Manager
@@ -16,6 +17,7 @@ from .reading import catalog, read, timeline, verify
 from .saving import async_save, prepare, save
 
 __all__ = [
+    "ConvertReport",
     "Diff",
     "Inspection",
     "LoadReport",
@@ -27,6 +29,7 @@ __all__ = [
     "VerifyReport",
     "async_save",
     "catalog",
+    "convert",
     "diff",
     "inspect",
     "load",

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from typing import Any
 
 from ..core.catalog import Catalog
 from ..errors import MismatchError, UsageError
+from ..format.torch_dtypes import TORCH_DTYPES
+
+Names = str | Sequence[str] | None
 
 
 def choose(saved: Catalog, names: Sequence[str] | None) -> tuple[list[str], list[str]]:
@@ -42,3 +46,46 @@ def refuse_unreadable(saved: Catalog, names: Sequence[str] | None) -> None:
 def _fitting(known: Sequence[str], name: str) -> list[str]:
     """What goes by this name or lies below it; if nothing does, what fits it as a pattern."""
     return [n for n in known if n == name or n.startswith(f"{name}.")] or [n for n in known if fnmatchcase(n, name)]
+
+
+def chosen(saved: Catalog, select: Names, exclude: Names) -> tuple[list[str], list[str]]:
+    """The names of the tensors and of the values that are selected (None: all), and not excluded."""
+    tensors, values = choose(saved, _listed(select))
+    if exclude is None:
+        return tensors, values
+    less, fewer = (set(names) for names in choose(saved, _listed(exclude)))
+    return [n for n in tensors if n not in less], [n for n in values if n not in fewer]
+
+
+def cast_dtypes(saved: Catalog, tensors: Sequence[str], cast: Mapping[str, Any] | None) -> dict[str, str]:
+    """The dtypes that some of these tensors shall have: for each, what the first pattern says that fits it.
+
+    Raises
+    ------
+    UsageError
+        A dtype is none of floating point, or a pattern fits no tensor that is.
+    """
+    dtypes: dict[str, str] = {}
+    for pattern, wanted in (cast or {}).items():
+        code = _floating_code(pattern, wanted)
+        fitting = set(tensors).intersection(_fitting(saved.names, pattern))
+        found = [name for name in fitting if TORCH_DTYPES[saved.dtype(saved.index(name))].is_floating_point]
+        if not found:
+            raise UsageError(f"cast={{{pattern!r}: …}}: no tensor of such a name is floating-point; correct the pattern")
+        for name in found:
+            dtypes.setdefault(name, code)
+    return dtypes
+
+
+def _floating_code(pattern: str, wanted: Any) -> str:
+    """The code of a dtype that is given as torch's, by torch's name, or by the code."""
+    name = str(wanted).removeprefix("torch.")
+    known = {code: str(dtype).removeprefix("torch.") for code, dtype in TORCH_DTYPES.items() if dtype.is_floating_point}
+    for code, spelled in known.items():
+        if name in (code, spelled):
+            return code
+    raise UsageError(f"cast={{{pattern!r}: {wanted!r}}}: no floating-point dtype; there are {', '.join(sorted(known.values()))}")
+
+
+def _listed(names: Names) -> Sequence[str] | None:
+    return [names] if isinstance(names, str) else names

@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 import sys
 
-COMMANDS = ("inspect", "verify", "diff", "plot")
+COMMANDS = ("inspect", "verify", "diff", "convert", "plot")
 """In the order of the help; each module adds one command to the application."""
 
 NEEDED = ("rich", "typer")

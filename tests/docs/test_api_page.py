@@ -30,6 +30,7 @@ PUBLIC: dict[str, Any] = {
     "Step": Step,
 }
 RESULTS = {
+    "checkpoint.ConvertReport",
     "checkpoint.Diff",
     "checkpoint.Inspection",
     "checkpoint.LoadReport",

@@ -20,6 +20,7 @@ RUN = [
     "tutorial.md",
     "resharding.md",
     "manager.md",
+    "formats.md",
 ]
 
 

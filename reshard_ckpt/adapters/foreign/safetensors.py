@@ -70,9 +70,14 @@ def _tensors(header: Header, file: int, names: frozenset[str] | None, where: str
     absent = sorted((names or frozenset()).difference(member.name for member in header.members))
     if absent:
         raise CorruptError(f"{where}: has no tensor {absent[0]!r:.200}, which the index says is there; use another copy of it")
+    here = {member.name: member for member in header.members if names is None or member.name in names}
     for member, offset in zip(header.members, header.offsets, strict=True):
-        if names is None or member.name in names:
+        if member.name in here:
             yield whole(f"{ROOT}.{member.name}", member.dtype, member.shape, file, offset)
+    # Where tied tensors are stored once, safetensors' own save_model says here what else they are called.
+    for name, source in header.metadata.items():
+        if source in here and name not in here and name != "format":
+            yield ForeignTensor(f"{ROOT}.{name}", here[source].dtype, here[source].shape, (), f"{ROOT}.{source}")
 
 
 def read_header(storage: Storage, key: str) -> tuple[int, Header]:

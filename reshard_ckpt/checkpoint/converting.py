@@ -1,0 +1,263 @@
+"""How does a checkpoint of any format become one of another, without a job? `convert`: as a stream, in bounded memory."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from ..adapters.dcp import Span, write_dcp
+from ..adapters.foreign.companions import copy_companions
+from ..adapters.foreign.safetensors_out import lay_out, write_safetensors
+from ..adapters.foreign.torch_out import write_torch
+from ..core.catalog import Catalog, TensorKind
+from ..core.dtypes import ITEM_BYTES
+from ..core.narrow import narrowed, retyped
+from ..core.state import ValueKind
+from ..engine.progress import OnProgress, Tally, reporter
+from ..engine.rename import renamed
+from ..engine.saved_values import open_values
+from ..engine.stream import Run, stream
+from ..errors import UsageError
+from ..storage import LocalStorage, Storage
+from .choosing import Names, cast_dtypes, chosen
+from .destination import new_file, new_folder
+from .source import Path, Source, open_source
+
+MODEL = "model"
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertReport:
+    """What `convert` wrote.
+
+    Attributes
+    ----------
+    format
+        The format of the result.
+    files
+        Its files, below `dst`; for a single file its name.
+    num_tensors, num_values
+        What is in it. A tensor that is tied to another counts, too.
+    num_bytes
+        The bytes of its tensors.
+    left_out
+        Names of tensors and values that the checkpoint has and the result has not: those that were not selected, that lie outside
+        of `root`, or values, which safetensors cannot hold.
+    """
+
+    format: str
+    files: tuple[str, ...]
+    num_tensors: int
+    num_values: int
+    num_bytes: int
+    left_out: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Picked:
+    """What is to be written: `catalog` as the result will know it, `source` the same tensors as they are to be read."""
+
+    storage: Storage
+    source: Catalog
+    catalog: Catalog
+    values: Mapping[str, Any]
+    left_out: tuple[str, ...]
+    verify: bool
+    tally: Tally
+
+    @property
+    def num_bytes(self) -> int:
+        return _num_bytes(self.catalog)
+
+    def tensor_bytes(self, tensors: Sequence[int]) -> Iterator[memoryview]:
+        """The bytes of whole tensors, converted, end to end."""
+        return self.span_bytes([Span(index, 0, prod(self.catalog.shape(index))) for index in tensors])
+
+    def span_bytes(self, spans: Sequence[Span]) -> Iterator[memoryview]:
+        """The bytes of parts of tensors, converted, end to end."""
+        for part in stream(self.storage, self.source, [self._run(span) for span in spans], verify=self.verify):
+            self.tally.add(len(part))  # before it is used: who has the last part asks for no more
+            yield part
+
+    def _run(self, span: Span) -> Run:
+        shape, wanted = self.catalog.shape(span.tensor), self.catalog.dtype(span.tensor)
+        dtype = None if wanted == self.source.dtype(span.tensor) else wanted
+        return Run(span.tensor, (0,) * len(shape), shape, span.start, span.count, dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a result goes: `src` is the path that was asked for, `source` the folder that its files are in."""
+
+    src: str
+    source: str
+    dst: str
+    overwrite: bool
+
+    def folder(self) -> AbstractContextManager[str]:
+        return new_folder(self.dst, self.source, overwrite=self.overwrite)
+
+
+def convert(
+    src: Path,
+    dst: Path,
+    *,
+    to: str = "safetensors",
+    max_shard_size: int | str = "5GB",
+    root: str | None = None,
+    select: Names = None,
+    exclude: Names = None,
+    rename: Mapping[str, str] | Callable[[str], str] | None = None,
+    cast: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+    verify: bool = True,
+    progress: bool | OnProgress = False,
+) -> ConvertReport:
+    """Write a checkpoint in another format. Memory is bounded at any size; `dst` appears whole, or not at all.
+
+    Parameters
+    ----------
+    src
+        A checkpoint of any format that can be opened.
+    dst
+        Where to write: a folder, or for ``to="torch"`` a file. It must not exist, or be an empty folder, unless `overwrite`.
+    to
+        ``"safetensors"``: a folder that Hugging Face's libraries load. ``"torch"``: one file that
+        ``torch.load(weights_only=True)`` reads. ``"dcp"``: a folder for ``torch.distributed.checkpoint``. ``"reshard"``: this
+        library's own.
+    max_shard_size
+        Of a safetensors file: bytes, or text such as ``"5GB"`` or ``"4GiB"``. A larger tensor has a file of its own.
+    root
+        Take what lies below this name, and leave the name out of theirs. By default ``"model"`` for safetensors, which have no
+        place for anything else, and ``""`` for the others, which is everything.
+    select, exclude
+        Names, what lies below them, or patterns: what to take (all by default), and what not.
+    rename
+        As for `load`: old names, or dotted prefixes, mapped to new ones. All other options speak of the new names.
+    cast
+        Patterns of names, and the dtype that floating-point tensors of such names get: ``{"model.*": "bfloat16"}``.
+    overwrite
+        Replace a checkpoint that is at `dst`, once the new one is whole. What is no checkpoint is never replaced.
+    verify
+        Prove the checksum of every block that is read, where the source has checksums.
+    progress
+        As for `load`.
+
+    Returns
+    -------
+    ConvertReport
+
+    Raises
+    ------
+    UsageError
+        The options do not fit the checkpoint; or `dst` holds something.
+    UnsupportedError
+        The format has no place for something that was selected.
+    CheckpointNotFound, CorruptError
+        The source is missing or damaged; nothing appears at `dst`.
+    StorageError
+        The disk refused.
+    """
+    if to not in _WRITERS:
+        raise UsageError(f"to={to!r}: there are {', '.join(map(repr, _WRITERS))}")
+    max_bytes = parse_size(max_shard_size)
+    with open_source(src) as source:
+        picked = _pick(source, to, root, select, exclude, rename, cast, verify, reporter(progress))
+        place = _Place(os.fspath(src), source.storage.url, os.fspath(dst), overwrite)
+        files = _WRITERS[to](picked, place, max_bytes)
+    num_tensors = len(picked.catalog.names)
+    return ConvertReport(to, files, num_tensors, len(picked.values), picked.num_bytes, picked.left_out)
+
+
+def _pick(
+    source: Source,
+    to: str,
+    root: str | None,
+    select: Names,
+    exclude: Names,
+    rename: Mapping[str, str] | Callable[[str], str] | None,
+    cast: Mapping[str, Any] | None,
+    verify: bool,
+    report: OnProgress,
+) -> _Picked:
+    catalog = source.catalog if rename is None else renamed(source.catalog, rename)
+    tensors, values = chosen(catalog, select, exclude)
+    top = (MODEL if to == "safetensors" else "") if root is None else root
+    tensors, values = _below(catalog, tensors, top), [] if to == "safetensors" else _below(catalog, values, top)
+    if not tensors and not values:
+        raise UsageError(_nothing(catalog, top))
+    taken = {*tensors, *values}
+    left_out = tuple(name for name in (*catalog.names, *catalog.value_names) if name not in taken)
+    dtypes = cast_dtypes(catalog, tensors, cast)
+    kept = narrowed(catalog, tensors, values)
+    out = retyped(kept, dtypes)
+    if top:
+        kept, out = (renamed(each, lambda name: name.removeprefix(f"{top}.")) for each in (kept, out))
+    opened = open_values(source.storage, kept, kept.value_names, verify=verify)
+    decoded = {name: list(v.value) if v.kind is ValueKind.PER_RANK else v.value for name, v in opened.items()}
+    tally = Tally("convert", _num_bytes(out), report)
+    return _Picked(source.storage, kept, out, decoded, left_out, verify, tally)
+
+
+def _below(catalog: Catalog, names: Sequence[str], top: str) -> list[str]:
+    return [name for name in names if not top or name.startswith(f"{top}.")]
+
+
+def _nothing(catalog: Catalog, top: str) -> str:
+    keys = sorted({name.partition(".")[0] for name in (*catalog.names, *catalog.value_names)})
+    listed = ", ".join(map(repr, keys[:8])) + (", …" if len(keys) > 8 else "")
+    return f"root={top!r}: nothing that was selected lies below it; pass another root=: the checkpoint has {listed}"
+
+
+def _num_bytes(catalog: Catalog) -> int:
+    """Bytes of all tensors that are no aliases."""
+    table = catalog.tensors_table
+    own = [i for i in range(len(table.names)) if table.kind[i] == TensorKind.TENSOR and table.alias[i] < 0]
+    return sum(prod(catalog.shape(i)) * ITEM_BYTES[catalog.dtype(i)] for i in own)
+
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{letter}{infix}B": base**power for infix, base in (("", 1000), ("i", 1024)) for power, letter in enumerate("KMGTP", start=1)
+}
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes, from a number or from text with a unit.
+
+    >>> parse_size("5GB"), parse_size("1.5 MiB"), parse_size(7)
+    (5000000000, 1572864, 7)
+    """
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) *([A-Za-z]*)", str(size).strip())
+    units = {unit.upper(): factor for unit, factor in _UNITS.items()}
+    if isinstance(size, bool) or match is None or match[2].upper() not in units or float(match[1]) <= 0:
+        raise UsageError(f"max_shard_size={size!r}: pass a number of bytes, or one with a unit, as '5GB' or '4GiB'")
+    return max(int(float(match[1]) * units[match[2].upper()]), 1) if "." in match[1] else int(match[1]) * units[match[2].upper()]
+
+
+def _to_safetensors(picked: _Picked, place: _Place, max_bytes: int) -> tuple[str, ...]:
+    files = lay_out(picked.catalog, max_bytes)
+    with place.folder() as folder, LocalStorage(folder) as storage:
+        if not os.path.isfile(place.src):
+            copy_companions(picked.storage, picked.source, storage)
+        write_safetensors(storage, picked.catalog, picked.tensor_bytes, files)
+        return tuple(key for key, _ in storage.list())
+
+
+def _to_torch(picked: _Picked, place: _Place, max_bytes: int) -> tuple[str, ...]:
+    with new_file(place.dst, place.source, overwrite=place.overwrite) as path:
+        write_torch(path, picked.catalog, picked.values, picked.tensor_bytes)
+    return (os.path.basename(place.dst),)
+
+
+def _to_dcp(picked: _Picked, place: _Place, max_bytes: int) -> tuple[str, ...]:
+    with place.folder() as folder, LocalStorage(folder) as storage:
+        write_dcp(storage, picked.catalog, picked.values, picked.span_bytes)
+        return tuple(key for key, _ in storage.list())
+
+
+_WRITERS = {"safetensors": _to_safetensors, "torch": _to_torch, "dcp": _to_dcp}

@@ -1,0 +1,410 @@
+"""What is converted is the same in the other format, to this library and to those whose format it is; or nothing is there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as torch_dcp
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, load_model, save_file
+
+from reshard_ckpt import checkpoint
+from reshard_ckpt.adapters.foreign.archive import read_records
+from reshard_ckpt.checkpoint.converting import parse_size
+from reshard_ckpt.core.dtypes import CODES
+from reshard_ckpt.errors import (
+    CheckpointNotFound,
+    CorruptError,
+    MismatchError,
+    NameCollisionError,
+    StorageError,
+    UnsupportedError,
+    UsageError,
+)
+from reshard_ckpt.format.torch_dtypes import TORCH_DTYPES
+from reshard_ckpt.storage import open_storage
+from tests.jobs import save_job
+from tests.launch import ROOT
+from tests.layouts import filled, layouts, shapes, spec_of, values_of
+
+IN_A_FOLDER = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=40)
+FORMATS = ["safetensors", "torch", "dcp"]
+
+
+def as_bytes(tensor: torch.Tensor) -> bytes:
+    flat = torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.detach().reshape(-1))
+    return flat.view(torch.uint8).numpy().tobytes()
+
+
+def assert_same(got: torch.Tensor, wanted: torch.Tensor) -> None:
+    assert (got.shape, got.dtype) == (wanted.shape, wanted.dtype)
+    assert as_bytes(got) == as_bytes(wanted)
+
+
+def fresh(folder: Path, name: str = "out") -> Path:
+    return folder / f"{name}{len(list(folder.iterdir()))}"
+
+
+@st.composite
+def whole_tensors(draw: st.DrawFn) -> dict[str, torch.Tensor]:
+    names = st.text("ab.1", min_size=1, max_size=5).filter(lambda n: "" not in n.split("."))
+    return {
+        f"model.{name}": values_of(draw(shapes(7)), draw(st.sampled_from(CODES)), salt)
+        for salt, name in enumerate(draw(st.lists(names, unique=True, min_size=1, max_size=6)))
+    }
+
+
+@given(st.data(), whole_tensors(), st.integers(1, 3), st.integers(1, 400))
+@IN_A_FOLDER
+def test_any_layout_becomes_any_format(
+    tmp_path: Path, data: st.DataObject, whole: dict[str, torch.Tensor], ranks: int, limit: int
+):
+    placed = {name: data.draw(layouts(tuple(tensor.shape), ranks)) for name, tensor in whole.items()}
+    codes = {dtype: code for code, dtype in TORCH_DTYPES.items()}
+    src, out = fresh(tmp_path, "src"), fresh(tmp_path)
+    out.mkdir()
+    with open_storage(src) as storage:
+        held = [
+            [(spec_of(placed[n], rank, n, codes[t.dtype]), filled(placed[n], rank, t)) for n, t in whole.items()]
+            for rank in range(ranks)
+        ]
+        save_job(storage, held)
+    report = checkpoint.convert(src, out / "hf", max_shard_size=limit)
+    assert report.num_tensors == len(whole)
+    stored = {name: t for file in (out / "hf").glob("*.safetensors") for name, t in load_file(file).items()}
+    assert {f"model.{name}" for name in stored} == set(whole)
+    checkpoint.convert(src, out / "x.pt", to="torch")
+    checkpoint.convert(out / "x.pt", out / "dcp", to="dcp")
+    for path in (out / "hf", out / "x.pt", out / "dcp"):
+        found = checkpoint.read(path)
+        assert set(found) == set(whole)
+        for name, tensor in whole.items():
+            assert_same(found[name], tensor)
+    loaded = torch.load(out / "x.pt", weights_only=True, mmap=True)["model"]
+    for name, tensor in whole.items():
+        assert_same(stored[name.removeprefix("model.")], tensor)
+        assert_same(loaded[name.removeprefix("model.")], tensor)
+
+
+def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 6, bias=False))
+    params = list(model.parameters())
+    optimizer = torch.optim.AdamW([{"params": params[:2], "lr": 0.5}, {"params": params[2:], "lr": 0.25}])
+    for _ in range(2):
+        model(torch.randn(8, 6)).square().sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def test_a_torch_file_is_what_torch_would_have_saved(tmp_path: Path):
+    model, optimizer = trained()
+    rng = torch.get_rng_state()
+    extra = {"step": 7, "nested": {"a": [1, (2, "b")], 3: None}, "rng": checkpoint.PerRank(rng), "lr": torch.tensor(0.5)}
+    checkpoint.save(tmp_path / "n", {"model": model, "optimizer": optimizer, "extra": extra})
+    checkpoint.convert(tmp_path / "n", tmp_path / "x.pt", to="torch")
+    for options in ({}, {"mmap": True}):
+        found = torch.load(tmp_path / "x.pt", weights_only=True, **options)
+        assert list(found) == ["extra", "model", "optimizer"]
+        other = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 6, bias=False))
+        other.load_state_dict(found["model"])
+        assert all(torch.equal(a, b) for a, b in zip(other.state_dict().values(), model.state_dict().values(), strict=True))
+        params = list(other.parameters())
+        loaded = torch.optim.AdamW([{"params": params[:2]}, {"params": params[2:]}])
+        loaded.load_state_dict(found["optimizer"])
+        wanted = optimizer.state_dict()
+        for group, theirs in zip(loaded.state_dict()["param_groups"], wanted["param_groups"], strict=True):
+            assert {key: group[key] for key in theirs} == theirs
+        for number, state in wanted["state"].items():
+            assert all(torch.equal(loaded.state_dict()["state"][number][key], value) for key, value in state.items())
+        assert (found["extra"]["step"], found["extra"]["nested"]) == (7, {"a": [1, (2, "b")], 3: None})
+        assert torch.equal(found["extra"]["rng"][0], rng)
+        assert found["extra"]["lr"].item() == 0.5
+
+
+def test_a_torch_file_is_a_sound_zip_with_aligned_records(tmp_path: Path):
+    state = {f"w{i}": values_of((i * 7 + 1,), "BF16", i) for i in range(9)} | {"none": torch.zeros(0, 4)}
+    checkpoint.save(tmp_path / "n", {"model": state})
+    checkpoint.convert(tmp_path / "n", tmp_path / "x.pt", to="torch")
+    with zipfile.ZipFile(tmp_path / "x.pt") as archive:
+        assert archive.testzip() is None
+    records = read_records(str(tmp_path / "x.pt"))
+    assert len(records) == 9
+    assert all(record.offset % 64 == 0 for record in records)
+    assert all(a.offset + a.size <= b.offset for a, b in pairwise(records))
+
+
+def test_a_state_comes_back_from_every_format(tmp_path: Path):
+    model, optimizer = trained()
+    checkpoint.save(tmp_path / "n", {"model": model, "optimizer": optimizer, "extra": {"step": 7}})
+    checkpoint.convert(tmp_path / "n", tmp_path / "x.pt", to="torch")
+    checkpoint.convert(tmp_path / "x.pt", tmp_path / "d", to="dcp")
+    for path in (tmp_path / "x.pt", tmp_path / "d"):
+        assert checkpoint.diff(tmp_path / "n", path, values=True).equal
+        other = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 6, bias=False))
+        params = list(other.parameters())
+        loaded = torch.optim.AdamW([{"params": params[2:]}, {"params": params[:2]}])
+        extra: dict[str, Any] = {}
+        checkpoint.load(path, {"model": other, "optimizer": loaded, "extra": extra})
+        assert extra == {"step": 7}
+        assert [group["lr"] for group in loaded.param_groups] == [0.25, 0.5]
+        for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
+            assert torch.equal(loaded.state[mine]["exp_avg"], optimizer.state[theirs]["exp_avg"])
+    plain: dict[str, Any] = {"model": {name: torch.zeros_like(t) for name, t in model.state_dict().items()}}
+    torch_dcp.load(plain, checkpoint_id=str(tmp_path / "d"))
+    assert all(torch.equal(plain["model"][name], t) for name, t in model.state_dict().items())
+
+
+class Tied(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(6, 4)
+        self.head = torch.nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def test_tied_weights_are_stored_once_and_known_by_both_names(tmp_path: Path):
+    model = Tied()
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    model.head(model.embed(torch.arange(3))).sum().backward()
+    optimizer.step()
+    checkpoint.save(tmp_path / "n", {"model": model, "optimizer": optimizer})
+    checkpoint.convert(tmp_path / "n", tmp_path / "hf")
+    checkpoint.convert(tmp_path / "n", tmp_path / "x.pt", to="torch")
+    with safe_open(tmp_path / "hf" / "model.safetensors", "pt") as file:
+        assert list(file.keys()) == ["embed.weight"]
+        assert file.metadata()["format"] == "pt"
+    again = Tied()
+    load_model(again, tmp_path / "hf" / "model.safetensors")  # safetensors' own
+    assert torch.equal(again.head.weight, model.head.weight)
+    for path in (tmp_path / "hf", tmp_path / "x.pt"):
+        tied, untied = Tied(), Tied()
+        untied.head.weight = torch.nn.Parameter(torch.zeros(6, 4))
+        for target in (tied, untied):
+            checkpoint.load(path, {"model": target})
+            assert torch.equal(target.embed.weight, model.embed.weight)
+            assert torch.equal(target.head.weight, model.embed.weight)
+    found = torch.load(tmp_path / "x.pt", weights_only=True)
+    assert found["model"]["embed.weight"].data_ptr() == found["model"]["head.weight"].data_ptr()
+    other = torch.optim.SGD(again.parameters(), momentum=0.9)
+    other.load_state_dict(found["optimizer"])
+    assert torch.equal(other.state[again.embed.weight]["momentum_buffer"], optimizer.state[model.embed.weight]["momentum_buffer"])
+
+
+def save_some(path: Path) -> dict[str, torch.Tensor]:
+    tensors = {f"layers.{i}.{n}": torch.randn(20, 10) + i for i in (0, 1, 2, 10) for n in ("a", "b")}
+    checkpoint.save(path, {"model": tensors, "ema": {"w": torch.ones(3)}, "extra": {"step": 3}})
+    return tensors
+
+
+def test_shards_follow_the_order_of_layers_and_the_index_says_what_is_where(tmp_path: Path):
+    tensors = save_some(tmp_path / "n")
+    report = checkpoint.convert(tmp_path / "n", tmp_path / "hf", max_shard_size="2.4kB")
+    index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == report.num_bytes == sum(t.nbytes for t in tensors.values())
+    files = sorted(set(index["weight_map"].values()))
+    assert files == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+    assert report.files == (*files, "model.safetensors.index.json")
+    in_order = [f"layers.{i}.{n}" for i in (0, 1, 2, 10) for n in ("a", "b")]
+    assert [index["weight_map"][name] for name in in_order] == sorted(index["weight_map"].values())
+    for file in files:
+        found = load_file(tmp_path / "hf" / file)
+        assert sum(t.nbytes for t in found.values()) <= 2400
+        assert all(torch.equal(t, tensors[name]) and index["weight_map"][name] == file for name, t in found.items())
+    assert set(report.left_out) == {"ema.w", "extra.step"}
+
+
+def test_what_is_chosen_renamed_and_cast_is_what_arrives(tmp_path: Path):
+    tensors = save_some(tmp_path / "n")
+    checkpoint.convert(
+        tmp_path / "n",
+        tmp_path / "hf",
+        rename={"model.layers": "model.h"},
+        select="model.h.*",
+        exclude=["model.h.10", "*.b"],
+        cast={"model.h.1.a": "bfloat16", "model.*": torch.float64},
+    )
+    found = load_file(tmp_path / "hf" / "model.safetensors")
+    assert set(found) == {f"h.{i}.a" for i in (0, 1, 2)}
+    assert_same(found["h.1.a"], tensors["layers.1.a"].to(torch.bfloat16))
+    assert_same(found["h.2.a"], tensors["layers.2.a"].double())
+    checkpoint.convert(tmp_path / "n", tmp_path / "x.pt", to="torch", root="model.layers")
+    assert set(torch.load(tmp_path / "x.pt", weights_only=True)) == {"0", "1", "2", "10"}
+    checkpoint.convert(tmp_path / "n", tmp_path / "all", root="")
+    assert "ema.w" in load_file(tmp_path / "all" / "model.safetensors")
+
+
+def test_a_tied_tensor_of_another_dtype_is_tied_no_more(tmp_path: Path):
+    checkpoint.save(tmp_path / "n", {"model": Tied()})
+    whole = checkpoint.read(tmp_path / "n")["model.embed.weight"]
+    checkpoint.convert(tmp_path / "n", tmp_path / "hf", cast={"model.head.*": "float16"})
+    found = load_file(tmp_path / "hf" / "model.safetensors")
+    assert_same(found["embed.weight"], whole)
+    assert_same(found["head.weight"], whole.half())
+    checkpoint.convert(tmp_path / "n", tmp_path / "one", exclude="model.embed")
+    assert_same(load_file(tmp_path / "one" / "model.safetensors")["head.weight"], whole)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"to": "gguf"}, UsageError, "there are 'safetensors', 'torch'"),
+        ({"root": "net"}, UsageError, "root='net': nothing.*'ema', 'extra', 'model'"),
+        ({"select": "nets.*"}, MismatchError, "nets.*: not in the checkpoint"),
+        ({"select": "extra"}, UsageError, "nothing that was selected"),
+        ({"cast": {"model.*": "int8"}}, UsageError, "no floating-point dtype"),
+        ({"cast": {"model.x": "float16"}}, UsageError, "correct the pattern"),
+        ({"max_shard_size": "5 gigs"}, UsageError, "with a unit"),
+        ({"max_shard_size": 0}, UsageError, "with a unit"),
+        ({"rename": {"model.layers.0": "model.layers.1"}}, NameCollisionError, "the same name"),
+    ],
+)
+def test_options_that_do_not_fit_are_named(tmp_path: Path, options: dict[str, Any], error: type[Exception], match: str):
+    save_some(tmp_path / "n")
+    with pytest.raises(error, match=match):
+        checkpoint.convert(tmp_path / "n", tmp_path / "out", **options)
+    assert os.listdir(tmp_path) == ["n"]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("5GB", 5 * 10**9), ("4 GiB", 4 << 30), ("1.5kb", 1500), ("7", 7), (8, 8), ("0.1", 1)]
+)
+def test_sizes_are_read_as_people_write_them(text: Any, size: int):
+    assert parse_size(text) == size
+
+
+def test_a_value_that_torch_would_not_load_is_named(tmp_path: Path):
+    checkpoint.save(tmp_path / "n", {"extra": {"fine": 3, "bad": {3: torch.device("cpu"), 4: __import__("numpy").ones(3)}}})
+    with pytest.raises(UnsupportedError, match=r"extra\.bad"):
+        checkpoint.convert(tmp_path / "n", tmp_path / "x.pt", to="torch")
+    checkpoint.convert(tmp_path / "n", tmp_path / "x.pt", to="torch", exclude="extra.bad")
+    assert torch.load(tmp_path / "x.pt", weights_only=True) == {"extra": {"fine": 3}}
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_what_is_there_is_replaced_only_when_asked_and_only_if_it_is_a_checkpoint(tmp_path: Path, to: str):
+    tensors, out = save_some(tmp_path / "n"), tmp_path / "out"
+    checkpoint.convert(tmp_path / "n", out, to=to)
+    before = {path: path.read_bytes() for path in ([out] if out.is_file() else out.iterdir())}
+    with pytest.raises(UsageError, match="already exists"):
+        checkpoint.convert(tmp_path / "n", out, to=to)
+    assert {path: path.read_bytes() for path in before} == before
+    checkpoint.convert(tmp_path / "n", out, to=to, overwrite=True, cast={"model.*": "float64"})
+    assert checkpoint.read(out)["model.layers.0.a"].equal(tensors["layers.0.a"].double())
+    assert sorted(os.listdir(tmp_path)) == ["n", "out"]
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "thesis.txt").write_text("years of work")
+    with pytest.raises(UsageError, match="holds no checkpoint"):
+        checkpoint.convert(tmp_path / "n", precious, to=to, overwrite=True)
+    assert (precious / "thesis.txt").read_text() == "years of work"
+    for where in (tmp_path / "n", tmp_path):
+        with pytest.raises(UsageError):
+            checkpoint.convert(tmp_path / "n", where, to=to, overwrite=True)
+    assert checkpoint.verify(tmp_path / "n").ok
+
+
+def test_an_empty_folder_may_be_filled_and_a_scheme_may_not(tmp_path: Path):
+    save_some(tmp_path / "n")
+    (tmp_path / "out").mkdir()
+    checkpoint.convert(tmp_path / "n", tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+    with pytest.raises(UsageError, match="local files"):
+        checkpoint.convert(tmp_path / "n", "memory://x")
+    checkpoint.convert(tmp_path / "n", f"file://{tmp_path}/deep/er/x.pt", to="torch")
+    assert torch.load(tmp_path / "deep" / "er" / "x.pt", weights_only=True)["extra"] == {"step": 3}
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_a_damaged_source_leaves_nothing_behind(tmp_path: Path, to: str):
+    checkpoint.save(tmp_path / "n", {"model": {f"w{i}": torch.randn(100_000) for i in range(30)}})
+    (file,) = (tmp_path / "n").glob("*/*.safetensors")
+    with open(file, "r+b") as data:
+        data.seek(11_000_000)
+        data.write(b"damage")
+    with pytest.raises(CorruptError, match="is damaged"):
+        checkpoint.convert(tmp_path / "n", tmp_path / "out", to=to)
+    assert os.listdir(tmp_path) == ["n"]
+    checkpoint.convert(tmp_path / "n", tmp_path / "out", to=to, verify=False)
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_a_full_disk_or_an_interrupt_leaves_nothing_behind(tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch):
+    save_some(tmp_path / "n")
+
+    def full(fd: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(StorageError, match="No space left"):
+            checkpoint.convert(tmp_path / "n", tmp_path / "out", to=to)
+    assert os.listdir(tmp_path) == ["n"]
+
+    def interrupt(step: str, done: int, total: int) -> None:
+        if done:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.convert(tmp_path / "n", tmp_path / "out", to=to, progress=interrupt)
+    assert os.listdir(tmp_path) == ["n"]
+
+
+KILLED = """
+import os, signal, sys
+from reshard_ckpt import checkpoint
+
+def die(step, done, total):
+    if done > total // 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+for to in sys.argv[2:]:
+    child = os.fork()
+    if not child:
+        checkpoint.convert(f"{sys.argv[1]}/n", f"{sys.argv[1]}/{to}/out", to=to, max_shard_size="9MB", progress=die)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+"""
+
+
+def test_a_conversion_that_is_killed_is_never_taken_for_a_whole_one(tmp_path: Path):
+    checkpoint.save(tmp_path / "n", {"model": {f"w{i}": torch.randn(1 << 20) for i in range(8)}})
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), *FORMATS], env=env, timeout=100, check=True)
+    for to in FORMATS:
+        (left,) = os.listdir(tmp_path / to)
+        assert left.endswith(".partial")
+        with pytest.raises((CheckpointNotFound, CorruptError)):
+            checkpoint.catalog(tmp_path / to / left)
+        checkpoint.convert(tmp_path / "n", tmp_path / to / "out", to=to)
+        assert checkpoint.verify(tmp_path / to / "out").ok
+
+
+def test_config_and_tokenizer_go_along(tmp_path: Path):
+    source = tmp_path / "hub"
+    source.mkdir()
+    save_file({"w": torch.ones(3)}, source / "model.safetensors")
+    kept = {"config.json": "{}", "tokenizer.json": '{"a": 1}', "merges.txt": "a b", "spiece.model": "x"}
+    for name, text in {**kept, "train.log": "no", "x.py": "no", "old.bin.index.json": "no"}.items():
+        (source / name).write_text(text)
+    checkpoint.convert(source, tmp_path / "out", cast={"*": "bfloat16"})
+    assert {p.name: p.read_text() for p in (tmp_path / "out").iterdir() if p.suffix != ".safetensors"} == kept
+    assert load_file(tmp_path / "out" / "model.safetensors")["w"].dtype == torch.bfloat16
+
+
+def test_progress_counts_every_byte(tmp_path: Path):
+    save_some(tmp_path / "n")
+    said: list[tuple[str, int, int]] = []
+    report = checkpoint.convert(tmp_path / "n", tmp_path / "out", progress=lambda *args: said.append(args))
+    assert said[0] == ("convert", 0, report.num_bytes)
+    assert said[-1] == ("convert", report.num_bytes, report.num_bytes)
