@@ -315,7 +315,7 @@ def launch(
     def copy(mine: Callable[[int], bool]) -> None:
         began = recorder.now()
         recorder.add("stage", began, staging.fill(mine))
-        with recorder.step("compare"):
+        with recorder.step("compare"), staging.copying():
             fingerprints(holdings, checks, mine, marks)
 
     def is_owned(row: int) -> bool:

@@ -72,8 +72,8 @@ def chunks(held: Held, start: int, count: int, scratch: torch.Tensor) -> Iterato
         yield out.numpy().data
 
 
-def copy_run(held: Held, start: int, count: int, out: torch.Tensor) -> None:
-    """Copy a run of the piece's box, in order, into host memory; from a device without waiting, if that memory is pinned.
+def copy_run(held: Held, start: int, count: int, out: torch.Tensor, *, non_blocking: bool = False) -> None:
+    """Copy a run of the piece's box, in order, into host memory.
 
     Parameters
     ----------
@@ -81,15 +81,17 @@ def copy_run(held: Held, start: int, count: int, out: torch.Tensor) -> None:
         Elements of the box, inside the piece's own run.
     out
         1-D uint8, as long as the run, aligned for its dtype.
+    non_blocking
+        From a device: only queue it, on the current stream. For pinned memory alone, and the caller has to wait for the stream.
     """
     typed = out.view(held.tensor.dtype)
     if is_in_order(held.piece):
-        typed.copy_(region(held.tensor, held.piece.base + start, (count,), (1,)), non_blocking=True)
+        typed.copy_(region(held.tensor, held.piece.base + start, (count,), (1,)), non_blocking=non_blocking)
     else:
-        _gather(held, start, count, typed)
+        _gather(held, start, count, typed, non_blocking)
 
 
-def _gather(held: Held, start: int, count: int, out: torch.Tensor) -> None:
+def _gather(held: Held, start: int, count: int, out: torch.Tensor, non_blocking: bool) -> None:
     """Copy a run of a piece whose memory is not in order, box by box."""
     piece = held.piece
     cut = decompose(np.array([piece.lengths], np.int64), np.array([start]), np.array([count]))
@@ -97,5 +99,5 @@ def _gather(held: Held, start: int, count: int, out: torch.Tensor) -> None:
     for offsets, lengths in zip(cut.offsets.tolist(), cut.lengths.tolist(), strict=True):
         base = piece.base + sum(o * s for o, s in zip(offsets, piece.strides, strict=True))
         box = region(held.tensor, base, tuple(lengths), piece.strides)
-        out[done : done + box.numel()].view(lengths).copy_(box, non_blocking=True)
+        out[done : done + box.numel()].view(lengths).copy_(box, non_blocking=non_blocking)
         done += box.numel()

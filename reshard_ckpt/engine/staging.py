@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
 
@@ -39,6 +39,9 @@ class Staging:
         self._begin, self.num_bytes = _addresses(layouts)
         self._item_at = _item_addresses(layouts, self._begin)
         self._streams = _Streams(held.tensor.device for _, held in holdings.rows)
+        # A device copies at full speed in few large pieces; a ring that streams must hand over small ones.
+        self._step = self._capacity if self._streams and self.holds_all else STEP_BYTES
+        self._non_blocking = bool(self._streams) and ring.is_pinned()
 
     @property
     def holds_all(self) -> bool:
@@ -48,7 +51,8 @@ class Staging:
     def fill(self, chosen: Callable[[int], bool]) -> int:
         """Copy headers, and the items of chosen rows, into the ring, in the order of the files.
 
-        All rows at once, unless the ring holds all. Raises whatever stopped the draining thread.
+        Once this returns they are there, and may change, also those of a device. All rows at once, unless the ring holds all.
+        Raises whatever stopped the draining thread.
 
         Returns
         -------
@@ -56,7 +60,7 @@ class Staging:
             The bytes copied, without the headers.
         """
         num_bytes = 0
-        with self._streams.copying():
+        with self.copying():
             for layout, begin in zip(self._layouts, self._begin, strict=True):
                 self._put_bytes(begin, layout.header)
                 for item in range(layout.items.start, layout.items.stop):
@@ -64,9 +68,12 @@ class Staging:
                         num_bytes += self._put_item(item)
         return num_bytes
 
+    def copying(self) -> AbstractContextManager[None]:
+        """What reads the state belongs in this: it comes after what the job's streams had queued when staging began."""
+        return self._streams.copying()
+
     def finish(self) -> None:
         """All is copied: the rest may be drained."""
-        self._streams.wait()
         with self._changed:
             self._filled, self._finished = self.num_bytes, True
             self._changed.notify_all()
@@ -101,9 +108,9 @@ class Staging:
         each, at = held.tensor.element_size(), self._item_at[item]
         while count:
             place = at % self._capacity
-            num = min(count, STEP_BYTES // each, (self._capacity - place) // each)
+            num = min(count, self._step // each, (self._capacity - place) // each)
             self._reserve(at, num * each)
-            copy_run(held, start, num, self._ring[place : place + num * each])
+            copy_run(held, start, num, self._ring[place : place + num * each], non_blocking=self._non_blocking)
             start, count, at = start + num, count - num, at + num * each
         return at - self._item_at[item]
 
@@ -140,7 +147,11 @@ class Staging:
 
 
 class _Streams:
-    """Copies from CUDA run on streams of their own, after what the job's streams have queued by now; the CPU has none."""
+    """Copies from CUDA run on streams of their own, after what the job's streams have queued by now; the CPU has none.
+
+    To be made in the thread that trains: its current streams are those that have the last step's work. A thread of ours has other
+    current streams, which would wait for nothing.
+    """
 
     def __init__(self, devices: Iterator[torch.device]) -> None:
         cuda = {device for device in devices if device.type == "cuda"}
@@ -148,12 +159,19 @@ class _Streams:
         for stream in self._streams:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
 
+    def __bool__(self) -> bool:
+        return bool(self._streams)
+
     @contextmanager
     def copying(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for stream in self._streams:
-                stack.enter_context(torch.cuda.stream(stream))
-            yield
+        """Run what is inside on these streams, and wait for it: whoever leaves may change the sources, or reuse the ring."""
+        try:
+            with ExitStack() as stack:
+                for stream in self._streams:
+                    stack.enter_context(torch.cuda.stream(stream))
+                yield
+        finally:
+            self.wait()
 
     def wait(self) -> None:
         """Until all copies are done."""
