@@ -125,12 +125,10 @@ def show(result: dict[str, Any]) -> None:
     """Print both figures with their bars."""
     copy, training = result["copy"], result["training"]
     print(f"{result['device']}: {copy['bytes'] / 1e9:.2f} GB held, steps of {training['step_s'] * 1e3:.0f} ms")
-    print(
-        f"staging {copy['staging_gb_s']:.1f} GB/s ÷ pinned copy {copy['pinned_copy_gb_s']:.1f} GB/s: {copy['share']:.2f} (≥ 0.90)"
-    )
-    print(
-        f"lazy saves slow the loop by {training['slowdown']:.1%} (< 2 %); longest delay {training['longest_delay_s'] * 1e3:.0f} ms"
-    )
+    rates = f"{copy['staging_gb_s']:.1f} GB/s ÷ {copy['pinned_copy_gb_s']:.1f} GB/s of a pinned copy"
+    print(f"staging {rates}: {copy['share']:.2f} (at least {MIN_BANDWIDTH_SHARE})")
+    delay = f"longest delay of a step {training['longest_delay_s'] * 1e3:.0f} ms"
+    print(f"lazy saves slow the loop by {training['slowdown']:.1%} (at most {MAX_SLOWDOWN:.0%}); {delay}")
 
 
 def main() -> None:
