@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import io
 import sys
 
 COMMANDS = ("inspect", "verify", "diff", "convert", "plot")
@@ -26,6 +27,9 @@ def main() -> None:
             f"reshard-ckpt: the command line needs {' and '.join(absent)}; install them with: pip install 'reshard-ckpt[cli]'\n"
         )
         raise SystemExit(2)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # where the locale lacks ×, or a name cannot be written
     from .app import app
 
     for name in COMMANDS:

@@ -37,7 +37,7 @@ from rich.progress import (
 
 from .. import __version__
 from ..errors import CheckpointError, UsageError
-from .columns import Columns
+from .columns import Columns, visible
 
 PROBLEM, WRONG_USE = 1, 2
 INTERRUPTED, BROKEN_PIPE = 130, 141
@@ -139,13 +139,13 @@ def say(*things: str | Columns) -> None:
         if isinstance(thing, Columns) and console.is_terminal and thing.is_drawn:
             console.print(thing)
         else:
-            sys.stdout.write(f"{thing if isinstance(thing, str) else thing.text()}\n")
+            sys.stdout.write(f"{visible(thing) if isinstance(thing, str) else thing.text()}\n")
 
 
 def note(text: str, *, every_rank: bool = False) -> None:
     """Print on stderr: what is no part of the answer."""
     if every_rank or _speaks():
-        _Console(stderr=True).print(text, soft_wrap=True)
+        _Console(stderr=True).print(visible(text), soft_wrap=True)
 
 
 def emit(thing: Any) -> None:

@@ -13,13 +13,25 @@ MAX_DRAWN = 300
 """Rows that rich draws, folding cells that are too wide for the screen; it takes milliseconds for each."""
 
 
+_HIDDEN = {code: repr(chr(code))[1:-1] for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
+
+
+def visible(text: str) -> str:
+    r"""Text without what would steer a terminal: names come from files, and those from anywhere.
+
+    >>> visible("\x1b[2Jmodel")
+    '\\x1b[2Jmodel'
+    """
+    return text.translate(_HIDDEN)
+
+
 class Columns:
     """Rows under headings; a heading after ``>`` stands over numbers, flush right. Without headings, just the rows."""
 
     def __init__(self, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         self.headings = [heading.removeprefix(">") for heading in headings]
         self.right = [heading.startswith(">") for heading in headings]
-        self.rows = rows
+        self.rows = [[visible(cell).replace("\n", "\\n").replace("\t", "\\t") for cell in row] for row in rows]
 
     @property
     def is_drawn(self) -> bool:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from .app import PROBLEM, AsJson, Path, command, emit, note, progress, say
+from .app import PROBLEM, AsJson, Path, as_plain, command, emit, note, progress, say
 from .words import plural
 
 
@@ -25,7 +25,7 @@ def verify(
     with progress() as on_progress:
         report = verify_checkpoint(path, workers=workers, progress=on_progress)
     if as_json:
-        emit({"ok": report.ok, "problems": report.problems, "num_files": report.num_files, "num_bytes": report.num_bytes})
+        emit({"ok": report.ok, **as_plain(report)})
     else:
         read = f"{plural(report.num_files, 'file')}, {size_text(report.num_bytes)}"
         say(*report.problems, f"{path}: {'every byte is as it was written' if report.ok else 'DAMAGED'} ({read})")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from reshard_ckpt.checkpoint.pictures import flatten as flattening
@@ -135,6 +135,7 @@ def test_each_wanted_element_is_fed_once_by_the_rank_that_wrote_it(data: st.Data
         assert (seen == expected).all()
 
 
+@example([21_920_784_886, 1], 5, 5)
 @given(st.lists(st.integers(1, 10**12), min_size=1, max_size=40), st.integers(5, 900), st.integers(5, 900))
 def test_treemap_rectangles_are_as_large_as_their_amounts_and_do_not_overlap(amounts: list[int], width: int, height: int):
     amounts.sort(reverse=True)

@@ -112,13 +112,15 @@ def test_missing_part_names_the_extra(absent: str, monkeypatch: pytest.MonkeyPat
     assert "reshard-ckpt[cli]" in shown.err
 
 
-def test_process_prints_and_leaves_as_it_does_in_tests(saved: Path):
+def test_process_prints_and_leaves_as_it_does_in_tests(saved: Path, monkeypatch: pytest.MonkeyPatch):
     shown = run_process("verify", saved, "--json")
     assert (shown.code, shown.err) == (0, "")
     assert shown.json["ok"] is True
-    nothing = run_process("inspect", saved.parent)
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")  # a screen without ×
+    nothing = run_process("inspect", f"{saved.parent}/×")
     assert (nothing.code, nothing.out) == (1, "")
     assert "CheckpointNotFound" in nothing.err
+    assert "\\xd7" in nothing.err
     assert "Traceback" not in nothing.err
 
 

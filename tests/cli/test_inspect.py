@@ -135,6 +135,18 @@ def test_second_name_of_a_tensor_says_whose_bytes_it_has(tmp_path: Path):
     shown = run("inspect", tmp_path / "tied", "b", "--json").json
     assert (shown["summary"]["num_aliases"], shown["summary"]["num_bytes"]) == (1, 16)
     assert (shown["tensors"][0]["alias_of"], len(shown["tensors"][0]["shards"])) == ("a", 1)
+    both = run("inspect", tmp_path / "tied", "--stats", "--json").json["tensors"]
+    assert [line["stats"]["mean"] for line in both] == [1.0, 1.0]
+
+
+def test_names_do_not_steer_the_terminal(tmp_path: Path):
+    name = "\x1b[2J\x9b31mw\nx"
+    checkpoint.save(tmp_path / "odd", {name: torch.ones(2), "value": "\x1b[31m"})
+    for arguments in ([], [name], ["--stats"], ["\x1bnone"]):
+        shown = run("inspect", tmp_path / "odd", *arguments)
+        assert "\x1b" not in shown.out + shown.err
+        assert "\x9b" not in shown.out + shown.err
+    assert run("inspect", tmp_path / "odd", "--json").json["tensors"][0]["name"] == name
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any
 
 from ...errors import UsageError
 from .scene import THEMES, Line, Rect, Scene, Shape, Text
+from .svg import drawable
 
 _SCALE = 2.0
 """Pixels for each unit of the scene: sharp on today's screens."""
@@ -71,7 +72,7 @@ def _texts(axes: Any, texts: list[Text], order: int) -> None:
         axes.text(
             text.x,
             text.y,
-            text.text,
+            drawable(text.text),
             size=text.size * 0.92,  # DejaVu Sans is wider than what browsers use
             color=_colour(text.fill),
             ha=side[text.anchor],

@@ -49,7 +49,12 @@ def _svg(scene: Scene, head: str, style: str = "") -> str:
 
 def words(text: str) -> str:
     """Text for a page; what XML cannot hold, as a hostile name may have it, becomes a box."""
-    return escape(_CONTROL.sub("\ufffd", text))
+    return escape(drawable(text))
+
+
+def drawable(text: str) -> str:
+    """Text without characters that nobody can draw."""
+    return _CONTROL.sub("\ufffd", text)
 
 
 def _shape(shape: Shape) -> str:

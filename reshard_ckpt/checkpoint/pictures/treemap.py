@@ -113,11 +113,11 @@ def _worst(strip: Sequence[float], side: float) -> float:
 def _lay(strip: Sequence[float], area: Place) -> tuple[list[Place], Place]:
     """The rectangles of a strip along the shorter side of an area, and what is left of that."""
     wide, total = area.width >= area.height, sum(strip)
-    side = area.height if wide else area.width
-    thick = total / side if side > 0 else 0.0
+    side, depth = (area.height, area.width) if wide else (area.width, area.height)
+    thick = min(total / side, depth) if side > 0 else 0.0  # rounding must not lead outside
     at, out = 0.0, []
     for amount in strip:
-        length = amount / thick if thick > 0 else 0.0
+        length = min(amount / thick, side - at) if thick > 0 else 0.0
         place = (area.x, area.y + at, thick, length) if wide else (area.x + at, area.y, length, thick)
         out.append(Place(*place))
         at += length
