@@ -15,9 +15,9 @@ from tests.launch import ROOT
 
 PACKAGE = ["FlatShard", "LocalShard", "checkpoint", "errors"]
 CHECKPOINT = [
-    "ConvertReport", "Diff", "Inspection", "LoadReport", "LoadedStep", "Manager", "PerRank", "SaveHandle", "Timeline",
-    "VerifyReport", "async_save", "catalog", "convert", "diff", "inspect", "load", "plot", "prepare", "read", "save",
-    "timeline", "verify",
+    "ConvertReport", "Diff", "Inspection", "LoadReport", "LoadedStep", "Manager", "PerRank", "ReshardReport", "SaveHandle",
+    "Timeline", "VerifyReport", "async_save", "catalog", "convert", "diff", "inspect", "load", "plot", "prepare", "read",
+    "reshard", "save", "timeline", "verify",
 ]  # fmt: skip
 DCP = ["AsyncCheckpointerType", "AsyncSaveResponse", "ReshardReader", "ReshardWriter", "async_save", "load", "save"]
 

@@ -22,12 +22,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
+from ..core.ranges import Range, chunk, joined
 from ..core.state import AxisPlacement, Claim, Ints
 from ..errors import LayoutError, UnsupportedError, UsageError
 from .layouts import Layout, LocalBox
 from .mesh import axis_names
-
-Range = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +130,8 @@ def local_ranges(size: int, cuts: Sequence[Cut]) -> list[Range]:
     ranges = [(0, size)]
     order = shard_order(cuts)
     for cut in cuts if order is None else [cuts[i] for i in order]:
-        ranges = _chunk(ranges, cut) if order is not None else _strided_chunk(ranges, cut)
-    return _joined(ranges)
+        ranges = chunk(ranges, cut.num, cut.index) if order is not None else _strided_chunk(ranges, cut)
+    return joined(ranges)
 
 
 def shard_order(cuts: Sequence[Cut]) -> list[int] | None:
@@ -153,36 +152,9 @@ def shard_order(cuts: Sequence[Cut]) -> list[int] | None:
     return order
 
 
-def _chunk(ranges: list[Range], cut: Cut) -> list[Range]:
-    """The part of the concatenated ranges that ``torch.chunk`` gives to this coordinate."""
-    total = sum(length for _, length in ranges)
-    step = -(-total // cut.num)
-    return _slice(ranges, min(cut.index * step, total), min((cut.index + 1) * step, total))
-
-
 def _strided_chunk(ranges: list[Range], cut: Cut) -> list[Range]:
-    groups = (_chunk(ranges, Cut(cut.split_factor, group)) for group in range(cut.split_factor))
-    return [r for group in groups for r in _chunk(group, cut)]
-
-
-def _slice(ranges: list[Range], start: int, stop: int) -> list[Range]:
-    out, position = [], 0
-    for first, length in ranges:
-        low, high = max(start, position), min(stop, position + length)
-        if low < high:
-            out.append((first + low - position, high - low))
-        position += length
-    return out
-
-
-def _joined(ranges: list[Range]) -> list[Range]:
-    out: list[Range] = []
-    for first, length in ranges:
-        if out and sum(out[-1]) == first:
-            out[-1] = (out[-1][0], out[-1][1] + length)
-        else:
-            out.append((first, length))
-    return out
+    groups = (chunk(ranges, cut.split_factor, group) for group in range(cut.split_factor))
+    return [r for group in groups for r in chunk(group, cut.num, cut.index)]
 
 
 def _boxes(ranges: Sequence[Sequence[Range]]) -> tuple[LocalBox, ...]:

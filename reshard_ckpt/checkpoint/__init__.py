@@ -14,6 +14,7 @@ from .loading import load
 from .managing import LoadedStep, Manager
 from .plotting import plot
 from .reading import catalog, read, timeline, verify
+from .resharding import ReshardReport, reshard
 from .saving import async_save, prepare, save
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "LoadedStep",
     "Manager",
     "PerRank",
+    "ReshardReport",
     "SaveHandle",
     "Timeline",
     "VerifyReport",
@@ -36,6 +38,7 @@ __all__ = [
     "plot",
     "prepare",
     "read",
+    "reshard",
     "save",
     "timeline",
     "verify",

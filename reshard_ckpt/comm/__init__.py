@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 from ..errors import PeerError
 from .exchange import Exchange, open_exchange
-from .group import Turns, current_group
+from .group import Turns, current_group, launched_group
 from .protocol import ALONE, Comm, SoloComm
 from .store import StoreComm, call_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["ALONE", "Comm", "Exchange", "SoloComm", "StoreComm", "open_exchange", "open_session"]
+__all__ = ["ALONE", "Comm", "Exchange", "SoloComm", "StoreComm", "launched_group", "open_exchange", "open_session"]
 
 
 def open_session(

@@ -11,7 +11,8 @@ import hashlib
 import os
 import socket
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import count
@@ -95,6 +96,20 @@ def current_group(process_group: Any) -> Group | None:
         if (known := _GROUPS.get(group)) is None:
             known = _GROUPS[group] = Group(rank, dist.get_world_size(group), _shared_store(group), _prefix(group))
         return known
+
+
+@contextmanager
+def launched_group() -> Iterator[None]:
+    """A process group of all processes that ``torchrun`` started; nothing where this one is alone, or has one already."""
+    size = os.environ.get("WORLD_SIZE", "")
+    if not dist.is_available() or dist.is_initialized() or not size.isdecimal() or int(size) <= 1:
+        yield
+        return
+    dist.init_process_group("gloo")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def _refuse_forgotten_init(process_group: object) -> None:

@@ -203,6 +203,7 @@ def publish(
     metadata: bytes,
     before: Before | None,
     recorder: Recorder | None = None,
+    created_s: float | None = None,
 ) -> Catalog:
     """Rank 0's part of the commit.
 
@@ -225,7 +226,8 @@ def publish(
         np.concatenate([receipt.offset for receipt in receipts]),
     )
     said = decode_value(metadata, name="metadata")
-    catalog = build_catalog(plan, written, files=files, values=values, save_id=save_id, created_s=time.time(), metadata=said)
+    when = time.time() if created_s is None else created_s
+    catalog = build_catalog(plan, written, files=files, values=values, save_id=save_id, created_s=when, metadata=said)
     # The order is the promise: every file is durable and seen, then the catalog appears, then what it replaced may go.
     with recorder.step("publish"):
         storage.publish(CATALOG_KEY, encode_catalog(catalog), expected=before.catalog if before else None)

@@ -164,7 +164,7 @@ class RunReader:
     def fill(self, runs: Sequence[Run], buffer: torch.Tensor) -> Window:
         """Read runs into a buffer of bytes."""
         dests, begin = self._destinations(runs, buffer)
-        wanted = _pieces(self._catalog, runs)
+        wanted = pieces_of(self._catalog, runs)
         source = np.array([run.tensor for run in runs], np.int64)
         plan = plan_load(self._catalog, source, wanted, WINDOW_BYTES)
         assert np.array_equal(plan.covered, wanted.count), "the rows were proved to cover every tensor"
@@ -210,8 +210,8 @@ def _size(digests: Digests | None) -> int:
     return 0 if digests is None else digests.values.nbytes
 
 
-def _pieces(catalog: Catalog, runs: Sequence[Run]) -> PieceColumns:
-    """The runs as wanted pieces: each lies in order, in a destination of its own."""
+def pieces_of(catalog: Catalog, runs: Sequence[Run]) -> PieceColumns:
+    """Runs as wanted pieces: each lies in order, in a destination of its own."""
     width = max(catalog.boxes.offsets.shape[1], 1)
 
     def padded(rows: Iterable[Ints], fill: int) -> I64:

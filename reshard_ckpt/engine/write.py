@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -173,12 +174,12 @@ def write_files(
         tally = Tally("save", sum(layout.num_bytes for layout in layouts), recorder.report)
         for part, layout in enumerate(layouts):
             written.append(_write_file(storage, layout, chunks_of(layout), tally, recorder))
-            file[layout.items], offset[layout.items] = part, _offsets(layout)
+            file[layout.items], offset[layout.items] = part, member_offsets(layout)
         if written:
             with recorder.step("sync"):
                 storage.sync(assignment.save_id)
     except BaseException:
-        remove(storage, (key for layout in layouts for key in (layout.key, _digests_key(layout.key))))
+        remove(storage, (key for layout in layouts for key in (layout.key, digests_key(layout.key))))
         raise
     return Receipt(tuple(written), file, offset, marks)
 
@@ -190,33 +191,81 @@ def remove(storage: Storage, keys: Iterable[str]) -> None:
             storage.delete([key])
 
 
-def _digests_key(key: str) -> str:
+def digests_key(key: str) -> str:
+    """Where the digests of a shard file lie."""
     return key.removesuffix(".safetensors") + ".digests"
 
 
-def _offsets(layout: FileLayout) -> I64:
+def member_offsets(layout: FileLayout) -> I64:
+    """Where the bytes of each member begin in the file."""
     sizes = np.array([member.num_bytes for member in layout.members], np.int64)
     return len(layout.header) + np.cumsum(sizes) - sizes
+
+
+class ShardFileWriter:
+    """One shard file, written front to back and hashed on the way; its digests file follows.
+
+    Leaving its ``with`` block by an error removes the file.
+    """
+
+    def __init__(self, storage: Storage, layout: FileLayout) -> None:
+        self._storage, self.layout = storage, layout
+        self._hasher = BlockHasher()
+        self._writer = storage.create(layout.key)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes written so far."""
+        return self._hasher.num_bytes
+
+    @property
+    def digests(self) -> Sequence[int]:
+        """The digests of all blocks that are full."""
+        return self._hasher.values
+
+    def write(self, chunk: memoryview) -> None:
+        """Append bytes."""
+        self._hasher.update(chunk)
+        self._writer.write(chunk)
+
+    def sync(self) -> None:
+        """Make the bytes durable; there are no more."""
+        self._writer.finish()
+
+    def finish(self) -> WrittenFile:
+        """Make all durable, the digests too."""
+        self.sync()
+        size, digests = self._hasher.num_bytes, self._hasher.finish()
+        assert size == self.layout.num_bytes
+        key = digests_key(self.layout.key)
+        with self._storage.create(key) as writer:
+            writer.write(digests)
+            writer.finish()
+        return WrittenFile(self.layout.key, size, key, digest128(digests))
+
+    def abort(self) -> None:
+        """Remove the file, unless it is durable."""
+        self._writer.abort()
+
+    def __enter__(self) -> ShardFileWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is not None:
+            self.abort()
 
 
 def _write_file(
     storage: Storage, layout: FileLayout, chunks_of_file: Iterator[memoryview], tally: Tally, recorder: Recorder
 ) -> WrittenFile:
-    hasher = BlockHasher()
-    with storage.create(layout.key) as writer:
+    with ShardFileWriter(storage, layout) as file:
         with recorder.step("write", layout.num_bytes):
             for chunk in chunks_of_file:
-                hasher.update(chunk)
-                writer.write(chunk)
+                file.write(chunk)
                 tally.add(len(chunk))
         with recorder.step("sync"):
-            writer.finish()
-    size, digests = hasher.num_bytes, hasher.finish()
-    assert size == layout.num_bytes
-    with storage.create(_digests_key(layout.key)) as writer:
-        writer.write(digests)
-        writer.finish()
-    return WrittenFile(layout.key, size, _digests_key(layout.key), digest128(digests))
+            file.sync()
+        return file.finish()
 
 
 def _file_chunks(holdings: Holdings, assignment: Assignment, layout: FileLayout) -> Iterator[memoryview]:

@@ -11,7 +11,7 @@ XXH3 finds damage; it does not keep out somebody who forges both the data and th
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -98,6 +98,11 @@ class BlockHasher:
     def num_bytes(self) -> int:
         """Bytes seen so far."""
         return len(self._digests) * self._block_bytes + self._open_bytes
+
+    @property
+    def values(self) -> Sequence[int]:
+        """The digests of all blocks that are full."""
+        return self._digests
 
     def update(self, data: Buffer) -> None:
         """Take the next bytes of the file, from any contiguous buffer."""

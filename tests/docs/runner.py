@@ -2,8 +2,9 @@
 
 - ``pycon``: a session, as doctest runs it; one namespace for the whole document.
 - ``python`` that begins with ``# name.py``: that file; other ``python`` is run in the session.
-- ``sh``: ``python file.py …`` and ``torchrun --nproc-per-node=N file.py …`` are run, the latter as real ranks; ``reshard-ckpt …``
-  in this process, where it must find no problem; before ``; echo $?`` it may, and its exit code is printed.
+- ``sh``: ``python file.py …`` and ``torchrun --nproc-per-node=N file.py …`` (or ``-m module``) are run, the latter as real
+  ranks; ``reshard-ckpt …`` in this process, where it must find no problem; before ``; echo $?`` it may, and its exit code is
+  printed.
 - ``text`` and ``json`` after ``sh``: what that printed, rank 0's output first, stdout before stderr; ``...`` stands for anything.
 """
 
@@ -118,5 +119,13 @@ def run_script_here(folder: str, script: str, arguments: list[str]) -> str:
     sys.path.insert(0, folder)
     sys.argv = [script, *arguments]
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        runpy.run_path(script, run_name="__main__")
+        if script == "-m":
+            sys.argv = arguments
+            try:
+                runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+            except SystemExit as left:
+                if left.code:
+                    raise AssertionError(f"{arguments}: exit code {left.code}") from left
+        else:
+            runpy.run_path(script, run_name="__main__")
     return printed.getvalue()

@@ -35,6 +35,7 @@ RESULTS = {
     "checkpoint.Inspection",
     "checkpoint.LoadReport",
     "checkpoint.LoadedStep",
+    "checkpoint.ReshardReport",
     "checkpoint.VerifyReport",
     "checkpoint.SaveHandle",
     "checkpoint.Timeline",

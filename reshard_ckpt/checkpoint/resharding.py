@@ -1,0 +1,275 @@
+"""How does a checkpoint become one of another topology, without a job? `reshard`: offline, in one process or many."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path as FilePath
+from typing import Any
+
+from ..comm import open_session
+from ..core.catalog import Catalog
+from ..core.rules import parse_rules
+from ..core.state import AxisPlacement, Mesh
+from ..core.topology import Wish, group_orders
+from ..engine.agreement import new_save_id
+from ..engine.free_space import check_free_space
+from ..engine.progress import OnProgress, reporter
+from ..engine.recut import Choice, Recut, recut
+from ..engine.rename import renamed
+from ..engine.reshard import Done, Options, RankShare, agree_on_id, commit, rank_share, save_id_of, share_of, write_share
+from ..engine.save import look
+from ..engine.saved_values import open_values
+from ..errors import UsageError
+from ..format.torch_dtypes import TORCH_DTYPES
+from ..storage import Storage, open_storage
+from .choosing import choose
+from .source import Path, Source, open_shared_source
+
+Names = str | Sequence[str] | None
+
+
+@dataclass(frozen=True, slots=True)
+class ReshardReport:
+    """What `reshard` did, or with ``dry_run=True`` would do.
+
+    Attributes
+    ----------
+    save_id
+        Of the result.
+    mesh
+        Its axes and their sizes.
+    ranks
+        For each rank of the new topology: its files and bytes, what these are made of, and whose files that is in.
+    placements
+        How each tensor lies on the new mesh, axis by axis.
+    num_values
+        How many values travelled over.
+    bytes_written, bytes_kept
+        The size of all files of the result; of them, what an attempt that was cut off had finished.
+    bytes_wanted, bytes_read
+        Bytes of the old checkpoint that the result is made of; what was read for it, since whole blocks are proved.
+    dry_run
+        Whether nothing was written.
+    """
+
+    save_id: str
+    mesh: Mapping[str, int]
+    ranks: tuple[RankShare, ...]
+    placements: Mapping[str, tuple[AxisPlacement, ...]]
+    num_values: int
+    bytes_written: int
+    bytes_kept: int
+    bytes_wanted: int
+    bytes_read: int
+    dry_run: bool
+
+
+def reshard(
+    src: Path,
+    dst: Path,
+    *,
+    mesh: Mapping[str, int],
+    rules: Any = None,
+    stages: Sequence[int] | None = None,
+    select: Names = None,
+    exclude: Names = None,
+    drop: Names = None,
+    rename: Mapping[str, str] | Callable[[str], str] | None = None,
+    cast: Mapping[str, Any] | None = None,
+    dry_run: bool = False,
+    verify: bool = True,
+    progress: bool | OnProgress = False,
+    process_group: Any = None,
+    timeout_s: float = 3600.0,
+) -> ReshardReport:
+    """Write a checkpoint as a job of another topology would have saved it, so that each of its ranks reads few files, in order.
+
+    Memory is bounded at any size. One process does it, or all ranks of a process group together, each some of the files. A
+    reshard that was killed goes on where it was when it is called again in the same way: finished files are kept.
+
+    Parameters
+    ----------
+    src
+        The checkpoint to read.
+    dst
+        Where to write; a checkpoint that is there is replaced in the last step. It cannot be `src`.
+    mesh
+        Axes and sizes of the new topology, outermost first, as in ``{"dp": 2, "tp": 4}``. The axis ``pp`` holds pipeline stages,
+        ``ep`` experts.
+    rules
+        Name patterns with placements, as a map or a list of maps, or a YAML file of them; see the guide. What no rule speaks of
+        stays as the catalog says: sharded along the same dim, replicated, or flat, on the new size of the axis.
+    stages
+        The first layer of each pipeline stage but the first; evenly by default.
+    select, exclude, drop
+        Names, what lies below them, or patterns: what to take (all by default), and what not. `drop` is for whole parts, such as
+        ``"optimizer"``.
+    rename
+        As for `load`: old names, or dotted prefixes, mapped to new ones. All other options speak of the new names.
+    cast
+        Patterns of names, and the dtype that floating-point tensors of such names get: ``{"model.*": "bfloat16"}``.
+    dry_run
+        Plan and report; write nothing.
+    verify
+        Prove every block that is read, and read back every block that was written.
+    progress
+        True for a line on stderr, or a function of the step, the bytes done and the bytes in all.
+    process_group, timeout_s
+        As for `save`.
+
+    Returns
+    -------
+    ReshardReport
+
+    Raises
+    ------
+    UsageError
+        The options do not fit the checkpoint, or each other.
+    CheckpointNotFound, CorruptError
+        The source is missing or damaged; nothing at `dst` was replaced.
+    StorageError
+        The store refused; what `dst` held is still there.
+    """
+    new_mesh = _mesh(mesh)
+    wishes = parse_rules(_rules(rules), new_mesh)
+    subject = f"{src} to {dst}"
+    with (
+        open_session("reshard", subject, process_group=process_group, timeout_s=timeout_s) as comm,
+        open_shared_source(comm, src) as source,
+        open_storage(dst) as target,
+    ):
+        _refuse_same(source.storage, target)
+        catalog = source.catalog if rename is None else renamed(source.catalog, rename)
+        choice = _choice(catalog, select, exclude, drop, cast)
+        wish = Wish(new_mesh, wishes, _boundaries(stages, new_mesh), _group_orders(source, catalog, choice))
+        planned = recut(catalog, choice, wish)
+        before = look(target) if comm.rank == 0 else None
+        proved = all(file.digests_key for file in catalog.files)
+        save_id = agree_on_id(comm, save_id_of(source.catalog if proved else replace(source.catalog, created_s=0.0), planned))
+        if not proved:
+            # Nothing proves that the same catalog means the same bytes, so no earlier attempt may be taken up.
+            save_id = comm.broadcast(new_save_id().encode()).decode()
+        done = Done({}, 0, 0)
+        if not dry_run:
+            if before is not None and save_id not in before.folders:
+                check_free_space(target, planned.plan)
+            share = share_of(planned, save_id, comm.rank, comm.size)
+            report = reporter(progress if comm.rank == 0 else False)
+            done = write_share(source.storage, target, planned, save_id, share, Options(verify, report))
+            done = commit(comm, target, planned, save_id, done, before)
+    return _report(planned, save_id, done, dry_run)
+
+
+def _mesh(mesh: Mapping[str, int]) -> Mesh:
+    good = isinstance(mesh, Mapping) and all(isinstance(axis, str) and axis for axis in mesh)
+    if not good or not all(type(size) is int and size >= 1 for size in mesh.values()):
+        raise UsageError(f"mesh={mesh!r}: wanted axes and their sizes, outermost first, as in mesh={{'dp': 2, 'tp': 4}}")
+    return Mesh(tuple(mesh), tuple(mesh.values()))
+
+
+def _rules(rules: Any) -> Any:
+    """Rules as plain data; a path is that of a YAML file."""
+    if not isinstance(rules, str | os.PathLike):
+        return rules
+    try:
+        import yaml
+    except ImportError:
+        advice = "install PyYAML (pip install 'reshard-ckpt[cli]'), or pass the rules as a dict"
+        raise UsageError(f"rules: {os.fspath(rules)}: reading YAML needs PyYAML; {advice}") from None
+    try:
+        return yaml.safe_load(FilePath(rules).read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UsageError(f"rules: {os.fspath(rules)}: cannot be read as YAML: {error}; correct the file") from error
+
+
+def _boundaries(stages: Sequence[int] | None, mesh: Mesh) -> tuple[int, ...] | None:
+    if stages is None:
+        return None
+    if "pp" not in mesh.axes:
+        raise UsageError(
+            f"stages={list(stages)}: the mesh {dict(zip(mesh.axes, mesh.sizes, strict=True))} has no axis pp; add it"
+        )
+    size = mesh.sizes[mesh.axes.index("pp")]
+    if not all(type(n) is int for n in stages) or len(stages) != size - 1:
+        raise UsageError(
+            f"stages={stages!r}: {size} pipeline stages have {size - 1} boundaries: the first layer of each stage but the first, "
+            "as in stages=[8, 16, 24] for 4"
+        )
+    return tuple(stages)
+
+
+def _refuse_same(source: Storage, target: Storage) -> None:
+    same = source.url == target.url
+    if os.path.isdir(source.url) and os.path.isdir(target.url):
+        same = os.path.samefile(source.url, target.url)
+    if same:
+        raise UsageError(f"{target.url}: is the checkpoint to be read; write to another path, and move it in place afterwards")
+
+
+def _choice(catalog: Catalog, select: Names, exclude: Names, drop: Names, cast: Mapping[str, Any] | None) -> Choice:
+    tensors, values = choose(catalog, _listed(select))
+    for unwanted in (_listed(exclude), _listed(drop)):
+        if unwanted is not None:
+            less, fewer = (set(names) for names in choose(catalog, unwanted))
+            tensors, values = [n for n in tensors if n not in less], [n for n in values if n not in fewer]
+    for name, error in catalog.unreadable.items():
+        if (select is None or _fits(name, select)) and not _fits(name, exclude) and not _fits(name, drop):
+            raise error
+    if not tensors and not values:
+        raise UsageError(f"select={select!r}, exclude={exclude!r}, drop={drop!r}: nothing is left to write; take less away")
+    dtypes: dict[str, str] = {}
+    for pattern, wanted in (cast or {}).items():
+        code = _code(pattern, wanted)
+        found = [n for n in choose(catalog, [pattern])[0] if TORCH_DTYPES[catalog.dtype(catalog.index(n))].is_floating_point]
+        if not found:
+            raise UsageError(f"cast={{{pattern!r}: …}}: no tensor of such a name is floating-point; correct the pattern")
+        for name in found:
+            dtypes.setdefault(name, code)
+    return Choice(tensors, values, dtypes)
+
+
+def _fits(name: str, patterns: Names) -> bool:
+    return any(name == p or name.startswith(f"{p}.") or fnmatchcase(name, p) for p in _listed(patterns) or ())
+
+
+def _listed(names: Names) -> Sequence[str] | None:
+    return [names] if isinstance(names, str) else names
+
+
+def _code(pattern: str, wanted: Any) -> str:
+    """The code of a dtype that is given as torch's, by torch's name or by the code."""
+    name = str(wanted).removeprefix("torch.")
+    for code, dtype in TORCH_DTYPES.items():
+        if name in (code, str(dtype).removeprefix("torch.")) and dtype.is_floating_point:
+            return code
+    known = sorted(str(dtype).removeprefix("torch.") for dtype in TORCH_DTYPES.values() if dtype.is_floating_point)
+    raise UsageError(f"cast={{{pattern!r}: {wanted!r}}}: no floating-point dtype; there are {', '.join(known)}")
+
+
+def _group_orders(source: Source, catalog: Catalog, choice: Choice) -> dict[str, list[str]]:
+    """Of each optimizer, its parameters in its own order."""
+    names = [name for name in choice.values if name.endswith(".param_groups")]
+    values = open_values(source.storage, catalog, names, verify=True)
+    return dict(group_orders({name: value.value for name, value in values.items()}))
+
+
+def _report(planned: Recut, save_id: str, done: Done, dry_run: bool) -> ReshardReport:
+    plan = planned.plan
+    ranks = tuple(rank_share(planned, rank, save_id) for rank in range(planned.mesh.size))
+    numbers = dict(zip(plan.tables.names, plan.placement.tolist(), strict=True))
+    tensors = [spec.name for spec in planned.specs[: len(planned.placed)]]
+    return ReshardReport(
+        save_id=save_id,
+        mesh=dict(zip(planned.mesh.axes, planned.mesh.sizes, strict=True)),
+        ranks=ranks,
+        placements={name: plan.placements[numbers[name]] if numbers[name] >= 0 else () for name in tensors},
+        num_values=len(planned.values),
+        bytes_written=sum(rank.bytes_written for rank in ranks),
+        bytes_kept=done.bytes_kept,
+        bytes_wanted=sum(rank.bytes_wanted for rank in ranks),
+        bytes_read=done.bytes_read,
+        dry_run=dry_run,
+    )

@@ -1,0 +1,117 @@
+"""In what order are many new files written at once, so that their source is read once? Tensor by tensor, all files side by side.
+
+New ranks that hold different columns of one tensor draw on the same rows of the same files: read for each of them alone, these
+rows would be read as often as there are such ranks. So they are written in *lockstep*, a group at a time.
+
+1. Ranks are in one group if they differ only on axes that cut an inner dim of some tensor.
+2. A group's write items are taken tensor by tensor, in the order that all its files have; those of one tensor that do not fit a
+   window are cut into as many slices for each rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ..core.state import Ints, Mesh
+from ..core.topology import Placed
+from .stream import MAX_RUNS, Run
+
+MAX_FILES = 64
+"""Files written at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One write item: its place in the order of all files (element size, then tensor), the run, and bytes of an element."""
+
+    key: tuple[int, int]
+    run: Run
+    item_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """The next bytes of one file of those that are written at once."""
+
+    lane: int
+    run: Run
+
+
+def shared_axes(mesh: Mesh, shapes: Sequence[Ints], placed: Sequence[Placed]) -> frozenset[int]:
+    """The axes whose ranks hold different columns of some tensor: what they cut is no outermost dim."""
+    found: set[int] = set()
+    for shape, p in zip(shapes, placed, strict=True):
+        outer = next((dim for dim, size in enumerate(shape) if size > 1), 0)
+        found.update(i for i, axis in enumerate(p.axes) if axis.kind == "shard" and (axis.dim or 0) > outer and mesh.sizes[i] > 1)
+    return frozenset(found)
+
+
+def group_ranks(mesh: Mesh, shared: frozenset[int]) -> list[list[int]]:
+    """The ranks of the mesh in groups that are written in lockstep."""
+    groups: dict[Ints, list[int]] = {}
+    for rank in range(mesh.size):
+        key = tuple(c for i, c in enumerate(mesh.coordinates(rank)) if i not in shared)
+        groups.setdefault(key, []).append(rank)
+    return list(groups.values())
+
+
+def divide(groups: Sequence[Sequence[int]], num_bytes: Sequence[int], num: int) -> list[list[list[int]]]:
+    """The groups over `num` processes, in order, so that each writes about as much; a group may be cut.
+
+    >>> divide([[0, 1], [2, 3]], [5, 5, 5, 5], 4)
+    [[[0]], [[1]], [[2]], [[3]]]
+    >>> divide([[0, 1], [2, 3]], [5, 5, 5, 5], 2)
+    [[[0, 1]], [[2, 3]]]
+    """
+    ranks = [rank for group in groups for rank in group]
+    middles = np.cumsum([num_bytes[r] for r in ranks]) - np.array([num_bytes[r] for r in ranks]) / 2
+    total = max(sum(num_bytes), 1)
+    owner = dict(zip(ranks, np.minimum(middles * num // total, num - 1).astype(int).tolist(), strict=True))
+    out: list[list[list[int]]] = [[] for _ in range(num)]
+    for group in groups:
+        for process in range(num):
+            mine = [rank for rank in group if owner[rank] == process]
+            out[process] += [mine[i : i + MAX_FILES] for i in range(0, len(mine), MAX_FILES)]
+    return out
+
+
+def windows(lanes: Sequence[Sequence[Item]], window_bytes: int) -> Iterator[list[Slice]]:
+    """The items of all files, in windows; each file's own stay in order."""
+    by_key: dict[tuple[int, int], list[list[Item]]] = {}
+    for lane, items in enumerate(lanes):
+        for item in items:
+            by_key.setdefault(item.key, [[] for _ in lanes])[lane].append(item)
+    window: list[Slice] = []
+    room = window_bytes
+    for key in sorted(by_key):
+        batch = by_key[key]
+        size = sum(item.run.count * item.item_bytes for items in batch for item in items)
+        count = sum(map(len, batch))
+        if window and (size > room or len(window) + count > MAX_RUNS):
+            yield window
+            window, room = [], window_bytes
+        if size <= window_bytes:
+            window += [Slice(lane, item.run) for lane, items in enumerate(batch) for item in items if item.run.count]
+            room -= size
+            continue
+        num = -(-size // window_bytes)
+        for n in range(num):
+            yield [Slice(lane, run) for lane, items in enumerate(batch) for run in _slice(items, n, num)]
+    if window:
+        yield window
+
+
+def _slice(items: Sequence[Item], n: int, num: int) -> Iterator[Run]:
+    """The n-th of so many slices of the items, end to end."""
+    total = sum(item.run.count for item in items)
+    low, high = total * n // num, total * (n + 1) // num
+    position = 0
+    for item in items:
+        run = item.run
+        begin, end = max(low - position, 0), min(high - position, run.count)
+        if begin < end:
+            yield replace(run, start=run.start + begin, count=end - begin)
+        position += run.count
