@@ -9,7 +9,7 @@ JOBS ?= auto
 # More threads than cores make small models slower, and every test process would start its own.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check bench soak crash-points compat
+.PHONY: demo test check bench soak crash-points compat fuzz
 .DEFAULT_GOAL := check
 
 $(STAMP): pyproject.toml constraints.txt
@@ -33,8 +33,15 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Coverage-guided fuzzing of the decoders; what it finds, and the inputs that reach new code, are kept in fuzz_out.
+FUZZ_SECONDS ?= 30
+fuzz: $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[fuzz]'
+	$(BIN)/python -m tests.fuzz --seconds $(FUZZ_SECONDS)
+
 # Kills a save after each of its system calls in turn; docs/reliability.md has the figures.
 crash-points: $(STAMP)
+	mkdir -p bench_out
 	$(BIN)/python -m tests.reliability.kills --out bench_out/crash_points.json
 
 # The core of the suite on the oldest and the newest torch, each in a venv of its own. The index has builds without CUDA; where

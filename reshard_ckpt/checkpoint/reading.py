@@ -11,7 +11,7 @@ import torch
 from ..core.catalog import Catalog, TensorKind
 from ..core.state import TensorSpec, ValueKind, box_piece, row_major_strides
 from ..core.timeline import Timeline
-from ..engine.load import LoadOptions, fetch, resolve
+from ..engine.load import LoadOptions, fetch, prove_held, resolve
 from ..engine.progress import OnProgress, reporter
 from ..engine.save import timeline_key
 from ..engine.saved_values import open_values
@@ -99,6 +99,7 @@ def read(path: Path, names: Sequence[str] | None = None, *, progress: bool | OnP
         storage, saved = source.storage, source.catalog
         refuse_unreadable(saved, names)
         tensors, values = choose(saved, names)
+        prove_held(storage, saved, [saved.index(name) for name in tensors])
         whole = [_whole(saved, name) for name in tensors]
         resolved = resolve(saved, whole, LoadOptions())
         if any(resolved.problems.values()):

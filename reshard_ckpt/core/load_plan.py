@@ -16,10 +16,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..errors import CorruptError
 from .catalog import Catalog
 from .geometry import I64, bounds, decompose, pad_left, ranges, strides_of, volumes
 from .offer import PieceColumns
 from .save_plan import item_bytes_of
+
+MAX_WINDOWS = 1 << 20
+"""Windows that the rows of one step may reach over: 8 TiB, which no rank reads. A damaged or hostile catalog may claim more."""
 
 MAX_PAIRS = 1 << 20
 """Pairs of wanted box and row compared in one step; bounds memory, not the answer."""
@@ -173,6 +177,8 @@ def _cut_at_windows(offset: I64, start: I64, count: I64, each: I64, window_bytes
     """Cut runs where their bytes cross a window; an element belongs to the window in which it begins."""
     first = offset // window_bytes
     last = (offset + count * each - 1) // window_bytes
+    if float((last - first + 1).sum(dtype=np.float64)) > MAX_WINDOWS + 2 * len(first):
+        raise CorruptError(f"rows of {int((count * each).max())} bytes are no shards that one rank reads; use another checkpoint")
     run, step = ranges(last - first + 1)
     bound = (first[run] + step) * window_bytes - offset[run]
     low = np.clip(-(-bound // each[run]), 0, count[run])

@@ -13,11 +13,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..errors import UnsupportedError
 from .geometry import I64, bounds, decompose, ranges, volumes
 from .ordering import is_new, lex_order
 
 MAX_PAIRS = 1 << 21
 """Pairs of boxes compared in one step; bounds memory, not the answer."""
+
+MAX_SWEPT = 1 << 29
+"""Pairs compared in all, for one tensor. No layout of a job comes near: a grid of half a million boxes has fewer. A catalog that
+is made for it would keep a reader busy for hours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +68,18 @@ def find_faults(
     boxes = box_offsets, box_lengths
     same, ends = ~is_new(tensor, box)[1:], start + count
     gap = start[1:] - ends[:-1]
-    for i in np.flatnonzero(same & (gap < 0)).tolist():
+    clash = np.flatnonzero(same & (gap < 0))
+    clashing, one = np.unique(tensor[clash], return_index=True)  # one overlap of each tensor says enough
+    for i in clash[one].tolist():
         pair = np.array([i, i + 1])
         yield _overlap(int(tensor[i]), order[pair], _bounds_of(boxes, box[pair], start[pair], count[pair]))
     new = np.append(True, ~(same & (gap == 0))) if len(order) else np.zeros(0, bool)
     first = np.flatnonzero(new)
     last = np.append(first[1:], len(order))[: len(first)] - 1
+    fine = ~np.isin(tensor[first], clashing)
+    first, last = first[fine], last[fine]
     joined = _Joined(tensor[first], box[first], start[first], ends[last] - start[first], order[first])
-    yield from _box_faults(shapes, boxes, joined)
+    yield from _box_faults(shapes, boxes, joined, frozenset(clashing.tolist()))
 
 
 def _bounds_of(boxes: tuple[I64, I64], box: I64, start: I64, count: I64) -> tuple[I64, I64]:
@@ -82,7 +91,8 @@ def _overlap(tensor: int, rows: I64, around: tuple[I64, I64]) -> Fault:
     return Fault(tensor, tuple(rows.tolist()), tuple(low.tolist()), tuple(np.maximum(high, low).tolist()), 0)
 
 
-def _box_faults(shapes: I64, boxes: tuple[I64, I64], joined: _Joined) -> Iterator[Fault]:
+def _box_faults(shapes: I64, boxes: tuple[I64, I64], joined: _Joined, told: frozenset[int]) -> Iterator[Fault]:
+    """The faults of all tensors but those that have been told of."""
     cut = decompose(boxes[1][joined.box], joined.start, joined.count)
     tensor = joined.tensor[cut.parent]
     low = boxes[0][joined.box[cut.parent]] + cut.offsets
@@ -95,6 +105,8 @@ def _box_faults(shapes: I64, boxes: tuple[I64, I64], joined: _Joined) -> Iterato
     whole[single] = (low[at] == 0).all(axis=1) & (cut.lengths[at] == shapes[single]).all(axis=1)
     proved: set[bytes] = set()
     for t in np.flatnonzero(((sizes > 0) | (num > 0)) & ~whole).tolist():
+        if t in told:
+            continue
         part = slice(first[t], first[t + 1])
         layout = shapes[t].tobytes() + low[part].tobytes() + cut.lengths[part].tobytes()
         if layout in proved:
@@ -121,6 +133,10 @@ def find_overlap(offsets: I64, lengths: I64) -> tuple[int, int] | None:
         return None
     best = min(range(offsets.shape[1]), key=lambda dim: int(_meeting(offsets, lengths, dim)[1].sum()))
     order, meets = _meeting(offsets, lengths, best)
+    if meets.sum() > MAX_SWEPT:
+        raise UnsupportedError(
+            f"{len(offsets)} shards of one tensor lie so that it takes too long to prove that none overlap; use fewer ones"
+        )
     for part in _batches(meets, MAX_PAIRS):
         owner, step = ranges(meets[part])
         left = order[owner + part.start]
@@ -164,9 +180,9 @@ def find_gap(shape: I64, offsets: I64, lengths: I64) -> tuple[tuple[int, ...], t
         if len(inside) == 0:
             return tuple(low.tolist()), tuple(high.tolist())
         # Cut along a face of some box, so that a half is either covered, free, or simpler.
-        i = inside[0]
-        offsets, lengths = begin[inside], (end - begin)[inside]
-        dim, at = _face(low, high, begin[i], end[i])
+        begin, end = begin[inside], end[inside]
+        offsets, lengths = begin, end - begin
+        dim, at = _face(low, high, begin, end)
         left_high, right_low = high.copy(), low.copy()
         left_high[dim], right_low[dim] = at, at
         left = volumes(np.maximum(np.minimum(offsets + lengths, left_high) - offsets, 0)).sum()
@@ -177,13 +193,12 @@ def find_gap(shape: I64, offsets: I64, lengths: I64) -> tuple[tuple[int, ...], t
 
 
 def _face(low: I64, high: I64, begin: I64, end: I64) -> tuple[int, int]:
-    """A dim and a coordinate strictly inside ``low … high`` where the box begins or ends."""
-    for dim in range(len(low)):
-        if begin[dim] > low[dim]:
-            return dim, int(begin[dim])
-        if end[dim] < high[dim]:
-            return dim, int(end[dim])
-    raise AssertionError("the box fills the region, so nothing of it is uncovered")
+    """A dim and a coordinate strictly inside ``low … high`` where boxes begin or end: the middle one of the dim that has most."""
+    faces = [np.concatenate([b[b > lo], e[e < hi]]) for b, e, lo, hi in zip(begin.T, end.T, low, high, strict=True)]
+    dim = max(range(len(faces)), key=lambda d: len(faces[d]))
+    assert len(faces[dim]), "a box fills the region, so nothing of it is uncovered"
+    middle = len(faces[dim]) // 2
+    return dim, int(np.partition(faces[dim], middle)[middle])
 
 
 def describe_region(low: Sequence[int], high: Sequence[int], ndim: int) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Generic, Protocol, TypeVar
 
 import msgpack
@@ -349,6 +350,28 @@ def drop_refused(catalog: Catalog, resolved: Resolved, refused: frozenset[int]) 
         wanted=wanted,
         plan=plan_load(catalog, source, wanted, WINDOW_BYTES),
     )
+
+
+def prove_held(storage: Storage, catalog: Catalog, tensors: Sequence[int]) -> None:
+    """Whole tensors of the catalog are there, as far as sizes tell; asked before any memory is taken for them.
+
+    Raises
+    ------
+    CorruptError
+        Their rows have fewer elements than they, or a file has another size than the catalog says.
+    """
+    table, rows = catalog.tensors_table, catalog.rows
+    sources = np.array([catalog.source(index) for index in tensors], np.int64)
+    files = [np.zeros(0, np.int64)]
+    for index, begin, end in zip(sources, table.row_start[sources], table.row_start[sources + 1], strict=True):
+        shape, held = catalog.shape(index), int(rows.count[begin:end].sum())
+        if held < prod(shape):
+            raise CorruptError(
+                f"{table.names[index]}: no saved shard holds some of it, {held} of {prod(shape)} elements in all, global shape "
+                f"{shape}; use another checkpoint"
+            )
+        files.append(rows.file[begin:end])
+    check_files(storage, catalog, np.unique(np.concatenate(files)).tolist())
 
 
 class Execute(Protocol):

@@ -15,7 +15,8 @@ from ..core.offer import piece_columns
 from ..core.state import ValueKind
 from ..format.values import decode_value
 from ..storage.protocol import Storage
-from .read import WINDOW_BYTES, Destination, check_files, execute, open_blocks
+from .load import prove_held
+from .read import WINDOW_BYTES, Destination, execute, open_blocks
 from .values import byte_blob
 
 
@@ -70,10 +71,10 @@ class _RankValues(Sequence[Any]):
 
 def read_blob(storage: Storage, catalog: Catalog, index: int, verify: bool) -> memoryview:
     """The bytes of a blob of the catalog."""
+    prove_held(storage, catalog, [index])
     blob = byte_blob(catalog.tensors_table.names[index], torch.empty(catalog.shape(index), dtype=torch.uint8))
     plan = plan_load(catalog, np.array([index]), piece_columns([blob.spec], 1), WINDOW_BYTES)
     files = np.unique(plan.file).tolist()
-    check_files(storage, catalog, files)
     blocks = open_blocks(storage, catalog, files if verify else [])
     execute(storage, catalog, plan, [Destination(blob.spec.name, blob.tensor, torch.uint8)], blocks=blocks)
     return blob.tensor.numpy().data

@@ -10,8 +10,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import pairwise
+from collections.abc import Callable, Sequence
+from itertools import chain, pairwise
 from typing import Any
 
 import msgpack
@@ -21,7 +21,7 @@ from ..core.catalog import I64, BoxTable, Catalog, FileEntry, RowTable, TensorTa
 from ..core.dtypes import CODES
 from ..core.state import AxisPlacement, Mesh, ValueKind
 from ..errors import CorruptError, UnsupportedError
-from .catalog_check import problems
+from .catalog_check import bombs, problems
 from .checksums import digest128
 from .columns import Table, pack_bytes, pack_ints, pack_matrix, pack_table, pack_texts, unpack_map
 from .values import decode_value, encode_value
@@ -82,7 +82,7 @@ def decode_catalog(data: bytes | memoryview) -> Catalog:
     if len(data) > MAX_CATALOG_BYTES:
         raise CorruptError(f"catalog: {len(data)} bytes, over the {MAX_CATALOG_BYTES} that are read; use another checkpoint")
     catalog = _decode_sections(_open_sections(data))
-    for problem in problems(catalog):
+    for problem in chain(problems(catalog), bombs(catalog, len(data))):
         raise CorruptError(f"catalog: {problem}; use another checkpoint")
     # Only the files of foreign formats have none, and those have no catalog file: what claims to be ours must be provable.
     unproved = next((file.key for file in catalog.files if not file.digests_key), None)
@@ -219,7 +219,8 @@ def _open_sections(data: bytes | memoryview) -> Callable[[str], Table]:
             raise CorruptError(f"catalog: its section {name} is missing; use another checkpoint")
         if section.get("digest") != section_digest(name, body):
             raise CorruptError(f"catalog: its section {name} does not match its digest; use another checkpoint")
-        return Table(name, unpack_map(body, f"catalog: {name}"), max_count=len(data))
+        # Where there are many rows, some columns differ from each to the next, and take 4 bytes of each at least.
+        return Table(name, unpack_map(body, f"catalog: {name}"), max_count=len(data) // 4 + 4096)
 
     return open_section
 
@@ -281,9 +282,16 @@ def _decode_placements(table: Table) -> tuple[tuple[AxisPlacement, ...], ...]:
     return tuple(_split(table, "num_axes", num_axes, axes))
 
 
+def _refuse_repeated(table: Table, field: str, names: Sequence[str]) -> None:
+    """One name for all, which a column stores once, would make many objects of few bytes before any check of the whole."""
+    if len(names) > 1 and names[0] == names[-1]:
+        raise table.corrupt(field, f"holds {names[0]!r:.80} twice")
+
+
 def _decode_files(table: Table) -> tuple[FileEntry, ...]:
     keys = table.texts("key")
     count = len(keys)
+    _refuse_repeated(table, "key", keys)
     columns = (
         keys,
         table.ints("size", count).tolist(),
@@ -342,6 +350,7 @@ def _decode_rows(table: Table) -> RowTable:
 def _decode_values(table: Table) -> tuple[ValueEntry, ...]:
     names = table.texts("name")
     count = len(names)
+    _refuse_repeated(table, "name", names)
     paths, kinds = table.byte_strings("path", count), table.ints("kind", count).tolist()
     unknown = set(kinds) - set(ValueKind)
     if unknown:

@@ -24,6 +24,10 @@ MAX_DIMS = 32
 MAX_BYTES = 2**62
 """The most bytes that a file or a tensor may have, so that sums of two such numbers still fit in an int64."""
 
+CELLS_PER_BYTE, MIN_CELLS = 16, 1 << 20
+"""How many numbers the boxes of runs that are no boxes may have, for each byte of the file, and in any case. A save has fewer
+than 8: a row takes 4 bytes at least where there are many, and comes apart into 28 numbers in a tensor of 4 dims."""
+
 _ITEM_BYTES = np.array([ITEM_BYTES[code] for code in CODES], np.int64)
 _UNSAFE = re.compile(r"[\x00-\x1f\x7f\\]")
 _MAX_KEY_CHARS = 1024
@@ -38,6 +42,23 @@ def problems(catalog: Catalog) -> Iterator[str]:
     yield from _boxes(catalog.boxes, catalog.tensors_table)
     yield from _rows(catalog)
     yield from _values(catalog)
+
+
+def bombs(catalog: Catalog, num_bytes: int) -> Iterator[str]:
+    """What a catalog file of this size may not claim: no save writes it, and it would cost a reader much memory or time."""
+    rows, table = catalog.rows, catalog.tensors_table
+    tensor = np.repeat(np.arange(len(table.names)), np.diff(table.row_start))
+    sizes = np.array([file.size for file in catalog.files], np.float64)
+    used = np.bincount(rows.file, weights=rows.count * _ITEM_BYTES[table.dtype][tensor], minlength=len(sizes))
+    bad = _first(used > sizes)
+    if bad is not None:
+        yield f"rows of {int(used[bad])} bytes in all lie in {catalog.files[bad].key}, which has {int(sizes[bad])}"
+    # Planners cut a run that is no box into boxes: 2 D - 1, of D dims each.
+    lengths = catalog.boxes.lengths
+    parts = 2 * np.maximum((lengths > 1).sum(axis=1), 1) - 1
+    cells = int((parts[rows.box] * (rows.count != lengths.prod(axis=1)[rows.box])).sum()) * lengths.shape[1]
+    if cells > CELLS_PER_BYTE * num_bytes + MIN_CELLS:
+        yield f"its {len(rows.box)} rows come apart into boxes of {cells} numbers, too many for a file of {num_bytes} bytes"
 
 
 def is_safe_key(key: str) -> bool:
@@ -212,5 +233,7 @@ def _values(catalog: Catalog) -> Iterator[str]:
             yield f"{value.name}: its kind of value is {value.kind}, written by a newer version"
         if (value.data is None) != bool(value.blobs) or (len(value.blobs) > 1 and value.kind != ValueKind.PER_RANK):
             yield f"{value.name}: has {'no' if value.data is None else 'its'} bytes here, and {len(value.blobs)} blobs"
+        if value.kind == ValueKind.PER_RANK and not value.blobs:
+            yield f"{value.name}: is a value of each rank's own, but lies in no blobs"
         if any(not 0 <= blob < len(kinds) or kinds[blob] != TensorKind.BLOB for blob in value.blobs):
             yield f"{value.name}: its blobs {value.blobs!r:.80} are none of the catalog's"

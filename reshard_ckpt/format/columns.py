@@ -27,6 +27,9 @@ MAX_NAME_BYTES = 1 << 16
 MAX_CELLS = 1 << 28
 """The most entries of one table's matrix, for the sake of readers: as int64 they take 2 GiB."""
 
+MAX_COLUMNS = 32
+"""The most dims of a matrix; one of very many rows is held to half as many."""
+
 _WIDTHS = {"u1": 1, "u2": 2, "u4": 4, "u8": 8}
 _MAX_MEMBERS = 256
 
@@ -110,8 +113,11 @@ class Table:
     def matrix(self, field: str, count: int) -> I64:
         """A (count, D) matrix."""
         columns = self.field(field, list)
-        if count * len(columns) > MAX_CELLS:
-            raise self.corrupt(field, f"has {count} × {len(columns)} entries, over the {MAX_CELLS} that are read")
+        if len(columns) > MAX_COLUMNS:
+            raise self.corrupt(field, f"has {len(columns)} dims, over the {MAX_COLUMNS} that are read")
+        most = min(MAX_CELLS, max(16 * self.max_count, 1 << 16))
+        if count * len(columns) > most:
+            raise self.corrupt(field, f"has {count} × {len(columns)} entries, over the {most} that are read")
         out = np.empty((count, len(columns)), np.int64)
         for i, column in enumerate(columns):
             out[:, i] = self._ints(field, column, count)

@@ -12,8 +12,10 @@ Such a file is a zip whose records are stored as they are: a pickle that describ
 from __future__ import annotations
 
 import mmap
+import struct
 import sys
 import zipfile
+import zlib
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,6 +33,9 @@ HEAD_BYTES = 16
 
 _LOCAL_HEADER_BYTES = 30
 _ENCRYPTED = 1
+
+_BAD_ZIP = (ValueError, NotImplementedError, EOFError, OSError, RuntimeError, OverflowError)
+"""What `zipfile` raises besides its own error: it seeks to where a damaged directory sends it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +108,7 @@ def read_records(path: str) -> list[Record]:
             members = archive.infolist()
             _check_kind(archive, members, path)
             return sorted((_record(member, file, path) for member in members if _is_storage(member)), key=lambda r: r.offset)
-    except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError) as error:
+    except (*_BAD_ZIP, zipfile.BadZipFile, zlib.error, struct.error) as error:
         raise CorruptError(f"{path}: is no whole zip, as torch.save writes it ({error}); use another copy") from error
 
 

@@ -1,0 +1,269 @@
+"""What is fuzzed? One function for each decoder: it may return or raise a `CheckpointError`, and nothing else.
+
+Each target has seeds, made by real encoders, and some a mutator that knows their structure, as checksums and lengths would stop
+nearly all that chance alone makes.
+"""
+
+from __future__ import annotations
+
+import io
+import random
+import tempfile
+import uuid
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgpack
+import numpy as np
+import torch
+from safetensors.torch import save as save_safetensors
+
+from reshard_ckpt import checkpoint
+from reshard_ckpt.errors import CheckpointError, UnsupportedError
+from reshard_ckpt.format.catalog import decode_catalog, encode_catalog
+from reshard_ckpt.format.checksums import BlockHasher, decode_digests, num_blocks
+from reshard_ckpt.format.shard_file import parse_header, parse_member_name
+from reshard_ckpt.format.timeline import decode_timeline
+from reshard_ckpt.format.values import decode_path, decode_value, encode_value
+from reshard_ckpt.storage import open_storage
+from tests.reliability.hostile import mutated_bytes, mutated_catalog, mutated_node
+
+Mutate = Callable[[bytes, random.Random], bytes]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A decoder, some real inputs, and how to change one so that it still looks like one."""
+
+    run: Callable[[bytes], None]
+    seeds: Callable[[], Iterator[bytes]]
+    mutate: Mutate | None = None
+    max_bytes: int = 1 << 14
+
+
+URL = f"memory://{uuid.uuid4().hex}"
+SCRATCH = Path(tempfile.mkdtemp(prefix="fuzz-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
+
+
+def sample() -> dict[str, object]:
+    """A state with everything that a catalog can hold."""
+    whole = torch.arange(60.0).reshape(5, 12)
+    return {
+        "t": {
+            "w": whole,
+            "tied": whole,
+            "b": torch.ones(3, dtype=torch.bfloat16),
+            "empty": torch.zeros(0, 4),
+            "x": torch.tensor(1),
+        },
+        "extra": {"step": 3, "long": list(range(3000)), "own": checkpoint.PerRank({"seed": 7}), "text": "é"},
+    }
+
+
+def save_sample() -> bytes:
+    checkpoint.save(URL, sample(), metadata={"run": (1, 2.5)}, mesh={"dp": 1})
+    with open_storage(URL) as storage:
+        return storage.read("catalog.msgpack", 1 << 20)
+
+
+def run_catalog(data: bytes) -> None:
+    """A catalog that is accepted is used, too, over the files of the sample."""
+    catalog = decode_catalog(data)
+    with suppress(UnsupportedError):  # metadata of any kind of value
+        assert decode_catalog(encode_catalog(catalog)).names == catalog.names
+    with open_storage(URL) as storage:
+        storage.publish("catalog.msgpack", data)
+    target = {name: torch.zeros(5, 12) for name in ("t.w", "t.b")}
+    for use in (
+        lambda: checkpoint.verify(URL),
+        lambda: checkpoint.inspect(URL),
+        lambda: checkpoint.read(URL),
+        lambda: checkpoint.load(URL, target, strict=False, verify=False, allow_resize=True),
+    ):
+        with suppress(CheckpointError):
+            use()
+
+
+def catalog_seeds() -> Iterator[bytes]:
+    from tests.format.building import Run, Tensor, build, position_bytes
+
+    yield save_sample()
+    cut = (Run((0, 0), (2, 6), 0, 12, 0), Run((2, 0), (2, 6), 0, 5, 1), Run((2, 0), (2, 6), 5, 7, 0))
+    tensors = [Tensor("a", "F32", (4, 6), position_bytes(0, 96), cut), Tensor("e", "U8", (0, 3))]
+    yield encode_catalog(build(tensors, num_files=2, values={"extra.step": 7}, per_rank=["own", None]).catalog)
+
+
+def run_header(data: bytes) -> None:
+    parsed = parse_header(data, file_size=None)
+    for member, offset in zip(parsed.members, parsed.offsets, strict=True):
+        assert offset >= parsed.num_bytes
+        assert member.num_bytes >= 0
+        parse_member_name(member.name)
+
+
+def file_seeds() -> Iterator[bytes]:
+    yield save_safetensors(
+        {"w": torch.arange(6.0).reshape(2, 3), "b@[0:2]#[1:2]": torch.ones(2, dtype=torch.float16)}, {"format": "pt"}
+    )
+    yield save_safetensors({"empty": torch.zeros(0, 3), "s": torch.tensor(True)})
+
+
+def with_length(change: Mutate) -> Mutate:
+    """Change the JSON of a safetensors file, and put the right length before it."""
+
+    def mutate(data: bytes, chance: random.Random) -> bytes:
+        end = 8 + int.from_bytes(data[:8], "little")
+        if not 8 < end <= len(data):
+            return mutated_bytes(data, chance)
+        text = change(data[8:end], chance)
+        return len(text).to_bytes(8, "little") + text + data[end:]
+
+    return mutate
+
+
+def mutated_json(text: bytes, chance: random.Random) -> bytes:
+    """Numbers and names of a JSON text changed for others."""
+    edges = [
+        "0",
+        "-1",
+        "1e9",
+        "9223372036854775807",
+        "18446744073709551616",
+        "[]",
+        "{}",
+        "null",
+        '"F32"',
+        "[0,0]",
+        "[" * 50,
+        "1" * 40,
+    ]
+    parts = text.split(b":")
+    at = chance.randrange(len(parts))
+    rest = parts[at].split(b",")
+    rest[chance.randrange(len(rest))] = chance.choice(edges).encode()
+    parts[at] = b",".join(rest)
+    return b":".join(parts) if chance.random() < 0.8 else mutated_bytes(text, chance)
+
+
+def run_digests(data: bytes) -> None:
+    for size in (0, 200_000, int.from_bytes(data[16:24], "little")):
+        with suppress(CheckpointError):
+            digests = decode_digests(data, size)
+            assert len(digests.values) == num_blocks(size, digests.block_bytes)
+
+
+def digests_seeds() -> Iterator[bytes]:
+    for size in (0, 10, 200_000):
+        hasher = BlockHasher()
+        hasher.update(bytes(size))
+        yield hasher.finish()
+
+
+def run_value(data: bytes) -> None:
+    with suppress(CheckpointError):
+        decode_path(data)
+    value = decode_value(data)
+    with suppress(UnsupportedError):
+        assert encode_value(decode_value(encode_value(value, "")), "") == encode_value(value, "")
+
+
+def value_seeds() -> Iterator[bytes]:
+    values = [
+        {"lr": 0.5, 3: (1, None)}, [1, -(2**70), 2.5, "é", b"x", True], {1, 2}, np.arange(6.0).reshape(2, 3), np.str_("a"),
+        torch.arange(3), torch.float16, torch.Size([2]), torch.device("cpu"), np.dtype("<f4"), np.datetime64("2026-01-01"),
+        1 + 2j,
+    ]  # fmt: skip
+    yield from (encode_value(value, "") for value in values)
+
+
+def mutated_value(data: bytes, chance: random.Random) -> bytes:
+    try:
+        node = msgpack.unpackb(data, strict_map_key=False)
+        return bytes(msgpack.packb(mutated_tree(node, chance)))
+    except Exception:
+        return mutated_bytes(data, chance)
+
+
+def mutated_tree(node: object, chance: random.Random) -> object:
+    """One node of a tree changed."""
+    if isinstance(node, dict) and node and chance.random() < 0.8:
+        key = chance.choice(list(node))
+        if chance.random() < 0.2:
+            return {
+                chance.choice(["int", "set", "dict", "deque", "Counter", "numpy.ndarray", "torch.Tensor", "numpy.scalar"]): node[
+                    key
+                ]
+            }
+        return {**node, key: mutated_tree(node[key], chance)}
+    if isinstance(node, list) and node and chance.random() < 0.8:
+        at = chance.randrange(len(node))
+        return [*node[:at], mutated_tree(node[at], chance), *node[at + 1 :]]
+    return mutated_node(node, chance, {"x": node})
+
+
+def run_timeline(data: bytes) -> None:
+    decode_timeline(data, where="x").chrome_trace()
+
+
+def timeline_seeds() -> Iterator[bytes]:
+    save_sample()
+    with open_storage(URL) as storage:
+        yield from (storage.read(key, 1 << 20) for key, _ in storage.list() if key.endswith("timeline.json"))
+
+
+def foreign(name: str) -> Callable[[bytes], None]:
+    """Open a path below which these bytes are one file, as a user would."""
+
+    def run(data: bytes) -> None:
+        (SCRATCH / name).parent.mkdir(exist_ok=True)
+        (SCRATCH / name).write_bytes(data)
+        where = SCRATCH / name if name.count("/") == 0 else (SCRATCH / name).parent
+        for use in (checkpoint.inspect, checkpoint.read, checkpoint.verify):
+            with suppress(CheckpointError):
+                use(where)
+
+    return run
+
+
+def index_seeds() -> Iterator[bytes]:
+    folder = SCRATCH / "hub"
+    folder.mkdir(exist_ok=True)
+    (folder / "a.safetensors").write_bytes(next(file_seeds()))
+    yield b'{"metadata":{"total_size":28},"weight_map":{"w":"a.safetensors","b@[0:2]#[1:2]":"a.safetensors"}}'
+
+
+def torch_seeds() -> Iterator[bytes]:
+    for value in ({"w": torch.arange(6.0).reshape(2, 3), "step": 3}, {"model": {"w": torch.ones(2).half()}, "x": [1, "a"]}):
+        out = io.BytesIO()
+        torch.save(value, out)
+        yield out.getvalue()
+
+
+def mutated_zip(data: bytes, chance: random.Random) -> bytes:
+    """One record of a zip changed, and all its checksums made right."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as old:
+            records = [(info, old.read(info)) for info in old.infolist()]
+        chosen = chance.randrange(len(records))
+        out = io.BytesIO()
+        with zipfile.ZipFile(out, "w") as new:
+            for i, (info, record) in enumerate(records):
+                new.writestr(info.filename, mutated_bytes(record, chance) if i == chosen else record)
+        return out.getvalue()
+    except Exception:
+        return mutated_bytes(data, chance)
+
+
+TARGETS = {
+    "catalog": Target(run_catalog, catalog_seeds, mutated_catalog),
+    "header": Target(run_header, file_seeds, with_length(mutated_json)),
+    "digests": Target(run_digests, digests_seeds),
+    "value": Target(run_value, value_seeds, mutated_value, max_bytes=4096),
+    "timeline": Target(run_timeline, timeline_seeds, mutated_json),
+    "safetensors": Target(foreign("x.safetensors"), file_seeds, with_length(mutated_json)),
+    "index": Target(foreign("hub/model.safetensors.index.json"), index_seeds, mutated_json, max_bytes=4096),
+    "torch": Target(foreign("x.pt"), torch_seeds, mutated_zip),
+}
