@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+from collections.abc import Mapping
 
+from ..core.state import Mesh
 from ..core.timeline import Timeline
+from ..core.topology import group_orders
+from ..engine.saved_values import open_values
 from ..errors import CheckpointNotFound, MismatchError, StorageError, UsageError
 from .inspecting import TensorLine, inspect
 from .pictures.cuts import draw_cuts
@@ -15,14 +19,16 @@ from .pictures.raster import png_bytes
 from .pictures.scene import Scene, framed
 from .pictures.svg import svg_document
 from .pictures.times import draw_timeline
-from .reading import catalog
+from .pictures.wanted import wanted_on
 from .reading import timeline as read_timeline
-from .source import Path
+from .source import Path, open_source
 
 PICTURES = (".png", ".svg", ".html")
 
 
-def plot(path: Path, name: str | None = None, *, output: Path, timeline: bool = False) -> pathlib.Path:
+def plot(
+    path: Path, name: str | None = None, *, to: Mapping[str, int] | None = None, output: Path, timeline: bool = False
+) -> pathlib.Path:
     """Draw a checkpoint. No tensor data are read.
 
     Parameters
@@ -32,6 +38,9 @@ def plot(path: Path, name: str | None = None, *, output: Path, timeline: bool = 
     name
         A tensor: how it is cut over ranks. Without one, a page of the whole checkpoint: what each rank wrote, the mesh, the
         tensors by size, and the timeline of the save where there is one.
+    to
+        Axis names and sizes of another mesh, outermost first: also which saved shard feeds which of its ranks, placed as by
+        `reshard`. Only with `name`.
     output
         The file to write, which is replaced. Its suffix says what it is: ``.png`` (needs matplotlib), ``.svg`` or ``.html``; the
         page of a whole checkpoint is ``.html``; a timeline may also be ``.json``, for ``chrome://tracing`` and Perfetto.
@@ -53,7 +62,7 @@ def plot(path: Path, name: str | None = None, *, output: Path, timeline: bool = 
         There is none, or it keeps no timeline.
     """
     file = pathlib.Path(output)
-    _check_options(name, timeline)
+    _check_options(name, to, timeline)
     if timeline:
         _check_suffix(file, (*PICTURES, ".json"), "a timeline")
         data = _timeline(read_timeline(path), file.suffix)
@@ -62,12 +71,16 @@ def plot(path: Path, name: str | None = None, *, output: Path, timeline: bool = 
         data = _report(path).encode()
     else:
         _check_suffix(file, PICTURES, "a tensor's picture")
-        data = _rendered(_cuts(path, name), file.suffix)
+        data = _rendered(_cuts(path, name, to), file.suffix)
     _write(file, data)
     return file
 
 
-def _check_options(name: str | None, timeline: bool) -> None:
+def _check_options(name: str | None, to: Mapping[str, int] | None, timeline: bool) -> None:
+    if to is not None and (name is None or timeline):
+        raise UsageError(f"to={dict(to)}: says how one tensor would be cut; pass the name of one, and no timeline=True")
+    if to is not None and (not to or any(size < 1 for size in to.values())):
+        raise UsageError(f"to={dict(to)}: pass axes and their sizes, from 1 on, outermost first, as in {{'dp': 2, 'tp': 4}}")
     if timeline and name is not None:
         raise UsageError(f"timeline=True and name={name!r}: draw one of them at a time")
 
@@ -92,11 +105,17 @@ def _report(path: Path) -> str:
     return report_page(os.path.normpath(os.fspath(path)), found.catalog, found.summary, found.tree, sizes, saved)
 
 
-def _cuts(path: Path, name: str) -> Scene:
-    saved = catalog(path)
-    if name not in saved:
-        raise MismatchError(f"{name}: no tensor of the checkpoint; checkpoint.catalog(path).names lists them", [name])
-    return draw_cuts(saved, name)
+def _cuts(path: Path, name: str, to: Mapping[str, int] | None) -> Scene:
+    with open_source(path) as source:
+        saved = source.catalog
+        if name not in saved:
+            raise MismatchError(f"{name}: no tensor of the checkpoint; checkpoint.catalog(path).names lists them", [name])
+        if to is None:
+            return draw_cuts(saved, name)
+        mesh = Mesh(tuple(to), tuple(to.values()))
+        values = open_values(source.storage, saved, [n for n in saved.value_names if n.endswith(".param_groups")], verify=True)
+        groups = dict(group_orders({n: value.value for n, value in values.items()}))
+        return draw_cuts(saved, name, wanted_on(saved, name, mesh, groups), mesh)
 
 
 def _rendered(scene: Scene, suffix: str) -> bytes:

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from .app import AsJson, Path, command, emit, note
+from .words import parse_mesh
 
 Name = Annotated[str | None, typer.Argument(help="A tensor; without one, the whole checkpoint.", show_default=False)]
 Output = Annotated[str, typer.Option("-o", "--output", help="The file to write: .html, .svg, .png or .json.", show_default=False)]
@@ -14,13 +15,17 @@ Output = Annotated[str, typer.Option("-o", "--output", help="The file to write: 
 
 @command(
     "reshard-ckpt plot ckpt/step_100 -o report.html",
-    "reshard-ckpt plot ckpt/step_100 model.layers.0.attn.wq.weight -o wq.png",
+    "reshard-ckpt plot ckpt/step_100 model.layers.0.attn.wq.weight --to dp=2,tp=4 -o wq.png",
     "reshard-ckpt plot ckpt/step_100 --timeline -o save.svg",
 )
 def plot(
     path: Path,
     output: Output,
     name: Name = None,
+    to: Annotated[
+        str | None,
+        typer.Option("--to", help="Another mesh, as dp=2,tp=4: which saved shard feeds which of its ranks.", show_default=False),
+    ] = None,
     timeline: Annotated[
         bool, typer.Option("--timeline", help="Where the time of the save went; .json is for Perfetto and chrome://tracing.")
     ] = False,
@@ -32,7 +37,7 @@ def plot(
     """
     from ..checkpoint import plot as plot_checkpoint
 
-    file = plot_checkpoint(path, name, output=output, timeline=timeline)
+    file = plot_checkpoint(path, name, to=None if to is None else parse_mesh(to), output=output, timeline=timeline)
     if as_json:
         emit({"output": str(file), "bytes": file.stat().st_size})
     else:

@@ -6,13 +6,16 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from reshard_ckpt import checkpoint
+from reshard_ckpt.checkpoint.pictures.wanted import wanted_on
+from reshard_ckpt.core.state import Mesh
 from reshard_ckpt.errors import CheckpointNotFound, MismatchError, StorageError, UsageError
 from tests.cli.running import run
-from tests.cli.states import save_trained
+from tests.cli.states import save_trained, weights
 
 UP = "model.layers.0.up"
 
@@ -44,6 +47,32 @@ def test_a_tensor_s_picture_is_what_its_suffix_says(suffix: str, trained: Path, 
     assert f"{tmp_path / f'up{suffix}'}: {len(data):,} bytes" in shown.err
     assert data.startswith(BEGINS[suffix])
     assert suffix == ".png" or UP.encode() in data
+
+
+def test_picture_of_another_mesh_says_which_rank_reads_what_which_wrote(trained: Path, tmp_path: Path):
+    assert run("plot", trained, UP, "--to", "dp=2,tp=4", "-o", tmp_path / "up.svg").code == 0
+    said = re.findall(r"rank (\S+) reads (\S+ \S+) that rank (\d+) wrote", (tmp_path / "up.svg").read_text())
+    wrote = {shard.offsets[0]: str(shard.file.rank) for shard in checkpoint.catalog(trained).tensor(UP).shards}
+    reads = [(ranks, source) for ranks, size, source in said if size != "0 B"]
+    # Rows 0 to 8 and 8 to 16 were saved; tp 0 and 1 want the first of them, tp 2 and 3 the second; dp replicates.
+    assert reads == [("0,4", wrote[0]), ("1,5", wrote[0]), ("2,6", wrote[8]), ("3,7", wrote[8])]
+
+
+@pytest.mark.parametrize("to", [{"dp": 3}, {"dp": 2, "tp": 3}, {"pp": 2, "dp": 4, "tp": 1}, {"tp": 5}, {"dp": 1}])
+@pytest.mark.parametrize("name", [UP, "model.layers.3.norm", "optimizer.state.layers.1.down.exp_avg"])
+def test_what_another_mesh_holds_covers_the_tensor_and_names_each_rank_once(name: str, to: dict[str, int], trained: Path):
+    saved = checkpoint.catalog(trained)
+    mesh = Mesh(tuple(to), tuple(to.values()))
+    parts = wanted_on(saved, name, mesh, {"optimizer": [n.removeprefix("model.") for n in weights()]})
+    ranks = [rank for part in parts for rank in part.ranks]
+    assert len(set(ranks)) == len(ranks) <= mesh.size
+    held = np.zeros(saved.tensor(name).shape, int)
+    for part in parts:
+        for offsets, lengths, start, count in part.runs:
+            box = np.zeros(lengths, int)
+            box.reshape(-1)[start : start + count] = 1
+            held[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))] += box
+    assert (held == 1).all()
 
 
 def test_page_of_a_checkpoint_has_all_parts_and_loads_nothing(timed: Path, tmp_path: Path):
@@ -93,6 +122,10 @@ def test_json_says_what_was_written(trained: Path, tmp_path: Path):
         (["-o", "x.svg"], UsageError, "the page of a whole checkpoint is written as .html"),
         ([UP, "-o", "x.json"], UsageError, "a tensor's picture"),
         (["--timeline", "-o", "x.txt"], UsageError, "a timeline is written as"),
+        (["--to", "tp=2", "-o", "x.html"], UsageError, "pass the name of one"),
+        ([UP, "--to", "tp=0", "-o", "x.svg"], UsageError, "is no mesh"),
+        ([UP, "--to", "tp", "-o", "x.svg"], UsageError, "is no mesh"),
+        ([UP, "--to", "tp=2,tp=2", "-o", "x.svg"], UsageError, "is no mesh"),
         ([UP, "--timeline", "-o", "x.svg"], UsageError, "one of them at a time"),
         (["model.layers", "-o", "x.svg"], MismatchError, "no tensor of the checkpoint"),
         (["--timeline", "-o", "x.svg"], CheckpointNotFound, "timeline.json"),
@@ -129,3 +162,21 @@ def test_name_of_a_tensor_is_text_in_every_page(tmp_path: Path):
         checkpoint.plot(tmp_path / "ckpt", name if output.stem == "one" else None, output=output)
         assert "<script" not in output.read_text()
         assert "&lt;script&gt;" in output.read_text()
+
+
+def test_picture_of_another_mesh_is_what_a_reshard_to_it_gives(trained: Path, tmp_path: Path):
+    to = {"dp": 3, "tp": 4}
+    checkpoint.reshard(trained, tmp_path / "new", mesh=to)
+    saved, new = checkpoint.catalog(trained), checkpoint.catalog(tmp_path / "new")
+    groups = {"optimizer": [name.removeprefix("model.") for name in weights()]}
+    for name in (UP, "model.layers.2.down", "optimizer.state.layers.1.down.exp_avg"):
+        mesh = Mesh(tuple(to), tuple(to.values()))
+        holds = {rank: part.runs for part in wanted_on(saved, name, mesh, groups) for rank in part.ranks}
+        for shard in new.tensor(name).shards:  # what a rank wrote, it holds
+            inside = np.zeros(saved.tensor(name).shape, bool)
+            for offsets, lengths, start, count in holds[shard.file.rank]:
+                box = np.zeros(lengths, bool)
+                box.reshape(-1)[start : start + count] = True
+                inside[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))] |= box
+            box = inside[tuple(slice(o, o + n) for o, n in zip(shard.offsets, shard.lengths, strict=True))]
+            assert box.reshape(-1)[shard.start : shard.start + shard.count].all()

@@ -1,0 +1,46 @@
+"""What would the ranks of another mesh hold of one tensor? What `reshard` would give them, of this tensor alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ...core.catalog import Catalog
+from ...core.recut import hold_all
+from ...core.state import Ints, Mesh
+from ...core.topology import Placed, Wish, place
+from .cuts import Wanted
+
+
+def wanted_on(catalog: Catalog, name: str, mesh: Mesh, groups: Mapping[str, Sequence[str]]) -> list[Wanted]:
+    """The parts of a tensor on another mesh, each with the ranks that hold it, in order of rank.
+
+    Parameters
+    ----------
+    groups
+        For each optimizer the FQNs of its parameters, in its order.
+
+    Raises
+    ------
+    UsageError
+        The topology cannot be told from the catalog.
+    """
+    placed = place(catalog, catalog.names, Wish(mesh, groups=groups))
+    # Tensors that are cut together, as one vector, say where each of them is cut.
+    names = [name, *(other for other in catalog.names if other != name and _is_cut_with(placed[name], placed, other))]
+    shapes = [catalog.shape(catalog.index(n)) for n in names]
+    held, boxes = hold_all(shapes, [placed[n] for n in names], names, mesh, {})
+    runs: dict[int, list[tuple[Ints, Ints, int, int]]] = {}
+    mine = held.tensor == 0
+    columns = (held.rank[mine], held.box[mine], held.start[mine], held.count[mine])
+    for rank, box, start, count in zip(*(column.tolist() for column in columns), strict=True):
+        runs.setdefault(rank, []).append((*boxes[box], start, count))
+    alike: dict[tuple[tuple[Ints, Ints, int, int], ...], list[int]] = {}
+    for rank, held_by_it in runs.items():
+        alike.setdefault(tuple(held_by_it), []).append(rank)
+    return [Wanted(tuple(ranks), parts) for parts, ranks in alike.items()]
+
+
+def _is_cut_with(of: Placed, placed: Mapping[str, Placed], other: str) -> bool:
+    leader = placed[of.follows] if of.follows is not None else of
+    vector, its = leader.vector, placed[other].vector
+    return other == of.follows or (vector is not None and its is not None and its[0] == vector[0])
