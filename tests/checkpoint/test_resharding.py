@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from math import prod
+from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
+import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reshard_ckpt.checkpoint.resharding import reshard
-from reshard_ckpt.core.catalog import Catalog, ValueEntry
+from reshard_ckpt import checkpoint
+from reshard_ckpt.checkpoint import reshard
+from reshard_ckpt.core.catalog import Catalog, ShardView, ValueEntry
+from reshard_ckpt.core.load_plan import plan_load
+from reshard_ckpt.core.offer import piece_columns, width_of
+from reshard_ckpt.core.reads import plan_reads
 from reshard_ckpt.core.state import ValueKind
+from reshard_ckpt.engine import read_back
 from reshard_ckpt.engine.load import open_catalog
+from reshard_ckpt.errors import CorruptError, UsageError
+from reshard_ckpt.format.catalog import encode_catalog
 from reshard_ckpt.format.values import decode_value, encode_value
-from reshard_ckpt.storage import open_storage
+from reshard_ckpt.storage import LocalStorage, open_storage
+from reshard_ckpt.storage.local import LocalWriter
 from reshard_ckpt.storage.memory import MemoryStorage
 from tests.jobs import load_job
+from tests.launch import ROOT, run_ranks, run_script
 from tests.topologies import Job, hold_rank, save, transformer
 
 SRC, DST, WANTED = "memory://reshard/src", "memory://reshard/dst", "memory://reshard/wanted"
@@ -94,3 +112,198 @@ def test_a_reshard_is_what_that_job_would_have_saved(pair: tuple[Job, Job, dict[
     load_job(storage, target)
     for (spec, got), (_, memory) in zip(target, held, strict=True):
         assert torch.equal(got.view(torch.uint8), memory.view(torch.uint8)), spec.name
+
+
+KILLED = """
+import os, signal, sys
+from reshard_ckpt import checkpoint
+from reshard_ckpt.storage.local import LocalWriter
+
+write, left = LocalWriter.write, int(sys.argv[3])
+
+def counted(self, data):
+    global left
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    left -= 1
+    write(self, data)
+
+LocalWriter.write = counted
+checkpoint.reshard(sys.argv[1], sys.argv[2], mesh={"dp": 4, "tp": 1})
+"""
+
+
+def on_disk(folder: Path) -> tuple[Job, Path, dict[str, bytes]]:
+    """A job's checkpoint on a disk, and what a reshard of it to dp 4 comes to."""
+    old = Job({"dp": 2, "tp": 2}, transformer(3, 24, 64), 3, fsdp=True)
+    save(old, open_storage(folder / "src"))
+    checkpoint.reshard(folder / "src", folder / "whole", mesh={"dp": 4, "tp": 1})
+    return old, folder / "src", files_of(folder / "whole")
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_a_reshard_that_was_killed_keeps_what_it_had_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, src, whole = on_disk(tmp_path)
+    dst = tmp_path / "dst"
+    save(Job({"dp": 1}, transformer(3, 4, 8), 3), open_storage(dst))
+    before = files_of(dst)
+    script = [sys.executable, "-c", KILLED, str(src), str(dst)]
+    monkeypatch.setattr(LocalWriter, "write", counting := Counting(LocalWriter.write))
+    checkpoint.reshard(src, tmp_path / "count", mesh={"dp": 4, "tp": 1})
+    monkeypatch.undo()
+    writes = counting.at_digests[1] + 2  # within the third file
+    process = subprocess.run(
+        [*script, str(writes)], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=120, check=False
+    )
+    assert process.returncode == -signal.SIGKILL
+    left = files_of(dst)
+    assert before.items() <= left.items(), "the checkpoint that was there is whole"
+    finished = {key for key in left if key.endswith(".digests") and key not in before}
+    assert len(finished) == 2
+    assert checkpoint.verify(dst).ok
+
+    created: list[str] = []
+    create = LocalStorage.create
+    monkeypatch.setattr(LocalStorage, "create", lambda self, key: created.append(key) or create(self, key))
+    report = checkpoint.reshard(src, dst, mesh={"dp": 4, "tp": 1})
+    assert len([key for key in created if key.endswith(".safetensors")]) == 2
+    assert not finished & set(created)
+    assert report.bytes_kept == sum(len(whole[key.replace(".digests", ".safetensors")]) for key in finished)
+    assert files_of(dst) == whole
+
+
+def test_a_finished_file_that_was_damaged_is_written_again(tmp_path: Path) -> None:
+    _, src, whole = on_disk(tmp_path)
+    folder = tmp_path / "whole"
+    first, second = sorted(folder.rglob("*.safetensors"))[:2]
+    data = bytearray(first.read_bytes())
+    data[-1] ^= 1
+    first.write_bytes(data)
+    second.with_suffix(".digests").unlink()
+    report = checkpoint.reshard(src, folder, mesh={"dp": 4, "tp": 1})
+    assert 0 < report.bytes_kept < report.bytes_written
+    assert files_of(folder) == whole
+
+
+def test_other_options_share_no_files_with_what_was_left(tmp_path: Path) -> None:
+    _, src, whole = on_disk(tmp_path)
+    report = checkpoint.reshard(src, tmp_path / "whole", mesh={"dp": 4, "tp": 1}, cast={"model.*": "float32"})
+    assert report.bytes_kept == 0
+    assert not files_of(tmp_path / "whole").keys() & (whole.keys() - {"catalog.msgpack"})
+    assert checkpoint.verify(tmp_path / "whole").ok
+
+
+class Counting:
+    """Counts writes, and at which of them a digests file is written."""
+
+    def __init__(self, write: Callable[..., None]) -> None:
+        self.write, self.count, self.at_digests = write, 0, list[int]()
+
+    def __get__(self, writer: LocalWriter, kind: type) -> Callable[..., None]:
+        def write(data: bytes) -> None:
+            if bytes(memoryview(data)[:8]) == b"RSHDIGST":
+                self.at_digests.append(self.count)
+            self.count += 1
+            self.write(writer, data)
+
+        return write
+
+
+def test_a_damaged_source_is_named_and_nothing_is_replaced(tmp_path: Path) -> None:
+    _, src, _ = on_disk(tmp_path)
+    dst = tmp_path / "dst"
+    save(Job({"dp": 1}, transformer(3, 4, 8), 3), open_storage(dst))
+    before = files_of(dst)
+    path = max(src.rglob("*.safetensors"), key=lambda p: p.stat().st_size)
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CorruptError, match=r"is damaged in bytes .*; no tensor was changed"):
+        checkpoint.reshard(src, dst, mesh={"dp": 4, "tp": 1})
+    assert before.items() <= files_of(dst).items()
+    assert checkpoint.verify(dst).ok
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_what_was_written_is_read_back(early: bool, tmp_path: Path) -> None:
+    """A store that keeps other bytes than it was given, in the middle of a file or at its end."""
+    _, src, _ = on_disk(tmp_path)
+    write = LocalWriter.write
+
+    def changed(self: LocalWriter, data: memoryview) -> None:
+        flipped = bytearray(data)
+        if len(flipped) > 100 and bytes(flipped[:8]) != b"RSHDIGST":
+            flipped[10 if early else -1] ^= 1
+        write(self, bytes(flipped))
+
+    with patch.object(LocalWriter, "write", changed), patch.object(read_back, "STEP_BYTES", 1 << 17):
+        with pytest.raises(CorruptError, match="read back differ from what was written"):
+            checkpoint.reshard(src, tmp_path / "dst", mesh={"dp": 4, "tp": 1})
+        assert not (tmp_path / "dst" / "catalog.msgpack").exists()
+        checkpoint.reshard(src, tmp_path / "unproved", mesh={"dp": 4, "tp": 1}, verify=False)
+    assert not checkpoint.verify(tmp_path / "unproved").ok
+
+
+@pytest.mark.parametrize("mesh", [{"pp": 3, "tp": 2}, {"tp": 4}, {"dp": 2, "tp": 2}, {"pp": 2, "dp": 2}])
+def test_each_rank_reads_files_of_its_replica_group_front_to_back(mesh: dict[str, int]) -> None:
+    old = Job({"dp": 3, "tp": 1}, transformer(3, 24, 64), 3, fsdp=True, own_values=False)
+    new = replace(old, mesh=mesh)
+    save(old, cleared(SRC))
+    cleared(DST)
+    reshard(SRC, DST, mesh=mesh)
+    saved = open_catalog(open_storage(DST))
+    holders: dict[tuple[str, object], set[int]] = {}
+    for rank in range(new.size):
+        for spec, _ in hold_rank(new, rank)[0]:
+            holders.setdefault((spec.name, spec.pieces), set()).add(rank)
+    for rank in range(new.size):
+        specs = [spec for spec, _ in hold_rank(new, rank)[0]]
+        source = np.array([saved.index(spec.name) for spec in specs])
+        plan = plan_load(saved, source, piece_columns(specs, width_of(specs)), 1 << 40)
+        for dest, file in zip(plan.dest.tolist(), plan.file.tolist(), strict=True):
+            spec = specs[dest]
+            assert saved.files[file].rank in holders[spec.name, spec.pieces], spec.name
+        reads = plan_reads(
+            plan, np.zeros(len(saved.files), np.int64), np.array([f.size for f in saved.files]), np.ones(len(specs), bool)
+        )
+        own = next(i for i, file in enumerate(saved.files) if file.rank == rank)
+        mine = np.flatnonzero(reads.file == own)
+        # Of its own file it reads all, as one range.
+        extents = reads.extent_start[mine[0] + 1] - reads.extent_start[mine[0]]
+        assert (len(mine), extents) == (1, 1)
+        high = reads.high[reads.extent_start[mine[0]]]
+        blobs = sum(spec.num_bytes for value in saved.values_table for spec in _rows_of(saved, value, own))
+        assert high + blobs >= saved.files[own].size
+
+
+def _rows_of(saved: Catalog, value: ValueEntry, file: int) -> list[ShardView]:
+    rows = saved.tensors_table.row_start
+    return [
+        saved._shard(row, 1, 1)
+        for blob in value.blobs
+        for row in range(rows[blob], rows[blob + 1])
+        if saved.rows.file[row] == file
+    ]
+
+
+def reshard_together(src: str, dst: str) -> bytes:
+    """On each of several ranks."""
+    checkpoint.reshard(src, dst, mesh={"pp": 2, "dp": 2, "tp": 2})
+    with pytest.raises(UsageError, match="were given other options"):
+        checkpoint.reshard(src, f"{dst}-other", mesh={"dp": 2 + dist.get_rank() % 2})
+    return encode_catalog(checkpoint.catalog(dst))
+
+
+def test_four_processes_write_what_one_does(tmp_path: Path) -> None:
+    src, alone = tmp_path / "src", tmp_path / "alone"
+    save(Job({"dp": 2, "tp": 2}, transformer(4, 24, 64), 4, zero="vector"), open_storage(src))
+    checkpoint.reshard(src, alone, mesh={"pp": 2, "dp": 2, "tp": 2})
+    catalogs = run_ranks(reshard_together, 4, str(src), str(tmp_path / "together"))
+    assert set(catalogs) == {encode_catalog(checkpoint.catalog(alone))}
+    assert files_of(tmp_path / "together") == files_of(alone)
+    arguments = ["reshard_ckpt", "reshard", str(src), str(tmp_path / "launched"), "--mesh", "pp=2,dp=2,tp=2"]
+    assert run_script("-m", 2, arguments).count("wrote 60 tensors") == 1
+    assert files_of(tmp_path / "launched") == files_of(alone)
