@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -26,7 +27,7 @@ def choose(saved: Catalog, names: Sequence[str] | None) -> tuple[list[str], list
     if isinstance(names, str):
         raise UsageError(f"names={names!r}: pass a list of names, as in names=[{names!r}]")
     found = {name: (_fitting(saved.names, name), _fitting(saved.value_names, name)) for name in names}
-    absent = [name for name, (tensors, values) in found.items() if not tensors and not values]
+    absent = [n for n, (tensors, values) in found.items() if not tensors and not values and not _unreadable(saved, n)]
     if absent:
         raise MismatchError(f"{', '.join(absent)}: not in the checkpoint; checkpoint.catalog(path).names lists what is", absent)
     return (
@@ -38,9 +39,12 @@ def choose(saved: Catalog, names: Sequence[str] | None) -> tuple[list[str], list
 def refuse_unreadable(saved: Catalog, names: Sequence[str] | None) -> None:
     """Raise why something that is asked for cannot be read, if a foreign checkpoint has such."""
     for name in (None,) if names is None else names:
-        wanted = tuple(saved.unreadable) if name is None else _fitting(tuple(saved.unreadable), name)
-        for found in wanted:
+        for found in _unreadable(saved, name):
             raise saved.unreadable[found]
+
+
+def _unreadable(saved: Catalog, name: str | None) -> list[str]:
+    return list(saved.unreadable) if name is None else _fitting(tuple(saved.unreadable), name)
 
 
 def _fitting(known: Sequence[str], name: str) -> list[str]:
@@ -48,13 +52,44 @@ def _fitting(known: Sequence[str], name: str) -> list[str]:
     return [n for n in known if n == name or n.startswith(f"{name}.")] or [n for n in known if fnmatchcase(n, name)]
 
 
-def chosen(saved: Catalog, select: Names, exclude: Names) -> tuple[list[str], list[str]]:
-    """The names of the tensors and of the values that are selected (None: all), and not excluded."""
-    tensors, values = choose(saved, _listed(select))
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What is taken: names of tensors and of values, and those that would be, but cannot be read."""
+
+    tensors: list[str]
+    values: list[str]
+    unreadable: list[str]
+
+    def below(self, top: str) -> Chosen:
+        """What of it lies below a name; below ``""`` is everything."""
+
+        def kept(names: list[str]) -> list[str]:
+            return [name for name in names if not top or name.startswith(f"{top}.")]
+
+        return Chosen(kept(self.tensors), kept(self.values), kept(self.unreadable))
+
+
+def chosen(saved: Catalog, select: Names, exclude: Names) -> Chosen:
+    """What is selected (None: all), and not excluded.
+
+    Raises
+    ------
+    MismatchError
+        The checkpoint has nothing for one of the names.
+    """
+    taken = _all_kinds(saved, select)
     if exclude is None:
-        return tensors, values
-    less, fewer = (set(names) for names in choose(saved, _listed(exclude)))
-    return [n for n in tensors if n not in less], [n for n in values if n not in fewer]
+        return taken
+    less = _all_kinds(saved, exclude)
+    gone = {*less.tensors, *less.values, *less.unreadable}
+    kinds = (taken.tensors, taken.values, taken.unreadable)
+    return Chosen(*([name for name in names if name not in gone] for names in kinds))
+
+
+def _all_kinds(saved: Catalog, names: Names) -> Chosen:
+    listed = [names] if isinstance(names, str) else names
+    unreadable = [found for name in ((None,) if listed is None else listed) for found in _unreadable(saved, name)]
+    return Chosen(*choose(saved, listed), list(dict.fromkeys(unreadable)))
 
 
 def cast_dtypes(saved: Catalog, tensors: Sequence[str], cast: Mapping[str, Any] | None) -> dict[str, str]:
@@ -85,7 +120,3 @@ def _floating_code(pattern: str, wanted: Any) -> str:
         if name in (code, spelled):
             return code
     raise UsageError(f"cast={{{pattern!r}: {wanted!r}}}: no floating-point dtype; there are {', '.join(sorted(known.values()))}")
-
-
-def _listed(names: Names) -> Sequence[str] | None:
-    return [names] if isinstance(names, str) else names

@@ -186,13 +186,16 @@ def _pick(
     report: OnProgress,
 ) -> _Picked:
     catalog = source.catalog if rename is None else renamed(source.catalog, rename)
-    tensors, values = chosen(catalog, select, exclude)
     top = (MODEL if to == "safetensors" else "") if root is None else root
-    tensors, values = _below(catalog, tensors, top), [] if to == "safetensors" else _below(catalog, values, top)
+    taken = chosen(catalog, select, exclude).below(top)
+    for name in taken.unreadable:
+        raise catalog.unreadable[name]
+    tensors, values = taken.tensors, [] if to == "safetensors" else taken.values
     if not tensors and not values:
         raise UsageError(_nothing(catalog, top))
-    taken = {*tensors, *values}
-    left_out = tuple(name for name in (*catalog.names, *catalog.value_names) if name not in taken)
+    written = {*tensors, *values}
+    everything = (*catalog.names, *catalog.value_names, *catalog.unreadable)
+    left_out = tuple(name for name in everything if name not in written)
     dtypes = cast_dtypes(catalog, tensors, cast)
     kept = narrowed(catalog, tensors, values)
     out = retyped(kept, dtypes)
@@ -202,10 +205,6 @@ def _pick(
     decoded = {name: list(v.value) if v.kind is ValueKind.PER_RANK else v.value for name, v in opened.items()}
     tally = Tally("convert", _num_bytes(out), report)
     return _Picked(source.storage, kept, out, decoded, left_out, verify, tally)
-
-
-def _below(catalog: Catalog, names: Sequence[str], top: str) -> list[str]:
-    return [name for name in names if not top or name.startswith(f"{top}.")]
 
 
 def _nothing(catalog: Catalog, top: str) -> str:

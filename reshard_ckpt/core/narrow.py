@@ -45,6 +45,7 @@ def narrowed(catalog: Catalog, tensors: Sequence[str], values: Sequence[str]) ->
         ),
         rows=RowTable(rows.box[row], rows.start[row], rows.count[row], rows.file[row], rows.offset[row]),
         values_table=tuple(replace(value, blobs=tuple(place[blob] for blob in value.blobs)) for value in kept),
+        unreadable={},
         _index={},
     )
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from .named_optimizers import is_optimizer_state, with_names
 from .protocol import Foreign, locate
 from .strided import StridedStorage
 from .table import ForeignTensor, build, foreign_file, whole
+from .unreadable import without_unreadable
 
 MODEL, OPTIMIZER = "model", "optimizer"
 """The keys of the state below which a flat state dict, and one of an optimizer, stand."""
@@ -87,10 +88,12 @@ def _open_file(storage: Storage, key: str) -> Foreign:
     loaded, mapped = _load(storage, key)
     try:
         state, advice = with_names(_rooted(loaded))
+        state, unreadable = without_unreadable(state)
         captured = capture(state)
     except RecursionError as error:
         raise CorruptError(f"{storage.url}: {key} is nested too deep, or contains itself; use another copy") from error
-    return _foreign(storage, captured, {key: mapped}, advice)
+    found = _foreign(storage, captured, {key: mapped})
+    return replace(found, catalog=replace(found.catalog, unreadable=unreadable), advice=advice)
 
 
 def _open_flat(storage: Storage, chosen: Chosen) -> Foreign:
@@ -109,7 +112,7 @@ def _open_flat(storage: Storage, chosen: Chosen) -> Foreign:
                     f"{storage.url}: {name} is in {key} and in a file before it; open one of them by its own path"
                 )
             merged[name] = loaded[name]
-    return _foreign(storage, capture({MODEL: merged}), mapped, {})
+    return _foreign(storage, capture({MODEL: merged}), mapped)
 
 
 def _load(storage: Storage, key: str) -> tuple[Any, Mapped]:
@@ -162,11 +165,11 @@ def _is_in_order(spec: TensorSpec) -> bool:
     return all(length == 1 or stride == wanted for length, stride, wanted in dims)
 
 
-def _foreign(storage: Storage, captured: Captured, mapped: Mapping[str, Mapped], advice: Mapping[str, str]) -> Foreign:
+def _foreign(storage: Storage, captured: Captured, mapped: Mapping[str, Mapped]) -> Foreign:
     files = [foreign_file(key, one.size, "torch") for key, one in mapped.items()]
     placing = _Placing(files, Mappings(list(mapped.values())))
     tensors = [placing.place(entry) for entry in captured.entries]
     ordered = sorted(captured.values, key=lambda value: value.name)
     values = [ValueEntry(value.name, value.path, value.kind, value.data) for value in ordered]
     catalog = build(tensors, placing.files, values, format="torch", where=storage.url)
-    return Foreign(StridedStorage(storage.url, placing.strided), catalog, "torch", advice)
+    return Foreign(StridedStorage(storage.url, placing.strided), catalog, "torch")

@@ -229,12 +229,29 @@ def test_files_that_are_no_checkpoints_are_named(tmp_path: Path):
     torch.save({"model": torch.nn.Linear(2, 2)}, path)
     with pytest.raises(UnsupportedError, match="torch.nn.modules.linear.Linear.*could run any code"):
         checkpoint.catalog(path)
-    torch.save({"w": torch.ones(2).to_sparse()}, path)
-    with pytest.raises(UnsupportedError, match="model.w: layout torch.sparse_coo"):
-        checkpoint.catalog(path)
     path.write_bytes(b"nothing of the kind")
     with pytest.raises(CheckpointNotFound, match="a file that torch.save wrote"):
         checkpoint.catalog(path)
+
+
+def test_what_cannot_be_read_is_named_when_it_is_wanted_and_stops_nothing_else(tmp_path: Path):
+    bad = {"sparse": torch.ones(2).to_sparse(), "complex": torch.ones(2, dtype=torch.complex128)}
+    torch.save({"model": {"w": torch.ones(2)}, "bad": bad, "extra": {"step": 3}}, tmp_path / "x.pt")
+    catalog = checkpoint.catalog(tmp_path / "x.pt")
+    assert (catalog.names, catalog.value_names) == (("model.w",), ("extra.step",))
+    assert set(catalog.unreadable) == {"bad.sparse", "bad.complex"}
+    state = {"model": {"w": torch.zeros(2)}, "extra": {"step": 0}}
+    checkpoint.load(tmp_path / "x.pt", state)
+    assert (state["model"]["w"].tolist(), state["extra"]["step"]) == ([1, 1], 3)
+    with pytest.raises(UnsupportedError, match="bad.sparse: layout torch.sparse_coo"):
+        checkpoint.read(tmp_path / "x.pt", ["bad.sparse"])
+    with pytest.raises(UnsupportedError, match=r"bad\.\w+: "):
+        checkpoint.convert(tmp_path / "x.pt", tmp_path / "dcp", to="dcp")
+    with pytest.raises(UnsupportedError, match="bad.complex: dtype torch.complex128"):
+        checkpoint.convert(tmp_path / "x.pt", tmp_path / "dcp", to="dcp", select="bad.complex")
+    report = checkpoint.convert(tmp_path / "x.pt", tmp_path / "dcp", to="dcp", exclude="bad")
+    assert (report.num_tensors, report.num_values, set(report.left_out)) == (1, 1, {"bad.sparse", "bad.complex"})
+    assert checkpoint.convert(tmp_path / "x.pt", tmp_path / "hf").num_tensors == 1
 
 
 class Evil:
