@@ -17,12 +17,12 @@ PACKAGE = ["FlatShard", "LocalShard", "checkpoint", "errors"]
 CHECKPOINT = [
     "ConvertReport", "Diff", "Inspection", "LoadReport", "LoadedStep", "Manager", "PerRank", "ReshardReport", "SaveHandle",
     "Timeline", "VerifyReport", "async_save", "catalog", "convert", "diff", "inspect", "load", "plot", "prepare", "read",
-    "reshard", "save", "timeline", "verify",
+    "reshard", "save", "timeline", "verify", "write_manifest",
 ]  # fmt: skip
 DCP = ["AsyncCheckpointerType", "AsyncSaveResponse", "ReshardReader", "ReshardWriter", "async_save", "load", "save"]
 
 OPTIONS = {
-    "save": ["mesh", "process_group", "metadata", "timeline", "progress", "timeout_s"],
+    "save": ["mesh", "process_group", "metadata", "timeline", "sha256", "progress", "timeout_s"],
     "async_save": [
         "staging",
         "host_buffer_bytes",
@@ -31,6 +31,7 @@ OPTIONS = {
         "process_group",
         "metadata",
         "timeline",
+        "sha256",
         "progress",
         "timeout_s",
     ],

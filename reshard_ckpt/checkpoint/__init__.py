@@ -13,7 +13,7 @@ from .inspecting import Inspection, inspect
 from .loading import load
 from .managing import LoadedStep, Manager
 from .plotting import plot
-from .reading import catalog, read, timeline, verify
+from .reading import catalog, read, timeline, verify, write_manifest
 from .resharding import ReshardReport, reshard
 from .saving import async_save, prepare, save
 
@@ -42,4 +42,5 @@ __all__ = [
     "save",
     "timeline",
     "verify",
+    "write_manifest",
 ]

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from ..core.catalog import Catalog, TensorKind
+from ..core.report import summarize
 from ..core.state import TensorSpec, ValueKind, box_piece, row_major_strides
 from ..core.timeline import Timeline
 from ..engine.load import LoadOptions, fetch, prove_held, resolve
+from ..engine.manifest import check_manifest, make_manifest
 from ..engine.progress import OnProgress, reporter
 from ..engine.save import timeline_key
 from ..engine.saved_values import open_values
 from ..engine.verify import VerifyReport, verify_all
-from ..errors import CheckpointNotFound, MismatchError, UsageError
+from ..errors import CheckpointNotFound, CorruptError, MismatchError, UsageError
 from ..format.timeline import MAX_TIMELINE_BYTES, decode_timeline
 from ..format.torch_dtypes import TORCH_DTYPES
 from .choosing import choose, refuse_unreadable
-from .source import Path, open_source
+from .source import NATIVE, Path, Source, open_source
 
 
 def catalog(path: Path) -> Catalog:
@@ -29,15 +32,18 @@ def catalog(path: Path) -> Catalog:
         return source.catalog
 
 
-def verify(path: Path, *, workers: int | None = None, progress: bool | OnProgress = False) -> VerifyReport:
+def verify(path: Path, *, sha256: bool = False, workers: int | None = None, progress: bool | OnProgress = False) -> VerifyReport:
     """Read a whole checkpoint and prove every byte of it, in one process; nothing is loaded.
 
     Parameters
     ----------
+    sha256
+        Also hold every file against the manifest, which a save with ``sha256=True`` or `write_manifest` made. This reads it all
+        a second time.
     workers
         Threads that read and hash, at 8 MiB of memory each; by default as many as a load uses.
     progress
-        As for `load`; the step is "verify".
+        As for `load`; the step is "verify", and then "sha256".
 
     Returns
     -------
@@ -47,12 +53,56 @@ def verify(path: Path, *, workers: int | None = None, progress: bool | OnProgres
     Raises
     ------
     CheckpointNotFound, CorruptError
-        There is no catalog, or it is damaged itself.
+        There is no catalog, or it is damaged itself; with ``sha256=True``, also: there is no manifest.
     """
+    _check_workers(workers)
+    with open_source(path) as source:
+        report = reporter(progress)
+        if not sha256:
+            return verify_all(source.storage, source.catalog, workers=workers, report=report)
+        _refuse_foreign(source)
+        verified = verify_all(source.storage, source.catalog, workers=workers, report=report)
+        changed = check_manifest(source.storage, source.catalog, workers=workers, report=report)
+        return replace(verified, problems=(*verified.problems, *changed))
+
+
+def write_manifest(path: Path, *, workers: int | None = None, progress: bool | OnProgress = False) -> str:
+    """List the SHA-256 of every file of a checkpoint as it is, for one that was saved without; returns where the manifest is.
+
+    Every byte is proved first, so that no damage is listed. Reads all of it twice.
+
+    Parameters
+    ----------
+    workers, progress
+        As for `verify`.
+
+    Raises
+    ------
+    CheckpointNotFound
+        There is no checkpoint.
+    CorruptError
+        It is damaged; no manifest was made.
+    """
+    _check_workers(workers)
+    with open_source(path) as source:
+        _refuse_foreign(source)
+        report = reporter(progress)
+        verified = verify_all(source.storage, source.catalog, workers=workers, report=report)
+        if not verified.ok:
+            raise CorruptError(
+                f"no manifest is made of a damaged checkpoint: {summarize(list(verified.problems), 'use another')}"
+            )
+        return f"{source.storage.url}/{make_manifest(source.storage, source.catalog, workers=workers, report=report)}"
+
+
+def _check_workers(workers: int | None) -> None:
     if workers is not None and (type(workers) is not int or workers < 1):
         raise UsageError(f"workers={workers!r}: pass a number of threads, from 1 on")
-    with open_source(path) as source:
-        return verify_all(source.storage, source.catalog, workers=workers, report=reporter(progress))
+
+
+def _refuse_foreign(source: Source) -> None:
+    if source.format != NATIVE:
+        raise UsageError(f"{source.storage.url}: a manifest is made of this library's checkpoints; this is a {source.format} one")
 
 
 def timeline(path: Path) -> Timeline:

@@ -31,6 +31,7 @@ def save(
     process_group: Any = None,
     metadata: Any = None,
     timeline: bool = True,
+    sha256: bool = False,
     progress: bool | OnProgress = False,
     timeout_s: float = 600.0,
 ) -> None:
@@ -52,6 +53,8 @@ def save(
         Plain values to keep in the catalog.
     timeline
         Keep how long each step of each rank took beside the checkpoint, for `timeline`.
+    sha256
+        Also keep a manifest: the SHA-256 of every file, in a text that ``sha256sum -c`` and `verify` check and any tool can sign.
     progress
         True: rank 0 shows how much of its own part is written, as a line on stderr. A function is called on rank 0 instead,
         with the step ("save"), the bytes done and the bytes in all; what it raises ends the save.
@@ -76,8 +79,8 @@ def save(
         with open_storage(path) as storage:
             with recorder.step("agree"):
                 agreed = begin(comm, storage, holdings)
-            receipt = write_assignment(storage, holdings, agreed.assignment, comm.rank, recorder=recorder)
-            commit(comm, storage, agreed, receipt, said, recorder, timeline=timeline)
+            receipt = write_assignment(storage, holdings, agreed.assignment, comm.rank, recorder=recorder, sha256=sha256)
+            commit(comm, storage, agreed, receipt, said, recorder, timeline=timeline, sha256=sha256)
 
 
 def async_save(
@@ -91,6 +94,7 @@ def async_save(
     process_group: Any = None,
     metadata: Any = None,
     timeline: bool = True,
+    sha256: bool = False,
     progress: bool | OnProgress = False,
     timeout_s: float = 600.0,
 ) -> SaveHandle:
@@ -98,7 +102,7 @@ def async_save(
 
     Parameters
     ----------
-    path, state, mesh, process_group, metadata, timeline, progress, timeout_s
+    path, state, mesh, process_group, metadata, timeline, sha256, progress, timeout_s
         As for `save`; a function is called in the thread that writes.
     staging
         ``"eager"``: the state may change as soon as this returns. ``"lazy"``: this returns sooner, and the state may change once
@@ -132,6 +136,7 @@ def async_save(
         when_busy=when_busy,
         mesh=mesh,
         timeline=timeline,
+        sha256=sha256,
         progress=progress,
         process_group=process_group,
         metadata=metadata,
@@ -148,6 +153,7 @@ def begin_save(
     when_busy: str = "wait",
     mesh: Any = None,
     timeline: bool = True,
+    sha256: bool = False,
     progress: bool | OnProgress = False,
     process_group: Any = None,
     metadata: Any = None,
@@ -178,6 +184,7 @@ def begin_save(
             owned=owned_storages(guarded),
             recorder=recorder,
             timeline=timeline,
+            sha256=sha256,
             promised=staging == "promised",
         )
         LINE.join(handle)

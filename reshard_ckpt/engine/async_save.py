@@ -287,6 +287,7 @@ def launch(
     owned: Container[int],
     recorder: Recorder,
     timeline: bool,
+    sha256: bool = False,
     promised: bool = False,
 ) -> None:
     """Stage the agreed part of the state and let threads do the rest.
@@ -301,7 +302,7 @@ def launch(
         Optimizers whose steps can be held back; empty for eager staging.
     owned
         Addresses of the storages that only these optimizers change.
-    recorder, timeline
+    recorder, timeline, sha256
         As for `save.commit`.
     promised
         The caller changes nothing before all is staged, so that nothing need be copied before this returns.
@@ -322,9 +323,10 @@ def launch(
         return holdings.rows[row][1].tensor.untyped_storage().data_ptr() in owned
 
     def write() -> None:
-        receipt = write_files(storage, agreed.assignment, layouts, staging.drain, marks, recorder)
+        receipt = write_files(storage, agreed.assignment, layouts, staging.drain, marks, recorder, sha256=sha256)
         # A rank with no file to write drains nothing, and its fingerprints may not be there yet.
-        commit(comm, storage, agreed, receipt, metadata, recorder, timeline=timeline, ready=staging.wait_finished)
+        ready = staging.wait_finished
+        commit(comm, storage, agreed, receipt, metadata, recorder, timeline=timeline, sha256=sha256, ready=ready)
 
     # No step can come before the guard stands.
     guard = StepGuard(guarded, handle.staged) if guarded and staging.holds_all else None

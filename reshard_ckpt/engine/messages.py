@@ -61,12 +61,14 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class WrittenFile:
-    """A file that a rank wrote and made durable, with its digests file."""
+    """A file that a rank wrote and made durable, with its digests file; and the SHA-256 of both, where asked for."""
 
     key: str
     size: int
     digests_key: str
     digest: bytes
+    sha256: bytes = b""
+    digests_sha256: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +234,7 @@ def decode_assignment(data: bytes, save_id: str) -> Assignment:
 
 def encode_receipt(receipt: Receipt) -> bytes:
     """A receipt as bytes."""
-    files = [[f.key, f.size, f.digests_key, f.digest] for f in receipt.files]
+    files = [[f.key, f.size, f.digests_key, f.digest, f.sha256, f.digests_sha256] for f in receipt.files]
     columns = {"file": receipt.file, "offset": receipt.offset, "fingerprints": receipt.fingerprints}
     return _pack({"files": files, "record": receipt.record, **columns})
 

@@ -32,12 +32,15 @@ from ..core.save_plan import Checks, SavePlan
 from ..core.state import Claim, Mesh, TensorSpec, ValueSpec, box_piece, row_major_strides
 from ..core.timeline import Timeline
 from ..errors import CheckpointError, CorruptError, LayoutError, StorageError
+from ..format.catalog import CATALOG_KEY as CATALOG_KEY
 from ..format.catalog import MAX_CATALOG_BYTES, decode_catalog, encode_catalog
+from ..format.manifest import manifest_key
 from ..format.timeline import encode_timeline
 from ..format.values import decode_value
 from ..storage.protocol import MissingKey, Storage, conflict
 from .agreement import Agreed, Before, agree
 from .free_space import check_free_space
+from .manifest import keep_manifest, refuse_half_hashed
 from .memory import Held
 from .messages import Receipt, WrittenFile, decode_receipt, encode_receipt
 from .progress import size_text
@@ -47,7 +50,6 @@ from .recorder import timeline as make_timeline
 from .values import offer_values
 from .write import Holdings, remove
 
-CATALOG_KEY = "catalog.msgpack"
 SAVE_ID = re.compile(r"\d{8}T\d{6}Z-[0-9a-f]{8}")
 
 
@@ -110,6 +112,7 @@ def commit(
     recorder: Recorder,
     *,
     timeline: bool,
+    sha256: bool = False,
     ready: Callable[[], None] = lambda: None,
 ) -> None:
     """Gather the receipts, prove on rank 0 that all is there and alike, and publish the catalog.
@@ -124,6 +127,8 @@ def commit(
         Has this rank's steps so far.
     timeline
         Whether to keep all ranks' steps beside the checkpoint.
+    sha256
+        Whether to keep a manifest, for which this rank has hashed what it wrote.
     """
     undo = partial(remove, storage, _keys([receipt]))
     try:
@@ -154,10 +159,11 @@ def commit(
             metadata=metadata,
             before=agreed.before,
             recorder=recorder,
+            sha256=sha256,
         )
     except BaseException:
         if _is_uncommitted(storage, save_id):
-            remove(storage, _keys(receipts))
+            remove(storage, [*_keys(receipts), manifest_key(save_id)])
         raise
     if timeline:
         try:
@@ -204,6 +210,7 @@ def publish(
     before: Before | None,
     recorder: Recorder | None = None,
     created_s: float | None = None,
+    sha256: bool = False,
 ) -> Catalog:
     """Rank 0's part of the commit.
 
@@ -218,6 +225,7 @@ def publish(
     """
     recorder = recorder or Recorder()
     with recorder.step("check"):
+        refuse_half_hashed(receipts, sha256)
         compare_replicas(plan.checks, plan.tables.names, receipts)
         files = _see_files(storage, receipts, before)
     first = np.cumsum([0] + [len(receipt.files) for receipt in receipts])
@@ -229,8 +237,11 @@ def publish(
     when = time.time() if created_s is None else created_s
     catalog = build_catalog(plan, written, files=files, values=values, save_id=save_id, created_s=when, metadata=said)
     # The order is the promise: every file is durable and seen, then the catalog appears, then what it replaced may go.
+    encoded = encode_catalog(catalog)
+    if sha256:  # durable before the catalog of which it speaks
+        keep_manifest(storage, save_id, encoded, receipts)
     with recorder.step("publish"):
-        storage.publish(CATALOG_KEY, encode_catalog(catalog), expected=before.catalog if before else None)
+        storage.publish(CATALOG_KEY, encoded, expected=before.catalog if before else None)
     try:
         with recorder.step("clean up"):
             clean_up(storage, catalog, before.folders if before else storage.folders())

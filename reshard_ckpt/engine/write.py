@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -142,8 +143,14 @@ def write_assignment(
     header_bytes: int = HEADER_BYTES,
     *,
     recorder: Recorder | None = None,
+    sha256: bool = False,
 ) -> Receipt:
     """Write and make durable all that this rank was assigned, from the tensors' own memory.
+
+    Parameters
+    ----------
+    sha256
+        Hash the files for a manifest as well.
 
     Raises
     ------
@@ -156,7 +163,7 @@ def write_assignment(
         fingerprints(holdings, assignment.checks, lambda _: True, marks)
     layouts = lay_out(holdings, assignment, rank, header_bytes)
     chunks_of = partial(_file_chunks, holdings, assignment)
-    return write_files(storage, assignment, layouts, chunks_of, marks, recorder)
+    return write_files(storage, assignment, layouts, chunks_of, marks, recorder, sha256=sha256)
 
 
 def write_files(
@@ -166,6 +173,8 @@ def write_files(
     chunks_of: Callable[[FileLayout], Iterator[memoryview]],
     marks: NDArray[np.uint64],
     recorder: Recorder,
+    *,
+    sha256: bool = False,
 ) -> Receipt:
     """Write files from chunks of their bytes, hashed on the way, and make them durable."""
     file, offset = np.zeros(len(assignment.local), np.int64), np.zeros(len(assignment.local), np.int64)
@@ -173,7 +182,7 @@ def write_files(
     try:
         tally = Tally("save", sum(layout.num_bytes for layout in layouts), recorder.report)
         for part, layout in enumerate(layouts):
-            written.append(_write_file(storage, layout, chunks_of(layout), tally, recorder))
+            written.append(_write_file(storage, layout, chunks_of(layout), tally, recorder, sha256))
             file[layout.items], offset[layout.items] = part, member_offsets(layout)
         if written:
             with recorder.step("sync"):
@@ -205,12 +214,12 @@ def member_offsets(layout: FileLayout) -> I64:
 class ShardFileWriter:
     """One shard file, written front to back and hashed on the way; its digests file follows.
 
-    Leaving its ``with`` block by an error removes the file.
+    Leaving its ``with`` block by an error removes the file. With `sha256`, its SHA-256 and that of its digests are taken as well.
     """
 
-    def __init__(self, storage: Storage, layout: FileLayout) -> None:
+    def __init__(self, storage: Storage, layout: FileLayout, *, sha256: bool = False) -> None:
         self._storage, self.layout = storage, layout
-        self._hasher = BlockHasher()
+        self._hasher, self._sha256 = BlockHasher(), hashlib.sha256() if sha256 else None
         self._writer = storage.create(layout.key)
 
     @property
@@ -226,6 +235,8 @@ class ShardFileWriter:
     def write(self, chunk: memoryview) -> None:
         """Append bytes."""
         self._hasher.update(chunk)
+        if self._sha256 is not None:
+            self._sha256.update(chunk)
         self._writer.write(chunk)
 
     def sync(self) -> None:
@@ -241,7 +252,8 @@ class ShardFileWriter:
         with self._storage.create(key) as writer:
             writer.write(digests)
             writer.finish()
-        return WrittenFile(self.layout.key, size, key, digest128(digests))
+        hashes = (b"", b"") if self._sha256 is None else (self._sha256.digest(), hashlib.sha256(digests).digest())
+        return WrittenFile(self.layout.key, size, key, digest128(digests), *hashes)
 
     def abort(self) -> None:
         """Remove the file, unless it is durable."""
@@ -256,9 +268,14 @@ class ShardFileWriter:
 
 
 def _write_file(
-    storage: Storage, layout: FileLayout, chunks_of_file: Iterator[memoryview], tally: Tally, recorder: Recorder
+    storage: Storage,
+    layout: FileLayout,
+    chunks_of_file: Iterator[memoryview],
+    tally: Tally,
+    recorder: Recorder,
+    sha256: bool,
 ) -> WrittenFile:
-    with ShardFileWriter(storage, layout) as file:
+    with ShardFileWriter(storage, layout, sha256=sha256) as file:
         with recorder.step("write", layout.num_bytes):
             for chunk in chunks_of_file:
                 file.write(chunk)

@@ -28,6 +28,9 @@ from .values import decode_value, encode_value
 
 FORMAT = "reshard_ckpt.catalog"
 VERSION = 1
+CATALOG_KEY = "catalog.msgpack"
+"""Where the catalog lies: below the checkpoint's folder."""
+
 MAX_CATALOG_BYTES = 1 << 30
 """The largest catalog that is read: some 30 million rows."""
 

@@ -1,0 +1,53 @@
+"""Has anybody changed a checkpoint on purpose? A manifest lists the SHA-256 of its files, in the form of ``sha256sum -c``.
+
+One line a file: 64 hexadecimal digits, two spaces, and the path below the checkpoint's folder. Block checksums find accidents;
+who wants to find forgery signs this one small text with a tool of his own, and checks the signature and then the files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from ..errors import CorruptError
+
+MAX_MANIFEST_BYTES = 1 << 30
+
+# A star before the path says "binary", which makes no difference.
+_LINE = re.compile(r"([0-9a-f]{64}) [ *](.+)")
+
+
+def manifest_key(save_id: str) -> str:
+    """Where the manifest of a save lies: with its files, so that it belongs to the catalog that names this save, and to no other.
+
+    >>> manifest_key("20260102T030405Z-0123abcd")
+    '20260102T030405Z-0123abcd/manifest.sha256'
+    """
+    return f"{save_id}/manifest.sha256"
+
+
+def encode_manifest(digests: Mapping[str, bytes]) -> bytes:
+    """The text, in order of path."""
+    return "".join(f"{digests[key].hex()}  {key}\n" for key in sorted(digests)).encode()
+
+
+def decode_manifest(data: bytes, *, where: str) -> dict[str, bytes]:
+    """Digests by path.
+
+    Raises
+    ------
+    CorruptError
+        A line is no such line, or a path is listed twice.
+    """
+    try:
+        lines = data.decode().splitlines()
+    except UnicodeDecodeError:
+        raise CorruptError(f"{where}: is no text, so no manifest; use another checkpoint") from None
+    digests: dict[str, bytes] = {}
+    for number, line in enumerate(lines, 1):
+        match = _LINE.fullmatch(line)
+        if match is None or match[2] in digests:
+            what = "lists a file twice" if match else "is no '<SHA-256>  <path>'"
+            raise CorruptError(f"{where}: line {number} {what}: {line[:200]!r}; use another checkpoint")
+        digests[match[2]] = bytes.fromhex(match[1])
+    return digests
