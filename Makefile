@@ -44,18 +44,17 @@ crash-points: $(STAMP)
 	mkdir -p bench_out
 	$(BIN)/python -m tests.reliability.kills --out bench_out/crash_points.json
 
-# The core of the suite on the oldest and the newest torch, each in a venv of its own. The index has builds without CUDA; where
-# it cannot be reached, pip takes those of PyPI, which run on the CPU as well.
+# The core of the suite on the oldest and the newest torch, each in a venv of its own. PyPI's builds have CUDA, and run on the CPU as
+# well; PIP_EXTRA_INDEX_URL may name an index that has smaller ones.
 COMPAT ?= 2.6.0 2.15.0
 COMPAT_VENVS ?= .compat
-COMPAT_INDEX ?= --extra-index-url https://download.pytorch.org/whl/cpu
 COMPAT_TESTS ?= tests/core tests/format tests/storage tests/comm tests/adapters tests/engine tests/dcp
 
 compat:
 	@set -e; for v in $(COMPAT); do \
 	  echo "torch $$v"; \
 	  test -x $(COMPAT_VENVS)/$$v/bin/python || $(PYTHON) -m venv $(COMPAT_VENVS)/$$v; \
-	  $(COMPAT_VENVS)/$$v/bin/python -m pip install --quiet $(COMPAT_INDEX) "torch==$$v" \
+	  $(COMPAT_VENVS)/$$v/bin/python -m pip install --quiet "torch==$$v" \
 	    hypothesis msgpack numpy pytest pytest-xdist PyYAML rich safetensors typer xxhash; \
 	  $(COMPAT_VENVS)/$$v/bin/python -m pytest -q -p no:cacheprovider -n $(JOBS) --dist worksteal $(COMPAT_TESTS); \
 	done
