@@ -28,6 +28,15 @@ WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 """What torch's wrappers call the module inside; nobody else uses these names."""
 
 
+def unwrapped(name: str) -> str:
+    """A parameter's name without what compiling and wrapping put into it.
+
+    >>> unwrapped("layers.0._orig_mod.weight")
+    'layers.0.weight'
+    """
+    return ".".join(part for part in name.split(".") if part not in WRAPPED)
+
+
 @dataclass(frozen=True, slots=True)
 class ModuleTensor:
     """A parameter or buffer; `own` says that writing into it changes the module."""

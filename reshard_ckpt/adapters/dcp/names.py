@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...core.param_groups import NOT_SAVED, comparable
+from ..modules import unwrapped
 from .metadata import Key, Metadata
 
 MODEL = "model"
@@ -181,7 +182,7 @@ def gather_list(found: Sequence[Mapping[str, Any]]) -> Gathered | None:
         if not isinstance(params, list) or not all(type(p) in (int, str) for p in params):
             return None
         if isinstance(names, list) and len(names) == len(params) and all(isinstance(n, str) for n in names):
-            named.update({str(p): n for p, n in zip(params, names, strict=True) if isinstance(p, int)})
+            named.update({str(p): unwrapped(n) for p, n in zip(params, names, strict=True) if isinstance(p, int)})
         hyperparameters = {key: value for key, value in group.items() if key not in NOT_SAVED}
         groups.append({**hyperparameters, "params": [named.get(str(p), str(p)) for p in params]})
     by_number = any(isinstance(param, int) for group in found for param in group["params"])

@@ -19,7 +19,7 @@ from ...core.catalog import Catalog, ValueEntry
 from ...core.state import ValueKind
 from ...errors import CheckpointError, CorruptError
 from ...format.torch_dtypes import dtype_code
-from ...format.values import encode_path, encode_value
+from ...format.values import decode_value, encode_path, encode_value
 from ...storage.protocol import Storage
 from ..foreign.protocol import Foreign, locate
 from ..foreign.table import ForeignTensor, Part, build
@@ -56,7 +56,21 @@ def open_path(path: str, *, as_saved: bool = False) -> Foreign | None:
             return None
         catalog = open_folder(storage, as_saved=as_saved)
         stack.pop_all()
-        return Foreign(storage, catalog, FORMAT)
+        return Foreign(storage, catalog, FORMAT, _advice(catalog))
+
+
+def _advice(catalog: Catalog) -> dict[str, str]:
+    """What to do about optimizers whose parameters are known by number alone."""
+    groups = {
+        v.name: decode_value(v.data) for v in catalog.values_table if v.kind is ValueKind.PARAM_GROUPS and v.data is not None
+    }
+    numbered = [name.rpartition(".")[0] for name, found in groups.items() if any(p.isdigit() for g in found for p in g["params"])]
+    return {
+        name: f"{name} was saved by optimizer.state_dict(), which knows parameters by number alone; say their names, as in "
+        f"rename={{f'{name}.state.{{i}}': f'{name}.state.{{n}}' for i, (n, _) in enumerate(model.named_parameters())}}, if the "
+        "optimizer was made of model.parameters()"
+        for name in numbered
+    }
 
 
 def _is_folder(storage: Storage) -> bool:

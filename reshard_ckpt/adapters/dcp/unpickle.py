@@ -12,8 +12,10 @@ collide). Nothing is walked recursively, so depth costs nothing.
 
 from __future__ import annotations
 
+import gc
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +25,6 @@ MAX_ARGUMENTS = 64
 """Of one call, and of a size: more dims than any tensor has."""
 
 _MAX_INT_BYTES = 16
-_MARK = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,8 @@ def read_pickle(data: bytes | memoryview, table: Table, *, name: str, persistent
         It is no pickle, or one that no writer of such a file makes.
     """
     try:
-        return _Machine(bytes(data), table, persistent).run()
+        with _without_collection():
+            return _Machine(bytes(data), table, persistent).run()
     except PicklingError as error:
         raise UnsupportedError(
             f"{name}: {error}; nothing was executed. If you trust the file, load it with the program that wrote it"
@@ -88,19 +90,32 @@ def read_pickle(data: bytes | memoryview, table: Table, *, name: str, persistent
         raise CorruptError(f"{name}: no pickle of the expected kind ({error}); nothing was executed, use another file") from None
 
 
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Pause the search for cycles: over a million new objects it takes longer than making them, and finds nothing."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 class _Machine:
-    """The stack, the marks and the memo of one pickle."""
+    """The stack, the positions of marks on it, and the memo of one pickle."""
 
     def __init__(self, data: bytes, table: Table, persistent: Callable[[Any], Any] | None) -> None:
         self.data, self.at = data, 0
         self.table, self.persistent = table, persistent
         self.stack: list[Any] = []
+        self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
 
     def run(self) -> Any:
         """Execute until the end; what is most frequent is written out here, the rest is in `_OPERATIONS`."""
-        data, stack, memo, operations = self.data, self.stack, self.memo, _OPERATIONS
-        push = stack.append
+        data, stack, marks, memo, operations = self.data, self.stack, self.marks, self.memo, _OPERATIONS
+        push, pop = stack.append, stack.pop
         at = 0
         while True:
             code = data[at]
@@ -116,14 +131,27 @@ class _Machine:
             elif code == 0x4B:  # BININT1
                 push(data[at])
                 at += 1
-            elif code == 0x28:
-                push(_MARK)
-            elif code == 0x7D:
+            elif code == 0x28:  # MARK
+                marks.append(len(stack))
+            elif code == 0x7D:  # EMPTY_DICT
                 push({})
-            elif code == 0x29:
+            elif code == 0x29:  # EMPTY_TUPLE
                 push(())
-            elif code == 0x2E:
-                return self._result()
+            elif code == 0x85:  # TUPLE1
+                stack[-1] = (stack[-1],)
+            elif code == 0x86:  # TUPLE2
+                last = pop()
+                stack[-1] = (stack[-1], last)
+            elif code == 0x74:  # TUPLE
+                low = marks.pop()
+                stack[low:] = (tuple(stack[low:]),)
+            elif code == 0x81:  # NEWOBJ
+                if pop() != () or type(stack[-1]) is not Kind:
+                    raise ValueError(f"makes an instance of {_shown(stack[-1])}, with arguments")
+                stack[-1] = Made(stack[-1])
+            elif code == 0x2E:  # STOP
+                (result,) = stack
+                return result
             else:
                 operation = operations.get(code)
                 if operation is None:
@@ -131,11 +159,6 @@ class _Machine:
                 self.at = at
                 operation(self)
                 at = self.at
-
-    def _result(self) -> Any:
-        if len(self.stack) != 1 or self.stack[0] is _MARK:
-            raise ValueError("it ends with more or less than one thing made")
-        return self.stack[0]
 
     def take(self, size: int) -> bytes:
         """The next bytes of the stream."""
@@ -147,28 +170,11 @@ class _Machine:
     def number(self, size: int) -> int:
         return int.from_bytes(self.take(size), "little")
 
-    def pop(self) -> Any:
-        value = self.stack.pop()
-        if value is _MARK:
-            raise ValueError("a mark where a value belongs")
-        return value
-
-    def top(self) -> Any:
-        value = self.stack[-1]
-        if value is _MARK:
-            raise ValueError("a mark where a value belongs")
-        return value
-
     def above_mark(self) -> list[Any]:
         """Take what is above the last mark, and the mark."""
-        stack = self.stack
-        at = len(stack) - 1
-        while stack[at] is not _MARK:
-            at -= 1
-            if at < 0:
-                raise ValueError("there is no mark")
-        values = stack[at + 1 :]
-        del stack[at:]
+        low = self.marks.pop()
+        values = self.stack[low:]
+        del self.stack[low:]
         return values
 
     def look_up(self, module: Any, name: Any) -> Any:
@@ -181,41 +187,25 @@ class _Machine:
             raise PicklingError(f"names the global {module[:100]}.{name[:100]}, which such a file does not need") from None
 
 
-def _tuple(size: int) -> Callable[[_Machine], None]:
-    def operation(machine: _Machine) -> None:
-        stack = machine.stack
-        values = tuple(stack[-size:])
-        if len(values) != size or _MARK in values:
-            raise ValueError("too few values for a tuple")
-        stack[-size:] = (values,)
-
-    return operation
-
-
-def _mark_tuple(machine: _Machine) -> None:
-    values = tuple(machine.above_mark())
-    machine.stack.append(values)
-
-
-def _new(machine: _Machine) -> None:
-    arguments, kind = machine.pop(), machine.pop()
-    if not isinstance(kind, Kind) or arguments != ():
-        raise ValueError(f"makes an instance of {_shown(kind)}, with arguments")
-    machine.stack.append(Made(kind))
+def _tuple3(machine: _Machine) -> None:
+    stack = machine.stack
+    last, middle = stack.pop(), stack.pop()
+    stack[-1] = (stack[-1], middle, last)
 
 
 def _reduce(machine: _Machine) -> None:
-    arguments, call = machine.pop(), machine.pop()
-    if not isinstance(call, Call):
+    stack = machine.stack
+    arguments, call = stack.pop(), stack[-1]
+    if type(call) is not Call:
         raise ValueError(f"calls {_shown(call)}")
-    if not isinstance(arguments, tuple) or len(arguments) > MAX_ARGUMENTS:
+    if type(arguments) is not tuple or len(arguments) > MAX_ARGUMENTS:
         raise ValueError(f"calls {call.name} with arguments that it does not have")
-    machine.stack.append(call.make(*arguments))
+    stack[-1] = call.make(*arguments)
 
 
 def _build(machine: _Machine) -> None:
-    state, made = machine.pop(), machine.top()
-    if isinstance(made, Made):
+    state, made = machine.stack.pop(), machine.stack[-1]
+    if type(made) is Made:
         if made.state is not None or not isinstance(state, dict | tuple):
             raise ValueError(f"gives {made.kind.name} a second state, or none that it can have")
         made.state = state
@@ -231,7 +221,7 @@ def _check_key(key: Any) -> Any:
 
 def _set_items(machine: _Machine) -> None:
     values = machine.above_mark()
-    target = machine.top()
+    target = machine.stack[-1]
     if type(target) is not dict or len(values) % 2:
         raise ValueError(f"puts items into {_shown(target)}")
     for i in range(0, len(values), 2):
@@ -240,21 +230,21 @@ def _set_items(machine: _Machine) -> None:
 
 
 def _set_item(machine: _Machine) -> None:
-    value, key, target = machine.pop(), machine.pop(), machine.top()
+    value, key, target = machine.stack.pop(), machine.stack.pop(), machine.stack[-1]
     if type(target) is not dict:
         raise ValueError(f"puts items into {_shown(target)}")
     target[_check_key(key)] = value
 
 
 def _appends(machine: _Machine) -> None:
-    values, target = machine.above_mark(), machine.top()
+    values, target = machine.above_mark(), machine.stack[-1]
     if type(target) is not list:
         raise ValueError(f"appends to {_shown(target)}")
     target.extend(values)
 
 
 def _append(machine: _Machine) -> None:
-    value, target = machine.pop(), machine.top()
+    value, target = machine.stack.pop(), machine.stack[-1]
     if type(target) is not list:
         raise ValueError(f"appends to {_shown(target)}")
     target.append(value)
@@ -285,7 +275,7 @@ def _long(machine: _Machine) -> None:
 
 def _put(size: int) -> Callable[[_Machine], None]:
     def operation(machine: _Machine) -> None:
-        machine.memo[machine.number(size)] = machine.top()
+        machine.memo[machine.number(size)] = machine.stack[-1]
 
     return operation
 
@@ -303,7 +293,7 @@ def _line(machine: _Machine) -> str:
 
 
 def _stack_global(machine: _Machine) -> None:
-    name, module = machine.pop(), machine.pop()
+    name, module = machine.stack.pop(), machine.stack.pop()
     machine.stack.append(machine.look_up(module, name))
 
 
@@ -315,7 +305,7 @@ def _global(machine: _Machine) -> None:
 def _persistent(machine: _Machine) -> None:
     if machine.persistent is None:
         raise ValueError("it has a persistent id")
-    machine.stack.append(machine.persistent(machine.pop()))
+    machine.stack.append(machine.persistent(machine.stack.pop()))
 
 
 def _constant(value: Any) -> Callable[[_Machine], None]:
@@ -339,17 +329,13 @@ _OPERATIONS: dict[int, Callable[[_Machine], None]] = {
     0x88: _constant(True),
     0x89: _constant(False),
     0x5D: lambda machine: machine.stack.append([]),
-    0x85: _tuple(1),
-    0x86: _tuple(2),
-    0x87: _tuple(3),
-    0x74: _mark_tuple,
+    0x87: _tuple3,
     0x61: _append,
     0x65: _appends,
     0x73: _set_item,
     0x75: _set_items,
     0x62: _build,
     0x52: _reduce,
-    0x81: _new,
     0x93: _stack_global,
     0x63: _global,
     0x51: _persistent,

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...errors import CorruptError
-from ..modules import WRAPPED
+from ..modules import unwrapped
 
 _MAX_DEPTH = 64
 
@@ -70,13 +70,8 @@ def _names(groups: list[Mapping[str, Any]]) -> dict[int, str] | None:
         said = group.get("param_names")
         if not isinstance(said, list | tuple) or len(said) != len(group["params"]) or not all(isinstance(n, str) for n in said):
             return None
-        names.update(zip(group["params"], map(_clean, said), strict=True))
+        names.update(zip(group["params"], map(unwrapped, said), strict=True))
     return names if len(set(names.values())) == len(names) == sum(len(group["params"]) for group in groups) else None
-
-
-def _clean(name: str) -> str:
-    """A parameter's name without what compiling and wrapping put into it."""
-    return ".".join(part for part in name.split(".") if part not in WRAPPED)
 
 
 def _renamed(value: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, Any]:
