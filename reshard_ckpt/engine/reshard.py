@@ -38,7 +38,7 @@ from .save import publish
 from .stream import Run, RunReader, check_covered, pieces_of, read_ahead
 from .write import SCRATCH_BYTES, FileLayout, ShardFileWriter, digests_key, member_offsets
 
-WINDOW_BYTES = 32 << 20
+WINDOW_BYTES = 16 << 20
 """Bytes in flight between reading and writing; two such windows are in memory."""
 
 _WHOLE_FILES = 1 << 62

@@ -19,12 +19,26 @@ from types import TracebackType
 
 from ..errors import StorageError
 from .locks import FileLock, lock_file
-from .posix import FOLDER, OpenFiles, explained, free_bytes_at, locked, preadv_all, read_at_most, sync_folder, write_all
+from .posix import (
+    FOLDER,
+    OpenFiles,
+    begin_write_out,
+    explained,
+    free_bytes_at,
+    locked,
+    preadv_all,
+    read_at_most,
+    sync_folder,
+    write_all,
+)
 from .protocol import Buffer, conflict, exists, flat_bytes, folder_parts, key_parts, missing, short_file, too_large
 
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE_MODE, _FOLDER_MODE = 0o664, 0o775
 """The umask takes away from these; no umask makes a checkpoint writable for everybody."""
+
+_WRITE_OUT_BYTES = 32 << 20
+"""So often the kernel is asked to begin writing out what it holds of a file, so that little is left to do for the last fsync."""
 
 _NO_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _MAX_OPEN_FILES = 64
@@ -217,12 +231,18 @@ class LocalWriter:
         self._storage, self._key, self._path = storage, key, path
         self._fd: int | None = fd
         self._done = False
+        self._written = self._begun = 0
 
     def write(self, data: Buffer) -> None:
         if self._fd is None:
             raise ValueError(f"{self._path}: written after it was closed")
         with explained("write", self._path):
-            write_all(self._fd, flat_bytes(data))
+            view = flat_bytes(data)
+            write_all(self._fd, view)
+        self._written += len(view)
+        if self._written - self._begun >= _WRITE_OUT_BYTES:
+            begin_write_out(self._fd, self._begun, self._written - self._begun)
+            self._begun = self._written
 
     def finish(self) -> None:
         if self._done:

@@ -84,6 +84,16 @@ def free_bytes_at(path: str) -> int | None:
     return status.f_frsize * (status.f_bfree if os.geteuid() == 0 else status.f_bavail)
 
 
+def begin_write_out(fd: int, offset: int, num_bytes: int) -> None:
+    """Have the kernel begin to write a range of a file to its disk, without waiting for it.
+
+    That a file will not be needed makes Linux do so; pages that are still being written stay in its cache all the same.
+    """
+    if hasattr(os, "posix_fadvise"):
+        with suppress(OSError):  # advice: where it cannot be taken, the fsync does all
+            os.posix_fadvise(fd, offset, num_bytes, os.POSIX_FADV_DONTNEED)
+
+
 def preadv_all(file: OpenFile, views: list[memoryview], offset: int) -> int:
     """Fill the views from `offset` on; the number of bytes read, less than wanted only where the file ends."""
     views, total = [view for view in views if len(view)], 0

@@ -1,0 +1,198 @@
+"""How long does an offline reshard take beside ``cp`` and fsync of the same bytes, and how much memory?
+
+``python -m benchmarks.offline_reshard --gb 4 --out bench_out/offline_reshard.json``
+
+A checkpoint of a transformer with AdamW (bf16 and two fp32 moments), as four FSDP ranks save it, is resharded to dp 2 × tp 4:
+weights are cut along other dims, and all files of the source feed files of the result. In each round ``cp`` and the reshards run
+one after the other, each followed by fsync; a reshard runs in a process of its own, and asks the kernel for its peak memory. With
+``--cold`` the source is dropped from the page cache before each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from reshard_ckpt import checkpoint
+from reshard_ckpt.core.state import AxisPlacement, Claim, Mesh, TensorSpec, box_piece, row_major_strides
+from reshard_ckpt.engine.agreement import new_save_id, plan_offers
+from reshard_ckpt.engine.messages import decode_assignment, encode_assignments, encode_offer
+from reshard_ckpt.engine.save import hold, look, publish
+from reshard_ckpt.engine.write import write_assignment
+from reshard_ckpt.format.torch_dtypes import TORCH_DTYPES
+from reshard_ckpt.format.values import encode_value
+from reshard_ckpt.storage import open_storage
+
+RANKS = 4
+TARGET = {"dp": 2, "tp": 4}
+HIDDEN = 2048
+RSS_LIMIT_MIB = 512
+
+
+def weights(layers: int) -> Iterator[tuple[str, tuple[int, int], int]]:
+    """Name, shape, and the dim that tensor parallelism cuts."""
+    for i in range(layers):
+        yield f"layers.{i}.qkv.weight", (3 * HIDDEN, HIDDEN), 0
+        yield f"layers.{i}.out.weight", (HIDDEN, HIDDEN), 1
+        yield f"layers.{i}.up.weight", (4 * HIDDEN, HIDDEN), 0
+        yield f"layers.{i}.down.weight", (HIDDEN, 4 * HIDDEN), 1
+
+
+def make_source(folder: Path, layers: int) -> None:
+    """Save the checkpoint, rank by rank in this process; every tensor is another part of one buffer of noise."""
+    generator = np.random.default_rng(0)
+    noise = torch.from_numpy(generator.integers(0, 256, 192 << 20, dtype=np.uint8))
+    storage = open_storage(folder)
+    placement = (AxisPlacement("dp", "shard", 0), AxisPlacement("tp", "shard", 0))
+    holdings = []
+    for rank in range(RANKS):
+        held = []
+        for number, (name, shape, tp) in enumerate(weights(layers)):
+            rows = shape[0] // RANKS
+            piece = box_piece((rank * rows, 0), (rows, shape[1]), 0, row_major_strides((rows, shape[1])))
+            placed = (placement[0], AxisPlacement("tp", "shard", tp))
+            for key, dtype in (("", "BF16"), (".exp_avg", "F32"), (".exp_avg_sq", "F32")):
+                full = f"optimizer.state.{name}{key}" if key else f"model.{name}"
+                size = rows * shape[1] * TORCH_DTYPES[dtype].itemsize
+                begin = (number * 7919 + rank * 104729 + len(key)) * 4096 % (noise.numel() - size)
+                memory = noise[begin : begin + size].view(TORCH_DTYPES[dtype])
+                held.append((TensorSpec(full, dtype, shape, (piece,), Claim.DECLARED, placed), memory))
+        holdings.append(hold(held, (), Mesh(("dp", "tp"), (RANKS, 1)), rank))
+    offers = [encode_offer(h.offer) for h in holdings]
+    plan = plan_offers([offer.tensors for offer in offers], [offer.rows for offer in offers])
+    save_id, before = new_save_id(), look(storage)
+    assignments = [decode_assignment(data, save_id) for data in encode_assignments(plan)]
+    receipts = [write_assignment(storage, h, a, rank) for rank, (h, a) in enumerate(zip(holdings, assignments, strict=True))]
+    publish(storage, plan, (), receipts, save_id=save_id, metadata=encode_value(None, ""), before=before)
+
+
+def files_below(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def drop_cache(folder: Path) -> None:
+    for path in files_below(folder):
+        fd = os.open(path, os.O_RDONLY)
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+
+def copy(source: Path, target: Path) -> float:
+    """``cp -r`` and an fsync of each file."""
+    began = time.perf_counter()
+    subprocess.run(["cp", "-r", str(source), str(target)], check=True)
+    for path in files_below(target):
+        fd = os.open(path, os.O_RDONLY)
+        os.fsync(fd)
+        os.close(fd)
+    return time.perf_counter() - began
+
+
+def reshard(source: Path, target: Path, *, verify: bool) -> dict[str, float]:
+    """In a process of its own: seconds of the call, of the whole process, and its peak memory."""
+    began = time.perf_counter()
+    command = [sys.executable, "-m", "benchmarks.offline_reshard", "--child", str(source), str(target), str(int(verify))]
+    out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return {**json.loads(out), "process_s": time.perf_counter() - began}
+
+
+def peak_rss_mib() -> float:
+    """Of this program: the kernel counts what `getrusage` tells from before it was executed, too."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) / 1024
+
+
+def child(source: str, target: str, verify: str) -> None:
+    before = peak_rss_mib()
+    first, began = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
+    report = checkpoint.reshard(source, target, mesh=TARGET, verify=verify == "1")
+    seconds = time.perf_counter() - began
+    now = resource.getrusage(resource.RUSAGE_SELF)
+    figures = {
+        "seconds": seconds,
+        "cpu_s": now.ru_utime + now.ru_stime - first.ru_utime - first.ru_stime,
+        "peak_rss_mib": peak_rss_mib(),
+        "rss_of_imports_mib": before,
+        "bytes_read": report.bytes_read,
+        "bytes_written": report.bytes_written,
+    }
+    sys.stdout.write(json.dumps(figures))
+
+
+def measure(folder: Path, num_bytes: int, rounds: int, *, cold: bool) -> dict[str, Any]:
+    layers = max(round(num_bytes / (12 * HIDDEN**2 * 10)), 1)
+    source, target = folder / "source", folder / "target"
+    make_source(source, layers)
+    size = sum(path.stat().st_size for path in files_below(source))
+    measured: dict[str, list[Any]] = {"cp": [], "reshard": [], "reshard --no-verify": []}
+    for n in range(rounds):
+        for what in measured:
+            drop_cache(source) if cold else None
+            if what == "cp":
+                measured[what].append({"seconds": copy(source, target)})
+            else:
+                measured[what].append(reshard(source, target, verify=what == "reshard"))
+            if n == 0 and what == "reshard":
+                assert checkpoint.verify(target).ok
+            shutil.rmtree(target)
+            os.sync()
+    return {"bytes": size, "layers": layers, "rounds": rounds, "cold": cold, "measured": measured}
+
+
+def table(result: dict[str, Any]) -> str:
+    measured = result["measured"]
+    base = min(run["seconds"] for run in measured["cp"])
+    lines = ["| | seconds | ÷ cp + fsync | CPU s | peak RSS |", "| --- | ---: | ---: | ---: | ---: |"]
+    for what, runs in measured.items():
+        best = min(runs, key=lambda run: run["seconds"])
+        more = f"{best['cpu_s']:.1f} | {best['peak_rss_mib']:.0f} MiB" if "cpu_s" in best else " | "
+        lines.append(f"| {what} | {best['seconds']:.2f} | {best['seconds'] / base:.2f}× | {more} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--gb", type=float, default=1.0, help="size of the checkpoint")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cold", action="store_true", help="drop the source from the page cache before each run")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("bench_out/offline_reshard"), help="where to write; removed afterwards"
+    )
+    parser.add_argument("--out", type=Path, help="JSON of this and of earlier runs")
+    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        child(*options.child)
+        return
+    shutil.rmtree(options.folder, ignore_errors=True)
+    load = os.getloadavg()[0]
+    try:
+        result = measure(options.folder, int(options.gb * 1e9), options.rounds, cold=options.cold)
+    finally:
+        shutil.rmtree(options.folder, ignore_errors=True)
+    result |= {"load_average": load, "machine": platform.platform(), "cpus": os.cpu_count(), "torch": torch.__version__}
+    result["command"] = "python -m benchmarks.offline_reshard " + " ".join(sys.argv[1:])
+    print(f"{result['bytes'] / 1e9:.2f} GB, {result['rounds']} rounds, load average {load:.1f}\n{table(result)}")
+    worst = max(run["peak_rss_mib"] for runs in result["measured"].values() for run in runs if "peak_rss_mib" in run)
+    print(f"peak memory {worst:.0f} MiB: {'within' if worst < RSS_LIMIT_MIB else 'OVER'} {RSS_LIMIT_MIB} MiB")
+    if options.out:
+        earlier = json.loads(options.out.read_text()) if options.out.exists() else []
+        options.out.write_text(json.dumps([*earlier, result], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
