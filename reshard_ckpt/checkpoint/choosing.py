@@ -87,9 +87,14 @@ def chosen(saved: Catalog, select: Names, exclude: Names) -> Chosen:
 
 
 def _all_kinds(saved: Catalog, names: Names) -> Chosen:
-    listed = [names] if isinstance(names, str) else names
-    unreadable = [found for name in ((None,) if listed is None else listed) for found in _unreadable(saved, name)]
-    return Chosen(*choose(saved, listed), list(dict.fromkeys(unreadable)))
+    each = listed(names)
+    unreadable = [found for name in ((None,) if each is None else each) for found in _unreadable(saved, name)]
+    return Chosen(*choose(saved, each), list(dict.fromkeys(unreadable)))
+
+
+def listed(names: Names) -> Sequence[str] | None:
+    """One name as a list of it."""
+    return [names] if isinstance(names, str) else names
 
 
 def cast_dtypes(saved: Catalog, tensors: Sequence[str], cast: Mapping[str, Any] | None) -> dict[str, str]:

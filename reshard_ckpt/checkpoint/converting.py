@@ -20,12 +20,14 @@ from ..core.narrow import narrowed, retyped
 from ..core.state import ValueKind
 from ..engine.progress import OnProgress, Tally, reporter
 from ..engine.rename import renamed
+from ..engine.reshard import Options
 from ..engine.saved_values import open_values
 from ..engine.stream import Run, stream
 from ..errors import UsageError
-from ..storage import LocalStorage, Storage
+from ..storage import LocalStorage
 from .choosing import Names, cast_dtypes, chosen
 from .destination import new_file, new_folder
+from .resharding import write_as_one_rank
 from .source import Path, Source, open_source
 
 MODEL = "model"
@@ -60,19 +62,22 @@ class ConvertReport:
 
 @dataclass(frozen=True, slots=True)
 class _Picked:
-    """What is to be written: `catalog` as the result will know it, `source` the same tensors as they are to be read."""
+    """What is to be written: `catalog` as the result will know it, `saved` the same tensors as they are to be read."""
 
-    storage: Storage
-    source: Catalog
+    source: Source
+    saved: Catalog
     catalog: Catalog
     values: Mapping[str, Any]
     left_out: tuple[str, ...]
     verify: bool
-    tally: Tally
+    report: OnProgress
 
     @property
     def num_bytes(self) -> int:
-        return _num_bytes(self.catalog)
+        """Bytes of all tensors that are no aliases."""
+        table = self.catalog.tensors_table
+        own = [i for i in range(len(table.names)) if table.kind[i] == TensorKind.TENSOR and table.alias[i] < 0]
+        return sum(prod(self.catalog.shape(i)) * ITEM_BYTES[self.catalog.dtype(i)] for i in own)
 
     def tensor_bytes(self, tensors: Sequence[int]) -> Iterator[memoryview]:
         """The bytes of whole tensors, converted, end to end."""
@@ -80,13 +85,14 @@ class _Picked:
 
     def span_bytes(self, spans: Sequence[Span]) -> Iterator[memoryview]:
         """The bytes of parts of tensors, converted, end to end."""
-        for part in stream(self.storage, self.source, [self._run(span) for span in spans], verify=self.verify):
-            self.tally.add(len(part))  # before it is used: who has the last part asks for no more
+        tally = Tally("convert", self.num_bytes, self.report)
+        for part in stream(self.source.storage, self.saved, [self._run(span) for span in spans], verify=self.verify):
+            tally.add(len(part))  # before it is used: who has the last part asks for no more
             yield part
 
     def _run(self, span: Span) -> Run:
         shape, wanted = self.catalog.shape(span.tensor), self.catalog.dtype(span.tensor)
-        dtype = None if wanted == self.source.dtype(span.tensor) else wanted
+        dtype = None if wanted == self.saved.dtype(span.tensor) else wanted
         return Run(span.tensor, (0,) * len(shape), shape, span.start, span.count, dtype)
 
 
@@ -203,21 +209,13 @@ def _pick(
         kept, out = (renamed(each, lambda name: name.removeprefix(f"{top}.")) for each in (kept, out))
     opened = open_values(source.storage, kept, kept.value_names, verify=verify)
     decoded = {name: list(v.value) if v.kind is ValueKind.PER_RANK else v.value for name, v in opened.items()}
-    tally = Tally("convert", _num_bytes(out), report)
-    return _Picked(source.storage, kept, out, decoded, left_out, verify, tally)
+    return _Picked(source, kept, out, decoded, left_out, verify, report)
 
 
 def _nothing(catalog: Catalog, top: str) -> str:
     keys = sorted({name.partition(".")[0] for name in (*catalog.names, *catalog.value_names)})
     listed = ", ".join(map(repr, keys[:8])) + (", …" if len(keys) > 8 else "")
     return f"root={top!r}: nothing that was selected lies below it; pass another root=: the checkpoint has {listed}"
-
-
-def _num_bytes(catalog: Catalog) -> int:
-    """Bytes of all tensors that are no aliases."""
-    table = catalog.tensors_table
-    own = [i for i in range(len(table.names)) if table.kind[i] == TensorKind.TENSOR and table.alias[i] < 0]
-    return sum(prod(catalog.shape(i)) * ITEM_BYTES[catalog.dtype(i)] for i in own)
 
 
 _UNITS = {"": 1, "B": 1} | {
@@ -242,7 +240,7 @@ def _to_safetensors(picked: _Picked, place: _Place, max_bytes: int) -> tuple[str
     files = lay_out(picked.catalog, max_bytes)
     with place.folder() as folder, LocalStorage(folder) as storage:
         if not os.path.isfile(place.src):
-            copy_companions(picked.storage, picked.source, storage)
+            copy_companions(picked.source.storage, picked.source.catalog, storage)
         write_safetensors(storage, picked.catalog, picked.tensor_bytes, files)
         return tuple(key for key, _ in storage.list())
 
@@ -259,4 +257,13 @@ def _to_dcp(picked: _Picked, place: _Place, max_bytes: int) -> tuple[str, ...]:
         return tuple(key for key, _ in storage.list())
 
 
-_WRITERS = {"safetensors": _to_safetensors, "torch": _to_torch, "dcp": _to_dcp}
+def _to_reshard(picked: _Picked, place: _Place, max_bytes: int) -> tuple[str, ...]:
+    saved, out = picked.saved, picked.catalog
+    dtypes = {name: out.dtype(out.index(name)) for name in out.names}
+    cast = {name: code for name, code in dtypes.items() if code != saved.dtype(saved.index(name))}
+    with place.folder() as folder, LocalStorage(folder) as storage:
+        write_as_one_rank(picked.source, saved, cast, folder, Options(picked.verify, picked.report))
+        return tuple(key for key, _ in storage.list())
+
+
+_WRITERS = {"safetensors": _to_safetensors, "torch": _to_torch, "dcp": _to_dcp, "reshard": _to_reshard}

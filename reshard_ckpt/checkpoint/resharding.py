@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from pathlib import Path as FilePath
 from typing import Any
 
 from ..comm import open_session
+from ..comm.protocol import Comm
 from ..core.catalog import Catalog
 from ..core.rules import parse_rules
 from ..core.state import AxisPlacement, Mesh
@@ -23,12 +23,9 @@ from ..engine.reshard import Done, Options, RankShare, agree_on_id, commit, rank
 from ..engine.save import look
 from ..engine.saved_values import open_values
 from ..errors import UsageError
-from ..format.torch_dtypes import TORCH_DTYPES
 from ..storage import Storage, open_storage
-from .choosing import choose
+from .choosing import Names, cast_dtypes, chosen, listed
 from .source import Path, Source, open_shared_source
-
-Names = str | Sequence[str] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,21 +142,34 @@ def reshard(
         catalog = source.catalog if rename is None else renamed(source.catalog, rename)
         choice = _choice(catalog, select, exclude, drop, cast)
         wish = Wish(new_mesh, wishes, _boundaries(stages, new_mesh), _group_orders(source, catalog, choice))
-        planned = recut(catalog, choice, wish)
-        before = look(target) if comm.rank == 0 else None
-        proved = all(file.digests_key for file in catalog.files)
-        save_id = agree_on_id(comm, save_id_of(source.catalog if proved else replace(source.catalog, created_s=0.0), planned))
-        if not proved:
-            # Nothing proves that the same catalog means the same bytes, so no earlier attempt may be taken up.
-            save_id = comm.broadcast(new_save_id().encode()).decode()
-        done = Done({}, 0, 0)
-        if not dry_run:
-            if before is not None and save_id not in before.folders:
-                check_free_space(target, planned.plan)
-            share = share_of(planned, save_id, comm.rank, comm.size)
-            report = reporter(progress if comm.rank == 0 else False)
-            done = write_share(source.storage, target, planned, save_id, share, Options(verify, report))
-            done = commit(comm, target, planned, save_id, done, before)
+        options = Options(verify, reporter(progress if comm.rank == 0 else False))
+        return _write(comm, source, recut(catalog, choice, wish), target, options, dry_run=dry_run)
+
+
+def write_as_one_rank(source: Source, catalog: Catalog, dtypes: Mapping[str, str], dst: Path, options: Options) -> None:
+    """Write all of a catalog over the source's files as a job of one rank would have saved it, in this process."""
+    choice = Choice(catalog.names, catalog.value_names, dtypes)
+    wish = Wish(Mesh(("dp",), (1,)), (), None, _group_orders(source, catalog, choice))
+    with open_session("convert", str(dst)) as comm, open_storage(dst) as target:
+        _write(comm, source, recut(catalog, choice, wish), target, options)
+
+
+def _write(
+    comm: Comm, source: Source, planned: Recut, target: Storage, options: Options, *, dry_run: bool = False
+) -> ReshardReport:
+    before = look(target) if comm.rank == 0 else None
+    proved = all(file.digests_key for file in planned.catalog.files)
+    save_id = agree_on_id(comm, save_id_of(source.catalog if proved else replace(source.catalog, created_s=0.0), planned))
+    if not proved:
+        # Nothing proves that the same catalog means the same bytes, so no earlier attempt may be taken up.
+        save_id = comm.broadcast(new_save_id().encode()).decode()
+    done = Done({}, 0, 0)
+    if not dry_run:
+        if before is not None and save_id not in before.folders:
+            check_free_space(target, planned.plan)
+        share = share_of(planned, save_id, comm.rank, comm.size)
+        done = write_share(source.storage, target, planned, save_id, share, options)
+        done = commit(comm, target, planned, save_id, done, before)
     return _report(planned, save_id, done, dry_run)
 
 
@@ -210,43 +220,13 @@ def _refuse_same(source: Storage, target: Storage) -> None:
 
 
 def _choice(catalog: Catalog, select: Names, exclude: Names, drop: Names, cast: Mapping[str, Any] | None) -> Choice:
-    tensors, values = choose(catalog, _listed(select))
-    for unwanted in (_listed(exclude), _listed(drop)):
-        if unwanted is not None:
-            less, fewer = (set(names) for names in choose(catalog, unwanted))
-            tensors, values = [n for n in tensors if n not in less], [n for n in values if n not in fewer]
-    for name, error in catalog.unreadable.items():
-        if (select is None or _fits(name, select)) and not _fits(name, exclude) and not _fits(name, drop):
-            raise error
-    if not tensors and not values:
+    unwanted = [*(listed(exclude) or ()), *(listed(drop) or ())]
+    taken = chosen(catalog, select, unwanted or None)
+    for name in taken.unreadable:
+        raise catalog.unreadable[name]
+    if not taken.tensors and not taken.values:
         raise UsageError(f"select={select!r}, exclude={exclude!r}, drop={drop!r}: nothing is left to write; take less away")
-    dtypes: dict[str, str] = {}
-    for pattern, wanted in (cast or {}).items():
-        code = _code(pattern, wanted)
-        found = [n for n in choose(catalog, [pattern])[0] if TORCH_DTYPES[catalog.dtype(catalog.index(n))].is_floating_point]
-        if not found:
-            raise UsageError(f"cast={{{pattern!r}: …}}: no tensor of such a name is floating-point; correct the pattern")
-        for name in found:
-            dtypes.setdefault(name, code)
-    return Choice(tensors, values, dtypes)
-
-
-def _fits(name: str, patterns: Names) -> bool:
-    return any(name == p or name.startswith(f"{p}.") or fnmatchcase(name, p) for p in _listed(patterns) or ())
-
-
-def _listed(names: Names) -> Sequence[str] | None:
-    return [names] if isinstance(names, str) else names
-
-
-def _code(pattern: str, wanted: Any) -> str:
-    """The code of a dtype that is given as torch's, by torch's name or by the code."""
-    name = str(wanted).removeprefix("torch.")
-    for code, dtype in TORCH_DTYPES.items():
-        if name in (code, str(dtype).removeprefix("torch.")) and dtype.is_floating_point:
-            return code
-    known = sorted(str(dtype).removeprefix("torch.") for dtype in TORCH_DTYPES.values() if dtype.is_floating_point)
-    raise UsageError(f"cast={{{pattern!r}: {wanted!r}}}: no floating-point dtype; there are {', '.join(known)}")
+    return Choice(taken.tensors, taken.values, cast_dtypes(catalog, taken.tensors, cast))
 
 
 def _group_orders(source: Source, catalog: Catalog, choice: Choice) -> dict[str, list[str]]:

@@ -39,7 +39,7 @@ from tests.launch import ROOT
 from tests.layouts import filled, layouts, shapes, spec_of, values_of
 
 IN_A_FOLDER = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=40)
-FORMATS = ["safetensors", "torch", "dcp"]
+FORMATS = ["safetensors", "torch", "dcp", "reshard"]
 
 
 def as_bytes(tensor: torch.Tensor) -> bytes:
@@ -86,7 +86,9 @@ def test_any_layout_becomes_any_format(
     assert {f"model.{name}" for name in stored} == set(whole)
     checkpoint.convert(src, out / "x.pt", to="torch")
     checkpoint.convert(out / "x.pt", out / "dcp", to="dcp")
-    for path in (out / "hf", out / "x.pt", out / "dcp"):
+    checkpoint.convert(out / "hf", out / "native", to="reshard")
+    assert checkpoint.verify(out / "native").ok
+    for path in (out / "hf", out / "x.pt", out / "dcp", out / "native"):
         found = checkpoint.read(path)
         assert set(found) == set(whole)
         for name, tensor in whole.items():
@@ -150,7 +152,8 @@ def test_a_state_comes_back_from_every_format(tmp_path: Path):
     checkpoint.save(tmp_path / "n", {"model": model, "optimizer": optimizer, "extra": {"step": 7}})
     checkpoint.convert(tmp_path / "n", tmp_path / "x.pt", to="torch")
     checkpoint.convert(tmp_path / "x.pt", tmp_path / "d", to="dcp")
-    for path in (tmp_path / "x.pt", tmp_path / "d"):
+    checkpoint.convert(tmp_path / "d", tmp_path / "r", to="reshard")
+    for path in (tmp_path / "x.pt", tmp_path / "d", tmp_path / "r"):
         assert checkpoint.diff(tmp_path / "n", path, values=True).equal
         other = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.BatchNorm1d(5), torch.nn.Linear(5, 6, bias=False))
         params = list(other.parameters())
@@ -241,6 +244,9 @@ def test_what_is_chosen_renamed_and_cast_is_what_arrives(tmp_path: Path):
     assert_same(found["h.2.a"], tensors["layers.2.a"].double())
     checkpoint.convert(tmp_path / "n", tmp_path / "x.pt", to="torch", root="model.layers")
     assert set(torch.load(tmp_path / "x.pt", weights_only=True)) == {"0", "1", "2", "10"}
+    checkpoint.convert(tmp_path / "n", tmp_path / "r", to="reshard", root="model", exclude="*.b", cast={"*.1.a": "bfloat16"})
+    assert checkpoint.catalog(tmp_path / "r").names == ("layers.0.a", "layers.1.a", "layers.10.a", "layers.2.a")
+    assert_same(checkpoint.read(tmp_path / "r")["layers.1.a"], tensors["layers.1.a"].bfloat16())
     checkpoint.convert(tmp_path / "n", tmp_path / "all", root="")
     assert "ema.w" in load_file(tmp_path / "all" / "model.safetensors")
 
@@ -296,7 +302,7 @@ def test_a_value_that_torch_would_not_load_is_named(tmp_path: Path):
 def test_what_is_there_is_replaced_only_when_asked_and_only_if_it_is_a_checkpoint(tmp_path: Path, to: str):
     tensors, out = save_some(tmp_path / "n"), tmp_path / "out"
     checkpoint.convert(tmp_path / "n", out, to=to)
-    before = {path: path.read_bytes() for path in ([out] if out.is_file() else out.iterdir())}
+    before = {path: path.read_bytes() for path in ([out] if out.is_file() else out.rglob("*")) if path.is_file()}
     with pytest.raises(UsageError, match="already exists"):
         checkpoint.convert(tmp_path / "n", out, to=to)
     assert {path: path.read_bytes() for path in before} == before
