@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import warnings
 from contextlib import suppress
 from pathlib import Path
@@ -26,7 +27,7 @@ def fuzz_one(name: str, arguments: list[str]) -> None:
 
     with atheris.instrument_imports(include=["reshard_ckpt"]):
         from reshard_ckpt.errors import CheckpointError
-        from tests.fuzz.targets import TARGETS
+        from tests.fuzz.targets import SCRATCH, TARGETS
     warnings.simplefilter("ignore")
     target = TARGETS[name]
     seeds = list(target.seeds())
@@ -35,7 +36,7 @@ def fuzz_one(name: str, arguments: list[str]) -> None:
         for i, seed in enumerate(seeds):
             (corpus / f"seed-{i}").write_bytes(seed)
 
-    last = corpus.parent.parent / f"{name}-last"
+    last = SCRATCH / "last"
 
     def one(data: bytes) -> None:
         last.write_bytes(data)  # what ran when memory or time was over, which libFuzzer does not always know
@@ -57,9 +58,8 @@ def fuzz_one(name: str, arguments: list[str]) -> None:
 
 
 def names() -> list[str]:
-    from tests.fuzz.targets import SCRATCH, TARGETS
+    from tests.fuzz.targets import TARGETS
 
-    shutil.rmtree(SCRATCH)
     return list(TARGETS)
 
 
@@ -71,8 +71,12 @@ def run(name: str, seconds: int, out: Path, replay: Path | None) -> bool:
     command = [sys.executable, "-m", "tests.fuzz", "--only", name, *limits, str(replay or corpus)]
     if replay:
         command.remove(limits[0])
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    with tempfile.TemporaryDirectory(prefix="fuzz-", dir=memory) as scratch:
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "FUZZ_SCRATCH": scratch}
+        done = subprocess.run(command, env=env, capture_output=True, text=True)
+        if done.returncode and not replay:
+            shutil.copy(Path(scratch, "last"), out / f"{name}-last")
     figures = re.findall(r"#(\d+)\s+\w+\s+cov: (\d+)", done.stderr)
     runs, coverage = figures[-1] if figures else ("0", "0")
     print(
@@ -101,6 +105,8 @@ def main() -> int:
     unknown = [name for name in args.targets if name not in known]
     if unknown:
         parser.error(f"{', '.join(unknown)}: none of {', '.join(known)}")
+    if args.replay and len(args.targets) != 1:
+        parser.error("--replay needs one target")
     results = [run(name, args.seconds, args.out.resolve(), args.replay) for name in args.targets or known]
     return 0 if all(results) else 1
 

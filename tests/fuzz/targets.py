@@ -6,8 +6,11 @@ nearly all that chance alone makes.
 
 from __future__ import annotations
 
+import atexit
 import io
+import os
 import random
+import shutil
 import tempfile
 import uuid
 import zipfile
@@ -45,7 +48,11 @@ class Target:
 
 
 URL = f"memory://{uuid.uuid4().hex}"
-SCRATCH = Path(tempfile.mkdtemp(prefix="fuzz-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
+SCRATCH = Path(os.environ.get("FUZZ_SCRATCH") or tempfile.mkdtemp(prefix="fuzz-"))
+"""Where files lie that are opened by path; a fuzzed process does not end in a way that could remove it, so its parent does."""
+
+if "FUZZ_SCRATCH" not in os.environ:
+    atexit.register(shutil.rmtree, SCRATCH, ignore_errors=True)
 
 
 def sample() -> dict[str, object]:
