@@ -244,12 +244,13 @@ class _Placer:
 
     def _order(self, name: str, axes: Sequence[AxisPlacement], cuts: Cuts) -> Ints:
         """Axes that shard, first to last: as the rules say, else as the rows show, else the inner ones first."""
-        sharding = [i for i, p in enumerate(axes) if p.kind == "shard"]
+        inner_first = sorted((i for i, p in enumerate(axes) if p.kind == "shard"), reverse=True)
         said = next((rule.order for rule in first_saying(self.wish.rules, name) if rule.order), None)
-        known = said if said is not None else [axis for order in cuts.order.values() for axis in order]
+        known = said or tuple(axis for order in cuts.order.values() for axis in order)
+        if said is None and not {axes[i].axis for i in inner_first} <= set(known):
+            return tuple(inner_first)
         place = {axis: i for i, axis in enumerate(known)}
-        inner_first = sorted(sharding, reverse=True)
-        return tuple(sorted(inner_first, key=lambda i: place.get(axes[i].axis, -1 if said is None else len(place))))
+        return tuple(sorted(inner_first, key=lambda i: place.get(axes[i].axis, len(place))))
 
     def _divide_again(self, axis: str, placed: dict[str, Placed]) -> None:
         """Divide anew, over an axis, what is flat there or was whole on some coordinates only."""

@@ -20,7 +20,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reshard_ckpt import checkpoint
-from reshard_ckpt.checkpoint import reshard
 from reshard_ckpt.core.catalog import Catalog, ShardView, ValueEntry
 from reshard_ckpt.core.load_plan import plan_load
 from reshard_ckpt.core.offer import piece_columns, width_of
@@ -98,13 +97,13 @@ def pairs(draw: st.DrawFn) -> tuple[Job, Job, dict[str, dict[str, object]]]:
 
 
 @given(pairs(), st.integers(0, 1000))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_a_reshard_is_what_that_job_would_have_saved(pair: tuple[Job, Job, dict[str, dict[str, object]]], some: int) -> None:
     old, new, rules = pair
     save(old, cleared(SRC))
     wanted = save(new, cleared(WANTED))
     cleared(DST)
-    reshard(SRC, DST, mesh=new.mesh, rules=rules)
+    checkpoint.reshard(SRC, DST, mesh=new.mesh, rules=rules)
     storage = open_storage(DST)
     assert_same(open_catalog(storage), wanted, storage, open_storage(WANTED))
     held = [(spec, memory) for spec, memory in hold_rank(new, some % new.size)[0] if spec.alias_of is None]
@@ -253,7 +252,7 @@ def test_each_rank_reads_files_of_its_replica_group_front_to_back(mesh: dict[str
     new = replace(old, mesh=mesh)
     save(old, cleared(SRC))
     cleared(DST)
-    reshard(SRC, DST, mesh=mesh)
+    checkpoint.reshard(SRC, DST, mesh=mesh)
     saved = open_catalog(open_storage(DST))
     holders: dict[tuple[str, object], set[int]] = {}
     for rank in range(new.size):
