@@ -6,7 +6,8 @@
 1. A launcher process imports torch and the test's module once.
 2. The elastic agent that is behind the ``torchrun`` command forks the ranks from it: each is a real process with the environment
    that torchrun gives it, but 8 ranks start in 3 seconds instead of 16.
-3. A rank that hangs dumps its stack shortly before the time is over; then the whole process group is killed.
+3. Once in some thousand launches torch's ``init_process_group`` itself hangs; such a rank leaves, and all are started again.
+4. A rank that hangs dumps its stack shortly before the time is over; then the whole process group is killed.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +31,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 
 _RESULTS = "results"
+_INIT_S = 40
+"""How long a rank waits for the others in ``init_process_group``, which takes a second."""
+_TRIES = 3
 
 
 class RanksFailed(AssertionError):
@@ -56,13 +61,31 @@ def run_ranks(
     name = function.__qualname__
     if "<" in name:
         raise ValueError(f"{name} is not a module-level function, so another process cannot find it")
+    for last in (False,) * (_TRIES - 1) + (True,):
+        try:
+            return _run_once(function.__module__, name, nproc, args, timeout_s, init, env)
+        except _NoGroup:
+            if last:
+                raise
+    raise AssertionError
+
+
+class _NoGroup(RanksFailed):
+    """A rank did not come as far as the function: the process group did not form."""
+
+
+def _run_once(
+    module: str, name: str, nproc: int, args: tuple[Any, ...], timeout_s: float, init: bool, env: Mapping[str, str] | None
+) -> list[Any]:
     with tempfile.TemporaryDirectory(prefix="ranks") as folder:
         job, results = Path(folder, "job"), Path(folder, _RESULTS)
         dump_at = time.time() + max(timeout_s - 10, timeout_s / 2)
-        job.write_bytes(pickle.dumps((function.__module__, name, nproc, init, dump_at, args, folder)))
+        job.write_bytes(pickle.dumps((module, name, nproc, init, dump_at, args, folder)))
         try:
             _run([sys.executable, "-m", "tests.launch", str(job)], f"{name} on {nproc} ranks", timeout_s, env)
         except RanksFailed as error:
+            if any(Path(folder).glob("stuck-*")):
+                raise _NoGroup(str(error)) from None
             # What each rank raised, the first one first: torchrun itself shows one of them, often a victim.
             tracebacks = [
                 path.read_text() for path in sorted(Path(folder).glob("error-*"), key=lambda path: path.stat().st_mtime_ns)
@@ -106,6 +129,11 @@ def _run(command: Sequence[str], what: str, timeout_s: float, env: Mapping[str, 
     return output
 
 
+def _leave(mark: Path) -> None:
+    mark.touch()
+    os._exit(1)
+
+
 def _rank_main(module: str, name: str, init: bool, dump_at: float, args: tuple[Any, ...], folder: str) -> Any:
     """What one rank does."""
     import torch.distributed as dist
@@ -114,7 +142,10 @@ def _rank_main(module: str, name: str, init: bool, dump_at: float, args: tuple[A
     function = functools.reduce(getattr, name.split("."), importlib.import_module(module))
     try:
         if init:
+            stuck = threading.Timer(_INIT_S, _leave, [Path(folder, f"stuck-{os.environ['RANK']}")])
+            stuck.start()
             dist.init_process_group("gloo")
+            stuck.cancel()
         result = function(*args)
     except BaseException:
         rank = os.environ["RANK"]
