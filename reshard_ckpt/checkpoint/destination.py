@@ -11,7 +11,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from ..errors import CheckpointError, CheckpointNotFound, UsageError
 from ..storage import LocalStorage, open_storage
@@ -32,6 +32,8 @@ def new_folder(dst: str, src: str, *, overwrite: bool) -> Iterator[str]:
 def new_file(dst: str, src: str, *, overwrite: bool) -> Iterator[str]:
     """The path of a file to be made, which is at `dst` once the block is done."""
     path = _checked(dst, src, overwrite=overwrite)
+    if os.path.isdir(path) and not os.listdir(path):
+        raise UsageError(f"{path}: is a folder, and the result is one file; pass the path of a file in it")
     with _beside_it(path) as partial:
         made = os.path.join(partial, os.path.basename(path))
         yield made
@@ -42,11 +44,23 @@ def new_file(dst: str, src: str, *, overwrite: bool) -> Iterator[str]:
 def _beside_it(path: str) -> Iterator[str]:
     partial = _beside(path, "partial")
     with explained("write", path):
-        os.makedirs(partial)
+        _make_durable(os.path.dirname(path))
+        os.mkdir(partial)
         try:
             yield partial
         finally:
             shutil.rmtree(partial, ignore_errors=True)
+
+
+def _make_durable(folder: str) -> None:
+    """Make a folder and those above it that are missing, so that their names survive a power cut."""
+    if os.path.isdir(folder):
+        return
+    above = os.path.dirname(folder)
+    _make_durable(above)
+    with suppress(FileExistsError):
+        os.mkdir(folder)
+    sync_folder(above)
 
 
 def _beside(path: str, what: str) -> str:

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path as FilePath
 from typing import Any
 
-from ..comm import open_session
-from ..comm.protocol import Comm
+from ..comm import Comm, SoloComm, open_session
 from ..core.catalog import Catalog
 from ..core.rules import parse_rules
 from ..core.state import AxisPlacement, Mesh
@@ -150,8 +149,8 @@ def write_as_one_rank(source: Source, catalog: Catalog, dtypes: Mapping[str, str
     """Write all of a catalog over the source's files as a job of one rank would have saved it, in this process."""
     choice = Choice(catalog.names, catalog.value_names, dtypes)
     wish = Wish(Mesh(("dp",), (1,)), (), None, _group_orders(source, catalog, choice))
-    with open_session("convert", str(dst)) as comm, open_storage(dst) as target:
-        _write(comm, source, recut(catalog, choice, wish), target, options)
+    with open_storage(dst) as target:
+        _write(SoloComm(), source, recut(catalog, choice, wish), target, options)
 
 
 def _write(

@@ -326,6 +326,9 @@ def test_an_empty_folder_may_be_filled_and_a_scheme_may_not(tmp_path: Path):
     (tmp_path / "out").mkdir()
     checkpoint.convert(tmp_path / "n", tmp_path / "out")
     assert (tmp_path / "out" / "model.safetensors").is_file()
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(UsageError, match="is a folder, and the result is one file"):
+        checkpoint.convert(tmp_path / "n", tmp_path / "folder", to="torch")
     with pytest.raises(UsageError, match="local files"):
         checkpoint.convert(tmp_path / "n", "memory://x")
     checkpoint.convert(tmp_path / "n", f"file://{tmp_path}/deep/er/x.pt", to="torch")
