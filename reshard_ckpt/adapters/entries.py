@@ -51,6 +51,8 @@ class Target:
     finish
         Takes the same values, and the names of tensors that were not loaded (with ``strict=False``). To be called once, after
         `check` and after all tensors are in place and proved. Until then the objects of the state are as they were.
+    mesh
+        The mesh of the job, where the state shows it.
     """
 
     entries: tuple[Entry, ...]
@@ -59,3 +61,4 @@ class Target:
     prefixes: tuple[str, ...]
     check: Callable[[Mapping[str, Any]], list[str]]
     finish: Callable[[Mapping[str, Any], Iterable[str]], None]
+    mesh: Mesh | None = None

@@ -22,7 +22,7 @@ from ..core.state import AxisPlacement, Mesh, ValueKind
 from ..format.values import decode_path
 from .collector import Collector
 from .entries import Captured, Entry, Target
-from .mesh import declared_mesh, found_mesh, group_of
+from .mesh import Group, declared_mesh, found_mesh, group_of
 from .modules import ModulesTarget, ModuleState
 from .opened import Opened, open_state
 from .optimizer_target import OptimizersTarget
@@ -162,7 +162,8 @@ def prepare_load(state: Mapping[Any, Any], catalog: Catalog, *, rank: int, size:
     parts += [TreeTarget(tree, saved, below, Job(rank, size), adds=adds) for tree in reversed(opened.trees)]
     router = Router(parts, tuple(str(key) for key in state))
     unplaced = tuple(name for part in parts if isinstance(part, OptimizersTarget) for name in part.unplaced)
-    return Target(tuple(out.entries), router.values, unplaced, router.prefixes, router.check, router.finish)
+    mesh = found_mesh(opened.meshes(), Group(tuple(range(size)), rank), ddp_groups=opened.ddp_groups())
+    return Target(tuple(out.entries), router.values, unplaced, router.prefixes, router.check, router.finish, mesh)
 
 
 def _want_item(out: Collector, item: Item, opened: Opened, catalog: Catalog) -> Iterator[Part]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -17,7 +18,8 @@ from ..core.report import LoadReport
 from ..core.state import ValueKind
 from ..engine.async_save import LINE
 from ..engine.load import LoadOptions, drop_refused, fetch, missing_values, resolve, unreadable, vote
-from ..engine.progress import OnProgress, reporter
+from ..engine.logs import RankLog
+from ..engine.progress import OnProgress, reporter, size_text
 from ..engine.read import execute
 from ..engine.read_once import execute_once
 from ..engine.rename import renamed
@@ -114,6 +116,7 @@ def load_state(
     timeout_s: float = 600.0,
 ) -> tuple[LoadReport, Catalog]:
     """As `load`; also what the checkpoint holds. `only_wanted` passes over what is in there and the state has no place for."""
+    began = time.monotonic()
     session = open_session("load", str(path), process_group=process_group, timeout_s=timeout_s)
     with ExitStack() as held, session as comm:
         source = held.enter_context(open_shared_source(comm, path, formats))  # until all ranks have left the session
@@ -146,6 +149,13 @@ def load_state(
         # What is tied is loaded under one of its names, and there for all.
         loaded = {spec.alias_of or spec.name for spec in resolved.specs}
         target.finish(values, [e.spec.name for e in target.entries if (e.spec.alias_of or e.spec.name) not in loaded])
+        RankLog(comm.rank, target.mesh).info(
+            "loaded %d tensors from %s in %.2f s, having read %s",
+            len(resolved.dests),
+            storage.url,
+            time.monotonic() - began,
+            size_text(bytes_read),
+        )
     converted = [f"{d.name}: saved as {d.dtype}, loaded as {d.tensor.dtype}" for d in resolved.dests if d.dtype != d.tensor.dtype]
     return verdict.report.loaded(len(resolved.dests), resolved.plan.num_bytes, bytes_read, converted), saved
 

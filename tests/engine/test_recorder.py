@@ -152,6 +152,8 @@ def test_clocks_that_disagree_are_put_right_as_far_as_messages_prove(
 
 def _save_on_ranks(folder: str) -> list[str]:
     import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor
 
     seen: list[str] = []
 
@@ -165,6 +167,8 @@ def _save_on_ranks(folder: str) -> list[str]:
     rank = dist.get_rank()
     state = {f"w{rank}": torch.full((1000,), float(rank)), "same": torch.ones(5)}
     checkpoint.save(folder, state, mesh={"dp": 2, "100%tp": 1})
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    checkpoint.load(folder, {"same": DTensor.from_local(torch.zeros(5), mesh)})
     return seen
 
 
@@ -175,7 +179,9 @@ def test_ranks_of_a_real_job_lie_on_one_axis_and_log_lines_say_where(tmp_path: P
     assert made.label(1) == "rank 1 dp=1 100%tp=0"
     for rank in range(2):
         assert set(names(made, rank)) >= {"meet", "capture", "agree", "compare", "write", "sync"}
-        assert all(line.startswith(f"[rank {rank} dp={rank} 100%tp=0] ") for line in logged[rank])
+        *saving, loading = logged[rank]
+        assert all(line.startswith(f"[rank {rank} dp={rank} 100%tp=0] ") for line in saving)
+        assert loading.startswith(f"[rank {rank} dp={rank}] loaded 1 tensors from ")
         assert any("wrote " in line for line in logged[rank])
     assert "receipts" in names(made, 0)
     assert "receipts" not in names(made, 1)
