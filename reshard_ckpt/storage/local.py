@@ -42,6 +42,7 @@ _WRITE_OUT_BYTES = 32 << 20
 
 _NO_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _MAX_OPEN_FILES = 64
+_TRIES = 10
 
 
 class LocalStorage:
@@ -67,14 +68,18 @@ class LocalStorage:
                 fd = self._create(folders, name)
             except FileExistsError:
                 raise exists(path) from None
-            except FileNotFoundError:
-                # Another rank that cleans up may remove the folder, as it is empty, just after this one found or made it.
-                fd = self._create(folders, name)
         return LocalWriter(self, key, path, fd)
 
     def _create(self, folders: Sequence[str], name: str) -> int:
-        with self._folder(folders, make=True) as folder:
-            return os.open(name, _NEW_FILE, _FILE_MODE, dir_fd=folder)
+        for more in reversed(range(_TRIES)):
+            try:
+                with self._folder(folders, make=True) as folder:
+                    return os.open(name, _NEW_FILE, _FILE_MODE, dir_fd=folder)
+            except FileNotFoundError:
+                # Another rank that cleans up may remove the folder, as it is empty, just after this one found or made it.
+                if not more:
+                    raise
+        raise AssertionError
 
     @contextmanager
     def _folder(self, folders: Sequence[str], *, make: bool = False) -> Iterator[int]:

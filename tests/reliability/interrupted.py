@@ -1,0 +1,205 @@
+"""What processes do that are interrupted, or that end while they save; `test_interrupts` starts them."""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from reshard_ckpt import checkpoint
+from reshard_ckpt.engine import staging
+from reshard_ckpt.errors import UsageError
+from tests.reliability.faults import CHANGING, fails, faulty
+from tests.reliability.states import NEW, OLD, assert_clean, assert_next_save_works, held, plain
+
+_ENTERED: list[Any] = []
+
+
+def interrupt() -> None:
+    """Ctrl-C now, in the main thread."""
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def around(n: int) -> Callable[..., Any]:
+    """The call, and Ctrl-C just before it or just after."""
+
+    def instead(real: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        if n % 2 or real is os.open:
+            interrupt()
+            return real(*args, **options)
+        try:
+            return real(*args, **options)
+        finally:
+            interrupt()
+
+    return instead
+
+
+def from_now_on(fault: Any) -> None:
+    """Enter a context that the process never leaves."""
+    fault.__enter__()
+    _ENTERED.append(fault)
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("reshard-ckpt")]
+
+
+def after(path: Path) -> None:
+    """The old checkpoint and no file beside it, or the new one; no thread; and the next save works."""
+    assert threads() == [], threads()
+    if held(path) == OLD:
+        assert_clean(path)
+    else:  # the interrupt came after the commit, so what it replaced may be there until the next save
+        assert held(path) == NEW
+    assert_next_save_works(path)
+    checkpoint.save(path, plain(OLD))
+
+
+def caught(call: Callable[[], object]) -> bool:
+    """Whether the call ends by Ctrl-C."""
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+def sync(path: Path) -> int:
+    """Ctrl-C at each system call that changes something."""
+    points = 0
+    for name in CHANGING:
+        for n in range(0, 1000, 3 if name == "open" else 1):  # most of those only look at folders
+            with faulty(name, n, around(n)) as fault:
+                interrupted = caught(lambda: checkpoint.save(path, plain(NEW)))
+            if not fault.happened:
+                checkpoint.save(path, plain(OLD))
+                break
+            assert interrupted, (name, n)
+            after(path)
+            points += 1
+    return points
+
+
+def copying(path: Path, kind: str) -> int:
+    """Ctrl-C while async_save copies the state, before it returns."""
+    real, points = staging.copy_run, 0
+    for n in range(1000):
+        calls = 0
+
+        def copy(*args: Any, **options: Any) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == n + 1:  # noqa: B023 (called at once)
+                interrupt()
+            real(*args, **options)
+
+        with mock.patch.object(staging, "copy_run", copy):
+            interrupted = caught(lambda: checkpoint.async_save(path, plain(NEW), staging=kind).result(60))
+        if calls <= n:
+            checkpoint.save(path, plain(OLD))
+            break
+        assert interrupted
+        assert held(path) == OLD
+        after(path)
+        points += 1
+    return points
+
+
+def waiting(path: Path) -> None:
+    """Ctrl-C while the save goes on in the background: it ends the waiting alone."""
+    with faulty("write", 1, around(1), thread="reshard-ckpt-save"):
+        handle = checkpoint.async_save(path, plain(NEW))
+        assert caught(lambda: handle.result(60) or time.sleep(60))
+        handle.result(60)
+    assert held(path) == NEW
+    for thread in threading.enumerate():
+        if thread.name.startswith("reshard-ckpt"):
+            thread.join(60)
+    after(path)
+
+
+def no_thread(path: Path) -> None:
+    """The system gives no thread: the error says what to do, and nothing is left of the try."""
+    start = threading.Thread.start
+
+    def refuse(self: threading.Thread) -> None:
+        if self.name == "reshard-ckpt-save":
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    with mock.patch.object(threading.Thread, "start", refuse):
+        try:
+            checkpoint.async_save(path, plain(NEW))
+        except UsageError as error:
+            assert "call checkpoint.save" in str(error)  # noqa: PT017
+        else:
+            raise AssertionError
+    after(path)
+
+
+def interrupts(path: Path) -> None:
+    checkpoint.save(path, plain(OLD))
+    points = {"sync": sync(path), "eager": copying(path, "eager"), "lazy": copying(path, "lazy")}
+    waiting(path)
+    no_thread(path)
+    print(json.dumps(points))
+
+
+def from_outside(path: Path) -> None:
+    """A save that hangs until Ctrl-C comes from another process."""
+    checkpoint.save(path, plain(OLD))
+
+    def hang(*_: Any) -> None:
+        print("writing", flush=True)
+        sys.stdin.readline()
+        raise AssertionError("nobody interrupted it")
+
+    with faulty("write", 1, hang):
+        interrupted = caught(lambda: checkpoint.save(path, plain(NEW)))
+    after(path)
+    print(json.dumps(interrupted))
+
+
+def loses_the_last_save(path: Path) -> None:
+    """The disk is full, nobody asks for the result, and the process ends."""
+    checkpoint.save(path, plain(OLD))
+    from_now_on(faulty("write", 1, fails(errno.ENOSPC), thread="reshard-ckpt-save"))
+    checkpoint.async_save(path, plain(NEW))
+
+
+def ends_while_saving(path: Path) -> None:
+    """The main thread raises while the save has hardly begun; an exit function tries one more."""
+    checkpoint.save(path, plain(OLD))
+    ending = threading.Event()
+
+    def late() -> None:
+        # From Python 3.12 on no thread starts now; before that it does, and nobody waits for it unless asked to.
+        try:
+            checkpoint.async_save(path.with_name("late"), plain(NEW)).result(60)
+        except UsageError as error:
+            print(f"late: {error}")
+            checkpoint.save(path.with_name("late"), plain(NEW))
+
+    def wait(real: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        assert ending.wait(60)
+        return real(*args, **options)
+
+    atexit.register(late)
+    from_now_on(faulty("write", 1, wait, thread="reshard-ckpt-save"))
+    checkpoint.async_save(path, plain(NEW))
+    threading.Timer(0.3, ending.set).start()
+    raise ValueError("training failed")
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](Path(sys.argv[2]))
