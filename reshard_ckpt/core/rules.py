@@ -7,6 +7,7 @@ A rule is a pattern and what it says of some axes, as in ::
     "optimizer.state.*": {dp: flat}
 
 Of an axis, the first rule that matches the name and speaks of that axis counts; what no rule speaks of, the catalog decides.
+``on(0, 1)`` is another word for ``resident(0, 1)``.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .state import AxisPlacement, Ints, Mesh
 SECTIONS = "sections"
 ORDER = "order"
 
-_CALL = re.compile(r"\s*(shard|resident)\s*\(\s*(-?\d+(?:\s*,\s*-?\d+)*)\s*\)\s*")
+_CALL = re.compile(r"\s*(shard|resident|on)\s*\(\s*(-?\d+(?:\s*,\s*-?\d+)*)\s*\)\s*")
 _WORDS = ("replicate", "flat")
 
 

@@ -172,6 +172,9 @@ def test_a_reshard_that_was_killed_keeps_what_it_had_finished(tmp_path: Path, mo
     assert not finished & set(created)
     assert report.bytes_kept == sum(len(whole[key.replace(".digests", ".safetensors")]) for key in finished)
     assert files_of(dst) == whole
+    again = checkpoint.reshard(src, dst, mesh={"dp": 4, "tp": 1})
+    assert (again.bytes_kept, again.bytes_read) == (again.bytes_written, 0)
+    assert files_of(dst) == whole
 
 
 def test_a_finished_file_that_was_damaged_is_written_again(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def test_dry_run_writes_nothing_and_says_what_each_rank_would(src: Path, tmp_pat
 
 def test_options_reach_the_function(src: Path, tmp_path: Path) -> None:
     rules = tmp_path / "rules.yaml"
-    rules.write_text('"weights.*.norm.weight": {tp: shard(0)}\n"weights.emb.*": {pp: "resident(1)"}\n')
+    rules.write_text('"weights.*.norm.weight": {tp: shard(0)}\n"weights.emb.*": {pp: on(1)}\n')
     dst = tmp_path / "dst"
     options = ["--drop", "optimizer", "--exclude", "extra.large", "--exclude", "extra.rng", "--rename", "model=weights"]
     options += ["--cast", "weights.layers.*=float32", "--stages", "1", "--rules", rules, "--no-verify"]
