@@ -20,6 +20,7 @@ RUN = [
     "offline-reshard.md",
     "tutorial.md",
     "resharding.md",
+    "dcp-folders.md",
     "manager.md",
     "formats.md",
 ]
