@@ -7,8 +7,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -101,11 +102,24 @@ def open_folder(storage: Storage, *, as_saved: bool = False) -> Catalog:
     CorruptError
         It is damaged.
     """
-    data = storage.read(METADATA_KEY, limit=MAX_METADATA_BYTES)
-    saved = read_metadata(data, name=f"{storage.url}: {METADATA_KEY}")
-    names = names_of(saved, as_saved=as_saved)
-    located, values = locate_chunks(storage, saved.tensors), read_values(storage, saved.values)
-    return _Folder(storage, saved, names, located, values).catalog(by_number=not as_saved)
+    with _without_collection():
+        data = storage.read(METADATA_KEY, limit=MAX_METADATA_BYTES)
+        saved = read_metadata(data, name=f"{storage.url}: {METADATA_KEY}")
+        names = names_of(saved, as_saved=as_saved)
+        located, values = locate_chunks(storage, saved.tensors), read_values(storage, saved.values)
+        return _Folder(storage, saved, names, located, values).catalog(by_number=not as_saved)
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Pause the search for cycles: over a million new objects it takes longer than making them, and finds nothing."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class _Folder:

@@ -12,10 +12,8 @@ collide). Nothing is walked recursively, so depth costs nothing.
 
 from __future__ import annotations
 
-import gc
 import struct
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,26 +78,13 @@ def read_pickle(data: bytes | memoryview, table: Table, *, name: str, persistent
         It is no pickle, or one that no writer of such a file makes.
     """
     try:
-        with _without_collection():
-            return _Machine(bytes(data), table, persistent).run()
+        return _Machine(bytes(data), table, persistent).run()
     except PicklingError as error:
         raise UnsupportedError(
             f"{name}: {error}; nothing was executed. If you trust the file, load it with the program that wrote it"
         ) from None
     except (IndexError, KeyError, ValueError, TypeError, AttributeError, OverflowError, struct.error) as error:
         raise CorruptError(f"{name}: no pickle of the expected kind ({error}); nothing was executed, use another file") from None
-
-
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """Pause the search for cycles: over a million new objects it takes longer than making them, and finds nothing."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 class _Machine:
