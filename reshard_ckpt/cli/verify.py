@@ -13,6 +13,7 @@ from .words import plural
 @command("reshard-ckpt verify ckpt/step_100")
 def verify(
     path: Path,
+    sha256: Annotated[bool, typer.Option("--sha256", help="Also hold every file against the SHA-256 manifest.")] = False,
     workers: Annotated[
         int | None, typer.Option("--workers", min=1, help="Threads; 8 MiB of memory each.", show_default=False)
     ] = None,
@@ -23,7 +24,7 @@ def verify(
     from ..engine.progress import size_text
 
     with progress() as on_progress:
-        report = verify_checkpoint(path, workers=workers, progress=on_progress)
+        report = verify_checkpoint(path, sha256=sha256, workers=workers, progress=on_progress)
     if as_json:
         emit({"ok": report.ok, **as_plain(report)})
     else:

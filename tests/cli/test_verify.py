@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from reshard_ckpt import checkpoint
 from tests.cli.running import run
 from tests.cli.states import save_trained
 
@@ -55,3 +56,14 @@ def test_missing_file_is_found(trained: Path):
 @pytest.mark.parametrize("workers", ["0", "-1", "many"])
 def test_workers_must_be_a_number_of_threads(workers: str, trained: Path):
     assert run("verify", trained, "--workers", workers).code == 2
+
+
+def test_a_manifest_tells_what_was_changed_with_its_checksums(trained: Path):
+    assert run("verify", trained, "--sha256").code == 1  # it has none
+    checkpoint.write_manifest(trained)
+    assert run("verify", trained, "--sha256").code == 0
+    manifest = next(trained.rglob("manifest.sha256"))
+    manifest.write_text(manifest.read_text().replace("a", "b"))
+    shown = run("verify", trained, "--sha256", "--json")
+    assert (shown.code, shown.json["ok"]) == (1, False)
+    assert run("verify", trained).code == 0
