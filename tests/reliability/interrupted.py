@@ -202,4 +202,6 @@ def ends_while_saving(path: Path) -> None:
 
 
 if __name__ == "__main__":
+    # A shell that starts a job in the background has it ignore SIGINT, and its children inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     globals()[sys.argv[1]](Path(sys.argv[2]))
