@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from ..adapters.dcp import Span, write_dcp
+from ..adapters.dcp import OPTIMIZER_FORMS, Span, write_dcp
 from ..adapters.foreign.companions import copy_companions
 from ..adapters.foreign.safetensors_out import lay_out, write_safetensors
 from ..adapters.foreign.torch_out import write_torch
@@ -109,12 +109,21 @@ class _Place:
         return new_folder(self.dst, self.source, overwrite=self.overwrite)
 
 
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """What a format leaves open: the size of a safetensors file, and the form of optimizers' groups in a folder of DCP."""
+
+    max_bytes: int
+    optimizer: str
+
+
 def convert(
     src: Path,
     dst: Path,
     *,
     to: str = "safetensors",
     max_shard_size: int | str = "5GB",
+    optimizer: str | None = None,
     root: str | None = None,
     select: Names = None,
     exclude: Names = None,
@@ -138,6 +147,9 @@ def convert(
         library's own.
     max_shard_size
         Of a safetensors file: bytes, or text such as ``"5GB"`` or ``"4GiB"``. A larger tensor has a file of its own.
+    optimizer
+        For ``to="dcp"``, the form of optimizers: ``"nested"`` as ``get_optimizer_state_dict`` returns them (the default), or
+        ``"flat"`` as it does with ``flatten_optimizer_state_dict=True``.
     root
         Take what lies below this name, and leave the name out of theirs. By default ``"model"`` for safetensors, which have no
         place for anything else, and ``""`` for the others, which is everything.
@@ -171,13 +183,21 @@ def convert(
     """
     if to not in _WRITERS:
         raise UsageError(f"to={to!r}: there are {', '.join(map(repr, _WRITERS))}")
-    max_bytes = parse_size(max_shard_size)
+    form = _Form(parse_size(max_shard_size), _optimizer_form(optimizer, to))
     with open_source(src) as source:
         picked = _pick(source, to, root, select, exclude, rename, cast, verify, reporter(progress))
         place = _Place(os.fspath(src), source.storage.url, os.fspath(dst), overwrite)
-        files = _WRITERS[to](picked, place, max_bytes)
+        files = _WRITERS[to](picked, place, form)
     num_tensors = len(picked.catalog.names)
     return ConvertReport(to, files, num_tensors, len(picked.values), picked.num_bytes, picked.left_out)
+
+
+def _optimizer_form(optimizer: str | None, to: str) -> str:
+    if optimizer is not None and (to != "dcp" or optimizer not in OPTIMIZER_FORMS):
+        raise UsageError(
+            f"optimizer={optimizer!r}: for to='dcp', one of {' and '.join(map(repr, OPTIMIZER_FORMS))}; leave it out"
+        )
+    return optimizer or OPTIMIZER_FORMS[0]
 
 
 def _pick(
@@ -236,8 +256,8 @@ def parse_size(size: int | str) -> int:
     return max(int(float(match[1]) * units[match[2].upper()]), 1) if "." in match[1] else int(match[1]) * units[match[2].upper()]
 
 
-def _to_safetensors(picked: _Picked, place: _Place, max_bytes: int) -> tuple[str, ...]:
-    files = lay_out(picked.catalog, max_bytes)
+def _to_safetensors(picked: _Picked, place: _Place, form: _Form) -> tuple[str, ...]:
+    files = lay_out(picked.catalog, form.max_bytes)
     with place.folder() as folder, LocalStorage(folder) as storage:
         if not os.path.isfile(place.src):
             copy_companions(picked.source.storage, picked.source.catalog, storage)
@@ -245,19 +265,19 @@ def _to_safetensors(picked: _Picked, place: _Place, max_bytes: int) -> tuple[str
         return tuple(key for key, _ in storage.list())
 
 
-def _to_torch(picked: _Picked, place: _Place, max_bytes: int) -> tuple[str, ...]:
+def _to_torch(picked: _Picked, place: _Place, form: _Form) -> tuple[str, ...]:
     with new_file(place.dst, place.source, overwrite=place.overwrite) as path:
         write_torch(path, picked.catalog, picked.values, picked.tensor_bytes)
     return (os.path.basename(place.dst),)
 
 
-def _to_dcp(picked: _Picked, place: _Place, max_bytes: int) -> tuple[str, ...]:
+def _to_dcp(picked: _Picked, place: _Place, form: _Form) -> tuple[str, ...]:
     with place.folder() as folder, LocalStorage(folder) as storage:
-        write_dcp(storage, picked.catalog, picked.values, picked.span_bytes)
+        write_dcp(storage, picked.catalog, picked.values, picked.span_bytes, optimizer=form.optimizer)
         return tuple(key for key, _ in storage.list())
 
 
-def _to_reshard(picked: _Picked, place: _Place, max_bytes: int) -> tuple[str, ...]:
+def _to_reshard(picked: _Picked, place: _Place, form: _Form) -> tuple[str, ...]:
     saved, out = picked.saved, picked.catalog
     dtypes = {name: out.dtype(out.index(name)) for name in out.names}
     cast = {name: code for name, code in dtypes.items() if code != saved.dtype(saved.index(name))}

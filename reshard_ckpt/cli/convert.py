@@ -14,6 +14,10 @@ from .words import plural
 Src = Annotated[str, typer.Argument(help="A checkpoint of any format that can be opened.", show_default=False)]
 Dst = Annotated[str, typer.Argument(help="Where to write: a folder, or for --to torch a file.", show_default=False)]
 To = Annotated[str, typer.Option("--to", help="safetensors (as Hugging Face lays it out), torch, dcp or reshard.")]
+Optimizer = Annotated[
+    str | None,
+    typer.Option("--optimizer", help="For --to dcp, the form of optimizers: nested (by default) or flat.", show_default=False),
+]
 Root = Annotated[
     str | None,
     typer.Option(
@@ -37,6 +41,7 @@ def convert(
     dst: Dst,
     to: To = "safetensors",
     max_shard_size: Annotated[str, typer.Option(help="Of a safetensors file.")] = "5GB",
+    optimizer: Optimizer = None,
     root: Root = None,
     select: Select = [],  # noqa: B006
     exclude: Exclude = [],  # noqa: B006
@@ -56,6 +61,7 @@ def convert(
             dst,
             to=to,
             max_shard_size=max_shard_size,
+            optimizer=optimizer,
             root=root,
             select=select or None,
             exclude=exclude or None,

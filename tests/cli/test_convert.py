@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
 
 from reshard_ckpt import checkpoint
 from tests.cli.running import run
@@ -55,3 +56,14 @@ def test_wrong_use_and_problems_have_their_codes(tmp_path: Path):
     ran = run("convert", tmp_path / "n", tmp_path / "out", "--to", "torch", "--json")
     assert (ran.code, ran.json["error"]["type"]) == (1, "CorruptError")
     assert run("convert", tmp_path / "n", tmp_path / "out", "--to", "torch", "--no-verify").code == 0
+
+
+def test_optimizers_in_a_folder_of_dcp_have_the_form_asked_for(tmp_path: Path):
+    model = torch.nn.Linear(2, 2)
+    checkpoint.save(tmp_path / "n", {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.5)})
+    for form in ("nested", "flat"):
+        assert run("convert", tmp_path / "n", tmp_path / form, "--to", "dcp", "--optimizer", form).code == 0
+        names = {name for name in FileSystemReader(tmp_path / form).read_metadata().state_dict_metadata if name.endswith("lr")}
+        flat = {"optimizer.param_groups.weight.lr", "optimizer.param_groups.bias.lr"}
+        assert names == (flat if form == "flat" else {"optimizer.param_groups.0.lr"})
+    assert run("convert", tmp_path / "n", tmp_path / "out.pt", "--to", "torch", "--optimizer", "flat").code == 2

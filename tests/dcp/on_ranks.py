@@ -17,8 +17,6 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import reshard_ckpt.dcp as dcp
 from reshard_ckpt import checkpoint
-from reshard_ckpt.checkpoint.dcp_writing import write_dcp_folder
-from reshard_ckpt.checkpoint.source import open_source
 from reshard_ckpt.core.dtypes import CODES
 from tests.layouts import values_of
 
@@ -153,8 +151,7 @@ def load_as_dcp(state: dict[str, Any], path: Path) -> None:
     """Write a checkpoint as a folder of DCP, and load that with torch alone."""
     folder = path.with_name(f"{path.name} as DCP's")
     if dist.get_rank() == 0:
-        with open_source(path) as source:
-            write_dcp_folder(source, folder)
+        checkpoint.convert(path, folder, to="dcp")
     dist.barrier()
     torch_dcp.load(state, checkpoint_id=folder)
 

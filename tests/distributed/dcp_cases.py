@@ -25,8 +25,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from reshard_ckpt import checkpoint
-from reshard_ckpt.checkpoint.dcp_writing import write_dcp_folder
-from reshard_ckpt.checkpoint.source import open_source
 from reshard_ckpt.errors import MismatchError
 from reshard_ckpt.format.torch_dtypes import TORCH_DTYPES
 from tests.distributed.cases import Case
@@ -114,8 +112,7 @@ def random_meshes(folder: str, num_cases: int, num_tensors: int) -> list[str]:
             wrong += [f"{case}: DCP to ours: {spread}" for spread in bad]
         checkpoint.save(ours, {"model": full(loaded), "extra": {"case": case}})
         if dist.get_rank() == 0:
-            with open_source(ours) as source:
-                write_dcp_folder(source, back)
+            checkpoint.convert(ours, back, to="dcp")
         dist.barrier()
         state = {"model": blanks(again), "extra": {"case": None}}
         dcp.load(state, checkpoint_id=back)
@@ -239,8 +236,7 @@ def models(folder: str) -> list[str]:
     dist.barrier()
     for form in ("nested", "flat"):
         if dist.get_rank() == 0:
-            with open_source(saved) as source:
-                write_dcp_folder(source, Path(folder, form), optimizer=form)
+            checkpoint.convert(saved, Path(folder, form), to="dcp", optimizer=form)
     dist.barrier()
     for case, form in sources:
         if case.place.mine and case.layout.pp == 1 and (NEWER or form == "nested"):

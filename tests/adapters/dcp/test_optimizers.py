@@ -20,8 +20,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from reshard_ckpt import checkpoint
-from reshard_ckpt.checkpoint.dcp_writing import write_dcp_folder
-from reshard_ckpt.checkpoint.source import open_source
 from reshard_ckpt.errors import MismatchError
 
 
@@ -129,5 +127,4 @@ def test_and_back_through_dcp(tmp_path, form: str):
 
 
 def _write(saved: Path, folder: Path, form: str) -> None:
-    with open_source(saved) as source:
-        write_dcp_folder(source, folder, optimizer=form)
+    checkpoint.convert(saved, folder, to="dcp", optimizer=form)

@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from reshard_ckpt import checkpoint
 from reshard_ckpt.adapters.dcp.archive import write_tensor
 from reshard_ckpt.adapters.dcp.write import write_dcp
-from reshard_ckpt.checkpoint.dcp_writing import write_dcp_folder
 from reshard_ckpt.checkpoint.source import open_source
 from reshard_ckpt.engine.saved_values import open_values
 from reshard_ckpt.engine.stream import Run, stream
@@ -39,8 +38,7 @@ def quiet() -> Iterator[None]:
 
 
 def write(saved: Path, folder: Path, **options: Any) -> Path:
-    with open_source(saved) as source:
-        write_dcp_folder(source, folder, **options)
+    checkpoint.convert(saved, folder, to="dcp", **options)
     return folder
 
 
@@ -142,9 +140,14 @@ def test_only_into_an_empty_folder(tmp_path):
     (tmp_path / "dcp").mkdir()
     (tmp_path / "dcp" / "notes.txt").write_text("")
     with pytest.raises(UsageError, match=r"has 1 files \(notes\.txt"):
+        write_small(tmp_path / "ours", tmp_path / "dcp")
+    with pytest.raises(UsageError, match="already exists"):
         write(tmp_path / "ours", tmp_path / "dcp")
     with pytest.raises(UsageError, match="'nested' and 'flat'"):
         write(tmp_path / "ours", tmp_path / "new", optimizer="flattened")
+    with pytest.raises(UsageError, match="to='dcp'"):
+        checkpoint.convert(tmp_path / "ours", tmp_path / "new", to="torch", optimizer="flat")
+    assert not (tmp_path / "new").exists()
 
 
 def test_names_that_become_one_are_refused(tmp_path):
@@ -161,16 +164,14 @@ def test_a_failure_leaves_nothing_behind(tmp_path):
     shard.write_bytes(data)
     with pytest.raises(CorruptError, match="damaged"):
         write(tmp_path / "ours", tmp_path / "dcp")
-    assert list((tmp_path / "dcp").glob("**/*")) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["ours"]
 
 
 _WRITE = """
 import resource, sys
-from reshard_ckpt.checkpoint.dcp_writing import write_dcp_folder
-from reshard_ckpt.checkpoint.source import open_source
-with open_source(sys.argv[1]) as source:
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    write_dcp_folder(source, sys.argv[2])
+from reshard_ckpt import checkpoint
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+checkpoint.convert(sys.argv[1], sys.argv[2], to="dcp")
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
 """
 
