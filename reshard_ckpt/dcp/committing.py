@@ -27,6 +27,7 @@ from ..format.shard_file import blob_name
 from ..format.values import decode_value, encode_path, encode_value
 from ..storage.protocol import Storage
 from .names import Leaf, joined
+from .placed import Placed, with_placements
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ def commit_written(
     metadata
         DCP's: what there must be, and the paths that its names stand for.
     results
-        Of each rank, with a `Stored` for each item.
+        Of each rank, with a `Stored` for each item, and a `Placed`, if it knows how its tensors lie.
 
     Raises
     ------
@@ -69,11 +70,13 @@ def commit_written(
     PublishConflict
         Somebody else published at this path meanwhile.
     """
-    ranks = [[result.storage_data for result in of_rank] for of_rank in results]
+    sent = [[result.storage_data for result in of_rank] for of_rank in results]
+    ranks = [[data for data in of_rank if isinstance(data, Stored)] for of_rank in sent]
     _check_all_there(metadata, ranks)
     held = _without_copies(ranks)
     offers = [encode_offer(_offer(rows)) for rows in held]
     plan = plan_offers([offer.tensors for offer in offers], [offer.rows for offer in offers])
+    plan = with_placements(plan, [next((data for data in of_rank if isinstance(data, Placed)), None) for of_rank in sent])
     values = merge_values([(0, _values(metadata, ranks))], plan.tables)
     receipts = [_receipt(plan, rank, rows) for rank, rows in enumerate(held)]
     return publish(storage, plan, values, receipts, save_id=save_id, metadata=encode_value(None, "metadata"), before=before)

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
@@ -41,6 +41,7 @@ from ..format.torch_dtypes import dtype_code
 from ..format.values import encode_value
 from ..storage import open_storage
 from .committing import Stored, commit_written
+from .placed import placed
 
 MAX_SENT_BYTES = 1 << 20
 """A value up to this size goes to the coordinator, which puts it into the catalog; a larger one is written by its rank."""
@@ -83,7 +84,8 @@ class ReshardWriter(StorageWriter):
     """Writes checkpoints of this library for `torch.distributed.checkpoint.save` and `async_save`.
 
     What it writes is an ordinary checkpoint: `checkpoint.load` and all tools open it, and it exists from the moment at which it
-    is whole. Placements are not recorded, since DCP's plans do not say them.
+    is whole. DCP's plans do not say how tensors lie on the mesh of the job; it is recorded if the planner holds the state that it
+    was given, as torch's own does.
 
     Parameters
     ----------
@@ -147,7 +149,7 @@ class ReshardWriter(StorageWriter):
             layouts = lay_out_members([part.member for part in job.parts], save_id, turn.rank)
             receipt = write_files(storage, job.assignment(save_id), layouts, job.chunks_of, np.zeros(0, np.uint64), Recorder())
         future: Future[list[WriteResult]] = Future()
-        future.set_result(job.results(receipt))
+        future.set_result([*job.results(receipt), *_where_tensors_lie(planner, turn.rank)])
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -155,6 +157,12 @@ class ReshardWriter(StorageWriter):
         with open_storage(self._path) as storage:
             commit_written(storage, metadata, results, save_id=save_id, before=self._before)
         metadata.storage_meta = self.storage_meta()
+
+
+def _where_tensors_lie(planner: SavePlanner, rank: int) -> list[WriteResult]:
+    """What the coordinator is told beside the results of the items."""
+    found = placed(planner, rank)
+    return [] if found is None else [WriteResult(MetadataIndex(""), 0, found)]
 
 
 def is_path(checkpoint_id: object) -> bool:

@@ -204,6 +204,9 @@ def modes_job(folder: str) -> list[str]:
                 read = checkpoint.read(path)
                 if read["n"] != number or not torch.equal(read["w"], whole) or not checkpoint.verify(path).ok:
                     wrong.append(f"{options} {kind}: {read} instead of {number}")
+                placement = checkpoint.catalog(path).tensor("w").placement
+                if placement is None or [p.kind for p in placement] != ["shard"]:
+                    wrong.append(f"{options} {kind}: {placement}")
                 dist.barrier()
     return wrong
 

@@ -194,8 +194,23 @@ def differential_job(folder: str, rounds: int, tensors: int) -> tuple[list[str],
             wrong += [
                 f"round {number}, {route}: {line}" for route in SAVES for line in faults(Path(folder, f"{number} {route}"), cases)
             ]
+            wrong += [f"round {number}: {line}" for line in other_placements(folder, number, cases)]
     dist.barrier()  # nobody leaves while another still works
     return wrong, loaded
+
+
+def other_placements(folder: str, number: int, cases: list[Case]) -> list[str]:
+    """Where a writer that serves torch's calls records another mesh or placement than our own calls do."""
+    ours = checkpoint.catalog(Path(folder, f"{number} dcp.save"))
+    out = []
+    for route in ("ReshardWriter", "ReshardWriter, async"):
+        theirs = checkpoint.catalog(Path(folder, f"{number} {route}"))
+        if ours.mesh == theirs.mesh:
+            pairs = {name: (ours.tensor(name).placement, theirs.tensor(name).placement) for name in theirs.names}
+            out += [f"{route}: {name}: {b} instead of {a}" for name, (a, b) in pairs.items() if a != b]
+        elif all(case.suits_torch for case in cases):  # otherwise the tensor that shows the mesh may be left out there
+            out.append(f"{route}: mesh {theirs.mesh} instead of {ours.mesh}")
+    return out
 
 
 def faults(path: Path, cases: list[Case]) -> list[str]:
