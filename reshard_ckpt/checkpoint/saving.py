@@ -70,6 +70,32 @@ def save(
     PeerError
         Another rank failed or did not arrive.
     """
+    save_now(
+        path,
+        state,
+        mesh=mesh,
+        process_group=process_group,
+        metadata=metadata,
+        timeline=timeline,
+        sha256=sha256,
+        progress=progress,
+        timeout_s=timeout_s,
+    )
+
+
+def save_now(
+    path: Path,
+    state: Mapping[str, Any],
+    *,
+    mesh: Any = None,
+    process_group: Any = None,
+    metadata: Any = None,
+    timeline: bool = True,
+    sha256: bool = False,
+    progress: bool | OnProgress = False,
+    timeout_s: float = 600.0,
+) -> str:
+    """As `save`; returns the id of the save."""
     recorder = Recorder()
     with open_session("save", str(path), process_group=process_group, timeout_s=timeout_s) as session:
         comm = _observed(session, recorder, progress)
@@ -81,6 +107,7 @@ def save(
                 agreed = begin(comm, storage, holdings)
             receipt = write_assignment(storage, holdings, agreed.assignment, comm.rank, recorder=recorder, sha256=sha256)
             commit(comm, storage, agreed, receipt, said, recorder, timeline=timeline, sha256=sha256)
+    return agreed.assignment.save_id
 
 
 def async_save(
@@ -160,7 +187,7 @@ def begin_save(
     timeout_s: float = 600.0,
 ) -> SaveHandle:
     """As `async_save`; with ``staging="promised"`` all is copied in the background, for the caller waits for ``staged()``."""
-    handle, recorder = SaveHandle(str(path)), Recorder()
+    recorder = Recorder()
     with ExitStack() as stack:
         session = stack.enter_context(open_session("save", str(path), process_group=process_group, timeout_s=timeout_s))
         comm = _observed(session, recorder, progress)
@@ -170,6 +197,7 @@ def begin_save(
         storage = stack.enter_context(open_storage(path))
         with recorder.step("agree"):
             agreed = begin(comm, storage, holdings)
+        handle = SaveHandle(str(path), agreed.assignment.save_id)
         guarded = [o for o in optimizers_in(state) if can_be_held(o)] if staging == "lazy" else []
         launch(
             handle,

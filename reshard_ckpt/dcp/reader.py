@@ -9,39 +9,26 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from ..adapters.scan import saved_path
 from ..checkpoint.source import Source, open_source
-from ..core.catalog import Catalog, TensorKind
+from ..core.catalog import Catalog
 from ..core.report import summarize
-from ..core.state import TensorSpec, ValueKind, box_piece
+from ..core.state import TensorSpec, box_piece
 from ..engine.load import LoadOptions, fetch, resolve
-from ..engine.saved_values import SavedValue, open_values, read_blob
+from ..engine.saved_values import read_blob
 from ..errors import MismatchError
-from ..format.shard_file import opaque_value
-from ..format.torch_dtypes import TORCH_DTYPES, dtype_code
-from ..format.values import decode_path
-from .folders import FORMATS_AS_SAVED, Raw, raw_values
-from .names import Leaf, dcp_path, leaves
+from ..format.torch_dtypes import dtype_code
+from .described import Elsewhere, Found, Opaque, all_values, metadata_of
+from .folders import FORMATS_AS_SAVED, Raw
 from .writer import Path, is_path
 
 
@@ -98,8 +85,8 @@ class ReshardReader(StorageReader):
         self._close()
         # Open until the data are read, so that nobody removes them meanwhile.
         source = self._source = self._held.enter_context(open_source(self._path, FORMATS_AS_SAVED))
-        self._values = dict(_all_values(source, self._verify))
-        return _metadata(source.catalog, self._values, self._path)
+        self._values = dict(all_values(source, self._verify))
+        return metadata_of(source.catalog, self._values, self._path)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if self._source is None:  # they were read by another reader, or data were read since
@@ -141,87 +128,16 @@ class ReshardReader(StorageReader):
     def _bytes(self, name: str) -> io.BytesIO:
         assert self._source is not None
         value = self._values[name]
-        if isinstance(value, _Elsewhere):
+        if isinstance(value, Elsewhere):
             raise MismatchError(value.problem, [value.problem])
         if isinstance(value, Raw):
             return value.read(self._source.storage)
-        if isinstance(value, _Opaque):
+        if isinstance(value, Opaque):
             return io.BytesIO(read_blob(self._source.storage, self._source.catalog, value.blob, self._verify))
         out = io.BytesIO()
         torch.save(value.value, out)
         out.seek(0)
         return out
-
-
-@dataclass(frozen=True, slots=True)
-class _Opaque:
-    """A value whose bytes only DCP's planner reads."""
-
-    blob: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Elsewhere:
-    """A value that this rank cannot be given."""
-
-    problem: str
-
-
-Found = Leaf | Raw | _Opaque | _Elsewhere
-
-
-def _all_values(source: Source, verify: bool) -> Iterator[tuple[str, Found]]:
-    """What there is besides tensors, under DCP's names; of a name that comes twice, the later counts."""
-    saved, table = source.catalog, source.catalog.tensors_table
-    yield from ((name, _Elsewhere(str(why))) for name, why in saved.unreadable.items())
-    for blob in np.flatnonzero(table.kind == TensorKind.BLOB).tolist():
-        name = opaque_value(table.names[blob])
-        if name is not None:
-            yield name, _Opaque(blob)
-    values = open_values(source.storage, saved, saved.value_names, verify=verify)
-    for entry in saved.values_table:
-        value = _own(entry.name, values[entry.name])
-        if isinstance(value, _Elsewhere):
-            yield entry.name, value
-            continue
-        for leaf in leaves(dcp_path(saved_path(decode_path(entry.path))), value, entry.kind):
-            yield leaf.name, leaf
-    yield from raw_values(source)
-
-
-def _own(name: str, saved: SavedValue) -> Any:
-    """The value, or of values of each rank's own this rank's."""
-    if saved.kind is not ValueKind.PER_RANK:
-        return saved.value
-    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    if len(saved.value) != size:
-        return _Elsewhere(
-            f"{name}: saved by {len(saved.value)} ranks, wanted on {size}; load it with checkpoint.load and PerRank(value, "
-            "combine=...)"
-        )
-    return saved.value[rank]
-
-
-def _metadata(saved: Catalog, values: dict[str, Any], path: Path) -> Metadata:
-    """The catalog as DCP's planners want it."""
-    described: dict[str, Any] = {name: _tensor_metadata(saved, name) for name in saved.names}
-    described |= {name: BytesStorageMetadata() for name in values}
-    paths: dict[str, Any] = {name: value.path if isinstance(value, Leaf | Raw) else (name,) for name, value in values.items()}
-    return Metadata(
-        state_dict_metadata=described,
-        planner_data={name: (name,) for name in saved.names} | paths,
-        storage_meta=StorageMeta(checkpoint_id=path, save_id=saved.save_id),
-    )
-
-
-def _tensor_metadata(saved: Catalog, name: str) -> TensorStorageMetadata:
-    index = saved.index(name)
-    size = torch.Size(saved.shape(index))
-    return TensorStorageMetadata(
-        properties=TensorProperties(dtype=TORCH_DTYPES[saved.dtype(index)]),
-        size=size,
-        chunks=[ChunkStorageMetadata(offsets=torch.Size([0] * len(size)), sizes=size)],
-    )
 
 
 def _wanted(saved: Catalog, item: ReadItem, target: torch.Tensor) -> TensorSpec:

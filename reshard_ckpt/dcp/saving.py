@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
 
-from ..checkpoint.saving import begin_save
-from ..checkpoint.saving import save as save_state
+from torch.distributed.checkpoint.metadata import Metadata
+
+from ..checkpoint.saving import begin_save, save_now
 from ..comm import open_session
 from ..engine.async_save import SaveHandle, tell
 from .arguments import Path, check_collective, check_save_planner, group_of, is_async_stager, named_path, save_path
+from .described import SavedMetadata
 from .forms import opened, saving_form
 
 try:
@@ -47,7 +49,7 @@ def save(
     process_group: Any = None,
     no_dist: bool = False,
     use_collectives: bool = True,
-) -> None:
+) -> Metadata:
     """Save a state dict, from all ranks together, as `torch.distributed.checkpoint.save` is called.
 
     Parameters
@@ -67,6 +69,11 @@ def save(
     use_collectives
         True.
 
+    Returns
+    -------
+    torch.distributed.checkpoint.metadata.Metadata
+        What was saved, on every rank. It is read from the checkpoint when it is first looked at.
+
     Raises
     ------
     UnsupportedError
@@ -83,7 +90,7 @@ def save(
         return path, saving_form(opened(state_dict, in_order=False))
 
     path, form = told_to_all("save", named_path(checkpoint_id, storage_writer), group, make)
-    save_state(path, form, process_group=group)
+    return SavedMetadata.of(path, save_now(path, form, process_group=group))
 
 
 def async_save(
@@ -97,7 +104,7 @@ def async_save(
     async_stager: Any = None,
     no_dist: bool = False,
     use_collectives: bool = True,
-) -> Future[None] | AsyncSaveResponse:
+) -> Future[Metadata] | AsyncSaveResponse:
     """Save a state dict while training goes on, as `torch.distributed.checkpoint.async_save` is called.
 
     Parameters
@@ -105,7 +112,7 @@ def async_save(
     state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist, use_collectives
         As for `save`.
     async_checkpointer_type
-        ``THREAD`` or ``PROCESS``: threads of this process save in either case.
+        ``THREAD`` or ``PROCESS``: threads of this process save in either case; the guide "Coming from DCP" says why.
     async_stager
         None: the state may change once this returns. A `DefaultStager` with ``use_async_staging``: it may change once
         ``staging_completion`` is done.
@@ -113,7 +120,8 @@ def async_save(
     Returns
     -------
     concurrent.futures.Future or AsyncSaveResponse
-        The future of the commit, or with an asynchronous stager those of staging and commit.
+        The future of the commit, whose result is as what `save` returns; or with an asynchronous stager those of staging and
+        commit.
     """
     group = group_of(process_group, no_dist)
 
@@ -126,11 +134,12 @@ def async_save(
 
     path, form, later = told_to_all("save", named_path(checkpoint_id, storage_writer), group, make)
     handle = begin_save(path, form, staging="promised" if later else "eager", process_group=group)
-    staging, upload = _futures(handle)
-    return AsyncSaveResponse(staging_completion=staging, upload_completion=upload) if later else upload
+    staging, upload = _futures(handle, path)
+    # Torch says that the result of the second is None, and makes it the metadata.
+    return AsyncSaveResponse(staging_completion=staging, upload_completion=upload) if later else upload  # type: ignore[arg-type]
 
 
-class SaveFuture(Future[None]):
+class SaveFuture(Future[Metadata]):
     """The future of a save; who asks it has been told of an error, which is otherwise raised by the next save."""
 
     def __init__(self, handle: SaveHandle) -> None:
@@ -138,7 +147,7 @@ class SaveFuture(Future[None]):
         self._handle = handle
         self.set_running_or_notify_cancel()
 
-    def result(self, timeout: float | None = None) -> None:
+    def result(self, timeout: float | None = None) -> Metadata:
         self.exception(timeout)
         return super().result(timeout)
 
@@ -148,14 +157,14 @@ class SaveFuture(Future[None]):
         return error
 
 
-def _futures(handle: SaveHandle) -> tuple[Future[None], SaveFuture]:
+def _futures(handle: SaveHandle, path: Path) -> tuple[Future[None], SaveFuture]:
     staging: Future[None] = Future()
     staging.set_running_or_notify_cancel()
     upload = SaveFuture(handle)
 
-    def done(error: BaseException | None) -> None:
+    def done(save_id: str, error: BaseException | None) -> None:
         if error is None:
-            upload.set_result(None)
+            upload.set_result(SavedMetadata.of(path, save_id))
         else:
             upload.set_exception(error)
 

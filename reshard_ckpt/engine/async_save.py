@@ -66,8 +66,8 @@ class SaveHandle:
     Every method may be called from any thread, any number of times.
     """
 
-    def __init__(self, path: str) -> None:
-        self._path = path
+    def __init__(self, path: str, save_id: str) -> None:
+        self._path, self._save_id = path, save_id
         self._staged = Moment()
         self._done = threading.Event()
         self._error: BaseException | None = None
@@ -138,10 +138,10 @@ class SaveHandle:
         return error
 
 
-def tell(handle: SaveHandle, *, staged: Callable[[], None], done: Callable[[BaseException | None], None]) -> None:
-    """Have functions called, in some thread, when the state may change, and when the save is over: with its error, if any."""
+def tell(handle: SaveHandle, *, staged: Callable[[], None], done: Callable[[str, BaseException | None], None]) -> None:
+    """Have functions called, in some thread, when the state may change, and when the save is over: with its id and its error."""
     handle._staged.then(staged)
-    handle.add_done_callback(lambda _: done(handle._error))
+    handle.add_done_callback(lambda _: done(handle._save_id, handle._error))
 
 
 class SaveThread:

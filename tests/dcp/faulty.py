@@ -163,6 +163,9 @@ def pairs_job(folder: str) -> list[str]:
     warnings.simplefilter("ignore")
     mesh, wrong = init_device_mesh("cpu", (2,)), []
     whole = torch.arange(5 * 7, dtype=torch.float32).reshape(5, 7)
+    saved_here = dcp.save({"w": distribute_tensor(whole, mesh, [Shard(0)]), "n": 1}, checkpoint_id=Path(folder, "returned"))
+    sizes = {name: tuple(getattr(entry, "size", ())) for name, entry in saved_here.state_dict_metadata.items()}
+    wrong += [f"save returned {sizes} on rank {dist.get_rank()}"] if sizes != {"w": (5, 7), "n": ()} else []
     specs = {"rows": [Shard(0)], "columns": [Shard(1)], "last": [Shard(-1)], "whole": [Replicate()]}
     for name, spec in specs.items():
         torch_dcp.save({"w": distribute_tensor(whole, mesh, spec)}, storage_writer=dcp.ReshardWriter(Path(folder, name)))

@@ -93,7 +93,7 @@ def test_nested_state_comes_back_in_place_and_values_are_put_into_the_dict(tmp_p
         "t": (1, "b"),
         "b": io.BytesIO(b"z"),
     }
-    assert dcp.save(state_dict=state, checkpoint_id=tmp_path) is None
+    dcp.save(state_dict=state, checkpoint_id=tmp_path)
     w, one = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2)
     inner, elements = collections.OrderedDict(w=w, n=0), [one, {"x": 0}]
     target = {"a": inner, "list": elements, "t": None, "b": io.BytesIO()}
@@ -249,7 +249,7 @@ def test_async_save_returns_a_future_that_behaves(tmp_path: Path, monkeypatch: p
     with pytest.raises(TimeoutError):
         future.result(timeout=0.01)
     gate.opened.set()
-    assert future.result(60) is None
+    assert list(future.result(60).state_dict_metadata) == ["w"]
     assert future.done()
     assert future.exception() is None
     assert told == [future]
@@ -271,7 +271,7 @@ def test_async_save_with_an_asynchronous_stager_returns_both_futures(tmp_path: P
     w.zero_()
     assert not response.upload_completion.done()
     gate.opened.set()
-    assert response.upload_completion.result(60) is None
+    assert list(response.upload_completion.result(60).state_dict_metadata) == ["w"]
     assert torch.equal(checkpoint.read(tmp_path)["w"], torch.ones(1000))
     stager.close()
     plain = staging.DefaultStager(staging.StagingOptions(False, False, False, False))

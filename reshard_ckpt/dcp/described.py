@@ -1,0 +1,179 @@
+"""What does a checkpoint look like to DCP? A `Metadata` of tensors and values, under the names that DCP would have given them.
+
+Each tensor is one chunk: where its bytes lie is the catalog's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from ..adapters.scan import saved_path
+from ..checkpoint.source import Path, Source, open_source
+from ..core.catalog import Catalog, TensorKind
+from ..core.state import ValueKind
+from ..engine.saved_values import SavedValue, open_values
+from ..errors import CheckpointNotFound
+from ..format.shard_file import opaque_value
+from ..format.torch_dtypes import TORCH_DTYPES
+from ..format.values import decode_path
+from .folders import Raw, raw_values
+from .names import Leaf, dcp_path, leaves
+
+
+@dataclass(frozen=True, slots=True)
+class Opaque:
+    """A value whose bytes only DCP's planner reads."""
+
+    blob: int
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """A value that this rank cannot be given."""
+
+    problem: str
+
+
+Found = Leaf | Raw | Opaque | Elsewhere
+
+
+def all_values(source: Source, verify: bool) -> Iterator[tuple[str, Found]]:
+    """What there is besides tensors, under DCP's names; of a name that comes twice, the later counts."""
+    saved, table = source.catalog, source.catalog.tensors_table
+    yield from ((name, Elsewhere(str(why))) for name, why in saved.unreadable.items())
+    for blob in np.flatnonzero(table.kind == TensorKind.BLOB).tolist():
+        name = opaque_value(table.names[blob])
+        if name is not None:
+            yield name, Opaque(blob)
+    values = open_values(source.storage, saved, saved.value_names, verify=verify)
+    for entry in saved.values_table:
+        value = _own(entry.name, values[entry.name])
+        if isinstance(value, Elsewhere):
+            yield entry.name, value
+            continue
+        for leaf in leaves(dcp_path(saved_path(decode_path(entry.path))), value, entry.kind):
+            yield leaf.name, leaf
+    yield from raw_values(source)
+
+
+def _own(name: str, saved: SavedValue) -> Any:
+    """The value, or of values of each rank's own this rank's."""
+    if saved.kind is not ValueKind.PER_RANK:
+        return saved.value
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    if len(saved.value) != size:
+        return Elsewhere(
+            f"{name}: saved by {len(saved.value)} ranks, wanted on {size}; load it with checkpoint.load and PerRank(value, "
+            "combine=...)"
+        )
+    return saved.value[rank]
+
+
+def metadata_of(saved: Catalog, values: dict[str, Any], path: Path) -> Metadata:
+    """The catalog as DCP's planners want it."""
+    described: dict[str, Any] = {name: _tensor_metadata(saved, name) for name in saved.names}
+    described |= {name: BytesStorageMetadata() for name in values}
+    paths: dict[str, Any] = {name: value.path if isinstance(value, Leaf | Raw) else (name,) for name, value in values.items()}
+    return Metadata(
+        state_dict_metadata=described,
+        planner_data={name: (name,) for name in saved.names} | paths,
+        storage_meta=StorageMeta(checkpoint_id=path, save_id=saved.save_id),
+    )
+
+
+def _tensor_metadata(saved: Catalog, name: str) -> TensorStorageMetadata:
+    index = saved.index(name)
+    size = torch.Size(saved.shape(index))
+    return TensorStorageMetadata(
+        properties=TensorProperties(dtype=TORCH_DTYPES[saved.dtype(index)]),
+        size=size,
+        chunks=[ChunkStorageMetadata(offsets=torch.Size([0] * len(size)), sizes=size)],
+    )
+
+
+class _Field:
+    """A field that is there once all of them are read; what is set on the instance comes before it."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: SavedMetadata | None, owner: type) -> Any:
+        if instance is None:
+            raise AttributeError(self._name)
+        instance.read()
+        return vars(instance)[self._name]
+
+
+class SavedMetadata(Metadata):
+    """The `Metadata` of a save, read from its catalog when one of its fields is first asked for.
+
+    Nobody has to build it for a trainer that passes it over, which most do; with a million shards that is some seconds on
+    every rank. A copy, and what comes out of a pickle, is a plain `Metadata`.
+    """
+
+    state_dict_metadata = _Field()
+    planner_data = _Field()
+    storage_data = _Field()
+    storage_meta = _Field()
+    version = _Field()
+
+    @classmethod
+    def of(cls, path: Path, save_id: str) -> SavedMetadata:
+        """The metadata of a save that a path holds."""
+        new = cls.__new__(cls)
+        new._read = partial(_read_metadata, path, save_id)
+        return new
+
+    _read: Callable[[], Metadata] | None = None
+
+    def read(self) -> None:
+        """Read all fields that are not there yet.
+
+        Raises
+        ------
+        CheckpointNotFound
+            The path holds another save by now, or none.
+        """
+        if self._read is not None:
+            found = self._read()
+            vars(self).update({**vars(found), **vars(self), "_read": None})
+
+    def __reduce__(self) -> tuple[type[Metadata], tuple[Any, ...]]:
+        return Metadata, tuple(getattr(self, field.name) for field in fields(Metadata))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Metadata):
+            return NotImplemented
+        return all(getattr(self, field.name) == getattr(other, field.name) for field in fields(Metadata))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        if self._read is not None:
+            return f"<{type(self).__name__}, not read yet>"
+        return super().__repr__()
+
+
+def _read_metadata(path: Path, save_id: str) -> Metadata:
+    with open_source(path) as source:
+        if source.catalog.save_id != save_id:
+            raise CheckpointNotFound(
+                f"{source.storage.url}: holds save {source.catalog.save_id} by now, and not {save_id}; look at the metadata of "
+                "a save before the next one replaces it"
+            )
+        return metadata_of(source.catalog, dict(all_values(source, verify=True)), path)
