@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 
 from ..adapters.dcp import DcpFormat
 from ..adapters.dcp.chunks import FORMAT, file_sizes, spoils
-from ..adapters.dcp.metadata import MAX_METADATA_BYTES, METADATA_KEY, Extent, read_metadata
+from ..adapters.dcp.folder import read_folder
+from ..adapters.dcp.metadata import Extent
 from ..adapters.foreign import FORMATS, ForeignFormat
 from ..checkpoint.source import Source
 from ..storage.protocol import Storage
@@ -38,9 +39,9 @@ def raw_values(source: Source) -> Iterator[tuple[str, Raw]]:
     if source.format != FORMAT:
         return
     storage = source.storage
-    data = storage.read(METADATA_KEY, limit=MAX_METADATA_BYTES)
-    saved = read_metadata(data, name=f"{storage.url}: {METADATA_KEY}")
+    said = read_folder(storage)
+    saved = said.saved
     sizes = file_sizes(storage, iter(saved.values.values()))
     for name, extent in saved.values.items():
-        if spoils(storage, name, extent, sizes[extent.file]) is None:
+        if name not in said.spoiled and spoils(storage, name, extent, sizes[extent.file]) is None:
             yield name, Raw(saved.paths.get(name, (name,)), extent)

@@ -16,7 +16,7 @@ class DcpFormat:
     as_saved: bool = False
     """Names are those of the state that was passed to DCP; see `read.open_folder`."""
     name: str = "dcp"
-    looks_for: str = "a folder of torch.distributed.checkpoint, which has a .metadata file"
+    looks_for: str = "a folder of torch.distributed.checkpoint, which has a .metadata file, or __0.metadata"
 
     def open(self, path: str) -> Foreign | None:
         """See `ForeignFormat`."""

@@ -1,6 +1,6 @@
 """How is a folder of ``torch.distributed.checkpoint`` a checkpoint of this library? As a catalog over its files.
 
-1. ``.metadata`` names tensors, chunks and values (`metadata`).
+1. ``.metadata``, or what each rank wrote of that kind, names tensors, chunks and values (`folder`, `metadata`).
 2. The heads of the chunks say where their bytes are (`chunks`); values are read at once (`values`).
 3. Names become those of this library, and optimizers' groups one value each (`names`).
 """
@@ -26,7 +26,8 @@ from ..foreign.protocol import Foreign, locate
 from ..foreign.table import ForeignTensor, Part, build
 from .chunks import FORMAT, Located
 from .chunks import locate as locate_chunks
-from .metadata import MAX_METADATA_BYTES, METADATA_KEY, Metadata, SavedTensor, read_metadata
+from .folder import is_folder, read_folder
+from .metadata import Metadata, SavedTensor
 from .names import (
     GROUPS,
     Branch,
@@ -42,7 +43,7 @@ from .names import (
     renumbered,
     value_paths,
 )
-from .values import ReadValues, read_values
+from .values import read_values
 
 MAX_GROUP_ELEMENTS = 1 << 16
 """Elements of a hyperparameter that is a tensor."""
@@ -53,7 +54,7 @@ def open_path(path: str, *, as_saved: bool = False) -> Foreign | None:
     with ExitStack() as stack:
         storage, key = locate(path)
         stack.enter_context(storage)
-        if key is not None or not _is_folder(storage):
+        if key is not None or not is_folder(storage):
             return None
         catalog = open_folder(storage, as_saved=as_saved)
         stack.pop_all()
@@ -74,18 +75,6 @@ def _advice(catalog: Catalog) -> dict[str, str]:
     }
 
 
-def _is_folder(storage: Storage) -> bool:
-    if storage.size(METADATA_KEY) is not None:
-        return True
-    chunks = [key for key, _ in storage.list() if key.endswith(".distcp") and "/" not in key]
-    if chunks:
-        raise CorruptError(
-            f"{storage.url}: has {len(chunks)} .distcp files ({chunks[0]}, …), but no {METADATA_KEY}, which "
-            "torch.distributed.checkpoint writes last: the save did not end, so use another checkpoint"
-        )
-    return False
-
-
 def open_folder(storage: Storage, *, as_saved: bool = False) -> Catalog:
     """The catalog of a folder that ``torch.distributed.checkpoint`` wrote.
 
@@ -103,11 +92,12 @@ def open_folder(storage: Storage, *, as_saved: bool = False) -> Catalog:
         It is damaged.
     """
     with _without_collection():
-        data = storage.read(METADATA_KEY, limit=MAX_METADATA_BYTES)
-        saved = read_metadata(data, name=f"{storage.url}: {METADATA_KEY}")
+        said = read_folder(storage)
+        saved = said.saved
         names = names_of(saved, as_saved=as_saved)
         located, values = locate_chunks(storage, saved.tensors), read_values(storage, saved.values)
-        return _Folder(storage, saved, names, located, values).catalog(by_number=not as_saved)
+        spoiled = {**located.spoiled, **values.spoiled, **said.spoiled}
+        return _Folder(storage, saved, names, located, values.values, spoiled).catalog(by_number=not as_saved)
 
 
 @contextmanager
@@ -125,10 +115,18 @@ def _without_collection() -> Iterator[None]:
 class _Folder:
     """What was read of a folder, on its way to a catalog."""
 
-    def __init__(self, storage: Storage, saved: Metadata, names: Names, located: Located, read: ReadValues) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        saved: Metadata,
+        names: Names,
+        located: Located,
+        values: Mapping[str, Any],
+        spoiled: Mapping[str, CheckpointError],
+    ) -> None:
         self._storage, self._saved, self._names, self._located = storage, saved, names, located
-        self._values = dict(read.values)
-        self._spoiled: dict[str, CheckpointError] = {**located.spoiled, **read.spoiled}
+        self._values = {name: value for name, value in values.items() if name not in spoiled}
+        self._spoiled = spoiled
         self._unreadable: dict[str, CheckpointError] = {}
         self._entries: list[ValueEntry] = []
         self._paths = dict(names.paths)

@@ -17,6 +17,7 @@ MAX_INDEX_BYTES = 256 << 20
 Chosen = Mapping[str, frozenset[str] | None]
 """Files, and which of their tensors count; None stands for all."""
 
+_SHARD = re.compile(r"shard-[0-9]{5,9}-.*")
 _PART = re.compile(r"(?P<stem>.*)-(?P<part>[0-9]{1,9})-of-(?P<parts>[0-9]{1,9})")
 
 
@@ -39,6 +40,15 @@ def chosen_files(storage: Storage, suffix: str, *, main: str) -> Chosen | None:
     return dict.fromkeys(files) if files else None
 
 
+def is_shard(key: str) -> bool:
+    """Whether a file is what one rank saved, by the name that torch's writer gives it.
+
+    >>> is_shard("shard-00002-model-00001-of-00001.safetensors"), is_shard("model-00001-of-00002.safetensors")
+    (True, False)
+    """
+    return _SHARD.fullmatch(key) is not None
+
+
 def top_level(storage: Storage) -> list[str]:
     """The files right in a folder."""
     return [key for key, _ in storage.list() if "/" not in key]
@@ -53,7 +63,8 @@ def _one_index(storage: Storage, indices: Sequence[str], main: str) -> str:
 def _check_parts(storage: Storage, files: Sequence[str], suffix: str) -> None:
     """Files that are called parts of a whole are all there: without an index nothing else would tell."""
     known = set(files)
-    matches = filter(None, (_PART.fullmatch(file.removesuffix(suffix)) for file in files))
+    # Of what a rank saved, there are only the parts that something of its own is in.
+    matches = filter(None, (_PART.fullmatch(file.removesuffix(suffix)) for file in files if not is_shard(file)))
     for match in {(match["stem"], match["parts"]): match for match in matches}.values():
         digits, num = len(match["part"]), int(match["parts"])
         for part in range(1, min(num, len(files) + 1) + 1):

@@ -16,8 +16,12 @@ from torch.distributed.checkpoint import FileSystemWriter, filesystem
 
 from reshard_ckpt import checkpoint
 from reshard_ckpt.adapters.dcp.chunks import run_lengths, runs_of
+from reshard_ckpt.adapters.dcp.folder import read_folder
+from reshard_ckpt.adapters.dcp.metadata import Chunk, Extent, SavedTensor
+from reshard_ckpt.adapters.dcp.metadata_out import metadata_bytes
 from reshard_ckpt.errors import CheckpointError, CheckpointNotFound, CorruptError, MismatchError, UnsupportedError
 from reshard_ckpt.format.torch_dtypes import TORCH_DTYPES
+from reshard_ckpt.storage import open_storage
 from tests.layouts import values_of
 
 
@@ -283,3 +287,24 @@ def test_a_missing_tensor_says_what_there_is(tmp_path):
     target = {"w": torch.zeros(2)}
     checkpoint.load(path, {"model": target}, rename={"app.model": "model"})
     assert torch.equal(target["w"], torch.ones(2))
+
+
+def test_chunks_of_ranks_that_overlap_are_of_no_use():
+    """As the files of a save by two ranks over those of a save by three."""
+    with open_storage("memory://ranks-that-overlap") as storage:
+        for rank, (low, length) in enumerate([(0, 6), (6, 6), (8, 4)]):
+            with_bytes = Chunk((low,), (length,), Extent(f"__{rank}_0.distcp", 0, 100))
+            tensor = SavedTensor(torch.float32, (12,), (with_bytes,))
+            tensors = {"t": tensor} if rank else {"t": tensor, "mixed": tensor, "other": tensor}
+            values = {"mixed": Extent("__1_0.distcp", 0, 100)} if rank == 1 else {}
+            if rank == 2:
+                tensors["other"] = SavedTensor(torch.float64, (12,), (with_bytes,))
+            storage.publish(f"__{rank}.metadata", metadata_bytes(tensors, values, {}, where=""))
+        said = read_folder(storage)
+    expected = {
+        "t": "has chunks that overlap",
+        "other": "has another shape or dtype on another rank",
+        "mixed": "is a tensor on one rank and a value on another",
+    }
+    assert said.spoiled.keys() == expected.keys()
+    assert all(f"{name} {what}" in str(said.spoiled[name]) for name, what in expected.items())

@@ -44,9 +44,10 @@ def file_bytes(header: dict[str, Any] | bytes, data: bytes = b"") -> bytes:
     return struct.pack("<Q", len(text)) + text + data
 
 
-def plain_file(tensors: dict[str, torch.Tensor], pad: int = 0) -> bytes:
+def plain_file(tensors: dict[str, torch.Tensor], pad: int = 0, metadata: dict[str, str] | None = None) -> bytes:
     """A safetensors file by the plainest means; `pad` spaces put the data at any alignment."""
-    header, data = {}, b""
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    data = b""
     for name, tensor in tensors.items():
         raw = as_bytes(tensor)
         code = next(code for code, dtype in TORCH_DTYPES.items() if dtype == tensor.dtype)
@@ -333,3 +334,47 @@ def test_a_file_that_shrinks_meanwhile_is_named(tmp_path: Path):
     resolved = resolve(saved, [(_whole(saved, "model.w")[0], target)], LoadOptions())
     with pytest.raises(CorruptError, match="has 1000 bytes"):
         fetch(open_storage(tmp_path), saved, resolved, LoadOptions())
+
+
+def rank_file(offsets: Any, tensor: torch.Tensor | None = None) -> bytes:
+    """What torch's Hugging Face writer makes of what one rank has."""
+    info = offsets if isinstance(offsets, str) else json.dumps({"w": {"saved_offsets": offsets}})
+    return plain_file({"w": torch.ones(2, 3) if tensor is None else tensor}, metadata={"DCP_SHARDING_INFO": info})
+
+
+def test_a_tensor_in_the_files_of_several_ranks_is_one():
+    files = {f"shard-{i + 1:05d}-model-00001-of-00001.safetensors": rank_file([2 * i, 0]) for i in range(3)}
+    path = in_memory({**files, "shard-00004-model-00002-of-00002.safetensors": rank_file([0, 0], torch.ones(2, 3))})
+    assert checkpoint.read(path)["model.w"].tolist() == torch.ones(6, 3).tolist()
+    assert "DCP_SHARDING_INFO" not in str(checkpoint.catalog(path).metadata)
+    with pytest.raises(UsageError, match="what one rank saved; pass the folder"):
+        checkpoint.catalog(f"{path}/shard-00002-model-00001-of-00001.safetensors")
+
+
+BAD_OFFSETS: dict[str, tuple[Any, str]] = {
+    "too few": ([0], "begins at"),
+    "negative": ([0, -1], "begins at"),
+    "no number": ([0, "x"], "begins at"),
+    "huge": ([0, 1 << 62], "use another"),
+    "beyond": ([0, 1 << 70], "use another"),
+    "none": ('{"v": {"saved_offsets": [0, 0]}}', "begins at"),
+    "no json": ("{", "is not what torch writes"),
+    "a list": ("[]", "is not what torch writes"),
+    "no offsets": ('{"w": {}}', "is not what torch writes"),
+    "a number": ('{"w": {"saved_offsets": 3}}', "is not what torch writes"),
+    "deep": ("[" * 100_000, "is not what torch writes"),
+}
+
+
+@pytest.mark.parametrize(("offsets", "match"), BAD_OFFSETS.values(), ids=BAD_OFFSETS.keys())
+def test_hostile_offsets_are_named(offsets: Any, match: str):
+    with pytest.raises(CorruptError, match=match):
+        checkpoint.read(in_memory({"shard-00001-model-00001-of-00001.safetensors": rank_file(offsets)}))
+
+
+@pytest.mark.parametrize("other", [torch.ones(2, 3).half(), torch.ones(2), torch.ones(2, 3, 1)])
+def test_files_of_ranks_that_do_not_fit_together_are_named(other: torch.Tensor):
+    offsets = [2] + [0] * (other.ndim - 1)
+    files = {"shard-00001-model-00001-of-00001.safetensors": rank_file([0, 0])}
+    with pytest.raises(CorruptError, match=r"'w' is F32 of 2 dims in one file, and F(32|16) of \d in another"):
+        checkpoint.read(in_memory({**files, "shard-00002-model-00001-of-00001.safetensors": rank_file(offsets, other)}))
