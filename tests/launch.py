@@ -28,7 +28,19 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def project_table() -> dict[str, Any]:
+    """What pyproject.toml says of the package."""
+    table: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return table
+
 
 _RESULTS = "results"
 _INIT_S = 40

@@ -7,11 +7,10 @@ import re
 from importlib.resources import files
 
 import pytest
-import tomllib
 
 import reshard_ckpt
 from reshard_ckpt import checkpoint, dcp, errors
-from tests.launch import ROOT
+from tests.launch import ROOT, project_table
 
 PACKAGE = ["FlatShard", "LocalShard", "checkpoint", "errors"]
 CHECKPOINT = [
@@ -83,13 +82,13 @@ def test_every_error_is_one_family():
 
 
 def test_package_is_typed_and_says_one_version():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    project = project_table()
     assert (files("reshard_ckpt") / "py.typed").is_file()
     assert reshard_ckpt.__version__ == project["version"]
 
 
 def test_constraints_pin_every_dependency_within_its_range():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    project = project_table()
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pinned = {line.partition("==")[0].lower() for line in lines if "==" in line}
     wanted = [*project["dependencies"], *(d for extra in project["optional-dependencies"].values() for d in extra)]

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..adapters.dcp import OPTIMIZER_FORMS, Span, write_dcp
 from ..adapters.foreign.companions import copy_companions
-from ..adapters.foreign.safetensors_out import lay_out, write_safetensors
+from ..adapters.foreign.safetensors_out import finished_files, lay_out, write_safetensors
 from ..adapters.foreign.torch_out import write_torch
 from ..core.catalog import Catalog, TensorKind
 from ..core.dtypes import ITEM_BYTES
@@ -24,9 +24,11 @@ from ..engine.reshard import Options
 from ..engine.saved_values import open_values
 from ..engine.stream import Run, stream
 from ..errors import UsageError
+from ..format.catalog import encode_catalog
+from ..format.checksums import digest128
 from ..storage import LocalStorage
 from .choosing import Names, cast_dtypes, chosen
-from .destination import new_file, new_folder
+from .destination import Making, new_file, new_folder
 from .resharding import write_as_one_rank
 from .source import Path, Source, open_source
 
@@ -47,6 +49,8 @@ class ConvertReport:
         What is in it. A tensor that is tied to another counts, too.
     num_bytes
         The bytes of its tensors.
+    bytes_kept
+        Bytes of its files that an attempt which was killed had finished.
     left_out
         Names of tensors and values that the checkpoint has and the result has not: those that were not selected, that lie outside
         of `root`, or values, which safetensors cannot hold.
@@ -57,6 +61,7 @@ class ConvertReport:
     num_tensors: int
     num_values: int
     num_bytes: int
+    bytes_kept: int
     left_out: tuple[str, ...]
 
 
@@ -86,6 +91,9 @@ class _Picked:
     def span_bytes(self, spans: Sequence[Span]) -> Iterator[memoryview]:
         """The bytes of parts of tensors, converted, end to end."""
         tally = Tally("convert", self.num_bytes, self.report)
+        asked = sum(span.count * ITEM_BYTES[self.catalog.dtype(span.tensor)] for span in spans)
+        if asked < self.num_bytes:
+            tally.add(self.num_bytes - asked)  # in files that an earlier attempt had finished
         for part in stream(self.source.storage, self.saved, [self._run(span) for span in spans], verify=self.verify):
             tally.add(len(part))  # before it is used: who has the last part asks for no more
             yield part
@@ -94,6 +102,13 @@ class _Picked:
         shape, wanted = self.catalog.shape(span.tensor), self.catalog.dtype(span.tensor)
         dtype = None if wanted == self.saved.dtype(span.tensor) else wanted
         return Run(span.tensor, (0,) * len(shape), shape, span.start, span.count, dtype)
+
+    def identity(self, *options: object) -> str | None:
+        """The same digits for the same bytes and options; None where nothing proves what the source's bytes are."""
+        if not all(file.digests_key for file in self.source.catalog.files):
+            return None
+        dtypes = [self.catalog.dtype(index) for index in range(len(self.catalog.tensors_table.names))]
+        return digest128(digest128(encode_catalog(self.saved)) + repr((dtypes, self.verify, *options)).encode()).hex()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +120,16 @@ class _Place:
     dst: str
     overwrite: bool
 
-    def folder(self) -> AbstractContextManager[str]:
-        return new_folder(self.dst, self.source, overwrite=self.overwrite)
+    def folder(self, identity: str | None = None) -> AbstractContextManager[Making]:
+        return new_folder(self.dst, self.source, identity=identity, overwrite=self.overwrite)
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """The files of a result, and the bytes of those that were there already."""
+
+    files: tuple[str, ...]
+    bytes_kept: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,9 +210,16 @@ def convert(
     with open_source(src) as source:
         picked = _pick(source, to, root, select, exclude, rename, cast, verify, reporter(progress))
         place = _Place(os.fspath(src), source.storage.url, os.fspath(dst), overwrite)
-        files = _WRITERS[to](picked, place, form)
-    num_tensors = len(picked.catalog.names)
-    return ConvertReport(to, files, num_tensors, len(picked.values), picked.num_bytes, picked.left_out)
+        written = _WRITERS[to](picked, place, form)
+    return ConvertReport(
+        format=to,
+        files=written.files,
+        num_tensors=len(picked.catalog.names),
+        num_values=len(picked.values),
+        num_bytes=picked.num_bytes,
+        bytes_kept=written.bytes_kept,
+        left_out=picked.left_out,
+    )
 
 
 def _optimizer_form(optimizer: str | None, to: str) -> str:
@@ -256,34 +286,45 @@ def parse_size(size: int | str) -> int:
     return max(int(float(match[1]) * units[match[2].upper()]), 1) if "." in match[1] else int(match[1]) * units[match[2].upper()]
 
 
-def _to_safetensors(picked: _Picked, place: _Place, form: _Form) -> tuple[str, ...]:
+def _to_safetensors(picked: _Picked, place: _Place, form: _Form) -> _Written:
     files = lay_out(picked.catalog, form.max_bytes)
-    with place.folder() as folder, LocalStorage(folder) as storage:
+    with (
+        place.folder(picked.identity("safetensors", form.max_bytes)) as making,
+        LocalStorage(making.result) as storage,
+        LocalStorage(making.notes) as notes,
+    ):
+        kept = finished_files(storage, notes, files)
+        storage.delete({key for key, _ in storage.list()} - {file.key for file in kept})
         if not os.path.isfile(place.src):
             copy_companions(picked.source.storage, picked.source.catalog, storage)
-        write_safetensors(storage, picked.catalog, picked.tensor_bytes, files)
-        return tuple(key for key, _ in storage.list())
+        write_safetensors(storage, picked.tensor_bytes, files, notes=notes, kept=kept)
+        return _Written(_keys(storage), sum(file.num_bytes for file in kept))
 
 
-def _to_torch(picked: _Picked, place: _Place, form: _Form) -> tuple[str, ...]:
+def _to_torch(picked: _Picked, place: _Place, form: _Form) -> _Written:
     with new_file(place.dst, place.source, overwrite=place.overwrite) as path:
         write_torch(path, picked.catalog, picked.values, picked.tensor_bytes)
-    return (os.path.basename(place.dst),)
+    return _Written((os.path.basename(place.dst),))
 
 
-def _to_dcp(picked: _Picked, place: _Place, form: _Form) -> tuple[str, ...]:
-    with place.folder() as folder, LocalStorage(folder) as storage:
+def _to_dcp(picked: _Picked, place: _Place, form: _Form) -> _Written:
+    with place.folder() as making, LocalStorage(making.result) as storage:
         write_dcp(storage, picked.catalog, picked.values, picked.span_bytes, optimizer=form.optimizer)
-        return tuple(key for key, _ in storage.list())
+        return _Written(_keys(storage))
 
 
-def _to_reshard(picked: _Picked, place: _Place, form: _Form) -> tuple[str, ...]:
+def _to_reshard(picked: _Picked, place: _Place, form: _Form) -> _Written:
     saved, out = picked.saved, picked.catalog
     dtypes = {name: out.dtype(out.index(name)) for name in out.names}
     cast = {name: code for name, code in dtypes.items() if code != saved.dtype(saved.index(name))}
-    with place.folder() as folder, LocalStorage(folder) as storage:
-        write_as_one_rank(picked.source, saved, cast, folder, Options(picked.verify, picked.report))
-        return tuple(key for key, _ in storage.list())
+    with place.folder(picked.identity("reshard")) as making, LocalStorage(making.result) as storage:
+        options = Options(picked.verify, picked.report)
+        report = write_as_one_rank(picked.source, saved, cast, making.result, options)
+        return _Written(_keys(storage), report.bytes_kept)
+
+
+def _keys(storage: LocalStorage) -> tuple[str, ...]:
+    return tuple(key for key, _ in storage.list())
 
 
 _WRITERS = {"safetensors": _to_safetensors, "torch": _to_torch, "dcp": _to_dcp, "reshard": _to_reshard}

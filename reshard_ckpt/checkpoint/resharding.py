@@ -145,12 +145,12 @@ def reshard(
         return _write(comm, source, recut(catalog, choice, wish), target, options, dry_run=dry_run)
 
 
-def write_as_one_rank(source: Source, catalog: Catalog, dtypes: Mapping[str, str], dst: Path, options: Options) -> None:
+def write_as_one_rank(source: Source, catalog: Catalog, dtypes: Mapping[str, str], dst: Path, options: Options) -> ReshardReport:
     """Write all of a catalog over the source's files as a job of one rank would have saved it, in this process."""
     choice = Choice(catalog.names, catalog.value_names, dtypes)
     wish = Wish(Mesh(("dp",), (1,)), (), None, _group_orders(source, catalog, choice))
     with open_storage(dst) as target:
-        _write(SoloComm(), source, recut(catalog, choice, wish), target, options)
+        return _write(SoloComm(), source, recut(catalog, choice, wish), target, options)
 
 
 def _write(

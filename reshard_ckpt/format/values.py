@@ -197,11 +197,12 @@ def _encode_deque(value: collections.deque[Any], place: _Place) -> Any:
 
 
 def _numpy_dtype_code(dtype: np.dtype[Any], place: _Place) -> str:
-    if NUMPY_DTYPE.fullmatch(dtype.str) is None or np.dtype(dtype.str) != dtype:
+    code: str = dtype.str
+    if NUMPY_DTYPE.fullmatch(code) is None or np.dtype(code) != dtype:
         place.refuse(
             f"numpy dtype {dtype} cannot be saved; convert it to bool, integer, float, complex, text, bytes or datetime64"
         )
-    return dtype.str
+    return code
 
 
 def _encode_array(value: np.ndarray[Any, Any], place: _Place) -> Any:

@@ -10,6 +10,7 @@ import zipfile
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from safetensors.torch import load_file, load_model, save_file
 
 from reshard_ckpt import checkpoint
 from reshard_ckpt.adapters.foreign.archive import read_records
+from reshard_ckpt.checkpoint import destination
 from reshard_ckpt.checkpoint.converting import parse_size
 from reshard_ckpt.core.dtypes import CODES
 from reshard_ckpt.errors import (
@@ -33,7 +35,7 @@ from reshard_ckpt.errors import (
     UsageError,
 )
 from reshard_ckpt.format.torch_dtypes import TORCH_DTYPES
-from reshard_ckpt.storage import open_storage
+from reshard_ckpt.storage import LocalStorage, LocksUnsupported, open_storage
 from tests.jobs import save_job
 from tests.launch import ROOT
 from tests.layouts import filled, layouts, shapes, spec_of, values_of
@@ -386,17 +388,162 @@ for to in sys.argv[2:]:
 """
 
 
-def test_a_conversion_that_is_killed_is_never_taken_for_a_whole_one(tmp_path: Path):
-    checkpoint.save(tmp_path / "n", {"model": {f"w{i}": torch.randn(1 << 20) for i in range(8)}})
+def killed(tmp_path: Path, *formats: str) -> dict[str, torch.Tensor]:
+    """What is saved at "n"; a conversion of it to each of the formats was killed when more than half was done."""
+    state = {f"w{i}": torch.randn(1 << 20) for i in range(8)}
+    checkpoint.save(tmp_path / "n", {"model": state})
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), *FORMATS], env=env, timeout=100, check=True)
+    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), *formats], env=env, timeout=100, check=True)
+    return state
+
+
+def test_a_conversion_that_is_killed_is_never_taken_for_a_whole_one_and_the_next_leaves_nothing_of_it(tmp_path: Path):
+    killed(tmp_path, *FORMATS)
     for to in FORMATS:
         (left,) = os.listdir(tmp_path / to)
         assert left.endswith(".partial")
-        with pytest.raises((CheckpointNotFound, CorruptError)):
-            checkpoint.catalog(tmp_path / to / left)
-        checkpoint.convert(tmp_path / "n", tmp_path / to / "out", to=to)
+        for folder in (tmp_path / to, tmp_path / to / left):
+            with pytest.raises((CheckpointNotFound, CorruptError)):
+                checkpoint.catalog(folder)
+        report = checkpoint.convert(tmp_path / "n", tmp_path / to / "out", to=to)  # not in the way that was killed
+        assert report.bytes_kept == 0
         assert checkpoint.verify(tmp_path / to / "out").ok
+        assert os.listdir(tmp_path / to) == ["out"]
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_conversion_that_was_killed_goes_on_and_keeps_what_it_had_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    state = killed(tmp_path, "safetensors")
+    (partial,) = (tmp_path / "safetensors").iterdir()
+    finished = {note.name.removesuffix(".digests") for note in (partial / "notes").iterdir()}
+    assert finished == {"model-00001-of-00004.safetensors", "model-00002-of-00004.safetensors"}
+    damaged = partial / "result" / "model-00002-of-00004.safetensors"
+    with damaged.open("r+b") as data:
+        data.seek(5_000_000)
+        data.write(b"damage")
+    created: list[str] = []
+    create = LocalStorage.create
+    monkeypatch.setattr(LocalStorage, "create", lambda self, key: created.append(key) or create(self, key))
+    out = tmp_path / "safetensors" / "out"
+    said: list[tuple[str, int, int]] = []
+    report = checkpoint.convert(tmp_path / "n", out, max_shard_size="9MB", progress=lambda *args: said.append(args))
+    assert created == [f"model-0000{i}-of-00004.safetensors" for i in (2, 3, 4)]
+    assert report.bytes_kept == (out / "model-00001-of-00004.safetensors").stat().st_size
+    assert said[1] == ("convert", report.num_bytes // 4, report.num_bytes)
+    assert said[-1] == ("convert", report.num_bytes, report.num_bytes)
+    assert os.listdir(out.parent) == ["out"]
+    checkpoint.convert(tmp_path / "n", tmp_path / "whole", max_shard_size="9MB")
+    assert files_of(out) == files_of(tmp_path / "whole")
+    assert all(torch.equal(tensor, state[name.removeprefix("model.")]) for name, tensor in checkpoint.read(out).items())
+
+
+def test_what_a_killed_conversion_of_another_state_or_without_checksums_left_is_not_kept(tmp_path: Path):
+    killed(tmp_path, "safetensors")
+    checkpoint.save(tmp_path / "n", {"model": {f"w{i}": torch.zeros(1 << 20) for i in range(8)}})
+    report = checkpoint.convert(tmp_path / "n", tmp_path / "safetensors" / "out", max_shard_size="9MB")
+    assert report.bytes_kept == 0
+    assert not any(tensor.any() for tensor in checkpoint.read(tmp_path / "safetensors" / "out").values())
+    assert os.listdir(tmp_path / "safetensors") == ["out"]
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_two_conversions_to_one_place_do_not_meet(tmp_path: Path, to: str):
+    save_some(tmp_path / "n")
+    others: list[str] = []
+
+    def another(step: str, done: int, total: int) -> None:
+        if done and not others:
+            for options in ({"to": to}, {"to": to, "overwrite": True}, {"to": to, "cast": {"model.*": "float64"}}):
+                with pytest.raises(StorageError, match="another conversion writes there now") as error:
+                    checkpoint.convert(tmp_path / "n", tmp_path / "out", **options)
+                others.append(str(error.value))
+            checkpoint.convert(tmp_path / "n", tmp_path / "out2", to=to)  # beside it
+
+    checkpoint.convert(tmp_path / "n", tmp_path / "out", to=to, progress=another)
+    assert len(others) == 3
+    assert sorted(os.listdir(tmp_path)) == ["n", "out", "out2"]
+    assert checkpoint.diff(tmp_path / "out", tmp_path / "out2", values=True).equal
+
+
+def test_a_place_that_was_taken_meanwhile_is_not_taken_away(tmp_path: Path):
+    save_some(tmp_path / "n")
+    real, calls = destination._checked, []
+
+    def checked(*args: Any, **options: Any) -> str:
+        calls.append(args)
+        if len(calls) == 2:
+            (tmp_path / "x.pt").write_text("somebody was quicker")
+        return real(*args, **options)
+
+    with patch.object(destination, "_checked", checked), pytest.raises(UsageError, match="already exists"):
+        checkpoint.convert(tmp_path / "n", tmp_path / "x.pt", to="torch")
+    assert (tmp_path / "x.pt").read_text() == "somebody was quicker"
+    assert sorted(os.listdir(tmp_path)) == ["n", "x.pt"]
+
+
+class Cut(BaseException):
+    """The end of a process, as far as the file system can tell."""
+
+
+@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize("was", FORMATS)
+def test_there_is_a_whole_checkpoint_at_every_moment_of_a_replacement(tmp_path: Path, to: str, was: str):
+    tensors, out = save_some(tmp_path / "n"), tmp_path / "out"
+    checkpoint.convert(tmp_path / "n", out, to=was, cast={"model.*": "float64"})
+    moves: list[bool] = []
+
+    def watched(real: Any) -> Any:
+        def move(*args: Any, **options: Any) -> Any:
+            done = real(*args, **options)
+            moves.append(checkpoint.read(out, ["model.layers.0.a"])["model.layers.0.a"].dtype == torch.float32)
+            return done
+
+        return move
+
+    with patch.object(os, "rename", watched(os.rename)), patch.object(destination, "swap", watched(destination.swap)):
+        checkpoint.convert(tmp_path / "n", out, to=to, overwrite=True)
+    assert moves[-1]
+    assert sorted(os.listdir(tmp_path)) == ["n", "out"]
+    assert torch.equal(checkpoint.read(out)["model.layers.0.a"], tensors["layers.0.a"])
+
+
+def test_where_nothing_can_be_swapped_a_cut_between_the_two_moves_is_mended_by_the_next(tmp_path: Path):
+    tensors, out = save_some(tmp_path / "n"), tmp_path / "out"
+    checkpoint.convert(tmp_path / "n", out, cast={"model.*": "float64"})
+    rename = os.rename
+
+    def cut(old: str, new: str) -> None:
+        if new == str(out):
+            raise Cut
+        rename(old, new)
+
+    with patch.object(destination, "swap", lambda one, other: False):
+        with patch.object(os, "rename", cut), pytest.raises(Cut):
+            checkpoint.convert(tmp_path / "n", out, overwrite=True)
+        assert not out.exists()
+        with pytest.raises(UsageError, match="already exists"):  # it is there again
+            checkpoint.convert(tmp_path / "n", out)
+        assert torch.equal(checkpoint.read(out)["model.layers.0.a"], tensors["layers.0.a"].double())
+        checkpoint.convert(tmp_path / "n", out, overwrite=True)
+    assert torch.equal(checkpoint.read(out)["model.layers.0.a"], tensors["layers.0.a"])
+    assert sorted(os.listdir(tmp_path)) == ["n", "out"]
+
+
+def test_where_there_are_no_locks_conversions_work_alone_and_leave_the_folders_of_others(tmp_path: Path):
+    save_some(tmp_path / "n")
+    checkpoint.convert(tmp_path / "n", tmp_path / "out")
+    other = tmp_path / ".out.0123456789ab.partial"
+    other.mkdir()
+
+    def unsupported(*args: Any, **options: Any) -> None:
+        raise LocksUnsupported("no locks here")
+
+    with patch.object(LocalStorage, "lock", unsupported):
+        checkpoint.convert(tmp_path / "n", tmp_path / "out", overwrite=True)
+    assert sorted(os.listdir(tmp_path)) == [other.name, "n", "out"]
 
 
 def test_config_and_tokenizer_go_along(tmp_path: Path):

@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import tomllib
 import torch
 
 from reshard_ckpt import checkpoint, cli
@@ -21,7 +20,7 @@ from reshard_ckpt.cli import columns
 from reshard_ckpt.cli.columns import Columns
 from reshard_ckpt.errors import CorruptError, MismatchError, UsageError
 from tests.cli.running import run, run_process, start
-from tests.launch import ROOT
+from tests.launch import ROOT, project_table
 
 
 @pytest.fixture
@@ -134,7 +133,7 @@ def test_reader_of_stdout_that_leaves_ends_it_quietly(saved: Path):
 
 
 def test_installed_command_and_module_are_the_same_function():
-    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    scripts = project_table()["scripts"]
     module, _, function = scripts["reshard-ckpt"].partition(":")
     assert getattr(importlib.import_module(module), function) is cli.main
     assert (ROOT / "reshard_ckpt" / "__main__.py").read_text().count("main()") == 1

@@ -9,15 +9,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...core.catalog import Catalog
 from ...core.dtypes import ITEM_BYTES
 from ...errors import UsageError
+from ...format.checksums import BlockHasher
 from ...format.shard_file import METADATA, Member, header, header_cost
 from ...storage import Storage
 from .emitting import Parts, TensorBytes, aliases_of, in_natural_order
+from .finished import is_finished, note_finished
 
 STEM = "model"
 MAX_HEADER_BYTES = 48 << 20
@@ -82,24 +84,47 @@ def _out_file(key: str, catalog: Catalog, tensors: Sequence[int], aliases: Mappi
     return OutFile(key, tuple(ordered), members, header(members, {**tied, "format": "pt"}))
 
 
-def write_safetensors(storage: Storage, catalog: Catalog, bytes_of: TensorBytes, files: Sequence[OutFile]) -> None:
+def finished_files(storage: Storage, notes: Storage, files: Sequence[OutFile]) -> list[OutFile]:
+    """Those of the files that an earlier attempt at the same had finished; see `finished`."""
+    return [file for file in files if is_finished(storage, notes, file.key, file.num_bytes, file.header)]
+
+
+def write_safetensors(
+    storage: Storage, bytes_of: TensorBytes, files: Sequence[OutFile], *, notes: Storage, kept: Collection[OutFile] = ()
+) -> None:
     """Write the files and, for several, their index, and make all of it durable.
+
+    Parameters
+    ----------
+    notes
+        Where the digests of each file are kept as soon as it is finished, for an attempt that comes after this one.
+    kept
+        Files that are there already.
 
     Raises
     ------
     StorageError
         The store refused.
     """
-    parts = Parts(bytes_of([index for file in files for index in file.tensors]))
-    for file in files:
+    lacking = [file for file in files if file not in kept]
+    parts = Parts(bytes_of([index for file in lacking for index in file.tensors]))
+    for file in lacking:
+        hasher = BlockHasher()
         with storage.create(file.key) as writer:
-            writer.write(file.header)
-            for member in file.members:
-                for part in parts.take(member.num_bytes):
-                    writer.write(part)
+            for part in _bytes_of_file(file, parts):
+                hasher.update(part)
+                writer.write(part)
+        if len(files) > 1:
+            note_finished(notes, file.key, hasher)
     if len(files) > 1:
         storage.publish(f"{STEM}.safetensors.index.json", _index(files))
     storage.sync()
+
+
+def _bytes_of_file(file: OutFile, parts: Parts) -> Iterator[bytes | memoryview]:
+    yield file.header
+    for member in file.members:
+        yield from parts.take(member.num_bytes)
 
 
 def _index(files: Sequence[OutFile]) -> bytes:

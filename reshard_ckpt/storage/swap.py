@@ -1,0 +1,37 @@
+"""How does one thing take another's place, with no moment in which neither is there? The system swaps their names, if it can."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+_CANNOT = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM)
+"""What is said by a kernel that knows no such call, a file system that knows no such flag, and a sandbox that knows neither."""
+
+
+def swap(one: str, other: str) -> bool:
+    """Exchange what two paths of one file system name, files or folders, in one atomic step.
+
+    Returns
+    -------
+    bool
+        False where the system or the file system cannot: Linux from 3.15 on can on its own file systems, NFS cannot.
+
+    Raises
+    ------
+    OSError
+        It can, but refused.
+    """
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    arguments = (_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), ctypes.c_uint(_RENAME_EXCHANGE))
+    if renameat2(*arguments) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in _CANNOT:
+        return False
+    raise OSError(code, os.strerror(code), one, None, other)
