@@ -1,8 +1,8 @@
-"""What differs between two checkpoints? First what their catalogs say, then, if asked, every byte; layouts may differ freely."""
+"""What differs between two checkpoints? What their catalogs say, and if asked, every byte; layouts may differ freely."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +11,10 @@ from ..core.catalog import Catalog
 from ..core.state import AxisPlacement, ValueKind
 from ..engine.compare import Side, TensorDifference, compare
 from ..engine.progress import OnProgress, reporter
-from ..engine.saved_values import open_values
-from ..format.values import encode_value
+from ..engine.saved_values import SavedValue, open_values
+from ..format.values import decode_value
 from .source import Path, Source, open_source
+from .value_changes import ValueChange, value_changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +42,11 @@ class Diff:
     placement
         A `Change` for each tensor that is laid out otherwise, and for each per-rank value of another number of ranks. These are
         no differences: ``equal`` does not count them.
-    tensors, values
-        With ``values=True``: the tensors whose bytes differ, and how far apart they are; a `Change` for each value that differs.
+    values
+        A `ValueChange` for each value that differs, or for each part of one: of those that the catalogs hold, and with
+        ``values=True`` of all, also large ones and those of each rank's own, which are in the shard files.
+    tensors
+        With ``values=True``: the tensors whose bytes differ, and how far apart they are.
     num_compared
         Tensors whose bytes were compared.
     """
@@ -55,8 +59,8 @@ class Diff:
     shape: tuple[Change, ...]
     dtype: tuple[Change, ...]
     placement: tuple[Change, ...]
+    values: tuple[ValueChange, ...]
     tensors: tuple[TensorDifference, ...] = ()
-    values: tuple[Change, ...] = ()
     num_compared: int = 0
 
     @property
@@ -73,8 +77,8 @@ def diff(a: Path, b: Path, *, values: bool = False, progress: bool | OnProgress 
     a, b
         The checkpoints.
     values
-        Compare what is in them too: every tensor bit by bit, in bounded memory, and every value. Otherwise only names, shapes,
-        dtypes and placements are.
+        Compare all that is in them: every tensor bit by bit, in bounded memory, and every value. Otherwise names, shapes, dtypes,
+        placements, and the values that are small enough to be in the catalogs, such as steps and learning rates.
     progress
         As for `inspect`.
 
@@ -89,10 +93,10 @@ def diff(a: Path, b: Path, *, values: bool = False, progress: bool | OnProgress 
         tensors = [name for name in first.names if name in second]
         saved = set(second.value_names)
         both = [name for name in first.value_names if name in saved]
-        unequal = list(_unequal_values(one, two, both)) if values else []
+        found = list(_compared_values(one, two, both, everything=values))
+        ranks = [change for change in found if isinstance(change, Change)]
         comparable = [name for name in tensors if first.shape(first.index(name)) == second.shape(second.index(name))]
         left, right = (Side(s.storage, s.catalog, [s.catalog.index(name) for name in comparable]) for s in (one, two))
-        per_rank = [change for change, counts in unequal if not counts]
         return Diff(
             a=str(a),
             b=str(b),
@@ -101,9 +105,9 @@ def diff(a: Path, b: Path, *, values: bool = False, progress: bool | OnProgress 
             kind=tuple(_kinds(first, second)),
             shape=tuple(_changes(tensors, *(lambda name, c=c: c.shape(c.index(name)) for c in (first, second)))),
             dtype=tuple(_changes(tensors, *(lambda name, c=c: c.dtype(c.index(name)) for c in (first, second)))),
-            placement=(*_changes(tensors, *(lambda name, c=c: _placement(c, name) for c in (first, second))), *per_rank),
+            placement=(*_changes(tensors, *(lambda name, c=c: _placement(c, name) for c in (first, second))), *ranks),
+            values=tuple(change for change in found if isinstance(change, ValueChange)),
             tensors=tuple(compare(comparable, left, right, reporter(progress))) if values else (),
-            values=tuple(change for change, counts in unequal if counts),
             num_compared=len(comparable) if values else 0,
         )
 
@@ -131,25 +135,31 @@ def _placement(catalog: Catalog, name: str) -> tuple[AxisPlacement, ...] | None:
     return None if placement < 0 else catalog.placements[placement]
 
 
-def _unequal_values(a: Source, b: Source, names: Sequence[str]) -> Iterator[tuple[Change, bool]]:
-    """The values that differ; False beside those that cannot be compared, being of another number of ranks."""
-    for name in names:  # one at a time: large ones are in the shard files
-        one, two = (open_values(s.storage, s.catalog, [name], verify=True)[name] for s in (a, b))
-        if one.kind == two.kind == ValueKind.PER_RANK:
-            if len(one.value) != len(two.value):
-                yield Change(name, f"{len(one.value)} ranks", f"{len(two.value)} ranks"), False
-            elif any(_encoded(x, name) != _encoded(y, name) for x, y in zip(one.value, two.value, strict=True)):
-                yield Change(name, list(one.value), list(two.value)), True
-            continue
-        x, y = (list(v.value) if v.kind is ValueKind.PER_RANK else v.value for v in (one, two))
-        as_groups = ValueKind.PARAM_GROUPS in (one.kind, two.kind)
-        if _encoded(_in_order(x, as_groups), name) != _encoded(_in_order(y, as_groups), name):
-            yield Change(name, x, y), True
+def _compared_values(a: Source, b: Source, names: Sequence[str], *, everything: bool) -> Iterator[ValueChange | Change]:
+    """The values that differ; a `Change` is one of another number of ranks, which cannot be compared.
+
+    Without `everything`, only those that both catalogs hold.
+    """
+    small_a, small_b = _small_values(a.catalog), _small_values(b.catalog)
+    for name in names:
+        if name in small_a and name in small_b:
+            yield from _compared(name, small_a[name], small_b[name])
+        elif everything:  # one at a time, as they are large
+            yield from _compared(name, *(open_values(s.storage, s.catalog, [name], verify=True)[name] for s in (a, b)))
 
 
-def _encoded(value: Any, name: str) -> bytes:
-    """Identical values have identical bytes, NaN too."""
-    return encode_value(value, name)
+def _small_values(catalog: Catalog) -> dict[str, SavedValue]:
+    """Those that are in the catalog."""
+    held = [(entry, entry.data) for entry in catalog.values_table if entry.data is not None]
+    return {entry.name: SavedValue(entry.kind, decode_value(data, name=entry.name)) for entry, data in held}
+
+
+def _compared(name: str, a: SavedValue, b: SavedValue) -> Iterable[ValueChange | Change]:
+    if a.kind == b.kind == ValueKind.PER_RANK and len(a.value) != len(b.value):
+        return [Change(name, f"{len(a.value)} ranks", f"{len(b.value)} ranks")]
+    x, y = (list(v.value) if v.kind is ValueKind.PER_RANK else v.value for v in (a, b))
+    as_groups = ValueKind.PARAM_GROUPS in (a.kind, b.kind)
+    return value_changes(name, _in_order(x, as_groups), _in_order(y, as_groups))
 
 
 def _in_order(value: Any, as_groups: bool) -> Any:

@@ -15,6 +15,7 @@ from .words import placement, plural, shape, short
 if TYPE_CHECKING:
     from ..checkpoint import Diff
     from ..checkpoint.comparing import Change
+    from ..checkpoint.value_changes import ValueChange
     from ..engine.compare import TensorDifference
 
 A = Annotated[str, typer.Argument(help="A checkpoint.", show_default=False)]
@@ -28,7 +29,7 @@ def diff(
     values: Annotated[bool, typer.Option("--values", help="Compare every tensor bit by bit, and every value.")] = False,
     as_json: AsJson = False,
 ) -> int:
-    """Compare two checkpoints: names, shapes, dtypes and placements, and with --values what is in them.
+    """Compare two checkpoints: names, shapes, dtypes, placements and small values, and with --values all that is in them.
 
     Exit code 1 if they differ. Another placement is said, but is no difference: equal values under different layouts are equal.
     """
@@ -50,11 +51,13 @@ def _print(found: Diff, values: bool) -> None:
         *_changed("kind", found.kind, str),
         *_changed("shape", found.shape, shape),
         *_changed("dtype", found.dtype, str),
-        *_changed("value", found.values, short),
+        *_values(found.values),
         *_changed("placement", found.placement, _placement),
     ]
     if rows:
-        say(Columns(["", "name", "A", "", "B"], rows))
+        headings = ["", "name", "A", "", "B", ">by", ">rel"]
+        width = len(headings) if any(row[5] for row in rows) else 5
+        say(Columns(headings[:width], [row[:width] for row in rows]))
     if found.tensors:
         headings = ["differs", ">elements", ">of", ">max abs", ">max rel", ">NaN in one"]
         say(*([""] if rows else []), Columns(headings, _apart(found.tensors)))
@@ -74,14 +77,27 @@ def _apart(tensors: Sequence[TensorDifference]) -> list[tuple[str, ...]]:
 
 
 def _names(what: str, names: Sequence[str]) -> list[tuple[str, ...]]:
-    return [(what, f"{label}{_times(leaves)}", "", "", "") for label, leaves in shorten(names, [""] * len(names))]
+    return [(what, f"{label}{_times(leaves)}", "", "", "", "", "") for label, leaves in shorten(names, [""] * len(names))]
 
 
 def _changed(what: str, changes: Sequence[Change], words: Callable[[Any], str]) -> list[tuple[str, ...]]:
     """A line for each change; layers that changed alike share one."""
     sides = [(words(change.a), words(change.b)) for change in changes]
     lines = shorten([change.name for change in changes], sides)
-    return [(what, f"{label}{_times(leaves)}", sides[leaves[0]][0], "→", sides[leaves[0]][1]) for label, leaves in lines]
+    return [(what, f"{label}{_times(leaves)}", sides[leaves[0]][0], "→", sides[leaves[0]][1], "", "") for label, leaves in lines]
+
+
+def _values(changes: Sequence[ValueChange]) -> list[tuple[str, ...]]:
+    """A line for each part of a value that differs; numbers also say by how much."""
+    return [("value", f"{of.name}{of.where}", short(of.a), "→", short(of.b), _by(of), _relative(of)) for of in changes]
+
+
+def _by(of: ValueChange) -> str:
+    return "" if of.by is None else f"{of.by:+,}" if isinstance(of.by, int) else f"{of.by:+.3g}"
+
+
+def _relative(of: ValueChange) -> str:
+    return "" if of.relative is None else f"{of.relative:.3g}"
 
 
 def _times(leaves: Sequence[int]) -> str:
@@ -99,7 +115,7 @@ def _verdict(found: Diff, values: bool) -> str:
         layout = " under different layouts" if found.placement else ""
         if values:
             return f"equal{layout}: {plural(found.num_compared, 'tensor')} bit by bit, and all values"
-        return f"the same names, shapes and dtypes{layout}; --values compares what is in them"
+        return f"the same names, shapes, dtypes and small values{layout}; --values compares all that is in them"
     counts = {
         "only in A": len(found.removed),
         "only in B": len(found.added),
@@ -107,6 +123,6 @@ def _verdict(found: Diff, values: bool) -> str:
         "of another shape": len(found.shape),
         "of another dtype": len(found.dtype),
         "with other numbers": len(found.tensors),
-        "with another value": len(found.values),
+        "with another value": len({change.name for change in found.values}),
     }
     return "different: " + ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import ast
+import copy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from reshard_ckpt import checkpoint
+from reshard_ckpt.checkpoint.value_changes import same, value_changes
 from tests.cli.running import run
 from tests.cli.states import save_trained, weights
 
@@ -40,7 +46,10 @@ def test_same_state_saved_twice_is_equal(base: Path, tmp_path: Path):
     shown = run("diff", base, saved(tmp_path / "b"), "--values")
     assert (shown.code, shown.out) == (0, "equal: 3 tensors bit by bit, and all values\n")
     shown = run("diff", base, tmp_path / "b")
-    assert (shown.code, shown.out) == (0, "the same names, shapes and dtypes; --values compares what is in them\n")
+    assert (shown.code, shown.out) == (
+        0,
+        "the same names, shapes, dtypes and small values; --values compares all that is in them\n",
+    )
 
 
 @pytest.mark.parametrize(
@@ -70,20 +79,122 @@ def test_structure_that_changed_is_found_without_reading_values(
 @pytest.mark.parametrize(
     ("changed", "name", "line"),
     [
-        ({"extra__step": 4}, "extra.step", "value  extra.step  3  →  4"),
-        ({"extra__step": 3.0}, "extra.step", "value  extra.step  3  →  3.0"),
-        ({"extra__big": [*range(3999), -1]}, "extra.big", None),
+        ({"extra__step": 1004}, "extra.step", "value  extra.step  3  →  1004 +1,001 0.997"),
+        ({"extra__step": 3.0}, "extra.step", "value  extra.step  3  →  3.0 +0 0"),
+        ({"extra__step": True}, "extra.step", "value  extra.step  3  →  True"),
+        ({"extra__lr": 0.25}, "extra.lr", "value  extra.lr  nan  →  0.25"),
     ],
 )
-def test_values_that_differ_are_found_when_asked_for(
-    changed: dict[str, Any], name: str, line: str | None, base: Path, tmp_path: Path
-):
+def test_small_values_that_differ_are_found_always(changed: dict[str, Any], name: str, line: str, base: Path, tmp_path: Path):
     other = saved(tmp_path / "b", **changed)
+    for options in ([], ["--values"]):
+        said = run("diff", base, other, *options, "--json")
+        assert (said.code, [change["name"] for change in said.json["values"]]) == (1, [name])
+        shown = run("diff", base, other, *options).out.splitlines()
+        assert line.split() in [text.split() for text in shown]
+        assert shown[-1] == "different: 1 with another value"
+
+
+def test_large_values_are_compared_when_asked_for(base: Path, tmp_path: Path):
+    other = saved(tmp_path / "b", extra__big=[*range(3999), -1])
     assert run("diff", base, other).code == 0
-    said = run("diff", base, other, "--values", "--json")
-    assert (said.code, [change["name"] for change in said.json["values"]]) == (1, [name])
-    if line:
-        assert line.split() in [text.split() for text in run("diff", base, other, "--values").out.splitlines()]
+    ran = run("diff", base, other, "--values")
+    assert ran.code == 1
+    assert ["value", "extra.big[3999]", "3999", "→", "-1", "-4,000", "1"] in [line.split() for line in ran.out.splitlines()]
+    (change,) = run("diff", base, other, "--values", "--json").json["values"]
+    assert change == {"name": "extra.big", "where": "[3999]", "a": 3999, "b": -1, "by": -4000, "relative": 4000 / 3999}
+
+
+def test_what_differs_within_a_value_is_said_and_nothing_else(tmp_path: Path):
+    for name, lr, step in (("a", 0.1, 1), ("b", 0.05, 1)):
+        parameters = [torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))]
+        groups = [{"params": parameters[:1], "lr": lr, "betas": (0.9, 1 - lr)}, {"params": parameters[1:], "lr": 0.5}]
+        model = torch.nn.ParameterList(parameters)
+        state = {"model": model, "optimizer": torch.optim.AdamW(groups), "extra": {"plan": {"at": [1, {"n": step}]}}}
+        checkpoint.save(tmp_path / name, state)
+    found = checkpoint.diff(tmp_path / "a", tmp_path / "b")
+    said = {(change.name, change.where): (change.a, change.b, change.by, change.relative) for change in found.values}
+    assert said == {
+        ("optimizer.param_groups", "[0]['lr']"): (0.1, 0.05, -0.05, 0.5),
+        ("optimizer.param_groups", "[0]['betas'][1]"): (0.9, 0.95, pytest.approx(0.05), pytest.approx(0.05 / 0.95)),
+    }
+    lines = run("diff", tmp_path / "a", tmp_path / "b").out.splitlines()
+    assert ["value", "optimizer.param_groups[0]['lr']", "0.1", "→", "0.05", "-0.05", "0.5"] in [line.split() for line in lines]
+    assert lines[-1] == "different: 1 with another value"
+
+
+LEAVES = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=3) | st.binary(max_size=3)
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.text("ab", max_size=2) | st.integers(0, 3), inner, max_size=4)
+    ),
+    max_leaves=20,
+)
+
+
+def reached(value: Any, where: str) -> Any:
+    return eval(f"value{where}", {"value": value})
+
+
+@given(VALUES, VALUES, st.booleans())
+def test_every_difference_is_under_one_of_the_places_and_each_place_differs(a: Any, b: Any, twin: bool):
+    b = copy.deepcopy(a) if twin else b
+    found = value_changes("x", a, b)
+    assert bool(found) == (not same(a, b))
+    for change in found:
+        assert same(reached(a, change.where), change.a)
+        assert same(reached(b, change.where), change.b)
+        assert not same(change.a, change.b)
+    if not found or found[0].where == "":
+        return
+    put = copy.deepcopy(a)
+    for change in found:  # what was said to differ is put right, and nothing differs
+        put = replaced(put, change.where, change.b)
+    assert same(put, b)
+
+
+def replaced(value: Any, where: str, by: Any) -> Any:
+    """The value with another part at a place; tuples are made anew."""
+    if not where:
+        return by
+    (key,) = ast.literal_eval(where[: _end(where)])
+    part = replaced(value[key], where[_end(where) :], by)
+    if isinstance(value, tuple):
+        return (*value[:key], part, *value[key + 1 :])
+    value[key] = part
+    return value
+
+
+def _end(where: str) -> int:
+    """Where the first pair of brackets ends; keys are of the letters a and b."""
+    return where.index("]") + 1
+
+
+def test_of_a_value_that_differs_everywhere_the_whole_is_said():
+    (change,) = value_changes("x", list(range(100)), list(range(1, 101)))
+    assert (change.where, change.b[-1], change.by) == ("", 100, None)
+
+
+def test_arrays_and_odd_numbers_say_how_far_apart_they_are_where_that_is_a_number():
+    (change,) = value_changes("x", {"k": np.array([1.0, 4.0])}, {"k": np.array([1.0, 2.0])})
+    assert (change.where, change.by, change.relative) == ("['k']", 2.0, 0.5)
+    for a, b in (
+        (1.0, float("inf")),
+        (float("nan"), 1),
+        (np.ones(2), np.ones(3)),
+        (np.array(["a"]), np.array(["b"])),
+        ("1", 1),
+        (1.5, 10**400),
+    ):
+        (change,) = value_changes("x", a, b)
+        assert (change.by, change.relative) == (None, None)
+    (change,) = value_changes("x", np.float32(1), np.float32(2))
+    assert change.by == 1.0
+    (change,) = value_changes("x", 10**400, 0)
+    assert change.by == -(10**400)
 
 
 def test_tensors_that_differ_say_how_far_apart_they_are(base: Path, tmp_path: Path):

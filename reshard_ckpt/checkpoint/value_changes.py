@@ -1,0 +1,103 @@
+"""Where do two values differ, and by how much? Dicts and lists are gone through together, down to what differs in them.
+
+Identical values have identical bytes in a catalog, so that decides: a NaN equals itself, and 3 differs from 3.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
+
+import numpy as np
+
+from ..format.values import encode_value
+
+MAX_LEAVES = 16
+"""Of a value that differs in more places only the whole is said."""
+
+
+@dataclass(frozen=True, slots=True)
+class ValueChange:
+    """A value, or a part of one, that differs.
+
+    Attributes
+    ----------
+    name
+        Of the value.
+    where
+        Of the part, as Python reaches it: ``[0]['lr']``; empty for the whole.
+    a, b
+        What it is in the first checkpoint, and in the second.
+    by, relative
+        Of numbers, ``b - a`` and ``|b - a| / max(|a|, |b|)``; of numpy arrays of one shape, the largest magnitude of either.
+        Otherwise, and where a number is NaN or infinite, None.
+    """
+
+    name: str
+    where: str
+    a: Any
+    b: Any
+    by: float | int | None = None
+    relative: float | None = None
+
+
+def value_changes(name: str, a: Any, b: Any) -> list[ValueChange]:
+    """What differs between two values of one name.
+
+    >>> [(c.where, c.a, c.b, c.by) for c in value_changes("x", {"lr": 1, "n": [1, 2]}, {"lr": 1, "n": [1, 5]})]
+    [("['n'][1]", 2, 5, 3)]
+    """
+    if same(a, b):
+        return []
+    leaves = list(_leaves(a, b, ""))
+    if len(leaves) > MAX_LEAVES:
+        leaves = [("", a, b)]
+    return [ValueChange(name, where, x, y, *_apart(x, y)) for where, x, y in leaves]
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two values are identical."""
+    return encode_value(a, "a value") == encode_value(b, "a value")
+
+
+def _leaves(a: Any, b: Any, where: str) -> Iterator[tuple[str, Any, Any]]:
+    """The smallest parts that differ, of what differs."""
+    if type(a) is type(b) and isinstance(a, dict) and list(a) == list(b):
+        parts = [(f"{where}[{key!r}]", a[key], b[key]) for key in a]
+    elif type(a) is type(b) and isinstance(a, list | tuple) and len(a) == len(b):
+        parts = [(f"{where}[{i}]", x, y) for i, (x, y) in enumerate(zip(a, b, strict=True))]
+    else:
+        parts = []
+    differing = [part for part in parts if not same(part[1], part[2])]
+    if not differing:
+        yield where, a, b
+    for at, x, y in differing:
+        yield from _leaves(x, y, at)
+
+
+def _apart(a: Any, b: Any) -> tuple[float | int | None, float | None]:
+    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        return _arrays_apart(a, b)
+    if not all(isinstance(x, int | float | np.number) and not isinstance(x, bool) for x in (a, b)):
+        return None, None
+    x, y = (n.item() if isinstance(n, np.number) else n for n in (a, b))
+    if isinstance(x, complex) or isinstance(y, complex):
+        return None, None
+    largest = max(abs(x), abs(y))
+    try:
+        relative = float(abs(y - x) / largest) if largest else 0.0
+    except OverflowError:  # a float, and an integer beyond all floats
+        return None, None
+    return (y - x, relative) if isfinite(relative) else (None, None)
+
+
+def _arrays_apart(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> tuple[float | None, float | None]:
+    if a.shape != b.shape or a.dtype.kind not in "iuf" or b.dtype.kind not in "iuf" or not a.size:
+        return None, None
+    x, y = (side.astype(np.float64) for side in (a, b))
+    apart, largest = np.abs(y - x), np.maximum(np.abs(x), np.abs(y))
+    if not np.isfinite(apart).all():
+        return None, None
+    return float(apart.max()), float((apart / np.where(largest > 0, largest, 1)).max())
