@@ -17,7 +17,10 @@ from ..format.checksums import BLOCK_BYTES, block_digest
 from ..storage.protocol import Storage
 
 STEP_BYTES = 4 << 20
-"""Bytes read back at once."""
+"""So often a file that is being written is read back."""
+
+READ_BYTES = 512 << 10
+"""Bytes read back and hashed at once: few enough to be in the processor's cache for the second of the two."""
 
 MAX_WAITING = 16
 """Steps that may be waiting before the writer waits for them: what was just written is read back while it is in the cache."""
@@ -31,7 +34,7 @@ class ReadBack:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="reshard-ckpt-read-back")
         self._room = threading.BoundedSemaphore(MAX_WAITING)
         self._waiting: list[Future[None]] = []
-        self._buffer = bytearray(STEP_BYTES)
+        self._buffer = bytearray(READ_BYTES)
         self._proved: dict[str, int] = {}
 
     def reach(self, key: str, digests: Sequence[int], size: int, *, finished: bool) -> None:
@@ -57,7 +60,7 @@ class ReadBack:
             self._room.release()
 
     def _step(self, key: str, digests: Sequence[int], low: int, size: int) -> int:
-        high = min(low + STEP_BYTES, size)
+        high = min(low + READ_BYTES, size)
         data = memoryview(self._buffer)[: high - low]
         self._storage.read_into(key, low, [data])
         for at in range(low, high, BLOCK_BYTES):
