@@ -27,8 +27,9 @@ DIRECT_BYTES = 16 << 10
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """Windows, each with a range of extents and of items; extents and items are sorted by file and position."""
+    """Windows, each with a range of extents and of items, sorted by group, file and position."""
 
+    group: I64
     file: I64
     extent_start: I64
     item_start: I64
@@ -65,7 +66,7 @@ def in_order(lengths: I64, strides: I64, unit: I64) -> Mask:
     return good
 
 
-def plan_reads(plan: LoadPlan, block_bytes: I64, file_bytes: I64, may_land: Mask) -> ReadPlan:
+def plan_reads(plan: LoadPlan, block_bytes: I64, file_bytes: I64, may_land: Mask, group: I64 | None = None) -> ReadPlan:
     """Plan the requests for all items.
 
     Parameters
@@ -76,34 +77,44 @@ def plan_reads(plan: LoadPlan, block_bytes: I64, file_bytes: I64, may_land: Mask
         Size of each file.
     may_land : (dests,)
         Whether bytes may be read straight into this destination (host memory of the same dtype).
+    group : (items,), optional
+        Items of different groups are never read together, as groups are wanted one after the other.
     """
+    batch = np.zeros(len(plan.file), np.int64) if group is None else group
     owner, low, high = _touched(plan)
-    file, window = plan.file[owner], plan.window[owner]
+    file, window, of_group = plan.file[owner], plan.window[owner], batch[owner]
     block = np.maximum(block_bytes[file], 1)
     low = low // block * block
     high = np.minimum(-(-high // block) * block, file_bytes[file])
-    order = np.lexsort((low, window, file))
-    file, window, low, high = file[order], window[order], low[order], high[order]
+    order = np.lexsort((low, window, file, of_group))
+    file, window, low, high, of_group = file[order], window[order], low[order], high[order], of_group[order]
     near = np.where(block_bytes[file] > 0, 0, NEAR_BYTES)
-    group = np.concatenate([[True], (file[1:] != file[:-1]) | (window[1:] != window[:-1])]) if len(order) else np.zeros(0, bool)
-    reach = _running_max(high, group)
-    fresh = group.copy()
+    begins = _changes(of_group, file, window)
+    reach = _running_max(high, begins)
+    fresh = begins.copy()
     fresh[1:] |= low[1:] > reach[:-1] + near[1:]
     first = np.flatnonzero(fresh)
     last = np.append(first[1:], len(order))[: len(first)] - 1
-    new_window = group[first]
-    items = np.lexsort((plan.src, plan.window, plan.file))
-    key = np.stack([plan.file[items], plan.window[items]], axis=1)
-    new_item = np.concatenate([[True], (key[1:] != key[:-1]).any(axis=1)]) if len(items) else np.zeros(0, bool)
+    new_window = begins[first]
+    items = np.lexsort((plan.src, plan.window, plan.file, batch))
+    new_item = _changes(batch[items], plan.file[items], plan.window[items])
     return ReadPlan(
+        group=of_group[first[new_window]],
         file=file[first[new_window]],
         extent_start=np.append(np.flatnonzero(new_window), len(first)),
         item_start=np.append(np.flatnonzero(new_item), len(items)),
         low=low[first],
         high=reach[last],
         items=items,
-        direct=_direct(plan, items, may_land),
+        direct=_direct(plan, items, may_land, _changes(batch[items], plan.file[items])),
     )
+
+
+def _changes(*columns: I64) -> Mask:
+    """Where any of the columns has another value than one row before; the first row counts."""
+    new = np.ones(len(columns[0]), bool)
+    new[1:] = np.any([column[1:] != column[:-1] for column in columns], axis=0)
+    return new
 
 
 def _touched(plan: LoadPlan) -> tuple[I64, I64, I64]:
@@ -134,15 +145,14 @@ def _running_max(values: I64, group: Mask) -> I64:
     return reach
 
 
-def _direct(plan: LoadPlan, items: I64, may_land: Mask) -> Mask:
+def _direct(plan: LoadPlan, items: I64, may_land: Mask, new: Mask) -> Mask:
+    """Which items may land directly; `new` says where those of another file, or group, begin."""
     src, span = plan.src[items], item_spans(plan)[items]
     lengths, unit = plan.lengths[items], plan.item_bytes[items]
     good = (span >= DIRECT_BYTES) & may_land[plan.dest[items]]
     good &= in_order(lengths, plan.src_strides[items], unit)
     good &= in_order(lengths, plan.dst_strides[items], np.ones_like(unit))
     # Bytes that two items want are read once, into the buffer from which both are copied.
-    new = np.ones(len(items), bool)
-    new[1:] = plan.file[items[1:]] != plan.file[items[:-1]]
     ends = _running_max(src + span, new)
     alone = np.ones(len(items), bool)
     clash = ~new[1:] & (src[1:] < ends[:-1])

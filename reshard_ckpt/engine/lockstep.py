@@ -4,14 +4,15 @@ New ranks that hold different columns of one tensor draw on the same rows of the
 rows would be read as often as there are such ranks. So they are written in *lockstep*, a group at a time.
 
 1. Ranks are in one group if they differ only on axes that cut an inner dim of some tensor.
-2. A group's write items are taken tensor by tensor, in the order that all its files have; those of one tensor that do not fit a
-   window are cut into as many slices for each rank.
+2. A group's write items are taken tensor by tensor, in the order that all its files have; those of one tensor that share rows and
+   do not fit a window are cut into as many slices for each rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 import numpy as np
 
@@ -80,28 +81,56 @@ def divide(groups: Sequence[Sequence[int]], num_bytes: Sequence[int], num: int) 
 
 def windows(lanes: Sequence[Sequence[Item]], window_bytes: int) -> Iterator[list[Slice]]:
     """The items of all files, in windows; each file's own stay in order."""
-    by_key: dict[tuple[int, int], list[list[Item]]] = {}
-    for lane, items in enumerate(lanes):
-        for item in items:
-            by_key.setdefault(item.key, [[] for _ in lanes])[lane].append(item)
     window: list[Slice] = []
     room = window_bytes
-    for key in sorted(by_key):
-        batch = by_key[key]
-        size = sum(item.run.count * item.item_bytes for items in batch for item in items)
-        count = sum(map(len, batch))
+    for batch in _batches(lanes):
+        size = sum(item.run.count * item.item_bytes for _, items in batch for item in items)
+        count = sum(len(items) for _, items in batch)
         if window and (size > room or len(window) + count > MAX_RUNS):
             yield window
             window, room = [], window_bytes
         if size <= window_bytes:
-            window += [Slice(lane, item.run) for lane, items in enumerate(batch) for item in items if item.run.count]
+            window += [Slice(lane, item.run) for lane, items in batch for item in items if item.run.count]
             room -= size
             continue
         num = -(-size // window_bytes)
         for n in range(num):
-            yield [Slice(lane, run) for lane, items in enumerate(batch) for run in _slice(items, n, num)]
+            yield [Slice(lane, run) for lane, items in batch for run in _slice(items, n, num)]
     if window:
         yield window
+
+
+Batch = list[tuple[int, list[Item]]]
+"""Lanes, and their items of one tensor."""
+
+
+def _batches(lanes: Sequence[Sequence[Item]]) -> Iterator[Batch]:
+    """What is taken at once: of each tensor, the items of lanes that share rows; lanes with rows of their own go one by one."""
+    by_key: dict[tuple[int, int], dict[int, list[Item]]] = {}
+    for lane, items in enumerate(lanes):
+        for item in items:
+            by_key.setdefault(item.key, {}).setdefault(lane, []).append(item)
+    for key in sorted(by_key):
+        batch: Batch = []
+        reach = 0
+        for low, high, lane in sorted((*_rows(items), lane) for lane, items in by_key[key].items()):
+            if batch and low >= reach:
+                yield batch
+                batch = []
+            batch.append((lane, by_key[key][lane]))
+            reach = max(reach, high)
+        yield batch
+
+
+def _rows(items: Sequence[Item]) -> tuple[int, int]:
+    """The range along the first dim that the items lie in; a last row that is not whole does not count."""
+    lows, highs = [], []
+    for run in (item.run for item in items):
+        inner = max(prod(run.lengths[1:]), 1)
+        first = run.offsets[0] if run.offsets else 0
+        lows.append(first + run.start // inner)
+        highs.append(first + (run.start + run.count) // inner)
+    return min(lows), max(highs)
 
 
 def _slice(items: Sequence[Item], n: int, num: int) -> Iterator[Run]:

@@ -41,6 +41,19 @@ def region(tensor: torch.Tensor, base: int, lengths: Ints, strides: Ints) -> tor
     return torch.as_strided(tensor, lengths, strides, tensor.storage_offset() + base)
 
 
+_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+def copy_values(dest: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy between tensors of one shape, whatever their devices, dtypes and strides."""
+    if dest.dtype != source.dtype or dest.device.type != "cpu" or source.device.type != "cpu":
+        dest.copy_(source)
+        return
+    # torch would divide this among threads of its own, for each of ours again, which then wait in loops for more to do.
+    raw = _SAME_SIZE[dest.element_size()]
+    np.copyto(dest.view(raw).numpy(), source.view(raw).numpy())
+
+
 def is_in_order(piece: Piece) -> bool:
     """Whether consecutive elements of the run are consecutive in memory."""
     natural = row_major_strides(piece.lengths)

@@ -15,8 +15,7 @@ from ..core.catalog import Catalog
 from ..format.torch_dtypes import TORCH_DTYPES
 from ..storage.protocol import Storage
 from .progress import OnProgress, Tally, silent
-from .read import WINDOW_BYTES
-from .stream import Run, RunReader, Window, check_covered, cut_windows, read_ahead, whole_run
+from .stream import WINDOW_BYTES, Run, RunReader, Window, check_covered, cut_windows, read_ahead, whole_run
 
 _NUMPY = {
     "BOOL": np.bool_, "U8": np.uint8, "I8": np.int8, "U16": np.uint16, "I16": np.int16, "U32": np.uint32, "I32": np.int32,

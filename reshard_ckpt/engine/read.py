@@ -24,11 +24,14 @@ from ..errors import CorruptError
 from ..format.checksums import Digests, block_digest, decode_digests, digest128, digests_file_bytes
 from ..storage.protocol import MissingKey, Storage
 from .holders import few, held
-from .memory import element_bytes, region
+from .memory import copy_values, element_bytes, region
 from .progress import OnProgress, Tally, silent
 
 WINDOW_BYTES = 8 << 20
 """A multiple of every block size; with the number of threads it bounds the memory that reading takes."""
+
+PROVE_BYTES = 512 << 10
+"""Bytes read and hashed at once, a multiple of every block size: few enough to be in the processor's cache for the second."""
 
 MAX_THREADS = 8
 
@@ -151,14 +154,22 @@ def execute(
     return reads.num_bytes
 
 
-def reads_of(catalog: Catalog, plan: LoadPlan, dests: Sequence[Destination], *, blocks: Blocks, copy: bool = True) -> ReadPlan:
-    """The requests for all items of a plan; whole blocks where there are digests of them."""
+def reads_of(
+    catalog: Catalog,
+    plan: LoadPlan,
+    dests: Sequence[Destination],
+    *,
+    blocks: Blocks,
+    copy: bool = True,
+    group: I64 | None = None,
+) -> ReadPlan:
+    """The requests for all items of a plan, those of each group apart; whole blocks where there are digests of them."""
     block_bytes = np.zeros(len(catalog.files), np.int64)
     for index, digests in blocks.of_file.items():
         block_bytes[index] = digests.block_bytes
     sizes = np.array([entry.size for entry in catalog.files], np.int64)
     may_land = np.array([copy and dest.may_land for dest in dests], bool)
-    return plan_reads(plan, block_bytes, sizes, may_land)
+    return plan_reads(plan, block_bytes, sizes, may_land, group)
 
 
 def _item_lists(plan: LoadPlan, reads: ReadPlan) -> Items:
@@ -270,9 +281,13 @@ class Reader:
                 pending = next(landing, None)
             if at < high:
                 parts.append(view[at - origin : high - origin])
-            read_into(self.catalog.files[file].key, low, parts)
-            if prove:
-                self.prove(file, low, parts, items)
+            key = self.catalog.files[file].key
+            if not prove or file not in self.blocks.of_file:
+                read_into(key, low, parts)
+                continue
+            for step, step_parts in zip(range(low, high, PROVE_BYTES), _in_blocks(parts, PROVE_BYTES), strict=True):
+                read_into(key, step, step_parts)
+                self.prove(file, step, step_parts, items)
         if self.copy:
             rest = [i for i in items if not self.items.direct[i]]
             self._will_change(rest)
@@ -304,7 +319,7 @@ class Reader:
         else:  # a foreign file need not align its elements
             raw = torch.as_strided(buffer, (*lengths, each), (*strides, 1), offset)
             source = raw.clone(memory_format=torch.contiguous_format).view(dest.dtype).squeeze(-1)
-        region(dest.tensor, items.dst[item], lengths, items.dst_strides[item]).copy_(source)
+        copy_values(region(dest.tensor, items.dst[item], lengths, items.dst_strides[item]), source)
 
     def prove(self, file: int, low: int, parts: Sequence[memoryview], items: range) -> None:
         """Compare the blocks of an extent, where there are digests of them; `items` are those that may want it."""

@@ -1,90 +1,76 @@
-"""Does a file hold what was written to it? It is read back through the store, block by block, behind the writer.
+"""Does a file hold what was written to it? It is read back through the store, block by block, just behind the writer.
 
-A thread of its own compares each block with the digest that was made of the bytes on their way out. Where the store does not
-show a file before it is finished, all of it is read then. A file system may answer from its cache: what is proved is that the
-right bytes were handed over at the right places, not that the medium will return them years later.
+What was written a moment ago is in the processor's cache, so this costs little more than a copy. What a store does not show
+before a file is finished is read then. A file system may answer from its own cache: what is proved is that the right bytes were
+handed over at the right places, not that the medium will return them years later.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from ..errors import CheckpointError, CorruptError
 from ..format.checksums import BLOCK_BYTES, block_digest
 from ..storage.protocol import Storage
 
-STEP_BYTES = 4 << 20
-"""So often a file that is being written is read back."""
+STEP_BYTES = 1 << 20
+"""Bytes read back at once, a multiple of the block size."""
 
-READ_BYTES = 512 << 10
-"""Bytes read back and hashed at once: few enough to be in the processor's cache for the second of the two."""
 
-MAX_WAITING = 16
-"""Steps that may be waiting before the writer waits for them: what was just written is read back while it is in the cache."""
+@dataclass(frozen=True, slots=True)
+class Written:
+    """Bytes `low` to `high` of a file, whole blocks but for its last, and the digests of all of its blocks."""
+
+    key: str
+    digests: Sequence[int]
+    low: int
+    high: int
 
 
 class ReadBack:
-    """Reads files back in a thread; errors are raised by whoever calls next, and by leaving the ``with`` block."""
+    """Reads back what was written, in any number of threads."""
 
-    def __init__(self, storage: Storage, *, enabled: bool = True) -> None:
-        self._storage, self.enabled = storage, enabled
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="reshard-ckpt-read-back")
-        self._room = threading.BoundedSemaphore(MAX_WAITING)
-        self._waiting: list[Future[None]] = []
-        self._buffer = bytearray(READ_BYTES)
-        self._proved: dict[str, int] = {}
+    def __init__(self, storage: Storage, *, enabled: bool) -> None:
+        self._storage, self._enabled = storage, enabled
+        self._local = threading.local()
+        self._left: list[Written] = []
 
-    def reach(self, key: str, digests: Sequence[int], size: int, *, finished: bool) -> None:
-        """Prove the first `size` bytes of a file, as far as that has not been done; `digests` are those of its blocks."""
-        if not self.enabled:
-            return
-        self._collect()
-        self._room.acquire()
-        self._waiting.append(self._pool.submit(self._prove, key, digests, size, finished))
+    def prove(self, parts: Iterable[Written]) -> None:
+        """Prove these parts now, if the store shows them.
 
-    def _prove(self, key: str, digests: Sequence[int], size: int, finished: bool) -> None:
-        try:
-            low = self._proved.get(key, 0)
-            while low < size:
-                low = self._step(key, digests, low, size)
-                self._proved[key] = low
-        except _Differs:
-            raise
-        except CheckpointError:
-            if finished:  # before that, a store need not show what was written
+        Raises
+        ------
+        CorruptError
+            Other bytes came back.
+        """
+        for part in parts if self._enabled else ():
+            try:
+                self._prove(part)
+            except _Differs:
                 raise
-        finally:
-            self._room.release()
+            except CheckpointError:  # a store need not show a file before it is finished
+                self._left.append(part)
 
-    def _step(self, key: str, digests: Sequence[int], low: int, size: int) -> int:
-        high = min(low + READ_BYTES, size)
-        data = memoryview(self._buffer)[: high - low]
-        self._storage.read_into(key, low, [data])
-        for at in range(low, high, BLOCK_BYTES):
-            block = data[at - low : at - low + BLOCK_BYTES]
-            if block_digest(block) != digests[at // BLOCK_BYTES]:
-                raise _Differs(
-                    f"{self._storage.url}: {key}: bytes {at}:{at + len(block)} read back differ from what was written; check the "
-                    "disk and the memory of this machine, then run again"
-                )
-        return high
+    def prove_rest(self) -> None:
+        """Prove what could not be read before; all files are finished."""
+        while self._left:
+            self._prove(self._left.pop())
 
-    def _collect(self) -> None:
-        """Raise what failed."""
-        while self._waiting and self._waiting[0].done():
-            self._waiting.pop(0).result()
-
-    def __enter__(self) -> ReadBack:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._pool.shutdown(cancel_futures=kind is not None)
-        if kind is None:
-            for future in self._waiting:
-                future.result()
+    def _prove(self, part: Written) -> None:
+        if not hasattr(self._local, "buffer"):
+            self._local.buffer = memoryview(bytearray(STEP_BYTES))
+        for low in range(part.low, part.high, STEP_BYTES):
+            data = self._local.buffer[: min(STEP_BYTES, part.high - low)]
+            self._storage.read_into(part.key, low, [data])
+            for at in range(0, len(data), BLOCK_BYTES):
+                block = data[at : at + BLOCK_BYTES]
+                if block_digest(block) != part.digests[(low + at) // BLOCK_BYTES]:
+                    raise _Differs(
+                        f"{self._storage.url}: {part.key}: bytes {low + at}:{low + at + len(block)} read back differ from what "
+                        "was written; check the disk and the memory of this machine, then run again"
+                    )
 
 
 class _Differs(CorruptError):

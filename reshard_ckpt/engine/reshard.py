@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 
 import msgpack
@@ -32,14 +33,11 @@ from .agreement import Before
 from .lockstep import Item, Slice, divide, group_ranks, shared_axes, windows
 from .messages import Receipt, WrittenFile, decode_receipt, encode_receipt
 from .progress import OnProgress, Tally, silent
-from .read_back import STEP_BYTES, ReadBack
+from .read_back import STEP_BYTES, ReadBack, Written
 from .recut import Recut
 from .save import publish
-from .stream import Run, RunReader, check_covered, pieces_of, read_ahead
+from .stream import WINDOW_BYTES, Run, RunReader, Window, check_covered, in_turn, pieces_of
 from .write import SCRATCH_BYTES, FileLayout, ShardFileWriter, digests_key, member_offsets
-
-WINDOW_BYTES = 16 << 20
-"""Bytes in flight between reading and writing; two such windows are in memory."""
 
 _WHOLE_FILES = 1 << 62
 
@@ -117,18 +115,20 @@ def write_share(source: Storage, target: Storage, recut: Recut, save_id: str, sh
     reader = RunReader(source, recut.catalog, verify=options.verify)
     tally = Tally("reshard", share.num_bytes, options.report)
     kept, receipts = 0, {}
-    with ReadBack(target, enabled=options.verify) as proof:
-        for group in share.groups:
-            lanes = [_Lane(target, share.layouts[rank], proof, tally) for rank in group]
-            _write_group(reader, recut, group, lanes, options.window_bytes)
-            receipts.update({rank: lane.receipt() for rank, lane in zip(group, lanes, strict=True)})
-            kept += sum(lane.bytes_kept for lane in lanes)
+    proof = ReadBack(target, enabled=options.verify)
+    for group in share.groups:
+        lanes = [_Lane(target, share.layouts[rank], tally) for rank in group]
+        _write_group(reader, recut, group, lanes, proof, options.window_bytes)
+        receipts.update({rank: lane.receipt() for rank, lane in zip(group, lanes, strict=True)})
+        kept += sum(lane.bytes_kept for lane in lanes)
     if receipts:
         target.sync(save_id)
     return Done(receipts, reader.bytes_read, kept)
 
 
-def _write_group(reader: RunReader, recut: Recut, ranks: Sequence[int], lanes: Sequence[_Lane], window_bytes: int) -> None:
+def _write_group(
+    reader: RunReader, recut: Recut, ranks: Sequence[int], lanes: Sequence[_Lane], proof: ReadBack, window_bytes: int
+) -> None:
     """Write the files of some ranks at once."""
     items = [lane.missing(recut.items(rank)) for rank, lane in zip(ranks, lanes, strict=True)]
     check_covered(recut.catalog, [item.run for of_lane in items for item in of_lane])
@@ -139,25 +139,32 @@ def _write_group(reader: RunReader, recut: Recut, ranks: Sequence[int], lanes: S
             under_way.append(window)
             yield [part.run for part in window]
 
+    def write(filled: Window) -> Callable[[], None]:
+        slices = under_way.popleft()
+        for part, view in zip(slices, filled.parts(), strict=True):
+            lanes[part.lane].write(view)
+        return partial(proof.prove, [part for lane in {part.lane for part in slices} for part in lanes[lane].take_written()])
+
     with ExitStack() as stack:
         for lane in lanes:
             stack.enter_context(lane)
-        for filled in read_ahead(reader, runs()):
-            for part, view in zip(under_way.popleft(), filled.parts(), strict=True):
-                lanes[part.lane].write(view)
+        in_turn(reader, runs(), write)
         for lane in lanes:
             lane.finish()
+            proof.prove(lane.take_written())
+    proof.prove_rest()
 
 
 class _Lane:
     """The files of one new rank, one after the other; those that an earlier attempt finished are left as they are."""
 
-    def __init__(self, storage: Storage, layouts: Sequence[FileLayout], proof: ReadBack, tally: Tally) -> None:
-        self._storage, self._layouts, self._proof, self._tally = storage, layouts, proof, tally
+    def __init__(self, storage: Storage, layouts: Sequence[FileLayout], tally: Tally) -> None:
+        self._storage, self._layouts, self._tally = storage, layouts, tally
         self._done = [finished_file(storage, layout) for layout in layouts]
         self._kept = [file is not None for file in self._done]
         self._file: ShardFileWriter | None = None
-        self._shown = 0
+        self._taken = 0
+        self._written: list[Written] = []
         self.bytes_kept = sum(layout.num_bytes for layout, kept in zip(layouts, self._kept, strict=True) if kept)
         tally.add(self.bytes_kept)
 
@@ -175,10 +182,6 @@ class _Lane:
     def _append(self, file: ShardFileWriter, chunk: memoryview) -> None:
         file.write(chunk)
         self._tally.add(len(chunk))
-        full = len(file.digests) * BLOCK_BYTES
-        if full - self._shown >= STEP_BYTES:
-            self._shown = full
-            self._proof.reach(file.layout.key, file.digests, full, finished=False)
 
     def _open(self) -> ShardFileWriter:
         """The file that the next bytes are of."""
@@ -190,7 +193,7 @@ class _Lane:
         """Begin the next file that is missing."""
         layout = self._layouts[self._done.index(None)]
         self._storage.delete([layout.key, digests_key(layout.key)])  # what an attempt that was killed left of it
-        self._file, self._shown = ShardFileWriter(self._storage, layout), 0
+        self._file, self._taken = ShardFileWriter(self._storage, layout), 0
         self._append(self._file, memoryview(layout.header))
         self._close_if_full(self._file)
 
@@ -198,9 +201,18 @@ class _Lane:
         if file.num_bytes < file.layout.num_bytes:
             return
         written = file.finish()
-        self._proof.reach(file.layout.key, file.digests, written.size, finished=True)
+        self._written.append(Written(file.layout.key, file.digests, self._taken, written.size))
         self._done[self._done.index(None)] = written
         self._file = None
+
+    def take_written(self) -> list[Written]:
+        """What was written and can be read back, but for what has been taken."""
+        written, self._written = self._written, []
+        if self._file is not None:
+            full = len(self._file.digests) * BLOCK_BYTES
+            written.append(Written(self._file.layout.key, self._file.digests, self._taken, full))
+            self._taken = full
+        return written
 
     def finish(self) -> None:
         """Write the files that hold no bytes but their header; every other is full by now."""

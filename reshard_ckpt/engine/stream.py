@@ -1,18 +1,22 @@
 """How does one process go through a checkpoint of any size? As a stream: runs of saved tensors, one after the other, proved.
 
-1. The runs are cut into *windows* of a bounded number of bytes.
-2. Each window is one load plan: its runs are the wanted pieces, a buffer is the memory (`core.load_plan`, `engine.read`). So runs
-   of one window that need the same bytes of a file read them once.
-3. A thread fills the next window while the caller uses this one.
+1. The runs are cut into *windows* of few bytes: what is read, proved, gathered, hashed and written of one window stays in the
+   processor's cache meanwhile.
+2. Some windows at a time, a *batch*, are one load plan: their runs are the wanted pieces, buffers that go round are the memory
+   (`core.load_plan`, `engine.read`). Runs of one window that need the same bytes of a file read them once.
+3. Threads fill the next windows while the caller uses this one.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import islice
+from functools import partial
+from itertools import chain, count, pairwise
 from math import prod
 
 import numpy as np
@@ -29,16 +33,25 @@ from ..errors import CorruptError
 from ..format.checksums import Digests
 from ..format.torch_dtypes import TORCH_DTYPES
 from ..storage.protocol import Storage
-from .read import WINDOW_BYTES, Blocks, Destination, check_files, execute, open_blocks
+from .progress import Tally, silent
+from .read import WINDOW_BYTES as FILE_WINDOW_BYTES
+from .read import Blocks, Damage, Destination, Reader, check_files, open_blocks, reads_of
+
+WINDOW_BYTES = 4 << 20
+"""Bytes that are made at once: two of these and what they are made of fit the cache that cores share, and a request of this size
+is as fast as any."""
+
+BATCH_BYTES = 64 << 20
+"""Bytes that are planned at once: a plan takes as long for one window as for many."""
 
 MAX_RUNS = 1 << 14
-"""Runs in one window; bounds the memory of its plan."""
+"""Runs in one window, and in all but the last of a batch; bounds the memory of a plan."""
 
 DIGESTS_BYTES = 32 << 20
 """Digests of the files read last, kept: those of half a terabyte."""
 
 AHEAD = 2
-"""Windows in memory: the one in use, and the one that is being read."""
+"""Windows in memory: the one in use, and those that are being read."""
 
 _ALIGN_BYTES = 8
 
@@ -144,13 +157,15 @@ class Window:
 
 
 class RunReader:
-    """Reads windows of runs; what it has proved of files is kept for the next window. One thread at a time."""
+    """Plans the reading of windows of runs; what it has proved of files is kept for the next. One thread at a time."""
 
     def __init__(self, storage: Storage, catalog: Catalog, *, verify: bool) -> None:
         self._storage, self._catalog, self._verify = storage, catalog, verify
         self._seen: set[int] = set()
         self._digests: OrderedDict[int, Digests | None] = OrderedDict()
         self._digests_bytes = 0
+        self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(AHEAD)]
+        self._num_planned = 0
         self.bytes_read = 0
 
     def item_bytes(self, run: Run) -> int:
@@ -161,21 +176,51 @@ class RunReader:
         """The size of a buffer for these runs."""
         return sum(-(-run.count * self.item_bytes(run) // _ALIGN_BYTES) * _ALIGN_BYTES for run in runs)
 
-    def fill(self, runs: Sequence[Run], buffer: torch.Tensor) -> Window:
-        """Read runs into a buffer of bytes."""
-        dests, begin = self._destinations(runs, buffer)
+    def batches(self, windows: Iterable[Sequence[Run]]) -> Iterator[list[Callable[[], Window]]]:
+        """What fills each window, a batch at a time; the buffer of a window is that of the one `AHEAD` windows before."""
+        batch: list[Sequence[Run]] = []
+        size = runs = 0
+        for window in windows:
+            batch.append(window)
+            size, runs = size + self.num_bytes(window), runs + len(window)
+            if size >= BATCH_BYTES or runs >= MAX_RUNS:
+                yield self._plan(batch)
+                batch, size, runs = [], 0, 0
+        if batch:
+            yield self._plan(batch)
+
+    def _plan(self, windows: Sequence[Sequence[Run]]) -> list[Callable[[], Window]]:
+        """What fills each of these windows, in any order, and in several threads."""
+        empty, dests = zip(*(self._destinations(of_window) for of_window in windows), strict=True)
+        runs = [run for of_window in windows for run in of_window]
         wanted = pieces_of(self._catalog, runs)
         source = np.array([run.tensor for run in runs], np.int64)
-        plan = plan_load(self._catalog, source, wanted, WINDOW_BYTES)
+        plan = plan_load(self._catalog, source, wanted, FILE_WINDOW_BYTES)
         assert np.array_equal(plan.covered, wanted.count), "the rows were proved to cover every tensor"
         files = np.unique(plan.file).tolist()
         check_files(self._storage, self._catalog, [file for file in files if file not in self._seen])
         self._seen.update(files)
-        self.bytes_read += execute(self._storage, self._catalog, plan, dests, blocks=self._blocks(files))
-        return Window(buffer.numpy().data, begin, [dest.tensor.nbytes for dest in dests])
+        blocks = self._blocks(files)
+        group = np.repeat(np.arange(len(windows)), [len(of_window) for of_window in windows])[plan.dest]
+        into = list(chain.from_iterable(dests))
+        reads = reads_of(self._catalog, plan, into, blocks=blocks, group=group)
+        tally = Tally("read", reads.num_bytes, silent)
+        reader = Reader(self._storage, self._catalog, plan, reads, into, blocks=blocks, copy=True, tally=tally)
+        self.bytes_read += reads.num_bytes
+        bounds = pairwise(np.searchsorted(reads.group, np.arange(len(windows) + 1)).tolist())
+        return [partial(_fill, reader, range(*numbers), window) for numbers, window in zip(bounds, empty, strict=True)]
 
-    def _destinations(self, runs: Sequence[Run], buffer: torch.Tensor) -> tuple[list[Destination], list[int]]:
-        """A typed part of the buffer for each run, end to end as far as alignment allows, and where it begins."""
+    def _buffer(self, size: int) -> torch.Tensor:
+        """Memory for the next window."""
+        which = self._num_planned % AHEAD
+        self._num_planned += 1
+        if self._buffers[which].numel() < size:
+            self._buffers[which] = torch.empty(size, dtype=torch.uint8)
+        return self._buffers[which]
+
+    def _destinations(self, runs: Sequence[Run]) -> tuple[Window, list[Destination]]:
+        """A window to be filled, and the part of it for each run: typed, end to end as far as alignment allows."""
+        buffer = self._buffer(self.num_bytes(runs))
         dests, begin, at = [], [], 0
         for run in runs:
             saved = self._catalog.dtype(run.tensor)
@@ -185,7 +230,7 @@ class RunReader:
             dests.append(Destination(self._catalog.tensors_table.names[run.tensor], part, TORCH_DTYPES[saved], passing=True))
             begin.append(at)
             at += part.nbytes
-        return dests, begin
+        return Window(buffer.numpy().data, begin, [dest.tensor.nbytes for dest in dests]), dests
 
     def _blocks(self, files: Sequence[int]) -> Blocks:
         if not self._verify:
@@ -204,6 +249,16 @@ class RunReader:
         while self._digests_bytes > DIGESTS_BYTES and len(self._digests) > len(files):
             self._digests_bytes -= _size(self._digests.popitem(last=False)[1])
         return Blocks(of_file)
+
+
+def _fill(reader: Reader, numbers: Iterable[int], window: Window) -> Window:
+    """Read what a window is made of."""
+    try:
+        for number in numbers:
+            reader.read_window(number)
+    except Damage as damage:
+        raise reader.explain(damage) from None
+    return window
 
 
 def _size(digests: Digests | None) -> int:
@@ -230,32 +285,101 @@ def pieces_of(catalog: Catalog, runs: Sequence[Run]) -> PieceColumns:
 
 
 def read_ahead(reader: RunReader, windows: Iterable[Sequence[Run]]) -> Iterator[Window]:
-    """The bytes of the runs of each window; a thread reads the next windows meanwhile.
+    """The bytes of the runs of each window; threads read the next windows meanwhile, and ask for the runs of those after them.
 
     Yields
     ------
     Window
         Valid until the next one is asked for.
     """
-    todo = iter(windows)
-    idle = [torch.empty(0, dtype=torch.uint8) for _ in range(AHEAD)]
-    under_way: deque[tuple[torch.Tensor, Future[Window]]] = deque()
-    with ThreadPoolExecutor(1, thread_name_prefix="reshard-ckpt-stream") as pool:
-
-        def begin() -> None:
-            for runs in islice(todo, 1):
-                buffer, size = idle.pop(), reader.num_bytes(runs)
-                if buffer.numel() < size:
-                    buffer = torch.empty(size, dtype=torch.uint8)
-                under_way.append((buffer, pool.submit(reader.fill, runs, buffer)))
-
+    filler = _Filler(reader, windows)
+    with ThreadPoolExecutor(AHEAD - 1, thread_name_prefix="reshard-ckpt-stream") as pool:
         try:
-            for _ in range(AHEAD - 1):
-                begin()
-            while under_way:
-                begin()
-                buffer, filled = under_way.popleft()
-                yield filled.result()
-                idle.append(buffer)
+            under_way: deque[Future[Window | None]] = deque(pool.submit(filler.fill, n) for n in range(AHEAD - 1))
+            for number in count(AHEAD - 1):
+                under_way.append(pool.submit(filler.fill, number))
+                window = under_way.popleft().result()
+                if window is None:
+                    return
+                yield window
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def in_turn(reader: RunReader, windows: Iterable[Sequence[Run]], use: Callable[[Window], Callable[[], None]]) -> None:
+    """Use the bytes of the runs of each window, one window after the other, each in the thread that read it.
+
+    What a thread has just read and copied is in its processor's cache, and in no other's; so it goes on with it, while other
+    threads read the next windows.
+
+    Parameters
+    ----------
+    use
+        Called for each window in turn; what it returns is called when the turn is over.
+    """
+    filler, turns = _Filler(reader, windows), _Turns()
+
+    def work() -> None:
+        with turns.or_nobody():
+            for number in turns.numbers:
+                window = filler.fill(number)
+                if window is None or not turns.wait(number):
+                    return
+                after = use(window)
+                turns.next()
+                after()
+
+    with ThreadPoolExecutor(AHEAD, thread_name_prefix="reshard-ckpt-stream") as pool, turns.or_nobody():
+        for worker in [pool.submit(work) for _ in range(AHEAD)]:
+            worker.result()
+
+
+class _Turns:
+    """Whose turn it is, by number; nobody's, once somebody failed."""
+
+    def __init__(self) -> None:
+        self.numbers = count()
+        self._now: int | None = 0
+        self._changed = threading.Condition()
+
+    def wait(self, number: int) -> bool:
+        """Until it is this one's turn; False if that will never be."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._now in (number, None)) and self._now is not None
+
+    def next(self) -> None:
+        """It is the next one's turn."""
+        with self._changed:
+            if self._now is not None:
+                self._now += 1
+            self._changed.notify_all()
+
+    @contextmanager
+    def or_nobody(self) -> Iterator[None]:
+        """Whoever leaves by an error ends all turns."""
+        try:
+            yield
+        except BaseException:
+            with self._changed:
+                self._now = None
+                self._changed.notify_all()
+            raise
+
+
+class _Filler:
+    """Fills windows by number, in several threads; the first that needs a batch plans it."""
+
+    def __init__(self, reader: RunReader, windows: Iterable[Sequence[Run]]) -> None:
+        self._batches = reader.batches(windows)
+        self._fills: dict[int, Callable[[], Window]] = {}
+        self._num_planned = 0
+        self._lock = threading.Lock()
+
+    def fill(self, number: int) -> Window | None:
+        """The window of that number, None behind the last; each is asked for once."""
+        with self._lock:
+            while number >= self._num_planned and (batch := next(self._batches, None)):
+                self._fills.update(enumerate(batch, self._num_planned))
+                self._num_planned += len(batch)
+            fill = self._fills.pop(number, None)
+        return fill() if fill else None

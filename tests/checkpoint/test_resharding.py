@@ -26,7 +26,6 @@ from reshard_ckpt.core.offer import piece_columns, width_of
 from reshard_ckpt.core.reads import plan_reads
 from reshard_ckpt.core.state import ValueKind
 from reshard_ckpt.engine import read_back
-from reshard_ckpt.engine import reshard as resharding
 from reshard_ckpt.engine.load import open_catalog
 from reshard_ckpt.errors import CorruptError, UsageError
 from reshard_ckpt.format.catalog import encode_catalog
@@ -242,11 +241,7 @@ def test_what_was_written_is_read_back(early: bool, tmp_path: Path) -> None:
             flipped[10 if early else -1] ^= 1
         write(self, bytes(flipped))
 
-    with (
-        patch.object(LocalWriter, "write", changed),
-        patch.object(resharding, "STEP_BYTES", 1 << 17),
-        patch.object(read_back, "READ_BYTES", 1 << 17),
-    ):
+    with patch.object(LocalWriter, "write", changed), patch.object(read_back, "STEP_BYTES", 1 << 17):
         with pytest.raises(CorruptError, match="read back differ from what was written"):
             checkpoint.reshard(src, tmp_path / "dst", mesh={"dp": 4, "tp": 1})
         assert not (tmp_path / "dst" / "catalog.msgpack").exists()

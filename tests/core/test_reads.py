@@ -79,6 +79,33 @@ def test_every_wanted_byte_is_in_exactly_one_extent(
             assert all(low % block_bytes == 0 for low, _ in extents)
 
 
+@given(cases(), st.sampled_from([16, 64, WINDOW]), st.sampled_from([0, 16]), st.data())
+@settings(max_examples=200)
+def test_groups_are_read_as_if_each_were_alone(
+    case: tuple[Catalog, list[TensorSpec]], window: int, block_bytes: int, data: st.DataObject
+) -> None:
+    catalog, specs = case
+    plan = plan_for(catalog, specs, window)
+    num = len(plan.src)
+    group = np.array(data.draw(st.lists(st.integers(0, 2), min_size=num, max_size=num)), np.int64)
+    sizes = np.array([f.size for f in catalog.files])
+    land = np.ones(int(plan.dest.max(initial=0)) + 1, bool)
+    together = plan_reads(plan, np.full(len(sizes), block_bytes), sizes, land, group)
+    assert together.group.tolist() == sorted(together.group.tolist())
+    for number in range(3):
+        own = np.flatnonzero(group == number)
+        columns = {k: getattr(plan, k)[own] for k in LoadPlan.__slots__ if k != "covered"}
+        alone = plan_reads(replace(plan, **columns), np.full(len(sizes), block_bytes), sizes, land)
+        first, last = np.searchsorted(together.group, [number, number + 1])
+        extents = slice(together.extent_start[first], together.extent_start[last])
+        items = slice(together.item_start[first], together.item_start[last])
+        assert together.file[first:last].tolist() == alone.file.tolist()
+        assert together.low[extents].tolist() == alone.low.tolist()
+        assert together.high[extents].tolist() == alone.high.tolist()
+        assert together.items[items].tolist() == own[alone.items].tolist()
+        assert together.direct[items].tolist() == alone.direct.tolist()
+
+
 def one_matrix(rows: int, columns: int, saved_columns: int) -> Catalog:
     """A float32 matrix saved as column blocks by as many ranks as there are."""
     import torch

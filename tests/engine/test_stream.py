@@ -8,6 +8,7 @@ from itertools import product
 from math import prod
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,7 +18,7 @@ from reshard_ckpt.core.catalog import Catalog
 from reshard_ckpt.core.dtypes import CODES
 from reshard_ckpt.core.state import TensorSpec
 from reshard_ckpt.engine import stream as streams
-from reshard_ckpt.engine.stream import Run, RunReader, cut_windows, read_ahead, stream, whole_run
+from reshard_ckpt.engine.stream import Run, RunReader, cut_windows, in_turn, read_ahead, stream, whole_run
 from reshard_ckpt.errors import CorruptError
 from reshard_ckpt.storage.memory import MemoryStorage
 from reshard_ckpt.storage.protocol import Storage
@@ -96,30 +97,80 @@ def test_an_alias_streams_the_bytes_that_it_shares() -> None:
     assert both == 2 * bytes(whole.view(torch.uint8).reshape(-1).tolist())
 
 
-def test_memory_is_a_few_windows_whatever_the_size() -> None:
-    """The reader is never more than one window ahead, and only two buffers are ever filled."""
+@pytest.mark.parametrize("batch", [1, 10_000, 1 << 20])
+def test_memory_is_a_few_windows_whatever_the_size(batch: int) -> None:
+    """No more than one batch is planned before it is needed, and only a few buffers are filled."""
     storage = MemoryStorage("bounded")
     catalog, whole = one_tensor(storage, (1024, 64))
     reader = RunReader(storage, catalog, verify=True)
     asked: list[int] = []
     buffers: set[int] = set()
-    inner = reader.fill
-
-    def fill(runs, buffer):  # type: ignore[no-untyped-def]
-        buffers.add(buffer.data_ptr())
-        assert buffer.numel() <= 4096
-        return inner(runs, buffer)
 
     def windows():  # type: ignore[no-untyped-def]
         for i, window in enumerate(cut_windows(reader, [whole_run(catalog, 0)], 4096)):
             asked.append(i)
             yield window
 
-    with patch.object(reader, "fill", fill):
-        for used, _ in enumerate(read_ahead(reader, windows())):
-            assert len(asked) <= used + 2
+    with patch.object(streams, "BATCH_BYTES", batch):
+        for used, filled in enumerate(read_ahead(reader, windows())):
+            assert len(asked) <= used + streams.AHEAD + -(-batch // 4096)
+            assert len(filled.data) == 4096
+            buffers.add(np.frombuffer(filled.data, np.uint8).ctypes.data)
     assert len(asked) == whole.nbytes // 4096
-    assert len(buffers) == 2
+    assert len(buffers) == streams.AHEAD
+
+
+@given(st.integers(0, 40), st.sampled_from([1, 100, 1 << 20]), st.integers(1, 4))
+@settings(max_examples=60, deadline=None)
+def test_windows_are_used_one_after_the_other_whoever_read_them(rows: int, batch: int, threads: int) -> None:
+    storage = MemoryStorage("turns")
+    catalog, whole = one_tensor(storage, (max(rows, 1), 5))
+    run = replace(whole_run(catalog, 0), count=rows * 5)
+    got: list[bytes] = []
+    after: list[bytes] = []
+    using = threading.Lock()
+
+    def use(window):  # type: ignore[no-untyped-def]
+        assert using.acquire(blocking=False), "two at once"
+        got.append(b"".join(bytes(part) for part in window.parts()))
+        using.release()
+        return lambda: after.append(got[-1])
+
+    with patch.object(streams, "BATCH_BYTES", batch), patch.object(streams, "AHEAD", threads):
+        reader = RunReader(storage, catalog, verify=True)
+        in_turn(reader, cut_windows(reader, [run], 48), use)
+    assert b"".join(got) == expected(whole, run)
+    assert len(after) == len(got)
+
+
+@pytest.mark.parametrize("stage", ["read", "use", "after", "plan"])
+def test_whoever_fails_in_turn_ends_all(stage: str) -> None:
+    inner = MemoryStorage("fails")
+    catalog, _ = one_tensor(inner, (64, 64))
+    done: list[int] = []
+
+    def fail_at(what: str) -> None:
+        if what == stage and len(done) == 2:
+            raise ZeroDivisionError(what)
+
+    storage = FaultyStorage(inner, lambda operation, _: fail_at("read") if operation == "read_into" else None)
+    reader = RunReader(storage, catalog, verify=True)
+
+    def windows():  # type: ignore[no-untyped-def]
+        for window in cut_windows(reader, [whole_run(catalog, 0)], 1024):
+            fail_at("plan")
+            yield window
+
+    def use(window):  # type: ignore[no-untyped-def]
+        fail_at("use")
+        done.append(len(window.data))
+        return lambda: fail_at("after")
+
+    before = threading.active_count()
+    with patch.object(streams, "BATCH_BYTES", 1), pytest.raises(ZeroDivisionError, match=stage):
+        in_turn(reader, windows(), use)
+    assert 2 <= len(done) <= 2 + streams.AHEAD
+    assert threading.active_count() == before
 
 
 def test_the_next_window_is_read_while_one_is_used() -> None:
