@@ -80,8 +80,9 @@ def _size(values: Any = ()) -> Ints:
 
 
 def _ints(values: Any) -> Ints:
-    if not all(type(v) is int for v in values):
-        raise ValueError("a size that is no whole number")
+    for value in values:  # not `all`: this is done for each chunk many times
+        if type(value) is not int:
+            raise ValueError("a size that is no whole number")
     return tuple(values)
 
 

@@ -23,6 +23,7 @@ MAX_ARGUMENTS = 64
 """Of one call, and of a size: more dims than any tensor has."""
 
 _MAX_INT_BYTES = 16
+_UINT32 = struct.Struct("<I")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,38 +96,77 @@ class _Machine:
         self.table, self.persistent = table, persistent
         self.stack: list[Any] = []
         self.marks: list[int] = []
-        self.memo: dict[int, Any] = {}
+        self.memo: list[Any] = []
 
     def run(self) -> Any:
-        """Execute until the end; what is most frequent is written out here, the rest is in `_OPERATIONS`."""
+        """Execute until the end; what is most frequent is written out here, the rest is in `_OPERATIONS`.
+
+        Nearly all that is made is put into the memo by the next byte, and a class that is named is instantiated by the next two:
+        these are looked for at once, which saves half of the rounds.
+        """
         data, stack, marks, memo, operations = self.data, self.stack, self.marks, self.memo, _OPERATIONS
-        push, pop = stack.append, stack.pop
+        push, pop, remember, number = stack.append, stack.pop, memo.append, _UINT32.unpack_from
         at = 0
         while True:
             code = data[at]
             at += 1
-            if code == 0x68:  # BINGET
-                push(memo[data[at]])
-                at += 1
-            elif code == 0x94:  # MEMOIZE
-                memo[len(memo)] = stack[-1]
-            elif code == 0x6A:  # LONG_BINGET
-                push(memo[int.from_bytes(data[at : at + 4], "little")])
-                at += 4
+            if code == 0x68 or code == 0x6A:  # BINGET, LONG_BINGET
+                if code == 0x68:
+                    value = memo[data[at]]
+                    at += 1
+                else:
+                    value = memo[number(data, at)[0]]
+                    at += 4
+                if type(value) is Kind and data[at] == 0x29 and data[at + 1] == 0x81:  # EMPTY_TUPLE, NEWOBJ
+                    value = Made(value)
+                    at += 2
+                    if data[at] == 0x94:
+                        at += 1
+                        remember(value)
+                push(value)
+                continue
             elif code == 0x4B:  # BININT1
                 push(data[at])
                 at += 1
+                continue
             elif code == 0x28:  # MARK
                 marks.append(len(stack))
+                continue
             elif code == 0x7D:  # EMPTY_DICT
                 push({})
-            elif code == 0x29:  # EMPTY_TUPLE
-                push(())
+            elif code == 0x62:  # BUILD
+                state, made = pop(), stack[-1]
+                if type(made) is not Made or made.state is not None or type(state) is not dict:
+                    _build(made, state)
+                else:
+                    made.state = state
+                continue
             elif code == 0x85:  # TUPLE1
                 stack[-1] = (stack[-1],)
             elif code == 0x86:  # TUPLE2
                 last = pop()
                 stack[-1] = (stack[-1], last)
+            elif code == 0x52:  # REDUCE
+                arguments, call = pop(), stack[-1]
+                if type(call) is not Call or type(arguments) is not tuple or len(arguments) > MAX_ARGUMENTS:
+                    raise ValueError(f"calls {_shown(call)} with {_shown(arguments)}")
+                stack[-1] = call.make(*arguments)
+            elif code == 0x75:  # SETITEMS
+                low = marks.pop()
+                values = stack[low:]
+                del stack[low:]
+                _set_items(stack[-1], values)
+                continue
+            elif code == 0x94:  # MEMOIZE
+                remember(stack[-1])
+                continue
+            elif code == 0x8C:  # SHORT_BINUNICODE
+                end = at + 1 + data[at]
+                push(data[at + 1 : end].decode())
+                at = end
+            elif code == 0x29:  # EMPTY_TUPLE
+                push(())
+                continue
             elif code == 0x74:  # TUPLE
                 low = marks.pop()
                 stack[low:] = (tuple(stack[low:]),)
@@ -144,6 +184,10 @@ class _Machine:
                 self.at = at
                 operation(self)
                 at = self.at
+                continue
+            if data[at] == 0x94:  # MEMOIZE
+                at += 1
+                remember(stack[-1])
 
     def take(self, size: int) -> bytes:
         """The next bytes of the stream."""
@@ -178,18 +222,7 @@ def _tuple3(machine: _Machine) -> None:
     stack[-1] = (stack[-1], middle, last)
 
 
-def _reduce(machine: _Machine) -> None:
-    stack = machine.stack
-    arguments, call = stack.pop(), stack[-1]
-    if type(call) is not Call:
-        raise ValueError(f"calls {_shown(call)}")
-    if type(arguments) is not tuple or len(arguments) > MAX_ARGUMENTS:
-        raise ValueError(f"calls {call.name} with arguments that it does not have")
-    stack[-1] = call.make(*arguments)
-
-
-def _build(machine: _Machine) -> None:
-    state, made = machine.stack.pop(), machine.stack[-1]
+def _build(made: Any, state: Any) -> None:
     if type(made) is Made:
         if made.state is not None or not isinstance(state, dict | tuple):
             raise ValueError(f"gives {made.kind.name} a second state, or none that it can have")
@@ -204,9 +237,7 @@ def _check_key(key: Any) -> Any:
     return key
 
 
-def _set_items(machine: _Machine) -> None:
-    values = machine.above_mark()
-    target = machine.stack[-1]
+def _set_items(target: Any, values: list[Any]) -> None:
     if type(target) is not dict or len(values) % 2:
         raise ValueError(f"puts items into {_shown(target)}")
     for i in range(0, len(values), 2):
@@ -260,7 +291,11 @@ def _long(machine: _Machine) -> None:
 
 def _put(size: int) -> Callable[[_Machine], None]:
     def operation(machine: _Machine) -> None:
-        machine.memo[machine.number(size)] = machine.stack[-1]
+        # Writers number what they remember, so that no index is far beyond what there is.
+        index, memo = machine.number(size), machine.memo
+        if index > len(memo):
+            raise ValueError(f"remembers something as number {index}, after {len(memo)} others")
+        memo[index : index + 1] = [machine.stack[-1]]
 
     return operation
 
@@ -300,7 +335,6 @@ def _constant(value: Any) -> Callable[[_Machine], None]:
 _OPERATIONS: dict[int, Callable[[_Machine], None]] = {
     0x80: _protocol,
     0x95: lambda machine: (machine.number(8), None)[1],  # a frame: only how much to read at once
-    0x8C: _text(1),
     0x58: _text(4),
     0x8D: _text(8),
     0x43: _bytes(1),
@@ -318,9 +352,6 @@ _OPERATIONS: dict[int, Callable[[_Machine], None]] = {
     0x61: _append,
     0x65: _appends,
     0x73: _set_item,
-    0x75: _set_items,
-    0x62: _build,
-    0x52: _reduce,
     0x93: _stack_global,
     0x63: _global,
     0x51: _persistent,

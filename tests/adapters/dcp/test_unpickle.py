@@ -155,10 +155,10 @@ def test_one_list_of_chunks_under_many_names_does_not_multiply():
     size = b"ctorch\nSize\nK%c\x85\x85R"
     chunk = made("ChunkStorageMetadata") + _text4("offsets") + size % 0 + _text4("sizes") + size % 0 + b"ub"
     dtype = f"c{module}\nTensorProperties\n)\x81(ctorch\nfloat32\ntb".encode("latin-1")
-    chunks = b"](" + chunk + b"q\x01" + b"h\x01" * count + b"eq\x02"
+    chunks = b"](" + chunk + b"q\x00" + b"h\x00" * count + b"eq\x01"
     out = b"\x80\x02" + made("Metadata") + _text4("storage_data") + b"}" + _text4("state_dict_metadata") + b"}("
     for i in range(count):
-        fields = _text4("size") + size % 1 + _text4("properties") + dtype + _text4("chunks") + (b"h\x02" if i else chunks)
+        fields = _text4("size") + size % 1 + _text4("properties") + dtype + _text4("chunks") + (b"h\x01" if i else chunks)
         out += _text4(f"w{i}") + made("TensorStorageMetadata") + fields + b"ub"
     with pytest.raises(CorruptError, match="more chunks than its bytes can spell"):
         read_metadata(out + b"uub.", name="m")
