@@ -9,10 +9,12 @@ from __future__ import annotations
 import atexit
 import io
 import os
+import pickletools
 import random
 import shutil
 import tempfile
 import uuid
+import warnings
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -22,6 +24,7 @@ from pathlib import Path
 import msgpack
 import numpy as np
 import torch
+import torch.distributed.checkpoint as torch_dcp
 from safetensors.torch import save as save_safetensors
 
 from reshard_ckpt import checkpoint
@@ -116,6 +119,7 @@ def file_seeds() -> Iterator[bytes]:
         {"w": torch.arange(6.0).reshape(2, 3), "b@[0:2]#[1:2]": torch.ones(2, dtype=torch.float16)}, {"format": "pt"}
     )
     yield save_safetensors({"empty": torch.zeros(0, 3), "s": torch.tensor(True)})
+    yield save_safetensors({"w": torch.ones(2, 3)}, {"DCP_SHARDING_INFO": '{"w": {"saved_offsets": [2, 0]}}'})
 
 
 def with_length(change: Mutate) -> Mutate:
@@ -264,6 +268,75 @@ def mutated_zip(data: bytes, chance: random.Random) -> bytes:
         return mutated_bytes(data, chance)
 
 
+def dcp_folder(name: str, *, own: bool = False) -> Path:
+    """A folder of torch's DCP: tensors in several orders of memory, values, an optimizer; with `own` metadata of two ranks."""
+    state = {
+        "model": {"w": torch.arange(60.0).reshape(5, 12), "t": torch.arange(6.0).reshape(2, 3).t(), "e": torch.zeros(0, 3)},
+        "optimizer": {"state": {"w": {"step": torch.tensor(1.0)}}, "param_groups": [{"lr": 0.1, "params": ["w"]}]},
+        "extra": {"step": 3, "list": [{"a": 1}, {"b": (2, "x")}]},
+    }
+    folder = SCRATCH / name
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch_dcp.save(state, checkpoint_id=folder)
+    if own:
+        for rank in range(2):
+            shutil.copy(folder / ".metadata", folder / f"__{rank}.metadata")
+        (folder / ".metadata").unlink()
+    return folder
+
+
+def dcp_seeds(name: str, key: str, *, own: bool = False) -> Callable[[], Iterator[bytes]]:
+    """What torch wrote to one file of such a folder; the others stay as they are."""
+
+    def seeds() -> Iterator[bytes]:
+        yield (dcp_folder(name, own=own) / key).read_bytes()
+
+    return seeds
+
+
+_OPERATIONS = (
+    *(bytes([code]) for code in b"012N()}]tuseabR.Q\x81\x85\x86\x87\x88\x90\x91\x93\x94"),
+    b"K\xff", b"h\x00", b"h\xff", b"j\xff\xff\xff\xff", b"r\xff\xff\xff\x7f", b"q\x05", b"\x8c\x01a", b"X\xff\xff\xff\xff",
+    b"J\xff\xff\xff\xff", b"M\xff\xff", b"\x8a\x08" + b"\xff" * 7 + b"\x7f", b"\x8a\xff" + b"\x01" * 255, b"G" + b"\x7f" * 8,
+    b"\x8d" + b"\xff" * 8, b"\x95" + b"\xff" * 8, b"cos\nsystem\n", b"ctorch\nSize\n",
+)  # fmt: skip
+
+
+def mutated_pickle(data: bytes, chance: random.Random) -> bytes:
+    """Some operations of a pickle left out, said again, exchanged, or others in their place."""
+    starts = [at for _, _, at in pickletools.genops(data)]
+    parts = [data[low:high] for low, high in zip(starts, [*starts[1:], len(data)], strict=True)]
+    for _ in range(chance.choice([1, 1, 2, 4])):
+        at, other = chance.randrange(len(parts)), chance.randrange(len(parts))
+        kind = chance.randrange(6)
+        if kind == 0:
+            parts[at] = b""
+        elif kind == 1:
+            parts[at] += parts[other]
+        elif kind == 2:
+            parts[at], parts[other] = parts[other], parts[at]
+        elif kind == 3:
+            parts[at] = chance.choice(_OPERATIONS)
+        elif kind == 4:
+            parts[at : at + 1] = parts[at : at + chance.randrange(1, 12)] * chance.choice([2, 3, 50])
+        else:
+            parts[at] = mutated_bytes(parts[at], chance) if parts[at] else b""
+    return b"".join(parts)
+
+
+def mutated_in_place(data: bytes, chance: random.Random) -> bytes:
+    """Some bytes for others, so that all else stays where the metadata say that it is."""
+    out = bytearray(data)
+    for _ in range(chance.choice([1, 1, 2, 8])):
+        at = chance.randrange(len(out))
+        new = chance.choice(
+            [b"\0", b"\xff", b"\xff" * 4, b"\0" * 4, b"PK\x03\x04", b"PK\x07\x08", bytes([chance.randrange(256)])]
+        )
+        out[at : at + len(new)] = new
+    return bytes(out[: len(data)])
+
+
 TARGETS = {
     "catalog": Target(run_catalog, catalog_seeds, mutated_catalog),
     "header": Target(run_header, file_seeds, with_length(mutated_json)),
@@ -273,4 +346,7 @@ TARGETS = {
     "safetensors": Target(foreign("x.safetensors"), file_seeds, with_length(mutated_json)),
     "index": Target(foreign("hub/model.safetensors.index.json"), index_seeds, mutated_json, max_bytes=4096),
     "torch": Target(foreign("x.pt"), torch_seeds, mutated_zip),
+    "dcp_metadata": Target(foreign("dcp/.metadata"), dcp_seeds("dcp", ".metadata"), mutated_pickle),
+    "dcp_of_rank": Target(foreign("own/__1.metadata"), dcp_seeds("own", "__1.metadata", own=True), mutated_pickle),
+    "dcp_chunks": Target(foreign("chunks/__0_0.distcp"), dcp_seeds("chunks", "__0_0.distcp"), mutated_in_place),
 }

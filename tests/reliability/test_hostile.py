@@ -27,7 +27,7 @@ from reshard_ckpt.core.tiling import find_gap, find_overlap
 from reshard_ckpt.errors import CheckpointError, CorruptError, UnsupportedError
 from reshard_ckpt.format.catalog import decode_catalog, encode_catalog
 from reshard_ckpt.storage import open_storage
-from tests.fuzz.targets import mutated_zip, torch_seeds
+from tests.fuzz.targets import TARGETS, mutated_zip, torch_seeds
 from tests.reliability.hostile import mutated_bytes, mutated_catalog, seal, unseal
 
 MIB = 1 << 20
@@ -226,6 +226,17 @@ def test_a_torch_file_of_any_contents_loads_or_is_refused(tmp_path_factory: pyte
     for use in (checkpoint.catalog, checkpoint.read):
         with suppress(CheckpointError):
             use(path)
+
+
+@pytest.mark.parametrize("name", [name for name in TARGETS if name.startswith("dcp_")])
+def test_a_folder_of_dcp_of_any_contents_opens_or_is_refused(name: str):
+    target, chance = TARGETS[name], random.Random(name)
+    [data] = target.seeds()
+    target.run(data)
+    assert target.mutate is not None
+    for _ in range(60):
+        with suppress(CheckpointError):
+            target.run(target.mutate(data, chance))
 
 
 # --- paths and permissions ---
