@@ -29,11 +29,18 @@ def choose(saved: Catalog, names: Sequence[str] | None) -> tuple[list[str], list
     found = {name: (_fitting(saved.names, name), _fitting(saved.value_names, name)) for name in names}
     absent = [n for n, (tensors, values) in found.items() if not tensors and not values and not _unreadable(saved, n)]
     if absent:
-        raise MismatchError(f"{', '.join(absent)}: not in the checkpoint; checkpoint.catalog(path).names lists what is", absent)
+        raise MismatchError(f"{', '.join(absent)}: not in the checkpoint, which has {tops(saved)}; inspect lists all", absent)
     return (
         list(dict.fromkeys(n for tensors, _ in found.values() for n in tensors)),
         list(dict.fromkeys(n for _, values in found.values() for n in values)),
     )
+
+
+def tops(saved: Catalog, limit: int = 8) -> str:
+    """The first parts of all names, for messages."""
+    names = (*saved.names, *saved.value_names, *saved.unreadable)
+    found = sorted({name.partition(".")[0] for name in names})
+    return ", ".join(map(repr, found[:limit])) + (", …" if len(found) > limit else "") if found else "nothing"
 
 
 def refuse_unreadable(saved: Catalog, names: Sequence[str] | None) -> None:

@@ -27,10 +27,11 @@ from ..errors import UsageError
 from ..format.catalog import encode_catalog
 from ..format.checksums import digest128
 from ..storage import LocalStorage
-from .choosing import Names, cast_dtypes, chosen
+from .choosing import Chosen, Names, cast_dtypes, chosen, tops
 from .destination import Making, new_file, new_folder
 from .resharding import write_as_one_rank
 from .source import Path, Source, open_source
+from .wishes import check_rename
 
 MODEL = "model"
 
@@ -241,14 +242,16 @@ def _pick(
     verify: bool,
     report: OnProgress,
 ) -> _Picked:
+    check_rename(source.catalog, rename)
     catalog = source.catalog if rename is None else renamed(source.catalog, rename)
     top = (MODEL if to == "safetensors" else "") if root is None else root
-    taken = chosen(catalog, select, exclude).below(top)
+    selected = chosen(catalog, select, exclude)
+    taken = selected.below(top)
     for name in taken.unreadable:
         raise catalog.unreadable[name]
     tensors, values = taken.tensors, [] if to == "safetensors" else taken.values
     if not tensors and not values:
-        raise UsageError(_nothing(catalog, top))
+        raise UsageError(_nothing(catalog, top, taken if taken.values else selected))
     written = {*tensors, *values}
     everything = (*catalog.names, *catalog.value_names, *catalog.unreadable)
     left_out = tuple(name for name in everything if name not in written)
@@ -262,10 +265,10 @@ def _pick(
     return _Picked(source, kept, out, decoded, left_out, verify, report)
 
 
-def _nothing(catalog: Catalog, top: str) -> str:
-    keys = sorted({name.partition(".")[0] for name in (*catalog.names, *catalog.value_names)})
-    listed = ", ".join(map(repr, keys[:8])) + (", …" if len(keys) > 8 else "")
-    return f"root={top!r}: nothing that was selected lies below it; pass another root=: the checkpoint has {listed}"
+def _nothing(catalog: Catalog, top: str, found: Chosen) -> str:
+    if found.values and not found.tensors:
+        return f"{found.values[0]}: nothing that was selected is a tensor, and safetensors hold no values; pass another to="
+    return f"root={top!r}: nothing that was selected lies below it; pass another root=: the checkpoint has {tops(catalog)}"
 
 
 _UNITS = {"": 1, "B": 1} | {

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import uuid
 from collections.abc import Mapping
 
-from ..core.state import Mesh
 from ..core.timeline import Timeline
 from ..core.topology import group_orders
 from ..engine.saved_values import open_values
@@ -22,6 +22,7 @@ from .pictures.times import draw_timeline
 from .pictures.wanted import wanted_on
 from .reading import timeline as read_timeline
 from .source import Path, open_source
+from .wishes import mesh_of
 
 PICTURES = (".png", ".svg", ".html")
 
@@ -79,8 +80,8 @@ def plot(
 def _check_options(name: str | None, to: Mapping[str, int] | None, timeline: bool) -> None:
     if to is not None and (name is None or timeline):
         raise UsageError(f"to={dict(to)}: says how one tensor would be cut; pass the name of one, and no timeline=True")
-    if to is not None and (not to or any(size < 1 for size in to.values())):
-        raise UsageError(f"to={dict(to)}: pass axes and their sizes, from 1 on, outermost first, as in {{'dp': 2, 'tp': 4}}")
+    if to is not None and not to:
+        raise UsageError("to={}: pass axes and their sizes, outermost first, as in {'dp': 2, 'tp': 4}")
     if timeline and name is not None:
         raise UsageError(f"timeline=True and name={name!r}: draw one of them at a time")
 
@@ -109,10 +110,10 @@ def _cuts(path: Path, name: str, to: Mapping[str, int] | None) -> Scene:
     with open_source(path) as source:
         saved = source.catalog
         if name not in saved:
-            raise MismatchError(f"{name}: no tensor of the checkpoint; checkpoint.catalog(path).names lists them", [name])
+            raise MismatchError(f"{name}: no tensor of the checkpoint; inspect lists them", [name])
         if to is None:
             return draw_cuts(saved, name)
-        mesh = Mesh(tuple(to), tuple(to.values()))
+        mesh = mesh_of("to", to)
         values = open_values(source.storage, saved, [n for n in saved.value_names if n.endswith(".param_groups")], verify=True)
         groups = dict(group_orders({n: value.value for n, value in values.items()}))
         return draw_cuts(saved, name, wanted_on(saved, name, mesh, groups), mesh)
@@ -125,7 +126,13 @@ def _rendered(scene: Scene, suffix: str) -> bytes:
 
 
 def _write(file: pathlib.Path, data: bytes) -> None:
+    """Put the file in place whole, or leave what is there."""
+    beside = file.with_name(f".{file.name}.{uuid.uuid4().hex}.tmp")
     try:
-        file.write_bytes(data)
+        try:
+            beside.write_bytes(data)
+            os.replace(beside, file)
+        finally:
+            beside.unlink(missing_ok=True)
     except OSError as error:
         raise StorageError(f"{file}: {error.strerror}; choose another output") from error

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path as FilePath
 from typing import Any
 
 from ..comm import Comm, SoloComm, open_session
@@ -21,10 +21,13 @@ from ..engine.rename import renamed
 from ..engine.reshard import Done, Options, RankShare, agree_on_id, commit, rank_share, save_id_of, share_of, write_share
 from ..engine.save import look
 from ..engine.saved_values import open_values
-from ..errors import UsageError
-from ..storage import Storage, open_storage
+from ..errors import StorageError, UsageError
+from ..storage import LocksUnsupported, MissingKey, Storage, open_storage
 from .choosing import Names, cast_dtypes, chosen, listed
 from .source import Path, Source, open_shared_source
+from .wishes import boundaries, check_rename, idle_axes, mesh_of, read_rules
+
+_LOCK = "reshard.lock"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,9 @@ class ReshardReport:
         The size of all files of the result; of them, what an attempt that was cut off had finished.
     bytes_wanted, bytes_read
         Bytes of the old checkpoint that the result is made of; what was read for it, since whole blocks are proved.
+    idle_axes
+        Axes of the new mesh that the saved one does not have, and along which nothing is divided, so that all their ranks hold
+        the same. A rule divides tensors along them.
     dry_run
         Whether nothing was written.
     """
@@ -60,6 +66,7 @@ class ReshardReport:
     bytes_kept: int
     bytes_wanted: int
     bytes_read: int
+    idle_axes: tuple[str, ...]
     dry_run: bool
 
 
@@ -129,8 +136,8 @@ def reshard(
     StorageError
         The store refused; what `dst` held is still there.
     """
-    new_mesh = _mesh(mesh)
-    wishes = parse_rules(_rules(rules), new_mesh)
+    new_mesh = mesh_of("mesh", mesh)
+    wishes = parse_rules(read_rules(rules), new_mesh)
     subject = f"{src} to {dst}"
     with (
         open_session("reshard", subject, process_group=process_group, timeout_s=timeout_s) as comm,
@@ -138,9 +145,11 @@ def reshard(
         open_storage(dst) as target,
     ):
         _refuse_same(source.storage, target)
+        _refuse_file(target)
+        check_rename(source.catalog, rename)
         catalog = source.catalog if rename is None else renamed(source.catalog, rename)
         choice = _choice(catalog, select, exclude, drop, cast)
-        wish = Wish(new_mesh, wishes, _boundaries(stages, new_mesh), _group_orders(source, catalog, choice))
+        wish = Wish(new_mesh, wishes, boundaries(stages, new_mesh), _group_orders(source, catalog, choice))
         options = Options(verify, reporter(progress if comm.rank == 0 else False))
         return _write(comm, source, recut(catalog, choice, wish), target, options, dry_run=dry_run)
 
@@ -162,52 +171,36 @@ def _write(
     if not proved:
         # Nothing proves that the same catalog means the same bytes, so no earlier attempt may be taken up.
         save_id = comm.broadcast(new_save_id().encode()).decode()
-    done = Done({}, 0, 0)
-    if not dry_run:
-        if before is not None and save_id not in before.folders:
-            check_free_space(target, planned.plan)
+    if dry_run:
+        return _report(planned, save_id, Done({}, 0, 0), dry_run)
+    if before is not None and save_id not in before.folders:
+        check_free_space(target, planned.plan)
+    with _alone(target, save_id) if comm.rank == 0 else nullcontext():
+        comm.broadcast(b"")  # nobody touches a file before rank 0 knows that no other reshard is at work on them
         share = share_of(planned, save_id, comm.rank, comm.size)
         done = write_share(source.storage, target, planned, save_id, share, options)
         done = commit(comm, target, planned, save_id, done, before)
     return _report(planned, save_id, done, dry_run)
 
 
-def _mesh(mesh: Mapping[str, int]) -> Mesh:
-    good = isinstance(mesh, Mapping) and all(isinstance(axis, str) and axis for axis in mesh)
-    if not good or not all(type(size) is int and size >= 1 for size in mesh.values()):
-        raise UsageError(f"mesh={mesh!r}: wanted axes and their sizes, outermost first, as in mesh={{'dp': 2, 'tp': 4}}")
-    return Mesh(tuple(mesh), tuple(mesh.values()))
-
-
-def _rules(rules: Any) -> Any:
-    """Rules as plain data; a path is that of a YAML file."""
-    if not isinstance(rules, str | os.PathLike):
-        return rules
+@contextmanager
+def _alone(target: Storage, save_id: str) -> Iterator[None]:
+    """Keep others from the files of this result: the same command, started twice, would write the same ones."""
+    key = f"{save_id}/{_LOCK}"
     try:
-        import yaml
-    except ImportError:
-        advice = "install PyYAML (pip install 'reshard-ckpt[cli]'), or pass the rules as a dict"
-        raise UsageError(f"rules: {os.fspath(rules)}: reading YAML needs PyYAML; {advice}") from None
-    try:
-        return yaml.safe_load(FilePath(rules).read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UsageError(f"rules: {os.fspath(rules)}: cannot be read as YAML: {error}; correct the file") from error
-
-
-def _boundaries(stages: Sequence[int] | None, mesh: Mesh) -> tuple[int, ...] | None:
-    if stages is None:
-        return None
-    if "pp" not in mesh.axes:
-        raise UsageError(
-            f"stages={list(stages)}: the mesh {dict(zip(mesh.axes, mesh.sizes, strict=True))} has no axis pp; add it"
-        )
-    size = mesh.sizes[mesh.axes.index("pp")]
-    if not all(type(n) is int for n in stages) or len(stages) != size - 1:
-        raise UsageError(
-            f"stages={stages!r}: {size} pipeline stages have {size - 1} boundaries: the first layer of each stage but the first, "
-            "as in stages=[8, 16, 24] for 4"
-        )
-    return tuple(stages)
+        lock = target.lock(key, make=True)
+    except LocksUnsupported:
+        yield  # whoever starts it twice there is told by the files that appear
+        return
+    except MissingKey:
+        lock = None  # its holder was just done
+    if lock is None:
+        raise StorageError(f"{target.url}: the same reshard is under way there; wait for its end, or pass another path")
+    with lock:
+        try:
+            yield
+        finally:
+            target.delete([key])
 
 
 def _refuse_same(source: Storage, target: Storage) -> None:
@@ -216,6 +209,11 @@ def _refuse_same(source: Storage, target: Storage) -> None:
         same = os.path.samefile(source.url, target.url)
     if same:
         raise UsageError(f"{target.url}: is the checkpoint to be read; write to another path, and move it in place afterwards")
+
+
+def _refuse_file(target: Storage) -> None:
+    if os.path.isfile(target.url):
+        raise UsageError(f"{target.url}: is a file; pass the path of a folder, which need not be there yet")
 
 
 def _choice(catalog: Catalog, select: Names, exclude: Names, drop: Names, cast: Mapping[str, Any] | None) -> Choice:
@@ -240,15 +238,17 @@ def _report(planned: Recut, save_id: str, done: Done, dry_run: bool) -> ReshardR
     ranks = tuple(rank_share(planned, rank, save_id) for rank in range(planned.mesh.size))
     numbers = dict(zip(plan.tables.names, plan.placement.tolist(), strict=True))
     tensors = [spec.name for spec in planned.specs[: len(planned.placed)]]
+    placements = {name: plan.placements[numbers[name]] if numbers[name] >= 0 else () for name in tensors}
     return ReshardReport(
         save_id=save_id,
         mesh=dict(zip(planned.mesh.axes, planned.mesh.sizes, strict=True)),
         ranks=ranks,
-        placements={name: plan.placements[numbers[name]] if numbers[name] >= 0 else () for name in tensors},
+        placements=placements,
         num_values=len(planned.values),
         bytes_written=sum(rank.bytes_written for rank in ranks),
         bytes_kept=done.bytes_kept,
         bytes_wanted=sum(rank.bytes_wanted for rank in ranks),
         bytes_read=done.bytes_read,
+        idle_axes=idle_axes(planned.catalog, planned.mesh, placements),
         dry_run=dry_run,
     )

@@ -11,6 +11,7 @@ from ..adapters.foreign import FORMATS, ForeignFormat, open_foreign
 from ..comm.protocol import Comm
 from ..core.catalog import Catalog
 from ..engine.load import Opened, identified_catalog, open_alike
+from ..engine.save import CATALOG_KEY
 from ..engine.steps import reading
 from ..errors import CheckpointNotFound
 from ..format.catalog import encode_catalog
@@ -74,15 +75,23 @@ def _open(path: Path, held: ExitStack, formats: Sequence[ForeignFormat], *, lock
     try:
         opened = identified_catalog(storage)
     except CheckpointNotFound as error:
-        return _open_foreign(path, held, formats, error)
+        return _open_foreign(path, storage.url, held, formats, error)
     return Opened(Source(storage, opened.what), opened.identity)
 
 
-def _open_foreign(path: Path, held: ExitStack, formats: Sequence[ForeignFormat], not_ours: CheckpointNotFound) -> Opened[Source]:
+def _a_file(url: str) -> str:
+    step = "pass the folder that it is in" if os.path.basename(url) == CATALOG_KEY else "check the path"
+    return f"{url}: no committed checkpoint: a file of no format that is known; {step}"
+
+
+def _open_foreign(
+    path: Path, url: str, held: ExitStack, formats: Sequence[ForeignFormat], not_ours: CheckpointNotFound
+) -> Opened[Source]:
     found = open_foreign(os.fspath(path), formats)
     if found is None:
         tried = "; ".join(f"{one.looks_for} ({one.name})" for one in formats)
-        raise CheckpointNotFound(f"{not_ours}. Looked for: catalog.msgpack ({NATIVE}); {tried}") from None
+        why = _a_file(url) if os.path.exists(url) and not os.path.isdir(url) else str(not_ours)
+        raise CheckpointNotFound(f"{why}. Looked for: {CATALOG_KEY} ({NATIVE}); {tried}") from None
     held.enter_context(found.storage)
     source = Source(found.storage, found.catalog, found.format, found.advice)
     # A foreign format has no digest of its metadata; what was made of them is the same wherever they are.

@@ -46,9 +46,6 @@ INTERRUPTED, BROKEN_PIPE = 130, 141
 PLAIN_WIDTH = 100_000
 """Where nobody looks at a screen no line is broken, so that grep finds whole names."""
 
-Path = Annotated[str, typer.Argument(help="A checkpoint: a folder, or what another format keeps as one.", show_default=False)]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else there.")]
-
 app = typer.Typer(
     name="reshard-ckpt",
     help="Look at, check and compare checkpoints, without the job, the model code or the GPUs that made them.",
@@ -128,6 +125,19 @@ class _Console(Console):
 
 def _speaks() -> bool:
     return os.environ.get("RANK", "0") == "0"
+
+
+def refuse_ranks(name: str) -> None:
+    """Refuse to write the same files from every rank of a job.
+
+    Raises
+    ------
+    UsageError
+        There are several ranks.
+    """
+    size = os.environ.get("WORLD_SIZE", "1")
+    if size != "1":
+        raise UsageError(f"{name} is the work of one process, and WORLD_SIZE is {size}; start it without torchrun, or unset that")
 
 
 def say(*things: str | Columns) -> None:

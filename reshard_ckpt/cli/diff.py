@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..core.tree import shorten
-from .app import PROBLEM, AsJson, as_plain, command, emit, progress, say
+from .app import PROBLEM, as_plain, command, emit, progress, say
 from .columns import Columns
+from .options import AsJson
 from .words import placement, plural, shape, short
 
 if TYPE_CHECKING:
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
     from ..checkpoint.value_changes import ValueChange
     from ..engine.compare import TensorDifference
 
-A = Annotated[str, typer.Argument(help="A checkpoint.", show_default=False)]
-B = Annotated[str, typer.Argument(help="Another one, of any layout or format.", show_default=False)]
+A = Annotated[str, typer.Argument(metavar="A", help="A checkpoint.", show_default=False)]
+B = Annotated[str, typer.Argument(metavar="B", help="Another one, of any layout or format.", show_default=False)]
 
 
 @command("reshard-ckpt diff ckpt/step_100 ckpt/step_200", "reshard-ckpt diff ckpt/step_100 resharded/step_100 --values")

@@ -11,8 +11,9 @@ import typer
 
 from ..core.catalog import Catalog, FileEntry, ShardView, TensorView
 from ..core.tree import Node, walk
-from .app import AsJson, Path, as_plain, command, emit, progress, say
+from .app import as_plain, command, emit, progress, say
 from .columns import Columns
+from .options import AsJson, Path
 from .words import mesh, placement, plural, shape, short
 
 if TYPE_CHECKING:
@@ -24,7 +25,9 @@ MAX_SHARDS = 64
 
 Names = Annotated[
     list[str] | None,
-    typer.Argument(help="Tensors or values, what is above them, or patterns such as '*.bias'.", show_default=False),
+    typer.Argument(
+        metavar="NAME", help="Tensors or values, what is above them, or patterns such as '*.bias'.", show_default=False
+    ),
 ]
 
 
@@ -71,12 +74,11 @@ def paragraphs(found: Inspection, *, whole: bool = True, all_shards: bool = Fals
 def _summary(found: Inspection) -> Columns:
     of = found.summary
     aliases = f" ({plural(of.num_aliases, 'of them a second name', 'of them second names')})" if of.num_aliases else ""
-    by = "" if of.num_ranks == 1 else f", written by {plural(of.num_ranks, 'rank')}"
-    saved = f"{_when(of.created_s)} as {of.save_id}" if of.save_id else _when(of.created_s)
+    by = "" if of.num_ranks <= 1 else f", written by {plural(of.num_ranks, 'rank')}"
     lines = {
         "path": found.path,
         "format": found.format,
-        "saved": saved,
+        "saved": f"{_when(of.created_s)} as {of.save_id}" if of.created_s > 0 else None,
         "step": None if of.step is None else str(of.step),
         "mesh": mesh(of.mesh),
         "tensors": f"{of.num_tensors:,}{aliases} in {plural(of.num_shards, 'shard')}",
@@ -88,11 +90,11 @@ def _summary(found: Inspection) -> Columns:
         "files": f"{of.num_files:,} with {_size(of.file_bytes)}{by}",
         "metadata": None if found.catalog.metadata is None else short(found.catalog.metadata, 200),
     }
-    return Columns(["", ""], [(name, line) for name, line in lines.items() if line is not None])
+    return Columns(["", ""], [(name, line) for name, line in lines.items() if line])
 
 
 def _when(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds)) if seconds > 0 else "unknown"
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
 
 
 def _size(num_bytes: int) -> str:
@@ -164,7 +166,7 @@ def _is_flat(shard: ShardView) -> bool:
 
 def _rank(catalog: Catalog, file: FileEntry) -> str:
     mesh = catalog.mesh
-    if mesh is None or file.rank >= mesh.size:
+    if mesh is None or not mesh.axes or file.rank >= mesh.size:
         return str(file.rank)
     at = zip(mesh.axes, mesh.coordinates(file.rank), strict=True)
     return f"{file.rank} ({' '.join(f'{axis}={coordinate}' for axis, coordinate in at)})"

@@ -6,11 +6,16 @@ from typing import Annotated
 
 import typer
 
-from .app import AsJson, Path, command, emit, note
+from .app import command, emit, note, refuse_ranks
+from .options import AsJson, Path
 from .words import parse_mesh
 
-Name = Annotated[str | None, typer.Argument(help="A tensor; without one, the whole checkpoint.", show_default=False)]
-Output = Annotated[str, typer.Option("-o", "--output", help="The file to write: .html, .svg, .png or .json.", show_default=False)]
+Name = Annotated[
+    str | None, typer.Argument(metavar="NAME", help="A tensor; without one, the whole checkpoint.", show_default=False)
+]
+Output = Annotated[
+    str, typer.Option("-o", "--output", metavar="FILE", help="The file to write: .html, .svg, .png or .json.", show_default=False)
+]
 
 
 @command(
@@ -24,7 +29,12 @@ def plot(
     name: Name = None,
     to: Annotated[
         str | None,
-        typer.Option("--to", help="Another mesh, as dp=2,tp=4: which saved shard feeds which of its ranks.", show_default=False),
+        typer.Option(
+            "--to",
+            metavar="AXES",
+            help="Another mesh, as dp=2,tp=4: which saved shard feeds which of its ranks.",
+            show_default=False,
+        ),
     ] = None,
     timeline: Annotated[
         bool, typer.Option("--timeline", help="Where the time of the save went; .json is for Perfetto and chrome://tracing.")
@@ -37,7 +47,8 @@ def plot(
     """
     from ..checkpoint import plot as plot_checkpoint
 
-    file = plot_checkpoint(path, name, to=None if to is None else parse_mesh(to), output=output, timeline=timeline)
+    refuse_ranks("plot")
+    file = plot_checkpoint(path, name, to=None if to is None else parse_mesh("--to", to), output=output, timeline=timeline)
     if as_json:
         emit({"output": str(file), "bytes": file.stat().st_size})
     else:

@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from .app import PROBLEM, AsJson, Path, as_plain, command, emit, note, progress, say
+from .app import PROBLEM, as_plain, command, emit, note, progress, say
+from .options import AsJson, Path
 from .words import plural
 
 
@@ -29,7 +30,10 @@ def verify(
         emit({"ok": report.ok, **as_plain(report)})
     else:
         read = f"{plural(report.num_files, 'file')}, {size_text(report.num_bytes)}"
-        say(*report.problems, f"{path}: {'every byte is as it was written' if report.ok else 'DAMAGED'} ({read})")
+        fine = "every byte is as it was written"
+        if report.bytes_unproved:
+            fine = "all files are there, whole; nothing can be said of their bytes, as this format has no checksums"
+        say(*report.problems, f"{path}: {fine if report.ok else 'DAMAGED'} ({read})")
     if not report.ok:
         note("load another checkpoint, or restore the files that are named")
         return PROBLEM

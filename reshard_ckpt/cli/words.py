@@ -1,4 +1,4 @@
-"""How are numbers, shapes and placements written for people? The same everywhere."""
+"""How are numbers, shapes and placements written for people, and read from what people type? The same everywhere."""
 
 from __future__ import annotations
 
@@ -7,6 +7,18 @@ from collections.abc import Sequence
 from ..core.state import AxisPlacement, Mesh
 from ..core.tree import spans
 from ..errors import UsageError
+
+
+def refuse_memory(dst: str) -> None:
+    """Refuse to write where nothing stays.
+
+    Raises
+    ------
+    UsageError
+        The destination is the memory of this process.
+    """
+    if dst.lower().startswith("memory:"):
+        raise UsageError(f"{dst}: memory ends with this command; pass a folder")
 
 
 def plural(count: int, one: str, more: str | None = None) -> str:
@@ -37,10 +49,10 @@ def shape(lengths: Sequence[int]) -> str:
     return " × ".join(map(str, lengths)) if lengths else "scalar"
 
 
-def parse_mesh(text: str) -> dict[str, int]:
+def parse_mesh(option: str, text: str) -> dict[str, int]:
     """A mesh as people type it, outermost axis first.
 
-    >>> parse_mesh("pp=2,tp=4")
+    >>> parse_mesh("--mesh", "pp=2,tp=4")
     {'pp': 2, 'tp': 4}
 
     Raises
@@ -51,10 +63,51 @@ def parse_mesh(text: str) -> dict[str, int]:
     axes: dict[str, int] = {}
     for part in text.split(","):
         axis, _, size = (word.strip() for word in part.partition("="))
-        if not axis.isidentifier() or not size.isdecimal() or int(size) < 1 or axis in axes:
-            raise UsageError(f"{text!r} is no mesh: write axes and sizes, outermost first, as in dp=2,tp=4")
+        if not axis.isidentifier() or not size.isdecimal() or int(size) < 1:
+            raise UsageError(f"{option} {text!r} is no mesh: write axes and their sizes, outermost first, as in dp=2,tp=4")
+        if axis in axes:
+            raise UsageError(f"{option} {text!r}: {axis!r} is given twice; an axis has one size")
         axes[axis] = int(size)
     return axes
+
+
+def parse_pairs(option: str, texts: Sequence[str] | None) -> dict[str, str] | None:
+    """``OLD=NEW`` of an option that may be given several times; of several equals signs the last counts, as names may hold some.
+
+    >>> parse_pairs("--rename", ["model=weights", "a=b=c"])
+    {'model': 'weights', 'a=b': 'c'}
+
+    Raises
+    ------
+    UsageError
+        There is no equals sign, or nothing on one side of it, or one thing on the left twice.
+    """
+    pairs: dict[str, str] = {}
+    for text in texts or ():
+        left, sign, right = text.strip().rpartition("=")
+        if not sign or not left or not right:
+            raise UsageError(f"{option} {text!r}: wanted two parts with = between them")
+        if left in pairs:
+            raise UsageError(f"{option}: {left!r} is given twice; write one of them")
+        pairs[left] = right
+    return pairs or None
+
+
+def parse_numbers(option: str, text: str) -> list[int]:
+    """Numbers with commas between them.
+
+    >>> parse_numbers("--stages", "8, 16")
+    [8, 16]
+
+    Raises
+    ------
+    UsageError
+        One of them is none.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise UsageError(f"{option} {text!r}: wanted numbers with commas between them, as in 8,16,24")
+    return [int(part) for part in parts]
 
 
 def mesh(of: Mesh | None) -> str:

@@ -36,12 +36,15 @@ class VerifyReport:
     problems
         One line for each thing that is wrong: the file, the bytes, and the tensors or values that these hold.
     num_files, num_bytes
-        What was read.
+        What was looked at.
+    bytes_unproved
+        Of them, bytes of files that have no checksums, as those of other formats: nothing but their sizes was looked at.
     """
 
     problems: tuple[str, ...]
     num_files: int
     num_bytes: int
+    bytes_unproved: int = 0
 
     @property
     def ok(self) -> bool:
@@ -64,7 +67,9 @@ def verify_all(storage: Storage, catalog: Catalog, *, workers: int | None = None
     with ThreadPoolExecutor(count, thread_name_prefix="reshard-ckpt-verify") as pool:
         for damages in _in_order(pool, check.window, windows, 2 * count):
             check.add(damages)
-    return VerifyReport(check.problems(), len(catalog.files), sum(entry.size for entry in catalog.files))
+    sizes = [(entry.size, bool(entry.digests_key)) for entry in catalog.files]
+    unproved = sum(size for size, proved in sizes if not proved)
+    return VerifyReport(check.problems(), len(catalog.files), sum(size for size, _ in sizes), unproved)
 
 
 def _structure(catalog: Catalog) -> Iterator[str]:

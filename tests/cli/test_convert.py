@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 
 from reshard_ckpt import checkpoint
+from reshard_ckpt.storage import LocalStorage
 from tests.cli.running import run
 from tests.cli.states import save_trained, weights
 
@@ -67,3 +70,61 @@ def test_optimizers_in_a_folder_of_dcp_have_the_form_asked_for(tmp_path: Path):
         flat = {"optimizer.param_groups.weight.lr", "optimizer.param_groups.bias.lr"}
         assert names == (flat if form == "flat" else {"optimizer.param_groups.0.lr"})
     assert run("convert", tmp_path / "n", tmp_path / "out.pt", "--to", "torch", "--optimizer", "flat").code == 2
+
+
+def test_what_a_killed_conversion_had_finished_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    save_trained(tmp_path / "n")
+    publish = LocalStorage.publish
+    with monkeypatch.context() as patch:  # as if the process had died
+        patch.setattr(shutil, "rmtree", lambda *args, **options: None)
+        patch.setattr(LocalStorage, "publish", lambda self, key, data: 1 / 0 if "00003" in key else publish(self, key, data))
+        with pytest.raises(ZeroDivisionError):
+            run("convert", tmp_path / "n", tmp_path / "out", "--max-shard-size", "1kB")
+    ran = run("convert", tmp_path / "n", tmp_path / "out", "--max-shard-size", "1kB", "--json")
+    kept = sum(file.stat().st_size for file in (tmp_path / "out").glob("model-0000[12]-of-*.safetensors"))
+    assert (ran.code, ran.json["bytes_kept"]) == (0, kept) != (0, 0)
+    assert torch.equal(checkpoint.read(tmp_path / "out")["model.emb"], weights()["model.emb"][0])
+
+
+@pytest.mark.parametrize(("command", "out"), [("convert", "out"), ("plot", "-ox.html")])
+def test_ranks_of_a_job_do_not_all_write_one_result(command: str, out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    save_trained(tmp_path / "n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for rank in "03":
+        monkeypatch.setenv("RANK", rank)
+        ran = run(command, "n", out)
+        assert ran.code == 2
+        assert f"{command} is the work of one process, and WORLD_SIZE is 4; start it without torchrun" in ran.err
+    assert [path.name for path in tmp_path.iterdir()] == ["n"]
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("RANK", "0")
+    assert run(command, "n", out).code == 0
+
+
+def test_slips_in_options_are_named(tmp_path: Path):
+    save_trained(tmp_path / "n")
+    for options, said in (
+        (["--rename", "nodel=x"], "the checkpoint has no such name, nor any below it"),
+        (["--rename", "=x"], "wanted two parts with = between them"),
+        (["--select", "modle"], "modle: not in the checkpoint, which has 'extra', 'model', 'optimizer'"),
+        (["--select", "extra"], "extra.rng: nothing that was selected is a tensor, and safetensors hold no values"),
+        (["--root", "ema"], "root='ema': nothing that was selected lies below it"),
+    ):
+        ran = run("convert", tmp_path / "n", tmp_path / "out", *options)
+        assert (ran.code, ran.out) == (1 if "modle" in said else 2, "")
+        assert said in ran.err
+    assert run("convert", tmp_path / "n", "memory://x").code == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["n"]
+
+
+def test_a_full_disk_is_said_where_torch_meets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    save_trained(tmp_path / "n")
+
+    def full(*args: object) -> None:
+        raise RuntimeError("unable to write to file: No space left on device (28)")
+
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", full)
+    ran = run("convert", tmp_path / "n", tmp_path / "x.pt", "--to", "torch")
+    assert (ran.code, "StorageError" in ran.err, "No space left on device (28); free space there" in ran.err) == (1, True, True)
+    assert [path.name for path in tmp_path.iterdir()] == ["n"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,44 @@ def test_foreign_file_is_inspected_drawn_and_equal_to_the_same_saved_here(foreig
         0,
         "equal under different layouts: 2 tensors bit by bit, and all values",
     )
-    assert run("verify", foreign).code == 0
+    proved = run("verify", foreign)
+    assert (proved.code, "nothing can be said of their bytes, as this format has no checksums" in proved.out) == (0, True)
+    assert "every byte" not in proved.out
+    assert run("verify", foreign, "--json").json["bytes_unproved"] == foreign.stat().st_size
     for arguments in (["-o", tmp_path / "all.html"], ["model.emb", "-o", tmp_path / "emb.svg"]):
         assert run("plot", foreign, *arguments).code == 0
+
+
+@pytest.mark.parametrize(
+    "command", [["inspect"], ["verify"], ["diff"], ["reshard", "--mesh", "tp=2"], ["convert"], ["plot", "-o", "x.html"]]
+)
+@pytest.mark.parametrize(
+    ("name", "data", "said"),
+    [
+        ("notes.txt", b"hello", "notes.txt: no committed checkpoint: a file of no format that is known; check the path"),
+        ("catalog.msgpack", b"hello", "a file of no format that is known; pass the folder that it is in"),
+        ("none", None, "nothing is there, in particular no catalog.msgpack; check the path"),
+        ("folder/README", b"hello", "1 files (README), but no catalog.msgpack"),
+        ("folder/__0_0.distcp", b"hello", "but no .metadata, which torch.distributed.checkpoint writes last"),
+        ("half.pt", b"PK\x03\x04half", "is no whole zip, as torch.save writes it"),
+        ("half.safetensors", b"\xff\0\0\0\0\0\0\0{", "half.safetensors: ends after 9 bytes, within its header"),
+    ],
+)
+def test_every_command_says_what_it_found_and_what_it_looked_for(
+    command: list[str], name: str, data: bytes | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = tmp_path / name
+    if data is not None:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(data)
+    where = tmp_path / name.partition("/")[0]
+    out = tmp_path / "out"
+    out.mkdir()
+    monkeypatch.chdir(out)
+    more = {"diff": [where], "reshard": [out / "dst"], "convert": [out / "dst"]}.get(command[0], [])
+    ran = run(command[0], where, *more, *command[1:], "--json")
+    assert ran.code == 1
+    assert said in ran.json["error"]["message"]
+    if "Error" not in ran.json["error"]["type"]:
+        assert "Looked for: catalog.msgpack (reshard_ckpt); a folder of torch.distributed.checkpoint" in ran.err
+    assert os.listdir(out) == []

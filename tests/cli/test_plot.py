@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -125,7 +126,8 @@ def test_json_says_what_was_written(trained: Path, tmp_path: Path):
         (["--to", "tp=2", "-o", "x.html"], UsageError, "pass the name of one"),
         ([UP, "--to", "tp=0", "-o", "x.svg"], UsageError, "is no mesh"),
         ([UP, "--to", "tp", "-o", "x.svg"], UsageError, "is no mesh"),
-        ([UP, "--to", "tp=2,tp=2", "-o", "x.svg"], UsageError, "is no mesh"),
+        ([UP, "--to", "tp=2,tp=2", "-o", "x.svg"], UsageError, "'tp' is given twice"),
+        ([UP, "--to", "dp=9,tp=99999999999999999999", "-o", "x.svg"], UsageError, "ranks, over the 131,072 that are planned for"),
         ([UP, "--timeline", "-o", "x.svg"], UsageError, "one of them at a time"),
         (["model.layers", "-o", "x.svg"], MismatchError, "no tensor of the checkpoint"),
         (["--timeline", "-o", "x.svg"], CheckpointNotFound, "timeline.json"),
@@ -141,6 +143,24 @@ def test_what_cannot_be_drawn_is_said(
     assert shown.err.startswith(f"{error.__name__}: ")
     assert says in shown.err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_picture_that_cannot_be_written_leaves_the_one_that_is_there(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    file = tmp_path / "wq.svg"
+    file.write_text("the picture of yesterday")
+
+    def full(self: Path, data: bytes) -> int:
+        with open(self, "wb") as half:
+            half.write(data[:10])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    shown = run("plot", trained, UP, "-o", file)
+    assert (shown.code, "No space left on device; choose another output" in shown.err) == (1, True)
+    assert os.listdir(tmp_path) == ["wq.svg"]
+    assert file.read_text() == "the picture of yesterday"
 
 
 def test_output_is_needed(trained: Path):

@@ -25,7 +25,7 @@ import torch
 
 from ...core.catalog import Catalog, ValueEntry
 from ...core.state import ValueKind, row_major_strides
-from ...errors import NameCollisionError, UnsupportedError
+from ...errors import NameCollisionError, StorageError, UnsupportedError
 from ...format.torch_dtypes import TORCH_DTYPES
 from ...format.values import decode_path
 from .emitting import Parts, TensorBytes, aliases_of, in_natural_order
@@ -72,12 +72,17 @@ def write_torch(path: str, catalog: Catalog, values: Mapping[str, Any], bytes_of
     ------
     UnsupportedError
         torch would refuse to load a value without running code.
+    StorageError
+        There is no room for the file.
     """
     _check_values(values)
     with tempfile.TemporaryDirectory(prefix=".description-", dir=os.path.dirname(path)) as folder:
-        hollow = _hollow_tensors(catalog, os.path.join(folder, "nothing"))
-        state = _state(catalog, values, hollow)
-        described = _describe(state, os.path.join(folder, "hollow.pt"))
+        try:
+            hollow = _hollow_tensors(catalog, os.path.join(folder, "nothing"))
+            state = _state(catalog, values, hollow)
+            described = _describe(state, os.path.join(folder, "hollow.pt"))
+        except RuntimeError as error:  # what torch makes of a full disk
+            raise StorageError(f"{path}: cannot write: {error}; free space there, or write to another path") from error
     index_of = {id(tensor): catalog.source(catalog.index(name)) for name, tensor in hollow.items()}
     stored = list(_stored(state))
     assert [tensor.untyped_storage().nbytes() for tensor in stored] == described.sizes
