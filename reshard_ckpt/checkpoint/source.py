@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
-from ..adapters.foreign import FORMATS, ForeignFormat, open_foreign
+from ..adapters.foreign import FORMATS, ForeignFormat, RawValue, open_foreign
 from ..comm.protocol import Comm
 from ..core.catalog import Catalog
 from ..engine.load import Opened, identified_catalog, open_alike
@@ -27,13 +27,15 @@ Path = str | os.PathLike[str]
 class Source:
     """A checkpoint to read from: where its bytes are, what they mean, and the name of the format that they have.
 
-    ``advice`` is what to do where a load of a foreign format does not fit, by the name below which it holds.
+    ``advice`` is what to do where a load of a foreign format does not fit, by the name below which it holds; ``raw`` are
+    values of a foreign format as they lie in its files.
     """
 
     storage: Storage
     catalog: Catalog
     format: str = NATIVE
     advice: Mapping[str, str] = field(default_factory=dict)
+    raw: Mapping[str, RawValue] = field(default_factory=dict)
 
     def hints(self, prefixes: Sequence[str]) -> tuple[str, ...]:
         """The advice that concerns what lies below these names."""
@@ -93,6 +95,6 @@ def _open_foreign(
         why = _a_file(url) if os.path.exists(url) and not os.path.isdir(url) else str(not_ours)
         raise CheckpointNotFound(f"{why}. Looked for: {CATALOG_KEY} ({NATIVE}); {tried}") from None
     held.enter_context(found.storage)
-    source = Source(found.storage, found.catalog, found.format, found.advice)
+    source = Source(found.storage, found.catalog, found.format, found.advice, found.raw)
     # A foreign format has no digest of its metadata; what was made of them is the same wherever they are.
     return Opened(source, digest128(encode_catalog(replace(found.catalog, created_s=0.0))))

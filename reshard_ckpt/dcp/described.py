@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from ..adapters.foreign import RawValue
 from ..adapters.scan import saved_path
 from ..checkpoint.source import Path, Source, open_source
 from ..core.catalog import Catalog, TensorKind
@@ -31,7 +32,6 @@ from ..errors import CheckpointNotFound
 from ..format.shard_file import opaque_value
 from ..format.torch_dtypes import TORCH_DTYPES
 from ..format.values import decode_path
-from .folders import Raw, raw_values
 from .names import Leaf, dcp_path, leaves
 
 
@@ -49,7 +49,7 @@ class Elsewhere:
     problem: str
 
 
-Found = Leaf | Raw | Opaque | Elsewhere
+Found = Leaf | RawValue | Opaque | Elsewhere
 
 
 def all_values(source: Source, verify: bool) -> Iterator[tuple[str, Found]]:
@@ -68,7 +68,7 @@ def all_values(source: Source, verify: bool) -> Iterator[tuple[str, Found]]:
             continue
         for leaf in leaves(dcp_path(saved_path(decode_path(entry.path))), value, entry.kind):
             yield leaf.name, leaf
-    yield from raw_values(source)
+    yield from source.raw.items()
 
 
 def _own(name: str, saved: SavedValue) -> Any:
@@ -88,7 +88,9 @@ def metadata_of(saved: Catalog, values: dict[str, Any], path: Path) -> Metadata:
     """The catalog as DCP's planners want it."""
     described: dict[str, Any] = {name: _tensor_metadata(saved, name) for name in saved.names}
     described |= {name: BytesStorageMetadata() for name in values}
-    paths: dict[str, Any] = {name: value.path if isinstance(value, Leaf | Raw) else (name,) for name, value in values.items()}
+    paths: dict[str, Any] = {
+        name: value.path if isinstance(value, Leaf | RawValue) else (name,) for name, value in values.items()
+    }
     return Metadata(
         state_dict_metadata=described,
         planner_data={name: (name,) for name in saved.names} | paths,
@@ -109,7 +111,7 @@ def _tensor_metadata(saved: Catalog, name: str) -> TensorStorageMetadata:
 class _Field:
     """A field that is there once all of them are read; what is set on the instance comes before it."""
 
-    def __set_name__(self, owner: type, name: str) -> None:
+    def __init__(self, name: str) -> None:
         self._name = name
 
     def __get__(self, instance: SavedMetadata | None, owner: type) -> Any:
@@ -125,12 +127,6 @@ class SavedMetadata(Metadata):
     Nobody has to build it for a trainer that passes it over, which most do; with a million shards that is some seconds on
     every rank. A copy, and what comes out of a pickle, is a plain `Metadata`.
     """
-
-    state_dict_metadata = _Field()
-    planner_data = _Field()
-    storage_data = _Field()
-    storage_meta = _Field()
-    version = _Field()
 
     @classmethod
     def of(cls, path: Path, save_id: str) -> SavedMetadata:
@@ -167,6 +163,10 @@ class SavedMetadata(Metadata):
         if self._read is not None:
             return f"<{type(self).__name__}, not read yet>"
         return super().__repr__()
+
+
+for _field in fields(Metadata):  # torch 2.6 has none called `version`
+    setattr(SavedMetadata, _field.name, _Field(_field.name))
 
 
 def _read_metadata(path: Path, save_id: str) -> Metadata:

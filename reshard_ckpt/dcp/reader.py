@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from ..adapters.foreign import RawValue
 from ..checkpoint.source import Source, open_source
 from ..core.catalog import Catalog
 from ..core.report import summarize
@@ -28,7 +29,7 @@ from ..engine.saved_values import read_blob
 from ..errors import MismatchError
 from ..format.torch_dtypes import dtype_code
 from .described import Elsewhere, Found, Opaque, all_values, metadata_of
-from .folders import FORMATS_AS_SAVED, Raw
+from .folders import FORMATS_AS_SAVED
 from .writer import Path, is_path
 
 
@@ -130,8 +131,8 @@ class ReshardReader(StorageReader):
         value = self._values[name]
         if isinstance(value, Elsewhere):
             raise MismatchError(value.problem, [value.problem])
-        if isinstance(value, Raw):
-            return value.read(self._source.storage)
+        if isinstance(value, RawValue):
+            return io.BytesIO(value.read(self._source.storage))
         if isinstance(value, Opaque):
             return io.BytesIO(read_blob(self._source.storage, self._source.catalog, value.blob, self._verify))
         out = io.BytesIO()

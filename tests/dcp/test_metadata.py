@@ -66,7 +66,7 @@ def test_it_is_not_read_before_somebody_looks(tmp_path: Path, monkeypatch: pytes
     assert repr(metadata) == "<SavedMetadata, not read yet>"
     assert not opened
     assert "model.w" in metadata.state_dict_metadata
-    assert metadata.version is None
+    assert metadata.storage_data is None
     assert "TensorStorageMetadata" in repr(metadata)
     assert len(opened) == 1
 
@@ -74,7 +74,7 @@ def test_it_is_not_read_before_somebody_looks(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize("looked_at", [False, True])
 @pytest.mark.parametrize(
     "copied",
-    [lambda m: pickle.loads(pickle.dumps(m)), copy.copy, copy.deepcopy, lambda m: dataclasses.replace(m, version="1")],
+    [lambda m: pickle.loads(pickle.dumps(m)), copy.copy, copy.deepcopy, lambda m: dataclasses.replace(m, storage_data="1")],
     ids=["pickle", "copy", "deepcopy", "replace"],
 )
 def test_copies_hold_the_same(tmp_path: Path, looked_at: bool, copied: Any):
@@ -84,14 +84,14 @@ def test_copies_hold_the_same(tmp_path: Path, looked_at: bool, copied: Any):
     other = copied(metadata)
     assert isinstance(other, Metadata)
     assert plain(other) == plain(metadata)
-    assert (other == metadata) is (other.version is None)
+    assert (other == metadata) is (other.storage_data is None)
 
 
 def test_what_is_set_stays(tmp_path: Path):
     metadata = dcp.save(state(), checkpoint_id=tmp_path)
-    metadata.version = "mine"
+    metadata.storage_data = "mine"
     assert metadata.state_dict_metadata
-    assert metadata.version == "mine"
+    assert metadata.storage_data == "mine"
 
 
 def test_another_save_at_the_path_is_not_taken_for_this_one(tmp_path: Path):

@@ -22,11 +22,11 @@ from ...errors import CheckpointError, CorruptError
 from ...format.torch_dtypes import dtype_code
 from ...format.values import decode_value, encode_path, encode_value
 from ...storage.protocol import Storage
-from ..foreign.protocol import Foreign, locate
+from ..foreign.protocol import Foreign, RawValue, locate
 from ..foreign.table import ForeignTensor, Part, build
-from .chunks import FORMAT, Located
+from .chunks import FORMAT, Located, file_sizes, spoils
 from .chunks import locate as locate_chunks
-from .folder import is_folder, read_folder
+from .folder import Said, is_folder, read_folder
 from .metadata import Metadata, SavedTensor
 from .names import (
     GROUPS,
@@ -56,9 +56,9 @@ def open_path(path: str, *, as_saved: bool = False) -> Foreign | None:
         stack.enter_context(storage)
         if key is not None or not is_folder(storage):
             return None
-        catalog = open_folder(storage, as_saved=as_saved)
+        catalog, raw = _open(storage, as_saved=as_saved)
         stack.pop_all()
-        return Foreign(storage, catalog, FORMAT, _advice(catalog))
+        return Foreign(storage, catalog, FORMAT, _advice(catalog), raw)
 
 
 def _advice(catalog: Catalog) -> dict[str, str]:
@@ -91,13 +91,27 @@ def open_folder(storage: Storage, *, as_saved: bool = False) -> Catalog:
     CorruptError
         It is damaged.
     """
+    return _open(storage, as_saved=as_saved)[0]
+
+
+def _open(storage: Storage, *, as_saved: bool) -> tuple[Catalog, dict[str, RawValue]]:
     with _without_collection():
         said = read_folder(storage)
         saved = said.saved
         names = names_of(saved, as_saved=as_saved)
         located, values = locate_chunks(storage, saved.tensors), read_values(storage, saved.values)
         spoiled = {**located.spoiled, **values.spoiled, **said.spoiled}
-        return _Folder(storage, saved, names, located, values.values, spoiled).catalog(by_number=not as_saved)
+        catalog = _Folder(storage, saved, names, located, values.values, spoiled).catalog(by_number=not as_saved)
+        return catalog, dict(_raw_values(storage, said))
+
+
+def _raw_values(storage: Storage, said: Said) -> Iterator[tuple[str, RawValue]]:
+    """The values whose bytes can be read, also those that only unpickling could make objects of."""
+    values = said.saved.values
+    sizes = file_sizes(storage, iter(values.values()))
+    for name, extent in values.items():
+        if name not in said.spoiled and spoils(storage, name, extent, sizes[extent.file]) is None:
+            yield name, RawValue(said.saved.paths.get(name, (name,)), extent.file, extent.offset, extent.length)
 
 
 @contextmanager

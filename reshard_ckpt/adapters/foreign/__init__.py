@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..dcp.format import DcpFormat
-from .protocol import Foreign, ForeignFormat
+from .protocol import Foreign, ForeignFormat, RawValue
 from .safetensors import SafetensorsFormat
 from .table import ForeignTensor, Part, build, whole
 from .torch_file import TorchFormat
 
-__all__ = ["FORMATS", "Foreign", "ForeignFormat", "ForeignTensor", "Part", "build", "open_foreign", "whole"]
+__all__ = ["FORMATS", "Foreign", "ForeignFormat", "ForeignTensor", "Part", "RawValue", "build", "open_foreign", "whole"]
 
 FORMATS: tuple[ForeignFormat, ...] = (DcpFormat(), SafetensorsFormat(), TorchFormat())
 """In the order in which they are tried."""

@@ -15,6 +15,22 @@ from ...storage import Storage, open_storage
 
 
 @dataclass(frozen=True, slots=True)
+class RawValue:
+    """A value whose bytes only the library that wrote it makes anything of; `path` are its keys in the state that was saved."""
+
+    path: tuple[str | int, ...]
+    file: str
+    offset: int
+    length: int
+
+    def read(self, storage: Storage) -> bytearray:
+        """Its bytes."""
+        data = bytearray(self.length)
+        storage.read_into(self.file, self.offset, [memoryview(data)])
+        return data
+
+
+@dataclass(frozen=True, slots=True)
 class Foreign:
     """What a format found at a path.
 
@@ -29,12 +45,15 @@ class Foreign:
     advice
         What to do where a load does not fit, for reasons that lie in this format, by the name below which it holds: said beside
         the problems of such a load.
+    raw
+        Values as they lie in the files, by the names that they were saved under; also those that the catalog cannot have.
     """
 
     storage: Storage
     catalog: Catalog
     format: str
     advice: Mapping[str, str] = field(default_factory=dict)
+    raw: Mapping[str, RawValue] = field(default_factory=dict)
 
 
 class ForeignFormat(Protocol):
