@@ -8,13 +8,14 @@ from __future__ import annotations
 from itertools import cycle, product
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from tests.distributed.cases import Case, expected_whole, wrong_whole
 from tests.distributed.net import TIED, Layout
 from tests.launch import run_ranks
 
-LAYOUTS = (
+ALL = (
     Layout("plain"),
     Layout("dp", dp=2, data="ddp"),
     Layout("dp", dp=3),
@@ -46,6 +47,10 @@ LAYOUTS = (
     Layout("flat", dp=3, tp=2, flat=True, data="copies"),
     Layout("flat", pp=2, dp=2, tp=2, flat=True, data="copies"),
 )
+NEWER = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 7)
+"""Torch 2.6 refuses to shard sizes that do not divide over FSDP2 and tensor parallelism at once."""
+
+LAYOUTS = tuple(layout for layout in ALL if NEWER or layout.data != "fsdp" or layout.flat or 1 in (layout.dp, layout.tp))
 KINDS = ("dp", "tp", "pp", "dp×tp", "dp×pp", "tp×pp", "dp×tp×pp", "flat")
 
 
