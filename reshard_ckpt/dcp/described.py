@@ -124,8 +124,8 @@ class _Field:
 class SavedMetadata(Metadata):
     """The `Metadata` of a save, read from its catalog when one of its fields is first asked for.
 
-    Nobody has to build it for a trainer that passes it over, which most do; with a million shards that is some seconds on
-    every rank. A copy, and what comes out of a pickle, is a plain `Metadata`.
+    No rank has to read and build it for a trainer that passes it over, as most do. A copy, and what comes out of a pickle, is a
+    plain `Metadata`.
     """
 
     @classmethod

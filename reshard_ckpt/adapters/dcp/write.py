@@ -22,6 +22,7 @@ from ...errors import NameCollisionError, UsageError
 from ...format.torch_dtypes import TORCH_DTYPES
 from ...format.values import decode_path
 from ...storage.protocol import Storage, Writer
+from ..foreign.emitting import Parts
 from .archive import write_tensor
 from .metadata import METADATA_KEY, Chunk, Extent, SavedTensor
 from .metadata_out import metadata_bytes
@@ -162,7 +163,7 @@ def _write_tensors(out: _Files, catalog: Catalog, layout: Layout, bytes_of: Byte
     sources = sorted({catalog.source(index) for index in layout.tensors.values()})
     boxes = {index: list(_boxes(catalog, index, chunk_bytes)) for index in sources}
     spans = [span for index in sources for _, _, span in boxes[index] if span.count]
-    parts = _Parts(bytes_of(spans))
+    parts = Parts(bytes_of(spans))
     written: dict[int, SavedTensor] = {}
     for index in sources:
         dtype = TORCH_DTYPES[catalog.dtype(index)]
@@ -174,23 +175,6 @@ def _write_tensors(out: _Files, catalog: Catalog, layout: Layout, bytes_of: Byte
             chunks.append(Chunk(offsets, lengths, out.extent_since(begin)))
         written[index] = SavedTensor(dtype, catalog.shape(index), tuple(chunks))
     return {name: written[catalog.source(index)] for name, index in layout.tensors.items()}
-
-
-class _Parts:
-    """A stream of bytes, given out in parts of the sizes that are asked for."""
-
-    def __init__(self, stream: Iterator[memoryview]) -> None:
-        self._stream = stream
-        self._rest = memoryview(b"")
-
-    def take(self, size: int) -> Iterator[memoryview]:
-        """The next bytes."""
-        while size:
-            if not self._rest:
-                self._rest = next(self._stream)
-            part, self._rest = self._rest[:size], self._rest[size:]
-            size -= len(part)
-            yield part
 
 
 def _boxes(catalog: Catalog, index: int, chunk_bytes: int) -> Iterator[tuple[Ints, Ints, Span]]:
