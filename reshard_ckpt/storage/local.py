@@ -37,7 +37,7 @@ _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE_MODE, _FOLDER_MODE = 0o664, 0o775
 """The umask takes away from these; no umask makes a checkpoint writable for everybody."""
 
-_WRITE_OUT_BYTES = 32 << 20
+_WRITE_OUT_BYTES = 8 << 20
 """So often the kernel is asked to begin writing out what it holds of a file, so that little is left to do for the last fsync."""
 
 _NO_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
