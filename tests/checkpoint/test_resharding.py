@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from unittest.mock import patch
@@ -20,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reshard_ckpt import checkpoint
+from reshard_ckpt.checkpoint import resharding
 from reshard_ckpt.core.catalog import Catalog, ShardView, ValueEntry
 from reshard_ckpt.core.load_plan import plan_load
 from reshard_ckpt.core.offer import piece_columns, width_of
@@ -247,6 +249,25 @@ def test_what_was_written_is_read_back(early: bool, tmp_path: Path) -> None:
         assert not (tmp_path / "dst" / "catalog.msgpack").exists()
         checkpoint.reshard(src, tmp_path / "unproved", mesh={"dp": 4, "tp": 1}, verify=False)
     assert not checkpoint.verify(tmp_path / "unproved").ok
+
+
+def test_every_byte_is_read_back_once(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "src", {f"w{i}": torch.arange(300_000 + i) for i in range(3)})
+    proved: dict[str, list[tuple[int, int]]] = {}
+    inner = read_back.ReadBack._prove
+
+    def prove(self: read_back.ReadBack, part: read_back.Written) -> None:
+        inner(self, part)
+        proved.setdefault(part.key, []).append((part.low, part.high))
+
+    small = partial(resharding.Options, window_bytes=1 << 17)
+    with patch.object(read_back.ReadBack, "_prove", prove), patch.object(resharding, "Options", small):
+        checkpoint.reshard(tmp_path / "src", tmp_path / "dst", mesh={"dp": 2})
+    for entry in open_catalog(open_storage(tmp_path / "dst")).files:
+        parts = sorted(part for part in proved[entry.key] if part[0] < part[1])
+        assert [part[0] for part in parts] == [0, *(part[1] for part in parts[:-1])], entry.key
+        assert parts[-1][1] == entry.size
+        assert len(parts) > 10
 
 
 @pytest.mark.parametrize("mesh", [{"pp": 3, "tp": 2}, {"tp": 4}, {"dp": 2, "tp": 2}, {"pp": 2, "dp": 2}])
