@@ -33,7 +33,7 @@ from ..format.shard_file import opaque_name
 from ..format.torch_dtypes import TORCH_DTYPES
 from ..storage.protocol import Storage
 from .progress import OnProgress, silent
-from .read import WINDOW_BYTES, Blocks, Destination, check_files, execute, open_blocks
+from .read import REQUEST_BYTES, WINDOW_BYTES, Blocks, Destination, check_files, execute, open_blocks
 from .save import CATALOG_KEY, SAVE_ID
 
 T = TypeVar("T")
@@ -89,6 +89,8 @@ class Resolved:
     """Tensors of the catalog that this rank wants by name, also those that it cannot load."""
     refused: frozenset[int]
     """Tensors of the catalog of which a part that this rank wants is covered by no saved shard."""
+    window_bytes: int
+    """Of the plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +192,9 @@ def resolve(
         for i, s in zip(chosen, source, strict=True)
     ]
     wanted = piece_columns(kept, width_of(kept))
-    plan = plan_load(catalog, source, wanted, WINDOW_BYTES)
+    # Windows that ranks exchange do not join, so that each is a request to storage.
+    window_bytes = REQUEST_BYTES if options.read_once else WINDOW_BYTES
+    plan = plan_load(catalog, source, wanted, window_bytes)
     faults = faults_of(catalog, source)
     for fault in faults:
         if fault.rows:
@@ -214,6 +218,7 @@ def resolve(
         },
         named=frozenset(catalog.index(spec.name) for spec in specs if spec.name in catalog),
         refused=frozenset(gaps),
+        window_bytes=window_bytes,
     )
 
 
@@ -348,7 +353,7 @@ def drop_refused(catalog: Catalog, resolved: Resolved, refused: frozenset[int]) 
         dests=tuple(resolved.dests[i] for i in keep),
         source=source,
         wanted=wanted,
-        plan=plan_load(catalog, source, wanted, WINDOW_BYTES),
+        plan=plan_load(catalog, source, wanted, resolved.window_bytes),
     )
 
 

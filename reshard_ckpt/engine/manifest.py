@@ -19,7 +19,7 @@ from ..format.manifest import MAX_MANIFEST_BYTES, decode_manifest, encode_manife
 from ..storage.protocol import Storage
 from .messages import Receipt
 from .progress import OnProgress, Tally, silent
-from .read import WINDOW_BYTES, num_threads
+from .read import REQUEST_BYTES, num_threads
 
 
 def keep_manifest(storage: Storage, save_id: str, catalog: bytes, receipts: Sequence[Receipt]) -> None:
@@ -109,9 +109,9 @@ def _hashes(
 
 
 def _hash(storage: Storage, key: str, size: int, tally: Tally) -> bytes:
-    hasher, buffer = hashlib.sha256(), memoryview(bytearray(min(size, WINDOW_BYTES)))
-    for at in range(0, max(size, 1), WINDOW_BYTES):
-        window = buffer[: min(WINDOW_BYTES, size - at)]
+    hasher, buffer = hashlib.sha256(), memoryview(bytearray(min(size, REQUEST_BYTES)))
+    for at in range(0, max(size, 1), REQUEST_BYTES):
+        window = buffer[: min(REQUEST_BYTES, size - at)]
         storage.read_into(key, at, [window])
         hasher.update(window)
         tally.add(len(window))

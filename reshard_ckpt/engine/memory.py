@@ -41,23 +41,26 @@ def region(tensor: torch.Tensor, base: int, lengths: Ints, strides: Ints) -> tor
     return torch.as_strided(tensor, lengths, strides, tensor.storage_offset() + base)
 
 
-_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-
-
-def copy_values(dest: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy between tensors of one shape, whatever their devices, dtypes and strides."""
-    if dest.dtype != source.dtype or dest.device.type != "cpu" or source.device.type != "cpu":
-        dest.copy_(source)
-        return
-    # torch would divide this among threads of its own, for each of ours again, which then wait in loops for more to do.
-    raw = _SAME_SIZE[dest.element_size()]
-    np.copyto(dest.view(raw).numpy(), source.view(raw).numpy())
+RAW = {size: np.dtype(name) for size, name in ((1, "u1"), (2, "i2"), (4, "i4"), (8, "i8"), (16, "c16"))}
+"""For each size of an element, a numpy dtype that copies its bytes as they are."""
 
 
 def is_in_order(piece: Piece) -> bool:
     """Whether consecutive elements of the run are consecutive in memory."""
     natural = row_major_strides(piece.lengths)
     return all(n <= 1 or s == w for n, s, w in zip(piece.lengths, piece.strides, natural, strict=True))
+
+
+def bytes_in_place(held: Held, start: int, count: int) -> memoryview | None:
+    """The bytes of a run of the piece's box where they lie; None where they lie on a device, or in another order."""
+    if held.tensor.device.type != "cpu" or not is_in_order(held.piece):
+        return None
+    return element_bytes(held.tensor, held.piece.base + start, count)
+
+
+def slices(data: memoryview, size: int) -> Iterator[memoryview]:
+    """The bytes in parts of this size; the last one may be shorter."""
+    return (data[at : at + size] for at in range(0, len(data), size))
 
 
 def chunks(held: Held, start: int, count: int, scratch: torch.Tensor) -> Iterator[memoryview]:
@@ -72,15 +75,15 @@ def chunks(held: Held, start: int, count: int, scratch: torch.Tensor) -> Iterato
     scratch
         1-D uint8 host memory, aligned for every dtype.
     """
-    tensor, piece = held.tensor, held.piece
-    step = max(scratch.numel() // tensor.element_size(), 1)
-    in_order = is_in_order(piece)
+    data = bytes_in_place(held, start, count)
+    if data is not None:
+        yield from slices(data, scratch.numel())
+        return
+    each = held.tensor.element_size()
+    step = max(scratch.numel() // each, 1)
     for begin in range(start, start + count, step):
         num = min(step, start + count - begin)
-        if in_order and tensor.device.type == "cpu":
-            yield element_bytes(tensor, piece.base + begin, num)
-            continue
-        out = scratch[: num * tensor.element_size()]
+        out = scratch[: num * each]
         copy_run(held, begin, num, out)
         yield out.numpy().data
 

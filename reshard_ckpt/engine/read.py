@@ -1,15 +1,16 @@
 """How do bytes get from the files into the tensors? Window by window, several at once, each block proved before its bytes count.
 
-1. `core.reads` says which extents of each window are read, and which items land in their destination directly.
+1. `core.reads` says which extents of each window are read, and which of its bytes land in their destination directly.
 2. A window's other bytes land in one buffer a thread; every touched block is hashed where it lies.
-3. What is in the buffer is copied to its place: strided, cast, or to another device, as `torch` does it.
+3. What is in the buffer is copied to its place: strided, cast, or to another device.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -19,19 +20,21 @@ import torch
 from ..core.catalog import Catalog
 from ..core.geometry import I64
 from ..core.load_plan import LoadPlan
-from ..core.reads import ReadPlan, plan_reads
+from ..core.reads import ReadPlan, item_spans, plan_reads
 from ..errors import CorruptError
-from ..format.checksums import Digests, block_digest, decode_digests, digest128, digests_file_bytes
+from ..format.checksums import Digests, decode_digests, digest128, digests_file_bytes, wrong_blocks
 from ..storage.protocol import MissingKey, Storage
 from .holders import few, held
-from .memory import copy_values, element_bytes, region
+from .memory import RAW, region, storage_bytes
 from .progress import OnProgress, Tally, silent
 
-WINDOW_BYTES = 8 << 20
-"""A multiple of every block size; with the number of threads it bounds the memory that reading takes."""
+WINDOW_BYTES = 1 << 20
+"""A multiple of all block sizes. What is copied to its place is read in such parts, to be in the processor's cache when it is."""
 
-PROVE_BYTES = 512 << 10
-"""Bytes read and hashed at once, a multiple of every block size: few enough to be in the processor's cache for the second."""
+REQUEST_BYTES = 8 << 20
+"""What lands without a copy is read in such parts; with the number of threads they bound what is under way."""
+
+JOIN_WINDOWS = REQUEST_BYTES // WINDOW_BYTES
 
 MAX_THREADS = 8
 
@@ -56,7 +59,7 @@ class Destination:
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """The load plan's columns as lists: one element of a numpy array at a time is slow."""
+    """The columns of items that are copied, as lists: one element of a numpy array at a time is slow."""
 
     src: list[int]
     lengths: list[tuple[int, ...]]
@@ -65,8 +68,6 @@ class Items:
     dest: list[int]
     dst: list[int]
     dst_strides: list[tuple[int, ...]]
-    direct: list[bool]
-    span: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +144,7 @@ def execute(
     CorruptError
         A block is damaged; the message names it, what wanted it, and the tensors that already have new values.
     """
-    reads = reads_of(catalog, plan, dests, blocks=blocks, copy=copy)
+    reads = reads_of(catalog, plan, dests, blocks=blocks, copy=copy, join=JOIN_WINDOWS)
     tally = Tally("load" if copy else "prove", reads.num_bytes, report)
     reader = Reader(storage, catalog, plan, reads, dests, blocks=blocks, copy=copy, tally=tally)
     try:
@@ -162,23 +163,21 @@ def reads_of(
     blocks: Blocks,
     copy: bool = True,
     group: I64 | None = None,
+    join: int = 1,
 ) -> ReadPlan:
-    """The requests for all items of a plan, those of each group apart; whole blocks where there are digests of them."""
+    """The requests for all items of a plan (see `plan_reads`); whole blocks where there are digests of them."""
     block_bytes = np.zeros(len(catalog.files), np.int64)
     for index, digests in blocks.of_file.items():
         block_bytes[index] = digests.block_bytes
     sizes = np.array([entry.size for entry in catalog.files], np.int64)
     may_land = np.array([copy and dest.may_land for dest in dests], bool)
-    return plan_reads(plan, block_bytes, sizes, may_land, group)
+    return plan_reads(plan, block_bytes, sizes, may_land, group, join=join)
 
 
-def _item_lists(plan: LoadPlan, reads: ReadPlan) -> Items:
-    i = reads.items
-
+def _item_lists(plan: LoadPlan, i: I64) -> Items:
     def rows(columns: I64) -> list[tuple[int, ...]]:
-        return [tuple(row) for row in columns[i].tolist()]
+        return list(map(tuple, columns[i].tolist()))
 
-    span = ((plan.lengths[i] - 1) * plan.src_strides[i]).sum(axis=1) + plan.item_bytes[i]
     return Items(
         plan.src[i].tolist(),
         rows(plan.lengths),
@@ -187,8 +186,6 @@ def _item_lists(plan: LoadPlan, reads: ReadPlan) -> Items:
         plan.dest[i].tolist(),
         plan.dst[i].tolist(),
         rows(plan.dst_strides),
-        reads.direct.tolist(),
-        span.tolist(),
     )
 
 
@@ -204,14 +201,27 @@ def in_threads(task: Callable[[int], None], numbers: Sequence[int]) -> None:
         for i in numbers:
             task(i)
         return
+    left = deque(numbers)
+
+    def work() -> None:
+        while left:
+            try:
+                number = left.popleft()
+            except IndexError:  # another thread took the last one
+                return
+            try:
+                task(number)
+            except BaseException:
+                left.clear()
+                raise
+
     with ThreadPoolExecutor(threads, thread_name_prefix="reshard-ckpt-read") as pool:
-        futures = [pool.submit(task, i) for i in numbers]
+        futures = [pool.submit(work) for _ in range(threads)]
         try:
             for future in futures:
                 future.result()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+        finally:
+            left.clear()
 
 
 ReadInto = Callable[[str, int, Sequence[memoryview]], None]
@@ -219,11 +229,11 @@ ReadInto = Callable[[str, int, Sequence[memoryview]], None]
 
 
 class Damage(Exception):
-    """A block whose digest differs: its file, its first byte, its size, and the items of its window."""
+    """A block whose digest differs: its file, its first byte, its size, and the window that wanted it."""
 
-    def __init__(self, file: int, low: int, size: int, items: range) -> None:
+    def __init__(self, file: int, low: int, size: int, window: int) -> None:
         super().__init__()
-        self.file, self.low, self.size, self.items = file, low, size, items
+        self.file, self.low, self.size, self.window = file, low, size, window
 
 
 class Reader:
@@ -242,126 +252,133 @@ class Reader:
         tally: Tally,
     ) -> None:
         self.storage, self.catalog, self.dests, self.blocks, self.copy = storage, catalog, dests, blocks, copy
-        self.items, self.tally = _item_lists(plan, reads), tally
+        self.plan, self.reads, self.tally = plan, reads, tally
+        self.items = _item_lists(plan, reads.items)
         self.file = reads.file.tolist()
-        self.extent_start, self.item_start = reads.extent_start.tolist(), reads.item_start.tolist()
-        self.low, self.high = reads.low.tolist(), reads.high.tolist()
-        self.local = threading.local()
-        self.changed: set[str] = set()
+        self.extent_start, self.low, self.high = reads.extent_start.tolist(), reads.low.tolist(), reads.high.tolist()
+        self.run_start, self.run_src, self.item_start = (
+            reads.run_start.tolist(),
+            reads.run_src.tolist(),
+            reads.item_start.tolist(),
+        )
+        # Looked up before anything is read: a read empties the processor's caches, so between reads this would take far longer.
+        self._memories = {i: _memory_of(dests[i].tensor) for i in np.unique(plan.dest).tolist() if copy and dests[i].may_land}
+        self._landings = self._landing_views()
+        self._local = threading.local()
+        self._landed: list[int] = []
+        self._copied: list[int] = []
+
+    def _landing_views(self) -> list[memoryview]:
+        views = []
+        rows = zip(*(column.tolist() for column in (self.reads.run_dest, self.reads.run_dst, self.reads.run_bytes)), strict=True)
+        for dest, dst, size in rows:
+            memory, first = self._memories[dest]
+            views.append(memory[first + dst : first + dst + size])
+        return views
 
     def read_window(self, window: int) -> None:
         """Read, prove and place what one window holds."""
         self.take_window(window, self.storage.read_into, prove=True)
 
-    def items_of(self, window: int) -> range:
-        """The items of a window."""
-        return range(self.item_start[window], self.item_start[window + 1])
-
     def take_window(self, window: int, read_into: ReadInto, *, prove: bool) -> None:
         """Place what one window holds, from wherever its bytes come."""
-        file, items = self.file[window], self.items_of(window)
-        extents = range(self.extent_start[window], self.extent_start[window + 1])
-        origin = self.low[extents[0]]
-        buffer = self._buffer(self.high[extents[-1]] - origin)
-        view = buffer.numpy().data
-        direct = [i for i in items if self.items.direct[i]]
-        self._will_change(direct)
-        landing = iter(direct)
-        pending = next(landing, None)
-        for extent in extents:
+        file = self.file[window]
+        key = self.catalog.files[file].key
+        first, end = self.extent_start[window], self.extent_start[window + 1]
+        origin = self.low[first]
+        buffer = self._buffer(self.high[end - 1] - origin)
+        self._landed.append(window)
+        run, last_run = self.run_start[window], self.run_start[window + 1]
+        size = 0
+        for extent in range(first, end):
             low, high = self.low[extent], self.high[extent]
             parts: list[memoryview] = []
             at = low
-            while pending is not None and self.items.src[pending] < high:
-                begin = self.items.src[pending]
+            while run < last_run and (begin := self.run_src[run]) < high:
                 if begin > at:
-                    parts.append(view[at - origin : begin - origin])
-                parts.append(self._landing(pending))
-                at = begin + self.items.span[pending]
-                pending = next(landing, None)
+                    parts.append(buffer[at - origin : begin - origin])
+                parts.append(self._landings[run])
+                at = begin + len(self._landings[run])
+                run += 1
             if at < high:
-                parts.append(view[at - origin : high - origin])
-            key = self.catalog.files[file].key
-            if not prove or file not in self.blocks.of_file:
-                read_into(key, low, parts)
-                continue
-            for step, step_parts in zip(range(low, high, PROVE_BYTES), _in_blocks(parts, PROVE_BYTES), strict=True):
-                read_into(key, step, step_parts)
-                self.prove(file, step, step_parts, items)
+                parts.append(buffer[at - origin : high - origin])
+            read_into(key, low, parts)
+            if prove:
+                self.prove(file, low, parts, window)
+            size += high - low
         if self.copy:
-            rest = [i for i in items if not self.items.direct[i]]
-            self._will_change(rest)
-            for i in rest:
-                self._place(i, buffer, origin)
-        self.tally.add(sum(self.high[extent] - self.low[extent] for extent in extents))
+            self._copied.append(window)
+            for item in range(self.item_start[window], self.item_start[window + 1]):
+                self._place(item, buffer, origin)
+        self.tally.add(size)
 
-    def _will_change(self, items: Sequence[int]) -> None:
-        dests = (self.dests[self.items.dest[i]] for i in items)
-        self.changed.update(dest.name for dest in dests if not dest.passing)
-
-    def _buffer(self, size: int) -> torch.Tensor:
-        buffer: torch.Tensor | None = getattr(self.local, "buffer", None)
-        if buffer is None or buffer.numel() < size:
-            buffer = self.local.buffer = torch.empty(size, dtype=torch.uint8)
+    def _buffer(self, size: int) -> memoryview:
+        """This thread's memory for what does not land directly."""
+        buffer: memoryview | None = getattr(self._local, "buffer", None)
+        if buffer is None or len(buffer) < size:
+            buffer = self._local.buffer = torch.empty(size, dtype=torch.uint8).numpy().data
         return buffer
 
-    def _landing(self, item: int) -> memoryview:
-        dest = self.dests[self.items.dest[item]]
-        return element_bytes(dest.tensor, self.items.dst[item], self.items.span[item] // self.items.item_bytes[item])
-
-    def _place(self, item: int, buffer: torch.Tensor, origin: int) -> None:
+    def _place(self, item: int, buffer: memoryview, origin: int) -> None:
         items, dest = self.items, self.dests[self.items.dest[item]]
-        each, offset = items.item_bytes[item], items.src[item] - origin
-        lengths, strides = items.lengths[item], items.src_strides[item]
-        if offset % each == 0 and all(s % each == 0 for s in strides):
-            usable = buffer[: buffer.numel() // each * each].view(dest.dtype)
-            source = torch.as_strided(usable, lengths, [s // each for s in strides], offset // each)
-        else:  # a foreign file need not align its elements
-            raw = torch.as_strided(buffer, (*lengths, each), (*strides, 1), offset)
-            source = raw.clone(memory_format=torch.contiguous_format).view(dest.dtype).squeeze(-1)
-        copy_values(region(dest.tensor, items.dst[item], lengths, items.dst_strides[item]), source)
+        each, lengths, offset = items.item_bytes[item], items.lengths[item], items.src[item] - origin
+        source = np.ndarray(lengths, RAW[each], buffer, offset, items.src_strides[item])
+        if items.dest[item] in self._memories:
+            memory, first = self._memories[items.dest[item]]
+            strides = tuple(stride * each for stride in items.dst_strides[item])
+            # torch would divide this among threads of its own, for each of ours again, which then wait in loops for more to do.
+            np.copyto(np.ndarray(lengths, RAW[each], memory, first + items.dst[item] * each, strides), source)
+            return
+        aligned = source if offset % each == 0 else source.copy()  # a foreign file need not align its elements
+        values = torch.from_numpy(aligned).view(dest.dtype)
+        region(dest.tensor, items.dst[item], lengths, items.dst_strides[item]).copy_(values)
 
-    def prove(self, file: int, low: int, parts: Sequence[memoryview], items: range) -> None:
-        """Compare the blocks of an extent, where there are digests of them; `items` are those that may want it."""
+    def prove(self, file: int, low: int, parts: Sequence[memoryview], window: int) -> None:
+        """Compare the blocks of an extent, where there are digests of them; `window` is the one that wants it."""
         digests = self.blocks.of_file.get(file)
         if digests is None:
             return
-        first = low // digests.block_bytes
-        for i, fragments in enumerate(_in_blocks(parts, digests.block_bytes)):
-            if block_digest(*fragments) != int(digests.values[first + i]):
-                raise Damage(file, (first + i) * digests.block_bytes, digests.block_bytes, items)
+        for wrong in wrong_blocks(parts, low, digests.values, digests.block_bytes):
+            raise Damage(file, wrong, digests.block_bytes, window)
 
     def explain(self, damage: Damage) -> CorruptError:
         """The error for a damaged block, with what it holds and what has been overwritten."""
         entry, low = self.catalog.files[damage.file], damage.low
         high = min(low + damage.size, entry.size)
-        near = [i for i in damage.items if self.items.src[i] < high and self.items.src[i] + self.items.span[i] > low]
-        holds = few(sorted({self.dests[self.items.dest[i]].name for i in near})) if near else "nothing that this rank wants"
-        if not self.copy or not self.changed:
-            after = "no tensor was changed"
-        else:
-            after = (
-                f"already overwritten, wholly or in part: {few(sorted(self.changed))}; verify_first=True would have changed none"
-            )
+        holds = few(self._names(self._dests_near(damage.window, low, high))) or "nothing that this rank wants"
+        changed = self._changed()
+        after = "no tensor was changed"
+        if changed:
+            after = f"already overwritten, wholly or in part: {few(changed)}; verify_first=True would have changed none"
         return CorruptError(
             f"{self.storage.url}: {entry.key} is damaged in bytes {low}:{high}, which hold {holds}; {after}; "
             "load another checkpoint"
         )
 
+    def _dests_near(self, window: int, low: int, high: int) -> set[int]:
+        """The destinations that want some of these bytes of a window, or bytes around them."""
+        runs, items = self._runs_of(window), self.reads.items[self._items_of(window)]
+        run_src, src = self.reads.run_src[runs], self.plan.src[items]
+        near_runs = (run_src < high) & (run_src + self.reads.run_bytes[runs] > low)
+        near_items = (src < high) & (src + item_spans(self.plan)[items] > low)
+        return {*self.reads.run_dest[runs][near_runs].tolist(), *self.plan.dest[items[near_items]].tolist()}
 
-def _in_blocks(parts: Sequence[memoryview], block_bytes: int) -> Iterator[list[memoryview]]:
-    """The fragments of each block, of buffers laid end to end; the last block may be shorter."""
-    fragments: list[memoryview] = []
-    room = block_bytes
-    for part in parts:
-        at = 0
-        while at < len(part):
-            piece = part[at : at + room]
-            fragments.append(piece)
-            at += len(piece)
-            room -= len(piece)
-            if room == 0:
-                yield fragments
-                fragments, room = [], block_bytes
-    if fragments:
-        yield fragments
+    def _changed(self) -> list[str]:
+        """The names of destinations that have new values, wholly or in part."""
+        landed = {dest for window in self._landed for dest in self.reads.run_dest[self._runs_of(window)].tolist()}
+        copied = {dest for window in self._copied for dest in self.plan.dest[self.reads.items[self._items_of(window)]].tolist()}
+        return self._names(dest for dest in landed | copied if not self.dests[dest].passing)
+
+    def _runs_of(self, window: int) -> slice:
+        return slice(self.run_start[window], self.run_start[window + 1])
+
+    def _items_of(self, window: int) -> slice:
+        return slice(self.item_start[window], self.item_start[window + 1])
+
+    def _names(self, dests: Iterable[int]) -> list[str]:
+        return sorted({self.dests[dest].name for dest in dests})
+
+
+def _memory_of(tensor: torch.Tensor) -> tuple[memoryview, int]:
+    """The bytes of a CPU tensor's storage, and where among them its first element begins."""
+    return storage_bytes(tensor), int(tensor.storage_offset()) * tensor.element_size()

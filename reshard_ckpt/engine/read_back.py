@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..errors import CheckpointError, CorruptError
-from ..format.checksums import BLOCK_BYTES, block_digest
+from ..format.checksums import BLOCK_BYTES, wrong_blocks
 from ..storage.protocol import Storage
 
 STEP_BYTES = 1 << 20
@@ -64,13 +64,11 @@ class ReadBack:
         for low in range(part.low, part.high, STEP_BYTES):
             data = self._local.buffer[: min(STEP_BYTES, part.high - low)]
             self._storage.read_into(part.key, low, [data])
-            for at in range(0, len(data), BLOCK_BYTES):
-                block = data[at : at + BLOCK_BYTES]
-                if block_digest(block) != part.digests[(low + at) // BLOCK_BYTES]:
-                    raise _Differs(
-                        f"{self._storage.url}: {part.key}: bytes {low + at}:{low + at + len(block)} read back differ from what "
-                        "was written; check the disk and the memory of this machine, then run again"
-                    )
+            for wrong in wrong_blocks([data], low, part.digests, BLOCK_BYTES):
+                raise _Differs(
+                    f"{self._storage.url}: {part.key}: bytes {wrong}:{min(wrong + BLOCK_BYTES, part.high)} read back differ from "
+                    "what was written; check the disk and the memory of this machine, then run again"
+                )
 
 
 class _Differs(CorruptError):

@@ -60,7 +60,7 @@ def execute_once(
         A block is damaged: on the rank that read it. The others hear of it by the session.
     """
     reads = reads_of(catalog, plan, dests, blocks=blocks, copy=copy)
-    wants = wants_of(plan, reads)
+    wants = wants_of(reads)
     schedule = share(_of_all_ranks(comm, wants), ROUND_BYTES)
     number = {key: i for i, key in enumerate(dict.fromkeys(zip(wants.file.tolist(), wants.window.tolist(), strict=True)))}
     shared = {(window.file, window.window) for window in schedule.windows}
@@ -85,11 +85,10 @@ def execute_once(
     return own_bytes
 
 
-def wants_of(plan: LoadPlan, reads: ReadPlan) -> Wants:
+def wants_of(reads: ReadPlan) -> Wants:
     """The extents that a rank would read, by window."""
     counts = np.diff(reads.extent_start)
-    window = plan.window[reads.items[reads.item_start[:-1]]] if reads.num_windows else np.zeros(0, np.int64)
-    return Wants(np.repeat(reads.file, counts), np.repeat(window, counts), reads.low, reads.high)
+    return Wants(np.repeat(reads.file, counts), np.repeat(reads.window, counts), reads.low, reads.high)
 
 
 def _of_all_ranks(comm: Comm, wants: Wants) -> list[Wants]:
@@ -178,11 +177,11 @@ class _Rounds:
         """The extents of a window, end to end, from storage and proved."""
         data = torch.empty(_size(window.extents), dtype=torch.uint8).numpy().data
         at, reader = 0, self._reader
-        items = reader.items_of(self._number[window.file, window.window])
+        number = self._number[window.file, window.window]
         for low, high in window.extents:
             part = data[at : at + high - low]
             reader.storage.read_into(reader.catalog.files[window.file].key, low, [part])
-            reader.prove(window.file, low, [part], items)
+            reader.prove(window.file, low, [part], number)
             at += high - low
         return data
 

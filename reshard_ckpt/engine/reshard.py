@@ -26,7 +26,7 @@ from ..core.load_plan import plan_load
 from ..core.save_plan import item_bytes_of
 from ..errors import CorruptError, UsageError
 from ..format.catalog import encode_catalog
-from ..format.checksums import BLOCK_BYTES, Digests, block_digest, decode_digests, digest128, digests_file_bytes
+from ..format.checksums import BLOCK_BYTES, Digests, decode_digests, digest128, digests_file_bytes, wrong_blocks
 from ..format.values import encode_value
 from ..storage.protocol import MissingKey, Storage
 from .agreement import Before
@@ -258,9 +258,8 @@ def _blocks_agree(storage: Storage, layout: FileLayout, digests: Digests) -> boo
     for low in range(0, layout.num_bytes, STEP_BYTES):
         data = buffer[: min(STEP_BYTES, layout.num_bytes - low)]
         storage.read_into(layout.key, low, [data])
-        for at in range(0, len(data), BLOCK_BYTES):
-            if block_digest(data[at : at + BLOCK_BYTES]) != int(digests.values[(low + at) // BLOCK_BYTES]):
-                return False
+        if wrong_blocks([data], low, digests.values, BLOCK_BYTES):
+            return False
     return True
 
 

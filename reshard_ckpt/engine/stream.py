@@ -34,12 +34,11 @@ from ..format.checksums import Digests
 from ..format.torch_dtypes import TORCH_DTYPES
 from ..storage.protocol import Storage
 from .progress import Tally, silent
+from .read import JOIN_WINDOWS, Blocks, Damage, Destination, Reader, check_files, open_blocks, reads_of
 from .read import WINDOW_BYTES as FILE_WINDOW_BYTES
-from .read import Blocks, Damage, Destination, Reader, check_files, open_blocks, reads_of
 
 WINDOW_BYTES = 4 << 20
-"""Bytes that are made at once: two of these and what they are made of fit the cache that cores share, and a request of this size
-is as fast as any."""
+"""Bytes that are made at once: two of these and what they are made of fit the cache that cores share."""
 
 BATCH_BYTES = 64 << 20
 """Bytes that are planned at once: a plan takes as long for one window as for many."""
@@ -203,7 +202,7 @@ class RunReader:
         blocks = self._blocks(files)
         group = np.repeat(np.arange(len(windows)), [len(of_window) for of_window in windows])[plan.dest]
         into = list(chain.from_iterable(dests))
-        reads = reads_of(self._catalog, plan, into, blocks=blocks, group=group)
+        reads = reads_of(self._catalog, plan, into, blocks=blocks, group=group, join=JOIN_WINDOWS)
         tally = Tally("read", reads.num_bytes, silent)
         reader = Reader(self._storage, self._catalog, plan, reads, into, blocks=blocks, copy=True, tally=tally)
         self.bytes_read += reads.num_bytes

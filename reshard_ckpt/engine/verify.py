@@ -20,11 +20,11 @@ from ..core.catalog import Catalog
 from ..core.match import faults_of
 from ..core.tiling import describe_region
 from ..errors import CheckpointError, CorruptError
-from ..format.checksums import Digests, block_digest
+from ..format.checksums import Digests, wrong_blocks
 from ..storage.protocol import Storage
 from .holders import Holders
 from .progress import OnProgress, Tally, silent
-from .read import WINDOW_BYTES, check_files, num_threads, open_blocks
+from .read import REQUEST_BYTES, check_files, num_threads, open_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +58,12 @@ def verify_all(storage: Storage, catalog: Catalog, *, workers: int | None = None
     Parameters
     ----------
     workers
-        Threads that read and hash, each with a buffer of `WINDOW_BYTES`; as many as a load uses, by default.
+        Threads that read and hash, each with a buffer of `REQUEST_BYTES`; as many as a load uses, by default.
     """
     check = _Check(storage, catalog, Tally("verify", sum(entry.size for entry in catalog.files), report))
     check.found += [*_structure(catalog), *(str(why) for why in catalog.unreadable.values() if isinstance(why, CorruptError))]
     windows = check.windows()
-    count = num_threads(sum(-(-entry.size // WINDOW_BYTES) for entry in catalog.files)) if workers is None else workers
+    count = num_threads(sum(-(-entry.size // REQUEST_BYTES) for entry in catalog.files)) if workers is None else workers
     with ThreadPoolExecutor(count, thread_name_prefix="reshard-ckpt-verify") as pool:
         for damages in _in_order(pool, check.window, windows, 2 * count):
             check.add(damages)
@@ -116,13 +116,13 @@ class _Check:
             if digests is None:  # a foreign file has no checksums: that it is there, whole, is all that can be said
                 self.tally.add(entry.size)
                 continue
-            for low in range(0, entry.size, WINDOW_BYTES):
+            for low in range(0, entry.size, REQUEST_BYTES):
                 yield _Window(index, low, digests)
 
     def window(self, window: _Window) -> list[str | _Damage]:
         """Read and prove one window; runs in the pool's threads."""
         entry = self.catalog.files[window.file]
-        size = min(WINDOW_BYTES, entry.size - window.low)
+        size = min(REQUEST_BYTES, entry.size - window.low)
         data = self._buffer()[:size]
         try:
             self.storage.read_into(entry.key, window.low, [data])
@@ -130,18 +130,15 @@ class _Check:
             return [str(error)]
         finally:
             self.tally.add(size)
-        each, first = window.digests.block_bytes, window.low // window.digests.block_bytes
-        return [
-            _Damage(window.file, window.low + at, window.low + min(at + each, size))
-            for at in range(0, size, each)
-            if block_digest(data[at : at + each]) != int(window.digests.values[first + at // each])
-        ]
+        each, end = window.digests.block_bytes, window.low + size
+        wrong = wrong_blocks([data], window.low, window.digests.values, each)
+        return [_Damage(window.file, low, min(low + each, end)) for low in wrong]
 
     def _buffer(self) -> memoryview:
         buffer: memoryview | None = getattr(self._local, "buffer", None)
         if buffer is None:
             largest = max(entry.size for entry in self.catalog.files)
-            buffer = self._local.buffer = memoryview(bytearray(min(WINDOW_BYTES, largest)))
+            buffer = self._local.buffer = memoryview(bytearray(min(REQUEST_BYTES, largest)))
         return buffer
 
     def add(self, found: Iterable[str | _Damage]) -> None:

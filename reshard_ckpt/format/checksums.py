@@ -135,12 +135,41 @@ class BlockHasher:
         self._open.reset()
         self._open_bytes = 0
 
+    def close(self) -> list[int]:
+        """The digests of all blocks; the last one ends with the bytes seen."""
+        if self._open_bytes:
+            self._close_block()
+        return self._digests
+
     def finish(self) -> bytes:
         """The digests file of all bytes seen."""
         size = self.num_bytes
-        if self._open_bytes:
-            self._close_block()
-        return encode_digests(self._digests, self._block_bytes, size)
+        return encode_digests(self.close(), self._block_bytes, size)
+
+
+def wrong_blocks(parts: Iterable[Buffer], low: int, values: Sequence[int] | NDArray[np.uint64], block_bytes: int) -> list[int]:
+    """Where those blocks of a file begin whose digest is another than in `values`, which has that of every block.
+
+    Parameters
+    ----------
+    parts
+        Bytes of the file from `low` on, laid end to end: whole blocks, but for the file's last.
+
+    >>> hasher = BlockHasher(65536)
+    >>> hasher.update(bytes(200_000))
+    >>> wrong_blocks([bytes(65536), b"x" * 3392], 131072, hasher.close(), 65536)
+    [196608]
+    """
+    hasher = BlockHasher(block_bytes)
+    for part in parts:
+        hasher.update(part)
+    found, first = hasher.close(), low // block_bytes
+    wanted = values[first : first + len(found)]
+    if isinstance(wanted, np.ndarray):
+        wanted = wanted.tolist()
+    if found == wanted:
+        return []
+    return [low + i * block_bytes for i, (a, b) in enumerate(zip(found, wanted, strict=True)) if a != b]
 
 
 def encode_digests(values: Iterable[int] | NDArray[np.uint64], block_bytes: int, file_size: int) -> bytes:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 from math import prod
+from unittest.mock import patch
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import reshard_ckpt.core.reads as reads_module
 from reshard_ckpt.core.catalog import Catalog
 from reshard_ckpt.core.load_plan import LoadPlan, plan_load
 from reshard_ckpt.core.match import match
@@ -28,9 +30,10 @@ def plan_for(catalog: Catalog, specs: list[TensorSpec], window: int = WINDOW) ->
     return plan_load(catalog, source, piece_columns(specs, max(len(s.shape) for s in specs) or 1), window)
 
 
-def reads_for(catalog: Catalog, plan: LoadPlan, block_bytes: int) -> ReadPlan:
+def reads_for(catalog: Catalog, plan: LoadPlan, block_bytes: int, join: int = 1) -> ReadPlan:
     sizes = np.array([f.size for f in catalog.files])
-    return plan_reads(plan, np.full(len(sizes), block_bytes), sizes, np.ones(int(plan.dest.max(initial=0)) + 1, bool))
+    land = np.ones(int(plan.dest.max(initial=0)) + 1, bool)
+    return plan_reads(plan, np.full(len(sizes), block_bytes), sizes, land, join=join)
 
 
 def wanted_bytes(plan: LoadPlan, file: int) -> set[int]:
@@ -53,28 +56,75 @@ def cases(draw: st.DrawFn) -> tuple[Catalog, list[TensorSpec]]:
     return catalog, [spec_of(target, 0, "t", "I16")]
 
 
-@given(cases(), st.sampled_from([16, 64, WINDOW]), st.sampled_from([0, 16]))
+def landing_pairs(reads: ReadPlan) -> list[tuple[int, int, int, int]]:
+    """Each byte that lands: its file, its place there, its destination and its place there."""
+    of_window = np.repeat(reads.file, np.diff(reads.run_start))
+    rows = zip(*(c.tolist() for c in (of_window, reads.run_src, reads.run_bytes, reads.run_dest, reads.run_dst)), strict=True)
+    return [(file, src + k, dest, dst + k) for file, src, size, dest, dst in rows for k in range(size)]
+
+
+def item_pairs(plan: LoadPlan, i: int) -> list[tuple[int, int, int, int]]:
+    """The same of an item of a load plan."""
+    each, out = int(plan.item_bytes[i]), []
+    for x in np.ndindex(*plan.lengths[i].tolist()):
+        src = int(plan.src[i] + (np.array(x) * plan.src_strides[i]).sum())
+        dst = int(plan.dst[i] + (np.array(x) * plan.dst_strides[i]).sum()) * each
+        out += [(int(plan.file[i]), src + k, int(plan.dest[i]), dst + k) for k in range(each)]
+    return out
+
+
+@given(
+    cases(), st.sampled_from([16, 64, WINDOW]), st.sampled_from([0, 16]), st.sampled_from([1, 2, 5]), st.sampled_from([1, 8, 512])
+)
 @settings(max_examples=400)
-def test_every_wanted_byte_is_in_exactly_one_extent(
-    case: tuple[Catalog, list[TensorSpec]], window: int, block_bytes: int
+def test_each_wanted_byte_lands_or_is_copied_once(
+    case: tuple[Catalog, list[TensorSpec]], window: int, block_bytes: int, join: int, land: int
 ) -> None:
     catalog, specs = case
     plan = plan_for(catalog, specs, window)
-    reads = reads_for(catalog, plan, block_bytes)
-    assert sorted(reads.items.tolist()) == list(range(len(plan.src)))
+    with patch.object(reads_module, "LAND_BYTES", land):
+        reads = reads_for(catalog, plan, block_bytes, join)
+    moved = landing_pairs(reads) + [pair for i in reads.items.tolist() for pair in item_pairs(plan, i)]
+    assert sorted(moved) == sorted(pair for i in range(len(plan.src)) for pair in item_pairs(plan, i))
+    for w in range(reads.num_windows):  # what lands or is copied lies in what its window reads
+        extents = [(reads.low[e], reads.high[e]) for e in range(reads.extent_start[w], reads.extent_start[w + 1])]
+        for r in range(reads.run_start[w], reads.run_start[w + 1]):
+            assert any(low <= reads.run_src[r] and reads.run_src[r] + reads.run_bytes[r] <= high for low, high in extents)
+        copied = reads.items[reads.item_start[w] : reads.item_start[w + 1]].tolist()
+        assert all(any(low <= at < high for low, high in extents) for i in copied for _, at, _, _ in item_pairs(plan, i))
+
+
+def test_windows_join_only_where_nothing_is_copied() -> None:
+    """Of 16 rows of 1 KiB, the first 8 are wanted whole, of the others the first quarters, which have to be copied."""
+    catalog = one_matrix(16, 256, 256)
+    specs = [wanted_box((16, 256), (0, 0), (8, 256)), wanted_box((16, 256), (8, 0), (8, 64))]
+    plan = plan_for(catalog, specs, 2 << 10)
+    begin = int(plan.src.min())  # behind the header of the file
+    alone, joined = reads_for(catalog, plan, 0), reads_for(catalog, plan, 0, 4)
+    assert alone.window.tolist() == list(range(8))
+    assert alone.run_bytes.tolist() == [2048 - begin, 2048, 2048, 2048, begin]
+    assert joined.window.tolist() == [0, 4, 5, 6, 7]
+    assert joined.run_bytes.tolist() == [8192 - begin, begin]
+    assert joined.items.tolist() == alone.items.tolist()
+
+
+@given(cases(), st.sampled_from([16, 64, WINDOW]), st.sampled_from([0, 16]), st.sampled_from([1, 2, 5]))
+@settings(max_examples=400)
+def test_every_wanted_byte_is_in_exactly_one_extent(
+    case: tuple[Catalog, list[TensorSpec]], window: int, block_bytes: int, join: int
+) -> None:
+    catalog, specs = case
+    plan = plan_for(catalog, specs, window)
+    with patch.object(reads_module, "LAND_BYTES", 8):
+        reads = reads_for(catalog, plan, block_bytes, join)
     taken: dict[int, list[tuple[int, int]]] = {}
     for w in range(reads.num_windows):
         extents = range(reads.extent_start[w], reads.extent_start[w + 1])
         taken.setdefault(int(reads.file[w]), []).extend((int(reads.low[e]), int(reads.high[e])) for e in extents)
-        for i in reads.items[reads.item_start[w] : reads.item_start[w + 1]].tolist():
-            one = replace(
-                plan, **{k: getattr(plan, k)[i : i + 1] for k in ("file", "src", "lengths", "src_strides", "item_bytes")}
-            )
-            for at in wanted_bytes(one, int(plan.file[i])):
-                assert any(reads.low[e] <= at < reads.high[e] for e in extents)
-    for extents in taken.values():
-        extents.sort()
+    for file in range(len(catalog.files)):
+        extents = sorted(taken.get(file, []))
         assert all(a[1] <= b[0] for a, b in pairwise(extents))
+        assert wanted_bytes(plan, file) <= {at for low, high in extents for at in range(low, high)}
         if block_bytes:
             assert all(low % block_bytes == 0 for low, _ in extents)
 
@@ -103,7 +153,9 @@ def test_groups_are_read_as_if_each_were_alone(
         assert together.low[extents].tolist() == alone.low.tolist()
         assert together.high[extents].tolist() == alone.high.tolist()
         assert together.items[items].tolist() == own[alone.items].tolist()
-        assert together.direct[items].tolist() == alone.direct.tolist()
+        runs = slice(together.run_start[first], together.run_start[last])
+        for column in ("run_src", "run_bytes", "run_dest", "run_dst"):
+            assert getattr(together, column)[runs].tolist() == getattr(alone, column).tolist()
 
 
 def one_matrix(rows: int, columns: int, saved_columns: int) -> Catalog:

@@ -7,7 +7,7 @@ written then; that it is what is to be written now, whoever passes the notes mus
 from __future__ import annotations
 
 from ...errors import CorruptError
-from ...format.checksums import BlockHasher, Digests, block_digest, decode_digests, digests_file_bytes
+from ...format.checksums import BlockHasher, Digests, decode_digests, digests_file_bytes, wrong_blocks
 from ...storage import MissingKey, Storage
 
 _STEP_BLOCKS = 32
@@ -41,7 +41,6 @@ def _agree(storage: Storage, key: str, num_bytes: int, digests: Digests) -> bool
     for low in range(0, num_bytes, each * _STEP_BLOCKS):
         data = buffer[: num_bytes - low]
         storage.read_into(key, low, [data])
-        for at in range(0, len(data), each):
-            if block_digest(data[at : at + each]) != int(digests.values[(low + at) // each]):
-                return False
+        if wrong_blocks([data], low, digests.values, each):
+            return False
     return True
