@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -69,7 +70,7 @@ def found_mesh(meshes: Iterable[DeviceMesh], group: Group, *, ddp_groups: Sequen
     """The mesh that the state shows, or None; `ddp_groups` are the ranks of the process groups that DDP uses."""
     best: DeviceMesh | None = None
     sees_part = False
-    for mesh in (m for one in meshes for m in (one, root_mesh(one))):
+    for mesh in dict.fromkeys(m for one in meshes for m in (one, root_mesh(one))):
         if _ranks(mesh) == group.ranks:
             best = mesh if best is None or mesh.ndim > best.ndim else best
         else:
@@ -95,7 +96,9 @@ def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return found if isinstance(found, DeviceMesh) else mesh
 
 
+@lru_cache(maxsize=64)
 def _ranks(mesh: DeviceMesh) -> tuple[int, ...]:
+    # What a mesh holds never changes, and torch takes a tenth of a millisecond to say it.
     ranks: list[int] = mesh.mesh.flatten().tolist()
     assert len(ranks) == prod(mesh.shape)
     return tuple(ranks)

@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ..core.state import Claim
-from .modules import ModuleState, read_module
+from .modules import ModuleState, ModuleTensor, read_module
 from .optimizers import Owners, View, views
 from .scan import ModulesItem, OptimizersItem, Path, TensorItem, Tree, name_of, scan
 from .shards import FlatShard, LocalShard
-from .tensors import TensorLike, leaf_of
+from .tensors import Leaf, TensorLike, leaf_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,12 @@ class Opened:
     modules: Mapping[Path, tuple[ModuleState, ...]]
     owners: Owners
     views: Mapping[Path, tuple[View, ...]]
+    leaves: Mapping[tuple[int, Claim], Leaf]
+    """Those of parameters, by their identity and claim."""
+
+    def leaf_of(self, tensor: ModuleTensor, name: str) -> Leaf:
+        """The leaf of a module's tensor."""
+        return self.leaves.get((id(tensor.value), tensor.claim)) or leaf_of(tensor.value, name, tensor.claim)
 
     def meshes(self) -> tuple[DeviceMesh, ...]:
         """The distinct meshes of all DTensors."""
@@ -60,13 +66,15 @@ def open_state(state: Mapping[Any, Any]) -> Opened:
         item.path: tuple(read_module(m, item.path) for m in item.modules) for item in items if isinstance(item, ModulesItem)
     }
     owners = Owners()
+    leaves: dict[tuple[int, Claim], Leaf] = {}
     with torch.no_grad():
         for path, fqn, value, claim in _tensors(modules, trees):
             param = value.tensor if isinstance(value, LocalShard | FlatShard) else value
             if isinstance(param, torch.nn.Parameter) or param.requires_grad:  # an optimizer may have it
-                owners.add(param, fqn, name_of(path), leaf_of(value, name_of((*path, fqn)), claim).layout)
+                leaf = leaves[id(value), claim] = leaf_of(value, name_of((*path, fqn)), claim)
+                owners.add(param, fqn, name_of(path), leaf.layout)
     optimizers = {item.path: views(item.path, item.optimizers, owners) for item in items if isinstance(item, OptimizersItem)}
-    return Opened(trees, modules, owners, optimizers)
+    return Opened(trees, modules, owners, optimizers, leaves)
 
 
 def _tensors(

@@ -9,7 +9,7 @@ tensors are in place and proved.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from ..format.values import decode_path
 from .collector import Collector
 from .entries import Captured, Entry, Target
 from .mesh import Group, declared_mesh, found_mesh, group_of
-from .modules import ModulesTarget, ModuleState
+from .modules import ModulesTarget
 from .opened import Opened, open_state
 from .optimizer_target import OptimizersTarget
 from .optimizers import saved_groups, saved_state, state_leaf, state_value
@@ -95,16 +95,16 @@ def _capture_item(out: Collector, item: Item, opened: Opened) -> None:
     elif isinstance(item, GroupsItem):
         out.add_value(path, path, ValueKind.PARAM_GROUPS, merge([(name, item.groups)], name=name))
     elif isinstance(item, ModulesItem):
-        _capture_modules(out, path, opened.modules[path])
+        _capture_modules(out, path, opened)
     elif isinstance(item, OptimizersItem):
         _capture_optimizers(out, path, opened)
 
 
-def _capture_modules(out: Collector, path: Path, states: Iterable[ModuleState]) -> None:
-    for state in states:
+def _capture_modules(out: Collector, path: Path, opened: Opened) -> None:
+    for state in opened.modules[path]:
         for tensor in state.tensors:
             name = name_of((*path, tensor.fqn))
-            out.add(name, path, leaf_of(tensor.value, name, tensor.claim))
+            out.add(name, path, opened.leaf_of(tensor, name))
         for value in state.values:
             out.add_value((*path, value.fqn), path, ValueKind.PLAIN, value.value)
 
@@ -114,10 +114,11 @@ def _capture_optimizers(out: Collector, path: Path, opened: Opened) -> None:
         for owner, key, value in saved_state(view, opened.owners):
             for fqn in owner.fqns:
                 where = (*path, "state", fqn, key)
+                name = name_of(where)
                 if is_tensor_like(value):
-                    out.add(name_of(where), path, state_leaf(value, owner, name_of(where)))
+                    out.add(name, path, state_leaf(value, owner, name))
                 else:
-                    out.add_value(where, path, ValueKind.PLAIN, state_value(value, owner, name_of(where)))
+                    out.add_value(where, path, ValueKind.PLAIN, state_value(value, owner, name))
     groups = (*path, "param_groups")
     out.add_value(groups, path, ValueKind.PARAM_GROUPS, saved_groups(name_of(groups), opened.views[path], opened.owners))
 
@@ -155,9 +156,10 @@ def prepare_load(state: Mapping[Any, Any], catalog: Catalog, *, rank: int, size:
     below = Below((*catalog.names, *saved))
     out = Collector()
     parts: list[Part] = []
-    for tree in opened.trees:
-        for item in tree.items:
-            parts += _want_item(out, item, opened, catalog)
+    with torch.no_grad():  # as for saving
+        for tree in opened.trees:
+            for item in tree.items:
+                parts += _want_item(out, item, opened, catalog)
     # Trees of objects last, inner before outer: what they give back holds the modules and tensors that are done by then.
     parts += [TreeTarget(tree, saved, below, Job(rank, size), adds=adds) for tree in reversed(opened.trees)]
     router = Router(parts, tuple(str(key) for key in state))
@@ -174,7 +176,7 @@ def _want_item(out: Collector, item: Item, opened: Opened, catalog: Catalog) -> 
     elif isinstance(item, ModulesItem):
         for tensor in (t for s in opened.modules[path] for t in s.tensors):
             name = name_of((*path, tensor.fqn))
-            _want(out, path, name, tensor.value, leaf_of(tensor.value, name, tensor.claim))
+            _want(out, path, name, tensor.value, opened.leaf_of(tensor, name))
         yield ModulesTarget(path, opened.modules[path])
     elif isinstance(item, OptimizersItem):
         target = OptimizersTarget(path, opened.views[path], opened.owners, catalog)

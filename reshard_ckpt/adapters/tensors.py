@@ -115,7 +115,6 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         tensor.layout is torch.strided
         and tensor.device.type != "meta"
         and not (tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
-        and tensor.untyped_storage().device.type != "meta"
     )
 
 
@@ -124,6 +123,8 @@ def check_writable(value: TensorLike, memory: torch.Tensor, name: str) -> None:
     tensor = value.tensor if isinstance(value, LocalShard | FlatShard) else value
     if not isinstance(tensor, DTensor) and (tensor.is_conj() or tensor.is_neg()):
         raise UnsupportedError(f"{name}: is a lazily conjugated view, which cannot be loaded into; pass tensor.resolve_conj()")
+    if memory.is_contiguous():
+        return
     extent = 1
     for stride, size in sorted(zip(memory.stride(), memory.shape, strict=True)):
         if size > 1 and memory.numel():
