@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from ..errors import CheckpointError, CheckpointNotFound, StorageError, UsageError
 from ..storage import LocalStorage, Lock, LocksUnsupported, MissingKey, open_storage
-from ..storage.posix import explained, sync_folder
+from ..storage.posix import Explained, sync_folder
 from ..storage.swap import swap
 from .source import open_source
 
@@ -87,7 +87,7 @@ def new_file(dst: str, src: str, *, overwrite: bool) -> Iterator[str]:
 def _beside(dst: str, src: str, identity: str | None, *, overwrite: bool) -> Iterator[tuple[str, str]]:
     """The absolute path of the destination, and a folder beside it that is this process's alone."""
     path = _checked(dst, src, overwrite=overwrite)
-    with explained("write", path):
+    with Explained("write", path):
         _make_durable(os.path.dirname(path))
         partial, lock = _taken(path, identity)
         with lock or nullcontext():

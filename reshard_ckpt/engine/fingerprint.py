@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import xxhash
 
-from .memory import Held, chunks, element_bytes, is_in_order
+from .memory import Held, bytes_in_place, chunks
 
 WHOLE_BYTES = 1 << 20
 """Pieces up to this size are hashed whole."""
@@ -24,9 +24,8 @@ def fingerprint(held: Held, scratch: torch.Tensor) -> int:
         size = SAMPLE_BYTES // item_bytes
         last = piece.start + piece.count - size
         runs = [(piece.start + (last - piece.start) * i // (NUM_SAMPLES - 1), size) for i in range(NUM_SAMPLES)]
-    if is_in_order(piece) and held.tensor.device.type == "cpu":
-        # One view for all samples: making a view takes longer than hashing what it shows.
-        whole = element_bytes(held.tensor, piece.base + piece.start, piece.count)
+    whole = bytes_in_place(held, piece.start, piece.count)
+    if whole is not None:  # one view for all samples: making a view takes longer than hashing what it shows
         for start, count in runs:
             hasher.update(whole[(start - piece.start) * item_bytes : (start - piece.start + count) * item_bytes])
         return hasher.intdigest()

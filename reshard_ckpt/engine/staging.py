@@ -17,10 +17,10 @@ import torch
 
 from .memory import copy_run
 from .messages import Assignment
-from .write import FileLayout, Holdings
+from .write import SCRATCH_BYTES, FileLayout, Holdings
 
 STEP_BYTES = 4 << 20
-"""Bytes copied, or handed to the writer, at once; a multiple of every element size."""
+"""Bytes copied at once; a multiple of every element size."""
 
 MIN_RING_BYTES = 16 << 20
 
@@ -97,7 +97,7 @@ class Staging:
         while at < end:
             filled = self._wait_filled(at)
             place = at % self._capacity
-            size = min(filled - at, end - at, STEP_BYTES, self._capacity - place)
+            size = min(filled - at, end - at, SCRATCH_BYTES, self._capacity - place)
             yield view[place : place + size]
             at += size
             self._advance(written=at)

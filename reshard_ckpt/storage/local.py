@@ -21,9 +21,9 @@ from ..errors import StorageError
 from .locks import FileLock, lock_file
 from .posix import (
     FOLDER,
+    Explained,
     OpenFiles,
     begin_write_out,
-    explained,
     free_bytes_at,
     locked,
     preadv_all,
@@ -63,7 +63,7 @@ class LocalStorage:
     def create(self, key: str) -> LocalWriter:
         *folders, name = parts = key_parts(key)
         path = self._path(parts)
-        with explained("create", path):
+        with Explained("create", path):
             try:
                 fd = self._create(folders, name)
             except FileExistsError:
@@ -98,7 +98,7 @@ class LocalStorage:
 
     def sync(self, prefix: str = "") -> None:
         parts = folder_parts(prefix)
-        with explained("sync", self._path(parts)):
+        with Explained("sync", self._path(parts)):
             for path, _, _ in os.walk(self._path(parts), onerror=_refuse_unless_gone):
                 sync_folder(path)
             for n in reversed(range(len(parts))):
@@ -107,7 +107,7 @@ class LocalStorage:
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
         path = self._path(key_parts(key))
         views = [flat_bytes(buffer) for buffer in buffers]
-        with explained("read", path):
+        with Explained("read", path):
             try:
                 got = preadv_all(self._open_files.get(path), views, offset)
             except _NO_FILE:
@@ -118,7 +118,7 @@ class LocalStorage:
 
     def read(self, key: str, limit: int) -> bytes:
         path = self._path(key_parts(key))
-        with explained("read", path):
+        with Explained("read", path):
             try:
                 data = read_at_most(path, limit + 1)
             except _NO_FILE:
@@ -129,7 +129,7 @@ class LocalStorage:
 
     def size(self, key: str) -> int | None:
         path = self._path(key_parts(key))
-        with explained("look at", path):
+        with Explained("look at", path):
             try:
                 status = os.stat(path)
             except (FileNotFoundError, NotADirectoryError):
@@ -138,16 +138,16 @@ class LocalStorage:
 
     def list(self, prefix: str = "") -> list[tuple[str, int]]:
         parts = folder_parts(prefix)
-        with explained("list", self._path(parts)):
+        with Explained("list", self._path(parts)):
             return sorted(_files_below(self._path(parts), "".join(part + "/" for part in parts)))
 
     def free_bytes(self) -> int | None:
-        with explained("look at the free space of", self._root):
+        with Explained("look at the free space of", self._root):
             return free_bytes_at(self._root)
 
     def folders(self, prefix: str = "") -> tuple[str, ...]:
         parts = folder_parts(prefix)
-        with explained("list", self._path(parts)), suppress(*_NO_FILE):
+        with Explained("list", self._path(parts)), suppress(*_NO_FILE):
             return tuple(sorted(entry.name for entry in os.scandir(self._path(parts)) if entry.is_dir(follow_symlinks=False)))
         return ()
 
@@ -157,7 +157,7 @@ class LocalStorage:
         # A network file system gives an exclusive lock only to who may write; a shared one must do on a read-only one.
         flags = (os.O_RDONLY if shared else os.O_RDWR) | (os.O_CREAT if make else 0) | os.O_NOFOLLOW | os.O_CLOEXEC
         flags |= os.O_NONBLOCK  # or a pipe would be waited for
-        with explained("lock", path):
+        with Explained("lock", path):
             try:
                 with self._folder(folders, make=make) as folder:
                     lock = lock_file(os.open(name, flags, _FILE_MODE, dir_fd=folder), path, shared=shared)
@@ -172,7 +172,7 @@ class LocalStorage:
     def publish(self, key: str, data: bytes, *, expected: bytes | None = None) -> None:
         *folders, name = parts = key_parts(key)
         path, temporary = self._path(parts), f".{name}.{uuid.uuid4().hex}.tmp"
-        with explained("publish", path), self._folder(folders, make=True) as folder, locked(folder):
+        with Explained("publish", path), self._folder(folders, make=True) as folder, locked(folder):
             try:
                 self._compare(path, expected)
                 _write_new(folder, temporary, data)
@@ -203,7 +203,7 @@ class LocalStorage:
         for key in keys:
             *above, name = parts = key_parts(key)
             path = self._path(parts)
-            with explained("delete", path):
+            with Explained("delete", path):
                 self._open_files.forget(path)
                 with suppress(FileNotFoundError), self._folder(above) as folder:
                     os.unlink(name, dir_fd=folder)
@@ -241,7 +241,7 @@ class LocalWriter:
     def write(self, data: Buffer) -> None:
         if self._fd is None:
             raise ValueError(f"{self._path}: written after it was closed")
-        with explained("write", self._path):
+        with Explained("write", self._path):
             view = flat_bytes(data)
             write_all(self._fd, view)
         self._written += len(view)
@@ -252,7 +252,7 @@ class LocalWriter:
     def finish(self) -> None:
         if self._done:
             return
-        with explained("write", self._path):
+        with Explained("write", self._path):
             if self._fd is not None:
                 os.fsync(self._fd)
             self._close()  # network file systems report a failed write as late as here

@@ -10,6 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from types import TracebackType
 
 from ..errors import StorageError
 
@@ -35,14 +36,24 @@ _NEXT_STEPS = {
 }
 
 
-@contextmanager
-def explained(action: str, path: str) -> Iterator[None]:
-    """Turn an `OSError` into a `StorageError` that says what failed, where, why, and what to do."""
-    try:
-        yield
-    except OSError as error:
-        step = _NEXT_STEPS.get(error.errno or 0, "look at the file system, then try again")
-        raise StorageError(f"{path}: cannot {action}: {error.strerror or error}; {step}") from error
+class Explained:
+    """Turns an `OSError` into a `StorageError` that says what failed, where, why, and what to do.
+
+    A class, as it is around every read and write, where a generator would take several times as long.
+    """
+
+    __slots__ = ("_action", "_path")
+
+    def __init__(self, action: str, path: str) -> None:
+        self._action, self._path = action, path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if isinstance(error, OSError):
+            step = _NEXT_STEPS.get(error.errno or 0, "look at the file system, then try again")
+            raise StorageError(f"{self._path}: cannot {self._action}: {error.strerror or error}; {step}") from error
 
 
 def sync_folder(folder: str | int) -> None:
