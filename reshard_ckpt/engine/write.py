@@ -35,11 +35,8 @@ from .progress import Tally
 from .recent import Recent
 from .recorder import Recorder
 
-SCRATCH_BYTES = 512 << 10
-"""Bytes hashed and written at once: few enough to be in the processor's cache for the second of the two.
-
-Larger writes take Linux (ext4, 6.18) up to twice the CPU seconds where they begin at multiples of their size, as staged ones do.
-"""
+SCRATCH_BYTES = 1 << 20
+"""Bytes hashed and written at once: few enough to be in the processor's cache for the second of the two."""
 
 HEADER_METADATA = {"format": "pt", "writer": "reshard_ckpt"}
 """``format`` is what loaders of Hugging Face models look for: which framework's tensors these are."""
