@@ -64,7 +64,7 @@ bench: $(BENCH_STAMP)
 	$(BIN)/python -m benchmarks.compare --out bench_out/compare.json
 	$(BIN)/python -m benchmarks.compare --ranks 2 --gb 1.64 --parts save stall --out bench_out/compare_2_ranks.json
 	$(BIN)/python -m benchmarks.train_stall --out bench_out/train_stall.json
-	$(BIN)/python -m benchmarks.train_stall --ranks 4 --rounds 2 --out bench_out/train_stall_4_ranks.json
+	$(BIN)/python -m benchmarks.train_stall --ranks 4 --rounds 6 --out bench_out/train_stall_4_ranks.json
 	$(BIN)/python -m benchmarks.writer --rounds 5 --out bench_out/writer.json
 	$(BIN)/python -m benchmarks.gpu_stall --out bench_out/gpu_stall.json
 	$(BIN)/python -m benchmarks.planning --ranks 16384 --shards 1000000 --json bench_out/planning.json

@@ -4,15 +4,17 @@
 
 1. A *stretch* begins with a save (but in the mode without), goes on for some steps, and ends when the save is committed, so that
    what goes on in the background is counted.
-2. A round runs some stretches in every mode, one mode after the other; model, data and processes are the same.
-3. Slowdowns are those of the least stretches, and of the means of all: they differ by what else the machine does, which is as
-   much as what is measured.
-4. *raw writer*: a thread writes and fsyncs as many bytes as a rank's save does, copying nothing: what the disk alone costs.
+2. A round is one stretch in every mode, and each round begins with another mode; model, data and processes are the same.
+3. A slowdown is the median, over the rounds, of what a mode's stretch takes beyond the one without a save of the same round: the
+   machine's own unrest, which lasts longer than a round, is in both. That of the least stretches stands beside it.
+4. CPU seconds are compared in the same way; those of processes that a rank started, such as DCP's, are counted.
+5. *raw writer*: a thread writes and fsyncs as many bytes as a rank's save does, copying nothing: what the disk alone costs.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import shutil
 import statistics
 import threading
@@ -31,7 +33,7 @@ from torch.distributed.fsdp import fully_shard
 from reshard_ckpt import checkpoint
 
 from . import limits, peers
-from .ranks import Ranks, launch, save_json
+from .ranks import Ranks, cpu_s, cpu_s_of, launch, save_json
 from .report import machine
 
 MODES = ("none", "raw writer", "eager", "lazy", "dcp thread", "dcp process")
@@ -120,7 +122,8 @@ class Training:
         """Save, and train on until the save is committed: the time of all of it, and of its longest and its median step."""
         self.ranks.gather(None)
         times: list[float] = []
-        begin = began = time.perf_counter()
+        cpu, begin = self._cpu_s(), time.perf_counter()
+        began = begin
         end = (lambda: None) if mode == "none" else self.begin_save(mode)
         for _ in range(steps):
             self.step()
@@ -128,57 +131,67 @@ class Training:
             began = time.perf_counter()
         end()
         total = time.perf_counter() - begin
-        totals, longest, medians = zip(*self.ranks.gather((total, max(times), statistics.median(times))), strict=True)
+        row = (total, max(times), statistics.median(times), self._cpu_s() - cpu)
+        totals, longest, medians, cpus = zip(*self.ranks.gather(row), strict=True)
         if self.ranks.rank == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
-        return {"total_s": max(totals), "longest_s": max(longest), "median_s": max(medians)}
+        return {"total_s": max(totals), "longest_s": max(longest), "median_s": max(medians), "cpu_s": sum(cpus)}
+
+    @staticmethod
+    def _cpu_s() -> float:
+        """CPU seconds so far of this rank and of the processes that it started, such as DCP's."""
+        return cpu_s() + sum(cpu_s_of(child.pid) for child in multiprocessing.active_children() if child.pid)
 
     def run(self) -> dict[str, Any]:
         """All rounds; the first save of each mode is made before, apart."""
         for mode in MODES:
             self.stretch(mode, 2)
         stretches: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
-        for _ in range(self.options.rounds):
-            for mode in MODES:
-                rows = [self.stretch(mode, self.options.every) for _ in range(self.options.saves)]
-                stretches[mode] += rows
+        for turn in range(self.options.rounds):
+            first = turn % len(MODES)
+            for mode in MODES[first:] + MODES[:first]:
+                row = self.stretch(mode, self.options.every)
+                stretches[mode].append(row)
                 if self.ranks.rank == 0 and self.options.verbose:
-                    print(f"{mode:>12}:", *(f"{row['total_s']:.2f} s" for row in rows), flush=True)
+                    print(f"{mode:>12}: {row['total_s']:.2f} s, {row['cpu_s']:.2f} CPU seconds", flush=True)
         held = sum(shard.nbytes for shard in self.shards)
         options = {k: v for k, v in vars(self.options).items() if k not in ("worker", "verbose", "folder", "out")}
         return {"options": options, "machine": machine(), "held_bytes": held, "stretches": stretches, **figures(stretches)}
 
 
 def figures(stretches: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
-    """For each mode: what it adds to a stretch, and to its longest step, the least of each; and to the mean stretch."""
+    """For each mode: what a save adds to a stretch of steps, to its longest step, and to the CPU seconds of all ranks."""
 
     def least(mode: str, what: str) -> float:
         return min(row[what] for row in stretches[mode])
 
-    def mean(mode: str) -> float:
-        return statistics.mean(row["total_s"] for row in stretches[mode])
+    def added(mode: str, what: str) -> float:
+        pairs = zip(stretches[mode], stretches["none"], strict=True)
+        return statistics.median(row[what] - none[what] for row, none in pairs)
 
-    def of_dcp(slowdown: str) -> float | None:
-        best = min(modes[mode][slowdown] for mode in ("dcp thread", "dcp process"))
-        return modes["lazy"][slowdown] / best if best > 0 else None
-
-    whole, step = least("none", "total_s"), least("none", "median_s")
+    whole = statistics.median(row["total_s"] for row in stretches["none"])
+    step = least("none", "median_s")
     modes = {
         mode: {
-            "slowdown": least(mode, "total_s") / whole - 1,
-            "slowdown_of_means": mean(mode) / mean("none") - 1,
+            "added_s": added(mode, "total_s"),
+            "added_cpu_s": added(mode, "cpu_s"),
+            "slowdown": added(mode, "total_s") / whole,
+            "slowdown_of_least": least(mode, "total_s") / least("none", "total_s") - 1,
             "longest_delay_s": least(mode, "longest_s") - step,
         }
         for mode in MODES
         if mode != "none"
     }
-    return {
-        "whole_s": whole,
-        "step_s": step,
-        "modes": modes,
-        "lazy_slowdown_of_dcp": of_dcp("slowdown"),
-        "lazy_slowdown_of_dcp_of_means": of_dcp("slowdown_of_means"),
-    }
+    return {"whole_s": whole, "step_s": step, "modes": modes, **{f"lazy_{key}_of_dcp": _of_dcp(modes, key) for key in SHARES}}
+
+
+SHARES = ("slowdown", "slowdown_of_least", "added_cpu_s")
+
+
+def _of_dcp(modes: dict[str, dict[str, float]], key: str) -> float | None:
+    """Lazy's share of what DCP's better mode takes; None where that takes nothing."""
+    best = min(modes[mode][key] for mode in ("dcp thread", "dcp process"))
+    return modes["lazy"][key] / best if best > 0 else None
 
 
 def show(result: dict[str, Any]) -> None:
@@ -189,21 +202,21 @@ def show(result: dict[str, Any]) -> None:
     options, ranks = result["options"], result["options"]["ranks"]
     title = (
         f"{ranks} ranks, {result['held_bytes'] / 1e6:.0f} MB held by each, steps of {result['step_s']:.2f} s, "
-        f"a save every {options['every']}, {options['rounds'] * options['saves']} times"
+        f"a save every {options['every']}, {options['rounds']} times"
     )
     table = Table(title=title, caption="; ".join(f"{key} {value}" for key, value in result["machine"].items()))
-    for column in ("mode", "slowdown of the loop", "of means", "longest delay of a step, s"):
+    columns = ("mode", "slowdown of the loop", "of least", "CPU seconds a save, all ranks", "longest delay of a step, s")
+    for column in columns:
         table.add_column(column, justify="left" if column == "mode" else "right")
     for mode, row in result["modes"].items():
-        table.add_row(mode, f"{row['slowdown']:.1%}", f"{row['slowdown_of_means']:.1%}", f"{row['longest_delay_s']:.3f}")
+        shares = f"{row['slowdown']:.1%}", f"{row['slowdown_of_least']:.1%}"
+        table.add_row(mode, *shares, f"{row['added_cpu_s']:.2f}", f"{row['longest_delay_s']:.3f}")
     console = Console()
     console.print(table)
     held = "held to at most 0.33" if ranks == 2 else "reported only: more ranks than cores"
-    least, means = (
-        "none to compare" if share is None else f"{share:.2f}"
-        for share in (result["lazy_slowdown_of_dcp"], result["lazy_slowdown_of_dcp_of_means"])
-    )
-    console.print(f"lazy slowdown ÷ that of DCP's better mode: {least}, of means {means} ({held})")
+    values = (result[f"lazy_{key}_of_dcp"] for key in SHARES)
+    slowdown, least, cpu = ("none to compare" if share is None else f"{share:.2f}" for share in values)
+    console.print(f"lazy slowdown ÷ that of DCP's better mode: {slowdown} ({held}); of least {least}, CPU seconds {cpu}")
 
 
 def work(options: argparse.Namespace) -> None:
@@ -224,8 +237,7 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=8192)
     parser.add_argument("--tokens", type=int, default=64, help="in a rank's batch")
     parser.add_argument("--every", type=int, default=4, help="steps from one save to the next")
-    parser.add_argument("--saves", type=int, default=3, help="of each mode in a round")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=18, help="saves in each mode")
     parser.add_argument("--folder", default="bench_out/scratch_train", help="where checkpoints are written")
     parser.add_argument("--out", default="bench_out/train_stall.json")
     parser.add_argument("--timeout", type=float, default=600, help="seconds after which the run is ended")
