@@ -11,7 +11,8 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -194,8 +195,11 @@ def num_threads(tasks: int) -> int:
     return max(min(MAX_THREADS, tasks, 2 * (os.cpu_count() or 1)), 1)
 
 
-def in_threads(task: Callable[[int], None], numbers: Sequence[int]) -> None:
-    """Run a task for each number, in order of beginning; after a failure no new one begins, and the first failure is raised."""
+def in_threads(task: Callable[[int], None], numbers: Sequence[int], pool: ThreadPoolExecutor | None = None) -> None:
+    """Run a task for each number, in order of beginning; after a failure no new one begins, and the first failure is raised.
+
+    No task runs any more when this returns, or raises. Who calls it often passes a pool: threads keep memory of their own.
+    """
     threads = num_threads(len(numbers))
     if threads <= 1:
         for i in numbers:
@@ -215,13 +219,14 @@ def in_threads(task: Callable[[int], None], numbers: Sequence[int]) -> None:
                 left.clear()
                 raise
 
-    with ThreadPoolExecutor(threads, thread_name_prefix="reshard-ckpt-read") as pool:
-        futures = [pool.submit(work) for _ in range(threads)]
+    with nullcontext(pool) if pool else ThreadPoolExecutor(threads, thread_name_prefix="reshard-ckpt-read") as workers:
+        futures = [workers.submit(work) for _ in range(threads)]
         try:
             for future in futures:
                 future.result()
         finally:
             left.clear()
+            wait(futures)
 
 
 ReadInto = Callable[[str, int, Sequence[memoryview]], None]

@@ -29,10 +29,13 @@ from ..core.sharing import Extents, Schedule, SharedWindow, Wants, share
 from ..errors import PeerError
 from ..storage.protocol import Storage
 from .progress import OnProgress, Tally, silent
-from .read import Blocks, Damage, Destination, Reader, in_threads, reads_of
+from .read import MAX_THREADS, Blocks, Damage, Destination, Reader, in_threads, reads_of
 
-ROUND_BYTES = 32 << 20
-"""What a rank sends in one round, and what it receives, at most: each window to a few ranks."""
+ROUND_BYTES = 16 << 20
+"""What a rank sends in one round, and what it receives, at most, or one window."""
+
+PLACERS = 4
+"""Threads that place what was received: each has a buffer as large as a window."""
 
 
 def execute_once(
@@ -133,12 +136,18 @@ class _Rounds:
             in_threads(self._reader.read_window, alone)
         except BaseException as error:
             self._failure = error
-        with ThreadPoolExecutor(1, thread_name_prefix="reshard-ckpt-ahead") as pool:
-            ahead = pool.submit(self._read_for, 0)
+        name = "reshard-ckpt-once"
+        with (
+            ThreadPoolExecutor(MAX_THREADS, thread_name_prefix=name) as self._readers,
+            ThreadPoolExecutor(PLACERS, thread_name_prefix=name) as self._placers,
+            ThreadPoolExecutor(1, thread_name_prefix="reshard-ckpt-ahead") as one,
+        ):
+            ahead = one.submit(self._read_for, 0)
             for number in range(self._num_rounds):
-                outgoing, sent = self._outgoing(number, ahead)
-                ahead = pool.submit(self._read_for, number + 1)
-                self._swap(number, outgoing, sent)
+                message = self._outgoing(number, ahead)
+                ahead = one.submit(self._read_for, number + 1)
+                self._swap(number, *message)
+                del message  # or it would be there beside the next one
                 if self.stopped:
                     break
         if self._failure is not None:
@@ -170,7 +179,7 @@ class _Rounds:
         def read(i: int) -> None:
             out[i] = self.read(windows[i])
 
-        in_threads(read, range(len(windows)))
+        in_threads(read, range(len(windows)), self._readers)
         return out
 
     def read(self, window: SharedWindow) -> memoryview:
@@ -209,7 +218,11 @@ class _Rounds:
     def _take_own(self, number: int, data: list[memoryview]) -> None:
         for window, held in zip(self._to_read[number], data, strict=True):
             self._held[window.file, window.window] = held
-        in_threads(lambda i: self._place(self._to_read[number][i], self._source(self._to_read[number][i])), range(len(data)))
+        in_threads(
+            lambda i: self._place(self._to_read[number][i], self._source(self._to_read[number][i])),
+            range(len(data)),
+            self._placers,
+        )
 
     def _source(self, window: SharedWindow) -> _Held:
         return _Held(window.extents, self._held[window.file, window.window])
@@ -221,7 +234,7 @@ class _Rounds:
             size = _size(extents)
             parts.append((window, _Held(extents, incoming[place[source] : place[source] + size])))
             place[source] += size
-        in_threads(lambda i: self._place(*parts[i]), range(len(parts)))
+        in_threads(lambda i: self._place(*parts[i]), range(len(parts)), self._placers)
 
     def _place(self, window: SharedWindow, source: _Held) -> None:
         self._reader.take_window(self._number[window.file, window.window], source.read_into, prove=False)
