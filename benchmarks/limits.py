@@ -11,7 +11,7 @@ import torch
 
 READ_BYTES = 8 << 20
 WRITE_BYTES = 1 << 20
-"""In one call. More takes Linux more CPU seconds when it writes, and less when it reads."""
+"""In one call, as the library does."""
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:

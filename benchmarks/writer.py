@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
-from reshard_ckpt.engine.write import SCRATCH_BYTES
+from reshard_ckpt.engine.write import WRITE_BYTES
 from reshard_ckpt.format.checksums import BlockHasher
 from reshard_ckpt.storage.local import LocalStorage
 
@@ -36,9 +36,9 @@ def write(buffer: torch.Tensor, folder: str, key: str) -> float:
     begin = time.perf_counter()
     data, hasher = buffer.numpy().data, BlockHasher()
     with LocalStorage(folder) as storage, storage.create(key) as writer:
-        for at in range(0, len(data), SCRATCH_BYTES):
-            hasher.update(data[at : at + SCRATCH_BYTES])
-            writer.write(data[at : at + SCRATCH_BYTES])
+        for at in range(0, len(data), WRITE_BYTES):
+            hasher.update(data[at : at + WRITE_BYTES])
+            writer.write(data[at : at + WRITE_BYTES])
         hasher.finish()
     return time.perf_counter() - begin
 

@@ -34,7 +34,7 @@ from ..engine.memory import Held, chunks
 from ..engine.messages import Assignment, Receipt, RunColumns
 from ..engine.recorder import Recorder
 from ..engine.save import look
-from ..engine.write import SCRATCH_BYTES, FileLayout, lay_out_members, write_files
+from ..engine.write import WRITE_BYTES, FileLayout, lay_out_members, write_files
 from ..errors import CheckpointError, LayoutError, UnsupportedError
 from ..format.shard_file import Member, blob_name, make_member, opaque_name
 from ..format.torch_dtypes import dtype_code
@@ -215,7 +215,7 @@ class _Job:
     def chunks_of(self, layout: FileLayout) -> Iterator[memoryview]:
         """The bytes of a file, front to back; each tensor is asked for when its turn comes."""
         yield memoryview(layout.header)
-        scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8)
+        scratch = torch.empty(WRITE_BYTES, dtype=torch.uint8)
         for part in self.parts[layout.items]:
             if part.data is not None:
                 yield memoryview(part.data)

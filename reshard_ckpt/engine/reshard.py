@@ -37,7 +37,7 @@ from .read_back import STEP_BYTES, ReadBack, Written
 from .recut import Recut
 from .save import publish
 from .stream import WINDOW_BYTES, Run, RunReader, Window, check_covered, in_turn, pieces_of
-from .write import SCRATCH_BYTES, FileLayout, ShardFileWriter, digests_key, member_offsets
+from .write import WRITE_BYTES, FileLayout, ShardFileWriter, digests_key, member_offsets
 
 _WHOLE_FILES = 1 << 62
 
@@ -175,8 +175,8 @@ class _Lane:
     def write(self, view: memoryview) -> None:
         """Append the next bytes, all of one item."""
         file = self._open()
-        for at in range(0, len(view), SCRATCH_BYTES):
-            self._append(file, view[at : at + SCRATCH_BYTES])
+        for at in range(0, len(view), WRITE_BYTES):
+            self._append(file, view[at : at + WRITE_BYTES])
         self._close_if_full(file)
 
     def _append(self, file: ShardFileWriter, chunk: memoryview) -> None:

@@ -17,13 +17,10 @@ import torch
 
 from .memory import copy_run
 from .messages import Assignment
-from .write import FileLayout, Holdings
+from .write import WRITE_BYTES, FileLayout, Holdings
 
 STEP_BYTES = 4 << 20
 """Bytes copied at once; a multiple of every element size."""
-
-WRITE_BYTES = 512 << 10
-"""Bytes handed to the writer at once: writes of 4 MiB at multiples of that took Linux (ext4, 6.18) twice the CPU seconds."""
 
 MIN_RING_BYTES = 16 << 20
 

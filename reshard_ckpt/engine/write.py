@@ -35,7 +35,7 @@ from .progress import Tally
 from .recent import Recent
 from .recorder import Recorder
 
-SCRATCH_BYTES = 1 << 20
+WRITE_BYTES = 1 << 20
 """Bytes hashed and written at once: few enough to be in the processor's cache for the second of the two."""
 
 HEADER_METADATA = {"format": "pt", "writer": "reshard_ckpt"}
@@ -288,10 +288,10 @@ def _write_file(
 def _file_chunks(holdings: Holdings, assignment: Assignment, layout: FileLayout) -> Iterator[memoryview]:
     """The bytes of a file, front to back, from the tensors' own memory where that is in order."""
     yield memoryview(layout.header)
-    scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8)
+    scratch = torch.empty(WRITE_BYTES, dtype=torch.uint8)
     columns = (assignment.local, assignment.start, assignment.count)
     rows = zip(*(column[layout.items].tolist() for column in columns), strict=True)
     runs = [(holdings.rows[local][1], start, count) for local, start, count in rows]
     # Views before any writing, which empties the processor's caches: between writes they would take ten times as long.
     for run, data in [(run, bytes_in_place(*run)) for run in runs]:
-        yield from chunks(*run, scratch) if data is None else slices(data, SCRATCH_BYTES)
+        yield from chunks(*run, scratch) if data is None else slices(data, WRITE_BYTES)
