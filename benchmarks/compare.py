@@ -94,10 +94,16 @@ class Run:
         mine = sum(file.stat().st_size for file in path.glob(f"*/rank{self.ranks.rank:05d}-*"))
         self.drop(path)
         problem = peers.torchsnapshot_problem()
+        operations: list[tuple[str, Callable[[Path], Any]]] = [
+            ("raw write", lambda path: self._raw_write(path, mine)),
+            ("save", lambda path: checkpoint.save(path, self.state.modules)),
+            ("dcp save", lambda path: dcp.save(self.state.tensors, checkpoint_id=str(path))),
+        ]
         for number in self.rounds("saves", self.options.pairs, 0.3):
-            self._save("raw write", lambda path: self._raw_write(path, mine))
-            self._save("save", lambda path: checkpoint.save(path, self.state.modules))
-            self._save("dcp save", lambda path: dcp.save(self.state.tensors, checkpoint_id=str(path)))
+            # What pages cost depends on what was freed before, so each comes first in its turn.
+            first = number % len(operations)
+            for name, operation in operations[first:] + operations[:first]:
+                self._save(name, operation)
             if problem is None and number < 2:  # too far from the limit to spend more time on
                 problem = self._try("torchsnapshot save", lambda path: peers.torchsnapshot_save(self.state, path))
         if problem is not None:

@@ -9,6 +9,7 @@ import json
 import os
 import resource
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -150,6 +151,9 @@ class Samples:
     def least(self, name: str, what: str = "wall_s") -> float:
         """The minimum over a run's samples."""
         return float(min(getattr(sample, what) for sample in self.by_name[name]))
+
+    def median(self, name: str, what: str = "wall_s") -> float:
+        return float(statistics.median(getattr(sample, what) for sample in self.by_name[name]))
 
     def first(self, name: str) -> float:
         return self.by_name[name][0].wall_s

@@ -99,6 +99,8 @@ def _save_figures(result: Result) -> Iterator[Figure]:
         return
     yield from ratio("durable save ÷ raw write + fsync", "save", "raw write", 1.10)
     yield from ratio("  CPU seconds ÷ raw's", "save", "raw write", 1.5, "cpu_s")
+    mine, limit = samples.median("save", "cpu_s"), samples.median("raw write", "cpu_s")
+    yield Figure("  the same of medians", mine / limit, None, f"{mine:.3f} / {limit:.3f} s", "×")
     written = samples.least("save", "written_bytes")
     yield Figure("  bytes written ÷ needed", written / result.needed_bytes, 1.005, f"{written / 1e9:.3f} GB", "×")
     yield _peak("  host memory beyond the tensors, save", result, "save", 64)
