@@ -29,7 +29,9 @@ class Staging:
     """The images of one rank's files while they go from the state to the store."""
 
     def __init__(self, holdings: Holdings, assignment: Assignment, layouts: Sequence[FileLayout], ring: torch.Tensor) -> None:
-        self._holdings, self._assignment, self._layouts, self._ring = holdings, assignment, layouts, ring
+        self._holdings, self._layouts, self._ring = holdings, layouts, ring
+        columns = (assignment.local, assignment.start, assignment.count)
+        self._items = list(zip(*(column.tolist() for column in columns), strict=True))
         self._capacity = ring.numel() // STEP_BYTES * STEP_BYTES
         self._changed = threading.Condition()
         self._filled = 0
@@ -39,8 +41,8 @@ class Staging:
         self._begin, self.num_bytes = _addresses(layouts)
         self._item_at = _item_addresses(layouts, self._begin)
         self._streams = _Streams(held.tensor.device for _, held in holdings.rows)
-        # A device copies at full speed in few large pieces; a ring that streams must hand over small ones.
-        self._step = self._capacity if self._streams and self.holds_all else STEP_BYTES
+        # Copies are fastest in few large pieces; a ring that streams must hand over small ones.
+        self._step = self._capacity if self.holds_all else STEP_BYTES
         self._non_blocking = bool(self._streams) and ring.is_pinned()
 
     @property
@@ -64,7 +66,7 @@ class Staging:
             for layout, begin in zip(self._layouts, self._begin, strict=True):
                 self._put_bytes(begin, layout.header)
                 for item in range(layout.items.start, layout.items.stop):
-                    if chosen(int(self._assignment.local[item])):
+                    if chosen(self._items[item][0]):
                         num_bytes += self._put_item(item)
         return num_bytes
 
@@ -103,8 +105,8 @@ class Staging:
             self._advance(written=at)
 
     def _put_item(self, item: int) -> int:
-        held = self._holdings.rows[int(self._assignment.local[item])][1]
-        start, count = int(self._assignment.start[item]), int(self._assignment.count[item])
+        local, start, count = self._items[item]
+        held = self._holdings.rows[local][1]
         each, at = held.tensor.element_size(), self._item_at[item]
         while count:
             place = at % self._capacity
