@@ -49,11 +49,12 @@ def wanted_bytes(plan: LoadPlan, file: int) -> set[int]:
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Catalog, list[TensorSpec]]:
     shape, saved = draw(shapes(9)), draw(st.integers(1, 4))
-    layout, target = draw(layouts(shape, saved)), draw(layouts(shape, draw(st.integers(1, 4))))
+    layout = draw(layouts(shape, saved))
+    targets = [draw(layouts(shape, draw(st.integers(1, 4)))) for _ in range(draw(st.integers(1, 2)))]
     whole = values_of(shape, "I16", 1)
     storage = MemoryStorage("reads")
     catalog = save_job(storage, [[(spec_of(layout, r, "t", "I16"), filled(layout, r, whole))] for r in range(saved)])
-    return catalog, [spec_of(target, 0, "t", "I16")]
+    return catalog, [spec_of(target, 0, "t", "I16") for target in targets]  # two want the same bytes, each for itself
 
 
 def landing_pairs(reads: ReadPlan) -> list[tuple[int, int, int, int]]:
@@ -84,7 +85,11 @@ def test_each_wanted_byte_lands_or_is_copied_once(
     plan = plan_for(catalog, specs, window)
     with patch.object(reads_module, "LAND_BYTES", land):
         reads = reads_for(catalog, plan, block_bytes, join)
-    moved = landing_pairs(reads) + [pair for i in reads.items.tolist() for pair in item_pairs(plan, i)]
+    landing, copying = landing_pairs(reads), [pair for i in reads.items.tolist() for pair in item_pairs(plan, i)]
+    landed = {(file, at) for file, at, _, _ in landing}  # these are not in the buffer that others are copied from
+    assert len(landed) == len(landing)
+    assert landed.isdisjoint((file, at) for file, at, _, _ in copying)
+    moved = landing + copying
     assert sorted(moved) == sorted(pair for i in range(len(plan.src)) for pair in item_pairs(plan, i))
     for w in range(reads.num_windows):  # what lands or is copied lies in what its window reads
         extents = [(reads.low[e], reads.high[e]) for e in range(reads.extent_start[w], reads.extent_start[w + 1])]
