@@ -37,6 +37,8 @@ from .ranks import Ranks, cpu_s, cpu_s_of, launch, save_json
 from .report import machine
 
 MODES = ("none", "raw writer", "eager", "lazy", "dcp thread", "dcp process")
+SHARES = ("slowdown", "slowdown_of_least", "added_cpu_s")
+"""Figures of lazy saves that are compared with those of DCP's better mode."""
 
 
 class Block(nn.Module):
@@ -183,9 +185,6 @@ def figures(stretches: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
         if mode != "none"
     }
     return {"whole_s": whole, "step_s": step, "modes": modes, **{f"lazy_{key}_of_dcp": _of_dcp(modes, key) for key in SHARES}}
-
-
-SHARES = ("slowdown", "slowdown_of_least", "added_cpu_s")
 
 
 def _of_dcp(modes: dict[str, dict[str, float]], key: str) -> float | None:

@@ -3,7 +3,8 @@
 1. Ranks tell each other which extents of which windows they want, and each works out the same schedule (`core.sharing`).
 2. What only one rank wants, it reads as it always does.
 3. What several want is read and proved by one of them, and then sent, round by round, to the others, who place it as if they had
-   read it. While one round is sent, the next is read. Both stay within a few times `ROUND_BYTES` of memory.
+   read it. While one round is sent, the next is read. Both stay within a few times `ROUND_BYTES` of memory,
+   and a window for each thread.
 4. Every part of a round says whether its sender has failed. So all ranks stop after the same round, none waits in a collective
    that another one never enters, and the session then raises the error on all of them.
 """

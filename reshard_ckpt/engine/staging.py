@@ -20,7 +20,7 @@ from .messages import Assignment
 from .write import WRITE_BYTES, FileLayout, Holdings
 
 STEP_BYTES = 4 << 20
-"""Bytes copied at once; a multiple of every element size."""
+"""Bytes copied at once into a ring that streams; a multiple of every element size."""
 
 MIN_RING_BYTES = 16 << 20
 
