@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from reshard_ckpt.core.catalog import BoxTable, Catalog, FileEntry, RowTable, TensorTable
-from reshard_ckpt.core.dtypes import CODES
-from reshard_ckpt.core.state import AxisPlacement, Mesh
+from reshard_ckpt.core.catalog.model import BoxTable, Catalog, FileEntry, RowTable, TensorTable
+from reshard_ckpt.core.catalog.specs import AxisPlacement, Mesh
+from reshard_ckpt.core.geometry.dtypes import CODES
 from reshard_ckpt.format.catalog import decode_catalog, encode_catalog
 
 ROUNDS = 5

@@ -22,7 +22,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from reshard_ckpt import checkpoint
-from reshard_ckpt.engine.host_memory import POOL
+from reshard_ckpt.engine.common.host_memory import POOL
 
 from . import limits, peers
 from .blocks import touched_bytes

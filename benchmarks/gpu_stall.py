@@ -23,13 +23,13 @@ import torch
 from torch import nn
 
 from reshard_ckpt import checkpoint
-from reshard_ckpt.adapters.state import capture
 from reshard_ckpt.comm import SoloComm
-from reshard_ckpt.engine.agreement import Before, agree
-from reshard_ckpt.engine.async_save import take_ring
-from reshard_ckpt.engine.save import hold
-from reshard_ckpt.engine.staging import Staging
-from reshard_ckpt.engine.write import lay_out
+from reshard_ckpt.engine.saving.agreement import PreviousCheckpoint, agree
+from reshard_ckpt.engine.saving.async_save import take_ring
+from reshard_ckpt.engine.saving.commit import describe_local
+from reshard_ckpt.engine.saving.staging import Staging
+from reshard_ckpt.engine.saving.write import lay_out
+from reshard_ckpt.state.capture import capture
 
 from .ranks import save_json
 from .report import machine
@@ -71,14 +71,14 @@ def seconds(work: Callable[[], object]) -> float:
 def measure_copy(state: dict[str, Any], pairs: int) -> dict[str, float]:
     """Bytes a second of a plain pinned copy, and of staging."""
     captured = capture(state)
-    holdings = hold([(e.spec, e.memory) for e in captured.entries], captured.values, captured.mesh, 0)
-    assignment = agree(SoloComm(), holdings, before=Before(b"", frozenset())).assignment
-    layouts = lay_out(holdings, assignment, 0)
-    ring = take_ring(holdings, layouts, None)
+    local_shards = describe_local([(e.spec, e.memory) for e in captured.entries], captured.values, captured.mesh, 0)
+    assignment = agree(SoloComm(), local_shards, before=PreviousCheckpoint(b"", frozenset())).assignment
+    layouts = lay_out(local_shards, assignment, 0)
+    ring = take_ring(local_shards, layouts, None)
     held = sum(int(member.num_bytes) for layout in layouts for member in layout.members)
     source = torch.empty(held, dtype=torch.uint8, device="cuda")
     target = torch.empty(held, dtype=torch.uint8, pin_memory=True)
-    staging = Staging(holdings, assignment, layouts, ring)
+    staging = Staging(local_shards, assignment, layouts, ring)
     plain, staged = [], []
     for _ in range(pairs + 1):  # the first pair warms up
         plain.append(seconds(lambda: target.copy_(source, non_blocking=True)))

@@ -27,11 +27,12 @@ import numpy as np
 import torch
 
 from reshard_ckpt import checkpoint
-from reshard_ckpt.core.state import AxisPlacement, Claim, Mesh, TensorSpec, box_piece, row_major_strides
-from reshard_ckpt.engine.agreement import new_save_id, plan_offers
-from reshard_ckpt.engine.messages import decode_assignment, encode_assignments, encode_offer
-from reshard_ckpt.engine.save import hold, look, publish
-from reshard_ckpt.engine.write import write_assignment
+from reshard_ckpt.core.catalog.specs import AxisPlacement, Mesh, Replication, TensorSpec, box_piece, row_major_strides
+from reshard_ckpt.engine.saving.agreement import plan_from_metadata
+from reshard_ckpt.engine.saving.commit import describe_local, look, publish
+from reshard_ckpt.engine.saving.messages import decode_assignment, encode_assignments, encode_metadata
+from reshard_ckpt.engine.saving.write import write_assignment
+from reshard_ckpt.format.keys import new_save_id
 from reshard_ckpt.format.torch_dtypes import TORCH_DTYPES
 from reshard_ckpt.format.values import encode_value
 from reshard_ckpt.storage import open_storage
@@ -57,7 +58,7 @@ def make_source(folder: Path, layers: int) -> None:
     noise = torch.from_numpy(generator.integers(0, 256, 192 << 20, dtype=np.uint8))
     storage = open_storage(folder)
     placement = (AxisPlacement("dp", "shard", 0), AxisPlacement("tp", "shard", 0))
-    holdings = []
+    local_shards = []
     for rank in range(RANKS):
         held = []
         for number, (name, shape, tp) in enumerate(weights(layers)):
@@ -69,13 +70,15 @@ def make_source(folder: Path, layers: int) -> None:
                 size = rows * shape[1] * TORCH_DTYPES[dtype].itemsize
                 begin = (number * 7919 + rank * 104729 + len(key)) * 4096 % (noise.numel() - size)
                 memory = noise[begin : begin + size].view(TORCH_DTYPES[dtype])
-                held.append((TensorSpec(full, dtype, shape, (piece,), Claim.DECLARED, placed), memory))
-        holdings.append(hold(held, (), Mesh(("dp", "tp"), (RANKS, 1)), rank))
-    offers = [encode_offer(h.offer) for h in holdings]
-    plan = plan_offers([offer.tensors for offer in offers], [offer.rows for offer in offers])
+                held.append((TensorSpec(full, dtype, shape, (piece,), Replication.DECLARED, placed), memory))
+        local_shards.append(describe_local(held, (), Mesh(("dp", "tp"), (RANKS, 1)), rank))
+    job_metadata = [encode_metadata(h.local_metadata) for h in local_shards]
+    plan = plan_from_metadata(
+        [local_metadata.tensors for local_metadata in job_metadata], [local_metadata.rows for local_metadata in job_metadata]
+    )
     save_id, before = new_save_id(), look(storage)
     assignments = [decode_assignment(data, save_id) for data in encode_assignments(plan)]
-    receipts = [write_assignment(storage, h, a, rank) for rank, (h, a) in enumerate(zip(holdings, assignments, strict=True))]
+    receipts = [write_assignment(storage, h, a, rank) for rank, (h, a) in enumerate(zip(local_shards, assignments, strict=True))]
     publish(storage, plan, (), receipts, save_id=save_id, metadata=encode_value(None, ""), before=before)
 
 

@@ -28,13 +28,14 @@ import msgpack
 import numpy as np
 import torch
 
-from reshard_ckpt.core.build import Written, build_catalog
-from reshard_ckpt.core.catalog import Catalog, FileEntry
-from reshard_ckpt.core.reads import plan_reads
-from reshard_ckpt.core.save_plan import SavePlan, item_bytes_of
-from reshard_ckpt.engine.agreement import Leader, PlanCache
-from reshard_ckpt.engine.load import LoadOptions, resolve
-from reshard_ckpt.engine.messages import encode_offer
+from reshard_ckpt.core.catalog.model import Catalog, FileEntry
+from reshard_ckpt.core.geometry.dtypes import item_bytes_of
+from reshard_ckpt.core.planning.build_catalog import WrittenItems, build_catalog
+from reshard_ckpt.core.planning.read_plan import plan_reads
+from reshard_ckpt.core.planning.save_plan import SavePlan
+from reshard_ckpt.engine.loading.load import LoadOptions, resolve
+from reshard_ckpt.engine.saving.agreement import Leader, PlanCache
+from reshard_ckpt.engine.saving.messages import encode_metadata
 from reshard_ckpt.format.catalog import decode_catalog, encode_catalog
 from reshard_ckpt.format.checksums import BLOCK_BYTES, digest128
 
@@ -53,17 +54,17 @@ class Ranks:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        offers = [encode_offer(job.offer(rank, 1)) for rank in range(job.mesh.size)]
+        job_metadata = [encode_metadata(job.local_metadata(rank, 1)) for rank in range(job.mesh.size)]
         # Alike parts are one object: 16,384 processes would not share memory, but nor would they be here.
         known: dict[bytes, bytes] = {}
-        self.parts = [[known.setdefault(p, p) for p in (o.tensors, o.rows, o.values)] for o in offers]
+        self.parts = [[known.setdefault(p, p) for p in (o.tensors, o.rows, o.values)] for o in job_metadata]
         self.plan_id = bytes(16)
 
     def change_values(self, step: int) -> None:
         """What a step of training changes: the values, which depend on the stage alone."""
         stage_size = self.job.mesh.size // self.job.pp
         for stage in range(self.job.pp):
-            values = encode_offer(self.job.offer(stage * stage_size, step)).values
+            values = encode_metadata(self.job.local_metadata(stage * stage_size, step)).values
             for rank in range(stage * stage_size, (stage + 1) * stage_size):
                 self.parts[rank][2] = values
 
@@ -115,7 +116,7 @@ def copy_s(num_bytes: int) -> float:
     return fastest(source.copy, 5)[0]
 
 
-def carried_out(plan: SavePlan) -> tuple[Written, list[FileEntry]]:
+def carried_out(plan: SavePlan) -> tuple[WrittenItems, list[FileEntry]]:
     """The plan as if every rank had written its items one after the other."""
     num_bytes = plan.count * item_bytes_of(plan.tables.dtype)[plan.tensor]
     ends = np.cumsum(num_bytes)
@@ -129,7 +130,7 @@ def carried_out(plan: SavePlan) -> tuple[Written, list[FileEntry]]:
         FileEntry(f"{stem}.safetensors", size, f"{stem}.digests", digest128(stem.encode()), save_id, rank)
         for rank, (stem, size) in enumerate(zip(stems, sizes, strict=True))
     ]
-    return Written(plan.rank, offset), files
+    return WrittenItems(plan.rank, offset), files
 
 
 def to_catalog(leader: Leader) -> Catalog:

@@ -15,9 +15,19 @@ from math import prod
 
 import numpy as np
 
-from reshard_ckpt.core.offer import Offer, build_offer
-from reshard_ckpt.core.state import Claim, Ints, Mesh, Piece, TensorSpec, ValueKind, ValueSpec, box_piece, row_major_strides
-from reshard_ckpt.engine.values import offer_values
+from reshard_ckpt.core.catalog.specs import (
+    Ints,
+    Mesh,
+    Piece,
+    Replication,
+    TensorSpec,
+    ValueKind,
+    ValueSpec,
+    box_piece,
+    row_major_strides,
+)
+from reshard_ckpt.core.planning.local_metadata import LocalMetadata, build_local_metadata
+from reshard_ckpt.engine.saving.values import local_values
 from reshard_ckpt.format.values import encode_value
 
 LAYERS, HIDDEN, FFN, KV, VOCAB = 126, 16384, 53248, 1024, 128256
@@ -102,12 +112,12 @@ class Job:
         for param in params:
             offsets, lengths = self.box(param, tp)
             piece = box_piece(offsets, lengths, 0, row_major_strides(lengths))
-            specs.append(TensorSpec(f"model.{param.name}", "BF16", param.shape, (piece,), Claim.DECLARED))
+            specs.append(TensorSpec(f"model.{param.name}", "BF16", param.shape, (piece,), Replication.DECLARED))
         for (i, start, count), state in product(self.runs(stage, dp), STATES):
             param = params[i]
             offsets, lengths = self.box(param, tp)
             piece = Piece(offsets, lengths, start, count, -start, row_major_strides(lengths))
-            specs.append(TensorSpec(f"optimizer.state.{param.name}.{state}", "F32", param.shape, (piece,), Claim.DECLARED))
+            specs.append(TensorSpec(f"optimizer.state.{param.name}.{state}", "F32", param.shape, (piece,), Replication.DECLARED))
         return specs
 
     def values(self, rank: int, step: int) -> list[ValueSpec]:
@@ -123,12 +133,12 @@ class Job:
             _value("extra.rng", ValueKind.PER_RANK, bytes(RNG_BYTES)),
         ]
 
-    def offer(self, rank: int, step: int) -> Offer:
+    def local_metadata(self, rank: int, step: int) -> LocalMetadata:
         """What one rank says that it holds."""
-        values, blobs = offer_values(self.values(rank, step), rank)
+        values, blobs = local_values(self.values(rank, step), rank)
         specs = self.specs(rank)
         own = {len(specs) + i: blob.own for i, blob in enumerate(blobs) if blob.own is not None}
-        return build_offer([*specs, *(blob.spec for blob in blobs)], len(blobs), values, self.mesh, own)
+        return build_local_metadata([*specs, *(blob.spec for blob in blobs)], len(blobs), values, self.mesh, own)
 
     def num_rows(self) -> int:
         """About how many rows its catalog has."""

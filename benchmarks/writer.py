@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
-from reshard_ckpt.engine.write import WRITE_BYTES
+from reshard_ckpt.engine.saving.write import WRITE_BYTES
 from reshard_ckpt.format.checksums import BlockHasher
 from reshard_ckpt.storage.local import LocalStorage
 

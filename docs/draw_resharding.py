@@ -1,6 +1,6 @@
 """How is a tensor resharded? Draws docs/resharding.svg from what the planners return for one small tensor.
 
-1. Three ranks hold flat ranges of an 8 × 10 tensor, as a ZeRO optimizer does; `plan_offers` divides the writing, one file a rank.
+1. Three ranks hold flat ranges of an 8 × 10 tensor, as a ZeRO optimizer does; `plan_from_metadata` divides the writing, one file a rank.
 2. A tensor-parallel job of two ranks wants columns; `plan_load` finds what its rank 1 reads.
 3. Every coloured cell of the picture is an element of an item of that plan: where it lies in a file, and where it goes.
 
@@ -23,13 +23,13 @@ from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Ellipse, Rectangle
 
-from reshard_ckpt.core.build import Written, build_catalog
-from reshard_ckpt.core.catalog import Catalog, FileEntry
-from reshard_ckpt.core.load_plan import LoadPlan, plan_load
-from reshard_ckpt.core.offer import build_offer, piece_columns
-from reshard_ckpt.core.state import Claim, Piece, TensorSpec, box_piece, flat_run, row_major_strides
-from reshard_ckpt.engine.agreement import plan_offers
-from reshard_ckpt.engine.messages import encode_offer
+from reshard_ckpt.core.catalog.model import Catalog, FileEntry
+from reshard_ckpt.core.catalog.specs import Piece, Replication, TensorSpec, box_piece, flat_run, row_major_strides
+from reshard_ckpt.core.planning.build_catalog import WrittenItems, build_catalog
+from reshard_ckpt.core.planning.load_plan import LoadPlan, plan_load
+from reshard_ckpt.core.planning.local_metadata import build_local_metadata, piece_columns
+from reshard_ckpt.engine.saving.agreement import plan_from_metadata
+from reshard_ckpt.engine.saving.messages import encode_metadata
 
 SHAPE = (8, 10)
 RUNS = [(0, 26), (26, 53), (53, 80)]
@@ -44,11 +44,15 @@ INK, FAINT = "#222222", 0.22
 def saved_catalog() -> Catalog:
     """The catalog of the flat ranges, as if each rank had written the items of its plan to a file without a header."""
     whole = box_piece((0, 0), SHAPE, 0, row_major_strides(SHAPE))
-    offers = [encode_offer(build_offer([_spec(flat_run(whole, start, stop - start))], 0, (), None)) for start, stop in RUNS]
-    plan = plan_offers([offer.tensors for offer in offers], [offer.rows for offer in offers])
+    job_metadata = [
+        encode_metadata(build_local_metadata([_spec(flat_run(whole, start, stop - start))], 0, (), None)) for start, stop in RUNS
+    ]
+    plan = plan_from_metadata(
+        [local_metadata.tensors for local_metadata in job_metadata], [local_metadata.rows for local_metadata in job_metadata]
+    )
     sizes = plan.part_count * 4
     first = np.array([int(sizes[: plan.items_of(rank).start].sum()) for rank in range(len(RUNS))])
-    written = Written(plan.rank, np.cumsum(sizes) - sizes - first[plan.rank])
+    written = WrittenItems(plan.rank, np.cumsum(sizes) - sizes - first[plan.rank])
     sizes_by_rank = plan.bytes_by_rank().tolist()
     files = [FileEntry(f"rank{rank:05d}-0.safetensors", size, "", b"", "save", rank) for rank, size in enumerate(sizes_by_rank)]
     return build_catalog(plan, written, files=files, values=(), save_id="save", created_s=0.0, metadata=b"")
@@ -62,7 +66,7 @@ def planned_load(catalog: Catalog) -> LoadPlan:
 
 
 def _spec(piece: Piece) -> TensorSpec:
-    return TensorSpec(NAME, "F32", SHAPE, (piece,), Claim.DECLARED)
+    return TensorSpec(NAME, "F32", SHAPE, (piece,), Replication.DECLARED)
 
 
 Place = tuple[float, float]

@@ -16,7 +16,7 @@ from . import errors
 
 if TYPE_CHECKING:
     from . import checkpoint
-    from .adapters.shards import FlatShard, LocalShard
+    from .state.shards import FlatShard, LocalShard
 
 __all__ = ["FlatShard", "LocalShard", "checkpoint", "errors"]
 __version__ = "0.1.0.dev0"

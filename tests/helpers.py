@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from reshard_ckpt.adapters import Captured, Entry, PerRankValues, prepare_load
-from reshard_ckpt.core.catalog import BoxTable, Catalog, RowTable, TensorKind, TensorTable, ValueEntry
-from reshard_ckpt.core.dtypes import CODES
-from reshard_ckpt.core.param_groups import merge
-from reshard_ckpt.core.state import Piece, ValueKind
+from reshard_ckpt.core.catalog.model import BoxTable, Catalog, RowTable, TensorKind, TensorTable, ValueEntry
+from reshard_ckpt.core.catalog.param_groups import merge
+from reshard_ckpt.core.catalog.specs import Piece, ValueKind
+from reshard_ckpt.core.geometry.dtypes import CODES
 from reshard_ckpt.errors import MismatchError
 from reshard_ckpt.format.torch_dtypes import TORCH_DTYPES
 from reshard_ckpt.format.values import decode_value
+from reshard_ckpt.state import Captured, Entry, PerRankValues, prepare_load
 
 
 @dataclass(frozen=True)

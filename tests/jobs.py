@@ -6,35 +6,40 @@ from collections.abc import Sequence
 
 import torch
 
-from reshard_ckpt.core.catalog import Catalog, ValueEntry
+from reshard_ckpt.core.catalog.model import Catalog, ValueEntry
+from reshard_ckpt.core.catalog.specs import Mesh, TensorSpec, ValueSpec
+from reshard_ckpt.core.planning.save_plan import SavePlan
 from reshard_ckpt.core.report import LoadReport
-from reshard_ckpt.core.save_plan import SavePlan
-from reshard_ckpt.core.state import Mesh, TensorSpec, ValueSpec
-from reshard_ckpt.engine.agreement import new_save_id, plan_offers
-from reshard_ckpt.engine.load import LoadOptions, Resolved, fetch, open_catalog, resolve
-from reshard_ckpt.engine.messages import (
+from reshard_ckpt.engine.loading.load import LoadOptions, Resolved, fetch, open_catalog, resolve
+from reshard_ckpt.engine.saving.agreement import plan_from_metadata
+from reshard_ckpt.engine.saving.commit import describe_local, look, publish
+from reshard_ckpt.engine.saving.messages import (
     Assignment,
     decode_assignment,
     decode_receipt,
     decode_values,
     encode_assignments,
-    encode_offer,
+    encode_metadata,
     encode_receipt,
 )
-from reshard_ckpt.engine.save import hold, look, publish
-from reshard_ckpt.engine.values import merge_values
-from reshard_ckpt.engine.write import Holdings, write_assignment
+from reshard_ckpt.engine.saving.values import merge_values
+from reshard_ckpt.engine.saving.write import LocalShards, write_assignment
+from reshard_ckpt.format.keys import new_save_id
 from reshard_ckpt.format.values import encode_value
 from reshard_ckpt.storage.protocol import Storage
 
 Tensors = Sequence[tuple[TensorSpec, torch.Tensor]]
 
 
-def plan_job(holdings: Sequence[Holdings]) -> tuple[SavePlan, tuple[ValueEntry, ...], list[Assignment]]:
+def plan_job(local_shards: Sequence[LocalShards]) -> tuple[SavePlan, tuple[ValueEntry, ...], list[Assignment]]:
     """The agreement of all ranks, without a cache."""
-    offers = [encode_offer(h.offer) for h in holdings]
-    plan = plan_offers([offer.tensors for offer in offers], [offer.rows for offer in offers])
-    values = merge_values([(rank, decode_values(offer.values)) for rank, offer in enumerate(offers)], plan.tables)
+    job_metadata = [encode_metadata(h.local_metadata) for h in local_shards]
+    plan = plan_from_metadata(
+        [local_metadata.tensors for local_metadata in job_metadata], [local_metadata.rows for local_metadata in job_metadata]
+    )
+    values = merge_values(
+        [(rank, decode_values(local_metadata.values)) for rank, local_metadata in enumerate(job_metadata)], plan.tables
+    )
     save_id = new_save_id()
     return plan, values, [decode_assignment(data, save_id) for data in encode_assignments(plan)]
 
@@ -48,10 +53,10 @@ def save_job(
 ) -> Catalog:
     """Save what each rank holds; returns the published catalog. Ranks write in the given order."""
     before = look(storage)
-    holdings = [hold(tensors, values[rank] if values else (), mesh, rank) for rank, tensors in enumerate(ranks)]
-    plan, merged, assignments = plan_job(holdings)
+    local_shards = [describe_local(tensors, values[rank] if values else (), mesh, rank) for rank, tensors in enumerate(ranks)]
+    plan, merged, assignments = plan_job(local_shards)
     receipt_of = {
-        rank: decode_receipt(encode_receipt(write_assignment(storage, holdings[rank], assignments[rank], rank)))
+        rank: decode_receipt(encode_receipt(write_assignment(storage, local_shards[rank], assignments[rank], rank)))
         for rank in (order or range(len(ranks)))
     }
     receipts = [receipt_of[rank] for rank in range(len(ranks))]

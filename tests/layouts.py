@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from reshard_ckpt.core.state import Claim, Ints, Piece, TensorSpec, row_major_strides
+from reshard_ckpt.core.catalog.specs import Ints, Piece, Replication, TensorSpec, row_major_strides
 from reshard_ckpt.format.torch_dtypes import TORCH_DTYPES
 
 
@@ -25,7 +25,7 @@ class Layout:
     shape: Ints
     pieces: tuple[tuple[Piece, ...], ...]
     memory: tuple[int, ...]
-    claim: Claim = Claim.DECLARED
+    replication: Replication = Replication.DECLARED
 
 
 def values_of(shape: Ints, dtype: str, salt: int) -> torch.Tensor:
@@ -61,7 +61,7 @@ def filled(layout: Layout, rank: int, whole: torch.Tensor) -> torch.Tensor:
 
 
 def spec_of(layout: Layout, rank: int, name: str, dtype: str) -> TensorSpec:
-    return TensorSpec(name, dtype, layout.shape, layout.pieces[rank], layout.claim)
+    return TensorSpec(name, dtype, layout.shape, layout.pieces[rank], layout.replication)
 
 
 def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
@@ -102,7 +102,7 @@ def layouts(draw: st.DrawFn, shape: Ints, ranks: int) -> Layout:
     if kind == "one":
         owner = draw(st.integers(0, ranks - 1))
         pieces = tuple((whole_piece(shape),) if r == owner else () for r in range(ranks))
-        return Layout(shape, pieces, (prod(shape),) * ranks, Claim.PLAIN)
+        return Layout(shape, pieces, (prod(shape),) * ranks, Replication.PLAIN)
     if kind == "transposed":
         # Memory in reverse order of dims, with gaps: not contiguous.
         strides = tuple(2 * s for s in reversed(row_major_strides(tuple(reversed(shape)))))

@@ -12,8 +12,18 @@ from math import prod
 
 import torch
 
-from reshard_ckpt.core.catalog import Catalog
-from reshard_ckpt.core.state import AxisPlacement, Claim, Ints, Mesh, Piece, TensorSpec, ValueKind, ValueSpec, row_major_strides
+from reshard_ckpt.core.catalog.model import Catalog
+from reshard_ckpt.core.catalog.specs import (
+    AxisPlacement,
+    Ints,
+    Mesh,
+    Piece,
+    Replication,
+    TensorSpec,
+    ValueKind,
+    ValueSpec,
+    row_major_strides,
+)
 from reshard_ckpt.format.values import encode_path, encode_value
 from reshard_ckpt.storage.protocol import Storage
 from tests.jobs import Tensors, save_job
@@ -172,7 +182,9 @@ def hold_rank(job: Job, rank: int) -> tuple[Tensors, list[ValueSpec]]:
         main = job.aliases.get(weight.name)
         alias = f"model.{main}" if main in present else None
         whole = whole_of(main or weight.name, weight.shape, "BF16")
-        spec = TensorSpec(f"model.{weight.name}", "BF16", weight.shape, pieces, Claim.DECLARED, placement_of(job, weight), alias)
+        spec = TensorSpec(
+            f"model.{weight.name}", "BF16", weight.shape, pieces, Replication.DECLARED, placement_of(job, weight), alias
+        )
         tensors.append((spec, memory_of(whole, boxes)))
     trained = [(w, boxes) for w, boxes in held if w.name not in job.aliases]
     runs = flat_runs(job, trained, where.get("dp", 0)) if job.zero else {}
@@ -186,12 +198,14 @@ def hold_rank(job: Job, rank: int) -> tuple[Tensors, list[ValueSpec]]:
                 mine = tuple(runs[weight.name])
                 parts = [whole.new_empty(0)]
                 parts += [memory_of(whole, [(p.offsets, p.lengths)])[p.start : p.start + p.count] for p in mine]
-                tensors.append((TensorSpec(name, "F32", weight.shape, mine, Claim.DECLARED), torch.cat(parts)))
+                tensors.append((TensorSpec(name, "F32", weight.shape, mine, Replication.DECLARED), torch.cat(parts)))
             else:
-                spec = TensorSpec(name, "F32", weight.shape, pack_boxes(boxes)[0], Claim.DECLARED, placement_of(job, weight))
+                spec = TensorSpec(
+                    name, "F32", weight.shape, pack_boxes(boxes)[0], Replication.DECLARED, placement_of(job, weight)
+                )
                 tensors.append((spec, memory_of(whole, boxes)))
         scalar = Piece((), (), 0, 1, 0, ())
-        spec = TensorSpec(f"optimizer.state.{weight.name}.step", "F32", (), (scalar,), Claim.DECLARED)
+        spec = TensorSpec(f"optimizer.state.{weight.name}.step", "F32", (), (scalar,), Replication.DECLARED)
         tensors.append((spec, torch.tensor([7.0])))
     return tensors, _values(job, trained, rank)
 

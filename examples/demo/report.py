@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from reshard_ckpt.core.catalog import Catalog, ShardView, TensorView
+from reshard_ckpt.core.catalog.model import Catalog, ShardView, TensorView
 
 mpl.use("agg")
 

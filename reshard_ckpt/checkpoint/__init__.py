@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from ..adapters.shards import PerRank
 from ..core.report import LoadReport
 from ..core.timeline import Timeline
-from ..engine.async_save import SaveHandle
-from ..engine.verify import VerifyReport
+from ..engine.checking.verify import VerifyReport
+from ..engine.saving.async_save import SaveHandle
+from ..manager.manager import LoadedStep, Manager
+from ..state.shards import PerRank
 from .comparing import Diff, diff
 from .converting import ConvertReport, convert
 from .inspecting import Inspection, inspect
 from .loading import load
-from .managing import LoadedStep, Manager
 from .plotting import plot
 from .reading import catalog, read, timeline, verify, write_manifest
 from .resharding import ReshardReport, reshard

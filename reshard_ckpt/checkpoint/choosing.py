@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ..core.catalog import Catalog
+from ..core.catalog.model import Catalog
 from ..errors import MismatchError, UsageError
 from ..format.torch_dtypes import TORCH_DTYPES
 

@@ -7,13 +7,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from ..core.catalog import Catalog
-from ..core.state import AxisPlacement, ValueKind
-from ..engine.compare import Side, TensorDifference, compare
-from ..engine.progress import OnProgress, reporter
-from ..engine.saved_values import SavedValue, open_values
+from ..core.catalog.model import Catalog
+from ..core.catalog.specs import AxisPlacement, ValueKind
+from ..engine.checking.compare import Side, TensorDifference, compare
+from ..engine.common.progress import OnProgress, reporter
+from ..engine.loading.saved_values import SavedValue, open_values
 from ..format.values import decode_value
-from .source import Path, Source, open_source
+from ..formats.opening import Path, Source, open_source
 from .value_changes import ValueChange, value_changes
 
 

@@ -10,28 +10,28 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from ..adapters.dcp import OPTIMIZER_FORMS, Span, write_dcp
-from ..adapters.foreign.companions import copy_companions
-from ..adapters.foreign.safetensors_out import finished_files, lay_out, write_safetensors
-from ..adapters.foreign.torch_out import write_torch
-from ..core.catalog import Catalog, TensorKind
-from ..core.dtypes import ITEM_BYTES
-from ..core.narrow import narrowed, retyped
-from ..core.state import ValueKind
-from ..engine.progress import OnProgress, Tally, reporter
-from ..engine.rename import renamed
-from ..engine.reshard import Options
-from ..engine.saved_values import open_values
-from ..engine.stream import Run, stream
+from ..core.catalog.model import Catalog, TensorKind
+from ..core.catalog.select import retyped, select_entries
+from ..core.catalog.specs import ValueKind
+from ..core.geometry.dtypes import ITEM_BYTES
+from ..engine.common.progress import OnProgress, Tally, reporter
+from ..engine.common.rename import renamed
+from ..engine.loading.saved_values import open_values
+from ..engine.loading.stream import Run, stream
+from ..engine.resharding.reshard import Options
 from ..errors import UsageError
 from ..format.catalog import encode_catalog
 from ..format.checksums import digest128
+from ..formats.dcp import OPTIMIZER_FORMS, Span, write_dcp
+from ..formats.destination import Making, new_file, new_folder
+from ..formats.opening import Path, Source, open_source
+from ..formats.safetensors_out import finished_files, lay_out, write_safetensors
+from ..formats.side_files import copy_side_files
+from ..formats.torch_out import write_torch
 from ..storage import LocalStorage
 from .choosing import Chosen, Names, cast_dtypes, chosen, tops
-from .destination import Making, new_file, new_folder
 from .resharding import write_as_one_rank
-from .source import Path, Source, open_source
-from .wishes import check_rename
+from .topology_options import check_rename
 
 MODEL = "model"
 
@@ -256,7 +256,7 @@ def _pick(
     everything = (*catalog.names, *catalog.value_names, *catalog.unreadable)
     left_out = tuple(name for name in everything if name not in written)
     dtypes = cast_dtypes(catalog, tensors, cast)
-    kept = narrowed(catalog, tensors, values)
+    kept = select_entries(catalog, tensors, values)
     out = retyped(kept, dtypes)
     if top:
         kept, out = (renamed(each, lambda name: name.removeprefix(f"{top}.")) for each in (kept, out))
@@ -299,7 +299,7 @@ def _to_safetensors(picked: _Picked, place: _Place, form: _Form) -> _Written:
         kept = finished_files(storage, notes, files)
         storage.delete({key for key, _ in storage.list()} - {file.key for file in kept})
         if not os.path.isfile(place.src):
-            copy_companions(picked.source.storage, picked.source.catalog, storage)
+            copy_side_files(picked.source.storage, picked.source.catalog, storage)
         write_safetensors(storage, picked.tensor_bytes, files, notes=notes, kept=kept)
         return _Written(_keys(storage), sum(file.num_bytes for file in kept))
 

@@ -9,18 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from ..core.catalog import Catalog, TensorView, ValueEntry
-from ..core.geometry import volumes
-from ..core.save_plan import item_bytes_of
-from ..core.state import Ints, ValueKind
-from ..core.summary import Summary, step_of, summarize_catalog
-from ..core.tree import Node, fold
-from ..engine.numbers import TensorStats, statistics
-from ..engine.progress import OnProgress, reporter
-from ..engine.saved_values import open_values
+from ..core.catalog.model import Catalog, TensorView, ValueEntry
+from ..core.catalog.name_tree import Node, fold
+from ..core.catalog.specs import Ints, ValueKind
+from ..core.catalog.summary import Summary, step_of, summarize_catalog
+from ..core.geometry.dtypes import item_bytes_of
+from ..core.geometry.runs import volumes
+from ..engine.checking.statistics import TensorStats, statistics
+from ..engine.common.progress import OnProgress, reporter
+from ..engine.loading.saved_values import open_values
 from ..format.values import decode_value
+from ..formats.opening import Path, open_source
 from .choosing import choose
-from .source import Path, open_source
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,22 +9,22 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ..adapters.foreign import FORMATS, ForeignFormat
-from ..adapters.shards import PerRankValues
-from ..adapters.state import prepare_load
 from ..comm import open_exchange, open_session
-from ..core.catalog import Catalog
+from ..core.catalog.model import Catalog
+from ..core.catalog.specs import ValueKind
 from ..core.report import LoadReport
-from ..core.state import ValueKind
-from ..engine.async_save import LINE
-from ..engine.load import LoadOptions, drop_refused, fetch, missing_values, resolve, unreadable, vote
-from ..engine.logs import RankLog
-from ..engine.progress import OnProgress, reporter, size_text
-from ..engine.read import execute
-from ..engine.read_once import execute_once
-from ..engine.rename import renamed
-from ..engine.saved_values import SavedValue, open_values
-from .source import NATIVE, Path, open_shared_source
+from ..engine.common.logs import RankLog
+from ..engine.common.progress import OnProgress, reporter, size_text
+from ..engine.common.rename import renamed
+from ..engine.loading.load import LoadOptions, drop_refused, fetch, missing_values, resolve, unreadable, vote
+from ..engine.loading.read import execute
+from ..engine.loading.read_once import execute_once
+from ..engine.loading.saved_values import SavedValue, open_values
+from ..engine.saving.async_save import SAVES
+from ..formats.foreign import FORMATS, ForeignFormat
+from ..formats.opening import NATIVE, Path, open_shared_source
+from ..state.capture import prepare_load
+from ..state.shards import PerRankValues
 
 Patterns = Sequence[str] | bool
 
@@ -121,7 +121,7 @@ def load_state(
     with ExitStack() as held, session as comm:
         source = held.enter_context(open_shared_source(comm, path, formats))  # until all ranks have left the session
         options = replace(options, tied_under_one_name=source.format != NATIVE)
-        LINE.wait_staged()  # what a save still copies must not change under it
+        SAVES.wait_staged()  # what a save still copies must not change under it
         storage, saved = source.storage, source.catalog if rename is None else renamed(source.catalog, rename)
         target = prepare_load(state, saved, rank=comm.rank, size=comm.size, adds=not only_wanted)
         values = _for_adapters(open_values(storage, saved, target.prefixes, verify=options.verify))

@@ -8,10 +8,11 @@ import pathlib
 import uuid
 from collections.abc import Mapping
 
+from ..core.planning.target_placement import group_orders
 from ..core.timeline import Timeline
-from ..core.topology import group_orders
-from ..engine.saved_values import open_values
+from ..engine.loading.saved_values import open_values
 from ..errors import CheckpointNotFound, MismatchError, StorageError, UsageError
+from ..formats.opening import Path, open_source
 from .inspecting import TensorLine, inspect
 from .pictures.cuts import draw_cuts
 from .pictures.page import picture_page, report_page
@@ -21,8 +22,7 @@ from .pictures.svg import svg_document
 from .pictures.times import draw_timeline
 from .pictures.wanted import wanted_on
 from .reading import timeline as read_timeline
-from .source import Path, open_source
-from .wishes import mesh_of
+from .topology_options import mesh_of
 
 PICTURES = (".png", ".svg", ".html")
 

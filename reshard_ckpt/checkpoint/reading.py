@@ -9,21 +9,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..core.catalog import Catalog, TensorKind
+from ..core.catalog.model import Catalog, TensorKind
+from ..core.catalog.specs import TensorSpec, ValueKind, box_piece, row_major_strides
 from ..core.report import summarize
-from ..core.state import TensorSpec, ValueKind, box_piece, row_major_strides
 from ..core.timeline import Timeline
-from ..engine.load import LoadOptions, fetch, prove_held, resolve
-from ..engine.manifest import check_manifest, make_manifest
-from ..engine.progress import OnProgress, reporter
-from ..engine.save import timeline_key
-from ..engine.saved_values import open_values
-from ..engine.verify import VerifyReport, verify_all
+from ..engine.checking.manifest import check_manifest, make_manifest
+from ..engine.checking.verify import VerifyReport, verify_all
+from ..engine.common.progress import OnProgress, reporter
+from ..engine.loading.load import LoadOptions, fetch, resolve, verify_held
+from ..engine.loading.saved_values import open_values
 from ..errors import CheckpointNotFound, CorruptError, MismatchError, UsageError
+from ..format.keys import timeline_key
 from ..format.timeline import MAX_TIMELINE_BYTES, decode_timeline
 from ..format.torch_dtypes import TORCH_DTYPES
+from ..formats.opening import NATIVE, Path, Source, open_source
 from .choosing import choose, refuse_unreadable
-from .source import NATIVE, Path, Source, open_source
 
 
 def catalog(path: Path) -> Catalog:
@@ -149,7 +149,7 @@ def read(path: Path, names: Sequence[str] | None = None, *, progress: bool | OnP
         storage, saved = source.storage, source.catalog
         refuse_unreadable(saved, names)
         tensors, values = choose(saved, names)
-        prove_held(storage, saved, [saved.index(name) for name in tensors])
+        verify_held(storage, saved, [saved.index(name) for name in tensors])
         whole = [_whole(saved, name) for name in tensors]
         resolved = resolve(saved, whole, LoadOptions())
         if any(resolved.problems.values()):

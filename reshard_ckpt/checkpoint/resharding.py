@@ -9,23 +9,33 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..comm import Comm, SoloComm, open_session
-from ..core.catalog import Catalog
-from ..core.rules import parse_rules
-from ..core.state import AxisPlacement, Mesh
-from ..core.topology import Wish, group_orders
-from ..engine.agreement import new_save_id
-from ..engine.free_space import check_free_space
-from ..engine.progress import OnProgress, reporter
-from ..engine.recut import Choice, Recut, recut
-from ..engine.rename import renamed
-from ..engine.reshard import Done, Options, RankShare, agree_on_id, commit, rank_share, save_id_of, share_of, write_share
-from ..engine.save import look
-from ..engine.saved_values import open_values
+from ..core.catalog.model import Catalog
+from ..core.catalog.specs import AxisPlacement, Mesh
+from ..core.planning.placement_rules import parse_rules
+from ..core.planning.target_placement import TargetTopology, group_orders
+from ..engine.common.progress import OnProgress, reporter
+from ..engine.common.rename import renamed
+from ..engine.loading.saved_values import open_values
+from ..engine.resharding.plan import Choice, ReshardPlan, plan_reshard
+from ..engine.resharding.reshard import (
+    Options,
+    ProcessReport,
+    RankShare,
+    agree_on_id,
+    commit,
+    rank_share,
+    save_id_of,
+    share_of,
+    write_share,
+)
+from ..engine.saving.commit import look
+from ..engine.saving.free_space import check_free_space
 from ..errors import StorageError, UsageError
+from ..format.keys import new_save_id
+from ..formats.opening import Path, Source, open_shared_source
 from ..storage import LocksUnsupported, MissingKey, Storage, open_storage
 from .choosing import Names, cast_dtypes, chosen, listed
-from .source import Path, Source, open_shared_source
-from .wishes import boundaries, check_rename, idle_axes, mesh_of, read_rules
+from .topology_options import boundaries, check_rename, idle_axes, mesh_of, read_rules
 
 _LOCK = "reshard.lock"
 
@@ -149,21 +159,21 @@ def reshard(
         check_rename(source.catalog, rename)
         catalog = source.catalog if rename is None else renamed(source.catalog, rename)
         choice = _choice(catalog, select, exclude, drop, cast)
-        wish = Wish(new_mesh, wishes, boundaries(stages, new_mesh), _group_orders(source, catalog, choice))
+        topology = TargetTopology(new_mesh, wishes, boundaries(stages, new_mesh), _group_orders(source, catalog, choice))
         options = Options(verify, reporter(progress if comm.rank == 0 else False))
-        return _write(comm, source, recut(catalog, choice, wish), target, options, dry_run=dry_run)
+        return _write(comm, source, plan_reshard(catalog, choice, topology), target, options, dry_run=dry_run)
 
 
 def write_as_one_rank(source: Source, catalog: Catalog, dtypes: Mapping[str, str], dst: Path, options: Options) -> ReshardReport:
     """Write all of a catalog over the source's files as a job of one rank would have saved it, in this process."""
     choice = Choice(catalog.names, catalog.value_names, dtypes)
-    wish = Wish(Mesh(("dp",), (1,)), (), None, _group_orders(source, catalog, choice))
+    topology = TargetTopology(Mesh(("dp",), (1,)), (), None, _group_orders(source, catalog, choice))
     with open_storage(dst) as target:
-        return _write(SoloComm(), source, recut(catalog, choice, wish), target, options)
+        return _write(SoloComm(), source, plan_reshard(catalog, choice, topology), target, options)
 
 
 def _write(
-    comm: Comm, source: Source, planned: Recut, target: Storage, options: Options, *, dry_run: bool = False
+    comm: Comm, source: Source, planned: ReshardPlan, target: Storage, options: Options, *, dry_run: bool = False
 ) -> ReshardReport:
     before = look(target) if comm.rank == 0 else None
     proved = all(file.digests_key for file in planned.catalog.files)
@@ -172,7 +182,7 @@ def _write(
         # Nothing proves that the same catalog means the same bytes, so no earlier attempt may be taken up.
         save_id = comm.broadcast(new_save_id().encode()).decode()
     if dry_run:
-        return _report(planned, save_id, Done({}, 0, 0), dry_run)
+        return _report(planned, save_id, ProcessReport({}, 0, 0), dry_run)
     if before is not None and save_id not in before.folders:
         check_free_space(target, planned.plan)
     with _alone(target, save_id) if comm.rank == 0 else nullcontext():
@@ -233,7 +243,7 @@ def _group_orders(source: Source, catalog: Catalog, choice: Choice) -> dict[str,
     return dict(group_orders({name: value.value for name, value in values.items()}))
 
 
-def _report(planned: Recut, save_id: str, done: Done, dry_run: bool) -> ReshardReport:
+def _report(planned: ReshardPlan, save_id: str, done: ProcessReport, dry_run: bool) -> ReshardReport:
     plan = planned.plan
     ranks = tuple(rank_share(planned, rank, save_id) for rank in range(planned.mesh.size))
     numbers = dict(zip(plan.tables.names, plan.placement.tolist(), strict=True))

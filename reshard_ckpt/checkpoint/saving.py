@@ -6,21 +6,21 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
-from ..adapters.state import capture
-from ..adapters.stepped import can_be_held, optimizers_in, owned_storages
 from ..comm import Comm, open_session
-from ..engine.agreement import agree
-from ..engine.async_save import LINE, SaveHandle, launch, take_ring
-from ..engine.host_memory import POOL
-from ..engine.logs import RankLog
-from ..engine.progress import OnProgress, reporter
-from ..engine.recorder import Recorder, TimedComm
-from ..engine.save import begin, commit, hold
-from ..engine.write import Holdings, lay_out, write_assignment
+from ..engine.common.host_memory import POOL
+from ..engine.common.logs import RankLog
+from ..engine.common.progress import OnProgress, reporter
+from ..engine.common.recorder import Recorder, TimedComm
+from ..engine.saving.agreement import agree
+from ..engine.saving.async_save import SAVES, SaveHandle, launch, take_ring
+from ..engine.saving.commit import begin, commit, describe_local
+from ..engine.saving.write import LocalShards, lay_out, write_assignment
 from ..errors import UsageError
 from ..format.values import encode_value
+from ..formats.opening import Path
+from ..state.capture import capture
+from ..state.optimizer_owned import can_be_held, optimizers_in, owned_storages
 from ..storage import open_storage
-from .source import Path
 
 
 def save(
@@ -101,11 +101,11 @@ def save_now(
         comm = _observed(session, recorder, progress)
         _wait_turn(recorder, when_busy="wait")
         said = encode_value(metadata, "metadata")
-        holdings = _captured(state, mesh, process_group, comm.rank, recorder)
+        local_shards = _captured(state, mesh, process_group, comm.rank, recorder)
         with open_storage(path) as storage:
             with recorder.step("agree"):
-                agreed = begin(comm, storage, holdings)
-            receipt = write_assignment(storage, holdings, agreed.assignment, comm.rank, recorder=recorder, sha256=sha256)
+                agreed = begin(comm, storage, local_shards)
+            receipt = write_assignment(storage, local_shards, agreed.assignment, comm.rank, recorder=recorder, sha256=sha256)
             commit(comm, storage, agreed, receipt, said, recorder, timeline=timeline, sha256=sha256)
     return agreed.assignment.save_id
 
@@ -193,10 +193,10 @@ def begin_save(
         comm = _observed(session, recorder, progress)
         _wait_turn(recorder, when_busy=when_busy)
         said = encode_value(metadata, "metadata")
-        holdings = _captured(state, mesh, process_group, comm.rank, recorder)
+        local_shards = _captured(state, mesh, process_group, comm.rank, recorder)
         storage = stack.enter_context(open_storage(path))
         with recorder.step("agree"):
-            agreed = begin(comm, storage, holdings)
+            agreed = begin(comm, storage, local_shards)
         handle = SaveHandle(str(path), agreed.assignment.save_id)
         guarded = [o for o in optimizers_in(state) if can_be_held(o)] if staging == "lazy" else []
         launch(
@@ -204,7 +204,7 @@ def begin_save(
             stack,
             comm,
             storage,
-            holdings,
+            local_shards,
             agreed,
             said,
             host_buffer_bytes=host_buffer_bytes,
@@ -215,7 +215,7 @@ def begin_save(
             sha256=sha256,
             promised=staging == "promised",
         )
-        LINE.join(handle)
+        SAVES.join(handle)
     return handle
 
 
@@ -233,9 +233,9 @@ def prepare(
     before its first step, is not counted.
     """
     with open_session("prepare", "", process_group=process_group, timeout_s=timeout_s) as comm:
-        holdings = _captured(state, mesh, process_group, comm.rank, Recorder())
-        agreed = agree(comm, holdings)
-        ring = take_ring(holdings, lay_out(holdings, agreed.assignment, comm.rank), host_buffer_bytes)
+        local_shards = _captured(state, mesh, process_group, comm.rank, Recorder())
+        agreed = agree(comm, local_shards)
+        ring = take_ring(local_shards, lay_out(local_shards, agreed.assignment, comm.rank), host_buffer_bytes)
         POOL.give_back(ring.fill_(0))
 
 
@@ -249,15 +249,15 @@ def _observed(session: Comm, recorder: Recorder, progress: bool | OnProgress) ->
 
 def _wait_turn(recorder: Recorder, *, when_busy: str) -> None:
     with recorder.step("turn"):
-        LINE.wait_turn(when_busy=when_busy)
+        SAVES.wait_turn(when_busy=when_busy)
 
 
-def _captured(state: Mapping[str, Any], mesh: Any, process_group: Any, rank: int, recorder: Recorder) -> Holdings:
+def _captured(state: Mapping[str, Any], mesh: Any, process_group: Any, rank: int, recorder: Recorder) -> LocalShards:
     """What this rank has to offer; from here on, log lines can say where on the mesh it is."""
     with recorder.step("capture"):
         captured = capture(state, mesh=mesh, process_group=process_group)
         recorder.log = RankLog(rank, captured.mesh)
-        return hold([(e.spec, e.memory) for e in captured.entries], captured.values, captured.mesh, rank)
+        return describe_local([(e.spec, e.memory) for e in captured.entries], captured.values, captured.mesh, rank)
 
 
 def _check_option(name: str, value: str, known: tuple[str, ...]) -> None:

@@ -58,7 +58,7 @@ def convert(
     Run again after a kill, it keeps the safetensors files that were finished.
     """
     from ..checkpoint import convert as convert_checkpoint
-    from ..engine.progress import size_text
+    from ..engine.common.progress import size_text
 
     refuse_memory(dst)
     refuse_ranks("convert")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..core.tree import shorten
+from ..core.catalog.name_tree import shorten
 from .app import PROBLEM, as_plain, command, emit, progress, say
 from .columns import Columns
 from .options import AsJson
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..checkpoint import Diff
     from ..checkpoint.comparing import Change
     from ..checkpoint.value_changes import ValueChange
-    from ..engine.compare import TensorDifference
+    from ..engine.checking.compare import TensorDifference
 
 A = Annotated[str, typer.Argument(metavar="A", help="A checkpoint.", show_default=False)]
 B = Annotated[str, typer.Argument(metavar="B", help="Another one, of any layout or format.", show_default=False)]

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..core.catalog import Catalog, FileEntry, ShardView, TensorView
-from ..core.tree import Node, walk
+from ..core.catalog.model import Catalog, FileEntry, ShardView, TensorView
+from ..core.catalog.name_tree import Node, walk
 from .app import as_plain, command, emit, progress, say
 from .columns import Columns
 from .options import AsJson, Path
@@ -98,7 +98,7 @@ def _when(seconds: float) -> str:
 
 
 def _size(num_bytes: int) -> str:
-    from ..engine.progress import size_text
+    from ..engine.common.progress import size_text
 
     return size_text(num_bytes)
 

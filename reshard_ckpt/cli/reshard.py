@@ -97,7 +97,7 @@ def reshard(
 
 
 def _text(report: ReshardReport, dst: str) -> list[str | Columns]:
-    from ..engine.progress import size_text
+    from ..engine.common.progress import size_text
 
     would = "would write" if report.dry_run else "wrote"
     kept = f", {size_text(report.bytes_kept)} of it by an earlier attempt" if report.bytes_kept else ""

@@ -22,7 +22,7 @@ def verify(
 ) -> int:
     """Read a whole checkpoint and prove every byte of it. Exit code 1 where anything is wrong."""
     from ..checkpoint import verify as verify_checkpoint
-    from ..engine.progress import size_text
+    from ..engine.common.progress import size_text
 
     with progress() as on_progress:
         report = verify_checkpoint(path, sha256=sha256, workers=workers, progress=on_progress)

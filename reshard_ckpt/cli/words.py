@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..core.state import AxisPlacement, Mesh
-from ..core.tree import spans
+from ..core.catalog.name_tree import spans
+from ..core.catalog.specs import AxisPlacement, Mesh
 from ..errors import UsageError
 
 

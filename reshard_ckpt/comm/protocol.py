@@ -50,7 +50,7 @@ class Comm(Protocol):
 class SoloComm:
     """The `Comm` of a process on its own.
 
-    >>> SoloComm().gather(b"offer")
+    >>> SoloComm().gather(b"local_metadata")
     [b'offer']
     """
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .state import Mesh
+from .catalog.specs import Mesh
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from ..comm import ALONE
-from ..engine.save import CATALOG_KEY
 from ..errors import UnsupportedError, UsageError
+from ..format.keys import CATALOG_KEY
 from ..storage import open_storage
 from .reader import ReshardReader
 from .writer import ReshardWriter

@@ -13,21 +13,21 @@ import numpy as np
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ..core.catalog import Catalog
-from ..core.offer import Offer, OfferedValue, build_offer
+from ..core.catalog.model import Catalog
+from ..core.catalog.specs import Ints, Piece, TensorSpec, ValueKind, box_piece, row_major_strides
+from ..core.planning.local_metadata import LocalMetadata, LocalValue, build_local_metadata
+from ..core.planning.save_plan import SavePlan
 from ..core.report import summarize
-from ..core.save_plan import SavePlan
-from ..core.state import Ints, Piece, TensorSpec, ValueKind, box_piece, row_major_strides
-from ..engine.agreement import Before, plan_offers
-from ..engine.messages import Receipt, WrittenFile, encode_offer
-from ..engine.save import publish
-from ..engine.values import merge_values
+from ..engine.saving.agreement import PreviousCheckpoint, plan_from_metadata
+from ..engine.saving.commit import publish
+from ..engine.saving.messages import Receipt, WrittenFile, encode_metadata
+from ..engine.saving.values import merge_values
 from ..errors import LayoutError
 from ..format.shard_file import blob_name
 from ..format.values import decode_value, encode_path, encode_value
 from ..storage.protocol import Storage
 from .names import Leaf, joined
-from .placed import Placed, with_placements
+from .placed import RankMetadata, with_placements
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,12 @@ class Stored:
 
 
 def commit_written(
-    storage: Storage, metadata: Metadata, results: Sequence[Sequence[WriteResult]], *, save_id: str, before: Before | None
+    storage: Storage,
+    metadata: Metadata,
+    results: Sequence[Sequence[WriteResult]],
+    *,
+    save_id: str,
+    before: PreviousCheckpoint | None,
 ) -> Catalog:
     """Publish a checkpoint whose files are all written.
 
@@ -59,7 +64,7 @@ def commit_written(
     metadata
         DCP's: what there must be, and the paths that its names stand for.
     results
-        Of each rank, with a `Stored` for each item, and a `Placed`, if it knows how its tensors lie.
+        Of each rank, with a `Stored` for each item, and a `RankMetadata`, if it knows how its tensors lie.
 
     Raises
     ------
@@ -74,9 +79,11 @@ def commit_written(
     ranks = [[data for data in of_rank if isinstance(data, Stored)] for of_rank in sent]
     _check_all_there(metadata, ranks)
     held = _without_copies(ranks)
-    offers = [encode_offer(_offer(rows)) for rows in held]
-    plan = plan_offers([offer.tensors for offer in offers], [offer.rows for offer in offers])
-    plan = with_placements(plan, [next((data for data in of_rank if isinstance(data, Placed)), None) for of_rank in sent])
+    job_metadata = [encode_metadata(_offer(rows)) for rows in held]
+    plan = plan_from_metadata(
+        [local_metadata.tensors for local_metadata in job_metadata], [local_metadata.rows for local_metadata in job_metadata]
+    )
+    plan = with_placements(plan, [next((data for data in of_rank if isinstance(data, RankMetadata)), None) for of_rank in sent])
     values = merge_values([(0, _values(metadata, ranks))], plan.tables)
     receipts = [_receipt(plan, rank, rows) for rank, rows in enumerate(held)]
     return publish(storage, plan, values, receipts, save_id=save_id, metadata=encode_value(None, "metadata"), before=before)
@@ -104,7 +111,7 @@ def _without_copies(ranks: Sequence[Sequence[Stored]]) -> list[list[Stored]]:
     return held
 
 
-def _offer(rows: Sequence[Stored]) -> Offer:
+def _offer(rows: Sequence[Stored]) -> LocalMetadata:
     """What a rank wrote, as an offer whose rows are in this order."""
     specs: dict[str, TensorSpec] = {}
     for stored in rows:
@@ -117,7 +124,7 @@ def _offer(rows: Sequence[Stored]) -> Offer:
         pieces = (*known.pieces, stored.piece) if known is not None else (stored.piece,)
         specs[name] = TensorSpec(name, stored.dtype, stored.shape, pieces)
     num_blobs = len({stored.blob for stored in rows if stored.blob is not None})
-    return build_offer(list(specs.values()), num_blobs, [], None)
+    return build_local_metadata(list(specs.values()), num_blobs, [], None)
 
 
 def _receipt(plan: SavePlan, rank: int, rows: Sequence[Stored]) -> Receipt:
@@ -134,7 +141,7 @@ def _receipt(plan: SavePlan, rank: int, rows: Sequence[Stored]) -> Receipt:
     )
 
 
-def _values(metadata: Metadata, ranks: Sequence[Sequence[Stored]]) -> list[OfferedValue]:
+def _values(metadata: Metadata, ranks: Sequence[Sequence[Stored]]) -> list[LocalValue]:
     paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
 
     def path_of(name: str) -> tuple[str | int, ...]:
@@ -147,6 +154,6 @@ def _values(metadata: Metadata, ranks: Sequence[Sequence[Stored]]) -> list[Offer
     sent = [s for s in by_name.values() if s.value is not None]
     leaves = [Leaf(path_of(s.name), decode_value(s.value or b"", name=s.name)) for s in sent]
     others = [path_of(s.name) for s in by_name.values() if s.value is None]
-    out = [OfferedValue(spec.name, spec.path, spec.kind, spec.data) for spec in joined(leaves, others)]
+    out = [LocalValue(spec.name, spec.path, spec.kind, spec.data) for spec in joined(leaves, others)]
     aside = [s for s in by_name.values() if s.blob == blob_name(s.name, None)]
-    return out + [OfferedValue(s.name, encode_path(list(path_of(s.name))), ValueKind.PLAIN, None) for s in aside]
+    return out + [LocalValue(s.name, encode_path(list(path_of(s.name))), ValueKind.PLAIN, None) for s in aside]

@@ -22,16 +22,16 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ..adapters.foreign import RawValue
-from ..adapters.scan import saved_path
-from ..checkpoint.source import Path, Source, open_source
-from ..core.catalog import Catalog, TensorKind
-from ..core.state import ValueKind
-from ..engine.saved_values import SavedValue, open_values
+from ..core.catalog.model import Catalog, TensorKind
+from ..core.catalog.specs import ValueKind
+from ..engine.loading.saved_values import SavedValue, open_values
 from ..errors import CheckpointNotFound
 from ..format.shard_file import opaque_value
 from ..format.torch_dtypes import TORCH_DTYPES
 from ..format.values import decode_path
+from ..formats.foreign import RawValue
+from ..formats.opening import Path, Source, open_source
+from ..state.scan import saved_path
 from .names import Leaf, dcp_path, leaves
 
 

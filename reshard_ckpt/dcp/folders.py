@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..adapters.dcp import DcpFormat
-from ..adapters.foreign import FORMATS, ForeignFormat
+from ..formats.dcp import DcpFormat
+from ..formats.foreign import FORMATS, ForeignFormat
 
 FORMATS_AS_SAVED: tuple[ForeignFormat, ...] = tuple(
     replace(one, as_saved=True) if isinstance(one, DcpFormat) else one for one in FORMATS

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-from ..core.param_groups import comparable
+from ..core.catalog.param_groups import comparable
 from ..errors import UsageError
 
 STATE, GROUPS = "state", "param_groups"

@@ -8,15 +8,15 @@ from typing import Any
 
 from torch.distributed.checkpoint.stateful import Stateful
 
-from ..adapters.router import Below
 from ..checkpoint.loading import load_state
-from ..core.catalog import Catalog
+from ..core.catalog.model import Catalog
 from ..core.report import LoadReport
-from ..engine.load import LoadOptions
+from ..engine.loading.load import LoadOptions
+from ..state.router import Below
 from .arguments import Path, group_of, is_partial, load_path, named_path
 from .folders import FORMATS_AS_SAVED
 from .forms import give_back, loading_form, opened
-from .saving import told_to_all
+from .saving import raised_on_all
 
 
 def load(
@@ -64,7 +64,7 @@ def load(
         state = opened(state_dict, in_order=True)
         return path, partial, state, loading_form(state)
 
-    path, partial, state, form = told_to_all("load", named_path(checkpoint_id, storage_reader), group, make)
+    path, partial, state, form = raised_on_all("load", named_path(checkpoint_id, storage_reader), group, make)
     # DCP copies into a tensor of any dtype, so a cast is no error here, but nobody should be unaware of it.
     options = LoadOptions(strict=not partial, cast=True)
     report, saved = load_state(path, form, options, only_wanted=True, formats=FORMATS_AS_SAVED, process_group=group)

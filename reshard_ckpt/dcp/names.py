@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from ..adapters.scan import Index, Path, name_of, path_keys
-from ..core.state import ValueKind, ValueSpec
+from ..core.catalog.specs import ValueKind, ValueSpec
 from ..format.values import encode_path, encode_value
+from ..state.scan import Index, Path, name_of, path_keys
 from .forms import GROUPS, STATE, is_flattened, nested
 
 

@@ -17,42 +17,44 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.planner import SavePlanner
 
-from ..adapters.state import capture
-from ..core.save_plan import SavePlan
-from ..engine.agreement import plan_offers
-from ..engine.messages import encode_offer
-from ..engine.save import hold
+from ..core.planning.save_plan import SavePlan
+from ..engine.saving.agreement import plan_from_metadata
+from ..engine.saving.commit import describe_local
+from ..engine.saving.messages import encode_metadata
 from ..errors import CheckpointError
+from ..state.capture import capture
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class RankMetadata:
     """What one rank holds of all tensors, encoded as an offer's parts; None if that could not be found out."""
 
     tensors: bytes
     rows: bytes
 
 
-def placed(planner: SavePlanner, rank: int) -> Placed | None:
+def placed(planner: SavePlanner, rank: int) -> RankMetadata | None:
     """How the tensors lie that a planner holds on this rank."""
     state = getattr(planner, "state_dict", None)
     if not isinstance(state, Mapping):
         return None
     try:
         captured = capture({name: value for name, value in state.items() if isinstance(value, torch.Tensor)})
-        offer = encode_offer(hold([(e.spec, e.memory) for e in captured.entries], (), captured.mesh, rank).offer)
+        local_metadata = encode_metadata(
+            describe_local([(e.spec, e.memory) for e in captured.entries], (), captured.mesh, rank).local_metadata
+        )
     except Exception:  # a DTensor that came from another process may have a mesh that is none here, which raises anything
         return None
-    return Placed(offer.tensors, offer.rows)
+    return RankMetadata(local_metadata.tensors, local_metadata.rows)
 
 
-def with_placements(plan: SavePlan, of_ranks: Sequence[Placed | None]) -> SavePlan:
+def with_placements(plan: SavePlan, of_ranks: Sequence[RankMetadata | None]) -> SavePlan:
     """The plan with the mesh and the placements that follow from what the ranks hold; as it is, if nothing does."""
     known = [one for one in of_ranks if one is not None]
     if len(known) < len(of_ranks):
         return plan
     try:
-        shown = plan_offers([one.tensors for one in known], [one.rows for one in known])
+        shown = plan_from_metadata([one.tensors for one in known], [one.rows for one in known])
     except CheckpointError:  # what ranks hold need not fit together where DCP's planner chose from it
         return plan
     if shown.mesh is None or shown.mesh.size != len(known):

@@ -19,15 +19,15 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from ..adapters.foreign import RawValue
-from ..checkpoint.source import Source, open_source
-from ..core.catalog import Catalog
+from ..core.catalog.model import Catalog
+from ..core.catalog.specs import TensorSpec, box_piece
 from ..core.report import summarize
-from ..core.state import TensorSpec, box_piece
-from ..engine.load import LoadOptions, fetch, resolve
-from ..engine.saved_values import read_blob
+from ..engine.loading.load import LoadOptions, fetch, resolve
+from ..engine.loading.saved_values import read_blob
 from ..errors import MismatchError
 from ..format.torch_dtypes import dtype_code
+from ..formats.foreign import RawValue
+from ..formats.opening import Source, open_source
 from .described import Elsewhere, Found, Opaque, all_values, metadata_of
 from .folders import FORMATS_AS_SAVED
 from .writer import Path, is_path

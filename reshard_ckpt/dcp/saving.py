@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from ..checkpoint.saving import begin_save, save_now
 from ..comm import open_session
-from ..engine.async_save import SaveHandle, tell
+from ..engine.saving.async_save import SaveHandle, tell
 from .arguments import Path, check_collective, check_save_planner, group_of, is_async_stager, named_path, save_path
 from .described import SavedMetadata
 from .forms import opened, saving_form
@@ -35,7 +35,7 @@ except ImportError:  # older releases, such as 2.6, have none
         upload_completion: Future[None]
 
 
-__all__ = ["AsyncCheckpointerType", "AsyncSaveResponse", "SaveFuture", "async_save", "save", "told_to_all"]
+__all__ = ["AsyncCheckpointerType", "AsyncSaveResponse", "SaveFuture", "async_save", "raised_on_all", "save"]
 
 Made = TypeVar("Made")
 
@@ -89,7 +89,7 @@ def save(
         path = save_path(checkpoint_id, storage_writer)
         return path, saving_form(opened(state_dict, in_order=False))
 
-    path, form = told_to_all("save", named_path(checkpoint_id, storage_writer), group, make)
+    path, form = raised_on_all("save", named_path(checkpoint_id, storage_writer), group, make)
     return SavedMetadata.of(path, save_now(path, form, process_group=group))
 
 
@@ -132,7 +132,7 @@ def async_save(
         path = save_path(checkpoint_id, storage_writer)
         return path, saving_form(opened(state_dict, in_order=False)), is_async_stager(async_stager)
 
-    path, form, later = told_to_all("save", named_path(checkpoint_id, storage_writer), group, make)
+    path, form, later = raised_on_all("save", named_path(checkpoint_id, storage_writer), group, make)
     handle = begin_save(path, form, staging="promised" if later else "eager", process_group=group)
     staging, upload = _futures(handle, path)
     # Torch says that the result of the second is None, and makes it the metadata.
@@ -172,7 +172,7 @@ def _futures(handle: SaveHandle, path: Path) -> tuple[Future[None], SaveFuture]:
     return staging, upload
 
 
-def told_to_all(kind: str, path: Path | None, group: Any, make: Callable[[], Made]) -> Made:
+def raised_on_all(kind: str, path: Path | None, group: Any, make: Callable[[], Made]) -> Made:
     """What `make` returns; an error in it is raised on all ranks, which would otherwise wait for this one in their session."""
     try:
         return make()

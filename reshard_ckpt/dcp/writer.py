@@ -27,15 +27,16 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from ..core.dtypes import ITEM_BYTES
-from ..core.state import box_piece
-from ..engine.agreement import Before, new_save_id
-from ..engine.memory import Held, chunks
-from ..engine.messages import Assignment, Receipt, RunColumns
-from ..engine.recorder import Recorder
-from ..engine.save import look
-from ..engine.write import WRITE_BYTES, FileLayout, lay_out_members, write_files
+from ..core.catalog.specs import box_piece
+from ..core.geometry.dtypes import ITEM_BYTES
+from ..engine.common.recorder import Recorder
+from ..engine.common.tensor_bytes import LocalPiece, chunks
+from ..engine.saving.agreement import PreviousCheckpoint
+from ..engine.saving.commit import look
+from ..engine.saving.messages import Assignment, Receipt, RunColumns
+from ..engine.saving.write import WRITE_BYTES, FileLayout, lay_out_members, write_files
 from ..errors import CheckpointError, LayoutError, UnsupportedError
+from ..format.keys import new_save_id
 from ..format.shard_file import Member, blob_name, make_member, opaque_name
 from ..format.torch_dtypes import dtype_code
 from ..format.values import encode_value
@@ -106,7 +107,7 @@ class ReshardWriter(StorageWriter):
         super().__init__()
         self._path = path
         self._save_id: str | None = None
-        self._before: Before | None = None
+        self._before: PreviousCheckpoint | None = None
 
     @property
     def checkpoint_id(self) -> Path:
@@ -222,7 +223,9 @@ class _Job:
                 continue
             tensor, count = self._tensor(part), part.member.num_bytes // ITEM_BYTES[part.member.dtype]
             zeros = (0,) * tensor.ndim
-            yield from chunks(Held(tensor, box_piece(zeros, tuple(tensor.shape), 0, tuple(tensor.stride()))), 0, count, scratch)
+            yield from chunks(
+                LocalPiece(tensor, box_piece(zeros, tuple(tensor.shape), 0, tuple(tensor.stride()))), 0, count, scratch
+            )
 
     def _tensor(self, part: _Part) -> torch.Tensor:
         tensor = self._planner.resolve_data(part.item)

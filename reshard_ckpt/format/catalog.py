@@ -17,9 +17,9 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from ..core.catalog import I64, BoxTable, Catalog, FileEntry, RowTable, TensorTable, ValueEntry
-from ..core.dtypes import CODES
-from ..core.state import AxisPlacement, Mesh, ValueKind
+from ..core.catalog.model import I64, BoxTable, Catalog, FileEntry, RowTable, TensorTable, ValueEntry
+from ..core.catalog.specs import AxisPlacement, Mesh, ValueKind
+from ..core.geometry.dtypes import CODES
 from ..errors import CorruptError, UnsupportedError
 from .catalog_check import bombs, problems
 from .checksums import digest128
@@ -28,8 +28,6 @@ from .values import decode_value, encode_value
 
 FORMAT = "reshard_ckpt.catalog"
 VERSION = 1
-CATALOG_KEY = "catalog.msgpack"
-"""Where the catalog lies: below the checkpoint's folder."""
 
 MAX_CATALOG_BYTES = 1 << 30
 """The largest catalog that is read: some 30 million rows."""

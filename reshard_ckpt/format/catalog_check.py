@@ -16,9 +16,9 @@ from math import isfinite, prod
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core.catalog import I64, BoxTable, Catalog, TensorKind, TensorTable
-from ..core.dtypes import CODES, ITEM_BYTES
-from ..core.state import ValueKind
+from ..core.catalog.model import I64, BoxTable, Catalog, TensorKind, TensorTable
+from ..core.catalog.specs import ValueKind
+from ..core.geometry.dtypes import CODES, ITEM_BYTES
 
 MAX_DIMS = 32
 MAX_BYTES = 2**62

@@ -20,7 +20,7 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core.catalog import I64
+from ..core.catalog.model import I64
 from ..errors import CorruptError
 
 MAX_NAME_BYTES = 1 << 16

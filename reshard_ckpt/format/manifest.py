@@ -17,15 +17,6 @@ MAX_MANIFEST_BYTES = 1 << 30
 _LINE = re.compile(r"([0-9a-f]{64}) [ *](.+)")
 
 
-def manifest_key(save_id: str) -> str:
-    """Where the manifest of a save lies: with its files, so that it belongs to the catalog that names this save, and to no other.
-
-    >>> manifest_key("20260102T030405Z-0123abcd")
-    '20260102T030405Z-0123abcd/manifest.sha256'
-    """
-    return f"{save_id}/manifest.sha256"
-
-
 def encode_manifest(digests: Mapping[str, bytes]) -> bytes:
     """The text, in order of path."""
     return "".join(f"{digests[key].hex()}  {key}\n" for key in sorted(digests)).encode()

@@ -19,8 +19,8 @@ from math import prod
 from typing import Any
 from urllib.parse import unquote
 
-from ..core.dtypes import ITEM_BYTES
-from ..core.state import Ints
+from ..core.catalog.specs import Ints
+from ..core.geometry.dtypes import ITEM_BYTES
 from ..errors import CorruptError, UnsupportedError, UsageError
 
 ALIGNMENT = 64

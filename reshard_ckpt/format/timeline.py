@@ -6,7 +6,7 @@ import json
 import math
 from typing import Any
 
-from ..core.state import Mesh
+from ..core.catalog.specs import Mesh
 from ..core.timeline import Step, Timeline
 from ..errors import CorruptError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..core.dtypes import CODES
+from ..core.geometry.dtypes import CODES
 from ..errors import UnsupportedError
 
 TORCH_DTYPES: dict[str, torch.dtype] = {

@@ -21,10 +21,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, load_model, save_file
 
 from reshard_ckpt import checkpoint
-from reshard_ckpt.adapters.foreign.archive import read_records
-from reshard_ckpt.checkpoint import destination
 from reshard_ckpt.checkpoint.converting import parse_size
-from reshard_ckpt.core.dtypes import CODES
+from reshard_ckpt.core.geometry.dtypes import CODES
 from reshard_ckpt.errors import (
     CheckpointNotFound,
     CorruptError,
@@ -35,6 +33,8 @@ from reshard_ckpt.errors import (
     UsageError,
 )
 from reshard_ckpt.format.torch_dtypes import TORCH_DTYPES
+from reshard_ckpt.formats import destination
+from reshard_ckpt.formats.archive import read_records
 from reshard_ckpt.storage import LocalStorage, LocksUnsupported, open_storage
 from tests.jobs import save_job
 from tests.launch import ROOT

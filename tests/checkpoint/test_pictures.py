@@ -23,10 +23,10 @@ from reshard_ckpt.checkpoint.pictures.scene import THEMES, Line, Rect, Scene, Te
 from reshard_ckpt.checkpoint.pictures.svg import svg_document
 from reshard_ckpt.checkpoint.pictures.times import draw_timeline, timeline_words
 from reshard_ckpt.checkpoint.pictures.treemap import Place, draw_treemap, squarify
-from reshard_ckpt.core.geometry import decompose
-from reshard_ckpt.core.state import Mesh
+from reshard_ckpt.core.catalog.name_tree import fold
+from reshard_ckpt.core.catalog.specs import Mesh
+from reshard_ckpt.core.geometry.runs import decompose
 from reshard_ckpt.core.timeline import Step, Timeline
-from reshard_ckpt.core.tree import fold
 from reshard_ckpt.errors import UnsupportedError, UsageError
 from reshard_ckpt.storage.memory import MemoryStorage
 from tests.cli.states import save_trained

@@ -22,13 +22,13 @@ from hypothesis import strategies as st
 
 from reshard_ckpt import checkpoint
 from reshard_ckpt.checkpoint import resharding
-from reshard_ckpt.core.catalog import Catalog, ShardView, ValueEntry
-from reshard_ckpt.core.load_plan import plan_load
-from reshard_ckpt.core.offer import piece_columns, width_of
-from reshard_ckpt.core.reads import plan_reads
-from reshard_ckpt.core.state import ValueKind
-from reshard_ckpt.engine import read_back
-from reshard_ckpt.engine.load import open_catalog
+from reshard_ckpt.core.catalog.model import Catalog, ShardView, ValueEntry
+from reshard_ckpt.core.catalog.specs import ValueKind
+from reshard_ckpt.core.planning.load_plan import plan_load
+from reshard_ckpt.core.planning.local_metadata import piece_columns, width_of
+from reshard_ckpt.core.planning.read_plan import plan_reads
+from reshard_ckpt.engine.loading.load import open_catalog
+from reshard_ckpt.engine.resharding import read_back
 from reshard_ckpt.errors import CorruptError, UsageError
 from reshard_ckpt.format.catalog import encode_catalog
 from reshard_ckpt.format.values import decode_value, encode_value
@@ -256,7 +256,7 @@ def test_every_byte_is_read_back_once(tmp_path: Path) -> None:
     proved: dict[str, list[tuple[int, int]]] = {}
     inner = read_back.ReadBack._prove
 
-    def prove(self: read_back.ReadBack, part: read_back.Written) -> None:
+    def prove(self: read_back.ReadBack, part: read_back.WrittenBlocks) -> None:
         inner(self, part)
         proved.setdefault(part.key, []).append((part.low, part.high))
 

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import save_file
 
 from reshard_ckpt import checkpoint
-from reshard_ckpt.core.catalog import Catalog
-from reshard_ckpt.core.families import spread
-from reshard_ckpt.core.stages import stages_of
-from reshard_ckpt.core.state import AxisPlacement, Claim, Mesh, TensorSpec
-from reshard_ckpt.engine.load import open_catalog
+from reshard_ckpt.core.catalog.families import spread
+from reshard_ckpt.core.catalog.model import Catalog
+from reshard_ckpt.core.catalog.specs import AxisPlacement, Mesh, Replication, TensorSpec
+from reshard_ckpt.core.planning.pipeline_stages import stages_of
+from reshard_ckpt.engine.loading.load import open_catalog
 from reshard_ckpt.errors import UsageError
 from reshard_ckpt.storage import open_storage
 from tests.checkpoint.test_resharding import DST, SRC, cleared
@@ -63,7 +63,7 @@ def test_axes_cut_one_dim_in_the_order_that_the_shards_show(first: str) -> None:
     for dp, tp in product(range(2), range(3)):
         begin, length = held((2, dp), (3, tp))
         pieces, _ = pack_boxes([((begin, 0), (length, 2))])
-        spec = TensorSpec("model.w", "F32", (13, 2), pieces, Claim.DECLARED, placement)
+        spec = TensorSpec("model.w", "F32", (13, 2), pieces, Replication.DECLARED, placement)
         ranks.append([(spec, whole[begin : begin + length].reshape(-1).clone())])
     save_job(cleared(SRC), ranks, mesh=Mesh(("dp", "tp"), (2, 3)))
     got = rows_of(reshard({"dp": 3, "tp": 2}), "model.w")
@@ -83,11 +83,11 @@ def test_state_that_was_divided_by_whole_parameters_is_divided_so_again() -> Non
         held = []
         for i, (name, shape) in enumerate(sizes.items()):
             whole = values_of(shape, "F32", i)
-            held.append((TensorSpec(f"model.{name}", "F32", shape, (whole_piece(shape),), Claim.DECLARED), whole))
+            held.append((TensorSpec(f"model.{name}", "F32", shape, (whole_piece(shape),), Replication.DECLARED), whole))
             for key in ("exp_avg", "exp_avg_sq"):
                 if owner[name] == rank:
                     state = f"optimizer.state.{name}.{key}"
-                    held.append((TensorSpec(state, "F32", shape, (whole_piece(shape),), Claim.DECLARED), whole))
+                    held.append((TensorSpec(state, "F32", shape, (whole_piece(shape),), Replication.DECLARED), whole))
         ranks.append(held)
     save_job(cleared(SRC), ranks, mesh=Mesh(("dp",), (2,)))
     catalog = reshard({"dp": 3})

@@ -6,8 +6,17 @@ from pathlib import Path
 
 import torch
 
-from reshard_ckpt.core.catalog import Catalog
-from reshard_ckpt.core.state import Claim, Mesh, Piece, TensorSpec, ValueKind, ValueSpec, box_piece, row_major_strides
+from reshard_ckpt.core.catalog.model import Catalog
+from reshard_ckpt.core.catalog.specs import (
+    Mesh,
+    Piece,
+    Replication,
+    TensorSpec,
+    ValueKind,
+    ValueSpec,
+    box_piece,
+    row_major_strides,
+)
 from reshard_ckpt.format.values import encode_path, encode_value
 from reshard_ckpt.storage import open_storage
 from tests.jobs import save_job
@@ -40,7 +49,7 @@ def held(name: str, whole: torch.Tensor, dim: int | None, tp: int, at: int) -> t
     offsets = tuple(at * size if d == dim else 0 for d in range(whole.ndim))
     lengths = tuple(part.shape)
     piece = box_piece(offsets, lengths, 0, row_major_strides(lengths))
-    return TensorSpec(name, "F32", tuple(whole.shape), (piece,), Claim.DECLARED), part
+    return TensorSpec(name, "F32", tuple(whole.shape), (piece,), Replication.DECLARED), part
 
 
 def flat(
@@ -52,7 +61,7 @@ def flat(
     # Not where a row ends, so that ranges are no boxes.
     begin, end = (0 if at == 0 else box.count if at == dp else box.count * at // dp + 1 for at in (which, which + 1))
     run = Piece(box.offsets, box.lengths, begin, end - begin, -begin, box.strides)
-    return TensorSpec(name, "F32", spec.shape, (run,), Claim.DECLARED), part.reshape(-1)[begin:end].clone()
+    return TensorSpec(name, "F32", spec.shape, (run,), Replication.DECLARED), part.reshape(-1)[begin:end].clone()
 
 
 def save_trained(folder: Path, *, pp: int = 1, dp: int = 1, tp: int = 1, step: int = 0, **changed: torch.Tensor) -> Catalog:

@@ -13,7 +13,7 @@ import torch
 
 from reshard_ckpt import checkpoint
 from reshard_ckpt.checkpoint.pictures.wanted import wanted_on
-from reshard_ckpt.core.state import Mesh
+from reshard_ckpt.core.catalog.specs import Mesh
 from reshard_ckpt.errors import CheckpointNotFound, MismatchError, StorageError, UsageError
 from tests.cli.running import run
 from tests.cli.states import save_trained, weights

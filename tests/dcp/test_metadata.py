@@ -15,8 +15,8 @@ import torch.distributed.checkpoint as torch_dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
 import reshard_ckpt.dcp as dcp
-from reshard_ckpt.checkpoint import source
 from reshard_ckpt.errors import CheckpointNotFound
+from reshard_ckpt.formats import opening as source
 
 
 def state() -> dict[str, Any]:

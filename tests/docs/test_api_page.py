@@ -14,7 +14,7 @@ import pytest
 
 import reshard_ckpt
 from reshard_ckpt import checkpoint, dcp, errors
-from reshard_ckpt.core.catalog import Catalog, ShardView, TensorView
+from reshard_ckpt.core.catalog.model import Catalog, ShardView, TensorView
 from reshard_ckpt.core.timeline import Step
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "api.md").read_text()

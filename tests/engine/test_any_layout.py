@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reshard_ckpt.core.dtypes import CODES
-from reshard_ckpt.core.state import Claim, Piece, TensorSpec
-from reshard_ckpt.engine.load import LoadOptions
-from reshard_ckpt.engine.read import WINDOW_BYTES
+from reshard_ckpt.core.catalog.specs import Piece, Replication, TensorSpec
+from reshard_ckpt.core.geometry.dtypes import CODES
+from reshard_ckpt.engine.loading.load import LoadOptions
+from reshard_ckpt.engine.loading.read import WINDOW_BYTES
 from reshard_ckpt.errors import LayoutError
 from reshard_ckpt.storage.memory import MemoryStorage
 from tests.jobs import load_job, save_job
@@ -48,7 +48,7 @@ def test_what_is_saved_from_one_layout_loads_into_another(case: list[tuple[Layou
             (spec_of(loaded, r, f"t{i}", dtype), torch.zeros(loaded.memory[r], dtype=whole[i].dtype))
             for i, (_, loaded, dtype) in enumerate(case)
         ]
-        with patch("reshard_ckpt.engine.load.WINDOW_BYTES", window or WINDOW_BYTES):
+        with patch("reshard_ckpt.engine.loading.load.WINDOW_BYTES", window or WINDOW_BYTES):
             load_job(storage, wanted, LoadOptions(verify=not window))
         for i, (_, loaded, _) in enumerate(case):
             expected = filled(loaded, r, whole[i])
@@ -85,7 +85,7 @@ def test_replicas_that_cut_a_tensor_elsewhere_save_as_one(data: st.DataObject) -
 def test_overlapping_runs_that_differ_are_found() -> None:
     def held(start: int, values: torch.Tensor) -> list[tuple[TensorSpec, torch.Tensor]]:
         piece = Piece((0,), (10,), start, len(values), -start, (1,))
-        return [(TensorSpec("t", "F32", (10,), (piece,), Claim.DECLARED), values)]
+        return [(TensorSpec("t", "F32", (10,), (piece,), Replication.DECLARED), values)]
 
     whole = torch.arange(10.0)
     save_job(MemoryStorage("same"), [held(0, whole[:6].clone()), held(4, whole[4:].clone())])

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reshard_ckpt import checkpoint
-from reshard_ckpt.core.dtypes import CODES
-from reshard_ckpt.engine import async_save, staging
-from reshard_ckpt.engine.save import hold
-from reshard_ckpt.engine.staging import Staging, ring_bytes
-from reshard_ckpt.engine.write import lay_out
+from reshard_ckpt.core.geometry.dtypes import CODES
+from reshard_ckpt.engine.saving import async_save, staging
+from reshard_ckpt.engine.saving.commit import describe_local
+from reshard_ckpt.engine.saving.staging import Staging, ring_bytes
+from reshard_ckpt.engine.saving.write import lay_out
 from reshard_ckpt.errors import CheckpointError, StorageError, UsageError
 from reshard_ckpt.storage.local import LocalStorage, LocalWriter
 from tests.jobs import plan_job
@@ -237,11 +237,11 @@ def test_any_layout_streams_through_a_ring_of_any_size(data: st.DataObject) -> N
             layout = data.draw(layouts(data.draw(shapes()), 1))
             wholes.append(values_of(layout.shape, dtype, i))
             tensors.append((spec_of(layout, 0, f"t{i}", dtype), filled(layout, 0, wholes[-1])))
-        holdings = hold(tensors, [], None, 0)
-        _, _, (assignment,) = plan_job([holdings])
-        files = lay_out(holdings, assignment, 0, header_bytes=data.draw(st.sampled_from([1, 1 << 20])))
+        local_shards = describe_local(tensors, [], None, 0)
+        _, _, (assignment,) = plan_job([local_shards])
+        files = lay_out(local_shards, assignment, 0, header_bytes=data.draw(st.sampled_from([1, 1 << 20])))
         ring = torch.zeros(data.draw(st.sampled_from([64, 128, ring_bytes(files) or 64])), dtype=torch.uint8)
-        image = Staging(holdings, assignment, files, ring)
+        image = Staging(local_shards, assignment, files, ring)
 
         def fill() -> None:
             image.fill(lambda _: True)

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from reshard_ckpt.engine.read import in_threads
+from reshard_ckpt.engine.loading.read import in_threads
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 500])

@@ -10,7 +10,7 @@ import torch
 
 from reshard_ckpt.errors import StorageError
 from reshard_ckpt.storage import MemoryStorage, PublishConflict
-from tests.engine.test_save import whole
+from tests.engine.saving.test_commit import whole
 from tests.jobs import load_job, save_job
 from tests.storage.faulty import FaultyStorage
 

@@ -19,7 +19,7 @@ from examples.demo.report import rectangles_of, split_tensor
 from examples.demo.text import VOCABULARY, Text, prose
 from examples.demo.zero import ZeroAdamW
 from reshard_ckpt import checkpoint
-from reshard_ckpt.core.catalog import FileEntry, ShardView
+from reshard_ckpt.core.catalog.model import FileEntry, ShardView
 from tests.launch import ROOT, run_ranks
 
 SMALL = Config(vocabulary=31, dim=16, num_heads=2, num_layers=2, context=8, init_std=0.2)

@@ -10,9 +10,9 @@ from math import prod
 import numpy as np
 from hypothesis import strategies as st
 
-from reshard_ckpt.core.catalog import BoxTable, Catalog, FileEntry, RowTable, TensorKind, TensorTable, ValueEntry
-from reshard_ckpt.core.dtypes import CODES, ITEM_BYTES
-from reshard_ckpt.core.state import AxisPlacement, Mesh, ValueKind
+from reshard_ckpt.core.catalog.model import BoxTable, Catalog, FileEntry, RowTable, TensorKind, TensorTable, ValueEntry
+from reshard_ckpt.core.catalog.specs import AxisPlacement, Mesh, ValueKind
+from reshard_ckpt.core.geometry.dtypes import CODES, ITEM_BYTES
 from reshard_ckpt.format.checksums import BlockHasher, digest128
 from reshard_ckpt.format.shard_file import Member, blob_name, header, make_member
 from reshard_ckpt.format.values import encode_path, encode_value

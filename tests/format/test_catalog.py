@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reshard_ckpt.core.catalog import BoxTable, Catalog, FileEntry, RowTable
-from reshard_ckpt.core.dtypes import CODES
-from reshard_ckpt.core.state import Mesh, ValueKind
+from reshard_ckpt.core.catalog.model import BoxTable, Catalog, FileEntry, RowTable
+from reshard_ckpt.core.catalog.specs import Mesh, ValueKind
+from reshard_ckpt.core.geometry.dtypes import CODES
 from reshard_ckpt.errors import CorruptError, UnsupportedError
 from reshard_ckpt.format.catalog import decode_catalog, encode_catalog, section_digest
 from reshard_ckpt.format.catalog_check import problems
@@ -184,9 +184,9 @@ def test_small_catalogs_cannot_claim_much_memory():
         msgpack.packb({"format": "x"})[:-2] + b"\xdd\xff\xff\xff\xff" * 1000,
     ]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for claim in claims:
+    for replication in claims:
         with pytest.raises(CorruptError):
-            decode_catalog(claim)
+            decode_catalog(replication)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError
 from safetensors import deserialize as safetensors_deserialize
 
-from reshard_ckpt.core.dtypes import CODES, ITEM_BYTES
+from reshard_ckpt.core.geometry.dtypes import CODES, ITEM_BYTES
 from reshard_ckpt.errors import CheckpointError, CorruptError, UnsupportedError, UsageError
 from reshard_ckpt.format.shard_file import (
     ALIGNMENT,

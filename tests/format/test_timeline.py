@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard_ckpt.core.state import Mesh
+from reshard_ckpt.core.catalog.specs import Mesh
 from reshard_ckpt.core.timeline import ClockBounds, Step, Timeline
 from reshard_ckpt.errors import CorruptError
 from reshard_ckpt.format.timeline import decode_timeline, encode_timeline
@@ -55,8 +55,8 @@ def test_trace_has_every_step_in_microseconds_and_names_each_rank(timeline: Time
         assert event["ts"] + event["dur"] == pytest.approx(step.end_s * 1e6, abs=0.01)
     names = {e["pid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
     assert names == {rank: timeline.label(rank) for rank in range(timeline.num_ranks)}
-    lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
-    assert all(lanes[e["pid"], e["tid"]] == s.thread for e, s in zip(slices, timeline.steps, strict=True))
+    outputs = {(e["pid"], e["tid"]): e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
+    assert all(outputs[e["pid"], e["tid"]] == s.thread for e, s in zip(slices, timeline.steps, strict=True))
 
 
 GOOD = Timeline("id", 1.0, Mesh(("dp",), (2,)), (0.0, 0.1), (Step(1, "write", "save", 0.0, 1.0, 7),))

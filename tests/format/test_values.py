@@ -272,9 +272,9 @@ def test_decode_refuses_bytes_that_are_no_msgpack_or_nest_too_deep(data: bytes):
 
 
 def test_decode_does_not_reserve_what_a_header_claims():
-    claim = b"\xdd\xff\xff\xff\xff"  # an array of 2³² - 1
+    replication = b"\xdd\xff\xff\xff\xff"  # an array of 2³² - 1
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for data in (claim, claim * 1000, b"\xdd" + (10**6).to_bytes(4, "big") + claim, b"\xc6\xff\xff\xff\xff"):
+    for data in (replication, replication * 1000, b"\xdd" + (10**6).to_bytes(4, "big") + replication, b"\xc6\xff\xff\xff\xff"):
         with pytest.raises(CorruptError):
             decode_value(data)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024

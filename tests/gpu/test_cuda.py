@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from reshard_ckpt import checkpoint
-from reshard_ckpt.engine.host_memory import POOL
-from reshard_ckpt.engine.staging import MIN_RING_BYTES
+from reshard_ckpt.engine.common.host_memory import POOL
+from reshard_ckpt.engine.saving.staging import MIN_RING_BYTES
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: torch.cuda.is_available() is False here")
 

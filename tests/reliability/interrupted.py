@@ -16,7 +16,7 @@ from typing import Any
 from unittest import mock
 
 from reshard_ckpt import checkpoint
-from reshard_ckpt.engine import staging
+from reshard_ckpt.engine.saving import staging
 from reshard_ckpt.errors import UsageError
 from tests.reliability.faults import CHANGING, fails, faulty
 from tests.reliability.states import NEW, OLD, assert_clean, assert_next_save_works, held, plain

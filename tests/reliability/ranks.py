@@ -17,9 +17,9 @@ import torch.distributed as dist
 import reshard_ckpt.comm as comm_module
 from reshard_ckpt.checkpoint import loading, saving
 from reshard_ckpt.comm.group import Group, current_group
-from reshard_ckpt.engine import agreement
-from reshard_ckpt.engine import save as save_module
-from reshard_ckpt.engine.async_save import Line
+from reshard_ckpt.engine.saving import agreement
+from reshard_ckpt.engine.saving import commit as save_module
+from reshard_ckpt.engine.saving.async_save import SaveQueue
 
 LOCAL = threading.local()
 
@@ -41,7 +41,7 @@ class Job:
         self.size = size
         self.store = dist.HashStore()
         self._groups = [Group(rank, size, self.store, "job") for rank in range(size)]
-        self._lines = [Line() for _ in range(size)]
+        self._lines = [SaveQueue() for _ in range(size)]
         self._plans = [agreement.PlanCache() for _ in range(size)]
 
     def run(self, call: Callable[[int], Any], only: Sequence[int] | None = None) -> list[Any]:

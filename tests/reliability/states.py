@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from reshard_ckpt import checkpoint
-from reshard_ckpt.core.state import Claim, TensorSpec, ValueKind, ValueSpec, box_piece, row_major_strides
+from reshard_ckpt.core.catalog.specs import Replication, TensorSpec, ValueKind, ValueSpec, box_piece, row_major_strides
 from reshard_ckpt.errors import CheckpointNotFound
 from reshard_ckpt.format.values import encode_path, encode_value
 from tests.layouts import values_of
@@ -51,8 +51,8 @@ def tensors_of(rank: int, ranks: int, number: int) -> list[tuple[TensorSpec, tor
     rows = box_piece((rank * each, 0), (each, 5), 0, (5, 1))
     same = box_piece((0, 0), (3, 3), 0, row_major_strides((3, 3)))
     return [
-        (TensorSpec("t.rows", "F32", (ROWS, 5), (rows,), Claim.DECLARED), mine),
-        (TensorSpec("t.same", "F32", (3, 3), (same,), Claim.DECLARED), whole["t.same"]),
+        (TensorSpec("t.rows", "F32", (ROWS, 5), (rows,), Replication.DECLARED), mine),
+        (TensorSpec("t.same", "F32", (3, 3), (same,), Replication.DECLARED), whole["t.same"]),
     ]
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from reshard_ckpt import checkpoint
-from reshard_ckpt.core.state import Claim, TensorSpec, ValueKind, ValueSpec, box_piece
+from reshard_ckpt.core.catalog.specs import Replication, TensorSpec, ValueKind, ValueSpec, box_piece
 from reshard_ckpt.errors import CheckpointError, CorruptError, UsageError
 from reshard_ckpt.format.values import encode_path, encode_value
 from reshard_ckpt.storage import open_storage
@@ -47,11 +47,14 @@ class Saved:
         for rank in range(RANKS):
             rows = box_piece((2 * rank, 0), (2, COLUMNS), 0, (COLUMNS, 1))
             tensors = [
-                (TensorSpec("t.wide", "F32", (ROWS, COLUMNS), (rows,), Claim.DECLARED), wide(self.salt)[2 * rank : 2 * rank + 2])
+                (
+                    TensorSpec("t.wide", "F32", (ROWS, COLUMNS), (rows,), Replication.DECLARED),
+                    wide(self.salt)[2 * rank : 2 * rank + 2],
+                )
             ]
             if rank == 1:
                 whole = box_piece((0, 0), (5, 7), 0, (7, 1))
-                tensors.append((TensorSpec("t.small", "BF16", (5, 7), (whole,), Claim.PLAIN), small(self.salt)))
+                tensors.append((TensorSpec("t.small", "BF16", (5, 7), (whole,), Replication.PLAIN), small(self.salt)))
             ranks.append([(spec, tensor.contiguous()) for spec, tensor in tensors])
         values = [
             [

@@ -22,8 +22,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reshard_ckpt import checkpoint
-from reshard_ckpt.core.catalog import BoxTable, RowTable
-from reshard_ckpt.core.tiling import find_gap, find_overlap
+from reshard_ckpt.core.catalog.model import BoxTable, RowTable
+from reshard_ckpt.core.geometry.tiling import find_gap, find_overlap
 from reshard_ckpt.errors import CheckpointError, CorruptError, UnsupportedError
 from reshard_ckpt.format.catalog import decode_catalog, encode_catalog
 from reshard_ckpt.storage import open_storage
@@ -204,7 +204,10 @@ def test_a_layout_made_to_keep_a_reader_busy_is_refused():
     )
     lengths = np.ones_like(offsets)
     lengths[np.arange(count), kind] = size
-    with mock.patch("reshard_ckpt.core.tiling.MAX_SWEPT", 1 << 22), pytest.raises(UnsupportedError, match="60000 shards"):
+    with (
+        mock.patch("reshard_ckpt.core.geometry.tiling.MAX_SWEPT", 1 << 22),
+        pytest.raises(UnsupportedError, match="60000 shards"),
+    ):
         find_overlap(offsets, lengths)
 
 

@@ -15,7 +15,8 @@ import torch
 
 from reshard_ckpt import LocalShard, checkpoint
 from reshard_ckpt.comm import store as store_module
-from reshard_ckpt.engine import agreement, recorder
+from reshard_ckpt.engine.common import recorder
+from reshard_ckpt.engine.saving import agreement
 from reshard_ckpt.errors import CheckpointError, LayoutError, PeerError, StorageError
 from reshard_ckpt.storage.local import LocalStorage, LocalWriter
 from tests.comm.test_store import Clock

@@ -13,14 +13,14 @@ from math import prod
 
 import numpy as np
 
-from ...core.catalog import Catalog
-from ...core.dtypes import ITEM_BYTES
-from ...core.geometry import I64, decompose, pad_left, strides_of, volumes
-from ...core.load_plan import plan_load
-from ...core.offer import PieceColumns
-from ...core.state import Ints, Mesh
-from ...core.tree import spans
-from ...engine.progress import size_text
+from ...core.catalog.model import Catalog
+from ...core.catalog.name_tree import spans
+from ...core.catalog.specs import Ints, Mesh
+from ...core.geometry.dtypes import ITEM_BYTES
+from ...core.geometry.runs import I64, decompose, pad_left, strides_of, volumes
+from ...core.planning.load_plan import plan_load
+from ...core.planning.local_metadata import PieceColumns
+from ...engine.common.progress import size_text
 from .flatten import Cells, Flat, flatten
 from .scene import Rect, Scene, Shape, Text, fitted, moved, on, series, shade, text_width
 

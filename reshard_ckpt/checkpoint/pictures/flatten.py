@@ -14,8 +14,8 @@ from math import prod
 
 import numpy as np
 
-from ...core.geometry import I64
-from ...core.state import Ints
+from ...core.catalog.specs import Ints
+from ...core.geometry.runs import I64
 from ...errors import UnsupportedError
 
 MAX_RECTANGLES = 4000

@@ -8,11 +8,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from ...core.catalog import Catalog
-from ...core.summary import Summary
+from ...core.catalog.model import Catalog
+from ...core.catalog.name_tree import Node
+from ...core.catalog.summary import Summary
 from ...core.timeline import Timeline
-from ...core.tree import Node
-from ...engine.progress import size_text
+from ...engine.common.progress import size_text
 from .ranks import balance_words, draw_balance, draw_mesh, mesh_words
 from .scene import Scene
 from .svg import FONT, svg_element, theme_css, words

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...core.catalog import Catalog
-from ...core.state import Mesh
+from ...core.catalog.model import Catalog
+from ...core.catalog.specs import Mesh
 from ...core.timeline import rank_label
-from ...engine.progress import size_text
+from ...engine.common.progress import size_text
 from .scene import Line, Rect, Scene, Shape, Text, on, shade
 
 WIDTH = 960.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ...core.timeline import Step, Timeline
-from ...engine.progress import size_text
+from ...engine.common.progress import size_text
 from .scene import SERIES, Line, Rect, Scene, Shape, Text, fitted, on, text_width
 
 WIDTH = 960.0

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...core.tree import Node
-from ...engine.progress import size_text
+from ...core.catalog.name_tree import Node
+from ...engine.common.progress import size_text
 from .scene import Rect, Scene, Shape, Text, fitted, on, series
 
 WIDTH, HEIGHT = 960.0, 460.0

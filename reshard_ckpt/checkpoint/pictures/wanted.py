@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ...core.catalog import Catalog
-from ...core.recut import hold_all
-from ...core.state import Ints, Mesh
-from ...core.topology import Placed, Wish, place
+from ...core.catalog.model import Catalog
+from ...core.catalog.specs import Ints, Mesh
+from ...core.planning.target_pieces import target_rows
+from ...core.planning.target_placement import TargetPlacement, TargetTopology, place
 from .cuts import Wanted
 
 
@@ -24,11 +24,11 @@ def wanted_on(catalog: Catalog, name: str, mesh: Mesh, groups: Mapping[str, Sequ
     UsageError
         The topology cannot be told from the catalog.
     """
-    placed = place(catalog, catalog.names, Wish(mesh, groups=groups))
+    placed = place(catalog, catalog.names, TargetTopology(mesh, groups=groups))
     # Tensors that are cut together, as one vector, say where each of them is cut.
     names = [name, *(other for other in catalog.names if other != name and _is_cut_with(placed[name], placed, other))]
     shapes = [catalog.shape(catalog.index(n)) for n in names]
-    held, boxes = hold_all(shapes, [placed[n] for n in names], names, mesh, {})
+    held, boxes = target_rows(shapes, [placed[n] for n in names], names, mesh, {})
     runs: dict[int, list[tuple[Ints, Ints, int, int]]] = {}
     mine = held.tensor == 0
     columns = (held.rank[mine], held.box[mine], held.start[mine], held.count[mine])
@@ -40,7 +40,7 @@ def wanted_on(catalog: Catalog, name: str, mesh: Mesh, groups: Mapping[str, Sequ
     return [Wanted(tuple(ranks), parts) for parts, ranks in alike.items()]
 
 
-def _is_cut_with(of: Placed, placed: Mapping[str, Placed], other: str) -> bool:
+def _is_cut_with(of: TargetPlacement, placed: Mapping[str, TargetPlacement], other: str) -> bool:
     leader = placed[of.follows] if of.follows is not None else of
     vector, its = leader.vector, placed[other].vector
     return other == of.follows or (vector is not None and its is not None and its[0] == vector[0])

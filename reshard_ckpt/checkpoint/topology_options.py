@@ -1,0 +1,131 @@
+"""What does a caller wish of a new topology? A mesh, rules for names, boundaries of stages: checked, each with its next step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..core.catalog.model import Catalog
+from ..core.catalog.specs import AxisPlacement, Mesh
+from ..errors import UsageError
+
+MAX_RANKS = 1 << 17
+"""Of a new topology; the plan of each rank takes memory."""
+
+
+def mesh_of(option: str, mesh: Mapping[str, int]) -> Mesh:
+    """A mesh from axes and their sizes; without axes it is one rank.
+
+    >>> mesh_of("mesh", {"dp": 2, "tp": 4})
+    Mesh(axes=('dp', 'tp'), sizes=(2, 4))
+    """
+    good = isinstance(mesh, Mapping) and all(isinstance(axis, str) and axis for axis in mesh)
+    if not good or not all(type(size) is int and size >= 1 for size in mesh.values()):
+        raise UsageError(f"{option}={mesh!r}: wanted axes and their sizes, outermost first, as in {option}={{'dp': 2, 'tp': 4}}")
+    made = Mesh(tuple(mesh), tuple(mesh.values()))
+    if made.size > MAX_RANKS:
+        raise UsageError(f"{option}={dict(mesh)!r}: {made.size:,} ranks, over the {MAX_RANKS:,} that are planned for; name fewer")
+    return made
+
+
+def boundaries(stages: Sequence[int] | None, mesh: Mesh) -> tuple[int, ...] | None:
+    """The first layer of each pipeline stage but the first; None for stages of about the same number of layers."""
+    if stages is None:
+        return None
+    if "pp" not in mesh.axes:
+        raise UsageError(
+            f"stages={list(stages)}: the mesh {dict(zip(mesh.axes, mesh.sizes, strict=True))} has no axis pp; add it"
+        )
+    size = mesh.sizes[mesh.axes.index("pp")]
+    if not all(type(n) is int for n in stages) or len(stages) != size - 1:
+        raise UsageError(
+            f"stages={stages!r}: {size} pipeline stages have {size - 1} boundaries: the first layer of each stage but the first, "
+            "as in stages=[8, 16, 24] for 4"
+        )
+    return tuple(stages)
+
+
+def read_rules(rules: Any) -> Any:
+    """Rules as plain data; a path is that of a YAML file.
+
+    Raises
+    ------
+    UsageError
+        It cannot be read, or says something twice.
+    """
+    if not isinstance(rules, str | os.PathLike):
+        return rules
+    where = f"rules: {os.fspath(rules)}"
+    try:
+        text = Path(rules).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{where}: cannot be read: {error.strerror}; pass a YAML file") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{where}: cannot be read as YAML: {error}; save it as UTF-8") from error
+    return _parsed(text, where)
+
+
+def _parsed(text: str, where: str) -> Any:
+    try:
+        import yaml
+    except ImportError:
+        advice = "install PyYAML (pip install 'reshard-ckpt[cli]'), or pass the rules as a dict"
+        raise UsageError(f"{where}: reading YAML needs PyYAML; {advice}") from None
+    try:
+        _refuse_twice(yaml.compose(text, yaml.SafeLoader), where)
+        return yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        at = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
+        hint = (
+            "put quotes round a pattern that begins with *"
+            if "alias" in f"{error.context}{error.problem}"
+            else "correct the file"
+        )
+        raise UsageError(f"{where}: {at}{error.problem}: no YAML; {hint}") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: of a date that is none
+        raise UsageError(f"{where}: cannot be read as YAML: {error}; correct the file") from error
+
+
+def _refuse_twice(root: Any, where: str) -> None:
+    """YAML's own reader takes the last of two equal keys, and says nothing."""
+    waiting, met = [root], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or id(node) in met:
+            continue
+        met.add(id(node))
+        if node.id == "sequence":
+            waiting += node.value
+        elif node.id == "mapping":
+            keys = [key.value for key, _ in node.value if key.id == "scalar"]
+            twice = next((key for n, key in enumerate(keys) if key in keys[:n]), None)
+            if twice is not None:
+                raise UsageError(f"{where}: line {node.start_mark.line + 1}: {twice!r} is given twice; write one of them")
+            waiting += [child for _, child in node.value]
+
+
+def check_rename(catalog: Catalog, rename: Any) -> None:
+    """Refuse a map of names of which one means nothing in the checkpoint: surely a slip.
+
+    Raises
+    ------
+    UsageError
+        There is one.
+    """
+    if not isinstance(rename, Mapping):
+        return
+    known = {*catalog.names, *catalog.value_names, *catalog.unreadable}
+    for old in rename:
+        if old not in known and not any(name.startswith(f"{old}.") for name in known):
+            raise UsageError(f"rename={{{old!r}: …}}: the checkpoint has no such name, nor any below it; correct it")
+
+
+def idle_axes(saved: Catalog, mesh: Mesh, placements: Mapping[str, Sequence[AxisPlacement]]) -> tuple[str, ...]:
+    """The axes of a new mesh that the saved one does not have, and that divide nothing: all their ranks hold the same."""
+    known = set() if saved.mesh is None else set(saved.mesh.axes)
+    dividing = {of.axis for where in placements.values() for of in where if of.kind != "replicate"}
+    several = [axis for axis, size in zip(mesh.axes, mesh.sizes, strict=True) if size > 1]
+    return tuple(axis for axis in several if axis not in known and axis not in dividing)

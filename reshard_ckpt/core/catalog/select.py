@@ -1,0 +1,75 @@
+"""What remains of a catalog if only some of its tensors and values are taken? A catalog again, over the same files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from ..geometry.dtypes import CODES
+from ..geometry.runs import I64, ranges
+from .model import Catalog, RowTable, TensorTable
+
+
+def select_entries(catalog: Catalog, tensors: Sequence[str], values: Sequence[str]) -> Catalog:
+    """The catalog with these tensors and values alone, in the order of the catalog.
+
+    A tensor whose bytes are another's, which is not taken, has them for itself; further ones with these bytes are its aliases.
+    """
+    kept = [value for value in catalog.values_table if value.name in frozenset(values)]
+    taken = np.array(sorted({*map(catalog.index, tensors), *(blob for value in kept for blob in value.blobs)}), np.int64)
+    table = catalog.tensors_table
+    source = np.where(table.alias >= 0, table.alias, np.arange(len(table.names)))[taken]
+    # Of those that share bytes the original comes first, if it is taken; else the first that is.
+    order = np.lexsort((taken, taken != source, source))
+    first = np.concatenate([[True], source[order][1:] != source[order][:-1]]) if len(order) else np.zeros(0, bool)
+    leader = np.empty(len(taken), np.int64)
+    leader[order] = order[np.maximum.accumulate(np.where(first, np.arange(len(order)), 0))] if len(order) else order
+    alias = np.where(leader == np.arange(len(taken)), -1, leader)
+    row = _rows_of(table, np.where(alias < 0, source, -1))
+    place = {int(old): new for new, old in enumerate(taken.tolist())}
+    rows = catalog.rows
+    return replace(
+        catalog,
+        tensors_table=replace(
+            table,
+            names=tuple(table.names[i] for i in taken.tolist()),
+            dtype=table.dtype[taken],
+            kind=table.kind[taken],
+            ndim=table.ndim[taken],
+            shape=table.shape[taken],
+            alias=alias,
+            placement=table.placement[taken],
+            row_start=np.concatenate([[0], np.cumsum(_counts(table, np.where(alias < 0, source, -1)))]).astype(np.int64),
+        ),
+        rows=RowTable(rows.box[row], rows.start[row], rows.count[row], rows.file[row], rows.offset[row]),
+        values_table=tuple(replace(value, blobs=tuple(place[blob] for blob in value.blobs)) for value in kept),
+        unreadable={},
+        _index={},
+    )
+
+
+def _counts(table: TensorTable, source: I64) -> I64:
+    """The number of rows of each of these tensors; -1 stands for one without."""
+    counts: I64 = np.where(source < 0, 0, np.diff(table.row_start)[source])
+    return counts
+
+
+def _rows_of(table: TensorTable, source: I64) -> I64:
+    owner, step = ranges(_counts(table, source))
+    rows: I64 = table.row_start[source[owner]] + step
+    return rows
+
+
+def retyped(catalog: Catalog, dtypes: Mapping[str, str]) -> Catalog:
+    """The catalog as it looks once these tensors are converted; what shares bytes with a tensor of another dtype no longer does.
+
+    Its rows remain those of the bytes before: it says what will be, not where to read.
+    """
+    table = catalog.tensors_table
+    dtype = table.dtype.copy()
+    for name, code in dtypes.items():
+        dtype[catalog.index(name)] = CODES.index(code)
+    shares = (table.alias >= 0) & (dtype == dtype[np.maximum(table.alias, 0)])
+    return replace(catalog, tensors_table=replace(table, dtype=dtype, alias=np.where(shares, table.alias, -1)), _index={})

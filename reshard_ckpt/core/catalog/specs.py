@@ -1,0 +1,140 @@
+"""What does one rank hold? Tensors as pieces of global boxes, and values, as plain data.
+
+One description serves every kind of shard. A *piece* is a run of a box: the elements ``[start, start + count)`` of the
+row-major order of the box ``offsets, lengths`` of the global tensor. A plain shard is one piece that is its whole box; a fused
+QKV shard is several; a flat range is one piece (or one for each box that it crosses) that begins and ends in the middle.
+
+Where a piece lies in memory is affine: the element at global coordinates ``x`` is element ``base + sum((x - offsets) *
+strides)`` of the local storage, also for a flat range, whose strides are the box's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from math import prod
+
+Ints = tuple[int, ...]
+
+
+class Replication(IntEnum):
+    """What a rank says of a piece that other ranks hold too."""
+
+    PLAIN = 0
+    """Nothing is declared: one rank writes it whole, and a difference between ranks is an error."""
+    DECLARED = 1
+    """A DTensor, DDP, `LocalShard` or `FlatShard` places it: replicas share the writing."""
+    BUFFER = 2
+    """A module buffer under DDP: the lowest rank's value counts, a difference is a warning."""
+
+
+class ValueKind(IntEnum):
+    """How a value that is no tensor is agreed on and kept."""
+
+    PLAIN = 0
+    """The same on every rank that has it."""
+    PER_RANK = 1
+    """Each rank's own."""
+    PARAM_GROUPS = 2
+    """An optimizer's groups: ``[{hyperparameter: value, ..., "params": [FQN, ...]}, ...]``, merged over ranks by FQN."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of a box of the global tensor, and where it lies in local memory; all counts are elements."""
+
+    offsets: Ints
+    lengths: Ints
+    start: int
+    count: int
+    base: int
+    strides: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class AxisPlacement:
+    """How a tensor is laid out along one mesh axis.
+
+    ``kind`` is ``"shard"`` (along ``dim``), ``"replicate"``, ``"flat"`` (ranges of the flattened shard) or ``"resident"``
+    (only the coordinates ``coords`` hold it).
+    """
+
+    axis: str
+    kind: str
+    dim: int | None = None
+    coords: Ints = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of which a rank holds (saving) or wants (loading) some pieces.
+
+    ``dtype`` is a code of the safetensors format (``"F32"``, ``"BF16"``, …). ``pieces`` may be empty. ``placement`` is what the
+    state itself declares, axis by axis; the planner derives the rest from who holds what.
+    """
+
+    name: str
+    dtype: str
+    shape: Ints
+    pieces: tuple[Piece, ...]
+    replication: Replication = Replication.PLAIN
+    placement: tuple[AxisPlacement, ...] = ()
+    alias_of: str | None = None
+    """On the same rank, an earlier name whose memory this one shares exactly (tied weights)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ValueSpec:
+    """One value that is no tensor, encoded; ``path`` is its key path in the state, encoded too."""
+
+    name: str
+    path: bytes
+    kind: ValueKind
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Ranks arranged on named axes, outermost first, row-major: rank = Σ coordinate · stride."""
+
+    axes: tuple[str, ...]
+    sizes: Ints
+
+    @property
+    def size(self) -> int:
+        return prod(self.sizes)
+
+    def coordinates(self, rank: int) -> Ints:
+        """The rank's coordinate on each axis.
+
+        >>> Mesh(("pp", "tp"), (2, 4)).coordinates(6)
+        (1, 2)
+        """
+        out: list[int] = []
+        for size in reversed(self.sizes):
+            rank, coordinate = divmod(rank, size)
+            out.append(coordinate)
+        return tuple(reversed(out))
+
+
+def row_major_strides(lengths: Ints) -> Ints:
+    """Element strides of a row-major box.
+
+    >>> row_major_strides((2, 3, 4))
+    (12, 4, 1)
+    """
+    strides, step = [], 1
+    for length in reversed(lengths):
+        strides.append(step)
+        step *= length
+    return tuple(reversed(strides))
+
+
+def box_piece(offsets: Ints, lengths: Ints, base: int, strides: Ints) -> Piece:
+    """The piece that is a whole box."""
+    return Piece(offsets, lengths, 0, prod(lengths), base, strides)
+
+
+def flat_run(box: Piece, start: int, count: int) -> Piece:
+    """The run of a piece's box that lies alone, in order, in memory of its own."""
+    return Piece(box.offsets, box.lengths, start, count, -start, row_major_strides(box.lengths))

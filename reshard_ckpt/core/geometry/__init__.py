@@ -1,0 +1,1 @@
+"""Runs of boxes: what shards share, whether they tile a tensor, in which order they come."""

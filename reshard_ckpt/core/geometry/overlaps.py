@@ -1,0 +1,82 @@
+"""What if ranks hold overlapping, unequal runs of one box? Cut where any of them begins or ends: then equal ones are replicas.
+
+A flat optimizer over tensor-parallel ranks does this: a weight that all of them replicate lies at another place in each one's
+buffer where their other shards differ in size, so each cuts it elsewhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .ordering import is_new
+from .runs import I64, ranges
+
+
+@dataclass(frozen=True, slots=True)
+class CutRuns:
+    """Runs after cutting: the index of the run that each was part of, and its own elements of the box."""
+
+    source: I64
+    start: I64
+    count: I64
+
+
+def cut_overlaps(tensor: I64, box: I64, start: I64, count: I64, may_cut: NDArray[np.bool_]) -> CutRuns | None:
+    """Cut runs of one box that overlap without being equal.
+
+    Parameters
+    ----------
+    tensor, box, start, count : (R,)
+        Runs in the order of their tensor, box and start.
+    may_cut : (R,)
+        Whether a run may be written in parts; a box with any run that may not is left as it is.
+
+    Returns
+    -------
+    Cut or None
+        None where nothing is to be cut. Runs that are not cut are among the others, as they were.
+
+    Examples
+    --------
+    Two ranks hold elements 0 to 6 and 4 to 10 of a box; both hold 4 and 5.
+
+    >>> zero = np.zeros(2, np.int64)
+    >>> cut = cut_overlaps(zero, zero, np.array([0, 4]), np.array([6, 6]), zero == 0)
+    >>> list(zip(cut.source.tolist(), cut.start.tolist(), cut.count.tolist()))
+    [(0, 0, 4), (0, 4, 2), (1, 4, 2), (1, 6, 4)]
+    """
+    if len(tensor) == 0:
+        return None
+    end = start + count
+    first = is_new(tensor, box)
+    group = np.cumsum(first) - 1
+    unequal = ~first & is_new(start, count)
+    # Starts do not fall within a group, so a run that overlaps any earlier one begins before the largest end so far.
+    reach = np.maximum.accumulate(end + group * (int(end.max()) + 1)) - group * (int(end.max()) + 1)
+    clash = unequal[1:] & (start[1:] < reach[:-1])
+    if not clash.any():
+        return None
+    chosen = np.zeros(int(group[-1]) + 1, bool)
+    chosen[group[1:][clash]] = True
+    chosen[group[~may_cut]] = False
+    rows = np.flatnonzero(chosen[group])
+    if len(rows) == 0:
+        return None
+    rest = np.flatnonzero(~chosen[group])
+    source, low, high = _elementary(rows, group[rows], start[rows], end[rows])
+    return CutRuns(np.concatenate([rest, source]), np.concatenate([start[rest], low]), np.concatenate([count[rest], high - low]))
+
+
+def _elementary(rows: I64, group: I64, start: I64, end: I64) -> tuple[I64, I64, I64]:
+    """The runs between neighbouring bounds of their group that each row covers."""
+    number = np.cumsum(is_new(group)) - 1
+    step = int(end.max()) + 1
+    bounds = np.unique(np.concatenate([number * step + start, number * step + end]))
+    low, high = np.searchsorted(bounds, number * step + start), np.searchsorted(bounds, number * step + end)
+    owner, offset = ranges(high - low)
+    at = low[owner] + offset
+    base = number[owner] * step
+    return rows[owner], bounds[at] - base, bounds[at + 1] - base

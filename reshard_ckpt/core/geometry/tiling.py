@@ -1,0 +1,211 @@
+"""Do these runs cover a tensor exactly once? Proves it for all tensors, or says where it fails.
+
+1. Runs of one box are lined up: consecutive runs join, an overlap is a fault. A box that its runs fill counts as a box.
+2. The boxes of a tensor tile it if no two overlap and their volumes add up to its size. Tensors with the same shape and boxes are
+   proved once: layers alike share one proof.
+3. What is left of partly filled boxes is cut into boxes first (`decompose`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...errors import UnsupportedError
+from .ordering import is_new, lex_order
+from .runs import I64, bounds, decompose, ranges, volumes
+
+MAX_PAIRS = 1 << 21
+"""Pairs of boxes compared in one step; bounds memory, not the answer."""
+
+MAX_SWEPT = 1 << 29
+"""Pairs compared in all, for one tensor. No layout of a job comes near: a grid of half a million boxes has fewer. A catalog that
+is made for it would keep a reader busy for hours."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Where tiling fails: two runs that overlap (indices into the input) or a region that none covers."""
+
+    tensor: int
+    rows: tuple[int, ...]
+    low: tuple[int, ...]
+    high: tuple[int, ...]
+    missing: int
+    """Elements that no run covers; 0 for an overlap."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Joined:
+    """Runs after joining; ``row`` is one of the runs that went in."""
+
+    tensor: I64
+    box: I64
+    start: I64
+    count: I64
+    row: I64
+
+
+def find_faults(
+    shapes: I64, box_offsets: I64, box_lengths: I64, tensor: I64, box: I64, start: I64, count: I64
+) -> Iterator[Fault]:
+    """Every tensor that its runs do not tile.
+
+    Parameters
+    ----------
+    shapes : (T, D)
+        Global shapes.
+    box_offsets, box_lengths : (B, D)
+        Distinct boxes.
+    tensor, box, start, count : (R,)
+        Of each run its tensor, its box and its elements; in any order.
+    """
+    order = lex_order(tensor, box, start)
+    order = order[count[order] > 0]
+    tensor, box, start, count = tensor[order], box[order], start[order], count[order]
+    boxes = box_offsets, box_lengths
+    same, ends = ~is_new(tensor, box)[1:], start + count
+    gap = start[1:] - ends[:-1]
+    clash = np.flatnonzero(same & (gap < 0))
+    clashing, one = np.unique(tensor[clash], return_index=True)  # one overlap of each tensor says enough
+    for i in clash[one].tolist():
+        pair = np.array([i, i + 1])
+        yield _overlap(int(tensor[i]), order[pair], _bounds_of(boxes, box[pair], start[pair], count[pair]))
+    new = np.append(True, ~(same & (gap == 0))) if len(order) else np.zeros(0, bool)
+    first = np.flatnonzero(new)
+    last = np.append(first[1:], len(order))[: len(first)] - 1
+    fine = ~np.isin(tensor[first], clashing)
+    first, last = first[fine], last[fine]
+    joined = _Joined(tensor[first], box[first], start[first], ends[last] - start[first], order[first])
+    yield from _box_faults(shapes, boxes, joined, frozenset(clashing.tolist()))
+
+
+def _bounds_of(boxes: tuple[I64, I64], box: I64, start: I64, count: I64) -> tuple[I64, I64]:
+    return bounds(boxes[0][box], boxes[1][box], start, count)
+
+
+def _overlap(tensor: int, rows: I64, around: tuple[I64, I64]) -> Fault:
+    low, high = around[0].max(axis=0), around[1].min(axis=0)
+    return Fault(tensor, tuple(rows.tolist()), tuple(low.tolist()), tuple(np.maximum(high, low).tolist()), 0)
+
+
+def _box_faults(shapes: I64, boxes: tuple[I64, I64], joined: _Joined, told: frozenset[int]) -> Iterator[Fault]:
+    """The faults of all tensors but those that have been told of."""
+    cut = decompose(boxes[1][joined.box], joined.start, joined.count)
+    tensor = joined.tensor[cut.parent]
+    low = boxes[0][joined.box[cut.parent]] + cut.offsets
+    first = np.searchsorted(tensor, np.arange(len(shapes) + 1))
+    sizes, num = volumes(shapes), np.diff(first)
+    # A box as large as its tensor, and alone in it, is the tensor.
+    whole = np.zeros(len(shapes), bool)
+    single = np.flatnonzero(num == 1)
+    at = first[single]
+    whole[single] = (low[at] == 0).all(axis=1) & (cut.lengths[at] == shapes[single]).all(axis=1)
+    proved: set[bytes] = set()
+    for t in np.flatnonzero(((sizes > 0) | (num > 0)) & ~whole).tolist():
+        if t in told:
+            continue
+        part = slice(first[t], first[t + 1])
+        layout = shapes[t].tobytes() + low[part].tobytes() + cut.lengths[part].tobytes()
+        if layout in proved:
+            continue
+        pair = find_overlap(low[part], cut.lengths[part])
+        if pair is not None:
+            run = cut.parent[part][list(pair)]
+            yield _overlap(t, joined.row[run], _bounds_of(boxes, joined.box[run], joined.start[run], joined.count[run]))
+            continue
+        missing = int(sizes[t] - volumes(cut.lengths[part]).sum())
+        if missing:
+            gap_low, gap_high = find_gap(shapes[t], low[part], cut.lengths[part])
+            yield Fault(t, (), gap_low, gap_high, missing)
+            continue
+        proved.add(layout)
+
+
+def find_overlap(offsets: I64, lengths: I64) -> tuple[int, int] | None:
+    """Two boxes that share an element, or None.
+
+    Boxes are swept along the dim on which the fewest pairs meet.
+    """
+    if len(offsets) < 2:
+        return None
+    best = min(range(offsets.shape[1]), key=lambda dim: int(_meeting(offsets, lengths, dim)[1].sum()))
+    order, meets = _meeting(offsets, lengths, best)
+    if meets.sum() > MAX_SWEPT:
+        raise UnsupportedError(
+            f"{len(offsets)} shards of one tensor lie so that it takes too long to prove that none overlap; use fewer ones"
+        )
+    for part in _batches(meets, MAX_PAIRS):
+        owner, step = ranges(meets[part])
+        left = order[owner + part.start]
+        right = order[owner + part.start + 1 + step]
+        clash = (offsets[left] < offsets[right] + lengths[right]) & (offsets[right] < offsets[left] + lengths[left])
+        hit = np.flatnonzero(clash.all(axis=1))
+        if len(hit):
+            return int(left[hit[0]]), int(right[hit[0]])
+    return None
+
+
+def _meeting(offsets: I64, lengths: I64, dim: int) -> tuple[I64, I64]:
+    """Boxes by their beginning along a dim, and how many of the following ones begin before each ends."""
+    order = np.argsort(offsets[:, dim], kind="stable")
+    begin = offsets[order, dim]
+    until = np.searchsorted(begin, begin + lengths[order, dim], side="left")
+    return order, np.maximum(until - np.arange(len(order)) - 1, 0)
+
+
+def _batches(sizes: I64, limit: int) -> Iterator[slice]:
+    """Consecutive slices whose sizes add up to about the limit."""
+    total = np.cumsum(sizes)
+    begin = 0
+    while begin < len(sizes):
+        used = int(total[begin - 1]) if begin else 0
+        end = max(begin + 1, int(np.searchsorted(total, used + limit, side="right")))
+        yield slice(begin, end)
+        begin = end
+
+
+def find_gap(shape: I64, offsets: I64, lengths: I64) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """A box of the tensor that none of these disjoint boxes touches, found by halving the tensor.
+
+    >>> find_gap(np.array([4, 2]), np.array([[0, 0], [3, 0]]), np.array([[2, 2], [1, 2]]))
+    ((2, 0), (3, 2))
+    """
+    low, high = np.zeros_like(shape), shape.copy()
+    while True:
+        begin, end = np.maximum(offsets, low), np.minimum(offsets + lengths, high)
+        inside = np.flatnonzero((begin < end).all(axis=1))
+        if len(inside) == 0:
+            return tuple(low.tolist()), tuple(high.tolist())
+        # Cut along a face of some box, so that a half is either covered, free, or simpler.
+        begin, end = begin[inside], end[inside]
+        offsets, lengths = begin, end - begin
+        dim, at = _face(low, high, begin, end)
+        left_high, right_low = high.copy(), low.copy()
+        left_high[dim], right_low[dim] = at, at
+        left = volumes(np.maximum(np.minimum(offsets + lengths, left_high) - offsets, 0)).sum()
+        if left < volumes((left_high - low)[None])[0]:
+            high = left_high
+        else:
+            low = right_low
+
+
+def _face(low: I64, high: I64, begin: I64, end: I64) -> tuple[int, int]:
+    """A dim and a coordinate strictly inside ``low … high`` where boxes begin or end: the middle one of the dim that has most."""
+    faces = [np.concatenate([b[b > lo], e[e < hi]]) for b, e, lo, hi in zip(begin.T, end.T, low, high, strict=True)]
+    dim = max(range(len(faces)), key=lambda d: len(faces[d]))
+    assert len(faces[dim]), "a box fills the region, so nothing of it is uncovered"
+    middle = len(faces[dim]) // 2
+    return dim, int(np.partition(faces[dim], middle)[middle])
+
+
+def describe_region(low: Sequence[int], high: Sequence[int], ndim: int) -> str:
+    """A region as people write it, without padding.
+
+    >>> describe_region((0, 2, 0), (1, 3, 4), 2)
+    '[2:3, 0:4]'
+    """
+    dims = list(zip(low, high, strict=True))[len(low) - ndim :]
+    return "[" + ", ".join(f"{a}:{b}" for a, b in dims) + "]"

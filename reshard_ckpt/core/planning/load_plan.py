@@ -1,0 +1,187 @@
+"""Which bytes of which files go where? The exact overlap of what is wanted with what the catalog has.
+
+1. Every wanted piece is cut into boxes.
+2. Each meets the rows of its tensor whose bounds touch it.
+3. These rows are cut where their bytes cross a *window* of their file, and into boxes; the overlaps are the items. So every
+   item lies in one window, windows can be read independently, and no byte is read for two of them.
+
+An item is a small n-dimensional copy: from ``src`` with byte strides ``src_strides`` in the file, to ``dst`` with element strides
+``dst_strides`` in the memory of destination ``dest``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...errors import CorruptError
+from ..catalog.model import Catalog
+from ..geometry.dtypes import item_bytes_of
+from ..geometry.runs import I64, bounds, decompose, pad_left, ranges, strides_of, volumes
+from .local_metadata import PieceColumns
+
+MAX_WINDOWS = 1 << 20
+"""Windows that the rows of one step may reach over: 8 TiB, which no rank reads. A damaged or hostile catalog may claim more."""
+
+MAX_PAIRS = 1 << 20
+"""Pairs of wanted box and row compared in one step; bounds memory, not the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """Columns over items (see the module); `covered` counts the elements found for each wanted piece."""
+
+    file: I64
+    window: I64
+    src: I64
+    lengths: I64
+    src_strides: I64
+    item_bytes: I64
+    dest: I64
+    dst: I64
+    dst_strides: I64
+    covered: I64
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes wanted."""
+        return int((volumes(self.lengths) * self.item_bytes).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class _WantedBoxes:
+    """The boxes of the wanted pieces: global offsets, and the affine place of their first element in memory."""
+
+    tensor: I64
+    piece: I64
+    offsets: I64
+    lengths: I64
+    base: I64
+    strides: I64
+
+
+def plan_load(catalog: Catalog, source: I64, wanted: PieceColumns, window_bytes: int) -> LoadPlan:
+    """Plan the reading of all wanted pieces.
+
+    Parameters
+    ----------
+    source
+        For each destination (``wanted.tensor``) the index of its tensor in the catalog.
+    wanted
+        Pieces, inside the shape of their tensor; padded to any width.
+    window_bytes
+        Items do not cross multiples of this many bytes in their file, unless one element does.
+    """
+    width = max(catalog.boxes.offsets.shape[1], wanted.offsets.shape[1])
+    boxes = _wanted_boxes(catalog, source, wanted, width)
+    item_bytes = item_bytes_of(catalog.tensors_table.dtype)
+    found = [_meet(catalog, boxes, part, item_bytes, window_bytes, width) for part in _pair_batches(catalog, boxes)]
+    columns = [np.concatenate(column) for column in zip(*found, strict=True)] if found else _no_items(width)
+    box, file, window, src, offset, lengths, src_strides = columns
+    strides = boxes.strides[box]
+    return LoadPlan(
+        file=file,
+        window=window,
+        src=src,
+        lengths=lengths,
+        src_strides=src_strides,
+        item_bytes=item_bytes[boxes.tensor[box]],
+        dest=wanted.tensor[boxes.piece[box]],
+        dst=boxes.base[box] + ((offset - boxes.offsets[box]) * strides).sum(axis=1),
+        dst_strides=strides,
+        covered=np.bincount(boxes.piece[box], weights=volumes(lengths), minlength=len(wanted.start)).astype(np.int64),
+    )
+
+
+def _no_items(width: int) -> list[I64]:
+    flat, wide = np.zeros(0, np.int64), np.zeros((0, width), np.int64)
+    return [flat, flat, flat, flat, wide, wide, wide]
+
+
+def _wanted_boxes(catalog: Catalog, source: I64, wanted: PieceColumns, width: int) -> _WantedBoxes:
+    cut = decompose(wanted.lengths, wanted.start, wanted.count)
+    strides = pad_left(wanted.strides, width, 0)[cut.parent]
+    inner = pad_left(cut.offsets, width, 0)
+    alias = catalog.tensors_table.alias[source]
+    return _WantedBoxes(
+        tensor=np.where(alias >= 0, alias, source)[wanted.tensor[cut.parent]],
+        piece=cut.parent,
+        offsets=pad_left(wanted.offsets, width, 0)[cut.parent] + inner,
+        lengths=pad_left(cut.lengths, width, 1),
+        base=wanted.base[cut.parent] + (inner * strides).sum(axis=1),
+        strides=strides,
+    )
+
+
+def _pair_batches(catalog: Catalog, boxes: _WantedBoxes) -> Iterator[slice]:
+    """Wanted boxes in slices that meet about `MAX_PAIRS` rows."""
+    row_start = catalog.tensors_table.row_start
+    total = np.cumsum(row_start[boxes.tensor + 1] - row_start[boxes.tensor])
+    begin = 0
+    while begin < len(total):
+        used = int(total[begin - 1]) if begin else 0
+        end = max(begin + 1, int(np.searchsorted(total, used + MAX_PAIRS, side="right")))
+        yield slice(begin, end)
+        begin = end
+
+
+def _meet(catalog: Catalog, boxes: _WantedBoxes, part: slice, item_bytes: I64, window_bytes: int, width: int) -> tuple[I64, ...]:
+    """Items of some wanted boxes: box, file, window, src, global offsets, lengths, source strides."""
+    row_start, rows = catalog.tensors_table.row_start, catalog.rows
+    tensor = boxes.tensor[part]
+    owner, step = ranges(row_start[tensor + 1] - row_start[tensor])
+    row, box = row_start[tensor][owner] + step, owner + part.start
+    box, row = _touching(boxes, box, row, *_row_runs(catalog, row, width))
+    each = item_bytes[boxes.tensor[box]]
+    pair, start, count = _cut_at_windows(rows.offset[row], rows.start[row], rows.count[row], each, window_bytes)
+    box, row, each = box[pair], row[pair], each[pair]
+    row_offsets, row_lengths, _, _ = _row_runs(catalog, row, width)
+    hit = _touch_mask(boxes, box, row_offsets, row_lengths, start, count)
+    box, row, each, start, count = box[hit], row[hit], each[hit], start[hit], count[hit]
+    row_offsets, row_lengths = row_offsets[hit], row_lengths[hit]
+    cut = decompose(row_lengths, start, count)
+    box, row, each = box[cut.parent], row[cut.parent], each[cut.parent]
+    origin, strides = row_offsets[cut.parent], strides_of(row_lengths)[cut.parent]
+    low = np.maximum(origin + cut.offsets, boxes.offsets[box])
+    high = np.minimum(origin + cut.offsets + cut.lengths, boxes.offsets[box] + boxes.lengths[box])
+    keep = np.flatnonzero((low < high).all(axis=1))
+    box, row, each, low, high, strides = box[keep], row[keep], each[keep], low[keep], high[keep], strides[keep]
+    position = ((low - origin[keep]) * strides).sum(axis=1) - rows.start[row]
+    window = (rows.offset[row] + (start[cut.parent[keep]] - rows.start[row]) * each) // window_bytes
+    src = rows.offset[row] + position * each
+    return box, rows.file[row], window, src, low, high - low, strides * each[:, None]
+
+
+def _row_runs(catalog: Catalog, row: I64, width: int) -> tuple[I64, I64, I64, I64]:
+    box = catalog.rows.box[row]
+    offsets, lengths = catalog.boxes.offsets[box], catalog.boxes.lengths[box]
+    return pad_left(offsets, width, 0), pad_left(lengths, width, 1), catalog.rows.start[row], catalog.rows.count[row]
+
+
+def _touching(boxes: _WantedBoxes, box: I64, row: I64, offsets: I64, lengths: I64, start: I64, count: I64) -> tuple[I64, I64]:
+    hit = _touch_mask(boxes, box, offsets, lengths, start, count)
+    return box[hit], row[hit]
+
+
+def _touch_mask(boxes: _WantedBoxes, box: I64, offsets: I64, lengths: I64, start: I64, count: I64) -> I64:
+    """Indices of the pairs where the bounds of the run meet the wanted box."""
+    low, high = bounds(offsets, lengths, start, count)
+    want_low = boxes.offsets[box]
+    meets = (low < want_low + boxes.lengths[box]) & (want_low < high)
+    return np.flatnonzero(meets.all(axis=1) & (count > 0))
+
+
+def _cut_at_windows(offset: I64, start: I64, count: I64, each: I64, window_bytes: int) -> tuple[I64, I64, I64]:
+    """Cut runs where their bytes cross a window; an element belongs to the window in which it begins."""
+    first = offset // window_bytes
+    last = (offset + count * each - 1) // window_bytes
+    if float((last - first + 1).sum(dtype=np.float64)) > MAX_WINDOWS + 2 * len(first):
+        raise CorruptError(f"rows of {int((count * each).max())} bytes are no shards that one rank reads; use another checkpoint")
+    run, step = ranges(last - first + 1)
+    bound = (first[run] + step) * window_bytes - offset[run]
+    low = np.clip(-(-bound // each[run]), 0, count[run])
+    high = np.clip(-(-(bound + window_bytes) // each[run]), 0, count[run])
+    keep = np.flatnonzero(high > low)
+    return run[keep], (start[run] + low)[keep], (high - low)[keep]

@@ -1,0 +1,220 @@
+"""What does one rank offer to save? Its pieces and values as columns, ready to be sent and merged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...errors import LayoutError
+from ..catalog.model import TensorKind
+from ..catalog.specs import AxisPlacement, Mesh, TensorSpec, ValueKind
+from ..geometry.dtypes import CODES
+from ..geometry.ordering import group_ids
+from ..geometry.runs import I64, volumes
+
+U8 = NDArray[np.uint8]
+Placement = tuple[AxisPlacement, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PieceColumns:
+    """Pieces of several tensors as columns: their runs, and where they lie in memory (see `core.state.Piece`)."""
+
+    tensor: I64
+    offsets: I64
+    lengths: I64
+    start: I64
+    count: I64
+    base: I64
+    strides: I64
+
+
+def piece_columns(specs: Sequence[TensorSpec], width: int) -> PieceColumns:
+    """The pieces of all specs, padded to ``width`` dims; ``tensor`` is the spec's index."""
+    pieces = [(i, piece) for i, spec in enumerate(specs) for piece in spec.pieces]
+
+    def padded(rows: list[tuple[int, ...]], fill: int) -> I64:
+        flat = [(fill,) * (width - len(row)) + row for row in rows]
+        return np.array(flat, dtype=np.int64).reshape(len(rows), width)
+
+    return PieceColumns(
+        tensor=np.array([i for i, _ in pieces], dtype=np.int64),
+        offsets=padded([p.offsets for _, p in pieces], 0),
+        lengths=padded([p.lengths for _, p in pieces], 1),
+        start=np.array([p.start for _, p in pieces], dtype=np.int64),
+        count=np.array([p.count for _, p in pieces], dtype=np.int64),
+        base=np.array([p.base for _, p in pieces], dtype=np.int64),
+        strides=padded([p.strides for _, p in pieces], 0),
+    )
+
+
+def shape_columns(specs: Sequence[TensorSpec], width: int) -> I64:
+    """Global shapes, padded to ``width`` dims."""
+    rows = [(1,) * (width - len(spec.shape)) + spec.shape for spec in specs]
+    return np.array(rows, dtype=np.int64).reshape(len(specs), width)
+
+
+def width_of(specs: Sequence[TensorSpec]) -> int:
+    """Dims of the widest tensor, at least 1."""
+    return max((len(spec.shape) for spec in specs), default=1) or 1
+
+
+@dataclass(frozen=True, slots=True)
+class LocalValue:
+    """A value of one rank: its encoded bytes, or None where these are a blob among the offered tensors."""
+
+    name: str
+    path: bytes
+    kind: ValueKind
+    data: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorColumns:
+    """The tensors that one rank holds parts of; what many ranks have alike.
+
+    ``alias`` is the index of an earlier tensor, or -1; ``placement`` an index of the distinct ``placements``. A tensor that is
+    ``own`` is a blob whose name stands for another one on each rank, and whose shape is that of its row's box.
+    """
+
+    names: tuple[str, ...]
+    dtype: U8
+    kind: U8
+    own: U8
+    replication: U8
+    ndim: I64
+    shape: I64
+    alias: I64
+    placements: tuple[Placement, ...]
+    placement: I64
+    mesh: Mesh | None
+
+
+@dataclass(frozen=True, slots=True)
+class RowColumns:
+    """The pieces that one rank holds: runs of its distinct boxes; what differs from rank to rank."""
+
+    box_offsets: I64
+    box_lengths: I64
+    tensor: I64
+    box: I64
+    start: I64
+    count: I64
+
+
+@dataclass(frozen=True, slots=True)
+class LocalMetadata:
+    """All that one rank holds."""
+
+    tensors: TensorColumns
+    rows: RowColumns
+    values: tuple[LocalValue, ...]
+
+    @property
+    def kind(self) -> U8:
+        """Of each tensor, whether it is one or a blob."""
+        return self.tensors.kind
+
+
+@dataclass(frozen=True, slots=True)
+class JobMetadata:
+    """What all ranks hold: distinct tables of tensors, and the rows of all ranks end to end, in order of rank.
+
+    ``table`` is the table of each rank. Of each row, ``tensor`` counts in its rank's table, ``local`` among its rank's rows, and
+    ``box`` in the boxes here, in which equal ones may occur many times.
+    """
+
+    tables: tuple[TensorColumns, ...]
+    table: I64
+    box_offsets: I64
+    box_lengths: I64
+    rank: I64
+    local: I64
+    tensor: I64
+    box: I64
+    start: I64
+    count: I64
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.table)
+
+
+def build_local_metadata(
+    specs: Sequence[TensorSpec],
+    num_blobs: int,
+    values: Sequence[LocalValue],
+    mesh: Mesh | None,
+    own: Mapping[int, str] | None = None,
+) -> LocalMetadata:
+    """Put a rank's specs, the last `num_blobs` of which are blobs, into columns.
+
+    Parameters
+    ----------
+    own
+        Blobs of which every rank has one of its own: by index, the name of the value, which is the same on all ranks.
+
+    Raises
+    ------
+    LayoutError
+        A piece reaches outside its tensor.
+    """
+    own = own or {}
+    width = width_of(specs)
+    pieces, shape = piece_columns(specs, width), shape_columns(specs, width)
+    _check_inside(specs, pieces, shape)
+    kind = np.full(len(specs), TensorKind.TENSOR, np.uint8)
+    kind[len(specs) - num_blobs :] = TensorKind.BLOB
+    shape[list(own)] = 0
+    placements = {placement: i for i, placement in enumerate(dict.fromkeys(spec.placement for spec in specs))}
+    tensors = TensorColumns(
+        names=tuple(own.get(i, spec.name) for i, spec in enumerate(specs)),
+        dtype=np.array([CODES.index(spec.dtype) for spec in specs], np.uint8),
+        kind=kind,
+        own=np.array([i in own for i in range(len(specs))], np.uint8),
+        replication=np.array([spec.replication for spec in specs], np.uint8),
+        ndim=np.array([len(spec.shape) for spec in specs], np.int64),
+        shape=shape,
+        alias=_aliases(specs),
+        placements=tuple(placements),
+        placement=np.array([placements[spec.placement] for spec in specs], np.int64),
+        mesh=mesh,
+    )
+    box, first = group_ids(np.hstack([pieces.offsets, pieces.lengths]))
+    rows = RowColumns(pieces.offsets[first], pieces.lengths[first], pieces.tensor, box, pieces.start, pieces.count)
+    return LocalMetadata(tensors, rows, tuple(values))
+
+
+def _aliases(specs: Sequence[TensorSpec]) -> I64:
+    index: dict[str, int] = {}
+    alias = np.full(len(specs), -1, np.int64)
+    for i, spec in enumerate(specs):
+        if spec.alias_of is not None:
+            alias[i] = index[spec.alias_of]
+        index.setdefault(spec.name, i)
+    return alias
+
+
+def _check_inside(specs: Sequence[TensorSpec], pieces: PieceColumns, shape: I64) -> None:
+    within = (pieces.offsets >= 0) & (pieces.lengths >= 0) & (pieces.offsets + pieces.lengths <= shape[pieces.tensor])
+    run = (pieces.start >= 0) & (pieces.count >= 0) & (pieces.start + pieces.count <= volumes(pieces.lengths))
+    bad = np.flatnonzero(~(within.all(axis=1) & run))
+    if len(bad):
+        spec = specs[int(pieces.tensor[bad[0]])]
+        which = _bad_pieces(spec)[0]
+        raise LayoutError(f"{spec.name}: {which} reach outside global shape {spec.shape}; correct the declared offsets")
+
+
+def _bad_pieces(spec: TensorSpec) -> list[str]:
+    out = []
+    for piece in spec.pieces:
+        ends = [o + n for o, n in zip(piece.offsets, piece.lengths, strict=True)]
+        inside = all(o >= 0 and n >= 0 for o, n in zip(piece.offsets, piece.lengths, strict=True))
+        if not inside or any(end > size for end, size in zip(ends, spec.shape, strict=True)):
+            out.append(f"offsets {piece.offsets}, lengths {piece.lengths}")
+        elif piece.start < 0 or piece.count < 0 or piece.start + piece.count > int(np.prod(piece.lengths)):
+            out.append(f"elements {piece.start}:{piece.start + piece.count} of the box with lengths {piece.lengths}")
+    return out

@@ -1,0 +1,116 @@
+"""Does the checkpoint have what is wanted? Pairs each wanted tensor with its source, or names what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import numpy as np
+
+from ..catalog.model import Catalog
+from ..catalog.specs import TensorSpec
+from ..geometry.runs import I64, decompose, pad_left, volumes
+from ..geometry.tiling import Fault, describe_region, find_faults
+from .load_plan import LoadPlan
+from .local_metadata import PieceColumns
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Indices of the specs that can load, the source of each in the catalog, and what is wrong with the others, by kind."""
+
+    specs: tuple[int, ...]
+    source: I64
+    missing: tuple[str, ...]
+    shape: tuple[str, ...]
+    dtype: tuple[str, ...]
+
+
+def matches(name: str, patterns: Sequence[str] | bool) -> bool:
+    """Whether a name fits any of the shell-style patterns; a bool stands for all or none.
+
+    >>> matches("model.emb.weight", ["model.*"]), matches("x", False)
+    (True, False)
+    """
+    return patterns if isinstance(patterns, bool) else any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def match(
+    specs: Sequence[TensorSpec],
+    catalog: Catalog,
+    *,
+    cast: Sequence[str] | bool,
+    allow_resize: Sequence[str] | bool,
+    tied_under_one_name: bool = False,
+) -> Match:
+    """Find each spec's source; specs that have none, or one of another shape or dtype, are left out and named.
+
+    With `tied_under_one_name`, what shares its memory with a spec that has a source is not missing.
+    """
+    found: list[int] = []
+    missing: dict[str, TensorSpec] = {}
+    shape: list[str] = []
+    dtype: list[str] = []
+    for i, spec in enumerate(specs):
+        if spec.name not in catalog:
+            missing[f"{spec.name}: not in the checkpoint"] = spec
+            continue
+        index = catalog.index(spec.name)
+        saved, code = catalog.shape(index), catalog.dtype(index)
+        resizable = len(saved) == len(spec.shape) and matches(spec.name, allow_resize)
+        if saved != spec.shape and not resizable:
+            shape.append(f"{spec.name}: saved with global shape {saved}, wanted {spec.shape}")
+        elif code != spec.dtype and not matches(spec.name, cast):
+            dtype.append(f"{spec.name}: saved as {code}, wanted {spec.dtype}")
+        else:
+            found.append(i)
+    source = np.array([catalog.index(specs[i].name) for i in found], np.int64)
+    has_source = {specs[i].alias_of or specs[i].name for i in found} if tied_under_one_name else set()
+    lines = tuple(line for line, spec in missing.items() if (spec.alias_of or spec.name) not in has_source)
+    return Match(tuple(found), source, lines, tuple(dict.fromkeys(shape)), tuple(dict.fromkeys(dtype)))
+
+
+def expected_counts(catalog: Catalog, source: I64, wanted: PieceColumns) -> I64:
+    """Elements of each wanted piece that lie inside the saved tensor: all of them, unless it was resized."""
+    width = max(catalog.boxes.offsets.shape[1], wanted.offsets.shape[1])
+    saved = pad_left(catalog.tensors_table.shape, width, 1)[source][wanted.tensor]
+    cut = decompose(wanted.lengths, wanted.start, wanted.count)
+    low = pad_left(wanted.offsets, width, 0)[cut.parent] + pad_left(cut.offsets, width, 0)
+    high = np.minimum(low + pad_left(cut.lengths, width, 1), saved[cut.parent])
+    inside = volumes(np.maximum(high - low, 0))
+    return np.bincount(cut.parent, weights=inside, minlength=len(wanted.start)).astype(np.int64)
+
+
+def faults_of(catalog: Catalog, source: I64) -> list[Fault]:
+    """Tensors among the sources whose rows do not tile them."""
+    table, rows = catalog.tensors_table, catalog.rows
+    origin = np.unique(np.where(table.alias[source] >= 0, table.alias[source], source))
+    shape = np.zeros_like(table.shape)
+    shape[origin] = table.shape[origin]
+    chosen = np.zeros(len(table.names), bool)
+    chosen[origin] = True
+    owner = np.repeat(np.arange(len(table.names)), np.diff(table.row_start))
+    row = np.flatnonzero(chosen[owner])
+    boxes = catalog.boxes
+    return list(find_faults(shape, boxes.offsets, boxes.lengths, owner[row], rows.box[row], rows.start[row], rows.count[row]))
+
+
+def uncovered(
+    catalog: Catalog, specs: Sequence[TensorSpec], source: I64, wanted: PieceColumns, plan: LoadPlan, faults: Sequence[Fault]
+) -> dict[int, str]:
+    """A line for each tensor of the catalog of which no saved shard covers a part that is wanted."""
+    expected = expected_counts(catalog, source, wanted)
+    gaps = {fault.tensor: fault for fault in faults if not fault.rows}
+    lacking: dict[int, int] = {}
+    for piece in np.flatnonzero(plan.covered < expected).tolist():
+        dest = int(wanted.tensor[piece])
+        lacking[dest] = lacking.get(dest, 0) + int(expected[piece] - plan.covered[piece])
+    lines: dict[int, str] = {}
+    for dest, count in lacking.items():
+        spec, index = specs[dest], int(source[dest])
+        fault = gaps.get(catalog.source(index))
+        where = "" if fault is None else f", first of all {describe_region(fault.low, fault.high, len(spec.shape))}"
+        what = f"no saved shard covers a part that is wanted{where}"
+        lines[index] = f"{spec.name}: {what}; global shape {spec.shape}, {count} elements missing"
+    return lines

@@ -1,0 +1,266 @@
+"""What do all ranks hold together? Their offers as one table of tensors and one of rows.
+
+1. Tensors merge by name, once for each distinct table; ranks that disagree about a dtype or a shape are an error. A blob of
+   each rank's own becomes a tensor for each rank.
+2. Equal boxes get one number, over all tensors and ranks.
+3. Rows come in the order of their tensor, box and run, and then of their rank: those of one *replica group* are neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...errors import LayoutError
+from ..geometry.dtypes import CODES
+from ..geometry.ordering import group_ids, is_new, lex_order
+from ..geometry.runs import I64, pad_left, ranges
+from ..report import summarize
+from .local_metadata import U8, JobMetadata, Placement
+from .placement import agreed
+
+NameOwn = Callable[[str, int], str]
+"""The name of a rank's own blob: from the name that all ranks have for theirs, and the rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class MergedTables:
+    """The tensors of all ranks, sorted by name; `alias` is -1 or the index of the tensor that holds the bytes."""
+
+    names: tuple[str, ...]
+    dtype: U8
+    kind: U8
+    ndim: I64
+    shape: I64
+    alias: I64
+    declared: tuple[Placement, ...]
+    own: Mapping[str, I64]
+    """Of each blob that ranks have of their own, the index of every rank's; -1 for those that have none."""
+
+
+@dataclass(frozen=True, slots=True)
+class MergedBoxes:
+    """The distinct boxes, in lexicographic order."""
+
+    offsets: I64
+    lengths: I64
+
+
+@dataclass(frozen=True, slots=True)
+class MergedRows:
+    """Every piece of every rank that is not an alias, sorted; `local` is its row in its rank's offer."""
+
+    tensor: I64
+    box: I64
+    start: I64
+    count: I64
+    rank: I64
+    local: I64
+    replication: U8
+
+
+@dataclass(frozen=True, slots=True)
+class _Ids:
+    """Where each entry of each distinct table is in the merged one: those of table k are ``value[first[k] : first[k + 1]]``.
+
+    ``own_key`` is ``rank · own_step + entry`` of every rank's own blobs, sorted, and ``own_value`` their place.
+    """
+
+    value: I64
+    first: I64
+    own_key: I64
+    own_value: I64
+    own_step: int
+
+
+def merge_metadata(job_metadata: JobMetadata, name_own: NameOwn) -> tuple[MergedTables, MergedBoxes, MergedRows]:
+    """One table of all tensors, the distinct boxes, and all rows.
+
+    Raises
+    ------
+    LayoutError
+        Ranks disagree about a tensor.
+    """
+    tables, ids = _merge_tables(job_metadata, name_own)
+    tensor, replication, own = _look_up(job_metadata, ids)
+    mine = np.flatnonzero(own)
+    tables.shape[tensor[mine]] = pad_left(job_metadata.box_lengths, tables.shape.shape[1], 1)[job_metadata.box[mine]]
+    hollow = (tables.shape == 0).any(axis=1)
+    # An empty piece says nothing, unless its tensor is empty: then one must stand for it.
+    keep = (tables.alias < 0)[tensor] & ((job_metadata.count > 0) | hollow[tensor])
+    boxes, box = _merge_boxes(job_metadata, tables, hollow, tensor)
+    chosen = np.flatnonzero(keep)
+    start = np.where(hollow[tensor], 0, job_metadata.start) if hollow.any() else job_metadata.start
+    tensor, box, start, count = (c if keep.all() else c[chosen] for c in (tensor, box, start, job_metadata.count))
+    # Not by count: runs that begin alike but differ in length overlap, which no order makes right.
+    order = lex_order(tensor, box, start)
+    source = chosen[order]
+    return (
+        tables,
+        boxes,
+        MergedRows(
+            tensor[order],
+            box[order],
+            start[order],
+            count[order],
+            job_metadata.rank[source],
+            job_metadata.local[source],
+            replication[source],
+        ),
+    )
+
+
+def _look_up(job_metadata: JobMetadata, ids: _Ids) -> tuple[I64, U8, U8]:
+    """Of each row its tensor in the merged table, its claim, and whether it is its rank's own."""
+    entry = ids.first[job_metadata.table][job_metadata.rank] + job_metadata.tensor
+    tensor = ids.value[entry]
+    own = np.concatenate([table.own for table in job_metadata.tables])[entry]
+    mine = np.flatnonzero(own)
+    tensor[mine] = ids.own_value[np.searchsorted(ids.own_key, job_metadata.rank[mine] * ids.own_step + job_metadata.tensor[mine])]
+    return tensor, np.concatenate([table.replication for table in job_metadata.tables])[entry], own
+
+
+def _merge_boxes(job_metadata: JobMetadata, tables: MergedTables, hollow: I64, tensor: I64) -> tuple[MergedBoxes, I64]:
+    """The distinct boxes, and that of each row; pieces of an empty tensor all are the one box that is the tensor."""
+    width = tables.shape.shape[1]
+    empty = np.flatnonzero(hollow)
+    offsets = np.vstack([pad_left(job_metadata.box_offsets, width, 0), np.zeros((len(empty), width), np.int64)])
+    lengths = np.vstack([pad_left(job_metadata.box_lengths, width, 1), tables.shape[empty]])
+    ids, first = group_ids(np.hstack([offsets, lengths]))
+    box = ids[job_metadata.box]
+    if len(empty):
+        rows = np.flatnonzero(hollow[tensor])
+        box[rows] = ids[len(job_metadata.box_offsets) + np.searchsorted(empty, tensor[rows])]
+    return MergedBoxes(offsets[first], lengths[first]), box
+
+
+def _merge_tables(job_metadata: JobMetadata, name_own: NameOwn) -> tuple[MergedTables, _Ids]:
+    own = _concatenate(job_metadata, "own") > 0
+    own_rank, own_entry = _own_entries(job_metadata)
+    tables_of = job_metadata.table[own_rank].tolist()
+    common = [job_metadata.tables[t].names[e] for t, e in zip(tables_of, own_entry.tolist(), strict=True)]
+    own_names = [name_own(name, rank) for name, rank in zip(common, own_rank.tolist(), strict=True)]
+    entries = [name for table in job_metadata.tables for name in table.names]
+    names = sorted({name for name, mine in zip(entries, own.tolist(), strict=True) if not mine}.union(own_names))
+    index = {name: i for i, name in enumerate(names)}
+    value = np.array([index.get(name, -1) for name in entries], np.int64)
+    value[own] = -1
+    step = max((len(table.names) for table in job_metadata.tables), default=0)
+    ids = _Ids(
+        value=value,
+        first=np.cumsum([0] + [len(table.names) for table in job_metadata.tables]),
+        own_key=own_rank * step + own_entry,
+        own_value=np.array([index[name] for name in own_names], np.int64),
+        own_step=step,
+    )
+    return _fill(job_metadata, ids, tuple(names), _by_rank(common, own_rank, ids.own_value, job_metadata.num_ranks)), ids
+
+
+def _concatenate(job_metadata: JobMetadata, column: str) -> NDArray[Any]:
+    """A column of all tables end to end."""
+    parts = [getattr(table, column) for table in job_metadata.tables]
+    return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+
+
+def _own_entries(job_metadata: JobMetadata) -> tuple[I64, I64]:
+    """Rank and entry of every blob that is a rank's own, in this order."""
+    entries = [np.flatnonzero(table.own) for table in job_metadata.tables]
+    num = np.array([len(e) for e in entries], np.int64)
+    rank, step = ranges(num[job_metadata.table])
+    first = (np.cumsum(num) - num)[job_metadata.table[rank]]
+    return rank, np.concatenate([*entries, np.zeros(0, np.int64)])[first + step]
+
+
+def _by_rank(names: Sequence[str], rank: I64, value: I64, num_ranks: int) -> dict[str, I64]:
+    members: dict[str, list[int]] = {}
+    for i, name in enumerate(names):
+        members.setdefault(name, []).append(i)
+    found: dict[str, I64] = {}
+    for name, at in members.items():
+        found[name] = np.full(num_ranks, -1, np.int64)
+        found[name][rank[at]] = value[at]
+    return found
+
+
+def _fill(job_metadata: JobMetadata, ids: _Ids, names: tuple[str, ...], own: Mapping[str, I64]) -> MergedTables:
+    """The columns of the merged table; the shapes of ranks' own blobs are still to come."""
+    width = max((table.shape.shape[1] for table in job_metadata.tables), default=1)
+    # Each blob of a rank's own is like its entry in the first table that has it.
+    entry = ids.first[job_metadata.table[ids.own_key // max(ids.own_step, 1)]] + ids.own_key % max(ids.own_step, 1)
+    shared = np.flatnonzero(ids.value >= 0)
+    at, source = np.concatenate([ids.value[shared], ids.own_value]), np.concatenate([shared, entry])
+    # The first table that has a tensor counts: of several assignments to one place, numpy keeps the last.
+    owner = np.zeros(len(names), np.int64)
+    owner[at[::-1]] = source[::-1]
+    shape = np.concatenate([*(pad_left(table.shape, width, 1) for table in job_metadata.tables), np.ones((0, width), np.int64)])
+    dtype, kind, ndim = (_concatenate(job_metadata, column) for column in ("dtype", "kind", "ndim"))
+    _check_alike(job_metadata, ids, names, owner, [dtype, kind, ndim, *shape.T])
+    return MergedTables(
+        names=names,
+        shape=shape[owner],
+        alias=_merge_aliases(job_metadata, ids, len(names)),
+        declared=_merge_placements(job_metadata, ids, len(names)),
+        own=own,
+        dtype=dtype[owner],
+        kind=kind[owner],
+        ndim=ndim[owner],
+    )
+
+
+def _check_alike(job_metadata: JobMetadata, ids: _Ids, names: Sequence[str], owner: I64, columns: Sequence[I64]) -> None:
+    shared = np.flatnonzero(ids.value >= 0)
+    first = owner[ids.value[shared]]
+    differs = np.zeros(len(shared), bool)
+    for column in columns:
+        differs |= column[shared] != column[first]
+    problems = [
+        f"{names[ids.value[i]]}: {_describe(job_metadata, ids, i)}, {_describe(job_metadata, ids, j)}"
+        for i, j in zip(first[differs].tolist(), shared[differs].tolist(), strict=True)
+    ]
+    if problems:
+        raise LayoutError(summarize(problems, "ranks disagree about tensors of one name; give different tensors different names"))
+
+
+def _describe(job_metadata: JobMetadata, ids: _Ids, entry: int) -> str:
+    which = int(np.searchsorted(ids.first, entry, side="right")) - 1
+    table, i = job_metadata.tables[which], entry - int(ids.first[which])
+    rank = int(np.argmax(job_metadata.table == which))
+    width, ndim = table.shape.shape[1], int(table.ndim[i])
+    return f"rank {rank} has {CODES[int(table.dtype[i])]} {tuple(table.shape[i, width - ndim :].tolist())}"
+
+
+def _merge_aliases(job_metadata: JobMetadata, ids: _Ids, num: int) -> I64:
+    """A tensor is an alias where every rank that has it says so, and all name the same tensor, which is none itself."""
+    none = -1
+    said = _concatenate(job_metadata, "alias")
+    target = np.where(said >= 0, ids.value[said + np.repeat(ids.first[:-1], np.diff(ids.first))], none)
+    shared = np.flatnonzero(ids.value >= 0)
+    low, high = np.full(num, num, np.int64), np.full(num, none, np.int64)
+    np.minimum.at(low, ids.value[shared], target[shared])
+    np.maximum.at(high, ids.value[shared], target[shared])
+    alias = np.where(low == high, high, none)
+    alias[(alias >= 0) & (alias[alias] >= 0)] = none
+    return alias
+
+
+def _merge_placements(job_metadata: JobMetadata, ids: _Ids, num: int) -> tuple[Placement, ...]:
+    """What all ranks declare alike of each tensor."""
+    number: dict[Placement, int] = {}
+    local = [np.array([number.setdefault(p, len(number)) for p in table.placements], np.int64) for table in job_metadata.tables]
+    said = np.concatenate([*(n[t.placement] for n, t in zip(local, job_metadata.tables, strict=True)), np.zeros(0, np.int64)])
+    shared = np.flatnonzero(ids.value >= 0)
+    _, first = group_ids(np.stack([ids.value[shared], said[shared]], axis=1))
+    known = list(number)
+    tensors, placements = ids.value[shared[first]], said[shared[first]]
+    declared: list[Placement] = [()] * num
+    # Nearly all say the same of a tensor.
+    begin = np.append(np.flatnonzero(is_new(tensors)), len(tensors)).tolist()
+    for low, high in pairwise(begin):
+        distinct = [known[i] for i in placements[low:high].tolist()]
+        declared[int(tensors[low])] = distinct[0] if high - low == 1 else agreed(distinct)
+    return tuple(declared)

@@ -1,0 +1,123 @@
+"""Which pipeline stage holds a tensor? The layer numbers in the names say it.
+
+1. The first part of a dotted name that is a number is its *layer*; what stands before it names the *stack*. A stack has at least
+   as many layers as there are stages; a number in anything smaller means nothing here.
+2. Each stack is divided evenly, in order, or at the boundaries that are given.
+3. What has no layer is on the first stage if it embeds, on the last if it is a final norm or a head, and otherwise on all;
+   where the checkpoint itself comes from a pipeline, what was on its first or last stage stays there.
+4. Tied tensors are on every stage that one of them is on.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+
+from ...errors import UsageError
+from ..catalog.specs import Ints
+
+_LAST = re.compile(r"embed_out|lm_head|unembed|(^|[._])(head|output|out_proj|classifier|score|pooler|final)|_head($|[._])")
+_FIRST = re.compile(r"emb|(^|[._])(wte|wpe|tok|patch|stem|conv1)")
+_NORM = re.compile(r"norm|(^|[._])ln")
+
+
+def layer_of(name: str) -> tuple[str, int] | None:
+    """The stack and the layer of a name.
+
+    >>> layer_of("model.layers.3.attn.weight"), layer_of("model.norm.weight")
+    (('model.layers', 3), None)
+    """
+    parts = name.split(".")
+    for i, part in enumerate(parts):
+        if part.isdecimal():
+            return ".".join(parts[:i]), int(part)
+    return None
+
+
+def stages_of(
+    names: Sequence[str],
+    num_stages: int,
+    *,
+    boundaries: Sequence[int] | None = None,
+    saved: Mapping[str, Ints],
+    saved_stages: int,
+) -> dict[str, Ints]:
+    """The stages that hold each tensor.
+
+    Parameters
+    ----------
+    boundaries
+        The first layer of each stage but the first.
+    saved
+        The stages of tensors whose checkpoint knows them, of `saved_stages` in all.
+
+    Raises
+    ------
+    UsageError
+        There are no layers to divide, or the boundaries do not divide them.
+
+    Examples
+    --------
+    >>> names = ["emb.weight", "layers.0.w", "layers.1.w", "layers.2.w", "norm.weight"]
+    >>> list(stages_of(names, 2, saved={}, saved_stages=1).values())
+    [(0,), (0,), (1,), (1,), (1,)]
+    """
+    if boundaries is None and saved_stages == num_stages:
+        return {name: saved[name] if name in saved else (*range(num_stages),) for name in names}
+    stacks: dict[str, set[int]] = {}
+    for name in names:
+        if (found := layer_of(name)) is not None:
+            stacks.setdefault(found[0], set()).add(found[1])
+    stage_of = {
+        (stack, layer): stage
+        for stack, layers in stacks.items()
+        if len(layers) >= num_stages
+        for layer, stage in _divide(stack, sorted(layers), num_stages, boundaries)
+    }
+    if num_stages > 1 and not stage_of:
+        raise UsageError(
+            f"no stack of at least {num_stages} numbered layers is found in the names, so nothing tells what {num_stages} "
+            "pipeline stages hold; place tensors with rules, as in {'model.block0.*': {'pp': 'resident(0)'}}"
+        )
+    return {name: _stages(name, stage_of, num_stages, saved.get(name), saved_stages) for name in names}
+
+
+def _divide(stack: str, layers: Sequence[int], num_stages: int, boundaries: Sequence[int] | None) -> Iterable[tuple[int, int]]:
+    """Each layer with its stage."""
+    num = len(layers)
+    if boundaries is None:
+        ends = [num * (stage + 1) // num_stages for stage in range(num_stages)]
+        return [(layer, bisect_right(ends, i)) for i, layer in enumerate(layers)]
+    if len(boundaries) != num_stages - 1 or sorted(set(boundaries)) != list(boundaries):
+        raise UsageError(
+            f"stages={list(boundaries)}: {num_stages} pipeline stages have {num_stages - 1} boundaries, ascending: "
+            "the first layer of each stage but the first"
+        )
+    stages = [bisect_right(boundaries, layer) for layer in layers]
+    empty = sorted(set(range(num_stages)) - set(stages))
+    if empty:
+        raise UsageError(
+            f"stages={list(boundaries)}: stage {empty[0]} would hold no layer of {stack}, which has {layers[0]} to {layers[-1]}"
+        )
+    return zip(layers, stages, strict=True)
+
+
+def _stages(name: str, stage_of: Mapping[tuple[str, int], int], num: int, saved: Ints | None, saved_num: int) -> Ints:
+    found = layer_of(name)
+    if found is not None and found in stage_of:
+        return (stage_of[found],)
+    if saved is not None and saved_num > 1:
+        if len(saved) == saved_num:  # on all: of two stages, perhaps because it is tied
+            return _by_role(name, num)
+        return tuple(sorted({num - 1 if stage == saved_num - 1 else stage * num // saved_num for stage in saved}))
+    return _by_role(name, num)
+
+
+def _by_role(name: str, num: int) -> Ints:
+    """Where a tensor without a layer is, by what its name says that it does."""
+    if _LAST.search(name):
+        return (num - 1,)
+    if _FIRST.search(name):
+        return (0,)
+    return (num - 1,) if _NORM.search(name) else (*range(num),)

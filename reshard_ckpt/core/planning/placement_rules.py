@@ -1,0 +1,130 @@
+"""What does the user say about how tensors are to lie on a new mesh? Patterns of names, with a placement for each axis.
+
+A rule is a pattern and what it says of some axes, as in ::
+
+    "model.layers.*.qkv.weight": {tp: shard(0), sections: {0: [4096, 1024, 1024]}}
+    "model.layers.*.mlp.down.weight": {tp: shard(1)}
+    "optimizer.state.*": {dp: flat}
+
+Of an axis, the first rule that matches the name and speaks of that axis counts; what no rule speaks of, the catalog decides.
+``on(0, 1)`` is another word for ``resident(0, 1)``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from ...errors import UsageError
+from ..catalog.specs import AxisPlacement, Ints, Mesh
+
+SECTIONS = "sections"
+ORDER = "order"
+
+_CALL = re.compile(r"\s*(shard|resident|on)\s*\(\s*(-?\d+(?:\s*,\s*-?\d+)*)\s*\)\s*")
+_WORDS = ("replicate", "flat")
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What one pattern says: placements by axis, sections by dim, and the order in which axes cut (None: not said).
+
+    A ``shard`` dim may be negative, counted from the end, as the number of dims is not known here.
+    """
+
+    pattern: str
+    axes: Mapping[str, AxisPlacement]
+    sections: Mapping[int, Ints]
+    order: tuple[str, ...] | None
+
+
+def parse_rules(raw: Any, mesh: Mesh) -> tuple[Rule, ...]:
+    """Rules from plain data: a map of patterns, or a list of such maps, in order.
+
+    Raises
+    ------
+    UsageError
+        Something is no rule, or names an axis that the mesh does not have.
+
+    Examples
+    --------
+    >>> (rule,) = parse_rules({"model.*": {"tp": "shard(-1)"}}, Mesh(("tp",), (2,)))
+    >>> rule.axes["tp"]
+    AxisPlacement(axis='tp', kind='shard', dim=-1, coords=())
+    """
+    if raw is None:
+        return ()
+    return tuple(_rule(pattern, said, mesh) for part in _parts(raw) for pattern, said in part.items())
+
+
+def _parts(raw: Any) -> Iterator[Mapping[Any, Any]]:
+    for part in raw if isinstance(raw, list | tuple) else [raw]:
+        if not isinstance(part, Mapping):
+            raise UsageError(f"rules: wanted a map of name patterns, or a list of them, got {part!r:.80}")
+        yield part
+
+
+def _rule(pattern: Any, said: Any, mesh: Mesh) -> Rule:
+    if not isinstance(pattern, str) or not isinstance(said, Mapping) or not said:
+        raise UsageError(f"rules: {pattern!r:.80}: {said!r:.80}: wanted a pattern and a map such as {{tp: shard(0)}}")
+    where = f"rules: {pattern!r}"
+    axes = {axis: _placement(where, axis, text, mesh) for axis, text in said.items() if axis not in (SECTIONS, ORDER)}
+    order = said.get(ORDER)
+    if order is not None:
+        order = tuple(order) if isinstance(order, list | tuple) else (order,)
+        for axis in order:
+            _size(where, axis, mesh)
+    return Rule(pattern, axes, _sections(where, said.get(SECTIONS)), order)
+
+
+def _size(where: str, axis: Any, mesh: Mesh) -> int:
+    if axis not in mesh.axes:
+        raise UsageError(f"{where}: {axis!r} is no axis of the mesh, which has {', '.join(mesh.axes)}")
+    return mesh.sizes[mesh.axes.index(axis)]
+
+
+def _placement(where: str, axis: Any, text: Any, mesh: Mesh) -> AxisPlacement:
+    size = _size(where, axis, mesh)
+    word = str(text).strip()
+    if word in _WORDS:
+        return AxisPlacement(axis, word)
+    match = _CALL.fullmatch(word)
+    if match is None:
+        raise UsageError(f"{where}: {axis}: {text!r} is no placement; write shard(dim), replicate, flat or resident(i, …)")
+    numbers = tuple(int(n) for n in match[2].split(","))
+    if match[1] == "shard":
+        if len(numbers) != 1:
+            raise UsageError(f"{where}: {axis}: {word}: an axis shards one dim")
+        return AxisPlacement(axis, "shard", numbers[0])
+    if any(not 0 <= n < size for n in numbers):
+        raise UsageError(f"{where}: {axis}: {word}: coordinates of this axis are 0 to {size - 1}")
+    return AxisPlacement(axis, "resident", None, tuple(sorted(set(numbers))))
+
+
+def _sections(where: str, raw: Any) -> dict[int, Ints]:
+    if raw is None:
+        return {}
+    if not isinstance(raw, Mapping):
+        raw = {0: raw}
+    out: dict[int, Ints] = {}
+    for dim, sizes in raw.items():
+        good = isinstance(sizes, list | tuple) and all(type(n) is int and n >= 0 for n in sizes)
+        if type(dim) is not int or not good:
+            raise UsageError(
+                f"{where}: sections: {raw!r:.80}: wanted the sizes of a dim's sections, as in {{0: [4096, 1024, 1024]}}"
+            )
+        out[dim] = tuple(sizes)
+    return out
+
+
+def first_saying(rules: Sequence[Rule], name: str) -> Iterator[Rule]:
+    """The rules that match a name, in order."""
+    return (rule for rule in rules if fnmatchcase(name, rule.pattern))
+
+
+def unmatched(rules: Sequence[Rule], names: Sequence[str]) -> list[str]:
+    """Patterns that match no name at all: surely a slip."""
+    return [rule.pattern for rule in rules if not any(fnmatchcase(name, rule.pattern) for name in names)]

@@ -1,0 +1,229 @@
+"""Which byte ranges are read, so that every wanted byte comes once and few others do?
+
+1. An item touches byte runs of its file; runs that lie close together count as one, so that a slice of short rows is one read.
+2. Where blocks are verified, ranges grow to whole blocks.
+3. Items whose bytes are in order on both sides *land* in their destination, without a copy; those that follow each other on both
+   sides land as one run. All others are copied to their place from the window's buffer.
+4. Neighbouring windows are read as one where nothing has to be copied: what is copied is read in small parts, which are in the
+   processor's cache when they are copied, and what lands in large ones.
+5. Ranges of one window that meet, or nearly meet, merge into *extents*.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..geometry.runs import I64, ranges, volumes
+from .load_plan import LoadPlan
+
+Mask = NDArray[np.bool_]
+
+NEAR_BYTES = 64 << 10
+"""Runs closer together than this are read as one: a gap of this size costs less than another request."""
+
+LAND_BYTES = 512
+"""Smaller items are copied from the window's buffer: less work than one more buffer in the request."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPlan:
+    """Windows, each with a range of extents, of runs that land and of items to copy, all sorted by group, file and position."""
+
+    group: I64
+    file: I64
+    window: I64
+    """The number that the load plan gave to it, or to the first of those that it is made of."""
+    extent_start: I64
+    low: I64
+    high: I64
+    run_start: I64
+    run_src: I64
+    run_bytes: I64
+    run_dest: I64
+    run_dst: I64
+    """In bytes, from the destination's first element."""
+    item_start: I64
+    items: I64
+    """Indices into the load plan."""
+
+    @property
+    def num_windows(self) -> int:
+        return len(self.file)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that will be read."""
+        return int((self.high - self.low).sum())
+
+
+def item_spans(plan: LoadPlan) -> I64:
+    """Bytes from the first to the last of each item in its file."""
+    span: I64 = ((plan.lengths - 1) * plan.src_strides).sum(axis=1) + plan.item_bytes
+    return span
+
+
+def in_order(lengths: I64, strides: I64, unit: I64) -> Mask:
+    """Whether each region's elements are consecutive, for strides in the unit given."""
+    step = unit.copy()
+    good = np.ones(len(lengths), bool)
+    for dim in range(lengths.shape[1] - 1, -1, -1):
+        good &= (lengths[:, dim] == 1) | (strides[:, dim] == step)
+        step = step * lengths[:, dim]
+    return good
+
+
+def plan_reads(
+    plan: LoadPlan, block_bytes: I64, file_bytes: I64, may_land: Mask, group: I64 | None = None, *, join: int = 1
+) -> ReadPlan:
+    """Plan the requests for all items.
+
+    Parameters
+    ----------
+    block_bytes : (files,)
+        Block size of each file where its blocks are to be verified, 0 where they are not.
+    file_bytes : (files,)
+        Size of each file.
+    may_land : (dests,)
+        Whether bytes may be read straight into this destination (host memory of the same dtype).
+    group : (items,), optional
+        Items of different groups are never read together, as groups are wanted one after the other.
+    join
+        So many neighbouring windows are read as one, if nothing of them is copied.
+    """
+    batch = np.zeros(len(plan.file), np.int64) if group is None else group
+    order = np.lexsort((plan.src, plan.window, plan.file, batch))
+    lands = _lands(plan, order, may_land, _changes(batch[order], plan.file[order]))
+    begins = _window_begins(batch[order], plan.file[order], plan.window[order], lands, join)
+    number = np.cumsum(begins) - 1
+    first, count = order[begins], int(begins.sum())
+    window_of = np.empty_like(number)
+    window_of[order] = number
+    extent_of, low, high = _extents(plan, window_of, block_bytes, file_bytes)
+    run_of, run_src, run_bytes, run_dest, run_dst = _runs(plan, order[lands], number[lands])
+    return ReadPlan(
+        group=batch[first],
+        file=plan.file[first],
+        window=plan.window[first],
+        extent_start=_starts(extent_of, count),
+        low=low,
+        high=high,
+        run_start=_starts(run_of, count),
+        run_src=run_src,
+        run_bytes=run_bytes,
+        run_dest=run_dest,
+        run_dst=run_dst,
+        item_start=_starts(number[~lands], count),
+        items=order[~lands],
+    )
+
+
+def _starts(window: I64, count: int) -> I64:
+    """Where the rows of each window begin, and end, among rows sorted by window."""
+    return np.searchsorted(window, np.arange(count + 1))
+
+
+def _window_begins(group: I64, file: I64, window: I64, lands: Mask, join: int) -> Mask:
+    """At which of the items, in order, a window begins."""
+    begins = _changes(group, file, window)
+    of_window = np.cumsum(begins) - 1
+    copied = np.bincount(of_window, weights=~lands) > 0
+    at = np.flatnonzero(begins)
+    joins = np.zeros(len(at), bool)
+    joins[1:] = (~copied[1:] & ~copied[:-1]) & ~_changes(group[at], file[at], window[at] // join)[1:]
+    begins[at[joins]] = False
+    return begins
+
+
+def _extents(plan: LoadPlan, window_of: I64, block_bytes: I64, file_bytes: I64) -> tuple[I64, I64, I64]:
+    """What is read: the window, the first byte and the end of each extent."""
+    owner, low, high = _touched(plan)
+    file, window = plan.file[owner], window_of[owner]
+    block = np.maximum(block_bytes[file], 1)
+    low = low // block * block
+    high = np.minimum(-(-high // block) * block, file_bytes[file])
+    order = np.lexsort((low, window))
+    file, window, low, high = file[order], window[order], low[order], high[order]
+    near = np.where(block_bytes[file] > 0, 0, NEAR_BYTES)
+    begins = _changes(window)
+    reach = _running_max(high, begins)
+    fresh = begins.copy()
+    fresh[1:] |= low[1:] > reach[:-1] + near[1:]
+    first = np.flatnonzero(fresh)
+    last = np.append(first[1:], len(order))[: len(first)] - 1
+    return window[first], low[first], reach[last]
+
+
+def _runs(plan: LoadPlan, items: I64, window: I64) -> tuple[I64, I64, I64, I64, I64]:
+    """What lands, of items sorted by window and position: window, first byte and size, destination and first byte there."""
+    span, fresh = item_spans(plan)[items], ~_follows(plan, items) | _changes(window)
+    first = np.flatnonzero(fresh)
+    total = np.add.reduceat(span, first) if len(first) else span
+    i = items[first]
+    return window[first], plan.src[i], total, plan.dest[i], plan.dst[i] * plan.item_bytes[i]
+
+
+def _follows(plan: LoadPlan, items: I64) -> Mask:
+    """Which of some items that are in order lie, in the file and in memory, just behind the one before."""
+    file, src, dest, span = plan.file[items], plan.src[items], plan.dest[items], item_spans(plan)[items]
+    dst = plan.dst[items] * plan.item_bytes[items]
+    follows = ~_changes(file, dest)
+    follows[1:] &= (src[1:] == src[:-1] + span[:-1]) & (dst[1:] == dst[:-1] + span[:-1])
+    return follows
+
+
+def _changes(*columns: I64) -> Mask:
+    """Where any of the columns has another value than one row before; the first row counts."""
+    new = np.ones(len(columns[0]), bool)
+    new[1:] = np.any([column[1:] != column[:-1] for column in columns], axis=0)
+    return new
+
+
+def _touched(plan: LoadPlan) -> tuple[I64, I64, I64]:
+    """Byte ranges that each item touches: its runs, joined over every dim along which they lie near each other."""
+    span = plan.item_bytes.copy()
+    joined = np.ones(len(span), bool)
+    repeats = np.ones_like(plan.lengths)
+    for dim in range(plan.lengths.shape[1] - 1, -1, -1):
+        length, stride = plan.lengths[:, dim], plan.src_strides[:, dim]
+        joined &= (length == 1) | (stride - span <= NEAR_BYTES)
+        span = np.where(joined, span + (length - 1) * stride, span)
+        repeats[:, dim] = np.where(joined, 1, length)
+    owner, step = ranges(volumes(repeats))
+    low = plan.src[owner].copy()
+    for dim in range(plan.lengths.shape[1] - 1, -1, -1):
+        step, index = np.divmod(step, repeats[owner, dim])
+        low += index * plan.src_strides[owner, dim]
+    return owner, low, low + span[owner]
+
+
+def _running_max(values: I64, group: Mask) -> I64:
+    """The largest value so far within each group (groups begin where `group` is true)."""
+    if len(values) == 0:
+        return values
+    number = np.cumsum(group)
+    step = int(values.max()) + 1
+    reach: I64 = np.maximum.accumulate(values + number * step) - number * step
+    return reach
+
+
+def _lands(plan: LoadPlan, items: I64, may_land: Mask, new: Mask) -> Mask:
+    """Which items may land; `new` says where those of another file, or group, begin."""
+    src, span = plan.src[items], item_spans(plan)[items]
+    lengths, unit = plan.lengths[items], plan.item_bytes[items]
+    good = may_land[plan.dest[items]]
+    good &= in_order(lengths, plan.src_strides[items], unit)
+    good &= in_order(lengths, plan.dst_strides[items], np.ones_like(unit))
+    # Bytes that two items want are read once, into the buffer from which both are copied.
+    ends = _running_max(src + span, new)
+    clash = ~new[1:] & (src[1:] < ends[:-1])
+    good[1:] &= ~clash
+    good[:-1] &= ~clash
+    # What counts is the size of all that land as one: windows cut rows anywhere.
+    follows = _follows(plan, items) & ~new
+    follows[1:] &= good[1:] & good[:-1]
+    run = np.cumsum(~follows) - 1
+    good &= np.bincount(run, weights=span)[run] >= LAND_BYTES
+    return good

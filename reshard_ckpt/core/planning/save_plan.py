@@ -1,0 +1,266 @@
+"""Which rank writes which bytes? From the offers of all ranks to one plan that covers every tensor exactly once.
+
+1. Tables and rows merge (`merge`); ranks that disagree about a dtype or a shape are an error.
+2. Equal runs of a tensor are one *replica group*, after cutting where runs of one box overlap (`overlaps`); aliases (tied
+   weights) offer nothing of their own.
+3. `balance.assign` divides the groups over their ranks; what may not be split stays whole.
+4. The runs must tile every tensor (`tiling`), or the save is refused.
+5. Each member of a replica group is told to fingerprint it, so that what only claims to be a replica is found.
+
+Rows and runs stay in the order of their tensor, box and start throughout, so no step sorts again what an earlier one has sorted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...errors import LayoutError
+from ..catalog.model import TensorKind
+from ..catalog.specs import Mesh, Replication
+from ..geometry.dtypes import item_bytes_of
+from ..geometry.ordering import is_new, lex_order
+from ..geometry.overlaps import cut_overlaps
+from ..geometry.runs import I64, as_boxes, strides_of
+from ..geometry.tiling import Fault, describe_region, find_faults
+from ..report import summarize
+from .balance import Assigned, ReplicaGroup, assign
+from .local_metadata import U8, JobMetadata
+from .merge import MergedBoxes, MergedRows, MergedTables, NameOwn, merge_metadata
+from .placement import PieceTable, Placement, derive
+
+SPLIT_BYTES = 1 << 20
+"""A replica up to this size is written whole by one rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Runs:
+    """The distinct runs, sorted. Those of the rows that offer run r, one for each rank, are ``holder[begin[r] : begin[r + 1]]``,
+    in order of rank; ``of_row`` is the run of each row; ``replication`` is the weakest."""
+
+    tensor: I64
+    box: I64
+    start: I64
+    count: I64
+    replication: U8
+    of_row: I64
+    holder: I64
+    begin: I64
+
+
+@dataclass(frozen=True, slots=True)
+class Checks:
+    """Which runs claim to be the same: members of one `group` must fingerprint alike; `replication` is the group's weakest."""
+
+    group: I64
+    rank: I64
+    local: I64
+    start: I64
+    count: I64
+    tensor: I64
+    replication: U8
+
+
+@dataclass(frozen=True, slots=True)
+class SavePlan:
+    """One entry a write item, sorted by the rank that writes it and then in the order of its files.
+
+    ``local, part_start, part_count`` say what to write (a run of the rank's own offered box), ``tensor, offsets, lengths, start,
+    count`` where it belongs in the global tensor.
+    """
+
+    tables: MergedTables
+    placements: tuple[Placement, ...]
+    placement: I64
+    tensor: I64
+    rank: I64
+    local: I64
+    part_start: I64
+    part_count: I64
+    offsets: I64
+    lengths: I64
+    start: I64
+    count: I64
+    checks: Checks
+    mesh: Mesh | None
+    num_ranks: int
+
+    def items_of(self, rank: int) -> slice:
+        """The write items of one rank."""
+        return slice(*np.searchsorted(self.rank, [rank, rank + 1]).tolist())
+
+    def bytes_by_rank(self) -> I64:
+        """Bytes that each rank writes."""
+        item_bytes = item_bytes_of(self.tables.dtype)[self.tensor]
+        return np.bincount(self.rank, weights=self.part_count * item_bytes, minlength=self.num_ranks).astype(np.int64)
+
+
+def plan_save(job_metadata: JobMetadata, name_own: NameOwn) -> SavePlan:
+    """Plan one save from the offers of all ranks.
+
+    Raises
+    ------
+    LayoutError
+        Ranks disagree about a tensor, or its shards overlap or leave a region uncovered.
+    """
+    tables, boxes, merged = merge_metadata(job_metadata, name_own)
+    rows = _cut_rows(merged)
+    runs = _distinct_runs(rows)
+    item_bytes = item_bytes_of(tables.dtype)
+    parts = _assign(rows, runs, boxes, item_bytes, job_metadata.num_ranks)
+    _check_tiling(tables, boxes, rows, runs)
+    mesh = next((table.mesh for table in job_metadata.tables if table.mesh is not None), None)
+    placements, placement = _placements(tables, boxes, rows, runs, mesh, job_metadata.num_ranks)
+    order = lex_order(parts.rank, -item_bytes[runs.tensor[parts.item]], parts.item, parts.start)
+    item, rank, count = parts.item[order], parts.rank[order], parts.count[order]
+    begin = runs.start[item] + parts.start[order]
+    box = runs.box[item]
+    offsets, lengths, start, _ = as_boxes(boxes.offsets.take(box, axis=0), boxes.lengths.take(box, axis=0), begin, count)
+    return SavePlan(
+        tables=tables,
+        placements=placements,
+        placement=placement,
+        tensor=runs.tensor[item],
+        rank=rank,
+        local=rows.local[_row_of(rows, runs, item, rank)],
+        part_start=begin,
+        part_count=count,
+        offsets=offsets,
+        lengths=lengths,
+        start=start,
+        count=count,
+        checks=_checks(rows, runs),
+        mesh=mesh,
+        num_ranks=job_metadata.num_ranks,
+    )
+
+
+def _cut_rows(rows: MergedRows) -> MergedRows:
+    """The rows, cut where declared ones overlap without being equal; a piece may then be several rows."""
+    cut = cut_overlaps(rows.tensor, rows.box, rows.start, rows.count, rows.replication == Replication.DECLARED)
+    if cut is None:
+        return rows
+    order = lex_order(rows.tensor[cut.source], rows.box[cut.source], cut.start, rows.rank[cut.source])
+    at = cut.source[order]
+    return MergedRows(
+        rows.tensor[at], rows.box[at], cut.start[order], cut.count[order], rows.rank[at], rows.local[at], rows.replication[at]
+    )
+
+
+def _distinct_runs(rows: MergedRows) -> _Runs:
+    new = is_new(rows.tensor, rows.box, rows.start, rows.count)
+    first = np.flatnonzero(new)
+    of_row = np.cumsum(new) - 1
+    # A rank may hold a run twice; the first time counts.
+    holder = np.flatnonzero(is_new(of_row, rows.rank))
+    return _Runs(
+        tensor=rows.tensor[first],
+        box=rows.box[first],
+        start=rows.start[first],
+        count=rows.count[first],
+        replication=np.minimum.reduceat(rows.replication, first) if len(first) else rows.replication,
+        of_row=of_row,
+        holder=holder,
+        begin=np.searchsorted(holder, np.append(first, len(rows.tensor))),
+    )
+
+
+def _assign(rows: MergedRows, runs: _Runs, boxes: MergedBoxes, item_bytes: I64, num_ranks: int) -> Assigned:
+    """Divide the runs over the ranks that hold them; `Assigned.item` is the run's number, and runs are cut in its own elements."""
+    elements, each = runs.count, item_bytes[runs.tensor]
+    # Buffers and empty tensors are the lowest rank's, like what one rank alone holds.
+    fixed = (np.diff(runs.begin) == 1) | (runs.replication == Replication.BUFFER) | (elements == 0)
+    alone, shared = np.flatnonzero(fixed), np.flatnonzero(~fixed)
+    rank = rows.rank[runs.holder[runs.begin[alone]]]
+    loads = np.bincount(rank, weights=elements[alone] * each[alone], minlength=num_ranks).astype(np.int64)
+    outer = np.argmax(boxes.lengths > 1, axis=1)
+    slices = np.maximum(strides_of(boxes.lengths)[np.arange(len(outer)), outer], 1)[runs.box]
+    # PLAIN forbids splitting; BUFFER decides only where every member says so, since DECLARED is the stronger word.
+    splits = (runs.replication == Replication.DECLARED) & (elements * each > SPLIT_BYTES)
+    cut = assign(_replica_groups(rows, runs, shared, splits), elements, each, slices, loads)
+    return Assigned(
+        np.concatenate([alone, cut.item]),
+        np.concatenate([rank, cut.rank]),
+        np.concatenate([np.zeros_like(alone), cut.start]),
+        np.concatenate([elements[alone], cut.count]),
+    )
+
+
+def _replica_groups(rows: MergedRows, runs: _Runs, shared: I64, splits: NDArray[np.bool_]) -> list[ReplicaGroup]:
+    """The runs that several ranks hold, by these ranks."""
+    ranks = rows.rank[runs.holder]
+    raw, width = ranks.tobytes(), ranks.itemsize
+    bounds = zip((runs.begin[shared] * width).tolist(), (runs.begin[shared + 1] * width).tolist(), strict=True)
+    number: dict[bytes, int] = {}
+    group = np.array([number.setdefault(raw[begin:end], len(number)) for begin, end in bounds], np.int64)
+    order = np.argsort(group, kind="stable")
+    members = np.split(shared[order], np.searchsorted(group[order], np.arange(1, len(number)))) if number else []
+    return [
+        ReplicaGroup(np.frombuffer(key, ranks.dtype), items[splits[items]], items[~splits[items]])
+        for key, items in zip(number, members, strict=True)
+    ]
+
+
+def _row_of(rows: MergedRows, runs: _Runs, item: I64, rank: I64) -> I64:
+    """The row in which a rank holds a run."""
+    row = runs.holder[runs.begin[item]]
+    several = np.flatnonzero(rows.rank[row] != rank)
+    step = int(rows.rank.max(initial=0)) + 1
+    key = runs.of_row[runs.holder] * step + rows.rank[runs.holder]
+    row[several] = runs.holder[np.searchsorted(key, item[several] * step + rank[several])]
+    return row
+
+
+def _check_tiling(tables: MergedTables, boxes: MergedBoxes, rows: MergedRows, runs: _Runs) -> None:
+    shape = np.where((tables.alias >= 0)[:, None], 0, tables.shape)
+    problems = [
+        _describe_fault(fault, tables, rows.rank[runs.holder[runs.begin[list(fault.rows)]]])
+        for fault in find_faults(shape, boxes.offsets, boxes.lengths, runs.tensor, runs.box, runs.start, runs.count)
+    ]
+    if problems:
+        advice = "the shards of each tensor must cover it exactly once; correct the declared offsets, or give distinct names"
+        raise LayoutError(summarize(problems, advice))
+
+
+def _describe_fault(fault: Fault, tables: MergedTables, ranks: I64) -> str:
+    name, ndim = tables.names[fault.tensor], int(tables.ndim[fault.tensor])
+    region = describe_region(fault.low, fault.high, ndim)
+    shape = tuple(tables.shape[fault.tensor, tables.shape.shape[1] - ndim :].tolist())
+    if fault.rows:
+        distinct = np.unique(ranks).tolist()
+        who = f"rank {distinct[0]}" if len(distinct) == 1 else f"ranks {distinct[0]} and {distinct[1]}"
+        return f"{name}: shards of {who} overlap at {region} but are not the same, global shape {shape}"
+    return f"{name}: no rank holds {region} ({fault.missing} elements in all), global shape {shape}"
+
+
+def _checks(rows: MergedRows, runs: _Runs) -> Checks:
+    """Rows of all runs that more than one piece offers."""
+    several = (np.bincount(runs.of_row, minlength=len(runs.count)) > 1) & (runs.count > 0)
+    members = np.flatnonzero(several[runs.of_row])
+    run = runs.of_row[members]
+    start, count = rows.start[members], rows.count[members]
+    return Checks(run, rows.rank[members], rows.local[members], start, count, rows.tensor[members], runs.replication[run])
+
+
+def _placements(
+    tables: MergedTables, boxes: MergedBoxes, rows: MergedRows, runs: _Runs, mesh: Mesh | None, num_ranks: int
+) -> tuple[tuple[Placement, ...], I64]:
+    """The distinct placements, and the number of each tensor's; -1 where nothing is known."""
+    number = np.full(len(tables.names), -1, np.int64)
+    if mesh is None or mesh.size != num_ranks:
+        return (), number
+    chosen = np.flatnonzero((tables.kind == TensorKind.TENSOR) & (tables.alias < 0))
+    place = np.full(len(tables.names), -1, np.int64)
+    place[chosen] = np.arange(len(chosen))
+    tensor = place[rows.tensor]
+    keep = tensor >= 0
+    holding = PieceTable(tensor[keep], rows.rank[keep], rows.box[keep], runs.of_row[keep])
+    declared = [tables.declared[i] for i in chosen.tolist()]
+    table: dict[Placement, int] = {}
+    derived = derive(mesh, declared, tables.ndim[chosen], holding, boxes.offsets)
+    number[chosen] = [table.setdefault(placement, len(table)) for placement in derived]
+    aliases = np.flatnonzero(tables.alias >= 0)
+    number[aliases] = number[tables.alias[aliases]]
+    return tuple(table), number

@@ -1,0 +1,374 @@
+"""How is each saved tensor to lie on another mesh? From its placement in the catalog, the names, and the user's rules.
+
+For each tensor and each axis of the new mesh, the first of these that says something counts:
+
+1. a rule for the tensor, or, for an optimizer's state of its parameter's shape, a rule for the parameter;
+2. on ``pp``: the stage (`stages`); on ``ep``, for ``experts.3.…``: the experts divided evenly;
+3. the catalog: what was sharded along a dim, replicated or flat on an axis stays so, on the new size of the axis. Whole tensors
+   that were divided over an axis (as ZeRO does) are divided anew: as one vector if any of them was cut, else by size;
+4. replicated: so is everything on an axis that the checkpoint does not know. What an axis cut that the new mesh does not have, is
+   whole again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import prod
+
+from ...errors import UsageError
+from ..catalog.evidence import Cuts, Evidence
+from ..catalog.families import Family, experts_of, families_of, spread
+from ..catalog.model import Catalog
+from ..catalog.specs import AxisPlacement, Ints, Mesh
+from .pipeline_stages import stages_of
+from .placement_rules import Rule, first_saying, unmatched
+
+PIPELINE = "pp"
+EXPERTS = "ep"
+
+_GIVEN_BY_NAMES = (PIPELINE, EXPERTS)
+
+
+@dataclass(frozen=True, slots=True)
+class TargetPlacement:
+    """How one tensor lies on a mesh.
+
+    ``axes`` is a placement for each axis of the mesh. ``order`` are the axes that cut dims, first to last, as indices of
+    the mesh; ``sections`` the sizes of the parts of a dim that are each cut on their own. A tensor that is flat alone is cut
+    into equal runs; one of a ``vector`` (number, place in it) is cut with the others of it as if they were one. What ``follows``
+    another tensor is on the ranks that hold a part of that.
+    """
+
+    axes: tuple[AxisPlacement, ...]
+    order: Ints
+    sections: tuple[tuple[int, Ints], ...] = ()
+    vector: tuple[int, int] | None = None
+    follows: str | None = None
+
+    @property
+    def flat_axis(self) -> int | None:
+        """The axis along which it is flat."""
+        return next((i for i, p in enumerate(self.axes) if p.kind == "flat"), None)
+
+
+@dataclass(frozen=True, slots=True)
+class TargetTopology:
+    """What the user says of the new topology."""
+
+    mesh: Mesh
+    rules: tuple[Rule, ...] = ()
+    boundaries: Ints | None = None
+    """The first layer of each pipeline stage but the first."""
+    groups: Mapping[str, Sequence[str]] | None = None
+    """For each optimizer the FQNs of its parameters, in its order."""
+
+
+def place(catalog: Catalog, names: Sequence[str], topology: TargetTopology) -> dict[str, TargetPlacement]:
+    """The placement of each of these tensors on the new mesh.
+
+    Raises
+    ------
+    UsageError
+        A rule matches nothing or does not fit a tensor; the stages cannot be told.
+    """
+    return _Placer(catalog, names, topology).run()
+
+
+class _Placer:
+    """One run of `place`: tables that several of its steps look into."""
+
+    def __init__(self, catalog: Catalog, names: Sequence[str], topology: TargetTopology) -> None:
+        self.catalog, self.names, self.topology, self.mesh = catalog, names, topology, topology.mesh
+        self.groups = topology.groups or {}
+        self.families = families_of(names, self.groups)
+        self.shapes = {name: catalog.shape(catalog.index(name)) for name in names}
+        self.saved = {name: {p.axis: p for p in self._placement(name)} for name in names}
+        self.saved_sizes = {} if catalog.mesh is None else dict(zip(catalog.mesh.axes, catalog.mesh.sizes, strict=True))
+        self.evidence = Evidence(catalog)
+        self.by_name: dict[str, Mapping[str, Ints]] = {}
+        self.divided_on = self._divided_on()
+
+    def _placement(self, name: str) -> tuple[AxisPlacement, ...]:
+        number = int(self.catalog.tensors_table.placement[self.catalog.index(name)])
+        return () if number < 0 else self.catalog.placements[number]
+
+    def run(self) -> dict[str, TargetPlacement]:
+        slips = unmatched(self.topology.rules, self.names)
+        if slips:
+            raise UsageError(f"rules: {', '.join(map(repr, slips[:5]))}: no tensor has such a name; correct the pattern")
+        self.by_name = {axis: self._given_by_names(axis) for axis in _GIVEN_BY_NAMES if axis in self.mesh.axes}
+        placed = {name: self._place(name) for name in self.names}
+        for axis in self.mesh.axes:
+            self._divide_again(axis, placed)
+        for name, p in placed.items():
+            if sum(a.kind == "flat" for a in p.axes) > 1:
+                raise UsageError(f"{name}: flat on several axes; a tensor can be flat on one: correct the rules")
+        return placed
+
+    def _given_by_names(self, axis: str) -> dict[str, Ints]:
+        """The coordinates of an axis that hold each tensor, as far as the names tell."""
+        size = self.mesh.sizes[self.mesh.axes.index(axis)]
+        saved_size = self.saved_sizes.get(axis, 1)
+        if axis == PIPELINE:
+            return self._stages(size, saved_size)
+        if size == saved_size:
+            return {name: p.coords for name, saved in self.saved.items() if (p := saved.get(axis)) and p.kind == "resident"}
+        owner = {name: self.families[name].parameter or self.families[name].fqn for name in self.names}
+        experts = experts_of(sorted(set(owner.values())), size)
+        return {name: (experts[param],) for name, param in owner.items() if param in experts}
+
+    def _stages(self, size: int, saved_size: int) -> dict[str, Ints]:
+        """Stages of parameters; an optimizer's state follows its parameter, and tied tensors each other."""
+        if size == 1:
+            return {}
+        ruled = {name for name in self.names if self._ruled(name, PIPELINE) is not None}
+        owner = {name: self.families[name].parameter or self.families[name].fqn for name in self.names if name not in ruled}
+        known: dict[str, Ints] = {}
+        for name in sorted(owner, key=lambda n: n != owner[n]):  # parameters speak for themselves
+            p = self.saved[name].get(PIPELINE)
+            if p is not None:
+                known.setdefault(owner[name], p.coords if p.kind == "resident" else (*range(saved_size),))
+        distinct = list(dict.fromkeys(owner.values()))
+        if not distinct:
+            return {}
+        stages = stages_of(distinct, size, boundaries=self.topology.boundaries, saved=known, saved_stages=saved_size)
+        together: dict[object, set[int]] = {}
+        for param in distinct:
+            together.setdefault(self._shared(param), set()).update(stages[param])
+        return {name: tuple(sorted(together[self._shared(param)])) for name, param in owner.items()}
+
+    def _shared(self, param: str) -> object:
+        """What tied tensors have in common; a parameter that is not there itself is tied to nothing."""
+        return self.catalog.source(self.catalog.index(param)) if param in self.shapes else param
+
+    def _place(self, name: str) -> TargetPlacement:
+        axes = tuple(self._on_axis(name, axis, size) for axis, size in zip(self.mesh.axes, self.mesh.sizes, strict=True))
+        cuts = self._cuts(name, axes)
+        sections = self._sections(name, axes, cuts)
+        return TargetPlacement(axes, self._order(name, axes, cuts), sections)
+
+    def _cuts(self, name: str, axes: Sequence[AxisPlacement]) -> Cuts:
+        """How a tensor was cut; state like its parameter, whose rows show it best, unless more axes cut the state."""
+        parameter = self._parameter_of_same_shape(name)
+        witness = name
+        if parameter is not None:
+            known = {axis for axis, p in self.saved[parameter].items() if p.kind == "shard"}
+            witness = parameter if all(p.axis in known for p in axes if p.kind == "shard") else name
+        return self.evidence.cuts(self.catalog.index(witness), tuple(self.saved[witness].values()))
+
+    def _ruled(self, name: str, axis: str) -> AxisPlacement | None:
+        """What the rules say of a tensor on an axis: its own, or its parameter's if it is laid out like that."""
+        own = next((rule.axes[axis] for rule in first_saying(self.topology.rules, name) if axis in rule.axes), None)
+        told = axis in _GIVEN_BY_NAMES  # there all state of a parameter is where it is, of whatever shape
+        parameter = self.families[name].parameter if told else self._parameter_of_same_shape(name)
+        if own is not None or parameter is None:
+            return own
+        if not told and axis in self.saved[name] and self.saved[name][axis].kind in ("flat", "resident"):
+            return None
+        return next((rule.axes[axis] for rule in first_saying(self.topology.rules, parameter) if axis in rule.axes), None)
+
+    def _parameter_of_same_shape(self, name: str) -> str | None:
+        parameter = self.families[name].parameter
+        if parameter is None or parameter == name or self.shapes[parameter] != self.shapes[name]:
+            return None
+        return parameter
+
+    def _on_axis(self, name: str, axis: str, size: int) -> AxisPlacement:
+        ndim = len(self.shapes[name])
+        said = self._ruled(name, axis)
+        if said is not None:
+            return self._checked(name, said, ndim)
+        if axis in self.by_name and name in self.by_name[axis]:
+            return _resident(axis, self.by_name[axis][name], size)
+        saved = self._saved_on(name, axis)
+        return AxisPlacement(axis, "replicate") if saved is None or axis == PIPELINE else saved
+
+    def _saved_on(self, name: str, axis: str) -> AxisPlacement | None:
+        """What the catalog says of a tensor on an axis; for state of which it says nothing of its own, its parameter's."""
+        saved = self.saved[name].get(axis)
+        family = self.families[name]
+        # An axis of one coordinate shows nothing. And where one vector is cut, the cut goes through what lies along other axes,
+        # too: these then seem flat, or on some coordinates only, by chance.
+        by_chance = (
+            saved is not None and saved.kind in ("flat", "resident") and self.divided_on.get(family.optimizer, axis) != axis
+        )
+        unsaid = saved is None or (saved.kind == "replicate" and self.saved_sizes[axis] == 1)
+        parameter = self._parameter_of_same_shape(name)
+        of_parameter = None if parameter is None else self.saved[parameter].get(axis)
+        if by_chance or unsaid:
+            return of_parameter
+        # Runs of a fused weight that lie in different sections look like shards.
+        sections = saved is not None and saved.kind == "shard" and self.divided_on.get(family.optimizer) == axis
+        if sections and of_parameter is not None and of_parameter.kind == "replicate":
+            return AxisPlacement(axis, "flat")
+        return saved
+
+    def _divided_on(self) -> dict[str, str]:
+        """Of each optimizer the axis over which its state is divided: where most of it is flat, or on some coordinates only."""
+        counts: dict[str, Counter[str]] = {}
+        for name in self.names:
+            optimizer = self.families[name].optimizer
+            for axis, p in self.saved[name].items():
+                if optimizer and p.kind in ("flat", "resident") and axis not in _GIVEN_BY_NAMES:
+                    counts.setdefault(optimizer, Counter())[axis] += 2 if p.kind == "flat" else 1
+        return {optimizer: count.most_common(1)[0][0] for optimizer, count in counts.items()}
+
+    def _checked(self, name: str, said: AxisPlacement, ndim: int) -> AxisPlacement:
+        if said.kind == "flat" and ndim == 0:
+            return AxisPlacement(said.axis, "replicate")
+        if said.kind != "shard":
+            return said
+        assert said.dim is not None
+        if not -ndim <= said.dim < ndim:
+            raise UsageError(
+                f"rules: {name}: {said.axis}: shard({said.dim}), but its shape is {self.shapes[name]}; put a rule for it before "
+                "this one"
+            )
+        return replace(said, dim=said.dim % ndim)
+
+    def _sections(self, name: str, axes: Sequence[AxisPlacement], cuts: Cuts) -> tuple[tuple[int, Ints], ...]:
+        shape = self.shapes[name]
+        names = [name, self._parameter_of_same_shape(name)]
+        rules = [rule for n in names if n is not None for rule in first_saying(self.topology.rules, n) if rule.sections]
+        sections = dict(cuts.sections)
+        if rules:
+            sections = {dim % len(shape) if shape else dim: sizes for dim, sizes in rules[0].sections.items()}
+            for dim, sizes in sections.items():
+                if dim >= len(shape) or sum(sizes) != shape[dim]:
+                    raise UsageError(f"rules: {name}: sections {list(sizes)} of dim {dim} do not add up to its shape {shape}")
+        cut = {p.dim for p in axes if p.kind == "shard"}
+        return tuple(sorted((dim, sizes) for dim, sizes in sections.items() if dim in cut))
+
+    def _order(self, name: str, axes: Sequence[AxisPlacement], cuts: Cuts) -> Ints:
+        """Axes that shard, first to last: as the rules say, else as the rows show, else the inner ones first."""
+        inner_first = sorted((i for i, p in enumerate(axes) if p.kind == "shard"), reverse=True)
+        said = next((rule.order for rule in first_saying(self.topology.rules, name) if rule.order), None)
+        known = said or tuple(axis for order in cuts.order.values() for axis in order)
+        if said is None and not {axes[i].axis for i in inner_first} <= set(known):
+            return tuple(inner_first)
+        place = {axis: i for i, axis in enumerate(known)}
+        return tuple(sorted(inner_first, key=lambda i: place.get(axes[i].axis, len(place))))
+
+    def _divide_again(self, axis: str, placed: dict[str, TargetPlacement]) -> None:
+        """Divide anew, over an axis, what is flat there or was whole on some coordinates only."""
+        at = self.mesh.axes.index(axis)
+        divided: dict[tuple[str, str], list[str]] = {}
+        for name, p in placed.items():
+            if p.axes[at].kind == "flat" or self._was_divided(name, axis):
+                family = self.families[name]
+                divided.setdefault((family.optimizer, family.key), []).append(name)
+        flat = {key for key, members in divided.items() if self._is_vector(members, axis, at, placed)}
+        vectors = {key for key in flat if not self._each_alone(divided[key], at, placed)}
+        for number, key in enumerate(sorted(vectors)):
+            for i, name in enumerate(self._in_order(divided[key], axis)):
+                p = _with_axis(placed[name], at, AxisPlacement(axis, "flat"))
+                placed[name] = replace(p, vector=(at * len(self.names) + number, i))
+        whole = [name for key, members in divided.items() if key not in flat for name in members]
+        self._spread(axis, at, self._follow(axis, at, whole, {n for key in flat for n in divided[key]}, placed), placed)
+
+    def _was_divided(self, name: str, axis: str) -> bool:
+        """Whether a whole tensor was on some coordinates only, or is a single element of state that is to be flat."""
+        ruled = self._ruled(name, axis)
+        if ruled is not None:
+            return ruled.kind == "flat"
+        saved = self._saved_on(name, axis)
+        return name not in self.by_name.get(axis, {}) and saved is not None and saved.kind == "resident"
+
+    def _is_vector(self, members: Sequence[str], axis: str, at: int, placed: Mapping[str, TargetPlacement]) -> bool:
+        """Whether these tensors were cut as one vector, or each flat: some are cut, or all lie in the optimizer's order."""
+        if any(placed[name].axes[at].kind == "flat" for name in members):
+            return True
+        if all(self.shapes[name] == () for name in members) or not self.families[members[0]].optimizer:
+            return False
+        firsts = self._firsts(self._by_group(members), axis)
+        several = any(len(set(coordinates)) > 1 for coordinates in firsts.values())
+        return self.families[members[0]].optimizer in self.groups and several and all(map(_ascending, firsts.values()))
+
+    def _firsts(self, names: Sequence[str], axis: str) -> dict[tuple[Ints, ...], list[int]]:
+        """The first coordinate of each tensor on an axis, in the order given, by pipeline stage and experts' rank.
+
+        Each of these had a vector of its own.
+        """
+        out: dict[tuple[Ints, ...], list[int]] = {}
+        for name in names:
+            out.setdefault(self._home(name), []).append(self.evidence.first_coordinate(self.catalog.index(name), axis))
+        return out
+
+    def _home(self, name: str) -> tuple[Ints, ...]:
+        saved = self.saved[name]
+        return tuple(saved[axis].coords if axis in saved else () for axis in _GIVEN_BY_NAMES)
+
+    def _each_alone(self, members: Sequence[str], at: int, placed: Mapping[str, TargetPlacement]) -> bool:
+        """Whether each tensor was cut on its own: then each begins on the first coordinate, and none is whole there."""
+        axis = self.mesh.axes[at]
+        if any(self._ruled(name, axis) is not None or placed[name].axes[at].kind != "flat" for name in members):
+            return False
+        return not any(self.evidence.first_coordinate(self.catalog.index(name), axis) for name in members)
+
+    def _in_order(self, members: Sequence[str], axis: str) -> list[str]:
+        """The tensors of one vector, in its order: the optimizer's, forwards or backwards, if the rows agree with it."""
+        ordered = self._by_group(members)
+        for names in (ordered, ordered[::-1]):
+            if all(map(_ascending, self._firsts(names, axis).values())):
+                return names
+        return sorted(ordered, key=lambda n: (self._home(n), self.evidence.first_coordinate(self.catalog.index(n), axis)))
+
+    def _by_group(self, members: Sequence[str]) -> list[str]:
+        """In the order in which their optimizer lists its parameters."""
+        family: Family = self.families[members[0]]
+        place = {fqn: i for i, fqn in enumerate(self.groups.get(family.optimizer, ()))}
+        return sorted(members, key=lambda name: place.get(self.families[name].fqn, len(place)))
+
+    def _follow(self, axis: str, at: int, whole: Sequence[str], flat: set[str], placed: dict[str, TargetPlacement]) -> list[str]:
+        """Put whole state with the flat state of the same parameter; what has none to follow is returned."""
+        leader = {(self.families[name].optimizer, self.families[name].fqn): name for name in sorted(flat)}
+        # Where one parameter's state was cut, its step count was on all ranks that had a part, so perhaps on all.
+        kinds = {(self.families[name].optimizer, self.families[name].key) for name in whole}
+        for name in self.names:
+            family = self.families[name]
+            leads = leader.get((family.optimizer, family.fqn))
+            if leads is not None and name not in flat and (family.optimizer, family.key) in kinds:
+                placed[name] = replace(_with_axis(placed[name], at, AxisPlacement(axis, "replicate")), follows=leads)
+        return [name for name in whole if placed[name].follows is None]
+
+    def _spread(self, axis: str, at: int, whole: Sequence[str], placed: dict[str, TargetPlacement]) -> None:
+        """Divide whole tensors over an axis by size, the state of one parameter together."""
+        size = self.mesh.sizes[at]
+        if size == self.saved_sizes.get(axis):
+            return
+        bytes_of: dict[str, int] = {}
+        for name in whole:
+            unit = self._unit(name)
+            bytes_of[unit] = bytes_of.get(unit, 0) + prod(self.shapes[name])
+        chosen = spread(bytes_of, size)
+        for name in whole:
+            placed[name] = _with_axis(placed[name], at, _resident(axis, (chosen[self._unit(name)],), size))
+
+    def _unit(self, name: str) -> str:
+        family = self.families[name]
+        return f"{family.optimizer}.{family.fqn}"
+
+
+def _resident(axis: str, coords: Ints, size: int) -> AxisPlacement:
+    return AxisPlacement(axis, "replicate") if len(coords) == size else AxisPlacement(axis, "resident", None, coords)
+
+
+def _with_axis(placed: TargetPlacement, at: int, placement: AxisPlacement) -> TargetPlacement:
+    return replace(placed, axes=(*placed.axes[:at], placement, *placed.axes[at + 1 :]))
+
+
+def _ascending(numbers: Sequence[int]) -> bool:
+    """Whether numbers ascend, but for a few: of a replica that ranks cut at other places, only those show that wrote it."""
+    return 5 * sum(a > b for a, b in pairwise(numbers)) <= len(numbers)
+
+
+def group_orders(values: Mapping[str, object]) -> Iterator[tuple[str, list[str]]]:
+    """From decoded values named ``….param_groups``: each optimizer with the FQNs of its parameters, in order."""
+    for name, groups in values.items():
+        if name.endswith(".param_groups") and isinstance(groups, list | tuple):
+            fqns = [fqn for group in groups if isinstance(group, Mapping) for fqn in group.get("params", ())]
+            if all(isinstance(fqn, str) for fqn in fqns):
+                yield name.removesuffix(".param_groups"), fqns

@@ -1,0 +1,1 @@
+"""What is said of a checkpoint without loading it: verified, compared, measured."""

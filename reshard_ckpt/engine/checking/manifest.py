@@ -1,0 +1,94 @@
+"""How does a checkpoint get its manifest, and does it match? Hashed while it is written, or read again afterwards.
+
+1. A save hashes each file as it writes it; the digests travel with the receipts. Rank 0 adds that of the catalog to be, writes
+   the manifest into the save's own folder, and only then publishes that catalog: so wherever a save is cut off, the catalog in
+   place and the manifest in the folder that it names are of one save.
+2. A check reads every file that the catalog refers to, in several threads, a file each, and compares.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from ...core.catalog.model import Catalog
+from ...errors import CheckpointError, CorruptError
+from ...format.keys import CATALOG_KEY, manifest_key
+from ...format.manifest import MAX_MANIFEST_BYTES, decode_manifest, encode_manifest
+from ...storage.protocol import Storage
+from ..common.progress import OnProgress, Tally, silent
+from ..loading.read import REQUEST_BYTES, num_threads
+
+
+def make_manifest(storage: Storage, catalog: Catalog, *, workers: int | None = None, report: OnProgress = silent) -> str:
+    """Read a whole checkpoint and list it as it is; returns the key of the manifest, which replaces one that is there."""
+    digests: dict[str, bytes] = {}
+    for name, found in _hashes(storage, _keys(catalog), "sha256", workers, report):
+        if isinstance(found, CheckpointError):
+            raise found
+        digests[name] = found
+    key = manifest_key(catalog.save_id)
+    storage.publish(key, encode_manifest(digests))
+    return key
+
+
+def check_manifest(
+    storage: Storage, catalog: Catalog, *, workers: int | None = None, report: OnProgress = silent
+) -> Iterator[str]:
+    """What is wrong: files that are not listed, are not there, or are not those that were listed.
+
+    Raises
+    ------
+    CorruptError
+        There is no manifest, or it is none.
+    """
+    key = manifest_key(catalog.save_id)
+    where = f"{storage.url}: {key}"
+    if storage.size(key) is None:
+        raise CorruptError(
+            f"{where}: no such file: this was saved without sha256=True, or somebody removed it; checkpoint.write_manifest makes "
+            "one, of the files as they are now"
+        )
+    listed = decode_manifest(storage.read(key, MAX_MANIFEST_BYTES), where=where)
+    expected = _keys(catalog)
+    yield from (f"{where}: does not list {name}, which the catalog refers to" for name in expected if name not in listed)
+    yield from (f"{where}: lists {name!r}, which the catalog does not refer to" for name in sorted({*listed} - {*expected}))
+    for name, found in _hashes(storage, [name for name in expected if name in listed], "sha256", workers, report):
+        if isinstance(found, CheckpointError):
+            yield str(found)
+        elif found != listed[name]:
+            yield f"{storage.url}: {name} has SHA-256 {found.hex()}, the manifest lists {listed[name].hex()}: it was changed"
+
+
+def _keys(catalog: Catalog) -> list[str]:
+    """The files that make up a checkpoint."""
+    return [CATALOG_KEY, *(key for file in catalog.files for key in (file.key, file.digests_key) if key)]
+
+
+def _hashes(
+    storage: Storage, keys: Sequence[str], step: str, workers: int | None, report: OnProgress
+) -> Iterator[tuple[str, bytes | CheckpointError]]:
+    """The SHA-256 of each file, or why it cannot be read, in order."""
+    sizes = [storage.size(key) or 0 for key in keys]
+    tally = Tally(step, sum(sizes), report)
+
+    def one(key: str, size: int) -> bytes | CheckpointError:
+        try:
+            return _hash(storage, key, size, tally)
+        except CheckpointError as error:
+            return error
+
+    count = num_threads(len(keys)) if workers is None else workers
+    with ThreadPoolExecutor(count, thread_name_prefix="reshard-ckpt-sha256") as pool:
+        yield from zip(keys, pool.map(one, keys, sizes), strict=True)
+
+
+def _hash(storage: Storage, key: str, size: int, tally: Tally) -> bytes:
+    hasher, buffer = hashlib.sha256(), memoryview(bytearray(min(size, REQUEST_BYTES)))
+    for at in range(0, max(size, 1), REQUEST_BYTES):
+        window = buffer[: min(REQUEST_BYTES, size - at)]
+        storage.read_into(key, at, [window])
+        hasher.update(window)
+        tally.add(len(window))
+    return hasher.digest()

@@ -1,0 +1,118 @@
+"""What are the numbers in some tensors like? One pass over their bytes, a window at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import inf, nan, prod
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ...core.catalog.model import Catalog
+from ...format.torch_dtypes import TORCH_DTYPES
+from ...storage.protocol import Storage
+from ..common.progress import OnProgress, Tally, silent
+from ..loading.stream import WINDOW_BYTES, Run, RunReader, Window, check_covered, cut_windows, read_ahead, whole_run
+
+_NUMPY = {
+    "BOOL": np.bool_, "U8": np.uint8, "I8": np.int8, "U16": np.uint16, "I16": np.int16, "U32": np.uint32, "I32": np.int32,
+    "U64": np.uint64, "I64": np.int64, "F16": np.float16, "F32": np.float32, "F64": np.float64, "C64": np.complex64,
+}  # fmt: skip
+"""Numpy's dtype of a code; it has none for the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorStats:
+    """What the numbers of one tensor are like.
+
+    Attributes
+    ----------
+    name, num_elements
+        Of which tensor.
+    min, max, mean
+        Of its finite numbers, None where there are none; of a complex tensor, of the magnitudes.
+    num_nan, num_inf
+        How many numbers are NaN, and how many infinite.
+    """
+
+    name: str
+    num_elements: int
+    min: float | int | None
+    max: float | int | None
+    mean: float | None
+    num_nan: int
+    num_inf: int
+
+
+def statistics(storage: Storage, catalog: Catalog, tensors: Sequence[int], report: OnProgress = silent) -> list[TensorStats]:
+    """The statistics of these tensors of the catalog, in one pass, every block proved."""
+    found = {tensor: _Totals() for tensor in tensors}
+    runs = [whole_run(catalog, tensor) for tensor in found]
+    tally = Tally("read", sum(run.count * TORCH_DTYPES[catalog.dtype(run.tensor)].itemsize for run in runs), report)
+    for cut, window in windows_of(storage, catalog, runs):
+        for run, data in zip(cut, window.parts(), strict=True):
+            found[run.tensor].add(as_numbers(data, catalog.dtype(run.tensor)))
+            tally.add(len(data))
+    return [totals.stats(catalog.tensors_table.names[tensor], prod(catalog.shape(tensor))) for tensor, totals in found.items()]
+
+
+def windows_of(storage: Storage, catalog: Catalog, runs: Sequence[Run]) -> Iterator[tuple[Sequence[Run], Window]]:
+    """The bytes of some runs, a window at a time, beside the runs that each window has: parts of those that were given."""
+    check_covered(catalog, runs)
+    reader = RunReader(storage, catalog, verify=True)
+    windows = list(cut_windows(reader, runs, WINDOW_BYTES))
+    yield from zip(windows, read_ahead(reader, windows), strict=True)
+
+
+def as_numbers(data: memoryview, code: str) -> NDArray[Any]:
+    """Bytes as an array that numpy can count with; 8- and 16-bit floats become float32."""
+    if code in _NUMPY and code != "F16":
+        return np.frombuffer(data, _NUMPY[code])
+    return torch.frombuffer(data, dtype=TORCH_DTYPES[code]).float().numpy()
+
+
+class _Totals:
+    """What has been seen of one tensor."""
+
+    def __init__(self) -> None:
+        self.low: Any = inf
+        self.high: Any = -inf
+        self.sum = 0.0
+        self.num_finite = self.num_nan = self.num_inf = 0
+
+    def add(self, numbers: NDArray[Any]) -> None:
+        if np.iscomplexobj(numbers):
+            numbers = np.abs(numbers)
+        low, high = numbers.min(), numbers.max()
+        if not (
+            np.isfinite(low) and np.isfinite(high)
+        ):  # both show a NaN; most tensors have none, and are read twice, not thrice
+            numbers = self._without_others(numbers)
+            if len(numbers) == 0:
+                return
+            low, high = numbers.min(), numbers.max()
+        self.low, self.high = min(self.low, low.item()), max(self.high, high.item())
+        self.sum += float(numbers.sum(dtype=np.float64))
+        self.num_finite += len(numbers)
+
+    def _without_others(self, numbers: NDArray[Any]) -> NDArray[Any]:
+        self.num_nan += int(np.isnan(numbers).sum())
+        self.num_inf += int(np.isinf(numbers).sum())
+        finite: NDArray[Any] = numbers[np.isfinite(numbers)]
+        return finite
+
+    def stats(self, name: str, num_elements: int) -> TensorStats:
+        some = self.num_finite > 0
+        mean = self.sum / self.num_finite if some else nan
+        return TensorStats(
+            name=name,
+            num_elements=num_elements,
+            min=self.low if some else None,
+            max=self.high if some else None,
+            mean=mean if some else None,
+            num_nan=self.num_nan,
+            num_inf=self.num_inf,
+        )

@@ -1,0 +1,175 @@
+"""Is every byte of a checkpoint as it was written? Reads all files, block by block, and says what is wrong where.
+
+1. The rows of every tensor must tile it, and every file be there, whole.
+2. Windows of all files are read and hashed by several threads. Only a few are under way at any time, and digests are opened file
+   by file, so memory does not grow with the checkpoint.
+3. Neighbouring blocks that are damaged are one problem, named with the tensors and values that lie there.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...core.catalog.model import Catalog
+from ...core.geometry.tiling import describe_region
+from ...core.planning.match import faults_of
+from ...errors import CheckpointError, CorruptError
+from ...format.checksums import Digests, wrong_blocks
+from ...storage.protocol import Storage
+from ..common.file_contents import FileContents
+from ..common.progress import OnProgress, Tally, silent
+from ..loading.read import REQUEST_BYTES, check_files, num_threads, open_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What `verify` found.
+
+    Attributes
+    ----------
+    problems
+        One line for each thing that is wrong: the file, the bytes, and the tensors or values that these hold.
+    num_files, num_bytes
+        What was looked at.
+    bytes_unproved
+        Of them, bytes of files that have no checksums, as those of other formats: nothing but their sizes was looked at.
+    """
+
+    problems: tuple[str, ...]
+    num_files: int
+    num_bytes: int
+    bytes_unproved: int = 0
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.problems
+
+
+def verify_all(storage: Storage, catalog: Catalog, *, workers: int | None = None, report: OnProgress = silent) -> VerifyReport:
+    """Read every byte that the catalog refers to.
+
+    Parameters
+    ----------
+    workers
+        Threads that read and hash, each with a buffer of `REQUEST_BYTES`; as many as a load uses, by default.
+    """
+    check = _Check(storage, catalog, Tally("verify", sum(entry.size for entry in catalog.files), report))
+    check.found += [*_structure(catalog), *(str(why) for why in catalog.unreadable.values() if isinstance(why, CorruptError))]
+    windows = check.windows()
+    count = num_threads(sum(-(-entry.size // REQUEST_BYTES) for entry in catalog.files)) if workers is None else workers
+    with ThreadPoolExecutor(count, thread_name_prefix="reshard-ckpt-verify") as pool:
+        for damages in _in_order(pool, check.window, windows, 2 * count):
+            check.add(damages)
+    sizes = [(entry.size, bool(entry.digests_key)) for entry in catalog.files]
+    unproved = sum(size for size, proved in sizes if not proved)
+    return VerifyReport(check.problems(), len(catalog.files), sum(size for size, _ in sizes), unproved)
+
+
+def _structure(catalog: Catalog) -> Iterator[str]:
+    table = catalog.tensors_table
+    for fault in faults_of(catalog, np.arange(len(table.names))):
+        region = describe_region(fault.low, fault.high, int(table.ndim[fault.tensor]))
+        what = "shards overlap at" if fault.rows else "no shard holds"
+        yield f"{table.names[fault.tensor]}: {what} {region}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    file: int
+    low: int
+    digests: Digests
+
+
+@dataclass(frozen=True, slots=True)
+class _Damage:
+    """Bytes of a file that are not what was written."""
+
+    file: int
+    begin: int
+    end: int
+
+
+class _Check:
+    """One verification: what has been found so far, problems in words and damage as ranges, in order of the files."""
+
+    def __init__(self, storage: Storage, catalog: Catalog, tally: Tally) -> None:
+        self.storage, self.catalog, self.tally = storage, catalog, tally
+        self.found: list[str | _Damage] = []
+        self._local = threading.local()
+
+    def windows(self) -> Iterator[_Window]:
+        """What is to be read of the files that are there; those that are not are problems already."""
+        for index, entry in enumerate(self.catalog.files):
+            try:
+                check_files(self.storage, self.catalog, [index])
+                digests = open_blocks(self.storage, self.catalog, [index]).of_file.get(index)
+            except CheckpointError as error:
+                self.found.append(str(error))
+                digests = None
+            if digests is None:  # a foreign file has no checksums: that it is there, whole, is all that can be said
+                self.tally.add(entry.size)
+                continue
+            for low in range(0, entry.size, REQUEST_BYTES):
+                yield _Window(index, low, digests)
+
+    def window(self, window: _Window) -> list[str | _Damage]:
+        """Read and prove one window; runs in the pool's threads."""
+        entry = self.catalog.files[window.file]
+        size = min(REQUEST_BYTES, entry.size - window.low)
+        data = self._buffer()[:size]
+        try:
+            self.storage.read_into(entry.key, window.low, [data])
+        except CheckpointError as error:
+            return [str(error)]
+        finally:
+            self.tally.add(size)
+        each, end = window.digests.block_bytes, window.low + size
+        wrong = wrong_blocks([data], window.low, window.digests.values, each)
+        return [_Damage(window.file, low, min(low + each, end)) for low in wrong]
+
+    def _buffer(self) -> memoryview:
+        buffer: memoryview | None = getattr(self._local, "buffer", None)
+        if buffer is None:
+            largest = max(entry.size for entry in self.catalog.files)
+            buffer = self._local.buffer = memoryview(bytearray(min(REQUEST_BYTES, largest)))
+        return buffer
+
+    def add(self, found: Iterable[str | _Damage]) -> None:
+        """Take what a window has; damage that goes on where the last one ended is the same."""
+        for item in found:
+            last = self.found[-1] if self.found else None
+            if isinstance(item, _Damage) and isinstance(last, _Damage) and (last.file, last.end) == (item.file, item.begin):
+                self.found[-1] = _Damage(item.file, last.begin, item.end)
+            else:
+                self.found.append(item)
+
+    def problems(self) -> tuple[str, ...]:
+        """A line for each problem."""
+        holders = FileContents(self.catalog) if any(isinstance(item, _Damage) for item in self.found) else None
+        return tuple(item if isinstance(item, str) else self._line(item, holders) for item in self.found)
+
+    def _line(self, damage: _Damage, holders: FileContents | None) -> str:
+        assert holders is not None
+        key, begin, end = self.catalog.files[damage.file].key, damage.begin, damage.end
+        holds = holders.text(damage.file, begin, end)
+        return f"{self.storage.url}: {key} is damaged in bytes {begin}:{end}, which hold {holds}"
+
+
+def _in_order(
+    pool: ThreadPoolExecutor, task: Callable[[_Window], list[str | _Damage]], windows: Iterable[_Window], limit: int
+) -> Iterator[list[str | _Damage]]:
+    """The results of a task, in order, with at most `limit` of them under way."""
+    pending: deque[Future[list[str | _Damage]]] = deque()
+    for window in windows:
+        pending.append(pool.submit(task, window))
+        if len(pending) >= limit:
+            yield pending.popleft().result()
+    while pending:
+        yield pending.popleft().result()

@@ -1,0 +1,1 @@
+"""What saves, loads and reshards all use: memory, progress, logs, timings."""

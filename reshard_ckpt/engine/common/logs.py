@@ -1,0 +1,29 @@
+"""Which of a thousand ranks says this? Log lines begin with the rank and its mesh coordinates."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import MutableMapping
+from typing import TYPE_CHECKING, Any
+
+from ...core.catalog.specs import Mesh
+from ...core.timeline import rank_label
+
+LOGGER = logging.getLogger("reshard_ckpt")
+
+if TYPE_CHECKING:
+    _Adapter = logging.LoggerAdapter[logging.Logger]
+else:
+    _Adapter = logging.LoggerAdapter
+
+
+class RankLog(_Adapter):
+    """The package's logger for one rank: ``[rank 5 dp=1 tp=1] saved …``."""
+
+    def __init__(self, rank: int, mesh: Mesh | None) -> None:
+        super().__init__(LOGGER, {})
+        # A mesh declared for other ranks than those of this session has no coordinates to show.
+        self._label = rank_label(rank, mesh if mesh is not None and rank < mesh.size else None)
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        return f"[{self._label.replace('%', '%%')}] {msg}", kwargs

@@ -1,0 +1,68 @@
+"""How does a catalog look under other names? The same rows and files; only the names that a load goes by change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ...core.catalog.model import Catalog, TensorKind, ValueEntry
+from ...core.catalog.specs import ValueKind
+from ...errors import NameCollisionError
+from ...format.values import decode_value, encode_path, encode_value
+
+GROUPS_SUFFIX = ".param_groups"
+
+
+def by_mapping(names: Mapping[str, str]) -> Callable[[str], str]:
+    """A function that renames a name, or the longest dotted prefix of it, that the mapping has.
+
+    >>> by_mapping({"model.old": "model.new"})("model.old.weight")
+    'model.new.weight'
+    """
+
+    def rename(name: str) -> str:
+        head, tail = name, ""
+        while head:
+            if head in names:
+                return names[head] + tail
+            head, dot, last = head.rpartition(".")
+            tail = dot + last + tail
+        return name
+
+    return rename
+
+
+def renamed(catalog: Catalog, rename: Mapping[str, str] | Callable[[str], str]) -> Catalog:
+    """The catalog with every saved name passed through `rename`.
+
+    Raises
+    ------
+    NameCollisionError
+        Two saved names become one.
+    """
+    new_name = by_mapping(rename) if isinstance(rename, Mapping) else rename
+    table = catalog.tensors_table
+    names = tuple(
+        new_name(name) if kind == TensorKind.TENSOR else name for name, kind in zip(table.names, table.kind.tolist(), strict=True)
+    )
+    values = tuple(_renamed_value(value, new_name) for value in catalog.values_table)
+    owner: dict[str, str] = {}
+    old_names = [*table.names, *(value.name for value in catalog.values_table)]
+    for old, new in zip(old_names, [*names, *(value.name for value in values)], strict=True):
+        if owner.setdefault(new, old) != old:
+            raise NameCollisionError(f"rename= gives {owner[new]} and {old} the same name {new}; map them to different names")
+    unreadable = {new_name(name): why for name, why in catalog.unreadable.items()}
+    return replace(catalog, tensors_table=replace(table, names=names), values_table=values, unreadable=unreadable, _index={})
+
+
+def _renamed_value(value: ValueEntry, rename: Callable[[str], str]) -> ValueEntry:
+    name = rename(value.name)
+    if value.kind is ValueKind.PARAM_GROUPS and value.data is not None:
+        # The groups name parameters without the optimizer's prefix; they follow the names of its state.
+        old, new = (n.removesuffix(GROUPS_SUFFIX) + ".state." for n in (value.name, name))
+        groups: list[dict[str, Any]] = decode_value(value.data, name=value.name)
+        for group in groups:
+            group["params"] = [rename(old + fqn).removeprefix(new) for fqn in group["params"]]
+        value = replace(value, data=encode_value(groups, name))
+    return value if name == value.name else replace(value, name=name, path=encode_path(name.split(".")))

@@ -1,0 +1,81 @@
+"""What lies under a root that holds a run's checkpoints, one folder a step, and how does one of them go?
+
+A checkpoint is removed catalog first: before that it is whole, after it it is no checkpoint. Its other files follow, except those
+that another committed catalog refers to. Who reads a checkpoint holds a shared lock on its catalog, so that it cannot be removed.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+
+from ...core.catalog.model import Catalog
+from ...format.keys import CATALOG_KEY, SAVE_ID, step_name
+from ...storage import LocksUnsupported, MissingKey, Storage
+
+_STEP = re.compile(r"step_(0|[1-9]\d*)")
+_TEMPORARY = re.compile(r"\.catalog\.msgpack\.[0-9a-f]{32}\.tmp")
+
+
+def find_steps(root: Storage) -> tuple[list[int], list[int]]:
+    """The steps that are committed, and those that have a folder but no catalog; each in order."""
+    steps = sorted(int(match[1]) for name in root.folders() if (match := _STEP.fullmatch(name)))
+    committed = [step for step in steps if root.size(f"{step_name(step)}/{CATALOG_KEY}") is not None]
+    return committed, sorted(set(steps) - set(committed))
+
+
+@contextmanager
+def reading(storage: Storage) -> Iterator[None]:
+    """Keep a checkpoint from being removed while it is read, where the store can."""
+    try:
+        lock = storage.lock(CATALOG_KEY, shared=True)
+    except (MissingKey, LocksUnsupported):
+        lock = None  # what is missing is for the reader to say
+    with lock or nullcontext():
+        yield
+
+
+def remove_step(root: Storage, step: int, referred: frozenset[str]) -> bool:
+    """Remove one checkpoint; False, and nothing done, where somebody reads it.
+
+    Parameters
+    ----------
+    referred
+        Keys of files, from the root, that other committed catalogs refer to: these stay.
+    """
+    key = f"{step_name(step)}/{CATALOG_KEY}"
+    try:
+        lock = root.lock(key)
+    except MissingKey:
+        return True
+    except LocksUnsupported:
+        lock = nullcontext()  # type: ignore[assignment]
+    if lock is None:
+        return False
+    with lock:
+        root.delete([key])
+        # Were the other files to go first, a power cut could bring the catalog back without them.
+        root.sync(step_name(step))
+    remove_files(root, step, referred)
+    return True
+
+
+def remove_files(root: Storage, step: int, referred: frozenset[str]) -> None:
+    """Remove what saves have left in the folder of a step that has no catalog; files that are not theirs stay."""
+    keys = [key for key, _ in root.list(step_name(step)) if _is_ours(key) and key not in referred]
+    root.delete(keys)
+
+
+def _is_ours(key: str) -> bool:
+    _, *parts = key.split("/")
+    return bool(SAVE_ID.fullmatch(parts[0])) if len(parts) > 1 else bool(_TEMPORARY.fullmatch(parts[0]))
+
+
+def referred_keys(step: int, catalog: Catalog) -> Iterable[str]:
+    """The files, as keys from the root, that the catalog of a step needs of other checkpoints below this root."""
+    for file in catalog.files:
+        if file.checkpoint:
+            where = posixpath.normpath(posixpath.join(step_name(step), file.checkpoint))
+            yield from (f"{where}/{key}" for key in (file.key, file.digests_key))

@@ -1,0 +1,1 @@
+"""Loads: open a catalog, read exact overlaps, verify, place."""

@@ -1,0 +1,80 @@
+"""How do values come back? Small ones are in the catalog; a large one is read at once, a per-rank one when it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+import numpy as np
+import torch
+
+from ...core.catalog.model import Catalog, ValueEntry
+from ...core.catalog.specs import ValueKind
+from ...core.planning.load_plan import plan_load
+from ...core.planning.local_metadata import piece_columns
+from ...format.values import decode_value
+from ...storage.protocol import Storage
+from ..common.blobs import byte_blob
+from .load import verify_held
+from .read import WINDOW_BYTES, ReadTarget, execute, open_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class SavedValue:
+    """A value of the checkpoint; of a per-rank one, a sequence of all ranks' values."""
+
+    kind: ValueKind
+    value: Any
+
+
+def open_values(storage: Storage, catalog: Catalog, prefixes: Iterable[str], *, verify: bool) -> dict[str, SavedValue]:
+    """All values at or below these names.
+
+    Raises
+    ------
+    CorruptError
+        The bytes of a value are damaged.
+    """
+    at = tuple(prefixes)
+    below = tuple(f"{prefix}." for prefix in at)
+    chosen = [entry for entry in catalog.values_table if entry.name in at or entry.name.startswith(below)]
+    return {entry.name: SavedValue(entry.kind, _value(storage, catalog, entry, verify)) for entry in chosen}
+
+
+def _value(storage: Storage, catalog: Catalog, entry: ValueEntry, verify: bool) -> Any:
+    if entry.data is not None:
+        return decode_value(entry.data, name=entry.name)
+    ranks = _RankValues(storage, catalog, entry, verify)
+    return ranks if entry.kind is ValueKind.PER_RANK else ranks[0]
+
+
+class _RankValues(Sequence[Any]):
+    """The values of all ranks, each read when it is asked for: of a thousand ranks, a rank reads its own."""
+
+    def __init__(self, storage: Storage, catalog: Catalog, entry: ValueEntry, verify: bool) -> None:
+        self._storage, self._catalog, self._entry, self._verify = storage, catalog, entry, verify
+
+    def __len__(self) -> int:
+        return len(self._entry.blobs)
+
+    @overload
+    def __getitem__(self, rank: int) -> Any: ...
+    @overload
+    def __getitem__(self, rank: slice) -> Sequence[Any]: ...
+    def __getitem__(self, rank: int | slice) -> Any:
+        if isinstance(rank, slice):
+            return [self[i] for i in range(*rank.indices(len(self)))]
+        data = read_blob(self._storage, self._catalog, self._entry.blobs[rank], self._verify)
+        return decode_value(data, name=self._entry.name)
+
+
+def read_blob(storage: Storage, catalog: Catalog, index: int, verify: bool) -> memoryview:
+    """The bytes of a blob of the catalog."""
+    verify_held(storage, catalog, [index])
+    blob = byte_blob(catalog.tensors_table.names[index], torch.empty(catalog.shape(index), dtype=torch.uint8))
+    plan = plan_load(catalog, np.array([index]), piece_columns([blob.spec], 1), WINDOW_BYTES)
+    files = np.unique(plan.file).tolist()
+    blocks = open_blocks(storage, catalog, files if verify else [])
+    execute(storage, catalog, plan, [ReadTarget(blob.spec.name, blob.tensor, torch.uint8)], blocks=blocks)
+    return blob.tensor.numpy().data

@@ -1,0 +1,384 @@
+"""How does one process go through a checkpoint of any size? As a stream: runs of saved tensors, one after the other, proved.
+
+1. The runs are cut into *windows* of few bytes: what is read, proved, gathered, hashed and written of one window stays in the
+   processor's cache meanwhile.
+2. Some windows at a time, a *batch*, are one load plan: their runs are the wanted pieces, buffers that go round are the memory
+   (`core.load_plan`, `engine.read`). Runs of one window that need the same bytes of a file read them once.
+3. Threads fill the next windows while the caller uses this one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain, count, pairwise
+from math import prod
+
+import numpy as np
+import torch
+
+from ...core.catalog.model import Catalog
+from ...core.catalog.specs import Ints, row_major_strides
+from ...core.geometry.runs import I64
+from ...core.geometry.tiling import describe_region
+from ...core.planning.load_plan import plan_load
+from ...core.planning.local_metadata import PieceColumns
+from ...core.planning.match import faults_of
+from ...errors import CorruptError
+from ...format.checksums import Digests
+from ...format.torch_dtypes import TORCH_DTYPES
+from ...storage.protocol import Storage
+from ..common.progress import Tally, silent
+from .read import JOIN_WINDOWS, BlockDigests, Damage, Reader, ReadTarget, check_files, open_blocks, reads_of
+from .read import WINDOW_BYTES as FILE_WINDOW_BYTES
+
+WINDOW_BYTES = 4 << 20
+"""Bytes that are made at once: two of these and what they are made of fit the cache that cores share."""
+
+BATCH_BYTES = 64 << 20
+"""Bytes that are planned at once: a plan takes as long for one window as for many."""
+
+MAX_RUNS = 1 << 14
+"""Runs in one window, and in all but the last of a batch; bounds the memory of a plan."""
+
+DIGESTS_BYTES = 32 << 20
+"""Digests of the files read last, kept: those of half a terabyte."""
+
+AHEAD = 2
+"""Windows in memory: the one in use, and those that are being read."""
+
+_ALIGN_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run of the row-major order of a box of tensor `tensor` of the catalog, converted to `dtype` if that is not None."""
+
+    tensor: int
+    offsets: Ints
+    lengths: Ints
+    start: int
+    count: int
+    dtype: str | None = None
+
+
+def whole_run(catalog: Catalog, tensor: int) -> Run:
+    """All of a tensor."""
+    shape = catalog.shape(tensor)
+    return Run(tensor, (0,) * len(shape), shape, 0, prod(shape))
+
+
+def stream(
+    storage: Storage, catalog: Catalog, runs: Sequence[Run], *, verify: bool = True, window_bytes: int = WINDOW_BYTES
+) -> Iterator[memoryview]:
+    """The bytes of all runs, one after the other.
+
+    Parameters
+    ----------
+    runs
+        Of tensors of the catalog; an alias stands for the tensor that has its bytes.
+    verify
+        Prove the checksum of every block that is read.
+    window_bytes
+        Bytes made at once; memory is bounded by a few times that.
+
+    Yields
+    ------
+    memoryview
+        Bytes, valid until the next are asked for. Never empty; where one begins or ends means nothing.
+
+    Raises
+    ------
+    CorruptError
+        A file is damaged or missing, or its catalog has no bytes, or two, for a part of a tensor.
+    """
+    check_covered(catalog, runs)
+    reader = RunReader(storage, catalog, verify=verify)
+    for window in read_ahead(reader, cut_windows(reader, runs, window_bytes)):
+        yield from window.joined()
+
+
+def check_covered(catalog: Catalog, runs: Iterable[Run]) -> None:
+    """Refuse a catalog whose rows do not cover each tensor of these runs exactly once."""
+    for fault in faults_of(catalog, np.array(sorted({run.tensor for run in runs}), np.int64)):
+        region = describe_region(fault.low, fault.high, int(catalog.tensors_table.ndim[fault.tensor]))
+        what = "saved shards overlap at" if fault.rows else "no saved shard holds"
+        raise CorruptError(f"{catalog.tensors_table.names[fault.tensor]}: {what} {region}; use another checkpoint")
+
+
+def cut_windows(reader: RunReader, runs: Iterable[Run], window_bytes: int) -> Iterator[list[Run]]:
+    """The runs in order, cut where a window is full; one element may be larger than a window."""
+    window: list[Run] = []
+    room = window_bytes
+    for run in runs:
+        each, done = reader.item_bytes(run), 0
+        while done < run.count:
+            count = min(run.count - done, max(room // each, 0 if window else 1))
+            if count:
+                window.append(replace(run, start=run.start + done, count=count))
+                done += count
+                room -= count * each
+            if done < run.count or len(window) == MAX_RUNS:
+                yield window
+                window, room = [], window_bytes
+    if window:
+        yield window
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The bytes of some runs, in one buffer: where each begins, and how many there are."""
+
+    data: memoryview
+    begin: Sequence[int]
+    sizes: Sequence[int]
+
+    def parts(self) -> Iterator[memoryview]:
+        """The bytes of each run."""
+        return (self.data[at : at + size] for at, size in zip(self.begin, self.sizes, strict=True))
+
+    def joined(self) -> Iterator[memoryview]:
+        """The bytes of all runs in order, in as few parts as alignment allows."""
+        low = high = 0
+        for at, size in zip(self.begin, self.sizes, strict=True):
+            if at != high:
+                if high > low:
+                    yield self.data[low:high]
+                low = at
+            high = at + size
+        if high > low:
+            yield self.data[low:high]
+
+
+class RunReader:
+    """Plans the reading of windows of runs; what it has proved of files is kept for the next. One thread at a time."""
+
+    def __init__(self, storage: Storage, catalog: Catalog, *, verify: bool) -> None:
+        self._storage, self._catalog, self._verify = storage, catalog, verify
+        self._seen: set[int] = set()
+        self._digests: OrderedDict[int, Digests | None] = OrderedDict()
+        self._digests_bytes = 0
+        self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(AHEAD)]
+        self._num_planned = 0
+        self.bytes_read = 0
+
+    def item_bytes(self, run: Run) -> int:
+        """Bytes of one element, as it comes out."""
+        return TORCH_DTYPES[run.dtype or self._catalog.dtype(run.tensor)].itemsize
+
+    def num_bytes(self, runs: Sequence[Run]) -> int:
+        """The size of a buffer for these runs."""
+        return sum(-(-run.count * self.item_bytes(run) // _ALIGN_BYTES) * _ALIGN_BYTES for run in runs)
+
+    def batches(self, windows: Iterable[Sequence[Run]]) -> Iterator[list[Callable[[], Window]]]:
+        """What fills each window, a batch at a time; the buffer of a window is that of the one `AHEAD` windows before."""
+        batch: list[Sequence[Run]] = []
+        size = runs = 0
+        for window in windows:
+            batch.append(window)
+            size, runs = size + self.num_bytes(window), runs + len(window)
+            if size >= BATCH_BYTES or runs >= MAX_RUNS:
+                yield self._plan(batch)
+                batch, size, runs = [], 0, 0
+        if batch:
+            yield self._plan(batch)
+
+    def _plan(self, windows: Sequence[Sequence[Run]]) -> list[Callable[[], Window]]:
+        """What fills each of these windows, in any order, and in several threads."""
+        empty, dests = zip(*(self._destinations(of_window) for of_window in windows), strict=True)
+        runs = [run for of_window in windows for run in of_window]
+        wanted = pieces_of(self._catalog, runs)
+        source = np.array([run.tensor for run in runs], np.int64)
+        plan = plan_load(self._catalog, source, wanted, FILE_WINDOW_BYTES)
+        assert np.array_equal(plan.covered, wanted.count), "the rows were proved to cover every tensor"
+        files = np.unique(plan.file).tolist()
+        check_files(self._storage, self._catalog, [file for file in files if file not in self._seen])
+        self._seen.update(files)
+        blocks = self._blocks(files)
+        group = np.repeat(np.arange(len(windows)), [len(of_window) for of_window in windows])[plan.dest]
+        into = list(chain.from_iterable(dests))
+        reads = reads_of(self._catalog, plan, into, blocks=blocks, group=group, join=JOIN_WINDOWS)
+        tally = Tally("read", reads.num_bytes, silent)
+        reader = Reader(self._storage, self._catalog, plan, reads, into, blocks=blocks, copy=True, tally=tally)
+        self.bytes_read += reads.num_bytes
+        bounds = pairwise(np.searchsorted(reads.group, np.arange(len(windows) + 1)).tolist())
+        return [partial(_fill, reader, range(*numbers), window) for numbers, window in zip(bounds, empty, strict=True)]
+
+    def _buffer(self, size: int) -> torch.Tensor:
+        """Memory for the next window."""
+        which = self._num_planned % AHEAD
+        self._num_planned += 1
+        if self._buffers[which].numel() < size:
+            self._buffers[which] = torch.empty(size, dtype=torch.uint8)
+        return self._buffers[which]
+
+    def _destinations(self, runs: Sequence[Run]) -> tuple[Window, list[ReadTarget]]:
+        """A window to be filled, and the part of it for each run: typed, end to end as far as alignment allows."""
+        buffer = self._buffer(self.num_bytes(runs))
+        dests, begin, at = [], [], 0
+        for run in runs:
+            saved = self._catalog.dtype(run.tensor)
+            dtype = TORCH_DTYPES[run.dtype or saved]
+            at = -(-at // dtype.itemsize) * dtype.itemsize
+            part = buffer[at : at + run.count * dtype.itemsize].view(dtype)
+            dests.append(ReadTarget(self._catalog.tensors_table.names[run.tensor], part, TORCH_DTYPES[saved], passing=True))
+            begin.append(at)
+            at += part.nbytes
+        return Window(buffer.numpy().data, begin, [dest.tensor.nbytes for dest in dests]), dests
+
+    def _blocks(self, files: Sequence[int]) -> BlockDigests:
+        if not self._verify:
+            return BlockDigests({})
+        lacking = [file for file in files if file not in self._digests]
+        opened = open_blocks(self._storage, self._catalog, lacking).of_file
+        for file in lacking:
+            self._digests[file] = opened.get(file)
+            self._digests_bytes += _size(opened.get(file))
+        of_file = {}
+        for file in files:
+            self._digests.move_to_end(file)
+            digests = self._digests[file]
+            if digests is not None:
+                of_file[file] = digests
+        while self._digests_bytes > DIGESTS_BYTES and len(self._digests) > len(files):
+            self._digests_bytes -= _size(self._digests.popitem(last=False)[1])
+        return BlockDigests(of_file)
+
+
+def _fill(reader: Reader, numbers: Iterable[int], window: Window) -> Window:
+    """Read what a window is made of."""
+    try:
+        for number in numbers:
+            reader.read_window(number)
+    except Damage as damage:
+        raise reader.explain(damage) from None
+    return window
+
+
+def _size(digests: Digests | None) -> int:
+    return 0 if digests is None else digests.values.nbytes
+
+
+def pieces_of(catalog: Catalog, runs: Sequence[Run]) -> PieceColumns:
+    """Runs as wanted pieces: each lies in order, in a destination of its own."""
+    width = max(catalog.boxes.offsets.shape[1], 1)
+
+    def padded(rows: Iterable[Ints], fill: int) -> I64:
+        return np.array([(fill,) * (width - len(row)) + row for row in rows], np.int64).reshape(len(runs), width)
+
+    start = np.array([run.start for run in runs], np.int64)
+    return PieceColumns(
+        tensor=np.arange(len(runs)),
+        offsets=padded((run.offsets for run in runs), 0),
+        lengths=padded((run.lengths for run in runs), 1),
+        start=start,
+        count=np.array([run.count for run in runs], np.int64),
+        base=-start,
+        strides=padded((row_major_strides(run.lengths) for run in runs), 0),
+    )
+
+
+def read_ahead(reader: RunReader, windows: Iterable[Sequence[Run]]) -> Iterator[Window]:
+    """The bytes of the runs of each window; threads read the next windows meanwhile, and ask for the runs of those after them.
+
+    Yields
+    ------
+    Window
+        Valid until the next one is asked for.
+    """
+    filler = _Filler(reader, windows)
+    with ThreadPoolExecutor(AHEAD - 1, thread_name_prefix="reshard-ckpt-stream") as pool:
+        try:
+            under_way: deque[Future[Window | None]] = deque(pool.submit(filler.fill, n) for n in range(AHEAD - 1))
+            for number in count(AHEAD - 1):
+                under_way.append(pool.submit(filler.fill, number))
+                window = under_way.popleft().result()
+                if window is None:
+                    return
+                yield window
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def in_turn(reader: RunReader, windows: Iterable[Sequence[Run]], use: Callable[[Window], Callable[[], None]]) -> None:
+    """Use the bytes of the runs of each window, one window after the other, each in the thread that read it.
+
+    What a thread has just read and copied is in its processor's cache, and in no other's; so it goes on with it, while other
+    threads read the next windows.
+
+    Parameters
+    ----------
+    use
+        Called for each window in turn; what it returns is called when the turn is over.
+    """
+    filler, turns = _Filler(reader, windows), _Turns()
+
+    def work() -> None:
+        with turns.or_nobody():
+            for number in turns.numbers:
+                window = filler.fill(number)
+                if window is None or not turns.wait(number):
+                    return
+                after = use(window)
+                turns.next()
+                after()
+
+    with ThreadPoolExecutor(AHEAD, thread_name_prefix="reshard-ckpt-stream") as pool, turns.or_nobody():
+        for worker in [pool.submit(work) for _ in range(AHEAD)]:
+            worker.result()
+
+
+class _Turns:
+    """Whose turn it is, by number; nobody's, once somebody failed."""
+
+    def __init__(self) -> None:
+        self.numbers = count()
+        self._now: int | None = 0
+        self._changed = threading.Condition()
+
+    def wait(self, number: int) -> bool:
+        """Until it is this one's turn; False if that will never be."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._now in (number, None)) and self._now is not None
+
+    def next(self) -> None:
+        """It is the next one's turn."""
+        with self._changed:
+            if self._now is not None:
+                self._now += 1
+            self._changed.notify_all()
+
+    @contextmanager
+    def or_nobody(self) -> Iterator[None]:
+        """Whoever leaves by an error ends all turns."""
+        try:
+            yield
+        except BaseException:
+            with self._changed:
+                self._now = None
+                self._changed.notify_all()
+            raise
+
+
+class _Filler:
+    """Fills windows by number, in several threads; the first that needs a batch plans it."""
+
+    def __init__(self, reader: RunReader, windows: Iterable[Sequence[Run]]) -> None:
+        self._batches = reader.batches(windows)
+        self._fills: dict[int, Callable[[], Window]] = {}
+        self._num_planned = 0
+        self._lock = threading.Lock()
+
+    def fill(self, number: int) -> Window | None:
+        """The window of that number, None behind the last; each is asked for once."""
+        with self._lock:
+            while number >= self._num_planned and (batch := next(self._batches, None)):
+                self._fills.update(enumerate(batch, self._num_planned))
+                self._num_planned += len(batch)
+            fill = self._fills.pop(number, None)
+        return fill() if fill else None

@@ -1,0 +1,1 @@
+"""Offline resharding: the save that another topology would have made, written from a catalog."""

@@ -1,0 +1,204 @@
+"""What would a job of another topology have saved? The plan of that save, made from a catalog alone.
+
+1. `core.topology` places each tensor on the new mesh, `core.plan_reshard` says which pieces each new rank would have captured.
+2. The planner of saves (`core.save_plan`) divides replicas over the new ranks, as it would in that job.
+3. Each new rank's files are laid out by the writer of saves (`write.lay_out`), so they are what that rank would have written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from ...core.catalog.model import Catalog, TensorKind, ValueEntry
+from ...core.catalog.specs import AxisPlacement, Mesh, Piece, Replication, TensorSpec, ValueKind
+from ...core.geometry.dtypes import CODES, ITEM_BYTES
+from ...core.geometry.runs import I64
+from ...core.planning.local_metadata import LocalMetadata, RowColumns, TensorColumns, shape_columns, width_of
+from ...core.planning.save_plan import Checks, SavePlan, plan_save
+from ...core.planning.target_pieces import Box, TargetRows, as_job_metadata, target_rows
+from ...core.planning.target_placement import TargetPlacement, TargetTopology, place
+from ...format.checksums import digest128
+from ...format.shard_file import blob_name
+from ..common.tensor_bytes import LocalPiece
+from ..loading.stream import Run
+from ..saving.messages import Assignment, RunColumns
+from ..saving.write import FileLayout, LocalShards, lay_out
+from .write_order import Item
+
+_NOTHING = torch.empty(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What of a checkpoint is taken: names of tensors and of values, and the dtypes of tensors that are converted."""
+
+    tensors: Sequence[str]
+    values: Sequence[str]
+    dtypes: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class ByteSource:
+    """Where the bytes of a tensor of the result are: the tensor of the catalog, and the dtype to convert it to."""
+
+    tensor: int
+    dtype: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class ReshardPlan:
+    """A reshard, planned: `specs` are the tensors of the result and then its blobs, `placed` how the tensors lie, `sources` where
+    the bytes of all are."""
+
+    catalog: Catalog
+    plan: SavePlan
+    values: tuple[ValueEntry, ...]
+    mesh: Mesh
+    specs: tuple[TensorSpec, ...]
+    placed: tuple[TargetPlacement, ...]
+    sources: tuple[ByteSource, ...]
+    offered: TensorColumns
+    held: TargetRows
+    boxes: Sequence[Box]
+
+    def assignment(self, rank: int, save_id: str) -> Assignment:
+        """What a new rank writes."""
+        items, none = self.plan.items_of(rank), np.zeros(0, np.int64)
+        columns = (self.plan.local[items], self.plan.part_start[items], self.plan.part_count[items])
+        return Assignment(save_id, *columns, RunColumns(none, none, none))
+
+    def layouts(self, rank: int, save_id: str) -> list[FileLayout]:
+        """The files of a new rank."""
+        rows = slice(*np.searchsorted(self.held.rank, [rank, rank + 1]).tolist())
+        pieces = [
+            (t, LocalPiece(_NOTHING, self._piece(row))) for row, t in enumerate(self.held.tensor[rows].tolist(), rows.start)
+        ]
+        none = np.zeros(0, np.int64)
+        local_metadata = LocalMetadata(self.offered, RowColumns(none, none, none, none, none, none), ())
+        return lay_out(LocalShards(self.specs, pieces, local_metadata), self.assignment(rank, save_id), rank)
+
+    def _piece(self, row: int) -> Piece:
+        offsets, lengths = self.boxes[int(self.held.box[row])]
+        return Piece(offsets, lengths, int(self.held.start[row]), int(self.held.count[row]), 0, ())
+
+    def items(self, rank: int) -> list[Item]:
+        """A new rank's write items, in the order of its files."""
+        items = self.plan.items_of(rank)
+        begin = int(np.searchsorted(self.held.rank, rank))
+        columns = (self.plan.tensor[items], self.plan.local[items], self.plan.part_start[items], self.plan.part_count[items])
+        out = []
+        for tensor, local, start, count in zip(*(column.tolist() for column in columns), strict=True):
+            index = int(self.held.tensor[begin + local])
+            source, box = self.sources[index], self.boxes[int(self.held.box[begin + local])]
+            each = ITEM_BYTES[self.specs[index].dtype]
+            out.append(Item((-each, tensor), Run(source.tensor, *box, start, count, source.dtype), each))
+        return out
+
+    def digest(self) -> bytes:
+        """A digest of all that decides what the files of the result hold, but for the bytes of the source."""
+        plan, tables = self.plan, self.plan.tables
+        columns = (tables.dtype, tables.kind, tables.shape, tables.alias, plan.tensor, plan.rank, plan.offsets, plan.lengths)
+        parts = ["\0".join(tables.names).encode(), *(np.ascontiguousarray(c).tobytes() for c in columns)]
+        parts += [np.ascontiguousarray(c).tobytes() for c in (plan.start, plan.count)]
+        parts += [repr((plan.mesh, plan.placements)).encode(), repr([(v.name, v.kind, v.data) for v in self.values]).encode()]
+        return digest128(b"".join(digest128(part) for part in parts))
+
+
+def plan_reshard(catalog: Catalog, choice: Choice, topology: TargetTopology) -> ReshardPlan:
+    """Plan what the ranks of the new mesh save.
+
+    Raises
+    ------
+    UsageError
+        The topology cannot be told from the catalog and the rules.
+    """
+    placed = place(catalog, choice.tensors, topology)
+    specs, sources = _tensors(catalog, choice, placed)
+    tensors = len(specs)
+    entries = [value for value in catalog.values_table if value.name in set(choice.values)]
+    holders: dict[int, Sequence[int]] = {}
+    for value in entries:
+        for which, blob in enumerate(value.blobs):
+            own = value.kind is ValueKind.PER_RANK
+            ranks = [_new_rank(which, len(value.blobs), topology.mesh.size)] if own else range(topology.mesh.size)
+            holders[len(specs)] = ranks
+            name = blob_name(value.name, which if own else None)
+            specs.append(TensorSpec(name, "U8", catalog.shape(blob), (), Replication.PLAIN))
+            sources.append(ByteSource(blob, None))
+    names = [spec.name for spec in specs]
+    shapes = [spec.shape for spec in specs]
+    held, boxes = target_rows(shapes, [placed[name] for name in names[:tensors]], names[:tensors], topology.mesh, holders)
+    offered = _table(specs, tensors, topology.mesh)
+    plan = plan_save(as_job_metadata(offered, held, boxes, topology.mesh.size), blob_name)
+    # The replicas are made of the same bytes: there is nothing to compare.
+    plan = replace(plan, checks=_no_checks())
+    index = {name: i for i, name in enumerate(plan.tables.names)}
+    values = tuple(_value(value, index) for value in entries)
+    where = tuple(placed[name] for name in names[:tensors])
+    return ReshardPlan(catalog, plan, values, topology.mesh, tuple(specs), where, tuple(sources), offered, held, boxes)
+
+
+def _new_rank(old: int, num_old: int, num_new: int) -> int:
+    """The new rank that keeps an old one's own value: the same if there are as many, else evenly."""
+    return old if num_old == num_new else old * num_new // num_old
+
+
+def _tensors(
+    catalog: Catalog, choice: Choice, placed: Mapping[str, TargetPlacement]
+) -> tuple[list[TensorSpec], list[ByteSource]]:
+    """The tensors of the result; names that shared bytes still do, where they have the same dtype."""
+    first: dict[tuple[int, str], str] = {}
+    ordered = sorted(choice.tensors, key=lambda name: catalog.source(catalog.index(name)) != catalog.index(name))
+    specs, sources = [], []
+    for name in ordered:
+        index = catalog.index(name)
+        saved = catalog.dtype(index)
+        dtype = choice.dtypes.get(name, saved)
+        main = first.setdefault((catalog.source(index), dtype), name)
+        alias = None if main == name else main
+        specs.append(TensorSpec(name, dtype, catalog.shape(index), (), Replication.DECLARED, _declared(placed[main]), alias))
+        sources.append(ByteSource(index, None if dtype == saved else dtype))
+    return specs, sources
+
+
+def _declared(placed: TargetPlacement) -> tuple[AxisPlacement, ...]:
+    """What a job would declare; of flat state it declares nothing, and on which ranks anything is, its pieces show."""
+    if placed.follows is not None or placed.flat_axis is not None:
+        return ()
+    return tuple(p for p in placed.axes if p.kind in ("shard", "replicate"))
+
+
+def _table(specs: Sequence[TensorSpec], num_tensors: int, mesh: Mesh) -> TensorColumns:
+    index = {spec.name: i for i, spec in enumerate(specs)}
+    placements = {placement: i for i, placement in enumerate(dict.fromkeys(spec.placement for spec in specs))}
+    kind = np.full(len(specs), TensorKind.TENSOR, np.uint8)
+    kind[num_tensors:] = TensorKind.BLOB
+    return TensorColumns(
+        names=tuple(spec.name for spec in specs),
+        dtype=np.array([CODES.index(spec.dtype) for spec in specs], np.uint8),
+        kind=kind,
+        own=np.zeros(len(specs), np.uint8),
+        replication=np.array([spec.replication for spec in specs], np.uint8),
+        ndim=np.array([len(spec.shape) for spec in specs], np.int64),
+        shape=shape_columns(specs, width_of(specs)),
+        alias=np.array([-1 if spec.alias_of is None else index[spec.alias_of] for spec in specs], np.int64),
+        placements=tuple(placements),
+        placement=np.array([placements[spec.placement] for spec in specs], np.int64),
+        mesh=mesh,
+    )
+
+
+def _no_checks() -> Checks:
+    none: I64 = np.zeros(0, np.int64)
+    return Checks(none, none, none, none, none, none, np.zeros(0, np.uint8))
+
+
+def _value(value: ValueEntry, index: Mapping[str, int]) -> ValueEntry:
+    """The same value, whose blobs are tensors of the result."""
+    own = value.kind is ValueKind.PER_RANK
+    names = [blob_name(value.name, which if own else None) for which in range(len(value.blobs))]
+    return replace(value, blobs=tuple(index[name] for name in names))

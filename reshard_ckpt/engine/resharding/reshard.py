@@ -1,0 +1,334 @@
+"""How is a checkpoint written anew, for another topology? By any number of processes, each for some of the new ranks.
+
+1. Every process makes the same plan from the same catalog (`recut`); the save's id follows from both, so that a reshard which
+   was killed finds its own files again.
+2. The new ranks' files are divided over the processes; each writes its own in lockstep (`lockstep`), from a stream of the old
+   ones (`stream`), and reads back what it wrote (`read_back`).
+3. Process 0 sees all files, and publishes the catalog, as for any save.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+
+import msgpack
+import numpy as np
+
+from ...comm.protocol import Comm
+from ...core.catalog.model import Catalog
+from ...core.geometry.dtypes import item_bytes_of
+from ...core.planning.load_plan import plan_load
+from ...errors import CorruptError, UsageError
+from ...format.catalog import encode_catalog
+from ...format.checksums import BLOCK_BYTES, Digests, decode_digests, digest128, digests_file_bytes, wrong_blocks
+from ...format.keys import digests_key
+from ...format.values import encode_value
+from ...storage.protocol import MissingKey, Storage
+from ..common.progress import OnProgress, Tally, silent
+from ..loading.stream import WINDOW_BYTES, Run, RunReader, Window, check_covered, in_turn, pieces_of
+from ..saving.agreement import PreviousCheckpoint
+from ..saving.commit import publish
+from ..saving.messages import Receipt, WrittenFile, decode_receipt, encode_receipt
+from ..saving.write import WRITE_BYTES, FileLayout, ShardFileWriter, member_offsets
+from .plan import ReshardPlan
+from .read_back import STEP_BYTES, ReadBack, WrittenBlocks
+from .write_order import Item, Slice, divide, group_ranks, shared_axes, windows
+
+_WHOLE_FILES = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How to go about it."""
+
+    verify: bool = True
+    report: OnProgress = silent
+    window_bytes: int = WINDOW_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessReport:
+    """What one process did: receipts of the new ranks that it wrote for, bytes read, and bytes of files that were there."""
+
+    receipts: dict[int, Receipt]
+    bytes_read: int
+    bytes_kept: int
+
+
+def save_id_of(catalog: Catalog, recut: ReshardPlan) -> str:
+    """The id of the result: the same again for the same bytes and the same plan."""
+    digest = digest128(digest128(encode_catalog(catalog)) + recut.digest()).hex()
+    when = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(max(catalog.created_s, 0)))
+    return f"{when}-{digest[:8]}"
+
+
+def agree_on_id(comm: Comm, save_id: str) -> str:
+    """The id, once all processes have said the same.
+
+    Raises
+    ------
+    UsageError
+        They do not: other options, or another source.
+    """
+    said = comm.broadcast(save_id.encode()).decode()
+    if said != save_id:
+        raise UsageError(
+            f"process {comm.rank} would write {save_id}, process 0 {said}: they were given other options, or see other sources; "
+            "pass the same to all"
+        )
+    return said
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessShare:
+    """The new ranks that one process writes, in the groups that it writes at once, and the layouts of their files."""
+
+    groups: list[list[int]]
+    layouts: dict[int, list[FileLayout]]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(layout.num_bytes for layouts in self.layouts.values() for layout in layouts)
+
+
+def share_of(recut: ReshardPlan, save_id: str, process: int, num_processes: int) -> ProcessShare:
+    """What one of several processes writes."""
+    shapes = [spec.shape for spec in recut.specs[: len(recut.placed)]]
+    groups = group_ranks(recut.mesh, shared_axes(recut.mesh, shapes, recut.placed))
+    mine = divide(groups, recut.plan.bytes_by_rank().tolist(), num_processes)[process]
+    return ProcessShare(mine, {rank: recut.layouts(rank, save_id) for group in mine for rank in group})
+
+
+def write_share(
+    source: Storage, target: Storage, recut: ReshardPlan, save_id: str, share: ProcessShare, options: Options
+) -> ProcessReport:
+    """Write the files of some new ranks, and make them durable.
+
+    Raises
+    ------
+    CorruptError
+        The source is damaged, or what was written reads back otherwise. Files that are finished stay, for the next attempt.
+    """
+    reader = RunReader(source, recut.catalog, verify=options.verify)
+    tally = Tally("reshard", share.num_bytes, options.report)
+    kept, receipts = 0, {}
+    proof = ReadBack(target, enabled=options.verify)
+    for group in share.groups:
+        outputs = [_RankOutput(target, share.layouts[rank], tally) for rank in group]
+        _write_group(reader, recut, group, outputs, proof, options.window_bytes)
+        receipts.update({rank: output.receipt() for rank, output in zip(group, outputs, strict=True)})
+        kept += sum(output.bytes_kept for output in outputs)
+    if receipts:
+        target.sync(save_id)
+    return ProcessReport(receipts, reader.bytes_read, kept)
+
+
+def _write_group(
+    reader: RunReader,
+    recut: ReshardPlan,
+    ranks: Sequence[int],
+    outputs: Sequence[_RankOutput],
+    proof: ReadBack,
+    window_bytes: int,
+) -> None:
+    """Write the files of some ranks at once."""
+    items = [output.missing(recut.items(rank)) for rank, output in zip(ranks, outputs, strict=True)]
+    check_covered(recut.catalog, [item.run for of_output in items for item in of_output])
+    under_way: deque[list[Slice]] = deque()
+
+    def runs() -> Iterator[list[Run]]:
+        for window in windows(items, window_bytes):
+            under_way.append(window)
+            yield [part.run for part in window]
+
+    def write(filled: Window) -> Callable[[], None]:
+        slices = under_way.popleft()
+        for part, view in zip(slices, filled.parts(), strict=True):
+            outputs[part.output].write(view)
+        return partial(
+            proof.prove, [part for output in {part.output for part in slices} for part in outputs[output].take_written()]
+        )
+
+    with ExitStack() as stack:
+        for output in outputs:
+            stack.enter_context(output)
+        in_turn(reader, runs(), write)
+        for output in outputs:
+            output.finish()
+            proof.prove(output.take_written())
+    proof.prove_rest()
+
+
+class _RankOutput:
+    """The files of one new rank, one after the other; those that an earlier attempt finished are left as they are."""
+
+    def __init__(self, storage: Storage, layouts: Sequence[FileLayout], tally: Tally) -> None:
+        self._storage, self._layouts, self._tally = storage, layouts, tally
+        self._done = [finished_file(storage, layout) for layout in layouts]
+        self._kept = [file is not None for file in self._done]
+        self._file: ShardFileWriter | None = None
+        self._taken = 0
+        self._written: list[WrittenBlocks] = []
+        self.bytes_kept = sum(layout.num_bytes for layout, kept in zip(layouts, self._kept, strict=True) if kept)
+        tally.add(self.bytes_kept)
+
+    def missing(self, items: Sequence[Item]) -> list[Item]:
+        """The write items of files that are not finished."""
+        return [item for layout, kept in zip(self._layouts, self._kept, strict=True) if not kept for item in items[layout.items]]
+
+    def write(self, view: memoryview) -> None:
+        """Append the next bytes, all of one item."""
+        file = self._open()
+        for at in range(0, len(view), WRITE_BYTES):
+            self._append(file, view[at : at + WRITE_BYTES])
+        self._close_if_full(file)
+
+    def _append(self, file: ShardFileWriter, chunk: memoryview) -> None:
+        file.write(chunk)
+        self._tally.add(len(chunk))
+
+    def _open(self) -> ShardFileWriter:
+        """The file that the next bytes are of."""
+        while self._file is None:
+            self._begin()
+        return self._file
+
+    def _begin(self) -> None:
+        """Begin the next file that is missing."""
+        layout = self._layouts[self._done.index(None)]
+        self._storage.delete([layout.key, digests_key(layout.key)])  # what an attempt that was killed left of it
+        self._file, self._taken = ShardFileWriter(self._storage, layout), 0
+        self._append(self._file, memoryview(layout.header))
+        self._close_if_full(self._file)
+
+    def _close_if_full(self, file: ShardFileWriter) -> None:
+        if file.num_bytes < file.layout.num_bytes:
+            return
+        written = file.finish()
+        self._written.append(WrittenBlocks(file.layout.key, file.digests, self._taken, written.size))
+        self._done[self._done.index(None)] = written
+        self._file = None
+
+    def take_written(self) -> list[WrittenBlocks]:
+        """What was written and can be read back, but for what has been taken."""
+        written, self._written = self._written, []
+        if self._file is not None:
+            full = len(self._file.digests) * BLOCK_BYTES
+            written.append(WrittenBlocks(self._file.layout.key, self._file.digests, self._taken, full))
+            self._taken = full
+        return written
+
+    def finish(self) -> None:
+        """Write the files that hold no bytes but their header; every other is full by now."""
+        while None in self._done:
+            assert self._file is None, f"{self._file.layout.key if self._file else ''}: bytes are missing"
+            self._begin()
+
+    def receipt(self) -> Receipt:
+        """What was written, as a rank that saves says it."""
+        num = sum(len(layout.members) for layout in self._layouts)
+        file, offset = np.zeros(num, np.int64), np.zeros(num, np.int64)
+        for part, layout in enumerate(self._layouts):
+            file[layout.items], offset[layout.items] = part, member_offsets(layout)
+        return Receipt(tuple(written for written in self._done if written is not None), file, offset, np.zeros(0, np.uint64))
+
+    def __enter__(self) -> _RankOutput:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._file is not None:
+            self._file.abort()
+
+
+def finished_file(storage: Storage, layout: FileLayout) -> WrittenFile | None:
+    """A file that is there already, whole: it begins with this header, and every block of it is as its digests say."""
+    key = digests_key(layout.key)
+    if storage.size(layout.key) != layout.num_bytes:
+        return None
+    try:
+        data = storage.read(key, digests_file_bytes(layout.num_bytes))
+        digests = decode_digests(data, layout.num_bytes, name=key)
+        begin = bytearray(len(layout.header))
+        storage.read_into(layout.key, 0, [memoryview(begin)])
+    except (MissingKey, CorruptError):
+        return None
+    if bytes(begin) != layout.header or digests.block_bytes != BLOCK_BYTES or not _blocks_agree(storage, layout, digests):
+        return None
+    return WrittenFile(layout.key, layout.num_bytes, key, digest128(data))
+
+
+def _blocks_agree(storage: Storage, layout: FileLayout, digests: Digests) -> bool:
+    buffer = memoryview(bytearray(STEP_BYTES))
+    for low in range(0, layout.num_bytes, STEP_BYTES):
+        data = buffer[: min(STEP_BYTES, layout.num_bytes - low)]
+        storage.read_into(layout.key, low, [data])
+        if wrong_blocks([data], low, digests.values, BLOCK_BYTES):
+            return False
+    return True
+
+
+def commit(
+    comm: Comm, target: Storage, recut: ReshardPlan, save_id: str, done: ProcessReport, before: PreviousCheckpoint | None
+) -> ProcessReport:
+    """Publish the catalog, once all processes have written their share; what all of them did, without receipts."""
+    packed = [[rank, encode_receipt(receipt)] for rank, receipt in done.receipts.items()]
+    gathered = comm.gather(msgpack.packb([packed, done.bytes_read, done.bytes_kept]))
+    total = None
+    if gathered is not None:
+        parts = [msgpack.unpackb(data) for data in gathered]
+        receipts = {rank: decode_receipt(data) for part in parts for rank, data in part[0]}
+        publish(
+            target,
+            recut.plan,
+            recut.values,
+            [receipts[rank] for rank in range(recut.mesh.size)],
+            save_id=save_id,
+            metadata=encode_value(recut.catalog.metadata, "metadata"),
+            before=before,
+            created_s=recut.catalog.created_s,
+        )
+        total = msgpack.packb([sum(part[1] for part in parts), sum(part[2] for part in parts)])
+    return ProcessReport({}, *msgpack.unpackb(comm.broadcast(total)))
+
+
+@dataclass(frozen=True, slots=True)
+class RankShare:
+    """What becomes of one rank of the new topology.
+
+    Attributes
+    ----------
+    num_files, bytes_written
+        Its files, headers included.
+    bytes_wanted
+        Bytes of the old checkpoint that these are made of.
+    sources
+        The old ranks that wrote them.
+    """
+
+    rank: int
+    num_files: int
+    bytes_written: int
+    bytes_wanted: int
+    sources: tuple[int, ...]
+
+
+def rank_share(recut: ReshardPlan, rank: int, save_id: str) -> RankShare:
+    """What is written for a new rank, and from what."""
+    catalog, layouts = recut.catalog, recut.layouts(rank, save_id)
+    runs = [item.run for item in recut.items(rank)]
+    source = np.array([run.tensor for run in runs], np.int64)
+    files = np.unique(plan_load(catalog, source, pieces_of(catalog, runs), _WHOLE_FILES).file).tolist() if runs else []
+    each = item_bytes_of(catalog.tensors_table.dtype)
+    return RankShare(
+        rank=rank,
+        num_files=len(layouts),
+        bytes_written=sum(layout.num_bytes for layout in layouts),
+        bytes_wanted=sum(run.count * int(each[run.tensor]) for run in runs),
+        sources=tuple(sorted({catalog.files[file].rank for file in files})),
+    )

@@ -1,0 +1,1 @@
+"""Saves: agree, stage, write, commit."""

@@ -1,0 +1,246 @@
+"""Who writes what? Rank 0 plans for all, once for each layout, and hears of an unchanged one by digests alone.
+
+1. Every rank sends digests of the parts of its offer (tensors, rows, values), and the id of the plan from which it has kept an
+   assignment for this layout.
+2. Rank 0 looks the layouts of *all* ranks up among the plans that it has kept, and says to everyone: the save's id, the plan's
+   id, and who shall send which parts. Of equal parts, the lowest rank that has one sends it. With a kept plan only values
+   that differ from rank 0's own are asked for; they may have changed, and are merged anew for each save.
+3. Those ranks send them; rank 0 plans, unless it has a plan.
+4. Ranks that lack their assignment from this plan are sent it. If none does, this step is left out.
+
+Nobody but rank 0 decides that a plan holds, and it decides from what all ranks have just said. So a rank whose layout changed
+never meets ranks that use a plan from before: with any other digest, it is another plan, under another id. A plan follows
+from the layouts, in order of rank, and from nothing else; so process groups that are alike may share one.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
+
+import msgpack
+import numpy as np
+from numpy.typing import NDArray
+
+from ...comm.protocol import Comm
+from ...core.catalog.model import ValueEntry
+from ...core.planning.save_plan import SavePlan, plan_save
+from ...format.checksums import digest128
+from ...format.keys import new_save_id
+from ...format.shard_file import blob_name
+from .messages import Assignment, decode_assignment, decode_metadata, decode_values, encode_assignments, encode_metadata
+from .values import merge_values
+from .write import LocalShards
+
+MAX_PLANS = 2
+"""Plans kept on rank 0: enough for jobs that save a model and all of their state by turns."""
+
+MAX_ASSIGNMENTS = 8
+
+_ID_BYTES = 16
+_PARTS = 3
+_LAYOUT_PARTS = 2
+_NO_PLAN = bytes(_ID_BYTES)
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, slots=True)
+class PreviousCheckpoint:
+    """What a path held before the first file of this save was made: its catalog's bytes (None: not known), and its folders."""
+
+    catalog: bytes | None
+    folders: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class AgreedPlan:
+    """The outcome of the agreement: rank 0 alone has the plan, the merged values, and what the path held before."""
+
+    assignment: Assignment
+    plan: SavePlan | None
+    values: tuple[ValueEntry, ...]
+    before: PreviousCheckpoint | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept(Generic[Item]):
+    plan_id: bytes
+    item: Item
+
+
+class _RecentPlans(Generic[Item]):
+    """What was used last, by key; safe in threads."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._lock = limit, threading.Lock()
+        self._items: OrderedDict[bytes, _Kept[Item]] = OrderedDict()
+
+    def get(self, key: bytes) -> _Kept[Item] | None:
+        with self._lock:
+            if key in self._items:
+                self._items.move_to_end(key)
+            return self._items.get(key)
+
+    def keep(self, key: bytes, kept: _Kept[Item]) -> None:
+        with self._lock:
+            self._items[key] = kept
+            self._items.move_to_end(key)
+            while len(self._items) > self._limit:
+                self._items.popitem(last=False)
+
+
+class PlanCache:
+    """What a process keeps of earlier agreements: plans, where it was rank 0, and its own assignments, by layout."""
+
+    def __init__(self) -> None:
+        self.plans: _RecentPlans[SavePlan] = _RecentPlans(MAX_PLANS)
+        self.assignments: _RecentPlans[Assignment] = _RecentPlans(MAX_ASSIGNMENTS)
+
+
+PLANS = PlanCache()
+"""The cache of this process: it must outlive a call of `save` to be of use."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What rank 0 says to all: `asked` (parts, ranks) tells who shall send what, and `assigns` whether assignments follow."""
+
+    save_id: str
+    plan_id: bytes
+    asked: NDArray[np.bool_]
+    assigns: bool
+
+    def encode(self) -> bytes:
+        rows = [np.packbits(row).tobytes() if row.any() else b"" for row in self.asked]
+        packed: bytes = msgpack.packb([self.save_id, self.plan_id, self.asked.shape[1], rows, self.assigns])
+        return packed
+
+    @classmethod
+    def decode(cls, data: bytes) -> _Answer:
+        save_id, plan_id, num_ranks, rows, assigns = msgpack.unpackb(data)
+        asked = [np.unpackbits(np.frombuffer(r.ljust(-(-num_ranks // 8), b"\0"), np.uint8), count=num_ranks) for r in rows]
+        return cls(save_id, plan_id, np.stack(asked) > 0, assigns)
+
+
+def agree(
+    comm: Comm,
+    local_shards: LocalShards,
+    cache: PlanCache = PLANS,
+    *,
+    before: PreviousCheckpoint | None = None,
+    accept: Callable[[SavePlan], None] = lambda plan: None,
+) -> AgreedPlan:
+    """Settle with all ranks what each of them writes.
+
+    Parameters
+    ----------
+    before
+        On rank 0: what it saw at the path. It must have looked before this, as ranks begin to write after it.
+    accept
+        Is shown the plan on rank 0, before any rank has its part of it; what it raises, all ranks raise.
+
+    Raises
+    ------
+    LayoutError
+        What the ranks hold does not fit together.
+    """
+    local_metadata = encode_metadata(local_shards.local_metadata)
+    parts = (local_metadata.tensors, local_metadata.rows, local_metadata.values)
+    digests = [digest128(part) for part in parts]
+    layout = b"".join(digests[:_LAYOUT_PARTS])
+    kept = cache.assignments.get(layout)
+    states = comm.gather(b"".join((*digests, kept.plan_id if kept else _NO_PLAN)))
+    leader = None if states is None else Leader(states, cache, accept)
+    said = comm.broadcast(None if leader is None else leader.answer.encode())
+    answer = _Answer.decode(said)
+    sent = None
+    if answer.asked.any():
+        sent = comm.gather(msgpack.packb([p if a else None for p, a in zip(parts, answer.asked[:, comm.rank], strict=True)]))
+    if leader is not None:
+        leader.hear(parts, sent)
+    data = b""
+    if answer.assigns:
+        data = comm.scatter(None if leader is None else leader.assignments())
+    if data or kept is None:
+        kept = _Kept(answer.plan_id, decode_assignment(data, answer.save_id))
+        cache.assignments.keep(layout, kept)
+    assert kept.plan_id == answer.plan_id
+    assignment = replace(kept.item, save_id=answer.save_id)
+    return AgreedPlan(assignment, None, ()) if leader is None else AgreedPlan(assignment, leader.plan, leader.values, before)
+
+
+class Leader:
+    """Rank 0's side of one agreement, in the order of its steps; it knows nothing of how messages travel.
+
+    Parameters
+    ----------
+    states
+        What every rank says first.
+    """
+
+    def __init__(self, states: Sequence[bytes], cache: PlanCache, accept: Callable[[SavePlan], None] = lambda plan: None) -> None:
+        table = np.frombuffer(b"".join(states), np.uint8).reshape(len(states), _PARTS + 1, _ID_BYTES)
+        self._cache = cache
+        self._states = states
+        self._layouts = digest128(np.ascontiguousarray(table[:, :_LAYOUT_PARTS]).data)
+        kept = cache.plans.get(self._layouts)
+        self._accept = accept
+        self._plan = None if kept is None else kept.item
+        if self._plan is not None:
+            accept(self._plan)
+        plan_id = secrets.token_bytes(_ID_BYTES) if kept is None else kept.plan_id
+        self._lacks = (table[:, _PARTS] != np.frombuffer(plan_id, np.uint8)).any(axis=1)
+        self.answer = _Answer(new_save_id(), plan_id, self._asked(kept is None), bool(self._lacks.any()))
+        self.values: tuple[ValueEntry, ...] = ()
+
+    @property
+    def plan(self) -> SavePlan:
+        """The plan, once there is one."""
+        assert self._plan is not None
+        return self._plan
+
+    def _asked(self, everything: bool) -> NDArray[np.bool_]:
+        asked = np.zeros((_PARTS, len(self._states)), bool)
+        for part in range(0 if everything else _LAYOUT_PARTS, _PARTS):
+            # Rank 0 need not send to itself.
+            asked[part, [rank for rank in self._first_with(part).values() if rank]] = True
+        return asked
+
+    def _first_with(self, part: int) -> dict[bytes, int]:
+        """The lowest rank with each distinct digest of a part, by rank."""
+        at = slice(part * _ID_BYTES, (part + 1) * _ID_BYTES)
+        first: dict[bytes, int] = {}
+        for rank, state in enumerate(self._states):
+            first.setdefault(state[at], rank)
+        return first
+
+    def _by_rank(self, part: int, messages: Sequence[Sequence[bytes]]) -> list[bytes]:
+        """A part of every rank's offer, each from the rank that sent it for all that have the same."""
+        at = slice(part * _ID_BYTES, (part + 1) * _ID_BYTES)
+        known = {digest: messages[rank][part] for digest, rank in self._first_with(part).items()}
+        return [known[state[at]] for state in self._states]
+
+    def hear(self, own: Sequence[bytes], sent: Sequence[bytes] | None) -> None:
+        """Take the parts that were asked for, and this rank's own; plan where need be, and merge the values."""
+        messages = [own, *((msgpack.unpackb(m) for m in sent[1:]) if sent else ())]
+        if self._plan is None:
+            self._plan = plan_from_metadata(*(self._by_rank(part, messages) for part in range(_LAYOUT_PARTS)))
+            self._accept(self._plan)
+            self._cache.plans.keep(self._layouts, _Kept(self.answer.plan_id, self._plan))
+        held = [(rank, decode_values(messages[rank][-1])) for rank in self._first_with(_PARTS - 1).values()]
+        self.values = merge_values(held, self.plan.tables)
+
+    def assignments(self) -> list[bytes]:
+        """For each rank that lacks its assignment."""
+        encoded = encode_assignments(self.plan)
+        return [data if lacks else b"" for data, lacks in zip(encoded, self._lacks.tolist(), strict=True)]
+
+
+def plan_from_metadata(tensors: Sequence[bytes], rows: Sequence[bytes]) -> SavePlan:
+    """Plan from these parts of the offers of all ranks, by rank."""
+    return plan_save(decode_metadata(tensors, rows), blob_name)

@@ -1,0 +1,309 @@
+"""How do ranks agree on a save, and when does it exist?
+
+1. Rank 0 looks at what the path holds (`look`), before any rank makes a file.
+2. Every rank offers what it holds; rank 0 plans, and assigns (`agreement.agree`).
+3. Every rank writes its part (`write.write_assignment`) and sends a receipt.
+4. Rank 0 compares the fingerprints of replicas, sees every file by name and size, and publishes the catalog: the one step
+   after which the checkpoint exists (`commit`). It takes place only if the catalog there is still the one of step 1.
+5. Only then rank 0 deletes what no longer counts, of what step 1 has seen.
+
+Two jobs that save to one path by mistake cannot break what it holds: whoever has its files deleted by the other looked before the
+other published, so it finds another catalog than it expects, and its save is refused.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+
+from ...comm.protocol import Comm
+from ...core.catalog.model import Catalog, FileEntry, ValueEntry
+from ...core.catalog.specs import Mesh, Replication, TensorSpec, ValueSpec, box_piece, row_major_strides
+from ...core.planning.build_catalog import WrittenItems, build_catalog
+from ...core.planning.local_metadata import LocalMetadata, build_local_metadata
+from ...core.planning.save_plan import Checks, SavePlan
+from ...core.report import summarize
+from ...core.timeline import Timeline
+from ...errors import CheckpointError, CorruptError, LayoutError, StorageError
+from ...format.catalog import MAX_CATALOG_BYTES, decode_catalog, encode_catalog
+from ...format.keys import CATALOG_KEY as CATALOG_KEY
+from ...format.keys import SAVE_ID, manifest_key, timeline_key
+from ...format.timeline import encode_timeline
+from ...format.values import decode_value
+from ...storage.protocol import MissingKey, Storage, conflict
+from ..common.memo import Memo
+from ..common.progress import size_text
+from ..common.recorder import Recorder
+from ..common.recorder import timeline as make_timeline
+from ..common.tensor_bytes import LocalPiece
+from .agreement import AgreedPlan, PreviousCheckpoint, agree
+from .free_space import check_free_space
+from .manifest import keep_manifest, refuse_half_hashed
+from .messages import Receipt, WrittenFile, decode_receipt, encode_receipt
+from .values import local_values
+from .write import LocalShards, remove
+
+
+def describe_local(
+    tensors: Sequence[tuple[TensorSpec, torch.Tensor]], values: Sequence[ValueSpec], mesh: Mesh | None, rank: int
+) -> LocalShards:
+    """What this rank has to offer, in columns, with the memory behind each row."""
+    offered, blobs = local_values(values, rank)
+    held = [*((_standing(spec), memory) for spec, memory in tensors), *((blob.spec, blob.tensor) for blob in blobs)]
+    own = {len(tensors) + i: blob.own for i, blob in enumerate(blobs) if blob.own is not None}
+    specs = [spec for spec, _ in held]
+    rows = [(i, LocalPiece(memory, piece)) for i, (spec, memory) in enumerate(held) for piece in spec.pieces]
+    local_metadata = _LOCAL_METADATA.get(
+        (specs, len(blobs), mesh, own), lambda: build_local_metadata(specs, len(blobs), (), mesh, own)
+    )
+    return LocalShards(specs, rows, replace(local_metadata, values=tuple(offered)))
+
+
+_LOCAL_METADATA: Memo[tuple[list[TensorSpec], int, Mesh | None, dict[int, str]], LocalMetadata] = Memo(2)
+"""Without their values, which change from save to save."""
+
+
+def _standing(spec: TensorSpec) -> TensorSpec:
+    """An empty tensor is held by a piece of no elements, so that some rank writes its name."""
+    if spec.pieces or 0 not in spec.shape:
+        return spec
+    piece = box_piece((0,) * len(spec.shape), spec.shape, 0, row_major_strides(spec.shape))
+    return replace(spec, pieces=(piece,))
+
+
+def look(storage: Storage) -> PreviousCheckpoint:
+    """What the path holds; for rank 0, before any rank makes a file."""
+    folders = frozenset(storage.folders())
+    try:
+        return PreviousCheckpoint(storage.read(CATALOG_KEY, MAX_CATALOG_BYTES), folders)
+    except MissingKey:
+        return PreviousCheckpoint(b"", folders)
+    except CorruptError:  # larger than any catalog: whatever it is, no job just published it
+        return PreviousCheckpoint(None, folders)
+
+
+def begin(comm: Comm, storage: Storage, local_shards: LocalShards) -> AgreedPlan:
+    """Agree on what each rank writes, once rank 0 has seen what this will replace, and that there is room for it.
+
+    Raises
+    ------
+    LayoutError
+        What the ranks hold does not fit together.
+    StorageError
+        There is too little room; nothing was written.
+    """
+    before = look(storage) if comm.rank == 0 else None
+    return agree(comm, local_shards, before=before, accept=partial(check_free_space, storage))
+
+
+def commit(
+    comm: Comm,
+    storage: Storage,
+    agreed: AgreedPlan,
+    receipt: Receipt,
+    metadata: bytes,
+    recorder: Recorder,
+    *,
+    timeline: bool,
+    sha256: bool = False,
+    ready: Callable[[], None] = lambda: None,
+) -> None:
+    """Gather the receipts, prove on rank 0 that all is there and alike, and publish the catalog.
+
+    A save that fails here leaves no file of this rank, unless it may be committed all the same.
+
+    Parameters
+    ----------
+    ready
+        What has to be waited for before this rank's receipt is true.
+    recorder
+        Has this rank's steps so far.
+    timeline
+        Whether to keep all ranks' steps beside the checkpoint.
+    sha256
+        Whether to keep a manifest, for which this rank has hashed what it wrote.
+    """
+    undo = partial(remove, storage, _keys([receipt]))
+    try:
+        ready()
+        began = recorder.now()
+        message = encode_receipt(replace(receipt, record=recorder.sealed() if timeline else b""))
+    except BaseException:
+        undo()
+        raise
+    # If this gather takes place on no rank, rank 0 cannot commit, so every rank may undo. After it, rank 0 alone knows.
+    gathered = comm.gather(message, undo=undo)
+    num_bytes, seconds = sum(file.size for file in receipt.files), began - recorder.began
+    recorder.log.info("wrote %s to %s in %.2f s", size_text(num_bytes), storage.url, seconds)
+    if gathered is None:
+        return
+    received_at = recorder.now()
+    recorder.add("receipts", began)
+    assert agreed.plan is not None
+    receipts = [decode_receipt(data) for data in gathered]
+    save_id = agreed.assignment.save_id
+    try:
+        catalog = publish(
+            storage,
+            agreed.plan,
+            agreed.values,
+            receipts,
+            save_id=save_id,
+            metadata=metadata,
+            before=agreed.before,
+            recorder=recorder,
+            sha256=sha256,
+        )
+    except BaseException:
+        if _is_uncommitted(storage, save_id):
+            remove(storage, [*_keys(receipts), manifest_key(save_id)])
+        raise
+    if timeline:
+        try:
+            records = [receipt.record for receipt in receipts]
+            keep_timeline(storage, make_timeline(recorder, records, received_at, save_id=save_id, mesh=catalog.mesh))
+        except Exception as error:  # the checkpoint exists: nothing about a timeline is a reason to say that it does not
+            recorder.log.warning("saved, but its timeline is not: %s: %s", type(error).__name__, error)
+    size, seconds = sum(file.size for file in catalog.files), recorder.now() - recorder.began
+    recorder.log.info("saved %s by %d ranks to %s in %.2f s", size_text(size), comm.size, storage.url, seconds)
+
+
+def _keys(receipts: Iterable[Receipt]) -> list[str]:
+    return [key for receipt in receipts for file in receipt.files for key in (file.key, file.digests_key)]
+
+
+def _is_uncommitted(storage: Storage, save_id: str) -> bool:
+    """Whether a failed save surely did not get as far as its catalog: an error may come after the rename."""
+    try:
+        catalog = look(storage).catalog
+        return catalog is not None and (not catalog or decode_catalog(catalog).save_id != save_id)
+    except CheckpointError:
+        return False
+
+
+def keep_timeline(storage: Storage, timeline: Timeline) -> None:
+    """Write the timeline beside the files of its save."""
+    with storage.create(timeline_key(timeline.save_id)) as writer:
+        writer.write(encode_timeline(timeline))
+
+
+def publish(
+    storage: Storage,
+    plan: SavePlan,
+    values: Sequence[ValueEntry],
+    receipts: Sequence[Receipt],
+    *,
+    save_id: str,
+    metadata: bytes,
+    before: PreviousCheckpoint | None,
+    recorder: Recorder | None = None,
+    created_s: float | None = None,
+    sha256: bool = False,
+) -> Catalog:
+    """Rank 0's part of the commit.
+
+    Raises
+    ------
+    LayoutError
+        Tensors that claim to be replicas differ.
+    StorageError
+        A file that a rank wrote is not seen from here.
+    PublishConflict
+        Somebody else published at this path since `before`.
+    """
+    recorder = recorder or Recorder()
+    with recorder.step("check"):
+        refuse_half_hashed(receipts, sha256)
+        compare_replicas(plan.checks, plan.tables.names, receipts)
+        files = _see_files(storage, receipts, before)
+    first = np.cumsum([0] + [len(receipt.files) for receipt in receipts])
+    written = WrittenItems(
+        np.concatenate([receipt.file + first[rank] for rank, receipt in enumerate(receipts)]),
+        np.concatenate([receipt.offset for receipt in receipts]),
+    )
+    said = decode_value(metadata, name="metadata")
+    when = time.time() if created_s is None else created_s
+    catalog = build_catalog(plan, written, files=files, values=values, save_id=save_id, created_s=when, metadata=said)
+    # The order is the promise: every file is durable and seen, then the catalog appears, then what it replaced may go.
+    encoded = encode_catalog(catalog)
+    if sha256:  # durable before the catalog of which it speaks
+        keep_manifest(storage, save_id, encoded, receipts)
+    with recorder.step("publish"):
+        storage.publish(CATALOG_KEY, encoded, expected=before.catalog if before else None)
+    try:
+        with recorder.step("clean up"):
+            clean_up(storage, catalog, before.folders if before else storage.folders())
+    except StorageError as error:  # the checkpoint exists: this is no reason to say that it does not
+        warnings.warn(f"saved, but what it replaced is not all deleted: {error}; the next save tries again", stacklevel=2)
+    return catalog
+
+
+def compare_replicas(checks: Checks, names: Sequence[str], receipts: Sequence[Receipt]) -> None:
+    """Compare the fingerprints of every replica group; buffers under DDP may differ, with one warning."""
+    if not len(checks.group):
+        return
+    by_rank = np.argsort(checks.rank, kind="stable")
+    marks = np.empty(len(by_rank), np.uint64)
+    marks[by_rank] = np.concatenate([receipt.fingerprints for receipt in receipts])
+    new = np.concatenate([[True], checks.group[1:] != checks.group[:-1]])
+    leader = np.maximum.accumulate(np.where(new, np.arange(len(new)), 0))
+    differs = np.flatnonzero(marks != marks[leader])
+    buffers = differs[checks.replication[differs] == Replication.BUFFER]
+    if len(buffers):
+        listed = sorted({names[i] for i in checks.tensor[buffers].tolist()})
+        warnings.warn(
+            f"buffers differ between DDP ranks; rank {checks.rank[leader[buffers[0]]]}'s are saved: {', '.join(listed)}",
+            stacklevel=2,
+        )
+    problems = {
+        checks.tensor[i]: f"{names[checks.tensor[i]]}: ranks {checks.rank[leader[i]]} and {checks.rank[i]} hold it as the same, "
+        "but their values differ"
+        for i in reversed(differs[checks.replication[differs] != Replication.BUFFER].tolist())
+    }
+    if problems:
+        advice = (
+            "wrap values of each rank's own in PerRank, declare shards with LocalShard, or give different tensors distinct names"
+        )
+        raise LayoutError(summarize(list(problems.values()), advice))
+
+
+def _see_files(storage: Storage, receipts: Sequence[Receipt], before: PreviousCheckpoint | None) -> list[FileEntry]:
+    entries = []
+    folders = {_folder(file) for receipt in receipts for file in receipt.files}
+    sizes = dict(found for folder in sorted(folders) for found in storage.list(folder))
+    for rank, receipt in enumerate(receipts):
+        for file in receipt.files:
+            for key, size in ((file.key, file.size), (file.digests_key, None)):
+                seen = sizes.get(key)
+                if seen is None or (size is not None and seen != size):
+                    found = look(storage).catalog if before else None
+                    if before and before.catalog is not None and found is not None and found != before.catalog:
+                        # Whoever committed meanwhile has deleted it, as a leftover.
+                        raise conflict(f"{storage.url}/{CATALOG_KEY}", before.catalog, found)
+                    raise StorageError(
+                        f"{storage.url}: rank {rank} wrote {key}{'' if size is None else f' with {size} bytes'}, but rank 0 sees "
+                        f"{'no such file' if seen is None else f'{seen} bytes'}; save to a path that all ranks share"
+                    )
+            entries.append(FileEntry(file.key, file.size, file.digests_key, file.digest, _folder(file), rank))
+    return entries
+
+
+def _folder(file: WrittenFile) -> str:
+    """The folder of a file: the id of the save, as the rank that wrote it was told."""
+    return file.key.partition("/")[0]
+
+
+def clean_up(storage: Storage, catalog: Catalog, folders: Iterable[str]) -> None:
+    """Delete what earlier and unfinished saves left in these folders; nothing that the catalog refers to, or that is not ours."""
+    kept = {key for file in catalog.files if not file.checkpoint for key in (file.key, file.digests_key)}
+    stale: list[str] = []
+    for folder in sorted(name for name in folders if SAVE_ID.fullmatch(name) and name != catalog.save_id):
+        stale += [key for key, _ in storage.list(folder) if key not in kept]
+        stale.append(f"{folder}/none")  # deleting removes empty folders, also where a killed save had made no file yet
+    storage.delete(stale)

@@ -1,0 +1,248 @@
+"""What do ranks tell each other during a save? Columns as bytes, never pickles.
+
+An *offer* goes to rank 0, an *assignment* comes back, a *receipt* goes to rank 0 again. An offer has three parts, so that what
+many ranks have alike need be sent and decoded once (`agreement`): the tensors, the rows (this rank's pieces of them), the values.
+Thousands of ranks' rows are one join and one array; so are the assignments.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import msgpack
+import numpy as np
+from numpy.typing import NDArray
+
+from ...core.catalog.specs import AxisPlacement, Mesh, ValueKind
+from ...core.geometry.ordering import lex_order
+from ...core.geometry.runs import I64, pad_left, ranges
+from ...core.planning.local_metadata import JobMetadata, LocalMetadata, LocalValue, RowColumns, TensorColumns
+from ...core.planning.save_plan import SavePlan
+
+_ARRAY = 1
+_ROWS_HEAD = struct.Struct("<BBxxII")
+"""Bytes an item, dims of a box; how many boxes and rows follow."""
+
+_FORMAT_BYTES = 2
+_ASSIGNMENT_HEAD = struct.Struct("<BxxxI")
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedMetadata:
+    """An offer as bytes, in parts."""
+
+    tensors: bytes
+    rows: bytes
+    values: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RunColumns:
+    """Runs of a rank's own rows: elements ``[start, start + count)`` of the box of row `local`."""
+
+    local: I64
+    start: I64
+    count: I64
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """What one rank does: write these runs of its own rows, in this order, and fingerprint those of `checks`."""
+
+    save_id: str
+    local: I64
+    start: I64
+    count: I64
+    checks: RunColumns
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenFile:
+    """A file that a rank wrote and made durable, with its digests file; and the SHA-256 of both, where asked for."""
+
+    key: str
+    size: int
+    digests_key: str
+    digest: bytes
+    sha256: bytes = b""
+    digests_sha256: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What one rank did: its files, the file and byte offset of each write item, and the fingerprints asked for."""
+
+    files: tuple[WrittenFile, ...]
+    file: I64
+    offset: I64
+    fingerprints: NDArray[np.uint64]
+    record: bytes = b""
+    """How long what took, as a `recorder.Recorder` sealed it; empty where nobody wants to know."""
+
+
+def _default(value: Any) -> msgpack.ExtType:
+    if not isinstance(value, np.ndarray):
+        raise TypeError(f"cannot send {type(value).__name__} to another rank")
+    if value.dtype == np.int64 and value.size and int(value.min()) >= 0:
+        value = value.astype(np.min_scalar_type(int(value.max())))
+    little = value.astype(value.dtype.newbyteorder("<"), copy=False)
+    return msgpack.ExtType(_ARRAY, msgpack.packb([little.dtype.str, list(value.shape), little.tobytes()]))
+
+
+def _ext_hook(code: int, data: bytes) -> Any:
+    if code != _ARRAY:
+        raise ValueError(f"unknown message part {code}")
+    dtype, shape, raw = msgpack.unpackb(data)
+    return np.frombuffer(raw, np.dtype(dtype)).reshape(shape)
+
+
+def _pack(fields_by_name: Mapping[str, Any]) -> bytes:
+    packed: bytes = msgpack.packb(fields_by_name, default=_default)
+    return packed
+
+
+def _unpack(data: bytes) -> dict[str, Any]:
+    message: dict[str, Any] = msgpack.unpackb(data, ext_hook=_ext_hook, use_list=False, strict_map_key=False)
+    return message
+
+
+def _wide(array: NDArray[Any]) -> I64:
+    return array.astype(np.int64)
+
+
+def encode_metadata(local_metadata: LocalMetadata) -> EncodedMetadata:
+    """An offer as bytes."""
+    return EncodedMetadata(
+        _encode_tensors(local_metadata.tensors), _encode_rows(local_metadata.rows), _encode_values(local_metadata.values)
+    )
+
+
+def _encode_tensors(tensors: TensorColumns) -> bytes:
+    message = {field.name: getattr(tensors, field.name) for field in fields(tensors)}
+    message["placements"] = [[[p.axis, p.kind, p.dim, p.coords] for p in placement] for placement in tensors.placements]
+    message["mesh"] = None if tensors.mesh is None else [tensors.mesh.axes, tensors.mesh.sizes]
+    return _pack(message)
+
+
+def _decode_tensors(data: bytes) -> TensorColumns:
+    m = _unpack(data)
+    placements = tuple(tuple(AxisPlacement(axis, kind, dim, coords) for axis, kind, dim, coords in p) for p in m["placements"])
+    wide = {name: _wide(m[name]) for name in ("ndim", "shape", "alias", "placement")}
+    return TensorColumns(**{**m, **wide, "placements": placements, "mesh": None if m["mesh"] is None else Mesh(*m["mesh"])})
+
+
+def _encode_values(values: Sequence[LocalValue]) -> bytes:
+    packed: bytes = msgpack.packb([[v.name, v.path, int(v.kind), v.data] for v in values])
+    return packed
+
+
+def decode_values(data: bytes) -> tuple[LocalValue, ...]:
+    """The values of one rank."""
+    return tuple(LocalValue(name, path, ValueKind(kind), raw) for name, path, kind, raw in msgpack.unpackb(data))
+
+
+def _encode_rows(rows: RowColumns) -> bytes:
+    boxes = np.hstack([rows.box_offsets, rows.box_lengths])
+    columns = np.stack([rows.tensor, rows.box, rows.start, rows.count], axis=1)
+    item = _narrowest(boxes, columns)
+    head = _ROWS_HEAD.pack(item, rows.box_offsets.shape[1], len(boxes), len(columns))
+    return b"".join((head, boxes.astype(f"<u{item}").tobytes(), columns.astype(f"<u{item}").tobytes()))
+
+
+def _decode_rows(data: bytes) -> RowColumns:
+    item, width, num_boxes, num_rows = _ROWS_HEAD.unpack_from(data)
+    boxes = np.frombuffer(data, f"<u{item}", 2 * num_boxes * width, _ROWS_HEAD.size).reshape(num_boxes, 2 * width)
+    columns = np.frombuffer(data, f"<u{item}", 4 * num_rows, _ROWS_HEAD.size + boxes.nbytes).reshape(num_rows, 4)
+    return RowColumns(_wide(boxes[:, :width]), _wide(boxes[:, width:]), *(_wide(column) for column in columns.T))
+
+
+def _widened(data: bytes, item: int, width: int) -> bytes:
+    """The same rows with wider items, and boxes of more dims."""
+    rows = _decode_rows(data)
+    boxes = np.hstack([pad_left(rows.box_offsets, width, 0), pad_left(rows.box_lengths, width, 1)])
+    columns = np.stack([rows.tensor, rows.box, rows.start, rows.count], axis=1)
+    head = _ROWS_HEAD.pack(item, width, len(boxes), len(columns))
+    return b"".join((head, boxes.astype(f"<u{item}").tobytes(), columns.astype(f"<u{item}").tobytes()))
+
+
+def decode_metadata(tensors: Sequence[bytes], rows: Sequence[bytes]) -> JobMetadata:
+    """What all ranks hold, by rank; equal tables are decoded once, and the rows of all ranks as one array."""
+    number: dict[bytes, int] = {}
+    table = np.array([number.setdefault(data, len(number)) for data in tensors], np.int64)
+    parts = rows
+    formats = [part[:_FORMAT_BYTES] for part in parts]
+    if len(set(formats)) > 1:
+        item, width = (max(column) for column in zip(*formats, strict=True))
+        parts = [part if part[:_FORMAT_BYTES] == bytes((item, width)) else _widened(part, item, width) for part in parts]
+    item, width = parts[0][0], parts[0][1]
+    heads = [_ROWS_HEAD.unpack_from(part) for part in parts]
+    cuts = [_ROWS_HEAD.size + 2 * width * num_boxes * item for _, _, num_boxes, _ in heads]
+    boxes = _joined([part[_ROWS_HEAD.size : cut] for part, cut in zip(parts, cuts, strict=True)], item, 2 * width)
+    columns = _joined([part[cut:] for part, cut in zip(parts, cuts, strict=True)], item, 4)
+    num_boxes, num_rows = (np.array([head[i] for head in heads], np.int64) for i in (2, 3))
+    rank, local = ranges(num_rows)
+    tensor, box, start, count = (_wide(column) for column in columns.T)
+    return JobMetadata(
+        tables=tuple(_decode_tensors(data) for data in number),
+        table=table,
+        box_offsets=_wide(boxes[:, :width]),
+        box_lengths=_wide(boxes[:, width:]),
+        rank=rank,
+        local=local,
+        tensor=tensor,
+        box=box + (np.cumsum(num_boxes) - num_boxes)[rank],
+        start=start,
+        count=count,
+    )
+
+
+def _joined(parts: Sequence[bytes], item: int, width: int) -> NDArray[Any]:
+    return np.frombuffer(b"".join(parts), f"<u{item}").reshape(-1, width)
+
+
+def _narrowest(*arrays: I64) -> int:
+    """Bytes an item, 4 or 8, for all of these arrays."""
+    return 8 if any(array.size and int(array.max()) >> 32 for array in arrays) else 4
+
+
+def encode_assignments(plan: SavePlan) -> list[bytes]:
+    """What each rank is to do, by rank: columns once for all ranks, of which each gets its part."""
+    columns = np.stack([plan.local, plan.part_start, plan.part_count], axis=1)
+    by_rank = lex_order(plan.checks.rank)
+    checked_columns = np.stack([plan.checks.local, plan.checks.start, plan.checks.count], axis=1)[by_rank]
+    item = _narrowest(columns, checked_columns)
+    rows = columns.astype(f"<u{item}").tobytes()
+    checks = checked_columns.astype(f"<u{item}").tobytes()
+    ranks = np.arange(plan.num_ranks + 1)
+    first = np.searchsorted(plan.rank, ranks).tolist()
+    checked = np.searchsorted(plan.checks.rank[by_rank], ranks).tolist()
+    return [
+        b"".join((_ASSIGNMENT_HEAD.pack(item, b - a), rows[3 * a * item : 3 * b * item], checks[3 * c * item : 3 * d * item]))
+        for a, b, c, d in zip(first, first[1:], checked, checked[1:], strict=False)
+    ]
+
+
+def decode_assignment(data: bytes, save_id: str) -> Assignment:
+    """A rank's part of what `encode_assignments` made."""
+    item, num_items = _ASSIGNMENT_HEAD.unpack_from(data)
+    columns = np.frombuffer(data, f"<u{item}", 3 * num_items, _ASSIGNMENT_HEAD.size)
+    checks = np.frombuffer(data, f"<u{item}", offset=_ASSIGNMENT_HEAD.size + columns.nbytes)
+    local, start, count = (_wide(column) for column in columns.reshape(-1, 3).T)
+    return Assignment(save_id, local, start, count, RunColumns(*(_wide(column) for column in checks.reshape(-1, 3).T)))
+
+
+def encode_receipt(receipt: Receipt) -> bytes:
+    """A receipt as bytes."""
+    files = [[f.key, f.size, f.digests_key, f.digest, f.sha256, f.digests_sha256] for f in receipt.files]
+    columns = {"file": receipt.file, "offset": receipt.offset, "fingerprints": receipt.fingerprints}
+    return _pack({"files": files, "record": receipt.record, **columns})
+
+
+def decode_receipt(data: bytes) -> Receipt:
+    """The receipt that `encode_receipt` made."""
+    m = _unpack(data)
+    files = tuple(WrittenFile(*file) for file in m["files"])
+    return Receipt(files, _wide(m["file"]), _wide(m["offset"]), m["fingerprints"].astype(np.uint64), m["record"])

@@ -1,0 +1,290 @@
+"""How does a rank carry out its assignment? Lay out its files, write them front to back, and say what was written.
+
+1. Items come sorted by element size, so members are aligned without holes.
+2. A new file begins where the header would grow too large.
+3. Bytes go from the tensors' own memory to the file, hashed on the way; only memory that is not in order, or not on the
+   host, passes through one small buffer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ...core.catalog.model import TensorKind
+from ...core.catalog.specs import TensorSpec
+from ...core.geometry.runs import I64
+from ...core.planning.local_metadata import LocalMetadata
+from ...errors import StorageError
+from ...format.checksums import BlockHasher, digest128
+from ...format.keys import digests_key, file_key
+from ...format.shard_file import Member, header, header_cost, make_member
+from ...storage.protocol import Storage
+from ..common.memo import Memo
+from ..common.progress import Tally
+from ..common.recorder import Recorder
+from ..common.tensor_bytes import LocalPiece, bytes_in_place, chunks, slices
+from .fingerprint import WHOLE_BYTES, fingerprint
+from .messages import Assignment, Receipt, RunColumns, WrittenFile
+
+WRITE_BYTES = 1 << 20
+"""Bytes hashed and written at once: few enough to be in the processor's cache for the second of the two."""
+
+HEADER_METADATA = {"format": "pt", "writer": "reshard_ckpt"}
+"""``format`` is what loaders of Hugging Face models look for: which framework's tensors these are."""
+
+HEADER_BYTES = 48 << 20
+"""A file's header is kept below this; safetensors refuses 100 MB."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalShards:
+    """This rank's offered tensors and, row for row, the memory of their pieces."""
+
+    specs: Sequence[TensorSpec]
+    rows: Sequence[tuple[int, LocalPiece]]
+    local_metadata: LocalMetadata
+
+
+@dataclass(frozen=True, slots=True)
+class FileLayout:
+    """One file to be: the items in it, as a range of the assignment's, and its members."""
+
+    key: str
+    items: slice
+    members: tuple[Member, ...]
+    header: bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """The size that the file will have."""
+        return len(self.header) + sum(member.num_bytes for member in self.members)
+
+
+def lay_out(local_shards: LocalShards, assignment: Assignment, rank: int, header_bytes: int = HEADER_BYTES) -> list[FileLayout]:
+    """Divide the assigned items into files."""
+    columns = (assignment.local, assignment.start, assignment.count)
+    pieces = [(index, held.piece) for index, held in local_shards.rows]
+    key = (
+        local_shards.specs,
+        pieces,
+        local_shards.local_metadata.kind.tobytes(),
+        [column.tobytes() for column in columns],
+        header_bytes,
+    )
+
+    def divide() -> list[FileLayout]:
+        members = [_member(local_shards, *item) for item in zip(*(column.tolist() for column in columns), strict=True)]
+        return lay_out_members(members, "", rank, header_bytes)
+
+    files = _FILES.get(key, divide)
+    return [replace(file, key=file_key(assignment.save_id, rank, part)) for part, file in enumerate(files)]
+
+
+_FILES: Memo[Any, list[FileLayout]] = Memo(2)
+"""Their keys here are of no save: a real one has the id of its save in it."""
+
+
+def lay_out_members(members: Sequence[Member], save_id: str, rank: int, header_bytes: int = HEADER_BYTES) -> list[FileLayout]:
+    """Divide members, in their order, into files."""
+    files: list[FileLayout] = []
+    begin = used = 0
+    for i, member in enumerate(members):
+        cost = header_cost(member)
+        if used + cost > header_bytes and i > begin:
+            files.append(_file_layout(file_key(save_id, rank, len(files)), members, begin, i))
+            begin, used = i, 0
+        used += cost
+    if members:
+        key = file_key(save_id, rank, len(files))
+        files.append(_file_layout(key, members, begin, len(members)))
+    return files
+
+
+def _file_layout(key: str, members: Sequence[Member], begin: int, end: int) -> FileLayout:
+    chosen = tuple(members[begin:end])
+    return FileLayout(key, slice(begin, end), chosen, header(chosen, HEADER_METADATA))
+
+
+def _member(local_shards: LocalShards, local: int, start: int, count: int) -> Member:
+    index, held = local_shards.rows[local]
+    spec = local_shards.specs[index]
+    if local_shards.local_metadata.kind[index] == TensorKind.BLOB:
+        return Member(spec.name, spec.dtype, spec.shape, count)
+    return make_member(spec.name, spec.dtype, spec.shape, held.piece.offsets, held.piece.lengths, start, count)
+
+
+def fingerprints(local_shards: LocalShards, checks: RunColumns, chosen: Callable[[int], bool], marks: NDArray[np.uint64]) -> None:
+    """Put the fingerprints of all checks of chosen rows into `marks`."""
+    scratch = torch.empty(WHOLE_BYTES, dtype=torch.uint8)
+    columns = (checks.local, checks.start, checks.count)
+    for i, (row, start, count) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+        if chosen(row):
+            held = local_shards.rows[row][1]
+            marks[i] = fingerprint(LocalPiece(held.tensor, replace(held.piece, start=start, count=count)), scratch)
+
+
+def write_assignment(
+    storage: Storage,
+    local_shards: LocalShards,
+    assignment: Assignment,
+    rank: int,
+    header_bytes: int = HEADER_BYTES,
+    *,
+    recorder: Recorder | None = None,
+    sha256: bool = False,
+) -> Receipt:
+    """Write and make durable all that this rank was assigned, from the tensors' own memory.
+
+    Parameters
+    ----------
+    sha256
+        Hash the files for a manifest as well.
+
+    Raises
+    ------
+    StorageError
+        The store refused; what this rank had written is removed.
+    """
+    recorder = recorder or Recorder()
+    marks = np.zeros(len(assignment.checks.local), np.uint64)
+    with recorder.step("compare"):
+        fingerprints(local_shards, assignment.checks, lambda _: True, marks)
+    layouts = lay_out(local_shards, assignment, rank, header_bytes)
+    chunks_of = partial(_file_chunks, local_shards, assignment)
+    return write_files(storage, assignment, layouts, chunks_of, marks, recorder, sha256=sha256)
+
+
+def write_files(
+    storage: Storage,
+    assignment: Assignment,
+    layouts: Sequence[FileLayout],
+    chunks_of: Callable[[FileLayout], Iterator[memoryview]],
+    marks: NDArray[np.uint64],
+    recorder: Recorder,
+    *,
+    sha256: bool = False,
+) -> Receipt:
+    """Write files from chunks of their bytes, hashed on the way, and make them durable."""
+    file, offset = np.zeros(len(assignment.local), np.int64), np.zeros(len(assignment.local), np.int64)
+    written: list[WrittenFile] = []
+    try:
+        tally = Tally("save", sum(layout.num_bytes for layout in layouts), recorder.report)
+        for part, layout in enumerate(layouts):
+            written.append(_write_file(storage, layout, chunks_of(layout), tally, recorder, sha256))
+            file[layout.items], offset[layout.items] = part, member_offsets(layout)
+        if written:
+            with recorder.step("sync"):
+                storage.sync(assignment.save_id)
+    except BaseException:
+        remove(storage, (key for layout in layouts for key in (layout.key, digests_key(layout.key))))
+        raise
+    return Receipt(tuple(written), file, offset, marks)
+
+
+def remove(storage: Storage, keys: Iterable[str]) -> None:
+    """Delete what can be deleted of a save that failed; the next save deletes the rest, and the user must hear why it failed."""
+    for key in keys:
+        with suppress(StorageError):
+            storage.delete([key])
+
+
+def member_offsets(layout: FileLayout) -> I64:
+    """Where the bytes of each member begin in the file."""
+    sizes = np.array([member.num_bytes for member in layout.members], np.int64)
+    return len(layout.header) + np.cumsum(sizes) - sizes
+
+
+class ShardFileWriter:
+    """One shard file, written front to back and hashed on the way; its digests file follows.
+
+    Leaving its ``with`` block by an error removes the file. With `sha256`, its SHA-256 and that of its digests are taken as well.
+    """
+
+    def __init__(self, storage: Storage, layout: FileLayout, *, sha256: bool = False) -> None:
+        self._storage, self.layout = storage, layout
+        self._hasher, self._sha256 = BlockHasher(), hashlib.sha256() if sha256 else None
+        self._writer = storage.create(layout.key)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes written so far."""
+        return self._hasher.num_bytes
+
+    @property
+    def digests(self) -> Sequence[int]:
+        """The digests of all blocks that are full."""
+        return self._hasher.values
+
+    def write(self, chunk: memoryview) -> None:
+        """Append bytes."""
+        self._hasher.update(chunk)
+        if self._sha256 is not None:
+            self._sha256.update(chunk)
+        self._writer.write(chunk)
+
+    def sync(self) -> None:
+        """Make the bytes durable; there are no more."""
+        self._writer.finish()
+
+    def finish(self) -> WrittenFile:
+        """Make all durable, the digests too."""
+        self.sync()
+        size, digests = self._hasher.num_bytes, self._hasher.finish()
+        assert size == self.layout.num_bytes
+        key = digests_key(self.layout.key)
+        with self._storage.create(key) as writer:
+            writer.write(digests)
+            writer.finish()
+        hashes = (b"", b"") if self._sha256 is None else (self._sha256.digest(), hashlib.sha256(digests).digest())
+        return WrittenFile(self.layout.key, size, key, digest128(digests), *hashes)
+
+    def abort(self) -> None:
+        """Remove the file, unless it is durable."""
+        self._writer.abort()
+
+    def __enter__(self) -> ShardFileWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is not None:
+            self.abort()
+
+
+def _write_file(
+    storage: Storage,
+    layout: FileLayout,
+    chunks_of_file: Iterator[memoryview],
+    tally: Tally,
+    recorder: Recorder,
+    sha256: bool,
+) -> WrittenFile:
+    with ShardFileWriter(storage, layout, sha256=sha256) as file:
+        with recorder.step("write", layout.num_bytes):
+            for chunk in chunks_of_file:
+                file.write(chunk)
+                tally.add(len(chunk))
+        with recorder.step("sync"):
+            file.sync()
+        return file.finish()
+
+
+def _file_chunks(local_shards: LocalShards, assignment: Assignment, layout: FileLayout) -> Iterator[memoryview]:
+    """The bytes of a file, front to back, from the tensors' own memory where that is in order."""
+    yield memoryview(layout.header)
+    scratch = torch.empty(WRITE_BYTES, dtype=torch.uint8)
+    columns = (assignment.local, assignment.start, assignment.count)
+    rows = zip(*(column[layout.items].tolist() for column in columns), strict=True)
+    runs = [(local_shards.rows[local][1], start, count) for local, start, count in rows]
+    # Views before any writing, which empties the processor's caches: between writes they would take ten times as long.
+    for run, data in [(run, bytes_in_place(*run)) for run in runs]:
+        yield from chunks(*run, scratch) if data is None else slices(data, WRITE_BYTES)

@@ -1,0 +1,58 @@
+"""Keys of the files of a checkpoint, and the ids and names that they are made of.
+
+Keys are relative to the checkpoint; ``docs/format.md`` is the specification.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+
+CATALOG_KEY = "catalog.msgpack"
+"""Where the catalog lies: below the checkpoint's folder."""
+
+
+SAVE_ID = re.compile(r"\d{8}T\d{6}Z-[0-9a-f]{8}")
+
+
+def timeline_key(save_id: str) -> str:
+    """Where the timeline of a save lies in the checkpoint."""
+    return f"{save_id}/timeline.json"
+
+
+def new_save_id() -> str:
+    """A name for one attempt to save: the time, for people, and chance, for uniqueness."""
+    return f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(4)}"
+
+
+def file_key(save_id: str, rank: int, part: int) -> str:
+    """Where a rank's file lies in the checkpoint.
+
+    >>> file_key("s1", 3, 0)
+    's1/rank00003-0.safetensors'
+    """
+    return f"{save_id}/rank{rank:05d}-{part}.safetensors"
+
+
+def digests_key(key: str) -> str:
+    """Where the digests of a shard file lie."""
+    return key.removesuffix(".safetensors") + ".digests"
+
+
+def manifest_key(save_id: str) -> str:
+    """Where the manifest of a save lies: with its files, so that it belongs to the catalog that names this save, and to no other.
+
+    >>> manifest_key("20260102T030405Z-0123abcd")
+    '20260102T030405Z-0123abcd/manifest.sha256'
+    """
+    return f"{save_id}/manifest.sha256"
+
+
+def step_name(step: int) -> str:
+    """The folder of a step, below the root.
+
+    >>> step_name(100)
+    'step_100'
+    """
+    return f"step_{step}"

@@ -1,0 +1,289 @@
+"""Where in the files is every element of every tensor? The parts of tensors, in a folder's own bytes.
+
+1. The heads of all chunks are read, in order of file and position; those near each other in one request, in several threads.
+2. Each head says where its elements begin and how they lie. A chunk in row-major order is one part.
+3. Another order (a transposed weight, channels_last) is as many parts as there are runs in row-major order of some box.
+
+What cannot be read (a compressed chunk, a tensor subclass, a damaged or missing file) spoils its own tensor only.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from math import prod
+
+import numpy as np
+
+from ...core.catalog.model import FileEntry
+from ...core.catalog.specs import Ints, row_major_strides
+from ...core.geometry.runs import I64
+from ...errors import CheckpointError, CorruptError, UnsupportedError
+from ...storage.protocol import Storage
+from ..table import FilePart, foreign_file
+from .heads import HEAD_BYTES, LONG_HEAD_BYTES, Head, Heads, ShortHead, safetensors_heads
+from .metadata import Chunk, Extent, SavedTensor
+
+FORMAT = "dcp"
+
+NEAR_BYTES = 4 << 10
+"""Heads closer together than this are read in one request."""
+
+WINDOW_BYTES = 1 << 20
+BATCH = 256
+"""Requests that a thread makes before it hands over what it read."""
+
+MAX_THREADS = 8
+MAX_SAFETENSORS_HEADER = 100 << 20
+
+MAX_PARTS = 1 << 20
+"""Parts of one chunk."""
+
+Place = tuple[str, Chunk]
+"""A chunk, and the name of its tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPlaces:
+    """The parts of each tensor, the files that they are in, and why some tensors have none."""
+
+    parts: Mapping[str, Sequence[FilePart]]
+    files: tuple[FileEntry, ...]
+    unusable: Mapping[str, CheckpointError]
+
+
+def locate(storage: Storage, tensors: Mapping[str, SavedTensor]) -> ChunkPlaces:
+    """Find the bytes of all chunks."""
+    unusable: dict[str, CheckpointError] = {}
+    places = sorted(
+        ((fqn, chunk) for fqn, tensor in tensors.items() for chunk in tensor.chunks),
+        key=lambda place: (place[1].extent.file, place[1].extent.offset),
+    )
+    sizes = file_sizes(storage, (place[1].extent for place in places))
+    readable = [place for place in places if _is_readable(storage, place, sizes, unusable)]
+    files = {file: i for i, file in enumerate(dict.fromkeys(chunk.extent.file for _, chunk in readable))}
+    finder = _Finder(storage, tensors, files, unusable)
+    for window, data in _read_windows(storage, readable):
+        for fqn, chunk in window.places:
+            finder.find(fqn, chunk, data[chunk.extent.offset - window.low :][: min(HEAD_BYTES, chunk.extent.length)])
+    entries = tuple(foreign_file(file, sizes[file] or 0, FORMAT) for file in files)
+    return ChunkPlaces(finder.parts, entries, unusable)
+
+
+def file_sizes(storage: Storage, extents: Iterator[Extent]) -> dict[str, int | None]:
+    """The size of each file that these bytes are in, None where there is no such file."""
+    return {file: storage.size(file) for file in dict.fromkeys(extent.file for extent in extents)}
+
+
+def spoils(storage: Storage, fqn: str, extent: Extent, size: int | None) -> CheckpointError | None:
+    """Why these bytes cannot be read, if so."""
+    if size is None or size < extent.offset + extent.length:
+        found = "is missing" if size is None else f"has {size} bytes"
+        wanted = f"bytes {extent.offset}:{extent.offset + extent.length} of {extent.file}"
+        return CorruptError(f"{storage.url}: {fqn} should be in {wanted}, which {found}; use another checkpoint")
+    if extent.transforms:
+        through = ", ".join(extent.transforms)
+        return UnsupportedError(
+            f"{storage.url}: {fqn} was written through the extension {through}; load it with "
+            "torch.distributed.checkpoint and that extension, and save it again without"
+        )
+    return None
+
+
+def _is_readable(storage: Storage, place: Place, sizes: Mapping[str, int | None], unusable: dict[str, CheckpointError]) -> bool:
+    fqn, chunk = place
+    if fqn not in unusable and (why := spoils(storage, fqn, chunk.extent, sizes[chunk.extent.file])) is not None:
+        unusable[fqn] = why
+    return fqn not in unusable
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """Heads that are read in one request."""
+
+    file: str
+    low: int
+    high: int
+    places: Sequence[Place]
+
+
+def _windows(places: Sequence[Place]) -> Iterator[_Window]:
+    group: list[Place] = []
+    low = high = 0
+    for place in places:
+        extent = place[1].extent
+        end = extent.offset + min(HEAD_BYTES, extent.length)
+        near = (
+            group and extent.file == group[0][1].extent.file and extent.offset <= high + NEAR_BYTES and end - low <= WINDOW_BYTES
+        )
+        if group and not near:
+            yield _Window(group[0][1].extent.file, low, high, group)
+            group = []
+        if not group:
+            low = high = extent.offset
+        group.append(place)
+        high = max(high, end)
+    if group:
+        yield _Window(group[0][1].extent.file, low, high, group)
+
+
+def _read_windows(storage: Storage, places: Sequence[Place]) -> Iterator[tuple[_Window, memoryview]]:
+    """Each window and its bytes, in order; a few batches ahead of what is asked for."""
+
+    def read(batch: Sequence[_Window]) -> list[memoryview]:
+        buffers = [memoryview(bytearray(window.high - window.low)) for window in batch]
+        for window, buffer in zip(batch, buffers, strict=True):
+            storage.read_into(window.file, window.low, [buffer])
+        return buffers
+
+    windows = _windows(places)
+    threads = min(MAX_THREADS, 2 * (os.cpu_count() or 1))
+    under_way: deque[tuple[list[_Window], Future[list[memoryview]]]] = deque()
+    with ThreadPoolExecutor(threads, thread_name_prefix="reshard-ckpt-heads") as pool:
+        while True:
+            while len(under_way) < 2 * threads and (batch := list(islice(windows, BATCH))):
+                under_way.append((batch, pool.submit(read, batch)))
+            if not under_way:
+                return
+            batch, buffers = under_way.popleft()
+            yield from zip(batch, buffers.result(), strict=True)
+
+
+class _Finder:
+    """Makes parts of chunks, given their heads."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        tensors: Mapping[str, SavedTensor],
+        files: Mapping[str, int],
+        unusable: dict[str, CheckpointError],
+    ) -> None:
+        self.parts: dict[str, list[FilePart]] = {fqn: [] for fqn in tensors}
+        self._storage, self._tensors, self._files, self._spoiled = storage, tensors, files, unusable
+        self._heads = Heads()
+        self._safetensors: dict[tuple[str, int], dict[str, Head]] = {}
+
+    def find(self, fqn: str, chunk: Chunk, data: memoryview) -> None:
+        """Add the parts of one chunk, or say why there are none."""
+        if fqn in self._spoiled:
+            return
+        name = f"{self._storage.url}: {fqn}"
+        try:
+            if bytes(data[:4]) == b"PK\x03\x04":
+                head = self._zip_head(chunk.extent, data, name)
+                room = chunk.extent.length
+            else:
+                head = self._safetensors_head(fqn, chunk.extent, name)
+                room = head.end
+            self._check(head, self._tensors[fqn], chunk, room, name)
+            self._add(fqn, chunk, head, name)
+        except CheckpointError as error:
+            self._spoiled[fqn] = error
+
+    def _zip_head(self, extent: Extent, data: memoryview, name: str) -> Head:
+        try:
+            return self._heads.parse(data, name=name)
+        except ShortHead:
+            longer = memoryview(bytearray(min(LONG_HEAD_BYTES, extent.length)))
+        self._storage.read_into(extent.file, extent.offset, [longer])
+        try:
+            return self._heads.parse(longer, name=name)
+        except ShortHead:
+            raise CorruptError(f"{name}: its chunk in {extent.file} has no tensor; use another checkpoint") from None
+
+    def _safetensors_head(self, fqn: str, extent: Extent, name: str) -> Head:
+        place = extent.file, extent.offset
+        if place not in self._safetensors:
+            self._safetensors[place] = self._read_safetensors(extent, name)
+        try:
+            return self._safetensors[place][fqn]
+        except KeyError:
+            raise CorruptError(f"{name}: the safetensors header in {extent.file} has no such tensor") from None
+
+    def _read_safetensors(self, extent: Extent, name: str) -> dict[str, Head]:
+        size = self._storage.size(extent.file) or 0
+        length = memoryview(bytearray(min(8, size - extent.offset)))
+        self._storage.read_into(extent.file, extent.offset, [length])
+        wanted = 8 + int.from_bytes(length, "little")
+        if wanted > min(size - extent.offset, MAX_SAFETENSORS_HEADER):
+            raise CorruptError(f"{name}: its chunk in {extent.file} is neither a zip of torch.save nor safetensors")
+        header = memoryview(bytearray(wanted))
+        self._storage.read_into(extent.file, extent.offset, [header])
+        heads = safetensors_heads(bytes(header), name=name)
+        end = max((head.end for head in heads.values()), default=0)
+        if extent.offset + end > size:
+            raise CorruptError(f"{name}: {extent.file} is shorter than its safetensors header says; use another checkpoint")
+        return heads
+
+    def _check(self, head: Head, tensor: SavedTensor, chunk: Chunk, room: int, name: str) -> None:
+        if head.dtype != tensor.dtype or head.shape != chunk.lengths:
+            raise CorruptError(
+                f"{name}: .metadata has {tensor.dtype} of size {chunk.lengths} at {chunk.offsets}, and its file "
+                f"{head.dtype} of size {head.shape}; torch saved it wrongly, so use another checkpoint"
+            )
+        if head.end > room:
+            raise CorruptError(f"{name}: its chunk in {chunk.extent.file} ends before its data do; use another checkpoint")
+
+    def _add(self, fqn: str, chunk: Chunk, head: Head, name: str) -> None:
+        file, base = self._files[chunk.extent.file], chunk.extent.offset + head.at
+        if head.in_order:
+            self.parts[fqn].append(FilePart(chunk.offsets, chunk.lengths, file, base))
+            return
+        num_parts = prod(chunk.lengths) // prod(run_lengths(chunk.lengths, head.strides))
+        if num_parts > MAX_PARTS:
+            raise UnsupportedError(
+                f"{name}: its chunk of size {chunk.lengths} has strides {head.strides}, which are {num_parts} runs of bytes; "
+                "load it with torch.distributed.checkpoint and save it contiguous"
+            )
+        lengths, corners, starts = runs_of(chunk.lengths, head.strides)
+        offsets = (corners + np.array(chunk.offsets)).tolist()
+        each = head.dtype.itemsize
+        self.parts[fqn] += [
+            FilePart(tuple(corner), lengths, file, base + start * each)
+            for corner, start in zip(offsets, starts.tolist(), strict=True)
+        ]
+
+
+def run_lengths(shape: Ints, strides: Ints) -> Ints:
+    """The largest box within a strided box whose row-major order is that of memory, without gaps."""
+    inside: set[int] = set()
+    step, outermost = 1, len(shape)
+    for dim in sorted((d for d, n in enumerate(shape) if n > 1), key=lambda d: (strides[d], -d)):
+        # The next dim out in memory must also be further out in the shape, and begin where the last one ends.
+        if strides[dim] != step or dim > outermost:
+            break
+        inside.add(dim)
+        step, outermost = step * shape[dim], dim
+    return tuple(n if d in inside else 1 for d, n in enumerate(shape))
+
+
+def runs_of(shape: Ints, strides: Ints) -> tuple[Ints, I64, I64]:
+    """Cut a strided box into boxes whose row-major order is that of memory.
+
+    Returns
+    -------
+    lengths
+        Of all these boxes.
+    corners : (N, D)
+        Where each begins in the box.
+    starts : (N,)
+        And in memory, in elements.
+
+    Examples
+    --------
+    A 2 × 3 matrix in column-major order is three columns:
+
+    >>> lengths, corners, starts = runs_of((2, 3), (1, 2))
+    >>> lengths, corners.tolist(), starts.tolist()
+    ((2, 1), [[0, 0], [0, 1], [0, 2]], [0, 2, 4])
+    """
+    lengths = run_lengths(shape, strides)
+    outer = tuple(1 if inner > 1 else n for n, inner in zip(shape, lengths, strict=True))
+    number = np.arange(prod(outer))
+    corners = np.stack([number // s % n for s, n in zip(row_major_strides(outer), outer, strict=True)], axis=1)
+    return lengths, corners, (corners * np.array(strides)).sum(axis=1)

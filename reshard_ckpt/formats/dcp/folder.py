@@ -1,0 +1,146 @@
+"""What does a folder hold? What ``.metadata`` says; or, of ranks that saved without collectives, what each rank's own says.
+
+``save(use_collectives=False)`` writes ``__N.metadata`` on each rank, about its own files alone. Together they are one checkpoint:
+
+1. A tensor's chunks are those of all ranks. The same box on several ranks is a replica; the lowest rank's counts.
+2. Nobody compared what ranks call the same, so it is compared here: up to a MiB whole, beyond that at both ends. What differs, or
+   overlaps otherwise (as files of an earlier save with more ranks do), is of no use, and is told where it is wanted.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import TypeVar
+
+from ...core.catalog.specs import Ints
+from ...errors import CheckpointError, CorruptError, UnsupportedError
+from ...storage.protocol import Storage
+from .chunks import spoils
+from .metadata import MAX_METADATA_BYTES, METADATA_KEY, Chunk, Extent, Metadata, SavedTensor, read_metadata
+
+COMPARED_BYTES = 1 << 20
+"""Of what several ranks saved under one name: replicas up to this size are compared whole, larger ones at both ends."""
+
+Found = TypeVar("Found")
+
+_OF_RANK = re.compile(r"__(\d{1,9})\.metadata")
+
+
+@dataclass(frozen=True, slots=True)
+class FolderMetadata:
+    """What the metadata of a folder say, and the names of which they say what cannot be."""
+
+    saved: Metadata
+    unusable: Mapping[str, CheckpointError] = field(default_factory=dict)
+
+
+def is_folder(storage: Storage) -> bool:
+    """Whether ``torch.distributed.checkpoint`` wrote this folder.
+
+    Raises
+    ------
+    CorruptError
+        It did, but did not come to the end.
+    """
+    if storage.size(METADATA_KEY) is not None:
+        return True
+    keys = [key for key, _ in storage.list() if "/" not in key]
+    if any(map(_OF_RANK.fullmatch, keys)):
+        return True
+    chunks = [key for key in keys if key.endswith(".distcp")]
+    if chunks:
+        raise CorruptError(
+            f"{storage.url}: has {len(chunks)} .distcp files ({chunks[0]}, …), but no {METADATA_KEY}, which "
+            "torch.distributed.checkpoint writes last: the save did not end, so use another checkpoint"
+        )
+    return False
+
+
+def read_folder(storage: Storage) -> FolderMetadata:
+    """Read the metadata; those of all ranks count where there are none of the whole, as with torch."""
+    if storage.size(METADATA_KEY) is not None:
+        return FolderMetadata(_read(storage, METADATA_KEY))
+    found = {int(match[1]): key for key, _ in storage.list() if (match := _OF_RANK.fullmatch(key))}
+    absent = next((rank for rank in range(len(found)) if rank not in found), None)
+    if absent is not None:
+        raise CorruptError(
+            f"{storage.url}: has {found[max(found)]}, but no __{absent}.metadata: rank {absent} did not end its save, or its "
+            "files were not copied; use another checkpoint"
+        )
+    ranks = [_read(storage, found[rank]) for rank in range(len(found))]
+    return _Merge(storage).all(ranks)
+
+
+def _read(storage: Storage, key: str) -> Metadata:
+    return read_metadata(storage.read(key, limit=MAX_METADATA_BYTES), name=f"{storage.url}: {key}")
+
+
+class _Merge:
+    """Puts together what ranks say on their own."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._spoiled: dict[str, CheckpointError] = {}
+
+    def all(self, ranks: Sequence[Metadata]) -> FolderMetadata:
+        """One metadata of all ranks."""
+        paths = {name: path for saved in reversed(ranks) for name, path in saved.paths.items()}
+        tensors = {name: self._tensor(name, found) for name, found in _by_name([saved.tensors for saved in ranks])}
+        values = {name: self._value(name, found) for name, found in _by_name([saved.values for saved in ranks])}
+        for name in tensors.keys() & values.keys():
+            self._spoil(name, "is a tensor on one rank and a value on another")
+            del values[name]
+        return FolderMetadata(Metadata(tensors, values, paths), self._spoiled)
+
+    def _spoil(self, name: str, what: str) -> None:
+        self._spoiled[name] = UnsupportedError(
+            f"{self._storage.url}: {name} {what}, as ranks saved without collectives, or files of several saves are in the "
+            "folder; load it with torch.distributed.checkpoint on as many ranks as saved it"
+        )
+
+    def _tensor(self, name: str, found: Sequence[SavedTensor]) -> SavedTensor:
+        first = found[0]
+        if any((one.dtype, one.shape) != (first.dtype, first.shape) for one in found):
+            self._spoil(name, "has another shape or dtype on another rank")
+            return first
+        boxes: dict[tuple[Ints, Ints], list[Chunk]] = {}
+        for chunk in (chunk for one in found for chunk in one.chunks):
+            boxes.setdefault((chunk.offsets, chunk.lengths), []).append(chunk)
+        if sum(prod(lengths) for _, lengths in boxes) > prod(first.shape):
+            self._spoil(name, "has chunks that overlap")
+        elif not all(self._alike(name, [chunk.extent for chunk in chunks]) for chunks in boxes.values()):
+            self._spoil(name, "differs between ranks")
+        return replace(first, chunks=tuple(chunks[0] for chunks in boxes.values()))
+
+    def _value(self, name: str, found: Sequence[Extent]) -> Extent:
+        if not self._alike(name, found):
+            self._spoil(name, "differs between ranks")
+        return found[0]
+
+    def _alike(self, name: str, extents: Sequence[Extent]) -> bool:
+        """Whether these hold the same bytes; what cannot be read is told by who reads it."""
+        if len(extents) == 1:
+            return True
+        for extent in extents:
+            if spoils(self._storage, name, extent, self._storage.size(extent.file)) is not None:
+                return True
+        if len({extent.length for extent in extents}) > 1:
+            return False
+        return len({self._sample(extent) for extent in extents}) == 1
+
+    def _sample(self, extent: Extent) -> bytes:
+        size = extent.length
+        part = size if size <= COMPARED_BYTES else COMPARED_BYTES // 2
+        buffers = [bytearray(part)] if part == size else [bytearray(part), bytearray(part)]
+        for buffer, offset in zip(buffers, (extent.offset, extent.offset + size - part), strict=False):
+            self._storage.read_into(extent.file, offset, [memoryview(buffer)])
+        return b"".join(buffers)
+
+
+def _by_name(ranks: Sequence[Mapping[str, Found]]) -> Iterator[tuple[str, list[Found]]]:
+    """Each name, in the order in which ranks first have it, with what those have that have it."""
+    for name in dict.fromkeys(name for one in ranks for name in one):
+        yield name, [one[name] for one in ranks if name in one]

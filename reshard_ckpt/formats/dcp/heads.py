@@ -1,0 +1,260 @@
+"""Where in a chunk's bytes is its first element, and in which order are the others? Read from the head of the chunk alone.
+
+A chunk is what ``torch.save`` made of its tensor: a zip whose members are stored as they are, one after the other. First a pickle
+that says how the tensor lies in its storage, then a few small members, then the storage. So the head of the chunk tells all:
+
+1. Walk over the members, from one local header to the next, up to the storage. Sizes are not in the headers, as the writer did
+   not know them yet, but in a descriptor behind each member.
+2. Read the pickle with stand-ins: dtype, size, strides, offset in the storage.
+3. Chunks alike have the same head, byte for byte, which is recognized and not parsed again.
+
+A chunk written in safetensors mode has one header for all tensors of its file instead, at the place that the metadata name.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from ...core.catalog.specs import Ints, row_major_strides
+from ...errors import CorruptError, UnsupportedError
+from ...format.torch_dtypes import TORCH_DTYPES
+from .metadata import DTYPES, ORDERED_DICT, SIZE
+from .unpickle import Call, Kind, read_pickle
+
+HEAD_BYTES = 1 << 10
+"""What is read of each chunk at first; the storage of a tensor begins before this."""
+
+LONG_HEAD_BYTES = 64 << 10
+"""What is read where that was not enough."""
+
+_LOCAL = struct.Struct("<4sHHHHHIIIHH")
+_DESCRIPTOR = struct.Struct("<4sIII")
+_STREAMED, _ENCRYPTED, _STORED = 1 << 3, 1, 0
+
+
+class ShortHead(Exception):
+    """The storage begins after the bytes that were given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """How a tensor lies in its chunk: `at` is the byte of its first element, `end` of its storage; `strides` count elements."""
+
+    dtype: torch.dtype
+    shape: Ints
+    strides: Ints
+    at: int
+    end: int
+
+    @property
+    def in_order(self) -> bool:
+        """Whether its bytes are those of a row-major tensor."""
+        wanted = row_major_strides(self.shape)
+        return all(n == 1 or s == w for n, s, w in zip(self.shape, self.strides, wanted, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class _Storage:
+    """What a persistent id names: a member of the zip; `dtype` is None where the pickle gives it elsewhere."""
+
+    dtype: torch.dtype | None
+    key: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """A tensor as the pickle describes it: a view of a storage."""
+
+    storage: _Storage
+    dtype: torch.dtype
+    offset: int
+    shape: Ints
+    strides: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class _StorageType:
+    dtype: torch.dtype | None
+
+
+def _view(storage: Any, offset: Any, size: Any, stride: Any, dtype: torch.dtype | None, metadata: Any) -> _View:
+    shape, strides = SIZE.make(size), SIZE.make(stride)
+    if not isinstance(storage, _Storage) or type(offset) is not int or len(shape) != len(strides):
+        raise ValueError("a tensor without a storage, an offset and strides")
+    if metadata:
+        raise UnsupportedError("is saved as a lazily conjugated or negated view; save tensor.resolve_conj().resolve_neg()")
+    dtype = dtype or storage.dtype
+    if dtype is None:
+        raise ValueError("a tensor without a dtype")
+    return _View(storage, dtype, offset, shape, strides)
+
+
+def _tensor_v2(storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, metadata: Any = None) -> _View:
+    return _view(storage, offset, size, stride, None, metadata)
+
+
+def _tensor_v3(
+    storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, metadata: Any = None
+) -> _View:
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError("a tensor with a dtype that is none")
+    return _view(storage, offset, size, stride, dtype, metadata)
+
+
+def _parameter(data: Any, grad: Any, hooks: Any) -> Any:
+    return data
+
+
+def _stored(identity: Any) -> _Storage:
+    match identity:
+        case ("storage", _StorageType(dtype), str(key), str(), int(count)):
+            return _Storage(dtype, key, count if dtype is None else count * dtype.itemsize)
+    raise ValueError("a persistent id that names no storage")
+
+
+STORAGE_DTYPES = {
+    "Float": torch.float32, "Double": torch.float64, "Half": torch.float16, "BFloat16": torch.bfloat16,
+    "Long": torch.int64, "Int": torch.int32, "Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8, "Bool": torch.bool,
+    "ComplexFloat": torch.complex64, "ComplexDouble": torch.complex128,
+}  # fmt: skip
+
+_TABLE: Mapping[tuple[str, str], Any] = {
+    **DTYPES,
+    **{("torch", f"{name}Storage"): _StorageType(dtype) for name, dtype in STORAGE_DTYPES.items()},
+    ("torch", "UntypedStorage"): _StorageType(None),
+    ("torch.storage", "UntypedStorage"): _StorageType(None),
+    ("torch", "Size"): SIZE,
+    ("torch._utils", "_rebuild_tensor_v2"): Call("_rebuild_tensor_v2", _tensor_v2),
+    ("torch._utils", "_rebuild_tensor_v3"): Call("_rebuild_tensor_v3", _tensor_v3),
+    ("torch._utils", "_rebuild_parameter"): Call("_rebuild_parameter", _parameter),
+    ("collections", "OrderedDict"): ORDERED_DICT,
+    ("torch.nn.parameter", "Parameter"): Kind("Parameter"),
+}
+
+
+class Heads:
+    """Parses heads, and knows those that it has seen."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, dict[bytes, Head]] = {}
+
+    def parse(self, data: memoryview, *, name: str) -> Head:
+        """The head of a chunk, of whose bytes `data` are the first.
+
+        Raises
+        ------
+        ShortHead
+            More of them are needed.
+        CorruptError, UnsupportedError
+            It is no tensor that ``torch.save`` made, or not a plain one.
+        """
+        for end, heads in self._known.items():
+            head = heads.get(bytes(data[:end]))
+            if head is not None:
+                return head
+        begin, head = _parsed(bytes(data), name)
+        self._known.setdefault(begin, {})[bytes(data[:begin])] = head
+        return head
+
+
+def _parsed(data: bytes, name: str) -> tuple[int, Head]:
+    """Where the storage begins, and the head."""
+    view: _View | None = None
+    order = b"little"
+    at = 0
+    while True:
+        member, begin, size = _member(data, at, name)
+        if "/data/" in member:
+            break
+        body = _body(data, begin, size, name)
+        if member.endswith("/data.pkl"):
+            view = _read_view(body, name)
+        elif member.endswith("/byteorder"):
+            order = body
+        at = begin + len(body) + (_DESCRIPTOR.size if size is None else 0)
+    if view is None or not member.endswith(f"/data/{view.storage.key}"):
+        raise CorruptError(f"{name}: its bytes are no tensor that torch.save made; use another checkpoint")
+    if order != b"little" and view.dtype.itemsize > 1:
+        raise UnsupportedError(f"{name}: was saved on a big-endian machine; load it with torch there, and save it again")
+    return begin, _head(view, begin, name)
+
+
+def _member(data: bytes, at: int, name: str) -> tuple[str, int, int | None]:
+    """A member's name, where its bytes begin, and its size if the header says it."""
+    if len(data) < at + _LOCAL.size:
+        raise ShortHead
+    magic, _, flags, method, _, _, _, _, size, name_length, extra_length = _LOCAL.unpack_from(data, at)
+    begin = at + _LOCAL.size + name_length + extra_length
+    if magic != b"PK\x03\x04" or flags & _ENCRYPTED or method != _STORED:
+        raise CorruptError(f"{name}: byte {at} of its chunk begins no zip member as torch.save writes it; use another checkpoint")
+    if len(data) < begin:
+        raise ShortHead
+    member = data[at + _LOCAL.size : at + _LOCAL.size + name_length].decode(errors="replace")
+    return member, begin, None if flags & _STREAMED else size
+
+
+def _body(data: bytes, begin: int, size: int | None, name: str) -> bytes:
+    """The bytes of a small member; without a size, up to the descriptor that counts just these bytes."""
+    if size is None:
+        end = data.find(b"PK\x07\x08", begin)
+        while end >= 0 and len(data) >= end + _DESCRIPTOR.size:
+            if _DESCRIPTOR.unpack_from(data, end)[3] == end - begin:
+                return data[begin:end]
+            end = data.find(b"PK\x07\x08", end + 1)
+        raise ShortHead
+    if len(data) < begin + size:
+        raise ShortHead
+    return data[begin : begin + size]
+
+
+def _read_view(pickled: bytes, name: str) -> _View:
+    view = read_pickle(pickled, _TABLE, name=name, persistent=_stored)
+    if not isinstance(view, _View):
+        raise UnsupportedError(f"{name}: is saved as a {type(view).__name__} and not as a plain tensor; load it with torch")
+    return view
+
+
+def _head(view: _View, begin: int, name: str) -> Head:
+    last = view.offset + sum((n - 1) * s for n, s in zip(view.shape, view.strides, strict=True))
+    beyond = (last + 1) * view.dtype.itemsize > view.storage.num_bytes
+    if view.offset < 0 or min(view.strides, default=0) < 0 or min(view.shape, default=1) < 1 or beyond:
+        raise CorruptError(f"{name}: its tensor of shape {view.shape} reaches beyond its storage; use another checkpoint")
+    at, end = begin + view.offset * view.dtype.itemsize, begin + view.storage.num_bytes
+    return Head(view.dtype, view.shape, view.strides, at, end)
+
+
+def safetensors_heads(data: bytes, *, name: str) -> dict[str, Head]:
+    """The heads of all tensors of a safetensors file, of which `data` are the header and its length.
+
+    Raises
+    ------
+    ShortHead
+        More bytes are needed.
+    CorruptError
+        It is no header of a safetensors file.
+    """
+    begin = 8 + int.from_bytes(data[:8], "little")
+    if len(data) < max(begin, 8):
+        raise ShortHead
+    try:
+        header = json.loads(data[8:begin])
+        header.pop("__metadata__", None)
+        return {fqn: _listed(entry, begin) for fqn, entry in header.items()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CorruptError(f"{name}: its bytes are neither a zip of torch.save nor a safetensors file ({error})") from None
+
+
+def _listed(entry: Mapping[str, Any], begin: int) -> Head:
+    dtype, shape = TORCH_DTYPES[entry["dtype"]], SIZE.make(entry["shape"])
+    low, high = entry["data_offsets"]
+    if high - low != prod(shape) * dtype.itemsize or low < 0:
+        raise ValueError("a tensor's bytes are not as many as its shape wants")
+    return Head(dtype, shape, row_major_strides(shape), begin + low, begin + high)

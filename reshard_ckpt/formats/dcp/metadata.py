@@ -1,0 +1,262 @@
+"""What does ``.metadata`` say? Tensors with their chunks, values, where the bytes of each are, and the paths in the saved state.
+
+``.metadata`` is a pickle of a few dataclasses of ``torch.distributed.checkpoint``: a `Metadata` with
+
+1. ``state_dict_metadata``: for each name the dtype, the global shape and the chunks (offsets and sizes) of a tensor, or that it
+   is bytes, which is to say a value;
+2. ``storage_data``: for each name and offset the file, and the first byte and the length in it;
+3. ``planner_data``: for each name the keys that lead to it in the state that was saved.
+
+`read_pickle` makes stand-ins of them, and this module proves their shape. The same classes have been written since torch 2.3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from ...core.catalog.specs import Ints
+from ...errors import CorruptError
+from .unpickle import MAX_ARGUMENTS, Call, Kind, Made, read_pickle
+
+METADATA_KEY = ".metadata"
+MAX_METADATA_BYTES = 4 << 30
+MAX_ELEMENTS = 1 << 58
+
+Key = str | int
+"""A step of a path: a key of a dict, or an index of a list."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Bytes of a file, and what they passed through when they were written (compression and the like)."""
+
+    file: str
+    offset: int
+    length: int
+    transforms: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A box of a tensor, and where it is stored."""
+
+    offsets: Ints
+    lengths: Ints
+    extent: Extent
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """One tensor; `chunks` are distinct, and none is empty."""
+
+    dtype: torch.dtype
+    shape: Ints
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """What the folder holds, by the names of ``torch.distributed.checkpoint``, in the order of its metadata."""
+
+    tensors: Mapping[str, SavedTensor]
+    values: Mapping[str, Extent]
+    paths: Mapping[str, tuple[Key, ...]]
+
+
+DCP_METADATA = "torch.distributed.checkpoint.metadata"
+_SHARDED = "torch.distributed._shard.sharded_tensor.metadata"
+DCP_FILES = "torch.distributed.checkpoint.filesystem"
+
+
+def _size(values: Any = ()) -> Ints:
+    if not isinstance(values, tuple | list) or len(values) > MAX_ARGUMENTS:
+        raise ValueError("a torch.Size of something else than a few numbers")
+    return _ints(values)
+
+
+def _ints(values: Any) -> Ints:
+    for value in values:  # not `all`: this is done for each chunk many times
+        if type(value) is not int:
+            raise ValueError("a size that is no whole number")
+    return tuple(values)
+
+
+def _inert(*arguments: Any) -> None:
+    """What is of no use here: memory formats and layouts."""
+
+
+def _path(*parts: Any) -> str:
+    return "/".join(part for part in parts if isinstance(part, str))
+
+
+def _empty_dict(*arguments: Any) -> dict[str, Any]:
+    if arguments:
+        raise ValueError("an OrderedDict with arguments")
+    return {}
+
+
+DTYPES: dict[tuple[str, str], torch.dtype] = {
+    ("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)
+}
+SIZE = Call("torch.Size", _size)
+ORDERED_DICT = Call("collections.OrderedDict", _empty_dict)
+
+_CLASSES = (
+    *((DCP_METADATA, name) for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata")),
+    *((DCP_METADATA, name) for name in ("TensorProperties", "MetadataIndex", "StorageMeta")),
+    (_SHARDED, "TensorProperties"),  # where DCP had it from before torch 2.4
+    (DCP_FILES, "_StorageInfo"),
+)
+_PATHS = tuple((m, f"{p}{k}Path") for m in ("pathlib", "pathlib._local") for k in ("Posix", "Windows") for p in ("", "Pure"))
+
+TABLE: dict[tuple[str, str], Any] = {
+    **DTYPES,
+    **{(module, name): Kind(name) for module, name in _CLASSES},
+    **dict.fromkeys(_PATHS, Call("pathlib.Path", _path)),
+    ("torch", "Size"): SIZE,
+    ("torch.serialization", "_get_layout"): Call("torch.serialization._get_layout", _inert),
+    (DCP_METADATA, "_MEM_FORMAT_ENCODING"): Call("_MEM_FORMAT_ENCODING", _inert),
+    (_SHARDED, "MEM_FORMAT_ENCODING"): Call("MEM_FORMAT_ENCODING", _inert),
+    # Python 3.11.0 to 3.11.3 pickle a member of an enum as getattr(class, name); this one looks nothing up.
+    ("builtins", "getattr"): Call("getattr of an enum", _inert),
+    ("collections", "OrderedDict"): ORDERED_DICT,
+}
+
+
+def read_metadata(data: bytes, *, name: str) -> Metadata:
+    """Decode and prove a ``.metadata`` file.
+
+    Raises
+    ------
+    UnsupportedError
+        It names a class or function that is none of DCP's own metadata.
+    CorruptError
+        It is damaged, or not what DCP writes.
+    """
+    root = read_pickle(data, TABLE, name=name)
+    try:
+        return _decoded(_fields(root, "Metadata"), len(data))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CorruptError(f"{name}: is not what torch.distributed.checkpoint writes ({error}); use another checkpoint") from None
+
+
+def _fields(made: Any, kind: str) -> dict[str, Any]:
+    if not isinstance(made, Made) or made.kind.name != kind:
+        raise ValueError(f"a {made.kind.name if isinstance(made, Made) else type(made).__name__} where a {kind} belongs")
+    state = {} if made.state is None else made.state
+    if not isinstance(state, dict):
+        raise ValueError(f"a {kind} without fields")
+    return state
+
+
+def _decoded(root: dict[str, Any], num_bytes: int) -> Metadata:
+    described = _dict(root["state_dict_metadata"], "state_dict_metadata")
+    places: dict[str, dict[Ints | None, Extent]] = {}
+    extents: dict[int, Extent] = {}
+    for index, info in _dict(root["storage_data"], "storage_data").items():
+        fqn, offset = _index(index)
+        if id(info) not in extents:
+            extents[id(info)] = _extent(info)
+        places.setdefault(fqn, {})[offset] = extents[id(info)]
+    budget = _Budget(num_bytes)
+    tensors: dict[str, SavedTensor] = {}
+    values: dict[str, Extent] = {}
+    for fqn, entry in described.items():
+        if not isinstance(fqn, str) or not isinstance(entry, Made):
+            raise ValueError("state_dict_metadata has something else than names and what they are")
+        if entry.kind.name == "BytesStorageMetadata":
+            values[fqn] = places[fqn][None]
+        else:
+            tensors[fqn] = _tensor(fqn, _fields(entry, "TensorStorageMetadata"), places.get(fqn, {}), budget)
+    return Metadata(tensors, values, dict(_paths(root.get("planner_data"))))
+
+
+def _dict(value: Any, what: str) -> dict[Any, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{what} is no dict")
+    return value
+
+
+@dataclass(slots=True)
+class _Budget:
+    """Chunks that may still come: a pickle can name one list of chunks many times, and would grow without it."""
+
+    left: int
+
+    def spend(self, count: int) -> None:
+        self.left -= count
+        if self.left < 0:
+            raise ValueError("more chunks than its bytes can spell")
+
+
+def _index(index: Any) -> tuple[str, Ints | None]:
+    fields = _fields(index, "MetadataIndex")
+    fqn, offset = fields["fqn"], fields.get("offset")
+    if not isinstance(fqn, str):
+        raise ValueError("an index without a name")
+    return fqn, None if offset is None else _size(offset)
+
+
+def _extent(info: Any) -> Extent:
+    fields = _fields(info, "_StorageInfo")
+    file, offset, length = fields["relative_path"], fields["offset"], fields["length"]
+    transforms = fields.get("transform_descriptors") or ()
+    if not (isinstance(file, str) and type(offset) is int and type(length) is int and offset >= 0 and length >= 0):
+        raise ValueError("a _StorageInfo without a file, an offset and a length")
+    if not isinstance(transforms, list | tuple) or len(transforms) > MAX_ARGUMENTS:
+        raise ValueError("a _StorageInfo with transforms that are none")
+    return Extent(file, offset, length, tuple(str(t)[:100] for t in transforms if isinstance(t, str)))
+
+
+def _tensor(fqn: str, fields: dict[str, Any], places: Mapping[Ints | None, Extent], budget: _Budget) -> SavedTensor:
+    shape, chunks = _size(fields["size"]), fields["chunks"]
+    if not isinstance(chunks, list) or prod(max(size, 1) for size in shape) > MAX_ELEMENTS or min(shape, default=0) < 0:
+        raise ValueError(f"{fqn} has no chunks, or a size that no tensor has")
+    budget.spend(len(chunks))
+    found: dict[Ints, Chunk] = {}
+    for chunk in chunks:
+        state = _fields(chunk, "ChunkStorageMetadata")
+        offsets, lengths = state["offsets"], state["sizes"]
+        _check_inside(fqn, shape, offsets, lengths)
+        if 0 in lengths:
+            continue
+        known = found.get(offsets)
+        if known is not None and known.lengths != lengths:
+            raise ValueError(f"{fqn} has two chunks at {offsets}, of sizes {known.lengths} and {lengths}")
+        if known is None:
+            found[offsets] = Chunk(offsets, lengths, places[offsets])
+    return SavedTensor(_dtype(fields["properties"]), shape, tuple(found.values()))
+
+
+def _check_inside(fqn: str, shape: Ints, offsets: Ints, lengths: Ints) -> None:
+    if not len(offsets) == len(lengths) == len(shape):
+        raise ValueError(f"{fqn} of {len(shape)} dims has a chunk of {len(lengths)} dims")
+    for low, length, size in zip(offsets, lengths, shape, strict=True):
+        if low < 0 or length < 0 or low + length > size:
+            raise ValueError(f"{fqn} of shape {shape} has a chunk at {offsets} of size {lengths}, which is not inside")
+
+
+def _dtype(properties: Any) -> torch.dtype:
+    if not isinstance(properties, Made) or properties.kind.name != "TensorProperties" or not properties.state:
+        raise ValueError("a tensor without properties")
+    state = properties.state
+    dtype = state[0] if isinstance(state, tuple) else state["dtype"]
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError("a tensor without a dtype")
+    return dtype
+
+
+def _paths(planner_data: Any) -> Iterator[tuple[str, tuple[Key, ...]]]:
+    """The paths of DCP's own planner; another's data mean nothing here."""
+    if not isinstance(planner_data, dict):
+        return
+    for fqn, path in planner_data.items():
+        if not isinstance(fqn, str) or not isinstance(path, tuple) or not 0 < len(path) <= MAX_ARGUMENTS:
+            continue
+        if all(type(key) in (str, int) for key in path) and type(path[0]) is str:
+            yield fqn, path

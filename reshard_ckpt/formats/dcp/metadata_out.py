@@ -1,0 +1,90 @@
+"""How is ``.metadata`` written? As the pickle of DCP's own classes, named and filled, without having one of them here.
+
+The classes and fields are those that `metadata` reads; torch keeps them readable from one release to the next, and leaves a field
+that is missing at its default.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ...core.catalog.specs import Ints
+from .emit import Called, Global, Instance, Pairs, pickled
+from .metadata import DCP_FILES, DCP_METADATA, Chunk, Extent, SavedTensor
+from .names import KeyPath
+
+VERSION = "1.0.0"
+"""Of the metadata: what torch has written since it writes one."""
+
+
+def metadata_bytes(
+    tensors: Mapping[str, SavedTensor], values: Mapping[str, Extent], paths: Mapping[str, KeyPath], *, where: str
+) -> bytes:
+    """The bytes of ``.metadata``.
+
+    Parameters
+    ----------
+    tensors, values
+        By DCP name: the tensors with their chunks, and where the values are.
+    paths
+        The keys in the state that each name stands for.
+    where
+        The folder.
+    """
+    stored = [
+        (_index(name, chunk.offsets, hint), _extent(chunk.extent))
+        for name, tensor in tensors.items()
+        for hint, chunk in enumerate(tensor.chunks)
+    ]
+    stored += [(_index(name, None, None), _extent(extent)) for name, extent in values.items()]
+    fields = {
+        "state_dict_metadata": {
+            **{name: _tensor(tensor) for name, tensor in tensors.items()},
+            **{name: _dcp("BytesStorageMetadata", {}) for name in values},
+        },
+        "planner_data": dict(paths),
+        "storage_data": Pairs(stored),
+        "storage_meta": _dcp(
+            "StorageMeta", {"checkpoint_id": where, "save_id": str(uuid.uuid4()), "load_id": None, "modules": []}
+        ),
+        "version": VERSION,
+    }
+    return pickled(_dcp("Metadata", fields))
+
+
+def _dcp(name: str, state: Any) -> Instance:
+    return Instance(Global(DCP_METADATA, name), state)
+
+
+def _size(values: Ints) -> Called:
+    return Called(Global("torch", "Size"), (values,))
+
+
+def _tensor(tensor: SavedTensor) -> Instance:
+    chunks = [_chunk(chunk) for chunk in tensor.chunks]
+    return _dcp("TensorStorageMetadata", {"properties": _properties(tensor.dtype), "size": _size(tensor.shape), "chunks": chunks})
+
+
+def _chunk(chunk: Chunk) -> Instance:
+    return _dcp("ChunkStorageMetadata", {"offsets": _size(chunk.offsets), "sizes": _size(chunk.lengths)})
+
+
+def _properties(dtype: torch.dtype) -> Instance:
+    """Dtype, layout, whether it wants a gradient, memory format (0 is contiguous), whether its memory is pinned."""
+    layout = Called(Global("torch.serialization", "_get_layout"), ("torch.strided",))
+    memory_format = Called(Global(DCP_METADATA, "_MEM_FORMAT_ENCODING"), (0,))
+    return _dcp("TensorProperties", (Global("torch", str(dtype).removeprefix("torch.")), layout, False, memory_format, False))
+
+
+def _index(name: str, offsets: Ints | None, hint: int | None) -> Instance:
+    fields: dict[str, Any] = {"fqn": name, "index": hint}
+    return _dcp("MetadataIndex", fields if offsets is None else {**fields, "offset": _size(offsets)})
+
+
+def _extent(extent: Extent) -> Instance:
+    fields = {"relative_path": extent.file, "offset": extent.offset, "length": extent.length}
+    return Instance(Global(DCP_FILES, "_StorageInfo"), fields)

@@ -1,0 +1,249 @@
+"""How is a folder of ``torch.distributed.checkpoint`` a checkpoint of this library? As a catalog over its files.
+
+1. ``.metadata``, or what each rank wrote of that kind, names tensors, chunks and values (`folder`, `metadata`).
+2. The heads of the chunks say where their bytes are (`chunks`); values are read at once (`values`).
+3. Names become those of this library, and optimizers' groups one value each (`names`).
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+
+from ...core.catalog.model import Catalog, ValueEntry
+from ...core.catalog.specs import ValueKind
+from ...errors import CheckpointError, CorruptError
+from ...format.torch_dtypes import dtype_code
+from ...format.values import decode_value, encode_path, encode_value
+from ...storage.protocol import Storage
+from ..protocol import Foreign, RawValue, locate
+from ..table import FilePart, ForeignTensor, build
+from .chunks import FORMAT, ChunkPlaces, file_sizes, spoils
+from .chunks import locate as locate_chunks
+from .folder import FolderMetadata, is_folder, read_folder
+from .metadata import Metadata, SavedTensor
+from .names import (
+    GROUPS,
+    Branch,
+    Gathered,
+    GroupEntry,
+    KeyPath,
+    Names,
+    dotted,
+    gather,
+    gather_list,
+    names_of,
+    raw_paths,
+    renumbered,
+    value_paths,
+)
+from .values import read_values
+
+MAX_GROUP_ELEMENTS = 1 << 16
+"""Elements of a hyperparameter that is a tensor."""
+
+
+def open_path(path: str, *, as_saved: bool = False) -> Foreign | None:
+    """Open a path for reading; None if it is no folder of this format; see `ForeignFormat`."""
+    with ExitStack() as stack:
+        storage, key = locate(path)
+        stack.enter_context(storage)
+        if key is not None or not is_folder(storage):
+            return None
+        catalog, raw = _open(storage, as_saved=as_saved)
+        stack.pop_all()
+        return Foreign(storage, catalog, FORMAT, _advice(catalog), raw)
+
+
+def _advice(catalog: Catalog) -> dict[str, str]:
+    """What to do about optimizers whose parameters are known by number alone."""
+    groups = {
+        v.name: decode_value(v.data) for v in catalog.values_table if v.kind is ValueKind.PARAM_GROUPS and v.data is not None
+    }
+    numbered = [name.rpartition(".")[0] for name, found in groups.items() if any(p.isdigit() for g in found for p in g["params"])]
+    return {
+        name: f"{name} was saved by optimizer.state_dict(), which knows parameters by number alone; say their names, as in "
+        f"rename={{f'{name}.state.{{i}}': f'{name}.state.{{n}}' for i, (n, _) in enumerate(model.named_parameters())}}, if the "
+        "optimizer was made of model.parameters()"
+        for name in numbered
+    }
+
+
+def open_folder(storage: Storage, *, as_saved: bool = False) -> Catalog:
+    """The catalog of a folder that ``torch.distributed.checkpoint`` wrote.
+
+    Parameters
+    ----------
+    as_saved
+        Name things as this library would have named them in the state that was passed to DCP; by default, a model at the top gets
+        the key ``model``, and the groups of any optimizer become one value by FQN.
+
+    Raises
+    ------
+    UnsupportedError
+        ``.metadata`` needs something else than DCP's own classes.
+    CorruptError
+        It is damaged.
+    """
+    return _open(storage, as_saved=as_saved)[0]
+
+
+def _open(storage: Storage, *, as_saved: bool) -> tuple[Catalog, dict[str, RawValue]]:
+    with _without_collection():
+        said = read_folder(storage)
+        saved = said.saved
+        names = names_of(saved, as_saved=as_saved)
+        located, values = locate_chunks(storage, saved.tensors), read_values(storage, saved.values)
+        unusable = {**located.unusable, **values.unusable, **said.unusable}
+        catalog = _Folder(storage, saved, names, located, values.values, unusable).catalog(by_number=not as_saved)
+        return catalog, dict(_raw_values(storage, said))
+
+
+def _raw_values(storage: Storage, said: FolderMetadata) -> Iterator[tuple[str, RawValue]]:
+    """The values whose bytes can be read, also those that only unpickling could make objects of."""
+    values = said.saved.values
+    sizes = file_sizes(storage, iter(values.values()))
+    for name, extent in values.items():
+        if name not in said.unusable and spoils(storage, name, extent, sizes[extent.file]) is None:
+            yield name, RawValue(said.saved.paths.get(name, (name,)), extent.file, extent.offset, extent.length)
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Pause the search for cycles: over a million new objects it takes longer than making them, and finds nothing."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+class _Folder:
+    """What was read of a folder, on its way to a catalog."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        saved: Metadata,
+        names: Names,
+        located: ChunkPlaces,
+        values: Mapping[str, Any],
+        unusable: Mapping[str, CheckpointError],
+    ) -> None:
+        self._storage, self._saved, self._names, self._located = storage, saved, names, located
+        self._values = {name: value for name, value in values.items() if name not in unusable}
+        self._spoiled = unusable
+        self._unreadable: dict[str, CheckpointError] = {}
+        self._entries: list[ValueEntry] = []
+        self._paths = dict(names.paths)
+
+    def catalog(self, *, by_number: bool) -> Catalog:
+        """The catalog; `by_number` also takes the groups of optimizers that know parameters by number."""
+        for optimizer, entries in self._names.groups.items():
+            self._add_groups(optimizer, entries, by_number)
+        for fqn in [fqn for fqn in self._values if fqn in self._paths]:
+            self._take_whole_groups(fqn, by_number)
+        tensors = [found for fqn, path in self._paths.items() if (found := self._tensor(fqn, path)) is not None]
+        self._add_values()
+        catalog = build(tensors, self._located.files, self._entries, format=FORMAT, where=self._storage.url)
+        return replace(catalog, unreadable=self._unreadable)
+
+    def _tensor(self, fqn: str, path: KeyPath) -> ForeignTensor | None:
+        name, saved = dotted(path), self._saved.tensors.get(fqn)
+        if saved is None or fqn in self._spoiled:
+            if fqn in self._spoiled:
+                self._unreadable[name] = self._spoiled[fqn]
+            return None
+        try:
+            return ForeignTensor(name, dtype_code(saved.dtype, name), saved.shape, tuple(self._located.parts[fqn]))
+        except CheckpointError as error:
+            self._unreadable[name] = error
+            return None
+
+    def _add_values(self) -> None:
+        paths = {fqn: path for fqn, path in self._paths.items() if fqn not in self._saved.tensors}
+        tensors = (path for fqn, path in self._paths.items() if fqn in self._saved.tensors)
+        whole = value_paths(paths.values(), tensors)
+        lists: dict[KeyPath, Branch] = {}
+        for fqn, path in paths.items():
+            at = whole[path]
+            if fqn in self._spoiled:
+                self._unreadable[dotted(at)] = self._spoiled[fqn]
+            elif at == path:
+                self._add_value(path, ValueKind.PLAIN, self._values[fqn])
+            else:
+                lists.setdefault(at, Branch()).put(path[len(at) :], self._values[fqn])
+        for at, branch in lists.items():
+            if dotted(at) not in self._unreadable:
+                self._add_value(at, ValueKind.PLAIN, branch.plain())
+
+    def _add_value(self, path: KeyPath, kind: ValueKind, value: Any) -> None:
+        # A step into a list is saved as a tuple of the one index.
+        keys = [(key,) if isinstance(key, int) else key for key in path]
+        leaves = _leaves(keys, value) if kind is ValueKind.PLAIN else [(keys, value)]
+        for where, leaf in leaves:
+            name = dotted(key[0] if isinstance(key, tuple) else key for key in where)
+            self._entries.append(ValueEntry(name, encode_path(where), kind, encode_value(leaf, name)))
+
+    def _add_groups(self, optimizer: KeyPath, entries: Mapping[str, GroupEntry], by_number: bool) -> None:
+        path = (*optimizer, GROUPS)
+        unusable = [self._spoiled[fqn] for fqn in entries if fqn in self._spoiled]
+        if unusable:
+            self._unreadable[dotted(path)] = unusable[0]
+            return
+        values = {fqn: self._values[fqn] if fqn in self._values else self._small_tensor(fqn) for fqn in entries}
+        found = gather(entries, values)
+        if found is None or (found.by_number and not by_number):  # something else of this name: values as any other
+            raw = raw_paths(self._saved)
+            self._paths.update({fqn: raw[fqn] for fqn in entries})
+            return
+        self._take_groups(optimizer, found)
+
+    def _take_whole_groups(self, fqn: str, by_number: bool) -> None:
+        """Before torch 2.4, groups without tensors are one value."""
+        path, value = self._paths[fqn], self._values[fqn]
+        if len(path) > 1 and path[-1] == GROUPS and isinstance(value, list) and all(isinstance(group, dict) for group in value):
+            found = gather_list(value)
+            if found is not None and value and (by_number or not found.by_number):
+                del self._paths[fqn]
+                self._take_groups(path[:-1], found)
+
+    def _take_groups(self, optimizer: KeyPath, found: Gathered) -> None:
+        self._add_value((*optimizer, GROUPS), ValueKind.PARAM_GROUPS, found.groups)
+        if found.named:
+            self._paths = {fqn: renumbered(p, optimizer, found.named) for fqn, p in self._paths.items()}
+
+    def _small_tensor(self, fqn: str) -> torch.Tensor:
+        """A hyperparameter that is a tensor, read whole."""
+        saved = self._saved.tensors[fqn]
+        if prod(saved.shape) > MAX_GROUP_ELEMENTS:
+            raise CorruptError(f"{self._storage.url}: {fqn} has shape {saved.shape}, which no hyperparameter has")
+        return read_whole(self._storage, saved, self._located.parts[fqn], [file.key for file in self._located.files])
+
+
+def _leaves(keys: list[Any], value: Any) -> Iterator[tuple[list[Any], Any]]:
+    """A value and its path; a dict, which was one value before torch 2.4, as one value for each key."""
+    if type(value) is dict and value:
+        for key, child in value.items():
+            yield from _leaves([*keys, key], child)
+    else:
+        yield keys, value
+
+
+def read_whole(storage: Storage, saved: SavedTensor, parts: Sequence[FilePart], files: Sequence[str]) -> torch.Tensor:
+    """A small tensor, from its parts."""
+    out = torch.zeros(saved.shape, dtype=saved.dtype)
+    for part in parts:
+        data = bytearray(prod(part.lengths) * saved.dtype.itemsize)
+        storage.read_into(files[part.file], part.offset, [memoryview(data)])
+        region = out[tuple(slice(low, low + length) for low, length in zip(part.offsets, part.lengths, strict=True))]
+        region.copy_(torch.frombuffer(data, dtype=saved.dtype).reshape(part.lengths))
+    return out

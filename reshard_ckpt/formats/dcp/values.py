@@ -1,0 +1,78 @@
+"""What are the values of a folder? Each is what ``torch.save`` made of it, which torch reads without running anything in it."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...errors import CheckpointError, CorruptError, UnsupportedError
+from ...format.values import encode_value
+from ...storage.protocol import Storage
+from .chunks import file_sizes, spoils
+from .metadata import Extent
+
+MAX_VALUE_BYTES = 4 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class ReadValues:
+    """The values by DCP name, and why some could not be read."""
+
+    values: Mapping[str, Any]
+    unusable: Mapping[str, CheckpointError]
+
+
+def read_values(storage: Storage, extents: Mapping[str, Extent]) -> ReadValues:
+    """Read all values; equal ones, as the hyperparameters of many parameters, are decoded once."""
+    values: dict[str, Any] = {}
+    unusable: dict[str, CheckpointError] = {}
+    known: dict[bytes, Any] = {}
+    for fqn, data in _read_all(storage, extents, unusable):
+        name = f"{storage.url}: {fqn}"
+        try:
+            if data not in known:
+                known[data] = _loaded(data, name)
+            encode_value(known[data], name)
+        except CheckpointError as error:
+            unusable[fqn] = error
+        else:
+            values[fqn] = known[data]
+    return ReadValues(values, unusable)
+
+
+def _read_all(
+    storage: Storage, extents: Mapping[str, Extent], unusable: dict[str, CheckpointError]
+) -> Iterator[tuple[str, bytes]]:
+    sizes = file_sizes(storage, iter(extents.values()))
+    for fqn, extent in extents.items():
+        why = spoils(storage, fqn, extent, sizes[extent.file])
+        if why is None and extent.length > MAX_VALUE_BYTES:
+            why = CorruptError(f"{storage.url}: {fqn} has {extent.length} bytes, more than a value has; use another checkpoint")
+        if why is not None:
+            unusable[fqn] = why
+            continue
+        data = bytearray(extent.length)
+        storage.read_into(extent.file, extent.offset, [memoryview(data)])
+        yield fqn, bytes(data)
+
+
+def _loaded(data: bytes, name: str) -> Any:
+    try:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever hostile bytes make torch raise
+        refused = "weights_only" in str(error) or "Unsupported" in str(error)
+        if refused:
+            raise UnsupportedError(
+                f"{name} is a value that cannot be read without executing code that is in the file; leave it out of what you "
+                "load, or load it with torch.distributed.checkpoint and save it again as plain values"
+            ) from error
+        raise CorruptError(f"{name}: torch cannot read its bytes ({_first_line(error)}); use another checkpoint") from error
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).splitlines()
+    return lines[0][:200] if lines else type(error).__name__

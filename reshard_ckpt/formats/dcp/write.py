@@ -1,0 +1,294 @@
+"""How does a checkpoint become a folder that ``torch.distributed.checkpoint.load`` accepts? As a stream, in bounded memory.
+
+1. Names and paths: values are taken apart as DCP does it, and each name gets the keys that lead to it (`lay_out`).
+2. Tensors are cut into chunks along their outermost dims, so that a rank that wants a part need not read all.
+3. Every value and every chunk is a file of ``torch.save``, one after the other in ``__0_N.distcp``.
+4. ``.metadata`` names them all; it is published last.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+
+from ...core.catalog.model import Catalog
+from ...core.catalog.specs import Ints, ValueKind
+from ...errors import NameCollisionError, UsageError
+from ...format.torch_dtypes import TORCH_DTYPES
+from ...format.values import decode_path
+from ...storage.protocol import Storage, Writer
+from ..emitting import ByteStream
+from .archive import write_tensor
+from .metadata import METADATA_KEY, Chunk, Extent, SavedTensor
+from .metadata_out import metadata_bytes
+from .names import GROUPS, STATE, KeyPath, dotted
+
+CHUNK_BYTES = 256 << 20
+"""Of a chunk: what ``torch.distributed.checkpoint.load`` has in memory at once."""
+
+FILE_BYTES = 4 << 30
+OPTIMIZER_FORMS = ("nested", "flat")
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Elements of the row-major order of tensor number `tensor` of the catalog."""
+
+    tensor: int
+    start: int
+    count: int
+
+
+BytesOf = Callable[[Sequence[Span]], Iterator[memoryview]]
+"""The bytes of spans, end to end, in parts of any size that are valid until the next is asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class FolderLayout:
+    """What the folder will hold, by DCP name: indices into the catalog, values, and the path of each."""
+
+    tensors: Mapping[str, int]
+    values: Mapping[str, Any]
+    paths: Mapping[str, KeyPath]
+
+
+def write_dcp(
+    storage: Storage,
+    catalog: Catalog,
+    values: Mapping[str, Any],
+    bytes_of: BytesOf,
+    *,
+    optimizer: str = "nested",
+    chunk_bytes: int = CHUNK_BYTES,
+    file_bytes: int = FILE_BYTES,
+) -> None:
+    """Write a folder for ``torch.distributed.checkpoint``.
+
+    Parameters
+    ----------
+    storage
+        Where; it must not hold anything yet.
+    catalog, values
+        What: all tensors, and all values by name. A value of each rank's own is written as the list of all.
+    bytes_of
+        Reads tensors.
+    optimizer
+        The form of optimizers' groups: ``"nested"`` as ``get_optimizer_state_dict`` returns them, ``"flat"`` as it does with
+        ``flatten_optimizer_state_dict=True``.
+    chunk_bytes, file_bytes
+        Tensors are cut into chunks of at most so many bytes, unless one element is larger; a file that has so many is followed by
+        another.
+
+    Raises
+    ------
+    UsageError
+        The folder is not empty, or an option is none.
+    NameCollisionError
+        Two names are one when values are taken apart.
+    """
+    if optimizer not in OPTIMIZER_FORMS:
+        raise UsageError(f"optimizer={optimizer!r}: the forms are {' and '.join(map(repr, OPTIMIZER_FORMS))}")
+    there = [key for key, _ in storage.list()]
+    if there:
+        raise UsageError(f"{storage.url}: has {len(there)} files ({there[0]}, …); a folder of DCP is written into an empty one")
+    layout = lay_out(catalog, values, optimizer)
+    out = _Files(storage, file_bytes)
+    try:
+        places = _write_values(out, layout.values)
+        tensors = _write_tensors(out, catalog, layout, bytes_of, chunk_bytes)
+        out.finish()
+        storage.sync()
+        storage.publish(METADATA_KEY, metadata_bytes(tensors, places, layout.paths, where=storage.url), expected=b"")
+    except BaseException:
+        out.abort()
+        storage.delete(out.keys)
+        raise
+
+
+@dataclass(slots=True)
+class _Files:
+    """The files of the folder, one after the other."""
+
+    storage: Storage
+    file_bytes: int
+    keys: list[str] = field(default_factory=list)
+    size: int = 0
+    writer: Writer | None = None
+
+    def begin(self) -> None:
+        """Make room for one more thing: in this file, or in the next."""
+        if self.writer is not None and self.size < self.file_bytes:
+            return
+        self.finish()
+        self.keys.append(f"__0_{len(self.keys)}.distcp")
+        self.writer, self.size = self.storage.create(self.keys[-1]), 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        assert self.writer is not None
+        self.writer.write(data)
+        self.size += len(data)
+
+    def extent_since(self, begin: int) -> Extent:
+        """What was written to this file since it had that size."""
+        return Extent(self.keys[-1], begin, self.size - begin)
+
+    def finish(self) -> None:
+        if self.writer is not None:
+            self.writer.finish()
+
+    def abort(self) -> None:
+        if self.writer is not None:
+            self.writer.abort()
+
+
+def _write_values(out: _Files, values: Mapping[str, Any]) -> dict[str, Extent]:
+    places: dict[str, Extent] = {}
+    for name, value in values.items():
+        data = io.BytesIO()
+        torch.save(value, data)
+        out.begin()
+        begin = out.size
+        out.write(data.getvalue())
+        places[name] = out.extent_since(begin)
+    return places
+
+
+def _write_tensors(
+    out: _Files, catalog: Catalog, layout: FolderLayout, bytes_of: BytesOf, chunk_bytes: int
+) -> dict[str, SavedTensor]:
+    """Write each tensor that has bytes of its own once; its aliases name the same chunks."""
+    sources = sorted({catalog.source(index) for index in layout.tensors.values()})
+    boxes = {index: list(_boxes(catalog, index, chunk_bytes)) for index in sources}
+    spans = [span for index in sources for _, _, span in boxes[index] if span.count]
+    parts = ByteStream(bytes_of(spans))
+    written: dict[int, SavedTensor] = {}
+    for index in sources:
+        dtype = TORCH_DTYPES[catalog.dtype(index)]
+        chunks: list[Chunk] = []
+        for offsets, lengths, span in boxes[index]:
+            out.begin()
+            begin = out.size
+            write_tensor(out.write, dtype, lengths, parts.take(span.count * dtype.itemsize))
+            chunks.append(Chunk(offsets, lengths, out.extent_since(begin)))
+        written[index] = SavedTensor(dtype, catalog.shape(index), tuple(chunks))
+    return {name: written[catalog.source(index)] for name, index in layout.tensors.items()}
+
+
+def _boxes(catalog: Catalog, index: int, chunk_bytes: int) -> Iterator[tuple[Ints, Ints, Span]]:
+    """Cut a tensor into boxes that are runs of it, each of at most `chunk_bytes` if its elements allow."""
+    shape = catalog.shape(index)
+    room = max(chunk_bytes // TORCH_DTYPES[catalog.dtype(index)].itemsize, 1)
+    dim = 0
+    while dim < len(shape) and prod(shape[dim + 1 :]) > room:
+        dim += 1
+    if prod(shape) <= room or dim == len(shape):
+        yield (0,) * len(shape), shape, Span(index, 0, prod(shape))
+        return
+    inner = prod(shape[dim + 1 :])
+    step = max(room // inner, 1)
+    start = 0
+    for number in range(prod(shape[:dim])):
+        corner = _digits(number, shape[:dim])
+        for low in range(0, shape[dim], step):
+            length = min(step, shape[dim] - low)
+            offsets = (*corner, low, *(0 for _ in shape[dim + 1 :]))
+            lengths = (*(1 for _ in corner), length, *shape[dim + 1 :])
+            yield offsets, lengths, Span(index, start, length * inner)
+            start += length * inner
+
+
+def _digits(number: int, lengths: Ints) -> Ints:
+    out = []
+    for length in reversed(lengths):
+        number, digit = divmod(number, length)
+        out.append(digit)
+    return tuple(reversed(out))
+
+
+def lay_out(catalog: Catalog, values: Mapping[str, Any], optimizer: str) -> FolderLayout:
+    """Name everything as DCP would have done if it had saved the same state."""
+    entries = catalog.values_table
+    optimizers = tuple(e.name.removesuffix(f".{GROUPS}") for e in entries if e.kind is ValueKind.PARAM_GROUPS)
+    paths: dict[str, KeyPath] = {}
+    flat: dict[str, Any] = {}
+
+    def add(path: KeyPath, value: Any) -> None:
+        name = dotted(path)
+        if name in flat or name in catalog:
+            raise NameCollisionError(f"{name}: two things have this name in a folder of DCP; rename one of them")
+        flat[name], paths[name] = value, path
+
+    for entry in entries:
+        path = tuple(key[0] if isinstance(key, tuple) and len(key) == 1 else str(key) for key in decode_path(entry.path))
+        value = values[entry.name]
+        if entry.kind is ValueKind.PARAM_GROUPS and optimizer == "flat":
+            pairs = _flat_groups(path[:-1], value)
+        elif entry.kind is ValueKind.PARAM_GROUPS:
+            pairs = _taken_apart(path, _under_one_name(catalog, entry.name.removesuffix(GROUPS), value))
+        else:
+            pairs = _taken_apart(path, list(value) if entry.kind is ValueKind.PER_RANK else value)
+        for where, leaf in pairs:
+            add(_optimizer_path(where, optimizers, optimizer), leaf)
+    dicts = {path[:i] for path in paths.values() for i in range(1, len(path))}
+    tensors = {name: catalog.index(name) for name in catalog.names}
+    paths.update({name: _optimizer_path(_tensor_path(name, dicts), optimizers, optimizer) for name in tensors})
+    return FolderLayout(tensors, flat, paths)
+
+
+def _flat_groups(optimizer: KeyPath, groups: Iterable[Mapping[str, Any]]) -> Iterator[tuple[KeyPath, Any]]:
+    for group in groups:
+        for fqn in group["params"]:
+            yield from (((*optimizer, f"{GROUPS}.{fqn}.{key}"), value) for key, value in group.items() if key != "params")
+
+
+def _under_one_name(catalog: Catalog, prefix: str, groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The groups with each tied weight once, under the name that its state has: DCP counts the parameters of a group."""
+    state, table = f"{prefix}{STATE}.", catalog.tensors_table
+    shared = (name for name, alias in zip(table.names, table.alias.tolist(), strict=True) if alias >= 0)
+    second = {name.removeprefix(state).rpartition(".")[0] for name in shared if name.startswith(state)}
+    return [{**group, "params": [fqn for fqn in group["params"] if fqn not in second]} for group in groups]
+
+
+def _taken_apart(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any]]:
+    """A value as DCP flattens it: dicts always, lists where a dict or a tensor is inside."""
+    if isinstance(value, Mapping) and value:
+        for key, child in value.items():
+            yield from _taken_apart((*path, str(key)), child)
+    elif isinstance(value, list) and not _is_terminal(value):
+        for index, child in enumerate(value):
+            yield from _taken_apart((*path, index), child)
+    else:
+        yield path, value
+
+
+def _is_terminal(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(_is_terminal(child) for child in value)
+    return not isinstance(value, Mapping | torch.Tensor)
+
+
+def _tensor_path(name: str, dicts: set[KeyPath]) -> KeyPath:
+    """The path of a tensor. The catalog has its name alone: the key of the state, then one that is the rest, as in
+    ``{"model": {"layers.0.weight": …}}``, unless values show that there are dicts on the way.
+    """
+    keys = name.split(".")
+    above = 1
+    while above < len(keys) - 1 and tuple(keys[: above + 1]) in dicts:
+        above += 1
+    return (*keys[:above], ".".join(keys[above:])) if len(keys) > above else tuple(keys)
+
+
+def _optimizer_path(path: KeyPath, optimizers: Iterable[str], form: str) -> KeyPath:
+    """The path of the state of an optimizer in the form that is asked for; of anything else, the path itself."""
+    name = dotted(path)
+    for optimizer in optimizers:
+        if name.startswith(f"{optimizer}.{STATE}."):
+            fqn, _, key = name.removeprefix(f"{optimizer}.{STATE}.").rpartition(".")
+            above = tuple(optimizer.split("."))
+            return (*above, STATE, fqn, key) if form == "nested" else (*above, f"{STATE}.{fqn}.{key}")
+    return path

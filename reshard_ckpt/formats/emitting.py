@@ -1,0 +1,51 @@
+"""What do all writers of foreign files share? How they get the bytes of tensors, and in what order they write them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+
+from ..core.catalog.model import Catalog
+
+TensorBytes = Callable[[Sequence[int]], Iterator[memoryview]]
+"""The bytes of whole tensors, by their indices in the catalog, end to end; each part is valid until the next is asked for."""
+
+_NUMBER = re.compile(r"(\d+)")
+
+
+class ByteStream:
+    """A stream of bytes, given out by tensor."""
+
+    def __init__(self, stream: Iterator[memoryview]) -> None:
+        self._stream = stream
+        self._rest = memoryview(b"")
+
+    def take(self, num_bytes: int) -> Iterator[memoryview]:
+        """The next bytes."""
+        while num_bytes:
+            if not len(self._rest):
+                self._rest = next(self._stream)
+            part, self._rest = self._rest[:num_bytes], self._rest[num_bytes:]
+            num_bytes -= len(part)
+            yield part
+
+
+def in_natural_order(catalog: Catalog) -> list[int]:
+    """The tensors in order of their names, numbers counted as numbers: layer 2 before layer 10."""
+    return sorted(map(catalog.index, catalog.names), key=lambda index: natural(catalog.tensors_table.names[index]))
+
+
+def natural(name: str) -> tuple[tuple[int, int, str], ...]:
+    """A key to sort names by.
+
+    >>> sorted(["h.10.w", "h.2.w", "emb"], key=natural)
+    ['emb', 'h.2.w', 'h.10.w']
+    """
+    return tuple((1, int(part), part) if part.isdecimal() else (2, 0, part) for part in _NUMBER.split(name) if part)
+
+
+def aliases_of(catalog: Catalog) -> dict[str, str]:
+    """Each tensor that has its bytes of another, and which."""
+    names = catalog.tensors_table.names
+    by_index = {name: catalog.source(catalog.index(name)) for name in catalog.names}
+    return {name: names[source] for name, source in by_index.items() if names[source] != name}

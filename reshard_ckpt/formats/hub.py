@@ -1,0 +1,96 @@
+"""Which files of a folder are a model, as Hugging Face's libraries lay it out? Those that an index names, else all of a kind."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..errors import CorruptError, UsageError
+from ..storage import Storage
+from ..storage.protocol import key_parts
+
+INDEX = ".index.json"
+MAX_INDEX_BYTES = 256 << 20
+
+Chosen = Mapping[str, frozenset[str] | None]
+"""Files, and which of their tensors count; None stands for all."""
+
+_SHARD = re.compile(r"shard-[0-9]{5,9}-.*")
+_PART = re.compile(r"(?P<stem>.*)-(?P<part>[0-9]{1,9})-of-(?P<parts>[0-9]{1,9})")
+
+
+def chosen_files(storage: Storage, suffix: str, *, main: str) -> Chosen | None:
+    """The files of one kind right in a folder that are a model; None where there are none.
+
+    Parameters
+    ----------
+    suffix
+        How the files of this kind end.
+    main
+        What the model's file would be called, were there only one: the index with this name comes before others.
+    """
+    keys = top_level(storage)
+    indices = [key for key in keys if key.endswith(suffix + INDEX)]
+    if indices:
+        return read_index(storage, _one_index(storage, indices, main + INDEX))
+    files = [key for key in keys if key.endswith(suffix)]
+    _check_parts(storage, files, suffix)
+    return dict.fromkeys(files) if files else None
+
+
+def is_shard(key: str) -> bool:
+    """Whether a file is what one rank saved, by the name that torch's writer gives it.
+
+    >>> is_shard("shard-00002-model-00001-of-00001.safetensors"), is_shard("model-00001-of-00002.safetensors")
+    (True, False)
+    """
+    return _SHARD.fullmatch(key) is not None
+
+
+def top_level(storage: Storage) -> list[str]:
+    """The files right in a folder."""
+    return [key for key, _ in storage.list() if "/" not in key]
+
+
+def _one_index(storage: Storage, indices: Sequence[str], main: str) -> str:
+    if len(indices) > 1 and main not in indices:
+        raise UsageError(f"{storage.url}: has several indices ({', '.join(indices)}); keep those of one model in the folder")
+    return main if main in indices else indices[0]
+
+
+def _check_parts(storage: Storage, files: Sequence[str], suffix: str) -> None:
+    """Files that are called parts of a whole are all there: without an index nothing else would tell."""
+    known = set(files)
+    # Of what a rank saved, there are only the parts that something of its own is in.
+    matches = filter(None, (_PART.fullmatch(file.removesuffix(suffix)) for file in files if not is_shard(file)))
+    for match in {(match["stem"], match["parts"]): match for match in matches}.values():
+        digits, num = len(match["part"]), int(match["parts"])
+        for part in range(1, min(num, len(files) + 1) + 1):
+            key = f"{match['stem']}-{part:0{digits}d}-of-{match['parts']}{suffix}"
+            if key not in known:
+                lacking = f"{storage.url}: has {match[0]}{suffix}, but neither {key} nor an index"
+                raise CorruptError(f"{lacking}; copy the rest of it, or open one file by itself")
+
+
+def read_index(storage: Storage, key: str) -> Chosen:
+    """The files that an index names, and which of their tensors count."""
+    weight_map = _weight_map(storage.read(key, limit=MAX_INDEX_BYTES), f"{storage.url}: {key}")
+    by_file: dict[str, set[str]] = {}
+    for name, file in weight_map.items():
+        by_file.setdefault(file, set()).add(name)
+    for file in by_file:
+        key_parts(file)  # an index may come from anywhere: it names files below its own folder alone
+    return {file: frozenset(by_file[file]) for file in sorted(by_file)}
+
+
+def _weight_map(data: bytes, where: str) -> Mapping[str, str]:
+    try:
+        index: Any = json.loads(data.decode())
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise CorruptError(f"{where}: is no JSON ({error}); use another copy of it") from error
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise CorruptError(f"{where}: has no weight_map of names to files; use another copy of it")
+    return weight_map

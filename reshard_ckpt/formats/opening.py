@@ -1,0 +1,100 @@
+"""What does a path hold? A store, and the catalog over it: the pair that all that reads starts from."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+
+from ..comm.protocol import Comm
+from ..core.catalog.model import Catalog
+from ..engine.common.step_folders import reading
+from ..engine.loading.load import Identified, identified_catalog, open_alike
+from ..errors import CheckpointNotFound
+from ..format.catalog import encode_catalog
+from ..format.checksums import digest128
+from ..format.keys import CATALOG_KEY
+from ..storage import Storage, open_storage
+from .foreign import FORMATS, ForeignFormat, RawValue, open_foreign
+
+NATIVE = "reshard_ckpt"
+
+Path = str | os.PathLike[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A checkpoint to read from: where its bytes are, what they mean, and the name of the format that they have.
+
+    ``advice`` is what to do where a load of a foreign format does not fit, by the name below which it holds; ``raw`` are
+    values of a foreign format as they lie in its files.
+    """
+
+    storage: Storage
+    catalog: Catalog
+    format: str = NATIVE
+    advice: Mapping[str, str] = field(default_factory=dict)
+    raw: Mapping[str, RawValue] = field(default_factory=dict)
+
+    def hints(self, prefixes: Sequence[str]) -> tuple[str, ...]:
+        """The advice that concerns what lies below these names."""
+        return tuple(text for name, text in self.advice.items() if any(f"{name}.".startswith(f"{p}.") for p in prefixes))
+
+
+@contextmanager
+def open_source(path: Path, formats: Sequence[ForeignFormat] = FORMATS) -> Iterator[Source]:
+    """Open what a path holds, for reading, in one process.
+
+    Parameters
+    ----------
+    formats
+        Which foreign formats are tried where there is no checkpoint of this library.
+
+    Raises
+    ------
+    CheckpointNotFound
+        Nothing there can be read; the message says what was looked for.
+    CorruptError
+        It is damaged.
+    """
+    with ExitStack() as held:
+        yield _open(path, held, formats, lock=True).what
+
+
+@contextmanager
+def open_shared_source(comm: Comm, path: Path, formats: Sequence[ForeignFormat] = FORMATS) -> Iterator[Source]:
+    """Open what a path holds on every rank of a job, and make sure that it is the same; rank 0 keeps it from being removed."""
+    with ExitStack() as held:
+        yield open_alike(comm, str(path), lambda: _open(path, held, formats, lock=comm.rank == 0))
+
+
+def _open(path: Path, held: ExitStack, formats: Sequence[ForeignFormat], *, lock: bool) -> Identified[Source]:
+    """Open this library's own format, else the first foreign one that knows what is there."""
+    storage = held.enter_context(open_storage(path))
+    if lock:
+        held.enter_context(reading(storage))
+    try:
+        opened = identified_catalog(storage)
+    except CheckpointNotFound as error:
+        return _open_foreign(path, storage.url, held, formats, error)
+    return Identified(Source(storage, opened.what), opened.identity)
+
+
+def _a_file(url: str) -> str:
+    step = "pass the folder that it is in" if os.path.basename(url) == CATALOG_KEY else "check the path"
+    return f"{url}: no committed checkpoint: a file of no format that is known; {step}"
+
+
+def _open_foreign(
+    path: Path, url: str, held: ExitStack, formats: Sequence[ForeignFormat], not_ours: CheckpointNotFound
+) -> Identified[Source]:
+    found = open_foreign(os.fspath(path), formats)
+    if found is None:
+        tried = "; ".join(f"{one.looks_for} ({one.name})" for one in formats)
+        why = _a_file(url) if os.path.exists(url) and not os.path.isdir(url) else str(not_ours)
+        raise CheckpointNotFound(f"{why}. Looked for: {CATALOG_KEY} ({NATIVE}); {tried}") from None
+    held.enter_context(found.storage)
+    source = Source(found.storage, found.catalog, found.format, found.advice, found.raw)
+    # A foreign format has no digest of its metadata; what was made of them is the same wherever they are.
+    return Identified(source, digest128(encode_catalog(replace(found.catalog, created_s=0.0))))

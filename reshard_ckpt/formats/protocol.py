@@ -1,0 +1,96 @@
+"""What does a foreign format have to do? Look at a path, and give a catalog over what is there, or say that it is another's."""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Protocol
+from urllib.parse import unquote
+
+from ..core.catalog.model import Catalog
+from ..errors import CheckpointError
+from ..storage import Storage, open_storage
+
+
+@dataclass(frozen=True, slots=True)
+class RawValue:
+    """A value whose bytes only the library that wrote it makes anything of; `path` are its keys in the state that was saved."""
+
+    path: tuple[str | int, ...]
+    file: str
+    offset: int
+    length: int
+
+    def read(self, storage: Storage) -> bytearray:
+        """Its bytes."""
+        data = bytearray(self.length)
+        storage.read_into(self.file, self.offset, [memoryview(data)])
+        return data
+
+
+@dataclass(frozen=True, slots=True)
+class Foreign:
+    """What a format found at a path.
+
+    Attributes
+    ----------
+    storage
+        Serves the keys of the catalog's files; whoever holds this closes it.
+    catalog
+        A catalog over them. Files have no checksums: ``digests_key`` is empty.
+    format
+        The name of the format.
+    advice
+        What to do where a load does not fit, for reasons that lie in this format, by the name below which it holds: said beside
+        the problems of such a load.
+    raw
+        Values as they lie in the files, by the names that they were saved under; also those that the catalog cannot have.
+    """
+
+    storage: Storage
+    catalog: Catalog
+    format: str
+    advice: Mapping[str, str] = field(default_factory=dict)
+    raw: Mapping[str, RawValue] = field(default_factory=dict)
+
+
+class ForeignFormat(Protocol):
+    """One format."""
+
+    @property
+    def name(self) -> str:
+        """What it is called, in messages and by ``convert``."""
+
+    @property
+    def looks_for(self) -> str:
+        """By what it knows its own, for the message where nobody knows a path."""
+
+    def open(self, path: str) -> Foreign | None:
+        """Open a path for reading; None if it is not of this format.
+
+        Raises
+        ------
+        CorruptError
+            It is of this format, but damaged, incomplete or hostile.
+        """
+
+
+def locate(path: str) -> tuple[Storage, str | None]:
+    """The store that a path lies in, and the key of the one file that it names; None where it names a folder.
+
+    >>> from ...storage import open_storage
+    >>> open_storage("memory://hub").publish("w.safetensors", b"")
+    >>> storage, key = locate("memory://hub/w.safetensors")
+    >>> storage.url, key
+    ('memory://hub', 'w.safetensors')
+    """
+    above, name = posixpath.split(path.rstrip("/"))
+    name = unquote(name) if path.startswith("file:") else name
+    # A folder above that is none ("memory:/"), or a name that no key can have, is no file of ours.
+    with suppress(CheckpointError):
+        storage = open_storage(above or ("/" if path.startswith("/") else "."))
+        if storage.size(name) is not None:
+            return storage, name
+    return open_storage(path), None

@@ -1,0 +1,164 @@
+"""How is a safetensors file, or a folder of them as Hugging Face's libraries write it, a checkpoint?
+
+1. The path is one file, or a folder with an index (``*.safetensors.index.json``) that says which file holds which tensor, or
+   a folder of files without one, which then holds what is in all of them.
+2. The headers say where each tensor lies. They are read whole and proved; the data are not touched.
+3. Names stand below ``model``, as a model saved with ``{"model": model}`` would have them.
+
+torch's ``HuggingFaceStorageWriter(save_distributed=True)`` writes a file for each rank, which says where in the whole tensor each
+of its tensors begins. How large the whole is no file says: it ends where the last of its parts does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from math import prod
+
+from ..core.catalog.model import Catalog
+from ..core.catalog.specs import Ints
+from ..errors import CorruptError, UsageError
+from ..format.shard_file import Header, Member, header_num_bytes, parse_header
+from ..storage import Storage
+from .hub import Chosen, chosen_files, is_shard
+from .protocol import Foreign, locate
+from .table import FilePart, ForeignTensor, build, foreign_file, whole
+
+ROOT = "model"
+"""The key of the state below which the tensors of a flat file stand."""
+
+SUFFIX = ".safetensors"
+
+SHARDING = "DCP_SHARDING_INFO"
+"""In the metadata of a file that torch's writer made: for each tensor, where in the whole one it begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class SafetensorsFormat:
+    """The format, as one of `FORMATS`."""
+
+    name: str = "safetensors"
+    looks_for: str = "a .safetensors file, or a folder with model.safetensors.index.json or .safetensors files"
+
+    def open(self, path: str) -> Foreign | None:
+        """See `ForeignFormat`."""
+        with ExitStack() as stack:
+            storage, key = locate(path)
+            stack.enter_context(storage)
+            catalog = _open_file(storage, key) if key is not None else _open_folder(storage)
+            if catalog is None:
+                return None
+            stack.pop_all()
+            return Foreign(storage, catalog, self.name)
+
+
+def _open_file(storage: Storage, key: str) -> Catalog | None:
+    if not key.endswith(SUFFIX):
+        return None
+    if is_shard(key):
+        raise UsageError(f"{storage.url}: {key} is what one rank saved; pass the folder, which has the files of all ranks")
+    return _catalog(storage, {key: None})
+
+
+def _open_folder(storage: Storage) -> Catalog | None:
+    chosen = chosen_files(storage, SUFFIX, main=f"model{SUFFIX}")
+    return None if chosen is None else _catalog(storage, chosen)
+
+
+def _catalog(storage: Storage, chosen: Chosen) -> Catalog:
+    """The catalog of these files, and of these of their tensors; None stands for all."""
+    tensors: list[ForeignTensor] = []
+    cut: dict[str, list[tuple[Member, FilePart]]] = {}
+    files, metadata = [], {}
+    for number, (key, names) in enumerate(chosen.items()):
+        size, header = read_header(storage, key)
+        where = f"{storage.url}: {key}"
+        files.append(foreign_file(key, size, "safetensors"))
+        metadata.update(header.metadata)
+        sharding = metadata.pop(SHARDING, None)
+        if sharding is None:
+            tensors += _tensors(header, number, names, where)
+            continue
+        for member, part in _parts(header, number, names, _offsets(sharding, where), where):
+            cut.setdefault(member.name, []).append((member, part))
+    tensors += [_joined(name, parts, storage.url) for name, parts in cut.items()]
+    return build(tensors, files, format="safetensors", metadata=metadata or None, where=storage.url)
+
+
+def _offsets(sharding: str, where: str) -> Mapping[str, Ints]:
+    """Where the tensors of a file begin in the whole ones."""
+    try:
+        return {name: tuple(entry["saved_offsets"]) for name, entry in json.loads(sharding).items()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, MemoryError) as error:
+        raise CorruptError(f"{where}: its {SHARDING} is not what torch writes ({error!r:.200}); use another copy") from error
+
+
+def _parts(
+    header: Header, file: int, names: frozenset[str] | None, offsets: Mapping[str, Ints], where: str
+) -> Iterator[tuple[Member, FilePart]]:
+    for member, at in _chosen(header, names, where):
+        begin = offsets.get(member.name, ())
+        if len(begin) != len(member.shape) or not all(type(low) is int and low >= 0 for low in begin):
+            found = f"{member.name!r:.200} of shape {member.shape} begins at {begin!r:.80}"
+            raise CorruptError(f"{where}: {found}, by its {SHARDING}; use another copy of it")
+        yield member, FilePart(begin, member.shape, file, at)
+
+
+def _joined(name: str, parts: list[tuple[Member, FilePart]], where: str) -> ForeignTensor:
+    """A tensor whose parts lie in several files; of equal boxes the first counts."""
+    (first, _), *_ = parts
+    for member, _ in parts:
+        if (member.dtype, len(member.shape)) != (first.dtype, len(first.shape)):
+            raise CorruptError(
+                f"{where}: {name!r:.200} is {first.dtype} of {len(first.shape)} dims in one file, and {member.dtype} of "
+                f"{len(member.shape)} in another; keep the files of one save in the folder"
+            )
+    ends = [[low + n for low, n in zip(part.offsets, part.lengths, strict=True)] for _, part in parts]
+    distinct = {(part.offsets, part.lengths): part for _, part in reversed(parts) if prod(part.lengths)}
+    shape = tuple(max(column) for column in zip(*ends, strict=True))
+    return ForeignTensor(f"{ROOT}.{name}", first.dtype, shape, tuple(distinct.values()))
+
+
+def _chosen(header: Header, names: frozenset[str] | None, where: str) -> Iterator[tuple[Member, int]]:
+    """The tensors of a file that count, each with its first byte; all must be there that an index names."""
+    absent = sorted((names or frozenset()).difference(member.name for member in header.members))
+    if absent:
+        raise CorruptError(f"{where}: has no tensor {absent[0]!r:.200}, which the index says is there; use another copy of it")
+    for member, offset in zip(header.members, header.offsets, strict=True):
+        if names is None or member.name in names:
+            yield member, offset
+
+
+def _tensors(header: Header, file: int, names: frozenset[str] | None, where: str) -> Iterator[ForeignTensor]:
+    here: dict[str, Member] = {}
+    for member, offset in _chosen(header, names, where):
+        here[member.name] = member
+        yield whole(f"{ROOT}.{member.name}", member.dtype, member.shape, file, offset)
+    # Where tied tensors are stored once, safetensors' own save_model says here what else they are called.
+    for name, source in header.metadata.items():
+        if source in here and name not in here and name != "format":
+            yield ForeignTensor(f"{ROOT}.{name}", here[source].dtype, here[source].shape, (), f"{ROOT}.{source}")
+
+
+def read_header(storage: Storage, key: str) -> tuple[int, Header]:
+    """The size and the header of a safetensors file."""
+    where = f"{storage.url}: {key}"
+    size = storage.size(key)
+    if size is None:
+        raise CorruptError(f"{where}: is missing, though the index names it; copy it, or use another checkpoint")
+    first = _read(storage, key, min(size, 8))
+    end = header_num_bytes(first, name=where)
+    if end > size:
+        raise CorruptError(f"{where}: ends after {size} bytes, within its header of {end}; use another copy of it")
+    header = parse_header(_read(storage, key, end), file_size=size, name=where)
+    if header.metadata.get("writer") == "reshard_ckpt":
+        raise UsageError(f"{where}: is one shard file of a checkpoint; pass the checkpoint's own folder")
+    return size, header
+
+
+def _read(storage: Storage, key: str, num_bytes: int) -> memoryview:
+    data = memoryview(bytearray(num_bytes))
+    storage.read_into(key, 0, [data])
+    return data

@@ -1,0 +1,1 @@
+"""The checkpoints of one run: named by step, pruned, found again."""

@@ -1,0 +1,359 @@
+"""How does a run keep many checkpoints? `Manager`: names them by step, saves, prunes, and finds the newest that is whole.
+
+1. Rank 0 holds a lock on the root for as long as the manager lives; a second job is refused, and a dead one's lock is gone.
+2. Whatever no catalog speaks for is then a dead save's, and removed.
+3. After each commit, never before, what the rule does not keep is removed; but not what somebody reads, nor the last checkpoint
+   that is known to be good.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, SupportsIndex
+
+from ..checkpoint.loading import load
+from ..checkpoint.saving import async_save, save
+from ..comm import open_session
+from ..core.report import LoadReport
+from ..engine.common.step_folders import find_steps, referred_keys, remove_files, remove_step
+from ..engine.loading.load import open_catalog
+from ..engine.saving.async_save import SaveHandle
+from ..engine.saving.commit import clean_up
+from ..errors import CheckpointError, CheckpointNotFound, CorruptError, StorageError, UsageError
+from ..format.keys import step_name
+from ..formats.opening import Path
+from ..storage import LocksUnsupported, Storage, open_storage
+from .preemption import FinishOnSigterm
+from .retention import Retention
+
+LOCK_KEY = ".reshard_ckpt.lock"
+METRIC = "metric"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedStep:
+    """What `Manager.load_latest` loaded.
+
+    Attributes
+    ----------
+    step
+        The step of the checkpoint.
+    report
+        As of `load`.
+    passed_over
+        One line for each newer checkpoint that is damaged.
+    """
+
+    step: int
+    report: LoadReport
+    passed_over: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What the catalog of one step says that pruning needs."""
+
+    metric: float | None
+    referred: frozenset[str]
+
+
+class Manager:
+    """The checkpoints of one training run, below one folder, named by step.
+
+    Made on all ranks together; so are its saves and loads. Use it in a ``with`` block, or `close` it.
+
+    Parameters
+    ----------
+    root
+        A folder that all ranks share, or ``memory://name``. The checkpoint of step 100 is ``root/step_100``, an ordinary one.
+    keep_last
+        How many of the newest checkpoints to keep; by default all, and nothing is ever deleted.
+    keep_every
+        Also keep the steps that are multiples of this.
+    keep_best, best
+        Also keep so many with the best ``metric=`` passed when saving: the highest (``"max"``) or the lowest (``"min"``).
+    read_only
+        For a job that looks at another job's checkpoints: no lock, no clean-up; saving is an error.
+    finish_on_sigterm
+        On SIGTERM, finish the save that is under way, and then do what the signal did before: end the process, or call the
+        handler that a training loop had installed before it made the manager.
+    process_group, timeout_s
+        As for `save`.
+
+    Raises
+    ------
+    UsageError
+        Another job has its manager on this root.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        keep_best: int = 0,
+        best: str = "max",
+        read_only: bool = False,
+        finish_on_sigterm: bool = False,
+        process_group: Any = None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        self._rule = Retention(keep_last, keep_every, keep_best, best)
+        self._root = os.fspath(root)
+        self._session = {"process_group": process_group, "timeout_s": timeout_s}
+        self._read_only = read_only
+        self._known: dict[int, _Known] = {}
+        self._good: list[int] = []
+        self._damaged: set[int] = set()
+        self._pending: SaveHandle | None = None
+        self._settled = threading.Event()
+        self._pruning = threading.Lock()
+        self._is_first = True
+        self._held = ExitStack()
+        with ExitStack() as opening:
+            self._storage: Storage = opening.enter_context(open_storage(root))
+            with open_session("manage", self._root, **self._session) as comm:
+                self._is_first = comm.rank == 0
+                if self._is_first and not read_only:
+                    opening.enter_context(_take_lock(self._storage))
+                    self._remove_leftovers()
+            self._sigterm = opening.enter_context(FinishOnSigterm()) if finish_on_sigterm else None
+            self._held = opening.pop_all()
+
+    def path(self, step: int) -> str:
+        """Where the checkpoint of a step is."""
+        return f"{self._root.rstrip('/')}/{step_name(_checked(step))}"
+
+    def steps(self) -> list[int]:
+        """The steps that are committed, in order."""
+        return find_steps(self._storage)[0]
+
+    def latest(self) -> int | None:
+        """The newest step that is committed."""
+        return max(self.steps(), default=None)
+
+    def best(self) -> int | None:
+        """The step with the best metric."""
+        steps = self.steps()
+        return next(iter(self._rule.ranked(steps, self._metrics(steps))), None)
+
+    def save(
+        self, step: int, state: Mapping[str, Any], *, metric: float | None = None, metadata: Any = None, **options: Any
+    ) -> None:
+        """Save a state as the checkpoint of a step, and remove what the rule no longer keeps.
+
+        Parameters
+        ----------
+        metric
+            How good this state is, for ``keep_best``. Kept in the catalog's metadata, which must then be a dict.
+        options
+            Of `checkpoint.save`.
+        """
+        path = self._path_to_save(step)
+        with self._deferring():
+            save(path, state, metadata=_with_metric(metadata, metric), **{**self._session, **options})
+            self._committed(step)
+
+    def async_save(
+        self, step: int, state: Mapping[str, Any], *, metric: float | None = None, metadata: Any = None, **options: Any
+    ) -> SaveHandle:
+        """Like `save`, while training goes on; the removing too happens after the commit, in the background.
+
+        Parameters
+        ----------
+        options
+            Of `checkpoint.async_save`.
+        """
+        path = self._path_to_save(step)
+        with self._deferring():
+            handle = async_save(path, state, metadata=_with_metric(metadata, metric), **{**self._session, **options})
+            self._pending, settled = handle, threading.Event()
+            self._settled = settled
+            if self._sigterm is not None:
+                self._sigterm.pending = handle
+
+            def settle(done: SaveHandle) -> None:
+                try:
+                    if not done.failed():
+                        self._committed(step)
+                finally:
+                    settled.set()
+
+            handle.add_done_callback(settle)
+        return handle
+
+    def load_latest(self, state: Mapping[str, Any], **options: Any) -> LoadedStep | None:
+        """Load the newest checkpoint that is whole, passing over damaged ones, with a warning for each.
+
+        Parameters
+        ----------
+        options
+            Of `checkpoint.load`. With ``strict=False``, ``verify_first=True`` is the default here, so that nothing of a damaged
+            checkpoint stays in the state.
+
+        Returns
+        -------
+        LoadedStep or None
+            None where there is no checkpoint at all: a run that begins.
+
+        Raises
+        ------
+        CorruptError
+            There are checkpoints, and all of them are damaged.
+        MismatchError
+            Checkpoint and state disagree, which an older one would not mend.
+        """
+        self._wait()
+        options = {"verify_first": not options.get("strict", True), **self._session, **options}
+        passed: dict[int, str] = {}
+        while (step := self._newest_but(passed)) is not None:
+            try:
+                with self._deferring():
+                    report = load(self.path(step), state, **options)
+            except (CheckpointNotFound, CorruptError, StorageError) as error:
+                passed[step] = f"step {step}: {error}"
+                self._damaged.add(step)
+                if self._is_first:
+                    warnings.warn(f"passed over, as it cannot be loaded: {passed[step]}", stacklevel=2)
+                continue
+            self._good.append(step)
+            return LoadedStep(step, report, tuple(passed.values()))
+        if passed:
+            raise CorruptError(f"{self._storage.url}: no checkpoint can be loaded:\n" + "\n".join(passed.values()))
+        return None
+
+    def close(self) -> None:
+        """Wait for the save that is under way, and let go of the root. A failed save's error is raised, unless it was already."""
+        try:
+            self._wait()
+            error = None if self._pending is None else self._pending.untold()
+            if error is not None:
+                raise error
+        finally:
+            self._held.close()
+
+    def __enter__(self) -> Manager:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _path_to_save(self, step: int) -> str:
+        if self._read_only:
+            raise UsageError(f"{self._root}: this manager is read_only; make one without that to save")
+        return self.path(step)
+
+    def _deferring(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._sigterm is None else self._sigterm.deferring()
+
+    def _wait(self) -> None:
+        """Until the save that is under way, and the removing after it, is over."""
+        if self._pending is not None:
+            self._settled.wait()
+
+    def _newest_but(self, passed: Mapping[int, str]) -> int | None:
+        """The newest step, as rank 0 sees it, without those already passed over."""
+        with open_session("load_latest", f"{self._root} but {sorted(passed)}", **self._session) as comm:
+            found = max((step for step in self.steps() if step not in passed), default=-1) if comm.rank == 0 else -1
+            step = int(comm.broadcast(b"%d" % found if comm.rank == 0 else None))
+        return None if step < 0 else step
+
+    def _committed(self, step: int) -> None:
+        """This process, among others, has just committed a step."""
+        self._good.append(step)
+        self._damaged.discard(step)
+        self._known.pop(step, None)
+        if self._is_first and self._rule.keep_last is not None:
+            try:
+                with self._pruning:
+                    self._prune()
+            except CheckpointError as error:  # the save itself is done
+                warnings.warn(f"saved, but not all that may go is removed: {error}; the next save tries again", stacklevel=3)
+
+    def _prune(self) -> None:
+        steps = self.steps()
+        kept = self._kept(steps)
+        for step in steps:
+            if step not in kept and remove_step(self._storage, step, self._referred(other for other in steps if other != step)):
+                steps = [other for other in steps if other != step]
+                self._known.pop(step, None)
+
+    def _kept(self, steps: Sequence[int]) -> frozenset[int]:
+        """What the rule keeps, whether or not damaged ones count, and the last one that is known to be good."""
+        metrics = self._metrics(steps) if self._rule.keep_best else {}
+        whole = [step for step in steps if step not in self._damaged]
+        good = [step for step in self._good if step in steps][-1:]
+        return self._rule.kept(steps, metrics) | self._rule.kept(whole, metrics) | frozenset(good)
+
+    def _metrics(self, steps: Iterable[int]) -> dict[int, float]:
+        return {step: metric for step in steps if (metric := self._look(step).metric) is not None}
+
+    def _referred(self, steps: Iterable[int]) -> frozenset[str]:
+        return frozenset(key for step in steps for key in self._look(step).referred)
+
+    def _look(self, step: int) -> _Known:
+        if step not in self._known:
+            self._known[step] = _look(self.path(step), step)
+        return self._known[step]
+
+    def _remove_leftovers(self) -> None:
+        """Remove what saves that died have left: whose they were is gone, since the root is locked."""
+        committed, begun = find_steps(self._storage)
+        stale = [step for step in committed if len(self._storage.folders(step_name(step))) > 1]
+        for step in stale:
+            with open_storage(self.path(step)) as storage, suppress(CorruptError):
+                clean_up(storage, open_catalog(storage), storage.folders())
+        referred = self._referred(committed) if begun else frozenset()
+        for step in begun:
+            remove_files(self._storage, step, referred)
+
+
+def _checked(step: int) -> int:
+    if isinstance(step, bool) or not isinstance(step, SupportsIndex) or step.__index__() < 0:
+        raise UsageError(f"step={step!r}: pass a whole number, 0 or more")
+    return step.__index__()
+
+
+def _with_metric(metadata: Any, metric: float | None) -> Any:
+    if metric is None:
+        return metadata
+    if metadata is not None and (not isinstance(metadata, Mapping) or METRIC in metadata):
+        raise UsageError(f"metadata={metadata!r:.200}: with metric=, pass a dict without a {METRIC!r} of its own")
+    return {**(metadata or {}), METRIC: float(metric)}
+
+
+def _look(path: str, step: int) -> _Known:
+    try:
+        with open_storage(path) as storage:
+            catalog = open_catalog(storage)
+    except (CheckpointNotFound, CorruptError):
+        return _Known(None, frozenset())
+    metric = catalog.metadata.get(METRIC) if isinstance(catalog.metadata, Mapping) else None
+    return _Known(float(metric) if isinstance(metric, int | float) else None, frozenset(referred_keys(step, catalog)))
+
+
+@contextmanager
+def _take_lock(storage: Storage) -> Iterator[None]:
+    """Hold the root, so that no other job saves and prunes here."""
+    try:
+        lock = storage.lock(LOCK_KEY, make=True)
+    except LocksUnsupported as error:
+        warnings.warn(f"{error}; nothing keeps a second job from saving and pruning there too", stacklevel=4)
+        yield
+        return
+    if lock is None:
+        holder = storage.read(LOCK_KEY, 1 << 10).decode(errors="replace") or "another job"
+        raise UsageError(
+            f"{storage.url}: {holder} manages the checkpoints there; give each job its own root, or pass read_only=True to load"
+        )
+    with lock:
+        lock.note(f"process {os.getpid()} on {socket.gethostname()}".encode())
+        yield

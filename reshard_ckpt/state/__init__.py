@@ -1,0 +1,19 @@
+"""What a user passes, as plain data that the engine can save and load."""
+
+from __future__ import annotations
+
+from .capture import capture, prepare_load
+from .entries import Captured, NamedTensor, Target
+from .shards import FlatShard, LocalShard, PerRank, PerRankValues
+
+__all__ = [
+    "Captured",
+    "FlatShard",
+    "LocalShard",
+    "NamedTensor",
+    "PerRank",
+    "PerRankValues",
+    "Target",
+    "capture",
+    "prepare_load",
+]

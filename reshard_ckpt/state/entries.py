@@ -1,0 +1,64 @@
+"""What do the adapters hand to the engine? One rank's tensors and values, saving and loading."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..core.catalog.specs import Mesh, TensorSpec, ValueSpec
+
+
+@dataclass(frozen=True, slots=True)
+class NamedTensor:
+    """A tensor of this rank: its description, and the local memory that its pieces lie in (any device, any strides)."""
+
+    spec: TensorSpec
+    memory: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """All that one rank has to save.
+
+    Two entries may have one name: two stages on this rank hold the same tensor.
+    """
+
+    entries: tuple[NamedTensor, ...]
+    values: tuple[ValueSpec, ...]
+    mesh: Mesh | None
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """All that one rank wants to load.
+
+    Attributes
+    ----------
+    entries
+        The tensors, to be written in place.
+    values
+        The names of values that must be in the checkpoint.
+    unplaced
+        Names of saved tensors that are wanted too, but for which there is no place on this rank: `check` says why.
+    prefixes
+        The top-level keys: what the checkpoint holds below them and no rank wants is unexpected.
+    check
+        Takes ``{name: value}`` for every value of the checkpoint below the prefixes, wanted or not; a per-rank one as
+        `PerRankValues`. Returns what disagrees, one line for each. To be called once, before any tensor changes.
+    finish
+        Takes the same values, and the names of tensors that were not loaded (with ``strict=False``). To be called once, after
+        `check` and after all tensors are in place and proved. Until then the objects of the state are as they were.
+    mesh
+        The mesh of the job, where the state shows it.
+    """
+
+    entries: tuple[NamedTensor, ...]
+    values: tuple[str, ...]
+    unplaced: tuple[str, ...]
+    prefixes: tuple[str, ...]
+    check: Callable[[Mapping[str, Any]], list[str]]
+    finish: Callable[[Mapping[str, Any], Iterable[str]], None]
+    mesh: Mesh | None = None

@@ -1,0 +1,86 @@
+"""Where do the elements of one local tensor belong in the global one, whatever its memory looks like?
+
+A `Layout` is geometry only, so that optimizer state with other strides than its parameter can share the parameter's. Together
+with a tensor it gives the pieces of `core.state`:
+
+1. a layout of boxes: each box of the local tensor is one whole-box piece with the tensor's own strides;
+2. a flat layout: the local tensor is a run of the concatenated boxes; each box it touches gives one piece whose strides are
+   the box's own, so that its base may lie before the first element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+import torch
+
+from ..core.catalog.specs import AxisPlacement, Ints, Piece, Replication, row_major_strides
+
+
+@dataclass(frozen=True, slots=True)
+class LocalBox:
+    """A box of the global tensor (`offsets`, `lengths`) that begins at `local_offsets` in the local one."""
+
+    local_offsets: Ints
+    offsets: Ints
+    lengths: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What a local tensor of shape `local_shape` holds of a global one of shape `shape`.
+
+    With `flat_start` the local tensor is flat: its element ``k`` is element ``flat_start + k`` of the row-major concatenation of
+    `boxes`, whose `local_offsets` then mean nothing.
+    """
+
+    shape: Ints
+    local_shape: Ints
+    boxes: tuple[LocalBox, ...]
+    replication: Replication
+    placement: tuple[AxisPlacement, ...] = ()
+    flat_start: int | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the local tensor simply is the global one."""
+        if self.flat_start is not None or self.local_shape != self.shape:
+            return False
+        return prod(self.shape) == 0 or (len(self.boxes) == 1 and self.boxes[0].lengths == self.shape)
+
+    def pieces(self, memory: torch.Tensor) -> tuple[Piece, ...]:
+        """The pieces that `memory`, a tensor of shape `local_shape`, holds; empty ones are left out."""
+        assert tuple(memory.shape) == self.local_shape, (memory.shape, self.local_shape)
+        if self.flat_start is None:
+            strides = tuple(memory.stride())
+            return tuple(_box(box, strides) for box in self.boxes if prod(box.lengths))
+        # A flat tensor of several dims is contiguous (checked where it is declared), so its flat stride is 1.
+        step = memory.stride(0) if memory.ndim == 1 else 1
+        return tuple(_runs(self.boxes, self.flat_start, memory.numel(), step))
+
+
+@lru_cache(maxsize=1 << 16)
+def whole(shape: Ints, replication: Replication, placement: tuple[AxisPlacement, ...] = ()) -> Layout:
+    """The layout of a tensor that is whole on this rank."""
+    zeros = (0,) * len(shape)
+    return Layout(shape, shape, (LocalBox(zeros, zeros, shape),), replication, placement)
+
+
+def _box(box: LocalBox, strides: Ints) -> Piece:
+    base = sum(offset * stride for offset, stride in zip(box.local_offsets, strides, strict=True))
+    return Piece(box.offsets, box.lengths, 0, prod(box.lengths), base, strides)
+
+
+def _runs(boxes: tuple[LocalBox, ...], first: int, count: int, step: int) -> Iterator[Piece]:
+    """The pieces of the run ``[first, first + count)`` of the concatenated boxes, elements `step` apart in memory."""
+    box_first = 0
+    for box in boxes:
+        size = prod(box.lengths)
+        start, stop = max(first, box_first) - box_first, min(first + count, box_first + size) - box_first
+        if start < stop:
+            strides = tuple(stride * step for stride in row_major_strides(box.lengths))
+            yield Piece(box.offsets, box.lengths, start, stop - start, (box_first - first) * step, strides)
+        box_first += size

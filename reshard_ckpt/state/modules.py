@@ -1,0 +1,202 @@
+"""Which tensors and values does a module have, and what are they called without its wrappers?
+
+1. ``state_dict(keep_vars=True)`` says what belongs to the module. It also puts an FSDP2 module that an eval forward left
+   unsharded back to its shards, so it is called before any optimizer is looked at.
+2. Each key is walked down from the root. Steps that only lead through a wrapper (DDP, ``torch.compile``, activation
+   checkpointing) are dropped; a user's submodule that happens to be called ``module`` stays.
+3. Loading writes into the module's own tensors. Only where ``state_dict`` hands out others, made by a hook, is
+   ``load_state_dict`` called at the end; extra state goes to ``set_extra_state`` of the module that gave it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from ..core.catalog.specs import Replication
+from ..errors import MismatchError, NameCollisionError, UnsupportedError
+from .scan import Path, name_of
+from .tensors import TensorLike, is_tensor_like
+
+EXTRA_STATE = "_extra_state"
+WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+"""What torch's wrappers call the module inside; nobody else uses these names."""
+
+
+def unwrapped(name: str) -> str:
+    """A parameter's name without what compiling and wrapping put into it.
+
+    >>> unwrapped("layers.0._orig_mod.weight")
+    'layers.0.weight'
+    """
+    return ".".join(part for part in name.split(".") if part not in WRAPPED)
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleTensor:
+    """A parameter or buffer; `own` says that writing into it changes the module."""
+
+    fqn: str
+    key: str
+    value: TensorLike
+    replication: Replication
+    own: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleValue:
+    """Extra state (with the `owner` that takes it back), or what else a hook put into the state dict."""
+
+    fqn: str
+    key: str
+    value: Any
+    owner: nn.Module | None
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleState:
+    """A module, its state dict as torch gives it, and the same under clean names."""
+
+    module: nn.Module
+    raw: dict[str, Any]
+    tensors: tuple[ModuleTensor, ...]
+    values: tuple[ModuleValue, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModulePlace:
+    """Where a state dict key leads: its clean name, the module that has it, and whether DDP wraps that module."""
+
+    fqn: str
+    owner: nn.Module
+    under_ddp: bool
+
+
+def read_module(module: nn.Module, path: Path) -> ModuleState:
+    """The state of one module.
+
+    Raises
+    ------
+    UnsupportedError
+        It holds FSDP1 modules.
+    NameCollisionError
+        Two keys have one clean name.
+    """
+    name = name_of(path)
+    for prefix, child in module.named_modules():
+        if isinstance(child, FullyShardedDataParallel):
+            raise UnsupportedError(
+                f"{name}: {prefix or 'the module'} is wrapped by FSDP1 (FullyShardedDataParallel), whose flat parameters have "
+                "no layout of their own; shard it with torch.distributed.fsdp.fully_shard instead"
+            )
+    raw = dict(module.state_dict(keep_vars=True))
+    own = {id(t) for t in (*module.parameters(), *module.buffers())}
+    tensors: list[ModuleTensor] = []
+    values: list[ModuleValue] = []
+    seen: dict[str, str] = {}
+    for key, value in raw.items():
+        at = locate(module, key)
+        if seen.setdefault(at.fqn, key) != key:
+            raise NameCollisionError(f"{name}.{at.fqn}: both {seen[at.fqn]} and {key} of the module have this name; rename one")
+        if is_tensor_like(value) and not key.endswith(EXTRA_STATE):
+            tensors.append(ModuleTensor(at.fqn, key, value, _claim(value, at), id(value) in own))
+        else:
+            values.append(ModuleValue(at.fqn, key, value, at.owner if key.endswith(EXTRA_STATE) else None))
+    return ModuleState(module, raw, tuple(tensors), tuple(values))
+
+
+def _claim(value: TensorLike, at: ModulePlace) -> Replication:
+    if not at.under_ddp:
+        return Replication.PLAIN
+    return Replication.DECLARED if isinstance(value, nn.Parameter) else Replication.BUFFER
+
+
+def locate(root: nn.Module, key: str) -> ModulePlace:
+    """Follow a state dict key down the modules.
+
+    Some wrappers' hooks have dropped their own step from the key already, so a wrapper that is not named is entered all the same.
+    """
+    module, under_ddp = root, False
+    clean: list[str] = []
+    steps = key.split(".")
+    for i, step in enumerate(steps):
+        module, is_wrapper_step, ddp = _enter(module, step)
+        under_ddp = under_ddp or ddp
+        if is_wrapper_step:
+            continue
+        clean.append(step)
+        child = module._modules.get(step)
+        if child is None:
+            clean += steps[i + 1 :]
+            break
+        module = child
+    return ModulePlace(".".join(clean), module, under_ddp)
+
+
+def _enter(module: nn.Module, step: str) -> tuple[nn.Module, bool, bool]:
+    """The module past all wrappers up to one that the step names; whether the step named one; and whether one was DDP."""
+    ddp = False
+    while (inner := _inner(module)) is not None and (step == inner or not _has(module, step)):
+        ddp = ddp or isinstance(module, DistributedDataParallel)
+        module = module.get_submodule(inner)
+        if step == inner:
+            return module, True, ddp
+    return module, False, ddp
+
+
+def _has(module: nn.Module, step: str) -> bool:
+    return step in module._modules or step in module._parameters or step in module._buffers
+
+
+def _inner(module: nn.Module) -> str | None:
+    if isinstance(module, DistributedDataParallel | DataParallel):
+        return "module"
+    return next((name for name in WRAPPED if name in module._modules), None)
+
+
+class ModulesTarget:
+    """The modules under one key, being loaded: `values` names what else than tensors they want."""
+
+    def __init__(self, path: Path, states: Iterable[ModuleState]) -> None:
+        self.name = name_of(path)
+        self._states = tuple(states)
+        self._slots = {f"{self.name}.{v.fqn}": v for state in self._states for v in state.values}
+        self._here = {f"{self.name}.{t.fqn}".rpartition(".")[0] for state in self._states for t in state.tensors}
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        return tuple(self._slots)
+
+    def check(self, values: Mapping[str, Any]) -> list[str]:
+        # Only of modules on this rank: what belongs to another pipeline stage is for other ranks to judge.
+        return [
+            f"{name}: saved as a value, for which the module has no place; load with strict=False to leave it out"
+            for name, value in values.items()
+            if name not in self._slots and not is_nothing(value) and name.rpartition(".")[0] in self._here
+        ]
+
+    def finish(self, values: Mapping[str, Any], skipped: frozenset[str]) -> None:
+        for state in self._states:
+            loaded = [(slot, values[name]) for slot in state.values if (name := f"{self.name}.{slot.fqn}") in values]
+            if not all(t.own for t in state.tensors) or any(slot.owner is None for slot, _ in loaded):
+                self._give_back(state, {slot.key: value for slot, value in loaded})
+                continue
+            for slot, value in loaded:
+                assert slot.owner is not None
+                slot.owner.set_extra_state(value)
+
+    def _give_back(self, state: ModuleState, values: Mapping[str, Any]) -> None:
+        try:
+            state.module.load_state_dict({**state.raw, **values})
+        except Exception as error:
+            raise MismatchError(f"{self.name}: the module's load_state_dict refused the loaded state: {error}") from error
+
+
+def is_nothing(value: Any) -> bool:
+    """Whether a value stands for a module or optimizer that some rank does not have: None or an empty container."""
+    return value is None or (isinstance(value, list | tuple | dict) and not value)

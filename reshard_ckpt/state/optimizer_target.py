@@ -1,0 +1,237 @@
+"""How is saved state put into an optimizer, which may never have stepped?
+
+1. For each parameter, the names in the checkpoint say which state it has. What the optimizer holds already is loaded in place;
+   the rest is allocated like the parameter, or as a scalar, but not yet put into the optimizer.
+2. Before anything changes, each group finds its hyperparameters by the FQNs of its parameters.
+3. After the tensors are in place, new state is put into the optimizer, state that the checkpoint knows not to exist is taken out,
+   and hyperparameters are set. The optimizer and its parameters are never stepped.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..core.catalog.model import Catalog
+from ..core.catalog.param_groups import NOT_SAVED, SWITCHES, Groups, Selection
+from ..core.catalog.specs import Ints
+from ..format.torch_dtypes import TORCH_DTYPES
+from .modules import is_nothing
+from .optimizers import Owner, Owners, View, state_tensor
+from .scan import Path, name_of
+from .tensors import LocalTensor, TensorLike, is_tensor_like
+
+
+@dataclass(frozen=True, slots=True)
+class WantedState:
+    """A tensor that an optimizer wants under one name: the thing it is kept as, and its leaf."""
+
+    name: str
+    value: TensorLike
+    leaf: LocalTensor
+
+
+@dataclass(frozen=True, slots=True)
+class ParamPlan:
+    """What becomes of one parameter's state: `tensors` and `values` by state key, under every name that they are saved as."""
+
+    view: View
+    owner: Owner
+    tensors: Mapping[str, tuple[WantedState, ...]]
+    values: Mapping[str, tuple[str, ...]]
+    new: frozenset[str]
+    """The keys in `tensors` that were allocated here, and are not in the optimizer yet."""
+
+
+class SavedState:
+    """Which state keys the checkpoint holds for which FQN below one optimizer's key."""
+
+    def __init__(self, name: str, catalog: Catalog) -> None:
+        self.prefix = f"{name}.state."
+        self._keys: dict[str, dict[str, bool]] = {}
+        for is_tensor, names in ((True, catalog.names), (False, catalog.value_names)):
+            for full in names:
+                if full.startswith(self.prefix):
+                    fqn, _, key = full[len(self.prefix) :].rpartition(".")
+                    self._keys.setdefault(fqn, {})[key] = is_tensor
+
+    def of(self, fqn: str) -> Mapping[str, bool]:
+        """Its state keys, and whether each is a tensor."""
+        return self._keys.get(fqn, {})
+
+
+class OptimizersTarget:
+    """The optimizers under one key, being loaded.
+
+    Attributes
+    ----------
+    wanted
+        The tensors to load.
+    values
+        The names of values that must be there.
+    unplaced
+        Saved tensors that the optimizer should have, with why nobody knows their place on this rank.
+    """
+
+    def __init__(self, path: Path, views: Sequence[View], owners: Owners, catalog: Catalog) -> None:
+        self.name = name_of(path)
+        self._views = views
+        self._owners = owners
+        self._catalog = catalog
+        self.unplaced: dict[str, str] = {}
+        saved = SavedState(self.name, catalog)
+        self._plans = [self._plan(view, owners[p], group, saved) for view in views for p, group in view.held]
+        self._selections: list[tuple[View, dict[str, Any], Selection]] = []
+        self._groups = Groups([])
+        self.groups_name = f"{self.name}.param_groups"
+
+    @property
+    def wanted(self) -> tuple[WantedState, ...]:
+        return tuple(w for plan in self._plans for entries in plan.tensors.values() for w in entries)
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        return (self.groups_name, *(name for plan in self._plans for names in plan.values.values() for name in names))
+
+    def _plan(self, view: View, owner: Owner, group: Mapping[str, Any], saved: SavedState) -> ParamPlan:
+        existing = view.state.get(owner.param, {})
+        fqns = [fqn for fqn in owner.fqns if saved.of(fqn)]
+        is_tensor = {key: kind for fqn in fqns for key, kind in saved.of(fqn).items()}
+        if fqns:  # what the optimizer has besides is asked for too, so that its absence is found and named
+            is_tensor.update({key: is_tensor_like(value) for key, value in existing.items() if key not in is_tensor})
+        tensors: dict[str, tuple[WantedState, ...]] = {}
+        values: dict[str, tuple[str, ...]] = {}
+        new: set[str] = set()
+        for key, kind in is_tensor.items():
+            names = tuple(f"{saved.prefix}{fqn}.{key}" for fqn in fqns if key in saved.of(fqn)) or (
+                f"{saved.prefix}{fqns[0]}.{key}",
+            )
+            if not kind:
+                values[key] = names
+                continue
+            value = existing.get(key)
+            if not is_tensor_like(value):
+                value = self._allocate(owner, group, names[0])
+                new.add(key)
+            if value is None:
+                self.unplaced.update(dict.fromkeys(names, self.unplaced[names[0]]))
+            else:
+                tensors[key] = tuple(WantedState(name, value, state_tensor(value, owner, name)) for name in names)
+        return ParamPlan(view, owner, tensors, values, frozenset(new & tensors.keys()))
+
+    def _allocate(self, owner: Owner, group: Mapping[str, Any], name: str) -> torch.Tensor | None:
+        """Memory for a saved state tensor that the optimizer does not have; None, and a problem, where nobody knows its place."""
+        index = self._catalog.index(name)
+        shape, dtype = self._catalog.shape(index), TORCH_DTYPES[self._catalog.dtype(index)]
+        like, layout = owner.param.detach(), owner.layout
+        if shape == () and (layout.shape != () or name.endswith(".step")):
+            # torch keeps step counts on the CPU unless a kernel on the device reads them.
+            on_device = group.get("capturable") or group.get("fused")
+            return torch.zeros((), dtype=dtype, device=like.device if on_device else "cpu")
+        if shape == layout.shape:
+            return torch.empty_like(like, dtype=dtype)
+        saved_shape = self._saved_shape(owner)
+        if shape == saved_shape:
+            # The parameter itself was resized; what of its state the checkpoint does not cover must not be garbage.
+            return torch.zeros_like(like, dtype=dtype)
+        if layout.is_whole and saved_shape in (None, layout.shape):
+            return torch.empty(shape, dtype=dtype, device=like.device)
+        self.unplaced[name] = (
+            f"{name}: saved with shape {shape} for a parameter of {saved_shape or layout.shape}; {owner.fqns[0]} is "
+            f"{layout.local_shape} of {layout.shape} on this rank, so its place is unknown; load into an optimizer that has "
+            "stepped, or whose state_dict() declares it as LocalShard"
+        )
+        return None
+
+    def _saved_shape(self, owner: Owner) -> Ints | None:
+        names = (f"{owner.key}.{fqn}" for fqn in owner.fqns)
+        return next((self._catalog.shape(self._catalog.index(name)) for name in names if name in self._catalog), None)
+
+    def check(self, values: Mapping[str, Any]) -> list[str]:
+        """What the values disagree with; to be called before any tensor changes."""
+        problems = list(dict.fromkeys(self.unplaced.values()))
+        self._groups = Groups(values.get(self.groups_name) or [])
+        self._selections = []
+        for view in self._views:
+            for i, group in enumerate(view.groups if self.groups_name in values else ()):
+                fqns = [self._known_fqn(self._owners[p]) for p in group["params"]]
+                selection = self._groups.select(fqns, name=f"{view.name}.param_groups[{i}]", target=group)
+                problems += selection.problems
+                self._selections.append((view, group, selection))
+        known = {self.groups_name, *self.values}
+        problems += [
+            f"{name}: saved as a value, for which the optimizer has no place; load with strict=False to leave it out"
+            for name, value in values.items()
+            if name not in known and not is_nothing(value) and not self._of_other_rank(name)
+        ]
+        return problems
+
+    def _of_other_rank(self, name: str) -> bool:
+        """Whether a value is the state of a parameter that is not on this rank, so that others judge it."""
+        return name.startswith(f"{self.name}.state.")
+
+    def _known_fqn(self, owner: Owner) -> str:
+        return next((fqn for fqn in owner.fqns if fqn in self._groups), owner.fqns[0])
+
+    def finish(self, values: Mapping[str, Any], skipped: frozenset[str]) -> None:
+        """Put what was loaded into the optimizers; `skipped` are tensors that were not loaded."""
+        for plan in self._plans:
+            self._put(plan, values, skipped)
+        for view, group, selection in self._selections:
+            _set_hyperparameters(group, selection.hyperparameters)
+            for follower in view.followers:
+                if _same_group(follower, group):
+                    _set_hyperparameters(follower, selection.hyperparameters)
+
+    def _put(self, plan: ParamPlan, values: Mapping[str, Any], skipped: frozenset[str]) -> None:
+        state, param = plan.view.state, plan.owner.param
+        if not plan.tensors and not plan.values:
+            if param in state and any(fqn in self._groups for fqn in plan.owner.fqns):
+                del state[param]  # the checkpoint knows the parameter, and that it had no state yet
+            return
+        lost = any(w.name in skipped for key in plan.new for w in plan.tensors[key])
+        if lost and param not in state:
+            return  # half a state is worse than none: the optimizer will make its own
+        # In the order of the names: programs run collectives over a state's entries, and ranks hash differently.
+        entries = {
+            key: wanted[0].value
+            for key, wanted in plan.tensors.items()
+            if key in plan.new and not any(w.name in skipped for w in wanted)
+        }
+        found = {key: values[name] for key, names in plan.values.items() for name in names[:1] if name in values}
+        if entries or found or param in state:
+            state[param].update(entries)
+            state[param].update({key: _moved(value, param.device) for key, value in found.items()})
+
+
+def _same_group(follower: Mapping[str, Any], group: Mapping[str, Any]) -> bool:
+    params = {id(p) for p in group["params"]}
+    return any(id(p) in params for p in follower["params"])
+
+
+def _set_hyperparameters(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    for key, value in saved.items():
+        if key in NOT_SAVED or (key in SWITCHES and key in group):
+            continue
+        mine = group.get(key)
+        if isinstance(mine, torch.Tensor):  # a captured graph may hold on to it
+            mine.copy_(torch.as_tensor(value))
+        elif isinstance(value, torch.Tensor) and isinstance(mine, float | int):
+            group[key] = value.item()
+        else:
+            group[key] = copy.deepcopy(value)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """A decoded value with its tensors, if any, on the parameter's device."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, list | tuple):
+        return type(value)(_moved(v, device) for v in value)
+    if isinstance(value, dict):
+        return {key: _moved(v, device) for key, v in value.items()}
+    return value

@@ -1,0 +1,280 @@
+"""How does a framework of its own say what its tensors and values are?
+
+`LocalShard` and `FlatShard` declare which part of a global tensor a local one is; `PerRank` a value that each rank has of its
+own. All three stand in the state wherever a tensor or a value could.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+from operator import index as as_int
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from ..core.catalog.specs import Ints, Replication
+from ..errors import LayoutError, UsageError
+from .layouts import Layout, LocalBox
+
+
+def _ints(what: str, values: Iterable[Any]) -> Ints:
+    try:
+        out = tuple(as_int(v) for v in values)
+    except TypeError as error:
+        raise UsageError(f"{what}: wanted integers, got {values!r}") from error
+    if any(v < 0 for v in out):
+        raise LayoutError(f"{what}: {out} has a negative entry")
+    return out
+
+
+def _inside(what: str, offsets: Ints, lengths: Ints, shape: Ints) -> None:
+    if not len(offsets) == len(lengths) == len(shape):
+        raise LayoutError(f"{what}: offsets {offsets} and lengths {lengths} do not have the {len(shape)} dims of shape {shape}")
+    for dim, (offset, length, size) in enumerate(zip(offsets, lengths, shape, strict=True)):
+        if offset + length > size:
+            raise LayoutError(
+                f"{what}: dim {dim} ends at {offset} + {length} = {offset + length}, past the size {size} of {shape}"
+            )
+
+
+def _disjoint(what: str, boxes: Sequence[tuple[Ints, Ints]]) -> None:
+    """Refuse boxes that overlap: of two elements in one place, one would be lost."""
+    boxes = [b for b in boxes if prod(b[1])]
+    if len(boxes) < 2 or not boxes[0][0]:
+        if len(boxes) > 1:
+            raise LayoutError(f"{what}: {len(boxes)} pieces of a 0-dim tensor overlap; give one")
+        return
+    first = np.array([b[0] for b in boxes], dtype=np.int64)
+    last = first + np.array([b[1] for b in boxes], dtype=np.int64)
+    for i in range(len(boxes) - 1):
+        hits = np.flatnonzero(((first[i + 1 :] < last[i]) & (first[i] < last[i + 1 :])).all(axis=1))
+        if len(hits):
+            j = i + 1 + int(hits[0])
+            raise LayoutError(
+                f"{what} {i} and {j} overlap: offsets {boxes[i][0]} lengths {boxes[i][1]} and offsets {boxes[j][0]} lengths "
+                f"{boxes[j][1]}; each element must be in one piece"
+            )
+
+
+def _check_tensor(kind: str, tensor: Any) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise UsageError(f"{kind}: wanted a torch.Tensor, got {type(tensor).__name__}")
+    if hasattr(tensor, "placements") and hasattr(tensor, "device_mesh"):
+        raise UsageError(f"{kind}: got a DTensor, whose placement says by itself what it holds; pass the DTensor as it is")
+
+
+class LocalShard:
+    """A local tensor that is one box of a global one, or several.
+
+    Parameters
+    ----------
+    tensor
+        What this rank holds. It is read when saving and written in place when loading.
+    global_shape
+        The shape of the whole tensor.
+    offsets
+        Where the local tensor begins in the global one, for each dim. The box has the local tensor's shape.
+    pieces
+        Instead of `offsets`: ``(local_offsets, offsets, lengths)`` of each box, for a local tensor that several boxes make up
+        (fused QKV, SwiGLU). Boxes may not overlap, neither in the local tensor nor in the global one; what no box covers
+        in the local tensor is padding, which is neither saved nor loaded.
+
+    Ranks that declare the same box are replicas: they hold the same bytes and share the writing.
+
+    Raises
+    ------
+    LayoutError
+        A box does not fit, or boxes overlap.
+
+    Examples
+    --------
+    The second of two tensor-parallel ranks holds rows [2, 4) of the gate and of the up projection, stacked:
+
+    >>> shard = LocalShard(torch.zeros(4, 8), (8, 8), pieces=[((0, 0), (2, 0), (2, 8)), ((2, 0), (6, 0), (2, 8))])
+    """
+
+    __slots__ = ("layout", "tensor")
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        global_shape: Iterable[int],
+        offsets: Iterable[int] | None = None,
+        *,
+        pieces: Iterable[tuple[Iterable[int], Iterable[int], Iterable[int]]] | None = None,
+    ) -> None:
+        _check_tensor("LocalShard", tensor)
+        shape = _ints("LocalShard global_shape", global_shape)
+        if (offsets is None) == (pieces is None):
+            raise UsageError("LocalShard: give either offsets or pieces")
+        if tensor.ndim != len(shape):
+            raise LayoutError(
+                f"LocalShard: the local tensor has {tensor.ndim} dims {tuple(tensor.shape)}, global_shape {shape} {len(shape)}"
+            )
+        local_shape = tuple(tensor.shape)
+        if offsets is not None:
+            boxes: tuple[LocalBox, ...] = (LocalBox((0,) * len(shape), _ints("LocalShard offsets", offsets), local_shape),)
+        else:
+            boxes = tuple(_local_box(i, piece) for i, piece in enumerate(pieces or ()))
+        for i, box in enumerate(boxes):
+            _inside(f"LocalShard piece {i} in the global tensor", box.offsets, box.lengths, shape)
+            _inside(f"LocalShard piece {i} in the local tensor", box.local_offsets, box.lengths, local_shape)
+        _disjoint("LocalShard: in the global tensor, pieces", [(b.offsets, b.lengths) for b in boxes])
+        _disjoint("LocalShard: in the local tensor, pieces", [(b.local_offsets, b.lengths) for b in boxes])
+        self.tensor: Final = tensor
+        self.layout: Final = Layout(shape, local_shape, boxes, Replication.DECLARED)
+
+    def __repr__(self) -> str:
+        boxes = ", ".join(f"{b.offsets}+{b.lengths}" for b in self.layout.boxes)
+        return f"LocalShard({tuple(self.tensor.shape)} of {self.layout.shape}: {boxes})"
+
+
+def _local_box(i: int, piece: Any) -> LocalBox:
+    try:
+        local_offsets, offsets, lengths = piece
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"LocalShard piece {i}: wanted (local_offsets, offsets, lengths), got {piece!r}") from error
+    what = f"LocalShard piece {i}"
+    return LocalBox(_ints(what, local_offsets), _ints(what, offsets), _ints(what, lengths))
+
+
+class FlatShard:
+    """A local tensor that is a run of a flattened one, as ZeRO and distributed optimizers hold it.
+
+    Parameters
+    ----------
+    tensor
+        What this rank holds: 1-D, or contiguous. It is read when saving and written in place when loading.
+    global_shape
+        The shape of the whole tensor.
+    start
+        Where the run begins, in elements of the row-major concatenation of `pieces`.
+    pieces
+        ``(offsets, lengths)`` of each box that was flattened; by default the one box that is the whole tensor. A distributed
+        optimizer over tensor parallelism flattens the tp-local shard: give that box here.
+
+    Raises
+    ------
+    LayoutError
+        A box does not fit, boxes overlap, or the run ends past them.
+
+    Examples
+    --------
+    Elements [5, 9) of a (4, 3) weight, which begin and end in the middle of a row:
+
+    >>> FlatShard(torch.zeros(4), (4, 3), 5)
+    FlatShard([5, 9) of 12 elements of (4, 3))
+    """
+
+    __slots__ = ("layout", "tensor")
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        global_shape: Iterable[int],
+        start: int,
+        *,
+        pieces: Iterable[tuple[Iterable[int], Iterable[int]]] | None = None,
+    ) -> None:
+        _check_tensor("FlatShard", tensor)
+        shape = _ints("FlatShard global_shape", global_shape)
+        (first,) = _ints("FlatShard start", (start,))
+        boxes = _flat_boxes(shape, pieces)
+        total = sum(prod(lengths) for _, lengths in boxes)
+        if first + tensor.numel() > total:
+            raise LayoutError(
+                f"FlatShard: start {first} + {tensor.numel()} elements ends at {first + tensor.numel()}, past the {total} "
+                f"elements that the pieces of {shape} have"
+            )
+        if tensor.ndim != 1 and not tensor.is_contiguous():
+            raise LayoutError(
+                f"FlatShard: a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not flat; pass a "
+                "contiguous one"
+            )
+        self.tensor: Final = tensor
+        local_boxes = tuple(LocalBox((), offsets, lengths) for offsets, lengths in boxes)
+        self.layout: Final = Layout(shape, tuple(tensor.shape), local_boxes, Replication.DECLARED, flat_start=first)
+
+    def __repr__(self) -> str:
+        first = self.layout.flat_start or 0
+        total = sum(prod(b.lengths) for b in self.layout.boxes)
+        return f"FlatShard([{first}, {first + self.tensor.numel()}) of {total} elements of {self.layout.shape})"
+
+
+def _flat_boxes(shape: Ints, pieces: Iterable[Any] | None) -> list[tuple[Ints, Ints]]:
+    if pieces is None:
+        return [((0,) * len(shape), shape)]
+    boxes = []
+    for i, piece in enumerate(pieces):
+        try:
+            offsets, lengths = piece
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"FlatShard piece {i}: wanted (offsets, lengths), got {piece!r}") from error
+        box = _ints(f"FlatShard piece {i}", offsets), _ints(f"FlatShard piece {i}", lengths)
+        _inside(f"FlatShard piece {i} in the global tensor", *box, shape)
+        boxes.append(box)
+    _disjoint("FlatShard: in the global tensor, pieces", boxes)
+    return boxes
+
+
+class PerRank:
+    """A value that each rank has of its own: RNG state, a data loader's position.
+
+    Parameters
+    ----------
+    value
+        Any plain value, or an object with ``state_dict`` and ``load_state_dict``. After a load, `value` is this rank's (an object
+        has been given it through ``load_state_dict``).
+    combine
+        Called when the world size differs from the saved one, with all saved values in order of rank: either
+        ``combine(values, rank, size)``, where rank and size are those of the loading job, or ``combine(values)``. It returns what
+        is this rank's. Without it, another world size is an error.
+
+    Examples
+    --------
+    Each of four ranks has read every fourth sample; any number of ranks can go on from there:
+
+    >>> position = PerRank(12, combine=lambda values, rank, size: min(values))
+    """
+
+    __slots__ = ("_takes_rank", "combine", "value")
+
+    def __init__(self, value: Any, combine: Callable[..., Any] | None = None) -> None:
+        self.value = value
+        self.combine = combine
+        self._takes_rank = combine is not None and _takes_rank(combine)
+
+    def combined(self, values: Sequence[Any], rank: int, size: int) -> Any:
+        """What `combine` makes of all saved values for this rank."""
+        assert self.combine is not None
+        return self.combine(list(values), rank, size) if self._takes_rank else self.combine(list(values))
+
+    def __repr__(self) -> str:
+        return f"PerRank({self.value!r})"
+
+
+def _takes_rank(combine: Callable[..., Any]) -> bool:
+    if not callable(combine):
+        raise UsageError(f"PerRank: combine is a {type(combine).__name__}, which cannot be called")
+    try:
+        signature = inspect.signature(combine)
+    except ValueError:  # a builtin such as max: it tells nothing, and takes the values
+        return False
+    for takes_rank, arguments in ((True, ([], 0, 1)), (False, ([],))):
+        try:
+            signature.bind(*arguments)
+        except TypeError:
+            continue
+        return takes_rank
+    raise UsageError(f"PerRank: combine{signature} takes neither (values, rank, size) nor (values)")
+
+
+@dataclass(frozen=True, slots=True)
+class PerRankValues:
+    """What each rank saved under one name, in order of rank; `values` may decode lazily: only what is needed is indexed."""
+
+    values: Sequence[Any]

@@ -1,0 +1,234 @@
+"""How do loaded values get back into dicts, lists and objects with a state of their own?
+
+A *slot* is a place of the target tree that wants a value. Values that the checkpoint has and the tree lacks are added to the
+dict that they were saved in; everything that fits nowhere is a problem, found before anything changes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..core.catalog.param_groups import NOT_SAVED, SWITCHES, Groups
+from ..core.catalog.specs import ValueKind
+from ..errors import MismatchError, UsageError
+from .modules import is_nothing
+from .scan import GroupsItem, Index, Path, PerRankItem, TensorItem, Tree, ValueItem, is_stateful, name_of
+from .shards import PerRank, PerRankValues
+
+_MISSING = object()
+
+
+@dataclass(frozen=True, slots=True)
+class ValueOrigin:
+    """What the catalog says of a value: its path in the saved state, and whether it is per rank."""
+
+    path: Path
+    kind: ValueKind
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Which of how many ranks is loading."""
+
+    rank: int
+    size: int
+
+
+class TreeTarget:
+    """One tree of the state, being loaded.
+
+    Parameters
+    ----------
+    tree
+        The tree, as scanned.
+    saved
+        The values of the checkpoint, by name.
+    has_below
+        Whether the checkpoint has anything below a name.
+    job
+        Rank and size of the loading job.
+    adds
+        Whether values that the tree lacks are added to it, or passed over.
+    """
+
+    def __init__(
+        self, tree: Tree, saved: Mapping[str, ValueOrigin], has_below: Callable[[str], bool], job: Job, *, adds: bool = True
+    ) -> None:
+        self.name = name_of(tree.path)
+        self._tree = tree
+        self._saved = saved
+        self._has_below = has_below
+        self._job = job
+        self._adds = adds
+        self._root = tree.root
+        self._updates: list[tuple[Path, Any]] = []
+        self._per_rank: list[tuple[PerRank, Any]] = []
+        self._slots = {name_of(item.path): item for item in tree.items if isinstance(item, ValueItem | PerRankItem | GroupsItem)}
+        self._tensors = {name_of(item.path) for item in tree.items if isinstance(item, TensorItem)}
+        self.values = tuple(
+            name
+            for name, item in self._slots.items()
+            # Nothing under this name on this rank, where the checkpoint has something below it: others have that.
+            if not (isinstance(item, ValueItem) and is_nothing(item.value) and name not in saved and has_below(name))
+        )
+        for name, item in self._slots.items():
+            self._check_mutable(name, item.path)
+
+    def _check_mutable(self, name: str, path: Path) -> None:
+        node = self._root
+        for key in path[len(self._tree.path) :]:
+            if isinstance(node, Mapping) and not isinstance(node, MutableMapping):
+                raise UsageError(f"{name}: a {type(node).__name__} cannot take a loaded value; pass a dict")
+            node = node[key]
+
+    def check(self, values: Mapping[str, Any]) -> list[str]:
+        """Work out every change that the values make to the tree; what stands in the way is returned, and left out."""
+        self._updates, self._per_rank = [], []
+        return [problem for name, value in values.items() for problem in self._judge(name, value)]
+
+    def _judge(self, name: str, value: Any) -> list[str]:
+        item = self._slots.get(name)
+        if isinstance(item, GroupsItem):
+            return self._take_groups(item, name, value)
+        if isinstance(item, PerRankItem):
+            problem = self._take_per_rank(item.holder, name, value)
+        elif isinstance(item, ValueItem):
+            problem = self._take(item.path, name, value)
+        elif is_nothing(value) and self._has_below(name):
+            return []  # some rank had nothing of what others saved below this name
+        else:
+            problem = self._add(name, value)
+        return [] if problem is None else [problem]
+
+    def _relative(self, path: Path) -> Path:
+        return path[len(self._tree.path) :]
+
+    def _take(self, path: Path, name: str, value: Any) -> str | None:
+        kind = self._saved[name].kind
+        if kind == ValueKind.PER_RANK:
+            return f"{name}: saved as a value of each rank, wanted as one for all; pass PerRank(value) in the state"
+        if kind == ValueKind.PARAM_GROUPS:
+            return f"{name}: saved as the groups of an optimizer, wanted as a plain value; pass the optimizer under this key"
+        self._updates.append((self._relative(path), value))
+        return None
+
+    def _take_per_rank(self, holder: PerRank, name: str, value: Any) -> str | None:
+        if not isinstance(value, PerRankValues):
+            return f"{name}: saved as one value for all ranks, wanted as PerRank; pass the plain value in the state"
+        own = self._own(value, name, holder)
+        if isinstance(own, _Problem):
+            return own.text
+        self._per_rank.append((holder, own))
+        return None
+
+    def _own(self, saved: PerRankValues, name: str, holder: PerRank | None) -> Any:
+        """This rank's value among those of all ranks."""
+        num_saved, job = len(saved.values), self._job
+        if num_saved == job.size:
+            return saved.values[job.rank]
+        if holder is None or holder.combine is None:
+            return _Problem(
+                f"{name}: saved by {num_saved} ranks, wanted on {job.size}; pass PerRank(value, combine=...) to say what "
+                "becomes of the saved values"
+            )
+        return holder.combined(saved.values, job.rank, job.size)
+
+    def _take_groups(self, item: GroupsItem, name: str, value: Any) -> list[str]:
+        if self._saved[name].kind != ValueKind.PARAM_GROUPS:
+            return [f"{name}: saved as a plain value, wanted as the groups of an optimizer; save the optimizer under this key"]
+        groups = Groups(value)
+        problems: list[str] = []
+        for i, group in enumerate(item.groups):
+            selection = groups.select(group["params"], name=f"{name}[{i}]", target=group)
+            problems += selection.problems
+            for key, hyperparameter in selection.hyperparameters.items():
+                if key not in NOT_SAVED and not (key in SWITCHES and key in group):
+                    self._updates.append((self._relative((*item.path, i, key)), copy.deepcopy(hyperparameter)))
+        return problems
+
+    def _add(self, name: str, value: Any) -> str | None:
+        """Add a value that the tree lacks to the dict that it was saved in."""
+        saved = self._saved[name]
+        if name in self._tensors:
+            return f"{name}: saved as a value, wanted as a tensor; pass a plain value under this key"
+        if not self._adds or self._is_elsewhere(saved.path):
+            return None
+        if saved.kind == ValueKind.PARAM_GROUPS or not self._fits(saved.path):
+            return f"{name}: saved as a value, for which the state has no place; load with strict=False to leave it out"
+        if saved.kind == ValueKind.PER_RANK:
+            own = self._own(value, name, None)
+            if isinstance(own, _Problem):
+                return own.text
+            value = PerRank(own)
+        self._updates.append((self._relative(saved.path), value))
+        return None
+
+    def _is_elsewhere(self, path: Path) -> bool:
+        """Whether a path leads through None or an empty list, with which a rank says that it has no such stage or optimizer."""
+        node = self._root
+        for key in self._relative(path):
+            if isinstance(node, Mapping):
+                node = node.get(key, _MISSING)
+            else:
+                return node is None or (isinstance(node, list | tuple) and not node)
+        return False
+
+    def _fits(self, path: Path) -> bool:
+        """Whether a path leads through dicts that are there, or that can be made; a list cannot."""
+        if name_of(path[: len(self._tree.path)]) != self.name:
+            return False
+        node = self._root
+        relative = self._relative(path)
+        for key in relative:
+            if node is _MISSING:
+                if isinstance(key, Index):
+                    return False
+            elif not isinstance(node, MutableMapping) or is_stateful(node):
+                return False
+            else:
+                node = node.get(key, _MISSING)
+        return bool(relative) and (node is _MISSING or _is_empty(node))
+
+    def finish(self, values: Mapping[str, Any], skipped: frozenset[str]) -> None:
+        """Make the changes that `check` found, and give the tree back to the object that it came from."""
+        for path, value in self._updates:
+            self._root = _put(self._root, path, value)
+        for holder, value in self._per_rank:
+            if is_stateful(holder.value):
+                holder.value.load_state_dict(value)
+            else:
+                holder.value = value
+        if self._tree.sink is not None:
+            try:
+                self._tree.sink(self._root)
+            except Exception as error:
+                raise MismatchError(f"{self.name}: load_state_dict refused the loaded state: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    text: str
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, Mapping | list | tuple) and not value
+
+
+def _put(node: Any, path: Path, value: Any) -> Any:
+    """Set what lies at a path; the node itself is changed, except a tuple, of which a changed copy is returned."""
+    if not path:
+        return value
+    key, rest = path[0], path[1:]
+    if isinstance(node, MutableMapping):
+        child = node.get(key, _MISSING)
+        node[key] = _put({} if child is _MISSING else child, rest, value)
+        return node
+    items = list(node)
+    items[key] = _put(items[key], rest, value)
+    if isinstance(node, list):
+        node[key] = items[key]
+        return node
+    return type(node)._make(items) if hasattr(node, "_make") else type(node)(items)

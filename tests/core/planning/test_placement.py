@@ -1,0 +1,82 @@
+"""Placements derived for all tensors at once, against sets of what each coordinate of an axis holds."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reshard_ckpt.core.catalog.specs import AxisPlacement, Mesh
+from reshard_ckpt.core.geometry.ordering import lex_order
+from reshard_ckpt.core.planning.placement import PieceTable, Placement, derive
+
+OFFSETS = np.array([(a, b) for a in range(2) for b in range(2)], np.int64)
+RUNS_PER_BOX = 2
+
+Row = tuple[int, int]
+"""A rank and a run; run r is of box r // RUNS_PER_BOX."""
+
+
+def naive(mesh: Mesh, axis: int, declared: Placement, rows: list[Row], ndim: int) -> AxisPlacement:
+    """What one axis does to one tensor; rows come in order of run and rank."""
+    for said in declared:
+        if said.axis == mesh.axes[axis]:
+            return said
+
+    def others(rank: int) -> tuple[int, ...]:
+        at = mesh.coordinates(rank)
+        return at[:axis] + at[axis + 1 :]
+
+    held = {mesh.coordinates(rank)[axis] for rank, _ in rows}
+    line = [(rank, run) for rank, run in rows if others(rank) == others(rows[0][0])]
+    runs: dict[int, set[int]] = {}
+    for rank, run in line:
+        runs.setdefault(mesh.coordinates(rank)[axis], set()).add(run)
+    name = mesh.axes[axis]
+    if len({frozenset(r) for r in runs.values()}) <= 1:
+        if len(held) == mesh.sizes[axis]:
+            return AxisPlacement(name, "replicate")
+        return AxisPlacement(name, "resident", coords=tuple(sorted(held)))
+    boxes = {run // RUNS_PER_BOX for _, run in line}
+    if len(boxes) < len({run for _, run in line}):
+        return AxisPlacement(name, "flat")
+    first, *rest = (OFFSETS[box] for box in sorted(boxes))
+    dims = [dim for dim in range(2) if any(first[dim] != other[dim] for other in rest)]
+    return AxisPlacement(name, "shard", dim=max((dims or [0])[0] - (2 - ndim), 0))
+
+
+meshes = st.lists(st.integers(1, 3), min_size=1, max_size=3).map(lambda sizes: Mesh(tuple("abc"[: len(sizes)]), tuple(sizes)))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Mesh, list[tuple[Placement, int, list[Row]]]]:
+    mesh = draw(meshes)
+    tensors = []
+    for _ in range(draw(st.integers(1, 4))):
+        declared = draw(st.sampled_from([(), (AxisPlacement("a", "shard", dim=1),), (AxisPlacement("b", "replicate"),)]))
+        ndim = draw(st.integers(1, 2))
+        if draw(st.booleans()):
+            # Something like a real layout: what a rank holds follows from its coordinates.
+            weights = draw(st.lists(st.integers(0, 3), min_size=len(mesh.axes), max_size=len(mesh.axes)))
+            ranks = [r for r in range(mesh.size) if draw(st.integers(0, 5))] or [0]
+            rows = {(r, sum(w * c for w, c in zip(weights, mesh.coordinates(r), strict=True)) % 8) for r in ranks}
+        else:
+            row = st.tuples(st.integers(0, mesh.size - 1), st.integers(0, 7))
+            rows = draw(st.sets(row, min_size=1, max_size=12))
+        tensors.append((declared, ndim, sorted(rows, key=lambda row: (row[1], row[0]))))
+    return mesh, tensors
+
+
+@given(cases())
+@settings(max_examples=600)
+def test_placements_are_what_sets_of_runs_show(case: tuple[Mesh, list[tuple[Placement, int, list[Row]]]]) -> None:
+    mesh, tensors = case
+    rows = [(t, run, rank) for t, (_, _, held) in enumerate(tensors) for rank, run in held]
+    tensor, run, rank = np.array(rows, np.int64).T
+    assert lex_order(tensor, run, rank).tolist() == list(range(len(rows)))
+    # Runs are numbered over all tensors, boxes are shared by them.
+    holding = PieceTable(tensor, rank, run // RUNS_PER_BOX, run + 8 * tensor)
+    ndim = np.array([n for _, n, _ in tensors], np.int64)
+    found = derive(mesh, [declared for declared, _, _ in tensors], ndim, holding, OFFSETS)
+    for (declared, n, held), placement in zip(tensors, found, strict=True):
+        assert placement == tuple(naive(mesh, axis, declared, held, n) for axis in range(len(mesh.axes)))

@@ -1,0 +1,259 @@
+"""What a load promises: the right bytes or a named error, and nothing changed before everything fits."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from reshard_ckpt import LocalShard, checkpoint
+from reshard_ckpt.engine.loading import read as read_module
+from reshard_ckpt.errors import CheckpointError, CorruptError, MismatchError, NameCollisionError, UsageError
+
+
+def files_of(path: Path) -> list[Path]:
+    return sorted(p for p in path.rglob("*") if p.is_file())
+
+
+def save_some(path: Path) -> dict[str, torch.Tensor]:
+    state = {f"w{i}": torch.arange(50_000, dtype=torch.float32) * (i + 1) for i in range(4)}
+    checkpoint.save(path, {"t": state, "extra": {"step": 3, "long": list(range(3000)), "rng": checkpoint.PerRank(b"seed")}})
+    return state
+
+
+def test_all_problems_come_in_one_message_and_nothing_changes(tmp_path: Path) -> None:
+    checkpoint.save(
+        tmp_path, {"t": {"same": torch.ones(3), "shape": torch.ones(2, 3), "dtype": torch.ones(3), "more": torch.ones(1)}}
+    )
+    into = {
+        "same": torch.zeros(3),
+        "shape": torch.zeros(3, 3),
+        "dtype": torch.zeros(3, dtype=torch.float64),
+        "lost": torch.zeros(1),
+    }
+    with pytest.raises(MismatchError) as caught:
+        checkpoint.load(tmp_path, {"t": into})
+    text = str(caught.value)
+    assert "t.lost: not in the checkpoint" in text
+    assert "t.more: in the checkpoint, but not in the state passed" in text
+    assert "t.shape: saved with global shape (2, 3), wanted (3, 3)" in text
+    assert "t.dtype: saved as F32, wanted F64" in text
+    for word in ("strict=False", "cast=", "allow_resize="):
+        assert word in text
+    assert len(caught.value.problems) == 4
+    assert all(not tensor.any() for tensor in into.values())
+
+
+def test_strict_false_loads_what_fits_and_reports_the_rest(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, {"t": {"same": torch.ones(3), "shape": torch.ones(2, 3), "more": torch.ones(1)}})
+    into = {"same": torch.zeros(3), "shape": torch.zeros(3, 3), "lost": torch.zeros(1)}
+    report = checkpoint.load(tmp_path, {"t": into}, strict=False)
+    assert into["same"].all()
+    assert not into["shape"].any()
+    assert [line.split(":")[0] for line in report.problems] == ["t.lost", "t.more", "t.shape"]
+    assert (report.num_tensors, report.num_bytes) == (1, 12)
+
+
+def test_a_part_of_the_keys_may_be_loaded_alone(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, {"a": {"x": torch.ones(3)}, "b": {"y": torch.ones(2)}})
+    into = torch.zeros(2)
+    checkpoint.load(tmp_path, {"b": {"y": into}})
+    assert into.all()
+
+
+def test_cast_converts_only_what_it_names(tmp_path: Path) -> None:
+    source = torch.linspace(-3, 3, 50)
+    checkpoint.save(tmp_path, {"t": {"a": source, "b": source}})
+    into = {"a": torch.zeros(50, dtype=torch.bfloat16), "b": torch.zeros(50, dtype=torch.bfloat16)}
+    with pytest.raises(MismatchError, match=r"t\.b: saved as F32, wanted BF16"):
+        checkpoint.load(tmp_path, {"t": into}, cast=["*.a"])
+    checkpoint.load(tmp_path, {"t": into}, cast=True)
+    assert torch.equal(into["a"], source.bfloat16())
+
+
+def test_allow_resize_loads_the_overlap_and_keeps_the_rest(tmp_path: Path) -> None:
+    source = torch.arange(30.0).reshape(6, 5)
+    checkpoint.save(tmp_path, {"emb": source})
+    for rows in (8, 4, 6):
+        into = torch.full((rows, 5), -1.0)
+        checkpoint.load(tmp_path, {"emb": into}, allow_resize=["emb"])
+        assert torch.equal(into[: min(rows, 6)], source[: min(rows, 6)])
+        assert (into[6:] == -1).all()
+    with pytest.raises(MismatchError, match="emb"):
+        checkpoint.load(tmp_path, {"emb": torch.zeros(8, 5, 1)}, allow_resize=["emb"])
+
+
+def test_rename_maps_saved_names_to_wanted_ones(tmp_path: Path) -> None:
+    model = torch.nn.ModuleDict({"old": torch.nn.Linear(2, 2)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25, momentum=0.9)
+    model["old"](torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    checkpoint.save(tmp_path, {"model": model, "optimizer": optimizer})
+    target = torch.nn.ModuleDict({"new": torch.nn.Linear(2, 2)})
+    other = torch.optim.SGD(target.parameters(), lr=1.0, momentum=0.5)
+    names = {"model.old": "model.new", "optimizer.state.old": "optimizer.state.new"}
+    checkpoint.load(tmp_path, {"model": target, "optimizer": other}, rename=names)
+    assert torch.equal(target["new"].weight, model["old"].weight)
+    assert other.param_groups[0]["lr"] == 0.25
+    with pytest.raises(NameCollisionError, match="the same name"):
+        checkpoint.load(tmp_path, {"model": target}, rename=lambda name: "model.new.weight" if name.startswith("model") else name)
+
+
+def test_tied_weights_are_stored_once_and_load_into_untied_ones_and_back(tmp_path: Path) -> None:
+    weight = torch.arange(12.0).reshape(3, 4)
+    checkpoint.save(tmp_path / "tied", {"a": weight, "b": weight})
+    catalog = checkpoint.catalog(tmp_path / "tied")
+    assert catalog.tensor("b").alias_of == "a"
+    assert sum(s.num_bytes for f in "ab" for s in catalog.tensor(f).shards if catalog.tensor(f).alias_of is None) == 48
+    one, two = torch.zeros(3, 4), torch.zeros(3, 4)
+    checkpoint.load(tmp_path / "tied", {"a": one, "b": two})
+    assert torch.equal(one, weight)
+    assert torch.equal(two, weight)
+    checkpoint.save(tmp_path / "untied", {"a": one, "b": two})
+    shared = torch.zeros(3, 4)
+    with patch("reshard_ckpt.engine.loading.load.WINDOW_BYTES", 16):
+        checkpoint.load(tmp_path / "untied", {"a": shared, "b": shared})
+    assert torch.equal(shared, weight)
+    two[2, 3] += 1
+    checkpoint.save(tmp_path / "unequal", {"a": one, "b": two})
+    shared.zero_()
+    with pytest.raises(MismatchError, match="b: tied to a in the state passed, but the checkpoint holds different values"):
+        checkpoint.load(tmp_path / "unequal", {"a": shared, "b": shared})
+    assert not shared.any()
+
+
+def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
+    save_some(tmp_path)
+    into = {f"w{i}": torch.zeros(50_000) for i in range(4)}
+    generator = random.Random(7)
+    paths = [path for path in files_of(tmp_path) if path.name != "timeline.json"]  # which is no part of the checkpoint
+    for _ in range(60):
+        path = generator.choice(paths)
+        good = path.read_bytes()
+        at = generator.randrange(len(good))
+        path.write_bytes(good[:at] + bytes([good[at] ^ (1 << generator.randrange(8))]) + good[at + 1 :])
+        extra = {"step": 0, "long": [], "rng": checkpoint.PerRank(None)}
+        with pytest.raises(CheckpointError):
+            checkpoint.load(tmp_path, {"t": into, "extra": extra})
+        path.write_bytes(good)
+
+
+def test_a_damaged_block_names_its_place_and_what_was_overwritten(tmp_path: Path) -> None:
+    save_some(tmp_path)
+    (file,) = tmp_path.glob("*/*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    into = {f"w{i}": torch.zeros(50_000) for i in range(4)}
+    with pytest.raises(CorruptError, match=r"is damaged in bytes \d+:\d+, which hold t\.w\d") as caught:
+        checkpoint.load(tmp_path, {"t": into})
+    changed = {name for name, tensor in into.items() if tensor.any()}
+    assert all(f"t.{name}" in str(caught.value) for name in changed)
+    for tensor in into.values():
+        tensor.zero_()
+    with pytest.raises(CorruptError, match="no tensor was changed"):
+        checkpoint.load(tmp_path, {"t": into}, verify_first=True)
+    assert not any(tensor.any() for tensor in into.values())
+    checkpoint.load(tmp_path, {"t": into}, verify=False)
+
+
+def test_missing_and_truncated_files_are_named_before_anything_changes(tmp_path: Path) -> None:
+    save_some(tmp_path)
+    (file,) = tmp_path.glob("*/*.safetensors")
+    data = file.read_bytes()
+    into = {f"w{i}": torch.zeros(50_000) for i in range(4)}
+    for verify in (True, False):
+        file.write_bytes(data[:-1])
+        with pytest.raises(CorruptError, match=r"safetensors has \d+ bytes, the catalog says"):
+            checkpoint.load(tmp_path, {"t": into}, verify=verify)
+        file.unlink()
+        with pytest.raises(CorruptError, match="is missing"):
+            checkpoint.load(tmp_path, {"t": into}, verify=verify)
+    assert not any(tensor.any() for tensor in into.values())
+
+
+def test_a_file_of_another_save_is_found(tmp_path: Path) -> None:
+    save_some(tmp_path / "one")
+    checkpoint.save(tmp_path / "two", {"t": {f"w{i}": torch.zeros(50_000) for i in range(4)}, "extra": {"step": 4}})
+    (one,), (two,) = ((tmp_path / n).glob("*/*.safetensors") for n in ("one", "two"))
+    data = two.read_bytes()
+    one.write_bytes(
+        data + bytes(one.stat().st_size - len(data)) if len(data) < one.stat().st_size else data[: one.stat().st_size]
+    )
+    with pytest.raises(CorruptError, match="is damaged in bytes"):
+        checkpoint.load(tmp_path / "one", {"t": {f"w{i}": torch.zeros(50_000) for i in range(4)}})
+
+
+def test_a_slice_reads_little_more_than_itself(tmp_path: Path) -> None:
+    big = torch.arange(16 << 20, dtype=torch.float32).reshape(4096, 4096)
+    checkpoint.save(tmp_path, {"w": big})
+    into = torch.zeros(256, 4096)
+    report = checkpoint.load(tmp_path, {"w": LocalShard(into, (4096, 4096), (1000, 0))})
+    assert torch.equal(into, big[1000:1256])
+    assert report.num_bytes == into.numel() * 4
+    assert report.bytes_read <= report.num_bytes * 1.07
+    exact = checkpoint.load(tmp_path, {"w": LocalShard(into, (4096, 4096), (1000, 0))}, verify=False)
+    assert exact.bytes_read == exact.num_bytes
+
+
+def test_columns_load_into_memory_of_any_strides(tmp_path: Path) -> None:
+    big = torch.arange(1 << 20, dtype=torch.float32).reshape(1024, 1024)
+    checkpoint.save(tmp_path, {"w": big})
+    for into in (torch.zeros(1024, 100), torch.zeros(100, 1024).T, torch.zeros(2048, 300)[::2, 50:250:2]):
+        checkpoint.load(tmp_path, {"w": LocalShard(into, (1024, 1024), (0, 517))})
+        assert torch.equal(into, big[:, 517:617])
+
+
+def test_one_thread_or_many_read_the_same(tmp_path: Path) -> None:
+    big = torch.arange(10 << 20, dtype=torch.int32)
+    checkpoint.save(tmp_path, {"w": big})
+    for threads in (1, 7):
+        into = torch.zeros_like(big)
+        with patch.object(read_module, "MAX_THREADS", threads):
+            checkpoint.load(tmp_path, {"w": into})
+        assert torch.equal(into, big)
+
+
+def test_read_takes_names_prefixes_and_says_what_is_missing(tmp_path: Path) -> None:
+    state = save_some(tmp_path)
+    assert list(checkpoint.read(tmp_path, ["t"])) == [f"t.w{i}" for i in range(4)]
+    got = checkpoint.read(tmp_path, ["t.w2", "extra.step", "extra.rng"])
+    assert torch.equal(got["t.w2"], state["w2"])
+    assert (got["extra.step"], got["extra.rng"]) == (3, [b"seed"])
+    with pytest.raises(MismatchError, match=r"t\.w9: not in the checkpoint"):
+        checkpoint.read(tmp_path, ["t.w9"])
+    with pytest.raises(UsageError, match=r"names=\['t'\]"):
+        checkpoint.read(tmp_path, "t")
+
+
+def test_a_scheme_that_no_store_serves_is_an_error() -> None:
+    with pytest.raises(UsageError, match="s3"):
+        checkpoint.save("s3://bucket/ckpt", {"a": torch.ones(1)})
+
+
+def test_state_of_another_kind_of_optimizer_is_refused(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    adam = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    adam.step()
+    checkpoint.save(tmp_path, {"model": model, "optimizer": adam})
+    sgd = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    with pytest.raises(MismatchError, match="saved by another kind of optimizer, with betas"):
+        checkpoint.load(tmp_path, {"model": model, "optimizer": sgd})
+    assert not sgd.state
+    assert sgd.param_groups[0]["lr"] == 0.5
+
+
+def test_a_fresh_optimizers_state_is_in_the_same_order_on_every_rank(tmp_path: Path) -> None:
+    keys = [f"s{i}" for i in range(10)]
+    param = torch.nn.Parameter(torch.ones(2))
+    module = torch.nn.ParameterDict({"p": param})
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    optimizer.state[param] = {key: torch.ones(2) for key in reversed(keys)}
+    checkpoint.save(tmp_path, {"model": module, "optimizer": optimizer})
+    fresh = torch.optim.SGD([param], lr=0.1)
+    checkpoint.load(tmp_path, {"model": module, "optimizer": fresh})
+    assert list(fresh.state[param]) == keys

@@ -1,0 +1,207 @@
+"""Loading with `read_once`: the same bytes as ever, each read from storage once for all ranks, damage raised on each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from reshard_ckpt import LocalShard, checkpoint
+from reshard_ckpt.engine.loading import read_once
+from reshard_ckpt.errors import CheckpointError
+from reshard_ckpt.storage.local import LocalStorage
+from tests.helpers import position_values
+from tests.launch import run_ranks
+
+ROWS, COLUMNS = 1600, 1024
+"""6.5 MB: several blocks of every window."""
+
+
+class Reads:
+    """What this process reads of shard files, byte range by byte range."""
+
+    def __init__(self) -> None:
+        self.ranges: list[tuple[str, int, int]] = []
+        original = LocalStorage.read_into
+
+        def noting(storage: LocalStorage, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+            if key.endswith(".safetensors"):
+                self.ranges.append((key, offset, offset + sum(len(b) for b in buffers)))
+            original(storage, key, offset, buffers)
+
+        LocalStorage.read_into = noting  # type: ignore[method-assign]
+
+
+def shard(rank: int, size: int, dim: int, tensor: torch.Tensor) -> LocalShard:
+    """One of `size` equal parts of a tensor along a dim."""
+    part = tensor.chunk(size, dim)[rank].clone()
+    offsets = [0, 0]
+    offsets[dim] = rank * part.shape[dim]
+    return LocalShard(part, tuple(tensor.shape), tuple(offsets))
+
+
+def whole() -> dict[str, torch.Tensor]:
+    return {
+        "rows": position_values((ROWS, COLUMNS)),
+        "columns": position_values((ROWS, COLUMNS), salt=1),
+        "same": position_values((700, 333), torch.float64, salt=2),
+        "small": position_values((5,), salt=3),
+    }
+
+
+def layout(rank: int, ways: int, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """This rank's part on a mesh of any number of replicas, each `ways` ranks; `small` is on rank 0 alone."""
+    at = rank % ways
+    return {
+        "rows": shard(at, ways, 0, tensors["rows"]),
+        "columns": shard(at, ways, 1, tensors["columns"]),
+        "same": tensors["same"].clone(),
+        **({"small": tensors["small"].clone()} if rank == 0 else {}),
+    }
+
+
+def tensors_of(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: value.tensor if isinstance(value, LocalShard) else value for name, value in state.items()}
+
+
+CASES = [
+    (1, True, 32 << 20),
+    (1, True, 300_000),
+    (1, False, 300_000),
+    (2, True, 300_000),
+    (4, True, 32 << 20),
+    (4, False, 300_000),
+]
+"""Over how many ranks tensors are sharded, whether blocks are verified, and the bytes of a round."""
+
+
+def load_all_ways(folder: str) -> dict[str, Any]:
+    """Save on this job's layout; load on each, alone and with the others."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    checkpoint.save(folder, {"t": layout(rank, 2, whole())})
+    reads, out = Reads(), {}
+    for case in CASES:
+        ways, verify, read_once.ROUND_BYTES = case
+        want = layout(rank, ways, whole())
+        for name, options in (("plain", {}), ("once", {"read_once": True})):
+            into = layout(rank, ways, {name: torch.full_like(t, -1) for name, t in whole().items()})
+            reads.ranges.clear()
+            told: list[tuple[str, int, int]] = []
+            report = checkpoint.load(
+                folder, {"t": into}, verify=verify, progress=lambda *what, told=told: told.append(what), **options
+            )
+            wrong = [key for key, t in tensors_of(into).items() if not torch.equal(t, tensors_of(want)[key])]
+            out[case, name] = (wrong, list(reads.ranges), report.bytes_read, told[-1:])
+    return out
+
+
+def test_every_layout_loads_bit_for_bit_and_each_byte_is_read_once(tmp_path: Path) -> None:
+    by_rank = run_ranks(load_all_ways, 4, str(tmp_path))
+    for case in CASES:
+        ways, verify, _ = case
+        times = {}
+        for name in ("plain", "once"):
+            outcomes = [result[case, name] for result in by_rank]
+            assert [wrong for wrong, _, _, _ in outcomes] == [[]] * 4
+            times[name] = times_read(tmp_path, [r for _, ranges, _, _ in outcomes for r in ranges])
+            assert [read for _, _, read, _ in outcomes] == [sum(b - a for _, a, b in ranges) for _, ranges, _, _ in outcomes]
+            ((_, done, total),) = outcomes[0][3]
+            assert done == total
+        assert times["once"].max() == 1, "a byte was read twice"
+        assert not ((times["plain"] > 0) & (times["once"] == 0)).any()
+        if verify:  # without, nearby runs of one rank are read as one, and so may be what lies between
+            assert ((times["plain"] > 0) == (times["once"] > 0)).all()
+        if ways == 1:
+            assert times["plain"].max() == 4
+            shares = [sum(b - a for _, a, b in result[case, "once"][1]) for result in by_rank]
+            assert min(shares) > 0.5 * sum(shares) / 4  # they share the work
+
+
+def times_read(folder: Path, ranges: Sequence[tuple[str, int, int]]) -> np.ndarray:
+    """How often each byte of each shard file was read."""
+    files = sorted(folder.rglob("*.safetensors"))
+    times = {str(file.relative_to(folder)): np.zeros(file.stat().st_size, np.int8) for file in files}
+    for key, low, high in ranges:
+        times[key][low:high] += 1
+    return np.concatenate(list(times.values()))
+
+
+def load_damaged(folder: str) -> list[tuple[str, str, bool]]:
+    import torch.distributed as dist
+
+    outcomes = []
+    for name in ("w", "more"):
+        for verify_first in (False, True):
+            into = {"w": torch.zeros(ROWS, COLUMNS), **({} if dist.get_rank() % 2 else {"more": torch.zeros(3000)})}
+            try:
+                checkpoint.load(f"{folder}/{name}", {"t": into}, read_once=True, verify_first=verify_first)
+            except CheckpointError as error:
+                outcome = type(error).__name__, str(error)
+            else:
+                outcome = "loaded", ""
+            again = torch.zeros(3)
+            checkpoint.load(f"{folder}/whole", {"x": again}, read_once=True)  # the process group is none the worse for it
+            outcomes.append((*outcome, bool(again.all()) and not (verify_first and bool(into["w"].any()))))
+    return outcomes
+
+
+def test_damage_is_raised_on_every_rank_and_the_group_lives(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "whole", {"x": torch.ones(3)})
+    for name in ("w", "more"):
+        checkpoint.save(tmp_path / name, {"t": {"w": position_values((ROWS, COLUMNS)), "more": position_values((3000,))}})
+        row = checkpoint.catalog(tmp_path / name).tensor(f"t.{name}").shards[0]
+        file = tmp_path / name / row.file.key
+        data = bytearray(file.read_bytes())
+        data[row.offset + row.num_bytes // 2] ^= 4
+        file.write_bytes(data)
+    for outcomes in run_ranks(load_damaged, 4, str(tmp_path), timeout_s=60):
+        assert len(outcomes) == 4
+        for i, (kind, message, fine) in enumerate(outcomes):
+            assert kind == "CorruptError"
+            assert "is damaged in bytes" in message
+            assert fine
+            if i % 2:  # verify_first
+                assert "no tensor was changed" in message
+
+
+def load_with_one_rank_failing(folder: str) -> tuple[str, str]:
+    import torch.distributed as dist
+
+    read_once.ROUND_BYTES = 1 << 20
+    if dist.get_rank() == 2:
+        taken = iter(range(100))
+        original = read_once.Reader.take_window
+
+        def failing(self: Any, *args: Any, **kwargs: Any) -> None:
+            if next(taken) == 1:
+                raise MemoryError("no room on rank 2")
+            original(self, *args, **kwargs)
+
+        read_once.Reader.take_window = failing  # type: ignore[method-assign]
+    try:
+        checkpoint.load(folder, {"w": torch.zeros(4 * ROWS, COLUMNS)}, read_once=True)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "loaded", ""
+
+
+def test_rank_that_fails_in_the_middle_of_the_rounds_stops_all(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, {"w": position_values((4 * ROWS, COLUMNS))})
+    outcomes = run_ranks(load_with_one_rank_failing, 3, str(tmp_path), timeout_s=60)
+    assert outcomes[2] == ("MemoryError", "no room on rank 2")
+    for kind, message in outcomes[:2]:
+        assert kind == "PeerError"
+        assert "rank 2" in message
+        assert "no room on rank 2" in message
+
+
+def test_one_process_reads_as_ever(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, {"w": position_values((10, 10))})
+    into = torch.zeros(10, 10)
+    assert checkpoint.load(tmp_path, {"w": into}, read_once=True).bytes_read > 0
+    assert torch.equal(into, position_values((10, 10)))

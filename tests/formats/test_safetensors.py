@@ -1,0 +1,380 @@
+"""Safetensors files and folders are checkpoints: wherever bytes lie, they land; what is damaged or hostile is named."""
+
+from __future__ import annotations
+
+import json
+import struct
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from reshard_ckpt import checkpoint
+from reshard_ckpt.core.geometry.dtypes import CODES
+from reshard_ckpt.engine.loading.load import LoadOptions, fetch, resolve
+from reshard_ckpt.errors import (
+    CheckpointError,
+    CheckpointNotFound,
+    CorruptError,
+    MismatchError,
+    NameCollisionError,
+    UnsupportedError,
+    UsageError,
+)
+from reshard_ckpt.format.torch_dtypes import TORCH_DTYPES
+from reshard_ckpt.formats.foreign import FORMATS
+from reshard_ckpt.storage import open_storage
+from tests.layouts import filled, layouts, shapes, spec_of, values_of
+
+STORES = count()
+
+
+def as_bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def file_bytes(header: dict[str, Any] | bytes, data: bytes = b"") -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def plain_file(tensors: dict[str, torch.Tensor], pad: int = 0, metadata: dict[str, str] | None = None) -> bytes:
+    """A safetensors file by the plainest means; `pad` spaces put the data at any alignment."""
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    data = b""
+    for name, tensor in tensors.items():
+        raw = as_bytes(tensor)
+        code = next(code for code, dtype in TORCH_DTYPES.items() if dtype == tensor.dtype)
+        header[name] = {"dtype": code, "shape": list(tensor.shape), "data_offsets": [len(data), len(data) + len(raw)]}
+        data += raw
+    return file_bytes(json.dumps(header).encode() + b" " * pad, data)
+
+
+def in_memory(files: dict[str, bytes]) -> str:
+    """A store of its own that holds these files."""
+    path = f"memory://foreign{next(STORES)}"
+    storage = open_storage(path)
+    for key, data in files.items():
+        storage.publish(key, data)
+    return path
+
+
+@st.composite
+def tensor_dicts(draw: st.DrawFn) -> dict[str, torch.Tensor]:
+    names = draw(st.lists(st.text("abw.@[0:]%é ", max_size=8), unique=True, max_size=6))
+    return {n: values_of(draw(shapes()), draw(st.sampled_from(CODES)), i) for i, n in enumerate(names)}
+
+
+@given(tensor_dicts(), st.integers(0, 70), st.integers(1, 3), st.booleans())
+def test_what_lies_anywhere_is_read_as_it_is(tensors: dict[str, torch.Tensor], pad: int, num: int, indexed: bool):
+    parts: list[dict[str, torch.Tensor]] = [{} for _ in range(num)]
+    for i, (name, tensor) in enumerate(tensors.items()):
+        parts[i % num][name] = tensor
+    keys = [f"model-{i + 1:05d}-of-{num:05d}.safetensors" for i in range(num)]
+    files = {key: plain_file(part, pad + i) for i, (key, part) in enumerate(zip(keys, parts, strict=True))}
+    if indexed:
+        weight_map = {name: keys[i % num] for i, name in enumerate(tensors)}
+        files["model.safetensors.index.json"] = json.dumps({"metadata": {}, "weight_map": weight_map}).encode()
+    found = checkpoint.read(in_memory(files))
+    assert set(found) == {f"model.{name}" for name in tensors}
+    for name, tensor in tensors.items():
+        got = found[f"model.{name}"]
+        assert (got.shape, got.dtype) == (tensor.shape, tensor.dtype)
+        assert as_bytes(got) == as_bytes(tensor)
+
+
+@given(st.data(), shapes(), st.sampled_from(CODES), st.integers(1, 4))
+def test_any_layout_loads_from_a_file(data: st.DataObject, shape: tuple[int, ...], dtype: str, ranks: int):
+    layout, whole = data.draw(layouts(shape, ranks)), values_of(shape, dtype, 3)
+    path = in_memory(
+        {"w.safetensors": plain_file({"before": values_of((3,), "U8", 1), "w": whole}, data.draw(st.integers(0, 9)))}
+    )
+    saved, storage = checkpoint.catalog(path), open_storage(path)
+    for rank in range(ranks):
+        memory = torch.zeros(layout.memory[rank], dtype=TORCH_DTYPES[dtype])
+        resolved = resolve(saved, [(spec_of(layout, rank, "model.w", dtype), memory)], LoadOptions())
+        assert not any(resolved.problems.values())
+        fetch(storage, saved, resolved, LoadOptions())
+        assert as_bytes(memory) == as_bytes(filled(layout, rank, whole))
+
+
+def save_some(folder: Path) -> dict[str, torch.Tensor]:
+    tensors = {name: values_of((40, 30), "F32", i) for i, name in enumerate("abc")}
+    folder.mkdir(exist_ok=True)
+    save_file({"a": tensors["a"]}, folder / "model-00001-of-00002.safetensors", {"format": "pt"})
+    save_file({"b": tensors["b"], "c": tensors["c"]}, folder / "model-00002-of-00002.safetensors", {"format": "pt"})
+    weight_map = {name: f"model-0000{1 if name == 'a' else 2}-of-00002.safetensors" for name in "abc"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return tensors
+
+
+def test_a_model_loads_from_a_folder_and_from_a_file(tmp_path: Path):
+    source = torch.nn.Sequential(torch.nn.Linear(8, 5), torch.nn.BatchNorm1d(5))
+    save_file(source.state_dict(), tmp_path / "model.safetensors")
+    for path in (tmp_path, tmp_path / "model.safetensors", f"file://{tmp_path}/model.safetensors"):
+        target = torch.nn.Sequential(torch.nn.Linear(8, 5), torch.nn.BatchNorm1d(5))
+        report = checkpoint.load(path, {"model": target})
+        assert report.num_tensors == 7
+        assert all(torch.equal(v, target.state_dict()[k]) for k, v in source.state_dict().items())
+
+
+def test_a_relative_file_name_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    save_file({"w": torch.ones(3)}, tmp_path / "w.safetensors")
+    monkeypatch.chdir(tmp_path)
+    assert checkpoint.catalog("w.safetensors").names == ("model.w",)
+    assert checkpoint.catalog(".").names == ("model.w",)
+
+
+def test_the_catalog_says_what_is_there(tmp_path: Path):
+    save_some(tmp_path)
+    catalog = checkpoint.catalog(tmp_path)
+    assert catalog.names == ("model.a", "model.b", "model.c")
+    assert catalog.metadata == {"format": "pt"}
+    view = catalog.tensor("model.b")
+    assert (view.dtype, view.shape, view.placement) == ("F32", (40, 30), None)
+    assert [shard.file.key for shard in view.shards] == ["model-00002-of-00002.safetensors"]
+
+
+def test_verify_finds_what_is_cut_and_claims_no_more(tmp_path: Path):
+    save_some(tmp_path)
+    report = checkpoint.verify(tmp_path)
+    assert report.ok
+    assert report.num_files == 2
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_names_that_do_not_fit_are_told_as_ever(tmp_path: Path, flag: bool):
+    save_some(tmp_path)
+    state = {"model": {"a": torch.zeros(40, 30), "z": torch.zeros(2)}}
+    if flag:
+        with pytest.raises(MismatchError, match=r"model\.z: not in the checkpoint"):
+            checkpoint.load(tmp_path, state)
+        assert not state["model"]["a"].any()
+    else:
+        report = checkpoint.load(tmp_path, state, strict=False)
+        assert report.missing == ("model.z: not in the checkpoint",)
+        assert as_bytes(state["model"]["a"]) == as_bytes(values_of((40, 30), "F32", 0))
+
+
+class Tied(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(6, 4)
+        self.head = torch.nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+
+
+@pytest.mark.parametrize("kept", ["embed.weight", "head.weight"])
+def test_tied_weights_may_be_stored_under_one_name(tmp_path: Path, kept: str):
+    weight = torch.arange(24.0).reshape(6, 4)
+    save_file({kept: weight}, tmp_path / "model.safetensors")
+    model = Tied()
+    report = checkpoint.load(tmp_path, {"model": model})
+    assert report.problems == ()
+    assert torch.equal(model.embed.weight, weight)
+    assert model.head.weight is model.embed.weight
+
+
+def test_untied_weights_must_both_be_there(tmp_path: Path):
+    save_file({"embed.weight": torch.ones(6, 4)}, tmp_path / "model.safetensors")
+    model = Tied()
+    model.head.weight = torch.nn.Parameter(torch.zeros(6, 4))
+    with pytest.raises(MismatchError, match=r"head\.weight: not in the checkpoint"):
+        checkpoint.load(tmp_path, {"model": model})
+
+
+def test_our_own_checkpoints_still_need_both_names(tmp_path: Path):
+    checkpoint.save(tmp_path, {"model": {"embed.weight": torch.ones(6, 4)}})
+    with pytest.raises(MismatchError, match=r"head\.weight: not in the checkpoint"):
+        checkpoint.load(tmp_path, {"model": Tied()})
+
+
+GOOD = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+HOSTILE: dict[str, bytes] = {
+    "empty": b"",
+    "cut in the length": b"\0\0\0",
+    "endless header": struct.pack("<Q", 2**63) + b"{}",
+    "header of 99 MB in a small file": struct.pack("<Q", 99_000_000) + b"{}",
+    "negative offsets": file_bytes({"w": GOOD | {"data_offsets": [-8, 0]}}, bytes(8)),
+    "float shape": file_bytes({"w": GOOD | {"shape": [2.0]}}, bytes(8)),
+    "huge shape": file_bytes({"w": GOOD | {"shape": [2**62, 2**62]}}, bytes(8)),
+    "offsets that wrap": file_bytes({"w": GOOD | {"data_offsets": [2**64 - 8, 2**64]}}, bytes(8)),
+    "data beyond the file": file_bytes({"w": GOOD | {"shape": [2**40], "data_offsets": [0, 2**42]}}, bytes(8)),
+    "hole": file_bytes({"w": GOOD | {"data_offsets": [4, 12]}}, bytes(12)),
+    "overlap": file_bytes({"w": GOOD, "v": GOOD}, bytes(16)),
+    "bytes too many": file_bytes({"w": GOOD}, bytes(9)),
+    "bytes too few": file_bytes({"w": GOOD}, bytes(7)),
+    "name twice": file_bytes(b"{%s,%s}" % ((b'"w":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}',) * 2)),
+    "deep": file_bytes(b"[" * 100_000),
+    "no object": file_bytes(b"[1]"),
+    "no json": file_bytes(b"{\xff}"),
+    "unknown dtype": file_bytes({"w": GOOD | {"dtype": "F31"}}, bytes(8)),
+    "missing field": file_bytes({"w": {"dtype": "F32", "shape": [2]}}, bytes(8)),
+    "40 dims": file_bytes({"w": {"dtype": "U8", "shape": [1] * 40, "data_offsets": [0, 1]}}, bytes(1)),
+    "metadata of numbers": file_bytes({"__metadata__": {"a": 1}, "w": GOOD}, bytes(8)),
+    "metadata of a list": file_bytes({"__metadata__": [], "w": GOOD}, bytes(8)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE.keys())
+def test_hostile_headers_are_named_and_cost_nothing(data: bytes):
+    path = in_memory({"w.safetensors": data})
+    for where in (path, f"{path}/w.safetensors"):
+        with pytest.raises(CorruptError, match=r"w\.safetensors|foreign\d+: "):
+            checkpoint.catalog(where)
+
+
+@given(st.integers(0, 400), st.integers(0, 255), st.integers(0, 300))
+def test_any_damage_of_a_header_is_a_named_error_or_harmless(at: int, byte: int, cut: int):
+    good = plain_file({"a": values_of((3, 4), "F32", 1), "b.c": values_of((2,), "I8", 2)})
+    data = bytearray(good)
+    data[at % len(data)] = byte
+    if cut < 100:
+        data = data[: cut * len(data) // 100]
+    with suppress(CheckpointError):
+        checkpoint.read(in_memory({"w.safetensors": bytes(data)}))
+
+
+def index(weight_map: Any) -> bytes:
+    return json.dumps({"weight_map": weight_map}).encode()
+
+
+INDICES: dict[str, tuple[bytes, str]] = {
+    "above": (index({"w": "../w.safetensors"}), "no key of a checkpoint file"),
+    "absolute": (index({"w": "/etc/passwd"}), "no key of a checkpoint file"),
+    "backslash": (index({"w": "..\\w.safetensors"}), "no key of a checkpoint file"),
+    "empty name": (index({"w": ""}), "no key of a checkpoint file"),
+    "nul": (index({"w": "w\0.safetensors"}), "no key of a checkpoint file"),
+    "a number": (index({"w": 3}), "no weight_map"),
+    "a list": (index(["w"]), "no weight_map"),
+    "none": (b"{}", "no weight_map"),
+    "no object": (b"[]", "no weight_map"),
+    "no json": (b"{", "is no JSON"),
+    "no text": (b"\xff\xfe", "is no JSON"),
+    "deep": (b"[" * 200_000, "is no JSON"),
+    "lost file": (index({"w": "model-2.safetensors"}), "is missing"),
+    "lost tensor": (index({"v": "w.safetensors"}), "has no tensor 'v'"),
+}
+
+
+@pytest.mark.parametrize(("data", "match"), INDICES.values(), ids=INDICES.keys())
+def test_hostile_indices_are_named(data: bytes, match: str):
+    files = {"w.safetensors": plain_file({"w": torch.ones(2)}), "model.safetensors.index.json": data}
+    with pytest.raises(CorruptError, match=match):
+        checkpoint.catalog(in_memory(files))
+
+
+def test_an_index_counts_and_what_it_does_not_name_does_not():
+    files = {
+        "w.safetensors": plain_file({"w": torch.ones(2), "other": torch.ones(3)}),
+        "consolidated.safetensors": plain_file({"w": torch.zeros(2)}),
+        "model.safetensors.index.json": index({"w": "w.safetensors"}),
+    }
+    assert checkpoint.read(in_memory(files))["model.w"].tolist() == [1, 1]
+
+
+def test_a_part_that_is_missing_is_named_without_an_index_too():
+    path = in_memory({"model-00002-of-00003.safetensors": plain_file({"w": torch.ones(2)})})
+    with pytest.raises(CorruptError, match="neither model-00001-of-00003.safetensors nor an index"):
+        checkpoint.catalog(path)
+    assert checkpoint.catalog(f"{path}/model-00002-of-00003.safetensors").names == ("model.w",)
+
+
+def test_a_name_in_two_files_is_a_collision():
+    files = {f"{name}.safetensors": plain_file({"w": torch.ones(2)}) for name in "ab"}
+    with pytest.raises(NameCollisionError, match=r"model\.w occurs twice"):
+        checkpoint.catalog(in_memory(files))
+
+
+def test_several_models_in_one_folder_are_told_apart():
+    files = {f"{n}.safetensors.index.json": index({"w": f"{n}.safetensors"}) for n in ("a", "b")}
+    with pytest.raises(UsageError, match="several indices"):
+        checkpoint.catalog(in_memory(files | {f"{n}.safetensors": plain_file({"w": torch.ones(2)}) for n in ("a", "b")}))
+
+
+def test_a_dtype_that_torch_lacks_is_named():
+    data = file_bytes({"w": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}, bytes(1))
+    with pytest.raises(UnsupportedError, match="F4"):
+        checkpoint.catalog(in_memory({"w.safetensors": data}))
+
+
+def test_a_shard_file_of_our_own_is_no_checkpoint(tmp_path: Path):
+    checkpoint.save(tmp_path, {"model": {"w": torch.ones(2)}})
+    (file,) = tmp_path.glob("*/*.safetensors")
+    for path in (file, file.parent):
+        with pytest.raises(UsageError, match="one shard file of a checkpoint"):
+            checkpoint.catalog(path)
+
+
+def test_what_nobody_knows_says_what_was_looked_for(tmp_path: Path):
+    (tmp_path / "notes.txt").write_text("x")
+    for path in (tmp_path, tmp_path / "notes.txt", tmp_path / "absent"):
+        with pytest.raises(CheckpointNotFound) as caught:
+            checkpoint.catalog(path)
+        assert all(one.looks_for in str(caught.value) for one in FORMATS)
+        assert "catalog.msgpack" in str(caught.value)
+
+
+def test_a_file_that_shrinks_meanwhile_is_named(tmp_path: Path):
+    save_file({"w": values_of((4000,), "F32", 1)}, tmp_path / "w.safetensors")
+    saved = checkpoint.catalog(tmp_path)
+    with open(tmp_path / "w.safetensors", "r+b") as file:
+        file.truncate(1000)
+    with pytest.raises(CorruptError, match="w.safetensors"):
+        checkpoint.catalog(tmp_path)
+    target = torch.zeros(4000)
+    from reshard_ckpt.checkpoint.reading import _whole
+
+    resolved = resolve(saved, [(_whole(saved, "model.w")[0], target)], LoadOptions())
+    with pytest.raises(CorruptError, match="has 1000 bytes"):
+        fetch(open_storage(tmp_path), saved, resolved, LoadOptions())
+
+
+def rank_file(offsets: Any, tensor: torch.Tensor | None = None) -> bytes:
+    """What torch's Hugging Face writer makes of what one rank has."""
+    info = offsets if isinstance(offsets, str) else json.dumps({"w": {"saved_offsets": offsets}})
+    return plain_file({"w": torch.ones(2, 3) if tensor is None else tensor}, metadata={"DCP_SHARDING_INFO": info})
+
+
+def test_a_tensor_in_the_files_of_several_ranks_is_one():
+    files = {f"shard-{i + 1:05d}-model-00001-of-00001.safetensors": rank_file([2 * i, 0]) for i in range(3)}
+    path = in_memory({**files, "shard-00004-model-00002-of-00002.safetensors": rank_file([0, 0], torch.ones(2, 3))})
+    assert checkpoint.read(path)["model.w"].tolist() == torch.ones(6, 3).tolist()
+    assert "DCP_SHARDING_INFO" not in str(checkpoint.catalog(path).metadata)
+    with pytest.raises(UsageError, match="what one rank saved; pass the folder"):
+        checkpoint.catalog(f"{path}/shard-00002-model-00001-of-00001.safetensors")
+
+
+BAD_OFFSETS: dict[str, tuple[Any, str]] = {
+    "too few": ([0], "begins at"),
+    "negative": ([0, -1], "begins at"),
+    "no number": ([0, "x"], "begins at"),
+    "huge": ([0, 1 << 62], "use another"),
+    "beyond": ([0, 1 << 70], "use another"),
+    "none": ('{"v": {"saved_offsets": [0, 0]}}', "begins at"),
+    "no json": ("{", "is not what torch writes"),
+    "a list": ("[]", "is not what torch writes"),
+    "no offsets": ('{"w": {}}', "is not what torch writes"),
+    "a number": ('{"w": {"saved_offsets": 3}}', "is not what torch writes"),
+    "deep": ("[" * 100_000, "is not what torch writes"),
+}
+
+
+@pytest.mark.parametrize(("offsets", "match"), BAD_OFFSETS.values(), ids=BAD_OFFSETS.keys())
+def test_hostile_offsets_are_named(offsets: Any, match: str):
+    with pytest.raises(CorruptError, match=match):
+        checkpoint.read(in_memory({"shard-00001-model-00001-of-00001.safetensors": rank_file(offsets)}))
+
+
+@pytest.mark.parametrize("other", [torch.ones(2, 3).half(), torch.ones(2), torch.ones(2, 3, 1)])
+def test_files_of_ranks_that_do_not_fit_together_are_named(other: torch.Tensor):
+    offsets = [2] + [0] * (other.ndim - 1)
+    files = {"shard-00001-model-00001-of-00001.safetensors": rank_file([0, 0])}
+    with pytest.raises(CorruptError, match=r"'w' is F32 of 2 dims in one file, and F(32|16) of \d in another"):
+        checkpoint.read(in_memory({**files, "shard-00002-model-00001-of-00001.safetensors": rank_file(offsets, other)}))

@@ -1,0 +1,393 @@
+"""A run's checkpoints under one root: named, pruned, passed over, locked; what is damaged or read on purpose."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import threading
+import uuid
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reshard_ckpt import checkpoint
+from reshard_ckpt.checkpoint import Manager
+from reshard_ckpt.engine.common.step_folders import find_steps, reading, remove_step
+from reshard_ckpt.engine.loading.load import open_catalog
+from reshard_ckpt.errors import CheckpointError, CorruptError, MismatchError, UsageError
+from reshard_ckpt.format.catalog import encode_catalog
+from reshard_ckpt.format.keys import CATALOG_KEY
+from reshard_ckpt.manager.retention import Retention
+from reshard_ckpt.storage import open_storage
+from tests.launch import ROOT
+
+
+@pytest.fixture(params=["folder", "memory"])
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    if request.param == "folder":
+        yield str(tmp_path / "run")
+        return
+    name = f"memory://{uuid.uuid4().hex}"
+    yield name
+    with open_storage(name) as storage:
+        storage.delete([key for key, _ in storage.list()])
+
+
+def state(step: int) -> dict[str, Any]:
+    return {"w": torch.arange(1000, dtype=torch.float32) + step, "step": step}
+
+
+def empty() -> dict[str, Any]:
+    return {"w": torch.zeros(1000), "step": -1}
+
+
+def holds(loaded: dict[str, Any], step: int) -> bool:
+    return loaded["step"] == step and torch.equal(loaded["w"], state(step)["w"])
+
+
+def damage(root: str, step: int) -> None:
+    """Flip a bit of the last tensor byte of a step."""
+    with open_storage(f"{root}/step_{step}") as storage:
+        key = next(key for key, _ in storage.list() if key.endswith(".safetensors"))
+        data = bytearray(storage.read(key, 4 << 20))
+        data[-1] ^= 1
+        storage.publish(key, bytes(data))
+
+
+# --- which stay ---
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["save", "async_save"])
+def test_the_newest_the_regular_and_the_best_stay(root: str, background: bool):
+    metrics = {10: 0.1, 20: 0.9, 30: 0.2, 40: 0.3, 50: float("nan"), 60: 0.8, 70: 0.1}
+    with Manager(root, keep_last=2, keep_every=30, keep_best=1) as manager:
+        for step, metric in metrics.items():
+            if background:
+                manager.async_save(step, state(step), metric=metric)
+            else:
+                manager.save(step, state(step), metric=metric)
+    with Manager(root, read_only=True) as manager:
+        assert manager.steps() == [20, 30, 60, 70]
+        assert manager.latest() == 70
+        assert manager.best() == 20
+    loaded = empty()
+    checkpoint.load(f"{root}/step_30", loaded)
+    assert holds(loaded, 30)
+
+
+def test_a_restarted_manager_knows_the_metrics_of_before(root: str):
+    with Manager(root, keep_last=1, keep_best=1, best="min") as manager:
+        manager.save(1, state(1), metric=0.5)
+        manager.save(2, state(2), metric=3)
+    with Manager(root, keep_last=1, keep_best=1, best="min") as manager:
+        manager.save(3, state(3), metric=2.0, metadata={"note": "mine"})
+        assert manager.steps() == [1, 3]
+    assert checkpoint.catalog(f"{root}/step_3").metadata == {"note": "mine", "metric": 2.0}
+
+
+def test_by_default_nothing_is_removed(root: str):
+    with Manager(root) as manager:
+        for step in range(5):
+            manager.save(step, state(step))
+        assert manager.steps() == [0, 1, 2, 3, 4]
+
+
+@given(
+    st.sets(st.integers(0, 60), max_size=12),
+    st.dictionaries(st.integers(0, 60), st.floats(allow_infinity=True)),
+    st.integers(1, 4),
+    st.none() | st.integers(1, 20),
+    st.integers(0, 3),
+    st.sampled_from(["max", "min"]),
+)
+def test_the_rule_keeps_just_what_it_says(steps, metrics, last, every, num_best, best):
+    kept = Retention(last, every, num_best, best).kept(list(steps), metrics)
+    newest = {step for step in steps if sum(other > step for other in steps) < last}
+    regular = {step for step in steps if every and step % every == 0}
+    better = (lambda a, b: a > b) if best == "max" else (lambda a, b: a < b)
+    with_metric = {step for step in steps if step in metrics and metrics[step] == metrics[step]}
+    good = {
+        step
+        for step in with_metric
+        if sum(better(metrics[o], metrics[step]) or (metrics[o] == metrics[step] and o > step) for o in with_metric) < num_best
+    }
+    assert kept == newest | regular | good
+
+
+# --- what is damaged ---
+
+
+def test_damaged_checkpoints_are_passed_over_and_said(root: str):
+    with Manager(root) as manager:
+        for step in (100, 200, 300):
+            manager.save(step, state(step))
+    damage(root, 300)
+    with open_storage(f"{root}/step_200") as storage:
+        storage.publish(CATALOG_KEY, storage.read(CATALOG_KEY, 1 << 20)[:-7])
+    with Manager(root) as manager:
+        loaded = empty()
+        with pytest.warns(UserWarning, match="passed over") as said:
+            result = manager.load_latest(loaded)
+        assert result is not None
+        assert result.step == 100
+        assert holds(loaded, 100)
+        assert [line.split(":")[0] for line in result.passed_over] == ["step 300", "step 200"]
+        assert len(said) == 2
+        assert "is damaged in bytes" in result.passed_over[0]
+
+
+def test_the_last_good_one_stays_where_the_newer_are_damaged(root: str):
+    with Manager(root) as manager:
+        for step in (100, 200, 300):
+            manager.save(step, state(step))
+    damage(root, 200)
+    damage(root, 300)
+    with Manager(root, keep_last=1) as manager, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        manager.load_latest(empty())
+        manager.save(150, state(150))
+        assert 150 in manager.steps()
+        assert 100 not in manager.steps()
+        loaded = empty()
+        assert manager.load_latest(loaded).step == 150
+        assert holds(loaded, 150)
+
+
+def test_a_save_of_an_older_step_never_removes_itself(root: str):
+    with Manager(root, keep_last=1) as manager:
+        manager.save(500, state(500))
+    with Manager(root, keep_last=1) as manager:
+        manager.save(100, state(100))  # begun anew, without loading
+        assert manager.steps() == [100, 500]
+
+
+def test_nothing_to_load_is_none_and_all_damaged_an_error(root: str):
+    with Manager(root) as manager:
+        assert manager.load_latest(empty()) is None
+        manager.save(1, state(1))
+        damage(root, 1)
+        with (
+            pytest.warns(UserWarning, match="passed over"),
+            pytest.raises(CorruptError, match=r"no checkpoint can be loaded:\nstep 1: "),
+        ):
+            manager.load_latest(empty())
+
+
+def test_a_mismatch_is_no_damage(root: str):
+    with Manager(root) as manager:
+        manager.save(1, state(1))
+        with pytest.raises(MismatchError):
+            manager.load_latest({"w": torch.zeros(7), "step": 0})
+
+
+def test_nothing_of_a_damaged_one_stays_where_not_all_is_loaded(root: str):
+    with Manager(root) as manager:
+        manager.save(1, {"w": torch.ones(3)})
+        manager.save(2, {"w": torch.ones(3) * 2, "b": torch.ones(300_000) * 2})
+    damage(root, 2)
+    loaded = {"w": torch.zeros(3), "b": torch.zeros(300_000)}
+    with Manager(root) as manager, pytest.warns(UserWarning, match="passed over"):
+        assert manager.load_latest(loaded, strict=False).step == 1
+    assert loaded["w"].tolist() == [1, 1, 1]
+    assert not loaded["b"].any()
+
+
+# --- what others do ---
+
+
+def test_a_second_manager_is_refused_until_the_first_is_closed(root: str):
+    with Manager(root) as manager:
+        manager.save(1, state(1))
+        with pytest.raises(UsageError, match=rf"process {os.getpid()} on .* manages the checkpoints there"):
+            Manager(root)
+        with Manager(root, read_only=True) as reader:
+            assert reader.load_latest(empty()).step == 1
+            with pytest.raises(UsageError, match="read_only"):
+                reader.save(2, state(2))
+    Manager(root).close()
+
+
+def test_a_manager_that_failed_to_open_holds_nothing(root: str):
+    with Manager(root), pytest.raises(UsageError):
+        Manager(root)
+    Manager(root).close()
+    with pytest.raises(UsageError, match="keep_last=0: pass 1 or more, or None"):
+        Manager(root, keep_last=0)
+    Manager(root).close()
+
+
+def test_what_somebody_reads_stays_until_the_next_time(root: str):
+    with Manager(root, keep_last=1) as manager:
+        manager.save(1, state(1))
+        with open_storage(f"{root}/step_1") as storage, reading(storage):
+            manager.save(2, state(2))
+            assert manager.steps() == [1, 2]
+        manager.save(3, state(3))
+        assert manager.steps() == [3]
+
+
+def test_loading_holds_the_checkpoint(root: str, monkeypatch: pytest.MonkeyPatch):
+    with Manager(root) as manager, open_storage(root) as storage:
+        manager.save(1, state(1))
+        tried = []
+
+        class Extra:
+            def state_dict(self) -> dict[str, Any]:
+                return {"step": 0}
+
+            def load_state_dict(self, given: dict[str, Any]) -> None:
+                tried.append(remove_step(storage, 1, frozenset()))
+
+        checkpoint.save(f"{root}/step_1", {"extra": Extra()})
+        checkpoint.load(f"{root}/step_1", {"extra": Extra()})
+        assert tried == [False]
+        assert remove_step(storage, 1, frozenset())
+        assert storage.list("step_1") == []
+
+
+def test_files_that_a_committed_catalog_refers_to_stay(root: str):
+    with Manager(root) as manager:
+        manager.save(1, state(1))
+        manager.save(2, {"step": 2})
+    with open_storage(f"{root}/step_1") as first, open_storage(f"{root}/step_2") as second:
+        old = open_catalog(first)
+        needed = {f"step_1/{key}" for file in old.files for key in (file.key, file.digests_key)}
+        borrowed = tuple(dataclasses.replace(file, checkpoint="../step_1") for file in old.files)
+        second.publish(CATALOG_KEY, encode_catalog(dataclasses.replace(old, files=borrowed)))
+    with open_storage(root) as storage:
+        with Manager(root, keep_last=2) as manager:
+            manager.save(3, state(3))
+            assert manager.steps() == [2, 3]
+        assert {key for key, _ in storage.list("step_1")} == needed
+        Manager(root).close()  # which looks for leftovers
+        assert {key for key, _ in storage.list("step_1")} == needed
+        with Manager(root, keep_last=1) as manager:
+            manager.save(3, state(3))
+        Manager(root).close()
+        assert storage.folders() == ("step_3",)
+
+
+def test_leftovers_of_dead_saves_go_and_nothing_else(root: str):
+    with Manager(root) as manager:
+        manager.save(1, state(1))
+    dead = "20250101T000000Z-0a1b2c3d"
+    with open_storage(root) as storage:
+        before = storage.list("step_1")
+        for key in (f"step_1/{dead}/rank00000-0.safetensors", f"step_2/{dead}/rank00000-0.safetensors", "step_2/notes/mine.txt",
+                    "step_3/mine.txt", f"other/{dead}/rank00000-0.safetensors", f"step_04/{dead}/f"):  # fmt: skip
+            with storage.create(key) as writer:
+                writer.write(b"x")
+        Manager(root).close()
+        assert storage.list("step_1") == before
+        assert {key for key, _ in storage.list()} - {key for key, _ in before} == {
+            ".reshard_ckpt.lock",
+            "step_2/notes/mine.txt",
+            "step_3/mine.txt",
+            f"other/{dead}/rank00000-0.safetensors",
+            f"step_04/{dead}/f",
+        }
+        assert find_steps(storage) == ([1], [2, 3])
+
+
+# --- wrong use ---
+
+
+@pytest.mark.parametrize("step", [-1, True, 1.5, "7"])
+def test_a_step_is_a_whole_number(tmp_path: Path, step: Any):
+    with Manager(tmp_path) as manager, pytest.raises(UsageError, match="step="):
+        manager.save(step, state(1))
+
+
+@pytest.mark.parametrize("metadata", ["text", {"metric": 1}])
+def test_a_metric_needs_a_place_in_the_metadata(tmp_path: Path, metadata: Any):
+    with Manager(tmp_path) as manager, pytest.raises(UsageError, match="metadata="):
+        manager.save(1, state(1), metric=1.0, metadata=metadata)
+
+
+def test_a_failed_background_save_is_raised_at_close_and_lets_go(tmp_path: Path):
+    manager = Manager(tmp_path)
+    (tmp_path / "step_1").write_text("a file in the way")
+
+    def save_and_close() -> None:
+        manager.async_save(1, state(1))
+        manager.close()
+
+    with pytest.raises(CheckpointError, match="step_1"):
+        save_and_close()
+    manager.close()
+    Manager(tmp_path).close()
+
+
+def test_signals_are_handled_in_the_main_thread_alone(tmp_path: Path):
+    raised: list[BaseException] = []
+
+    def make() -> None:
+        try:
+            Manager(tmp_path, finish_on_sigterm=True)
+        except UsageError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    assert "main thread" in str(raised[0])
+    Manager(tmp_path).close()
+
+
+# --- processes that die ---
+
+SCRIPT = """
+import os, signal, sys, threading
+import torch
+from reshard_ckpt import checkpoint
+from reshard_ckpt.engine import save as engine_save
+root, how = sys.argv[1:]
+publish = engine_save.publish
+began, go = threading.Event(), threading.Event()
+
+def slow(*args, **options):
+    began.set()
+    assert go.wait(60)
+    return publish(*args, **options)
+
+engine_save.publish = slow
+if how == "own handler":
+    signal.signal(signal.SIGTERM, lambda *_: (print("own", flush=True), sys.exit(7)))
+manager = checkpoint.Manager(root, keep_last=1, finish_on_sigterm=how != "plain")
+manager.async_save(1, {"w": torch.arange(1000.0)})
+assert began.wait(60)
+threading.Timer(0.2, go.set).start()  # the commit comes well after the signal
+os.kill(os.getpid(), signal.SIGTERM)
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [("finish", -signal.SIGTERM), ("own handler", 7)])
+def test_sigterm_finishes_the_save_and_then_does_what_it_did(tmp_path: Path, how: str, code: int):
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, tmp_path, how], cwd=ROOT, timeout=120, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == code, done.stderr
+    assert ("own" in done.stdout) == (how == "own handler")
+    with Manager(tmp_path) as manager:  # the dead job's lock is gone
+        loaded = {"w": torch.zeros(1000)}
+        assert manager.load_latest(loaded).step == 1
+    assert torch.equal(loaded["w"], torch.arange(1000.0))
+
+
+def test_without_being_asked_sigterm_ends_the_job_and_the_next_one_cleans_up(tmp_path: Path):
+    done = subprocess.run([sys.executable, "-c", SCRIPT, tmp_path, "plain"], cwd=ROOT, timeout=120, check=False)
+    assert done.returncode == -signal.SIGTERM
+    assert list((tmp_path / "step_1").rglob("*.safetensors"))
+    with Manager(tmp_path) as manager:
+        assert manager.steps() == []
+    assert not (tmp_path / "step_1").exists()

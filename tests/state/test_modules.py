@@ -1,0 +1,253 @@
+"""Names, claims and extra state of modules, and loading in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from reshard_ckpt.errors import LayoutError, MismatchError, NameCollisionError, UnsupportedError
+from reshard_ckpt.state import capture
+from reshard_ckpt.state.modules import locate
+from tests.helpers import load, position_values, save
+
+
+def names(state: Any) -> list[str]:
+    return [entry.spec.name for entry in capture(state).entries]
+
+
+class Stateful(nn.Linear):
+    """A layer with extra state."""
+
+    def __init__(self, extra: Any) -> None:
+        super().__init__(2, 2)
+        self.extra = extra
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+class Halved(nn.Module):
+    """Keeps its weight in half precision, and hands out a float32 copy: what state_dict gives is not its own memory."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((3,), value, dtype=torch.float16))
+        self.register_state_dict_post_hook(
+            lambda module, state, prefix, meta: state.update({f"{prefix}weight": module.weight.float()})
+        )
+
+
+def test_compiled_and_checkpointed_modules_keep_the_names_of_the_plain_one():
+    plain = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2))
+    wrapped = torch.compile(nn.Sequential(checkpoint_wrapper(nn.Sequential(torch.compile(nn.Linear(2, 2)))), nn.Linear(2, 2)))
+    assert names({"model": wrapped}) == names({"model": plain})
+    saved = save([capture({"model": plain})])
+    load(saved, {"model": wrapped}, wanted=set())
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), wrapped.parameters(), strict=True))
+
+
+def test_a_users_submodule_called_module_stays():
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = nn.Linear(2, 2, bias=False)
+
+    assert names({"model": Net()}) == ["model.module.weight"]
+
+
+def test_data_parallel_is_a_wrapper():
+    assert names({"model": nn.DataParallel(nn.Linear(2, 2, bias=False))}) == ["model.weight"]
+
+
+def test_a_key_that_no_module_explains_is_kept():
+    located = locate(nn.Sequential(nn.Linear(1, 1)), "0.custom.key.with.dots")
+    assert located.fqn == "0.custom.key.with.dots"
+
+
+def test_tied_weights_are_one_memory_under_two_names():
+    model = nn.ModuleDict({"a": nn.Linear(3, 3, bias=False), "b": nn.Linear(3, 3, bias=False)})
+    model["b"].weight = model["a"].weight
+    first, second = (e.spec for e in capture({"model": model}).entries)
+    assert (first.alias_of, second.alias_of) == (None, "model.a.weight")
+
+    with torch.no_grad():
+        model["a"].weight.copy_(position_values((3, 3)))
+    saved = save([capture({"model": model})])
+    untied = nn.ModuleDict({"a": nn.Linear(3, 3, bias=False), "b": nn.Linear(3, 3, bias=False)})
+    load(saved, {"model": untied}, wanted=set())
+    assert torch.equal(untied["a"].weight, untied["b"].weight)
+
+
+def test_views_that_share_storage_without_being_equal_are_no_aliases():
+    buffer = torch.arange(6.0)
+    entries = capture({"x": {"all": buffer, "head": buffer[:3], "grid": buffer.view(2, 3), "again": buffer.view(6)}}).entries
+    assert {e.spec.name: e.spec.alias_of for e in entries} == {"x.all": None, "x.head": None, "x.grid": None, "x.again": "x.all"}
+
+
+def test_empty_tensors_are_no_aliases():
+    entries = capture({"a": torch.zeros(0), "b": torch.zeros(0), "c": torch.zeros(())}).entries
+    assert [(e.spec.alias_of, len(e.spec.pieces)) for e in entries] == [(None, 0), (None, 0), (None, 1)]
+
+
+def test_extra_state_goes_back_to_the_module_that_gave_it_whatever_its_shape():
+    model = nn.Sequential(Stateful({"scale": torch.arange(4.0), "steps": 3}), Stateful(None))
+    saved = save([capture({"model": model})])
+    assert saved.values["model.0._extra_state"]["steps"] == 3
+    other = nn.Sequential(Stateful(torch.zeros(9)), Stateful("old"))
+    parameter = other[0].weight
+    load(saved, {"model": other}, wanted=set())
+    assert torch.equal(other[0].extra["scale"], torch.arange(4.0))
+    assert other[1].extra is None
+    assert other[0].weight is parameter
+
+
+def test_missing_and_unexpected_extra_state_are_named():
+    with_extra, without = nn.Sequential(Stateful(1)), nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(MismatchError, match=r"model.0._extra_state: missing value"):
+        load(save([capture({"model": without})]), {"model": with_extra})
+    with pytest.raises(MismatchError, match=r"model.0._extra_state: saved as a value, for which the module has no place"):
+        load(save([capture({"model": with_extra})]), {"model": without})
+
+
+def test_tensors_that_a_hook_made_are_given_back_through_load_state_dict():
+    saved = save([capture({"model": nn.Sequential(Halved(3.0))})])
+    assert saved.tensors["model.0.weight"].dtype == torch.float32
+    target = nn.Sequential(Halved(0.0))
+    load(saved, {"model": target}, wanted=set())
+    assert target[0].weight.tolist() == [3.0] * 3
+
+
+def test_a_hook_that_refuses_is_a_named_error():
+    class Picky(Halved):
+        def _load_from_state_dict(self, *args: Any) -> None:
+            raise ValueError("not today")
+
+    with pytest.raises(MismatchError, match="model: the module's load_state_dict refused the loaded state: not today"):
+        load(save([capture({"model": Halved(1.0)})]), {"model": Picky(0.0)})
+
+
+def test_non_persistent_buffers_are_left_out():
+    model = nn.Linear(2, 2)
+    model.register_buffer("cache", torch.zeros(2), persistent=False)
+    assert names({"m": model}) == ["m.weight", "m.bias"]
+
+
+def test_stages_of_one_rank_with_one_name_for_different_tensors_are_refused():
+    with pytest.raises(
+        LayoutError, match=r"model.0.weight: two stages on this rank have different tensors of this name.*Sequential"
+    ):
+        capture({"model": [nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(3, 3))]})
+
+
+def test_stages_of_one_rank_that_hold_one_tensor_both_hand_it_over():
+    model = nn.Linear(2, 2, bias=False)
+    assert names({"model": [model, model]}) == ["model.weight"], "the same memory need be saved once"
+    assert names({"model": [model, nn.Linear(2, 2, bias=False)]}) == ["model.weight"] * 2
+
+
+def test_a_module_and_a_dict_that_give_one_name_collide():
+    with pytest.raises(NameCollisionError, match=r"model.a.weight"):
+        capture({"model": nn.ModuleDict({"a": nn.Linear(2, 2)}), "model.a": {"weight": torch.zeros(1)}})
+
+
+def test_modules_deep_in_a_dict_take_the_names_of_their_path():
+    assert names({"nets": {"actor": nn.Linear(1, 1, bias=False), 3: [nn.Linear(1, 1, bias=False)]}}) == [
+        "nets.actor.weight",
+        "nets.3.weight",
+    ]
+
+
+def test_fsdp1_is_refused_with_what_to_use_instead():
+    wrapped = FullyShardedDataParallel.__new__(FullyShardedDataParallel)  # its constructor wants a GPU
+    nn.Module.__init__(wrapped)
+    wrapped._modules["_fsdp_wrapped_module"] = nn.Linear(2, 2)
+    with pytest.raises(UnsupportedError, match=r"model: inner is wrapped by FSDP1 .*fully_shard"):
+        capture({"model": nn.ModuleDict({"inner": wrapped})})
+
+
+class Wrapper(torch.Tensor):
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (torch.empty(2, device="meta"), r"x: is on the meta device .*to_empty"),
+        (torch.zeros(2, dtype=torch.complex128), r"x: dtype torch.complex128 cannot be stored; .*view_as_real"),
+        (torch.eye(2).to_sparse(), r"x: layout torch.sparse_coo cannot be stored"),
+        (torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), r"x: quantized tensors cannot be stored; save int_repr"),
+        (Wrapper(torch.zeros(2)), r"x: Wrapper keeps its data in other tensors"),
+    ],
+)
+def test_tensors_without_plain_memory_are_refused_with_what_to_do(tensor, message):
+    with pytest.raises(UnsupportedError, match=message):
+        capture({"x": tensor})
+
+
+def test_a_conjugated_view_is_saved_by_value_and_not_loaded_into():
+    value = torch.tensor([1 + 2j, 3 - 4j], dtype=torch.complex64)
+    saved = save([capture({"x": value.conj()})])
+    assert saved.tensors["x"].tolist() == [1 - 2j, 3 + 4j]
+    with pytest.raises(UnsupportedError, match="x: is a lazily conjugated view"):
+        load(saved, {"x": value.conj()})
+
+
+def test_an_expanded_view_is_saved_and_not_loaded_into():
+    expanded = torch.arange(3.0).expand(2, 3)
+    saved = save([capture({"x": expanded})])
+    assert torch.equal(saved.tensors["x"], expanded)
+    with pytest.raises(UnsupportedError, match=r"x: strides \(0, 1\) of shape \(2, 3\) put several elements in one place"):
+        load(saved, {"x": expanded})
+
+
+@pytest.mark.parametrize(
+    "make", [lambda t: t.T, lambda t: t[:, ::2], lambda t: t[1:2], lambda t: t.permute(1, 0), lambda t: t[2]]
+)
+def test_any_strides_are_saved_and_loaded_in_place(make):
+    source, target = position_values((4, 6)), torch.zeros(4, 6)
+    view = make(target)
+    load(save([capture({"x": make(source)})]), {"x": view}, wanted=set())
+    assert torch.equal(view, make(source))
+    assert int((target != 0).sum()) == view.numel()
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.bool, torch.uint16, torch.complex64]
+)
+def test_every_kind_of_element_comes_back_bit_by_bit(dtype):
+    source = (torch.arange(12) % 5).to(torch.float32).to(dtype)
+    target = torch.zeros(12, dtype=dtype)
+    load(save([capture({"x": source})]), {"x": target}, wanted=set())
+    assert torch.equal(target.view(torch.uint8), source.view(torch.uint8))
+
+
+def test_extra_state_of_another_stage_is_for_that_stage_to_judge():
+    whole = nn.ModuleDict({"0": Stateful(1), "1": Stateful(2)})
+    saved = save([capture({"model": whole})])
+    stage = nn.ModuleDict({"1": Stateful(0)})
+    load(saved, {"model": stage})
+    assert stage["1"].extra == 2
+
+
+def test_a_lazy_module_is_refused_before_its_first_forward():
+    with pytest.raises(UnsupportedError, match=r"model.weight: has no shape yet"):
+        capture({"model": nn.LazyLinear(3)})
+
+
+def test_a_nested_tensor_is_refused():
+    with pytest.raises(UnsupportedError, match=r"x: .* cannot be stored"):
+        capture({"x": torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])})

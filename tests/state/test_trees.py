@@ -1,0 +1,318 @@
+"""Plain values and containers, objects with a state, values of each rank, and dicts shaped like an optimizer's state."""
+
+from __future__ import annotations
+
+import collections
+import types
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from reshard_ckpt.core.catalog.specs import ValueKind
+from reshard_ckpt.errors import MismatchError, NameCollisionError, UnsupportedError, UsageError
+from reshard_ckpt.format.values import decode_path, decode_value
+from reshard_ckpt.state import FlatShard, PerRank, capture
+from tests.helpers import load, position_values, save
+
+
+def value_names(state: Any) -> list[str]:
+    return [spec.name for spec in capture(state).values]
+
+
+class Counter:
+    """Something with a state of its own."""
+
+    def __init__(self, **state: Any) -> None:
+        self.state = state
+        self.num_loads = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+        self.num_loads += 1
+
+
+class Pair(NamedTuple):
+    tensor: torch.Tensor
+    step: int
+
+
+def test_dicts_flatten_and_lists_only_where_a_tensor_is_inside():
+    state = {"extra": {"step": 1, "losses": [1, {"a": 2}], "mixed": [torch.zeros(1), {"b": 3}], "none": [], "sub": {}, 7: "x"}}
+    captured = capture(state)
+    assert [e.spec.name for e in captured.entries] == ["extra.mixed.0"]
+    paths = {decode_path(v.path): decode_value(v.data) for v in captured.values}
+    assert paths == {
+        ("extra", "step"): 1,
+        ("extra", "losses"): [1, {"a": 2}],
+        ("extra", "mixed", (1,), "b"): 3,
+        ("extra", "none"): [],
+        ("extra", "sub"): {},
+        ("extra", 7): "x",
+    }
+
+
+def test_values_replace_those_of_the_target_and_are_added_where_it_has_none():
+    saved = save([capture({"extra": {"step": 5, "history": [1, 2], "deep": {3: {"x": np.arange(2)}}, "t": (torch.ones(1), 8)}})])
+    inner: dict[Any, Any] = {}
+    extra = {"step": 0, "deep": inner, "t": (torch.zeros(1), 0)}
+    load(saved, {"extra": extra}, wanted=set())
+    assert extra["step"] == 5
+    assert extra["history"] == [1, 2]
+    assert extra["deep"] is inner
+    assert inner[3]["x"].tolist() == [0, 1]
+    assert extra["t"][0].item() == 1
+    assert extra["t"][1] == 8
+
+
+def test_a_named_tuple_stays_one():
+    saved = save([capture({"pair": Pair(torch.ones(2), 4)})])
+    state = {"pair": Pair(torch.zeros(2), 0)}
+    load(saved, state, wanted=set())
+    assert isinstance(state["pair"], Pair)
+    assert state["pair"].step == 4
+    assert state["pair"].tensor.tolist() == [1, 1]
+
+
+def test_top_level_values_are_loaded_too():
+    state = {"step": 0}
+    load(save([capture({"step": 9, "other": 1})]), state)
+    assert state == {"step": 9}, "what the caller did not ask for is left alone"
+
+
+def test_a_missing_value_is_named_before_anything_changes():
+    saved = save([capture({"extra": {"a": 1, "t": torch.ones(1)}})])
+    extra = {"a": 0, "b": 0, "t": torch.zeros(1)}
+    with pytest.raises(MismatchError, match=r"extra.b: missing value"):
+        load(saved, {"extra": extra})
+    assert extra == {"a": 0, "b": 0, "t": torch.zeros(1)}
+    load(saved, {"extra": extra}, strict=False)
+    assert (extra["a"], extra["b"]) == (1, 0)
+
+
+def test_an_empty_container_is_missing_only_if_the_checkpoint_knows_nothing_of_it():
+    saved = save([capture({"extra": {"a": {"x": 1}}})])
+    extra: dict[str, Any] = {"a": {}}
+    load(saved, {"extra": extra})
+    assert extra == {"a": {"x": 1}}
+    with pytest.raises(MismatchError, match=r"extra.typo: missing value"):
+        load(saved, {"extra": {"typo": {}}})
+
+
+def test_a_value_where_the_target_has_a_tensor_is_named_and_left_out():
+    saved = save([capture({"extra": {"x": 3}})])
+    state = {"extra": {"x": torch.zeros(1)}}
+    with pytest.raises(MismatchError, match=r"extra.x: saved as a value, wanted as a tensor"):
+        load(saved, state)
+    load(saved, state, strict=False)
+    assert isinstance(state["extra"]["x"], torch.Tensor)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"a": {"b": 1}, "a.b": 2},
+        {1: 0, "1": 0},
+        {"a": {"b": torch.zeros(1)}, "a.b": torch.zeros(1)},
+        {"o": Counter(x=1), "o.x": 2},
+    ],
+)
+def test_two_things_with_one_name_are_refused_with_both_places(state):
+    with pytest.raises(NameCollisionError, match=r"both state\[.*\] and state\[.*\] have this name"):
+        capture(state)
+
+
+def test_a_container_in_itself_is_refused():
+    loop: dict[str, Any] = {"x": 1}
+    loop["self"] = loop
+    with pytest.raises(UsageError, match="contains itself"):
+        capture({"extra": loop})
+    bag: list[Any] = [torch.zeros(1)]
+    bag.append(bag)
+    with pytest.raises(UsageError, match="contains itself"):
+        capture({"extra": bag})
+
+
+def test_what_is_no_plain_value_is_refused_by_its_place():
+    with pytest.raises(UnsupportedError, match=r"extra.x\[1\]"):
+        capture({"extra": {"x": [1, object()]}})
+
+
+def test_a_state_that_is_no_dict_is_refused():
+    with pytest.raises(UsageError, match="state: wanted a dict"):
+        capture(nn.Linear(1, 1))  # type: ignore[arg-type]
+
+
+def test_a_dict_that_cannot_be_written_is_refused_before_loading():
+    saved = save([capture({"extra": {"x": 1}})])
+    with pytest.raises(UsageError, match=r"extra.x: a mappingproxy cannot take a loaded value"):
+        load(saved, {"extra": types.MappingProxyType({"x": 0})})
+
+
+def test_mappings_of_other_classes_are_filled_in_place():
+    saved = save([capture({"c": collections.Counter(a=3), "o": collections.OrderedDict(b=1)})])
+    state = {"c": collections.Counter(a=0), "o": collections.OrderedDict(b=0)}
+    load(saved, state)
+    assert state == {"c": collections.Counter(a=3), "o": collections.OrderedDict(b=1)}
+    assert type(state["c"]) is collections.Counter
+
+
+def test_an_object_takes_its_whole_state_back_once():
+    source = Counter(position=12, order=[3, 1], weights=position_values((2, 2)), nested={"seen": {4: "x"}}, inner=Counter(n=1))
+    inner = Counter(n=0)
+    target = Counter(position=0, order=[], weights=torch.zeros(2, 2), nested={}, inner=inner)
+    load(save([capture({"loader": source})]), {"loader": target}, wanted=set())
+    assert target.num_loads == inner.num_loads == 1
+    assert torch.equal(target.state["weights"], source.state["weights"])
+    assert {k: target.state[k] for k in ("position", "order", "nested")} == {
+        "position": 12,
+        "order": [3, 1],
+        "nested": {"seen": {4: "x"}},
+    }
+    assert inner.state == {"n": 1}
+
+
+def test_an_object_that_refuses_its_state_is_a_named_error():
+    class Picky(Counter):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise KeyError("position")
+
+    with pytest.raises(MismatchError, match=r"loader: load_state_dict refused the loaded state: 'position'"):
+        load(save([capture({"loader": Counter(a=1)})]), {"loader": Picky(a=0)})
+
+
+def test_an_object_with_an_empty_state_is_filled_from_the_checkpoint():
+    lazy = Counter()
+    load(save([capture({"loader": Counter(position=3, seen=[1])})]), {"loader": lazy})
+    assert lazy.state == {"position": 3, "seen": [1]}
+
+
+def test_schedulers_come_back():
+    def made(lr: float) -> tuple[torch.optim.Optimizer, Any]:
+        optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=lr)
+        warm = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=3)
+        cool = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+        return optimizer, torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, cool], milestones=[3])
+
+    optimizer, scheduler = made(0.1)
+    for _ in range(5):
+        optimizer.step()
+        scheduler.step()
+    _, other = made(0.9)
+    load(save([capture({"scheduler": scheduler})]), {"scheduler": other})
+    assert other.state_dict() == scheduler.state_dict()
+
+
+def test_a_generator_goes_on_where_it_was():
+    generator = torch.Generator().manual_seed(7)
+    torch.rand(5, generator=generator)
+    saved = save([capture({"rng": generator})])
+    expected = torch.rand(3, generator=generator)
+    other = torch.Generator()
+    load(saved, {"rng": other}, wanted=set())
+    assert torch.equal(torch.rand(3, generator=other), expected)
+
+
+def test_each_rank_gets_its_own_value_back():
+    saved = save([capture({"x": {"rng": PerRank(np.arange(r + 1))}}) for r in range(3)])
+    holder = PerRank(None)
+    load(saved, {"x": {"rng": holder}}, rank=2, size=3)
+    assert holder.value.tolist() == [0, 1, 2]
+
+
+def test_another_world_size_without_combine_is_a_named_error():
+    saved = save([capture({"x": PerRank(r)}) for r in range(3)])
+    with pytest.raises(MismatchError, match=r"x: saved by 3 ranks, wanted on 2; pass PerRank\(value, combine=...\)"):
+        load(saved, {"x": PerRank(0)}, rank=0, size=2)
+
+
+def test_an_object_of_each_rank_takes_what_combine_makes():
+    saved = save([capture({"loader": PerRank(Counter(position=p))}) for p in (3, 4)])
+    loader = Counter(position=0)
+    load(saved, {"loader": PerRank(loader, combine=lambda values: {"position": min(v["position"] for v in values)})}, size=3)
+    assert loader.state == {"position": 3}
+    again = Counter(position=0)
+    load(saved, {"loader": PerRank(again)}, rank=1, size=2)
+    assert again.state == {"position": 4}
+
+
+def test_a_loader_goes_on_from_four_ranks_to_three_without_losing_a_sample():
+    def rest_of(values: list[list[int]], rank: int, size: int) -> list[int]:
+        read = {sample for part in values for sample in part}
+        return [sample for sample in range(20) if sample not in read][rank::size]
+
+    saved = save([capture({"loader": PerRank(list(range(rank, 20, 4))[:2])}) for rank in range(4)])
+    rest = []
+    for rank in range(3):
+        loader = PerRank([], combine=rest_of)
+        load(saved, {"loader": loader}, rank=rank, size=3)
+        rest += loader.value
+    assert sorted(rest) == list(range(8, 20))
+
+
+def test_a_value_of_each_rank_and_one_for_all_are_not_mixed_up():
+    one, each = save([capture({"x": 1})]), save([capture({"x": PerRank(1)})])
+    with pytest.raises(MismatchError, match=r"x: saved as a value of each rank, wanted as one for all; pass PerRank"):
+        load(each, {"x": 0})
+    with pytest.raises(MismatchError, match=r"x: saved as one value for all ranks, wanted as PerRank"):
+        load(one, {"x": PerRank(0)})
+
+
+def test_a_value_of_each_rank_that_the_target_lacks_is_added_as_such():
+    extra: dict[str, Any] = {"a": 0}
+    load(save([capture({"extra": {"a": 1, "rng": PerRank(5)}})]), {"extra": extra})
+    assert extra["rng"].value == 5
+
+
+class Flat(torch.optim.Optimizer):
+    """An optimizer of its own kind: one flat range of every parameter, which its state_dict declares by FQN."""
+
+    def __init__(self, named: dict[str, torch.Size], rank: int, size: int, *, value: bool) -> None:
+        super().__init__([nn.Parameter(torch.zeros(1))], {"lr": 0.1})
+        self.shards, self.lr, self.step_count = {}, 0.1, torch.tensor(3.0 if value else 0.0)
+        for fqn, shape in named.items():
+            first, last = shape.numel() * rank // size, shape.numel() * (rank + 1) // size
+            memory = position_values((shape.numel(),))[first:last].clone() if value else torch.zeros(last - first)
+            self.shards[fqn] = FlatShard(memory, shape, first)
+
+    def state_dict(self) -> dict[str, Any]:
+        state = {fqn: {"exp_avg": shard, "step": self.step_count} for fqn, shard in self.shards.items()}
+        return {"state": state, "param_groups": [{"lr": self.lr, "params": list(self.shards)}], "kind": "flat"}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["state"]["w"]["exp_avg"] is self.shards["w"]
+        self.lr, self.kind = state["param_groups"][0]["lr"], state["kind"]
+
+
+SHAPES = {"w": torch.Size((4, 3)), "b": torch.Size((5,))}
+
+
+def test_flat_ranges_of_an_optimizer_have_the_names_of_any_other():
+    saved = save([capture({"optimizer": Flat(SHAPES, r, 3, value=True)}) for r in range(3)])
+    assert sorted(saved.tensors) == [f"optimizer.state.{f}.{k}" for f in ("b", "w") for k in ("exp_avg", "step")]
+    assert torch.equal(saved.tensors["optimizer.state.w.exp_avg"], position_values((4, 3)))
+    assert {v.name: v.kind for v in saved.catalog.values_table}["optimizer.param_groups"] == ValueKind.PARAM_GROUPS
+
+    fresh = [Flat(SHAPES, r, 2, value=False) for r in range(2)]
+    for rank, optimizer in enumerate(fresh):
+        optimizer.lr = 7
+        load(saved, {"optimizer": optimizer}, rank=rank, size=2, wanted=set())
+        assert (optimizer.lr, optimizer.kind) == (0.1, "flat")
+    assert torch.cat([o.shards["w"].tensor for o in fresh]).tolist() == position_values((12,)).tolist()
+
+    model = nn.ParameterDict({"w": torch.zeros(4, 3), "b": torch.zeros(5)})
+    adam = torch.optim.Adam(model.parameters(), lr=3)
+    load(saved, {"optimizer": adam, "model": model}, strict=False)  # the model itself was not saved
+    assert torch.equal(adam.state[model["w"]]["exp_avg"], position_values((4, 3)))
+    assert adam.param_groups[0]["lr"] == 0.1
+
+
+def test_groups_that_do_not_hold_the_targets_parameters_are_named():
+    saved = save([capture({"optimizer": Flat({"w": SHAPES["w"]}, 0, 1, value=True)})])
+    with pytest.raises(MismatchError, match=r"optimizer.param_groups\[0\]: no saved group holds parameter b"):
+        load(saved, {"optimizer": Flat(SHAPES, 0, 1, value=False)})
