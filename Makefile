@@ -48,7 +48,7 @@ crash-points: $(STAMP)
 # well; PIP_EXTRA_INDEX_URL may name an index that has smaller ones.
 COMPAT ?= 2.6.0 2.15.0
 COMPAT_VENVS ?= .compat
-COMPAT_TESTS ?= tests/core tests/format tests/storage tests/comm tests/state tests/engine tests/dcp tests/checkpoint tests/cli \
+COMPAT_TESTS ?= tests/core tests/format tests/storage tests/comm tests/state tests/formats tests/engine tests/manager tests/dcp tests/checkpoint tests/cli \
   tests/distributed/test_dcp_folders.py tests/distributed/test_matrix.py
 
 compat:

@@ -1,6 +1,7 @@
 """How is a tensor resharded? Draws docs/resharding.svg from what the planners return for one small tensor.
 
-1. Three ranks hold flat ranges of an 8 × 10 tensor, as a ZeRO optimizer does; `plan_from_metadata` divides the writing, one file a rank.
+1. Three ranks hold flat ranges of an 8 × 10 tensor, as a ZeRO optimizer does;
+   `plan_from_metadata` divides the writing, one file a rank.
 2. A tensor-parallel job of two ranks wants columns; `plan_load` finds what its rank 1 reads.
 3. Every coloured cell of the picture is an element of an item of that plan: where it lies in a file, and where it goes.
 
