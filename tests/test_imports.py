@@ -1,6 +1,6 @@
 """The arrows of the architecture: which room may import which, read from the source without importing it.
 
-`docs/architecture.md` draws the same arrows for people. A room is a folder below the package; `core` and `engine` have inner ones.
+`docs/architecture.md` draws the same arrows for people. A room is a folder of the package; `core` and `engine` have inner ones.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ def _distinct_runs(rows: MergedRows) -> _Runs:
 
 
 def _assign(rows: MergedRows, runs: _Runs, boxes: MergedBoxes, item_bytes: I64, num_ranks: int) -> Assigned:
-    """Divide the runs over the ranks that hold them; `Assigned.item` is the number of the run, which is cut in its own elements."""
+    """Divide the runs over the ranks that hold them; `Assigned.item` numbers a run, which is cut in its own elements."""
     elements, each = runs.count, item_bytes[runs.tensor]
     # Buffers and empty tensors are the lowest rank's, like what one rank alone holds.
     fixed = (np.diff(runs.begin) == 1) | (runs.replication == Replication.BUFFER) | (elements == 0)
