@@ -44,7 +44,7 @@ class Collector:
         """Add a tensor; a second one of the same source and name is a replica on this rank."""
         spec = leaf.spec(name)
         place = _Place(leaf.memory.device, leaf.memory.data_ptr(), leaf.memory.dtype, spec.shape, spec.pieces)
-        known = self._replication_name(name, source)
+        known = self._register_name(name, source)
         if known is not None:
             if not isinstance(known, _Place) or (known.dtype, known.shape) != (place.dtype, place.shape):
                 raise LayoutError(
@@ -71,14 +71,14 @@ class Collector:
     def add_value(self, path: Path, source: Path, kind: ValueKind, value: Any) -> None:
         name = name_of(path)
         data = encode_value(value, name)
-        known = self._replication_name(name, source)
+        known = self._register_name(name, source)
         if known is None:
             self._by_name[name] = data
             self.values.append(ValueSpec(name, encode_path(path_keys(path)), kind, data))
         elif known != data:
             raise LayoutError(f"{name}: two stages on this rank have different values of this name; give them distinct names")
 
-    def _replication_name(self, name: str, source: Path) -> Any:
+    def _register_name(self, name: str, source: Path) -> Any:
         """What was added under this name from the same source; a name from elsewhere is a collision."""
         other = self._seen.setdefault(name, source)
         if other != source:
