@@ -9,6 +9,7 @@ from typing import Any
 
 from ..core.catalog.model import Catalog
 from ..core.catalog.specs import AxisPlacement, ValueKind
+from ..core.words import plural
 from ..engine.checking.compare import Side, TensorDifference, compare
 from ..engine.common.progress import OnProgress, reporter
 from ..engine.loading.saved_values import SavedValue, open_values
@@ -156,7 +157,7 @@ def _small_values(catalog: Catalog) -> dict[str, SavedValue]:
 
 def _compared(name: str, a: SavedValue, b: SavedValue) -> Iterable[ValueChange | Change]:
     if a.kind == b.kind == ValueKind.PER_RANK and len(a.value) != len(b.value):
-        return [Change(name, f"{len(a.value)} ranks", f"{len(b.value)} ranks")]
+        return [Change(name, plural(len(a.value), "rank"), plural(len(b.value), "rank"))]
     x, y = (list(v.value) if v.kind is ValueKind.PER_RANK else v.value for v in (a, b))
     as_groups = ValueKind.PARAM_GROUPS in (a.kind, b.kind)
     return value_changes(name, _in_order(x, as_groups), _in_order(y, as_groups))

@@ -52,12 +52,18 @@ def verify(path: Path, *, sha256: bool = False, workers: int | None = None, prog
 
     Raises
     ------
-    CheckpointNotFound, CorruptError
-        There is no catalog, or it is damaged itself; with ``sha256=True``, also: there is no manifest.
+    CheckpointNotFound
+        There is no catalog.
     """
     _check_workers(workers)
+    try:
+        return _verified(path, sha256, workers, reporter(progress))
+    except CorruptError as error:  # of the catalog, or of the manifest, which say what else there is to look at
+        return VerifyReport((str(error),), 0, 0)
+
+
+def _verified(path: Path, sha256: bool, workers: int | None, report: OnProgress) -> VerifyReport:
     with open_source(path) as source:
-        report = reporter(progress)
         if not sha256:
             return verify_all(source.storage, source.catalog, workers=workers, report=report)
         _refuse_foreign(source)

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..core.catalog.model import Catalog
 from ..core.catalog.specs import AxisPlacement, Mesh
+from ..core.words import check_text
 from ..errors import UsageError
 
 MAX_RANKS = 1 << 17
@@ -25,6 +26,8 @@ def mesh_of(option: str, mesh: Mapping[str, int]) -> Mesh:
     if not good or not all(type(size) is int and size >= 1 for size in mesh.values()):
         raise UsageError(f"{option}={mesh!r}: wanted axes and their sizes, outermost first, as in {option}={{'dp': 2, 'tp': 4}}")
     made = Mesh(tuple(mesh), tuple(mesh.values()))
+    for axis in made.axes:
+        check_text(axis, f"an axis of {option}=")
     if made.size > MAX_RANKS:
         raise UsageError(f"{option}={dict(mesh)!r}: {made.size:,} ranks, over the {MAX_RANKS:,} that are planned for; name fewer")
     return made

@@ -50,7 +50,6 @@ app = typer.Typer(
     name="reshard-ckpt",
     help="Look at, check and compare checkpoints, without the job, the model code or the GPUs that made them.",
     epilog="Exit codes: 0 fine, 1 a problem was found, 2 wrong use. COMMAND --help shows an example of each.",
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from ..core.catalog.name_tree import spans
 from ..core.catalog.specs import AxisPlacement, Mesh
+from ..core.words import plural as plural
 from ..errors import UsageError
 
 
@@ -19,15 +20,6 @@ def refuse_memory(dst: str) -> None:
     """
     if dst.lower().startswith("memory:"):
         raise UsageError(f"{dst}: memory ends with this command; pass a folder")
-
-
-def plural(count: int, one: str, more: str | None = None) -> str:
-    """A number and its noun.
-
-    >>> plural(1, "file"), plural(1200, "file"), plural(2, "entry", "entries")
-    ('1 file', '1,200 files', '2 entries')
-    """
-    return f"{count:,} {one if count == 1 else more or one + 's'}"
 
 
 def short(value: object, limit: int = 60) -> str:

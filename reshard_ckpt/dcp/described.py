@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from ..core.catalog.model import Catalog, TensorKind
 from ..core.catalog.specs import ValueKind
+from ..core.words import plural
 from ..engine.loading.saved_values import SavedValue, open_values
 from ..errors import CheckpointNotFound
 from ..format.shard_file import opaque_value
@@ -78,8 +79,8 @@ def _own(name: str, saved: SavedValue) -> Any:
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     if len(saved.value) != size:
         return Elsewhere(
-            f"{name}: saved by {len(saved.value)} ranks, wanted on {size}; load it with checkpoint.load and PerRank(value, "
-            "combine=...)"
+            f"{name}: saved by {plural(len(saved.value), 'rank')}, wanted on {size}; load it with checkpoint.load and "
+            "PerRank(value, combine=...)"
         )
     return saved.value[rank]
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..core.catalog.specs import Mesh
 from ..core.timeline import Step, Timeline
+from ..core.words import plural
 from ..errors import CorruptError
 
 FORMAT = "reshard_ckpt.timeline"
@@ -75,7 +76,7 @@ def _mesh(value: Any, num_ranks: int) -> Mesh | None:
         return None
     mesh = Mesh(tuple(_text(axis) for axis in value["axes"]), tuple(_count(size) for size in value["sizes"]))
     if len(mesh.axes) != len(mesh.sizes) or len(mesh.axes) > 64 or mesh.size != num_ranks:
-        raise ValueError(f"a mesh {value} of {num_ranks} ranks")
+        raise ValueError(f"a mesh {value} of {plural(num_ranks, 'rank')}")
     return mesh
 
 

@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..core.hashing import MAX_ALIKE, too_many_alike
 from ..errors import CorruptError
+from .objects import rebuilt
 
 MAX_DEPTH = 64
 """How deep containers may nest; msgpack itself stops at a few hundred levels, of which one container takes up to three."""
@@ -68,9 +70,21 @@ def _decode_items(body: Any, depth: int) -> list[Any]:
 
 def _decode_pairs(body: Any, depth: int) -> list[tuple[Any, Any]]:
     pairs = [(decode_node(key, depth), decode_node(item, depth)) for key, item in (_one(pair, list) for pair in _one(body, list))]
+    _check_hashes([key for key, _ in pairs])
     if len(dict(pairs)) != len(pairs):
         raise CorruptError("a dict holds a key twice")
     return pairs
+
+
+def _decode_elements(body: Any, depth: int) -> list[Any]:
+    items = _decode_items(body, depth)
+    _check_hashes(items)
+    return items
+
+
+def _check_hashes(keys: list[Any]) -> None:
+    if too_many_alike(keys):
+        raise CorruptError(f"more than {MAX_ALIKE} keys have the same hash, which no writer lets happen")
 
 
 def _checked_lengths(shape: list[Any]) -> list[int]:
@@ -140,6 +154,12 @@ def _decode_defaultdict(body: Any, depth: int) -> Any:
     return collections.defaultdict(factory, _decode_pairs(body[1], depth))
 
 
+def _decode_object(body: Any, depth: int) -> Any:
+    if type(body) is not list or len(body) != 3 or not (type(body[0]) is type(body[1]) is str):
+        raise CorruptError("an object is not a module, a class and a value")
+    return rebuilt(body[0], body[1], decode_node(body[2], depth))
+
+
 def _decode_deque(body: Any, depth: int) -> Any:
     if type(body) is not list or len(body) != 2 or type(body[0]) not in (type(None), int):
         raise CorruptError("a deque's length is no integer")
@@ -151,12 +171,13 @@ _DECODERS: dict[str, Callable[[Any, int], Any]] = {
     "complex": lambda body, depth: complex(*_typed(body, float, float)),
     "tuple": lambda body, depth: tuple(_decode_items(body, depth)),
     "dict": lambda body, depth: dict(_decode_pairs(body, depth)),
-    "set": lambda body, depth: set(_decode_items(body, depth)),
-    "frozenset": lambda body, depth: frozenset(_decode_items(body, depth)),
+    "set": lambda body, depth: set(_decode_elements(body, depth)),
+    "frozenset": lambda body, depth: frozenset(_decode_elements(body, depth)),
     "OrderedDict": lambda body, depth: collections.OrderedDict(_decode_pairs(body, depth)),
     "Counter": lambda body, depth: collections.Counter(dict(_decode_pairs(body, depth))),
     "defaultdict": _decode_defaultdict,
     "deque": _decode_deque,
+    "object": _decode_object,
     "numpy.ndarray": _decode_array,
     "numpy.scalar": _decode_numpy_scalar,
     "numpy.str": lambda body, depth: np.str_(_one(body, str)),

@@ -3,8 +3,8 @@
 A value is a tree. Its leaves and lists are msgpack's own; everything else is a map of one entry, ``{tag: body}``
 (``docs/format.md``, section 6, lists the tags), so any msgpack reader can walk it.
 
-1. *Encode* goes by exact type. A subclass (an enum, a namedtuple) would come back as something else, so it is refused with the
-   place where it sits; nothing is guessed and nothing is lost.
+1. *Encode* goes by exact type. A subclass (a namedtuple) would come back as something else, so it is refused with the place
+   where it sits; nothing is guessed and nothing is lost. Enums and a few classes of the standard library are `objects`.
 2. Identical values give identical bytes: sets are sorted by their elements' bytes, a NaN has one spelling, integers and floats
    keep their types. Dicts keep their order, which therefore counts.
 3. *Decode* trusts nothing: depth, lengths, dtypes and shapes are checked before anything is made of them.
@@ -13,7 +13,7 @@ A value is a tree. Its leaves and lists are msgpack's own; everything else is a 
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from math import isnan
 from typing import Any, NoReturn
@@ -22,12 +22,19 @@ import msgpack
 import numpy as np
 import torch
 
+from ..core.hashing import MAX_ALIKE, too_many_alike
+from ..core.words import a
 from ..errors import CheckpointError, CorruptError, UnsupportedError
+from .objects import is_object, parts_of, plain_key
 from .value_decode import FACTORIES, MAX_DEPTH, NUMPY_DTYPE, TENSOR_DTYPES, decode_node
+
+MAX_STEPS = 256
+"""Keys that lead to a value in the state: how deep the dicts of a state may nest."""
 
 _INT_MIN, _INT_MAX = -(2**63), 2**64 - 1
 _NAN = float("nan")
 _LEAVES = frozenset({type(None), bool, bytes})
+_PLAIN_KEYS = _LEAVES | {str, int, float}
 
 
 @dataclass(slots=True)
@@ -61,7 +68,8 @@ def encode_value(value: Any, name: str) -> bytes:
     ----------
     value
         None, bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, OrderedDict, Counter, deque,
-        defaultdict of a builtin, numpy arrays, scalars and dtypes, torch dtypes, sizes, devices and dense tensors, nested.
+        defaultdict of a builtin, numpy arrays, scalars and dtypes, torch dtypes, sizes, devices and dense tensors, members of
+        enums, dates, times, time spans and paths, nested.
     name
         What the value is called in messages.
 
@@ -115,14 +123,40 @@ def encode_path(keys: Sequence[Any]) -> bytes:
 
 def decode_path(data: bytes | bytearray | memoryview) -> tuple[Any, ...]:
     """Decode what `encode_path` made; CorruptError for anything else."""
-    keys = decode_value(data, name="path in the state")
-    if not isinstance(keys, list):
-        raise CorruptError(f"path in the state: a {type(keys).__name__} where a list of keys belongs; use another checkpoint")
+    return keys_of(decode_steps(data))
+
+
+def keys_of(steps: Iterable[Any]) -> tuple[Any, ...]:
+    """The keys of steps, of which those into an OrderedDict, Counter or defaultdict are one with that key."""
+    return tuple(next(iter(step)) if isinstance(step, dict) else step for step in steps)
+
+
+def decode_steps(data: bytes | bytearray | memoryview) -> tuple[Any, ...]:
+    """Decode a path, with the dicts that its steps are into; CorruptError for anything else."""
+    steps = decode_value(data, name="path in the state")
+    if not isinstance(steps, list) or len(steps) > MAX_STEPS:
+        raise CorruptError(f"path in the state: no list of up to {MAX_STEPS} keys; use another checkpoint")
+    for step in steps:
+        if isinstance(step, dict) and (len(step) != 1 or type(step) is dict or type(*step.values()) is not int):
+            raise CorruptError("path in the state: a dict where a key belongs; use another checkpoint")
     try:
-        hash(tuple(keys))
+        hash(keys_of(steps))
     except TypeError as error:
         raise CorruptError(f"path in the state: {error}; use another checkpoint") from error
-    return tuple(keys)
+    return tuple(steps)
+
+
+def check_keys(paths: Iterable[tuple[Any, ...]]) -> None:
+    """Refuse paths of one checkpoint with too many keys of one hash: dicts are made of them (see `core.hashing`).
+
+    Raises
+    ------
+    CorruptError
+        There are too many.
+    """
+    keys = {encode_value(key, "key"): key for path in paths for key in path if type(key) is not str}
+    if too_many_alike(keys.values()):
+        raise CorruptError(f"paths in the state: more than {MAX_ALIKE} keys have the same hash; use another checkpoint")
 
 
 def _encode(value: Any, place: _Place) -> Any:
@@ -133,6 +167,8 @@ def _encode(value: Any, place: _Place) -> Any:
         return _encode_numpy_scalar(value, place)
     if isinstance(value, np.dtype):
         return {"numpy.dtype": _numpy_dtype_code(value, place)}
+    if is_object(value):
+        return _encode_object(value, place)
     place.refuse(_advice(value))
 
 
@@ -152,7 +188,27 @@ def _is_leaf(item: Any) -> bool:
     return kind in _LEAVES or (kind is float and not isnan(item)) or (kind is str and item.isascii())
 
 
+def _encode_object(value: Any, place: _Place) -> Any:
+    parts = parts_of(value)
+    if parts is None:
+        place.refuse(
+            f"{value!r:.80} would not come back: its class {type(value).__qualname__} is not found under its name, or its plain "
+            "value does not say all of it; save plain values of it, such as .value, or a time in UTC"
+        )
+    module, name, plain = parts
+    return {"object": [module, name, _encode(plain, place.child(name))]}
+
+
+def _check_keys(keys: Collection[Any], place: _Place) -> None:
+    """Refuse keys that a reader would refuse: too many of one hash, or some that are one where their classes are unknown."""
+    if too_many_alike(keys):
+        place.refuse(f"more than {MAX_ALIKE} of its keys have the same hash, which would be slow to read; use text as keys")
+    if not all(type(key) in _PLAIN_KEYS for key in keys) and len({plain_key(key) for key in keys}) < len(keys):
+        place.refuse("two of its keys have one plain value, as members of two enums may; use text as keys")
+
+
 def _encode_pairs(value: dict[Any, Any], place: _Place) -> list[Any]:
+    _check_keys(value, place)
     return [[_encode_item(key, place, key), _encode_item(item, place, key)] for key, item in value.items()]
 
 
@@ -180,6 +236,7 @@ def _encode_str(value: str, place: _Place) -> str:
 
 
 def _encode_set(value: set[Any] | frozenset[Any], place: _Place) -> Any:
+    _check_keys(value, place)
     child = place.child(...)
     return {type(value).__name__: sorted((_encode(item, child) for item in value), key=msgpack.packb)}
 
@@ -244,7 +301,7 @@ def _advice(value: Any) -> str:
         hint = f"its type would be lost; convert it to a plain {_plain_base(value)}"
     else:
         hint = "convert it to plain values, or give it state_dict() and load_state_dict()"
-    return f"a {kind} cannot be saved; {hint}"
+    return f"{a(kind)} cannot be saved; {hint}"
 
 
 def _plain_base(value: Any) -> str:

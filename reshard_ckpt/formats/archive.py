@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError, CorruptError, UnsupportedError
+from .screening import refuse_colliding
 
 ZIP_MAGIC = b"PK\x03\x04"
 LEGACY_MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
@@ -77,6 +78,7 @@ def load_archive(path: str, size: int) -> tuple[Any, Mapping]:
             storages.append((storage.data_ptr(), storage.nbytes()))
         return storage  # on the CPU, wherever it was when it was saved
 
+    refuse_colliding(path, path)
     try:
         loaded = torch.load(path, map_location=keep, mmap=True, weights_only=True)
     except Exception as error:  # what a damaged pickle raises may be anything

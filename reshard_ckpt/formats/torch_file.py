@@ -21,6 +21,7 @@ import torch
 
 from ..core.catalog.model import FileEntry, ValueEntry
 from ..core.catalog.specs import TensorSpec, row_major_strides
+from ..core.words import a
 from ..errors import CorruptError, NameCollisionError, UnsupportedError
 from ..state.capture import capture
 from ..state.entries import Captured, NamedTensor
@@ -103,7 +104,7 @@ def _open_flat(storage: Storage, chosen: Chosen) -> Foreign:
     for key, names in chosen.items():
         loaded, mapped[key] = _load(storage, key)
         if not isinstance(loaded, Mapping):
-            raise CorruptError(f"{storage.url}: {key} holds a {type(loaded).__name__}, no state dict; use another copy")
+            raise CorruptError(f"{storage.url}: {key} holds {a(type(loaded).__name__)}, no state dict; use another copy")
         for name in loaded if names is None else sorted(names):
             if name not in loaded:
                 raise CorruptError(f"{storage.url}: {key} has no tensor {name!r:.200}, which the index says is there")

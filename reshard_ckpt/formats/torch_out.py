@@ -27,7 +27,8 @@ from ..core.catalog.model import Catalog, ValueEntry
 from ..core.catalog.specs import ValueKind, row_major_strides
 from ..errors import NameCollisionError, StorageError, UnsupportedError
 from ..format.torch_dtypes import TORCH_DTYPES
-from ..format.values import decode_path
+from ..format.values import check_keys, decode_path
+from ..state.scan import Index, saved_path
 from .emitting import ByteStream, TensorBytes, aliases_of, in_natural_order
 
 ALIGNMENT = 64
@@ -217,6 +218,7 @@ def _state(catalog: Catalog, values: Mapping[str, Any], tensors: Mapping[str, to
         path = _path(name) if (one := owner(name)) is None else one.path(name)
         if path is not None:
             tree.put(path, tensor)
+    check_keys(decode_path(entry.path) for entry in catalog.values_table)
     for entry in catalog.values_table:
         path = _value_path(entry) if (one := owner(entry.name)) is None else one.path(entry.name)
         if path is not None and entry.kind is not ValueKind.PARAM_GROUPS:
@@ -236,8 +238,8 @@ def _path(name: str) -> tuple[str, ...]:
 
 def _value_path(entry: ValueEntry) -> tuple[Any, ...]:
     """Where a value goes: where it was, unless that was in a list, of which the other elements may be anything."""
-    path = decode_path(entry.path)
-    return _path(entry.name) if any(isinstance(key, tuple) for key in path) else path
+    path = saved_path(decode_path(entry.path))
+    return _path(entry.name) if any(isinstance(key, Index) for key in path) else path
 
 
 def _check_values(values: Mapping[str, Any]) -> None:

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..core.catalog.model import Catalog
 from ..core.catalog.param_groups import merge
 from ..core.catalog.specs import AxisPlacement, Mesh, ValueKind
-from ..format.values import decode_path
+from ..format.values import check_keys, decode_steps, keys_of
 from .collector import Collector
 from .entries import Captured, NamedTensor, Target
 from .mesh import RankSet, declared_mesh, found_mesh, group_of
@@ -41,6 +41,7 @@ from .scan import (
     name_of,
     saved_path,
 )
+from .steps import Steps
 from .tensors import LocalTensor, TensorLike, check_writable, is_tensor_like, local_tensor_of
 from .tree_target import Job, TreeTarget, ValueOrigin
 
@@ -70,6 +71,7 @@ def capture(
     out = Collector()
     with torch.no_grad():  # once for all tensors, which takes longer than what it is around of each
         for tree in opened.trees:
+            out.steps = Steps(tree.path, tree.root)
             for item in tree.items:
                 _capture_item(out, item, opened)
     found = declared or found_mesh(opened.meshes(), group, ddp_groups=opened.ddp_groups())
@@ -152,7 +154,9 @@ def prepare_load(state: Mapping[Any, Any], catalog: Catalog, *, rank: int, size:
         The state cannot be loaded into; the class and the message say why.
     """
     opened = open_state(state)
-    saved = {v.name: ValueOrigin(saved_path(decode_path(v.path)), v.kind) for v in catalog.values_table}
+    steps = {v.name: decode_steps(v.path) for v in catalog.values_table}
+    check_keys(map(keys_of, steps.values()))
+    saved = {v.name: ValueOrigin(saved_path(keys_of(steps[v.name])), v.kind, steps[v.name]) for v in catalog.values_table}
     below = Below((*catalog.names, *saved))
     out = Collector()
     parts: list[ValueTarget] = []

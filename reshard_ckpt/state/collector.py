@@ -7,12 +7,14 @@ becomes its alias.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 
 from ..core.catalog.specs import Ints, Piece, ValueKind, ValueSpec
+from ..core.words import check_text
 from ..errors import LayoutError, NameCollisionError
 from ..format.values import encode_path, encode_value
 from .entries import NamedTensor
@@ -36,6 +38,8 @@ class Collector:
 
     entries: list[NamedTensor] = field(default_factory=list)
     values: list[ValueSpec] = field(default_factory=list)
+    steps: Callable[[Path], list[Any]] = path_keys
+    """What is saved of the path of a value."""
     _seen: dict[str, Path] = field(default_factory=dict)
     _first: dict[tuple[torch.device, int], list[tuple[_Place, str]]] = field(default_factory=dict)
     _by_name: dict[str, Any] = field(default_factory=dict)
@@ -70,16 +74,18 @@ class Collector:
 
     def add_value(self, path: Path, source: Path, kind: ValueKind, value: Any) -> None:
         name = name_of(path)
+        check_text(name, "a name")
         data = encode_value(value, name)
         known = self._register_name(name, source)
         if known is None:
             self._by_name[name] = data
-            self.values.append(ValueSpec(name, encode_path(path_keys(path)), kind, data))
+            self.values.append(ValueSpec(name, encode_path(self.steps(path)), kind, data))
         elif known != data:
             raise LayoutError(f"{name}: two stages on this rank have different values of this name; give them distinct names")
 
     def _register_name(self, name: str, source: Path) -> Any:
         """What was added under this name from the same source; a name from elsewhere is a collision."""
+        check_text(name, "a name")
         other = self._seen.setdefault(name, source)
         if other != source:
             raise NameCollisionError(

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..comm.protocol import ALONE
 from ..core.catalog.specs import Mesh
+from ..core.words import check_text, plural
 from ..errors import UsageError
 
 
@@ -50,9 +51,11 @@ def declared_mesh(mesh: DeviceMesh | Mapping[str, int], group: RankSet) -> Mesh:
     """
     if isinstance(mesh, Mapping):
         out = Mesh(tuple(mesh), tuple(int(size) for size in mesh.values()))
+        for axis in out.axes:
+            check_text(str(axis), "an axis of mesh=")
         if out.size != group.size or any(size < 1 for size in out.sizes):
             raise UsageError(
-                f"mesh: axes {dict(mesh)} have {out.size} ranks, but {group.size} take part; give the size of each axis"
+                f"mesh: axes {dict(mesh)} have {plural(out.size, 'rank')}, but {group.size} take part; give the size of each axis"
             )
         return out
     if not isinstance(mesh, DeviceMesh):

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from ..core.catalog.param_groups import NOT_SAVED, merge
 from ..core.catalog.specs import Ints
+from ..core.words import a
 from ..errors import UnsupportedError, UsageError
 from .layouts import Layout, whole
 from .scan import Path, name_of
@@ -178,7 +179,7 @@ def state_value(value: Any, owner: Owner, name: str) -> Any:
     """A state entry that is no tensor, proved to mean the same on every rank."""
     if not owner.layout.is_whole and _holds_tensors(value):
         raise UnsupportedError(
-            f"{name}: a {type(value).__name__} of tensors for the parameter {owner.fqns[0]}, which is sharded, has no known "
+            f"{name}: {a(type(value).__name__)} of tensors for the parameter {owner.fqns[0]}, which is sharded, has no known "
             "place; hold its tensors as entries of their own"
         )
     return value

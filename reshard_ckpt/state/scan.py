@@ -19,11 +19,16 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..errors import NameCollisionError, UsageError
+from ..core.words import a, check_text
+from ..errors import NameCollisionError, UnsupportedError, UsageError
+from ..format.values import MAX_STEPS
 from .shards import PerRank
 from .tensors import TensorLike, is_tensor_like
 
 Path = tuple[Any, ...]
+
+MAX_SHOWN = 6
+"""Keys of a path that is too long, of which a message shows the first."""
 
 
 class Index(int):
@@ -97,17 +102,22 @@ def name_of(path: Path) -> str:
 
 
 def path_keys(path: Path) -> list[Any]:
-    """A path as it is saved: a step into a list is a tuple of the one index.
+    """A path as it is saved: a step into a list is a tuple of the one index; a key that looks like one is put in a tuple again.
 
-    >>> path_keys(("extra", 7, Index(0)))
-    ['extra', 7, (0,)]
+    >>> path_keys(("extra", 7, Index(0), (0,)))
+    ['extra', 7, (0,), ((0,),)]
     """
-    return [(int(key),) if isinstance(key, Index) else key for key in path]
+    return [(int(key),) if isinstance(key, Index) else (key,) if _is_wrapped(key) else key for key in path]
+
+
+def _is_wrapped(key: Any) -> bool:
+    """Whether a saved key is an index, or a key that was put into a tuple so as not to look like one."""
+    return type(key) is tuple and len(key) == 1 and (type(key[0]) is int or _is_wrapped(key[0]))
 
 
 def saved_path(keys: tuple[Any, ...]) -> Path:
     """The inverse of `path_keys`."""
-    return tuple(Index(key[0]) if isinstance(key, tuple) and len(key) == 1 and type(key[0]) is int else key for key in keys)
+    return tuple(key if not _is_wrapped(key) else Index(key[0]) if type(key[0]) is int else key[0] for key in keys)
 
 
 def scan(state: Mapping[Any, Any]) -> tuple[Tree, ...]:
@@ -141,6 +151,7 @@ def _open(obj: Any) -> tuple[Any, Callable[[Any], Any]]:
 
 def _items(value: Any, path: Path, above: tuple[int, ...], *, whole: bool = False) -> Iterator[Item]:
     """The items at and below a value; `whole` says that it is the state itself, which is never a value."""
+    _check_depth(path, above)
     if is_tensor_like(value):
         yield TensorItem(path, value)
     elif isinstance(value, PerRank):
@@ -168,15 +179,23 @@ def _items(value: Any, path: Path, above: tuple[int, ...], *, whole: bool = Fals
 
 def _has_more_than_values(value: Any, path: Path, above: tuple[int, ...]) -> bool:
     if isinstance(value, Mapping | list | tuple):
+        _check_depth(path, above)
         _check_cycle(value, path, above)
         children = value.values() if isinstance(value, Mapping) else value
         return any(_has_more_than_values(child, path, (*above, id(value))) for child in children)
     return is_tensor_like(value) or isinstance(value, PerRank | Optimizer) or _module_of(value) is not None or is_stateful(value)
 
 
+def _check_depth(path: Path, above: tuple[int, ...]) -> None:
+    if len(above) > MAX_STEPS:
+        raise UnsupportedError(
+            f"{name_of(path[:MAX_SHOWN])}…: dicts and lists are nested deeper than {MAX_STEPS} levels here; flatten the state"
+        )
+
+
 def _check_cycle(value: Any, path: Path, above: tuple[int, ...]) -> None:
     if id(value) in above:
-        raise UsageError(f"{name_of(path)}: a {type(value).__name__} that contains itself cannot be saved")
+        raise UsageError(f"{name_of(path)}: {a(type(value).__name__)} that contains itself cannot be saved")
 
 
 def is_stateful(value: Any) -> bool:
@@ -247,6 +266,7 @@ def _check_names(trees: list[Tree]) -> None:
     seen: dict[str, Path] = {}
     for tree in trees:
         for item in tree.items:
+            check_text(name_of(item.path), "a name")
             other = seen.setdefault(name_of(item.path), item.path)
             if other != item.path:
                 raise NameCollisionError(

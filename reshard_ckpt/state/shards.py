@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from ..core.catalog.specs import Ints, Replication
+from ..core.words import a
 from ..errors import LayoutError, UsageError
 from .layouts import Layout, LocalBox
 
@@ -259,7 +260,7 @@ class PerRank:
 
 def _takes_rank(combine: Callable[..., Any]) -> bool:
     if not callable(combine):
-        raise UsageError(f"PerRank: combine is a {type(combine).__name__}, which cannot be called")
+        raise UsageError(f"PerRank: combine is {a(type(combine).__name__)}, which cannot be called")
     try:
         signature = inspect.signature(combine)
     except ValueError:  # a builtin such as max: it tells nothing, and takes the values

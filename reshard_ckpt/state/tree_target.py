@@ -13,20 +13,23 @@ from typing import Any
 
 from ..core.catalog.param_groups import NOT_SAVED, SWITCHES, Groups
 from ..core.catalog.specs import ValueKind
+from ..core.words import a, plural
 from ..errors import MismatchError, UsageError
 from .modules import is_nothing
 from .scan import GroupsItem, Index, Path, PerRankItem, TensorItem, Tree, ValueItem, is_stateful, name_of
 from .shards import PerRank, PerRankValues
+from .steps import new_dict, order_of
 
 _MISSING = object()
 
 
 @dataclass(frozen=True, slots=True)
 class ValueOrigin:
-    """What the catalog says of a value: its path in the saved state, and whether it is per rank."""
+    """What the catalog says of a value: its path in the saved state, whether it is per rank, and the steps of the path."""
 
     path: Path
     kind: ValueKind
+    steps: tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,7 @@ class TreeTarget:
         self._adds = adds
         self._root = tree.root
         self._updates: list[tuple[Path, Any]] = []
+        self._added: list[tuple[ValueOrigin, Any]] = []
         self._per_rank: list[tuple[PerRank, Any]] = []
         self._slots = {name_of(item.path): item for item in tree.items if isinstance(item, ValueItem | PerRankItem | GroupsItem)}
         self._tensors = {name_of(item.path) for item in tree.items if isinstance(item, TensorItem)}
@@ -81,12 +85,12 @@ class TreeTarget:
         node = self._root
         for key in path[len(self._tree.path) :]:
             if isinstance(node, Mapping) and not isinstance(node, MutableMapping):
-                raise UsageError(f"{name}: a {type(node).__name__} cannot take a loaded value; pass a dict")
+                raise UsageError(f"{name}: {a(type(node).__name__)} cannot take a loaded value; pass a dict")
             node = node[key]
 
     def check(self, values: Mapping[str, Any]) -> list[str]:
         """Work out every change that the values make to the tree; what stands in the way is returned, and left out."""
-        self._updates, self._per_rank = [], []
+        self._updates, self._added, self._per_rank = [], [], []
         return [problem for name, value in values.items() for problem in self._judge(name, value)]
 
     def _judge(self, name: str, value: Any) -> list[str]:
@@ -131,8 +135,8 @@ class TreeTarget:
             return saved.values[job.rank]
         if holder is None or holder.combine is None:
             return _Problem(
-                f"{name}: saved by {num_saved} ranks, wanted on {job.size}; pass PerRank(value, combine=...) to say what "
-                "becomes of the saved values"
+                f"{name}: saved by {plural(num_saved, 'rank')}, wanted on {job.size}; pass PerRank(value, combine=...) to say "
+                "what becomes of the saved values"
             )
         return holder.combined(saved.values, job.rank, job.size)
 
@@ -163,7 +167,7 @@ class TreeTarget:
             if isinstance(own, _Problem):
                 return own.text
             value = PerRank(own)
-        self._updates.append((self._relative(saved.path), value))
+        self._added.append((saved, value))
         return None
 
     def _is_elsewhere(self, path: Path) -> bool:
@@ -195,7 +199,9 @@ class TreeTarget:
     def finish(self, values: Mapping[str, Any], skipped: frozenset[str]) -> None:
         """Make the changes that `check` found, and give the tree back to the object that it came from."""
         for path, value in self._updates:
-            self._root = _put(self._root, path, value)
+            self._root = _put(self._root, path, value, path)
+        for saved, value in sorted(self._added, key=lambda added: order_of(added[0].steps)):
+            self._root = _put(self._root, self._relative(saved.path), value, self._relative(saved.steps))
         for holder, value in self._per_rank:
             if is_stateful(holder.value):
                 holder.value.load_state_dict(value)
@@ -217,17 +223,22 @@ def _is_empty(value: Any) -> bool:
     return isinstance(value, Mapping | list | tuple) and not value
 
 
-def _put(node: Any, path: Path, value: Any) -> Any:
-    """Set what lies at a path; the node itself is changed, except a tuple, of which a changed copy is returned."""
+def _put(node: Any, path: Path, value: Any, steps: Path) -> Any:
+    """Set what lies at a path; the node itself is changed, except a tuple, of which a changed copy is returned.
+
+    Dicts that are not there are made, of the class that the steps into them tell.
+    """
     if not path:
         return value
     key, rest = path[0], path[1:]
     if isinstance(node, MutableMapping):
         child = node.get(key, _MISSING)
-        node[key] = _put({} if child is _MISSING else child, rest, value)
+        if child is _MISSING and rest:
+            child = new_dict(steps[1])
+        node[key] = _put(child, rest, value, steps[1:])
         return node
     items = list(node)
-    items[key] = _put(items[key], rest, value)
+    items[key] = _put(items[key], rest, value, steps[1:])
     if isinstance(node, list):
         node[key] = items[key]
         return node

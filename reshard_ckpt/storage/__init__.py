@@ -38,6 +38,10 @@ def open_storage(path: str | os.PathLike[str]) -> Storage:
     text = os.fspath(path)
     if not isinstance(text, str) or not text or "\0" in text:
         raise UsageError(f"{text!r} is no path: pass a folder, file:///folder or memory://name")
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{text!r} is no path: {error}; pass a folder of another name") from None
     match = _SCHEME.match(text)
     if match is None:
         return LocalStorage(text)

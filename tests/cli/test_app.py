@@ -194,3 +194,43 @@ def test_tables_on_a_terminal_fold_what_is_too_wide_and_elsewhere_do_not(
     monkeypatch.setattr(columns, "MAX_DRAWN", 1)  # more rows than anybody waits for
     shared.say(table)
     assert capsys.readouterr().out == plain
+
+
+GUIDED = [
+    ("├─ model", "", "", ""),
+    ("│  └─ layers.0-31 ×32", "BF16", "4096 × 4096", "12"),
+    ("│     ├─ self_attention.q_proj.weight ×32", "BF16", "pp=replicate dp=replicate tp=shard(0)", "1,234"),
+    ("│     └─ norm", "BF16", "pp=replicate dp=replicate", "3"),
+    ("└─ " + "x" * 70, "BF16", "dp=replicate", "3"),
+]
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_narrow_screens_keep_names_and_guides(width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", str(width))
+    rows = GUIDED if width < 80 else GUIDED[:-1]
+    shared.say(Columns(["name", "dtype", "placement", ">size"], rows))
+    lines = [line.rstrip() for line in re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out).splitlines()]
+    assert all(len(line) <= width for line in lines)
+    body = lines[next(i for i, line in enumerate(lines) if line.startswith("├─ model")) :]
+    last = next(i for i, line in enumerate(body) if line.startswith("└─")) if width < 80 else len(body)
+    # Down to the last row below it, the guide at the left goes on through every line.
+    branch = next(i for i, line in enumerate(body) if "norm" in line)
+    assert all(line[0] in "├│" for line in body[:branch])
+    first = next(i for i, line in enumerate(body) if "q_proj" in line or "self_att" in line)
+    assert all(line[:7] in ("│     ├", "│     │") for line in body[first:branch])
+    if width >= 80:
+        assert all(any(line.startswith(row[0]) for line in body) for row in rows)
+        assert last == len(body)
+    names = "".join(line[: max(width // 2, 16)] for line in body[last:])
+    assert width >= 80 or names.count("x") >= 30
+
+
+def test_shells_complete_commands_options_and_paths():
+    words = {"COMP_WORDS": "reshard-ckpt ver", "COMP_CWORD": "1", "_RESHARD_CKPT_COMPLETE": "complete_bash"}
+    done = subprocess.run([sys.executable, "-m", "reshard_ckpt"], env={**os.environ, **words}, capture_output=True, text=True)
+    assert done.stdout.split() == ["verify"]
+    words |= {"COMP_WORDS": "reshard-ckpt verify --sha", "COMP_CWORD": "2"}
+    done = subprocess.run([sys.executable, "-m", "reshard_ckpt"], env={**os.environ, **words}, capture_output=True, text=True)
+    assert done.stdout.split() == ["--sha256"]

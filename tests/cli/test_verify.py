@@ -68,3 +68,18 @@ def test_a_manifest_tells_what_was_changed_with_its_checksums(trained: Path):
     shown = run("verify", trained, "--sha256", "--json")
     assert (shown.code, shown.json["ok"]) == (1, False)
     assert run("verify", trained).code == 0
+
+
+def test_a_damaged_catalog_is_a_problem_as_any_other(trained: Path):
+    catalog = trained / "catalog.msgpack"
+    data = bytearray(catalog.read_bytes())
+    data[len(data) // 2] ^= 1
+    catalog.write_bytes(data)
+    report = checkpoint.verify(trained)
+    assert not report.ok
+    assert "catalog" in report.problems[0]
+    shown = run("verify", trained)
+    assert shown.code == 1
+    assert "DAMAGED" in shown.out.splitlines()[-1]
+    said = run("verify", trained, "--json")
+    assert (said.code, said.json["ok"], said.json["problems"]) == (1, False, list(report.problems))

@@ -39,8 +39,8 @@ def value(node):  # section 6
     ((tag, body),) = node.items()
     if tag in ("dict", "OrderedDict", "Counter", "defaultdict"):  # a defaultdict's factory comes before its items
         return {value(key): value(item) for key, item in (body[1] if tag == "defaultdict" else body)}
-    if tag in ("tuple", "set", "frozenset", "deque"):  # a deque's length comes before its items
-        return {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": lambda pair: pair[1]}[tag](value(body))
+    if tag in ("tuple", "set", "frozenset", "deque", "object"):  # the items and the value come last, after a length or a class
+        return {"tuple": tuple, "set": set, "frozenset": frozenset}.get(tag, lambda parts: parts[-1])(value(body))
     if tag == "int":
         return int.from_bytes(body, "little", signed=True)
     if tag == "complex":

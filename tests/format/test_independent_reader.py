@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
+import datetime
 import sys
 import tempfile
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 import torch
@@ -64,8 +65,10 @@ def test_reader_reads_every_kind_of_value(tmp_path: Path):
         "extra.array": np.arange(6, dtype="<i2").reshape(2, 3),
         "extra.scalar": np.float64(0.5),
     }
-    write(build([], values=values), tmp_path)
+    objects = {"extra.day": datetime.date(2026, 1, 2), "extra.path": PurePosixPath("a/b"), "extra.span": datetime.timedelta(1, 2)}
+    write(build([], values={**values, **objects}), tmp_path)
     _, read = independent_reader.read(tmp_path)
+    assert [read.pop(name) for name in objects] == ["2026-01-02", "a/b", [1, 2, 0]]
     array, wanted = read.pop("extra.array"), values.pop("extra.array")
     assert np.array_equal(array, wanted)
     assert array.dtype == wanted.dtype

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import collections
+import datetime
 import enum
 import math
+import pathlib
 import random
 import resource
+import sys
+import types
+import zoneinfo
 from contextlib import suppress
 from typing import Any
 
@@ -22,6 +27,37 @@ from reshard_ckpt.errors import CorruptError, UnsupportedError
 from reshard_ckpt.format.value_decode import MAX_DEPTH, TENSOR_DTYPES, TORCH_DTYPES
 from reshard_ckpt.format.values import decode_path, decode_value, encode_path, encode_value
 
+
+class Color(enum.Enum):
+    RED = 1
+    LATE = datetime.date(2026, 1, 2)
+    SPAN = ("a", (1, 2.5))
+    LIST = [1, 2]  # noqa: RUF012 - a value that is no key
+
+
+class Level(enum.IntEnum):
+    LOW = 1
+
+
+class Mode(enum.Flag):
+    READ, WRITE, ALL = 1, 2, 3
+
+
+class Name(str, enum.Enum):
+    A = "a"
+
+
+MINUTES = st.integers(-23 * 60, 23 * 60).map(lambda minutes: datetime.timedelta(minutes=minutes))
+ZONES = st.just(datetime.timezone.utc) | MINUTES.map(datetime.timezone)
+OBJECTS = (
+    st.datetimes(timezones=st.none() | ZONES, allow_imaginary=False).map(lambda when: when.replace(fold=0))
+    | st.dates()
+    | st.times(timezones=st.none() | ZONES).map(lambda when: when.replace(fold=0))
+    | st.timedeltas()
+    | ZONES
+    | st.sampled_from([pathlib.Path("a/b"), pathlib.Path("/"), pathlib.PurePosixPath("é"), pathlib.PureWindowsPath("C:/a")])
+)
+MEMBERS = st.sampled_from([*Color, *Level, *Name, *Mode, Mode.ALL, Mode(0)])
 HASHABLE = st.recursive(
     st.none()
     | st.booleans()
@@ -29,7 +65,8 @@ HASHABLE = st.recursive(
     | st.floats()
     | st.text(st.characters(codec="utf-8"))
     | st.binary()
-    | st.complex_numbers(),
+    | st.complex_numbers()
+    | OBJECTS,
     lambda inner: st.lists(inner, max_size=3).map(tuple) | st.frozensets(inner, max_size=3),
     max_leaves=5,
 )
@@ -54,6 +91,7 @@ VALUES = st.recursive(
     HASHABLE
     | ARRAYS
     | TENSORS
+    | MEMBERS
     | ARRAYS.filter(lambda array: array.size).map(lambda array: array.reshape(-1)[0])
     | st.sampled_from([torch.bfloat16, torch.Size([2, 3]), torch.device("cuda:1"), np.dtype("<f4"), np.str_("a\0")]),
     lambda inner: (
@@ -149,10 +187,7 @@ def test_arrays_come_back_writable():
     assert decoded.tolist() == [[1, 2, 3], [4, 5, 6]]
 
 
-class Color(enum.IntEnum):
-    RED = 1
-
-
+LOCAL = enum.Enum("LOCAL", "ONE", module="nowhere")
 Point = collections.namedtuple("Point", "x y")
 
 
@@ -170,7 +205,13 @@ def loop() -> list[Any]:
     ("value", "message"),
     [
         (Opaque(), r"extra\.x: a .*Opaque cannot be saved; convert it to plain values, or give it state_dict"),
-        ({"a": [0, {"b": Color.RED}]}, r"extra\.x\['a'\]\[1\]\['b'\]: a .*Color cannot be saved; .* plain int"),
+        ({"a": [0, {"b": LOCAL.ONE}]}, r"extra\.x\['a'\]\[1\]\['b'\]: <LOCAL.ONE: 1> would not come back: .* save plain values"),
+        (datetime.datetime(2026, 1, 1, tzinfo=zoneinfo.ZoneInfo("UTC")), "a time in UTC"),
+        (datetime.datetime(2026, 1, 1, fold=1), "would not come back"),
+        (datetime.timezone(datetime.timedelta(hours=1), "X"), "would not come back"),
+        ({Color.RED: 1, Level.LOW: 2}, "two of its keys have one plain value"),
+        ({(pathlib.Path("a"), 1), ("a", 1)}, "two of its keys have one plain value"),
+        ({i * (2**61 - 1): 0 for i in range(100)}, "more than 64 of its keys have the same hash"),
         (Point(1, 2), r"_asdict\(\) or tuple"),
         (len, "code is not saved"),
         (collections.defaultdict(Opaque), "builtin factory"),
@@ -255,6 +296,18 @@ def test_decode_path_refuses_what_is_no_path():
         {"numpy.ndarray": ["<S0", [10**9], b""]},
         {"numpy.scalar": ["<f4", b"abc"]},
         {"numpy.dtype": "O"},
+        {"object": ["datetime", "date"]},
+        {"object": ["datetime", "date", "2026-13-01"]},
+        {"object": ["datetime", "date", 5]},
+        {"object": ["datetime", "datetime", "20260101T000000"]},
+        {"object": ["datetime", "timezone", ""]},
+        {"object": ["datetime", "timezone", "+25:00"]},
+        {"object": ["datetime", "timedelta", [10**10, 0, 0]]},
+        {"object": ["datetime", "timedelta", [0, 0]]},
+        {"object": ["datetime", "timedelta", [0, -1, 0]]},
+        {"object": ["pathlib", "PurePosixPath", "a//b"]},
+        {"object": ["pathlib", "PurePosixPath", 1]},
+        {"object": [b"datetime", "date", 5]},
         msgpack.ExtType(1, b"x"),
         msgpack.Timestamp(1),
     ],
@@ -263,6 +316,72 @@ def test_decode_path_refuses_what_is_no_path():
 def test_decode_refuses(node: Any):
     with pytest.raises(CorruptError):
         decode_value(msgpack.packb(node))
+
+
+ALIKE = [i * (2**61 - 1) for i in range(1, 100_000)]
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        {"dict": [[{"int": n.to_bytes(11, "little")}, 0] for n in ALIKE]},
+        {"set": [{"int": n.to_bytes(11, "little")} for n in ALIKE]},
+        {"frozenset": [{"tuple": [{"int": n.to_bytes(11, "little")}, 1]} for n in ALIKE]},
+        [{"dict": [[{"tuple": ["a", {"int": n.to_bytes(11, "little")}]}, 0] for n in ALIKE]}],
+    ],
+    ids=["dict", "set", "tuples", "tuples of text"],
+)
+def test_keys_that_collide_are_refused_before_they_meet(node: Any):
+    """Without a clock: what is refused never gets as far as a table, where each key is compared with all before it."""
+    with pytest.raises(CorruptError, match="same hash"):
+        decode_value(msgpack.packb(node))
+
+
+def test_keys_of_good_will_are_no_collisions():
+    grid = {(x, y, z): 0 for x in range(-9, 9) for y in range(-9, 9) for z in range(-9, 9)}
+    for value in (grid, {2.0**n: n for n in range(-1000, 1000)}, set(range(-10_000, 10_000)), {None: 1, True: 2, -1: 3, -2: 4}):
+        assert decode_value(encode_value(value, "x")) == value
+
+
+def saved_enum(name: str, value: Any, module: str = __name__) -> bytes:
+    return msgpack.packb({"object": [module, name, value]})
+
+
+def test_a_member_comes_back_where_its_class_is_imported_and_as_its_value_elsewhere():
+    assert decode_value(encode_value([Color.RED, Mode.READ | Mode.WRITE], "x")) == [Color.RED, Mode.ALL]
+    for module, name in (("not.imported", "Color"), (__name__, "Gone"), (__name__, "Opaque"), (__name__, "Color.RED")):
+        assert decode_value(saved_enum(name, 1, module)) == 1
+    assert decode_value(saved_enum("Color", 7)) == 7
+    assert decode_value(saved_enum("Color", True)) is True
+    assert decode_value(saved_enum("Mode", 8)) == 8
+    assert type(decode_value(saved_enum("Mode", -1))) is int
+    assert decode_value(saved_enum("PurePosixPath", "a", "pathlib._local")) == "a"
+
+
+class Calling(enum.Enum):
+    ONE = 1
+
+    @classmethod
+    def _missing_(cls, value: object) -> Calling:
+        raise AssertionError("a class was called")
+
+
+def test_nothing_is_imported_or_called_to_find_a_class(monkeypatch: pytest.MonkeyPatch):
+    lazy = types.ModuleType("lazy_module_of_a_test")
+    lazy.__getattr__ = lambda name: pytest.fail("an attribute was looked up by running code")  # type: ignore[method-assign]
+    monkeypatch.setitem(sys.modules, lazy.__name__, lazy)
+    before = set(sys.modules)
+    assert decode_value(saved_enum("Color", 1, lazy.__name__)) == 1
+    assert decode_value(saved_enum("Calling", 2)) == 2
+    for module, name in (
+        ("os", "system"),
+        ("builtins", "eval"),
+        ("subprocess", "Popen"),
+        ("this", "s"),
+        ("antigravity", "webbrowser"),
+    ):
+        assert decode_value(saved_enum(name, "true", module)) == "true"
+    assert set(sys.modules) == before
 
 
 @pytest.mark.parametrize("data", [b"", b"\xc1", b"\x01\x01", b"\xa1\xff", b"\x91" * 600 + b"\0", b"\x91" * 100_000])

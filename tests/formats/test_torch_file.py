@@ -347,3 +347,16 @@ def test_what_is_not_local_says_so():
     open_storage("memory://torch").publish("x.pt", data.getvalue())
     with pytest.raises(UnsupportedError, match="copy it to a local folder"):
         checkpoint.catalog("memory://torch/x.pt")
+
+
+@pytest.mark.parametrize("keys", [dict.fromkeys, set, list])
+def test_numbers_that_collide_are_refused_before_torch_makes_keys_of_them(tmp_path: Path, keys: Callable[[Any], Any]) -> None:
+    torch.save({"extra": keys(i * (2**61 - 1) for i in range(1, 1000))}, tmp_path / "hostile.pt")
+    with pytest.raises(CorruptError, match="64 of its numbers have the same hash"):
+        checkpoint.read(tmp_path / "hostile.pt")
+
+
+def test_large_numbers_of_good_will_are_read(tmp_path: Path) -> None:
+    extra = {"seen": {hash((i, "salt")) % 2**62: i for i in range(1000)}, "history": [2**63] * 1000}
+    torch.save({"extra": extra}, tmp_path / "fine.pt")
+    assert checkpoint.read(tmp_path / "fine.pt")["extra.history"] == [2**63] * 1000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -80,8 +81,8 @@ def test_a_save_without_leaves_no_manifest_of_the_one_before(tmp_path: Path):
     checkpoint.save(tmp_path, plain(OLD), sha256=True)
     checkpoint.save(tmp_path, plain(NEW))
     assert list(tmp_path.rglob("manifest.sha256")) == []
-    with pytest.raises(CorruptError, match=r"manifest.sha256: no such file: this was saved without sha256=True, or somebody"):
-        checkpoint.verify(tmp_path, sha256=True)
+    (problem,) = checkpoint.verify(tmp_path, sha256=True).problems
+    assert "manifest.sha256: no such file: this was saved without sha256=True, or somebody" in problem
     assert checkpoint.verify(tmp_path).ok
 
 
@@ -176,8 +177,8 @@ def test_what_is_no_manifest_is_refused(tmp_path: Path, text: str):
     checkpoint.save(tmp_path, {"w": torch.arange(100.0)}, sha256=True)
     manifest_of(tmp_path).write_bytes(text.encode("latin-1"))
     if text:
-        with pytest.raises(CorruptError, match=r"manifest.sha256: (line 1|line 2|is no text)"):
-            checkpoint.verify(tmp_path, sha256=True)
+        (problem,) = checkpoint.verify(tmp_path, sha256=True).problems
+        assert re.search(r"manifest.sha256: (line 1|line 2|is no text)", problem)
     else:
         assert len(checkpoint.verify(tmp_path, sha256=True).problems) == 3
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
+import datetime
+import pathlib
 import types
 from typing import Any, NamedTuple
 
@@ -11,10 +14,12 @@ import pytest
 import torch
 from torch import nn
 
+from reshard_ckpt.core.catalog.model import ValueEntry
 from reshard_ckpt.core.catalog.specs import ValueKind
-from reshard_ckpt.errors import MismatchError, NameCollisionError, UnsupportedError, UsageError
-from reshard_ckpt.format.values import decode_path, decode_value
+from reshard_ckpt.errors import CorruptError, MismatchError, NameCollisionError, UnsupportedError, UsageError
+from reshard_ckpt.format.values import decode_path, decode_value, encode_path, encode_value
 from reshard_ckpt.state import FlatShard, PerRank, capture
+from reshard_ckpt.state.capture import prepare_load
 from tests.helpers import load, position_values, save
 
 
@@ -316,3 +321,86 @@ def test_groups_that_do_not_hold_the_targets_parameters_are_named():
     saved = save([capture({"optimizer": Flat({"w": SHAPES["w"]}, 0, 1, value=True)})])
     with pytest.raises(MismatchError, match=r"optimizer.param_groups\[0\]: no saved group holds parameter b"):
         load(saved, {"optimizer": Flat(SHAPES, 0, 1, value=False)})
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"d": {(0,): "a", 0: "b2", "t": 1}},
+        {"d": {((0,),): 1, (("x",),): 2, ("x",): 3, (True,): 4, (0, 1): 5}},
+        {"o": collections.OrderedDict([("z", 1), ("a", 2), ("m", collections.OrderedDict([(2, 0), (1, 0)]))])},
+        {"c": collections.Counter("hello"), "d": collections.defaultdict(int, {"a": 1, (0,): collections.OrderedDict(b=1, a=2)})},
+        {"path": pathlib.PurePosixPath("a"), "when": {datetime.date(2026, 1, 2): datetime.timedelta(1)}},
+    ],
+    ids=["tuples", "deeper tuples", "ordered", "counting", "objects"],
+)
+def test_what_is_added_in_an_absent_place_is_as_it_was_saved(extra: dict[str, Any]):
+    saved = save([capture({"extra": extra})])
+    target: dict[str, Any] = {}
+    load(saved, {"extra": target}, wanted=set())
+    assert target == extra
+    assert encode_value(target["o"], "o") == encode_value(extra["o"], "o") if "o" in extra else True
+    for key, value in extra.items():
+        assert type(target[key]) is type(value)
+        assert (
+            [type(part) for part in target[key].values()] == [type(target[key][k]) for k in target[key]] if key in "dc" else True
+        )
+    if isinstance(extra.get("d"), collections.defaultdict):
+        assert target["d"]["new"] == 0
+        assert list(target["d"][(0,)]) == ["b", "a"]
+
+
+def test_a_defaultdict_of_a_factory_of_ones_own_is_made_without():
+    saved = save([capture({"extra": {"d": collections.defaultdict(lambda: 5, a=1)}})])
+    target: dict[str, Any] = {}
+    load(saved, {"extra": target}, wanted=set())
+    assert type(target["d"]) is collections.defaultdict
+    assert target["d"].default_factory is None
+
+
+def nested(wrap: Any, depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = wrap(value)
+    return value
+
+
+@pytest.mark.parametrize("inner", [lambda v: {"k": v}, lambda v: [v], lambda v: (v,)], ids=["dicts", "lists", "tuples"])
+def test_what_is_nested_too_deep_is_refused_by_name(inner: Any):
+    with pytest.raises(UnsupportedError, match=r"^extra.*nested deeper than 256 levels"):
+        capture({"extra": nested(inner, 3000)})
+    with pytest.raises(UnsupportedError, match="nested deeper than 256 levels"):
+        load(save([capture({"extra": {"a": 1}})]), {"extra": {"x": nested(inner, 3000)}})
+
+
+def test_dicts_nest_as_deep_as_is_said():
+    state = {"extra": nested(lambda v: {"k": v}, 255)}
+    saved = save([capture(state)])
+    target: dict[str, Any] = {"extra": {}}
+    load(saved, target, wanted=set())
+    assert target == state
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"x": {"\ud800": torch.zeros(1)}},
+        {"x": {"\ud800": 1}},
+        {"\udcff": nn.Linear(1, 1)},
+        {"x": nn.ModuleDict({"a\ud800": nn.Linear(1, 1)})},
+        {"x": PerRank({"a": 1}), "\ud800": 2},
+    ],
+)
+def test_a_name_that_is_no_text_is_refused(state: Any):
+    with pytest.raises(UnsupportedError, match="lone surrogate"):
+        capture(state)
+
+
+def test_saved_keys_that_collide_are_refused_before_they_meet():
+    saved = save([capture({"extra": {"a": 1}})])
+    entries = [
+        ValueEntry(f"extra.{i}", encode_path(["extra", i * (2**61 - 1)]), ValueKind.PLAIN, encode_value(1, ""))
+        for i in range(100)
+    ]
+    with pytest.raises(CorruptError, match="same hash"):
+        prepare_load({"extra": {}}, dataclasses.replace(saved.catalog, values_table=tuple(entries)), rank=0, size=1)

@@ -20,6 +20,7 @@ from ...core.geometry.dtypes import ITEM_BYTES
 from ...core.geometry.runs import I64, decompose, pad_left, strides_of, volumes
 from ...core.planning.load_plan import plan_load
 from ...core.planning.local_metadata import PieceColumns
+from ...core.words import plural
 from ...engine.common.progress import size_text
 from .flatten import Cells, Flat, flatten
 from .scene import Rect, Scene, Shape, Text, fitted, moved, on, series, shade, text_width
@@ -268,7 +269,7 @@ def _matrix(fed: Fed, wanted: Sequence[Wanted], known: Sequence[int], item_bytes
 def _legend(colours: dict[int, str], width: float) -> tuple[list[Shape], float]:
     """A swatch for each rank that wrote a part, in lines of this width; not for more than can be told apart."""
     if len(colours) > MAX_LEGEND:
-        return [Text(0, 6, f"{len(colours):,} ranks wrote parts of it", 11, "soft")], 16
+        return [Text(0, 6, f"{plural(len(colours), 'rank')} wrote parts of it", 11, "soft")], 16
     shapes: list[Shape] = []
     x = y = 0.0
     for rank, colour in colours.items():

@@ -7,6 +7,7 @@ import numpy as np
 from ...core.catalog.model import Catalog
 from ...core.catalog.specs import Mesh
 from ...core.timeline import rank_label
+from ...core.words import plural
 from ...engine.common.progress import size_text
 from .scene import Line, Rect, Scene, Shape, Text, on, shade
 
@@ -131,4 +132,6 @@ def mesh_words(mesh: Mesh) -> str:
     'dp 2 × tp 4 = 8 ranks; the darker a cell, the more its rank wrote.'
     """
     axes = " × ".join(f"{axis} {size}" for axis, size in zip(mesh.axes, mesh.sizes, strict=True))
-    return f"{axes} = {mesh.size:,} ranks{'; the darker a cell, the more its rank wrote' if mesh.size <= MAX_CELLS else ''}."
+    return (
+        f"{axes} = {plural(mesh.size, 'rank')}{'; the darker a cell, the more its rank wrote' if mesh.size <= MAX_CELLS else ''}."
+    )

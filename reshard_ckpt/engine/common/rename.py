@@ -8,6 +8,7 @@ from typing import Any
 
 from ...core.catalog.model import Catalog, TensorKind, ValueEntry
 from ...core.catalog.specs import ValueKind
+from ...core.words import check_text
 from ...errors import NameCollisionError
 from ...format.values import decode_value, encode_path, encode_value
 
@@ -41,7 +42,13 @@ def renamed(catalog: Catalog, rename: Mapping[str, str] | Callable[[str], str]) 
     NameCollisionError
         Two saved names become one.
     """
-    new_name = by_mapping(rename) if isinstance(rename, Mapping) else rename
+    any_name = by_mapping(rename) if isinstance(rename, Mapping) else rename
+
+    def new_name(name: str) -> str:
+        new = any_name(name)
+        check_text(new, "a name")
+        return new
+
     table = catalog.tensors_table
     names = tuple(
         new_name(name) if kind == TensorKind.TENSOR else name for name, kind in zip(table.names, table.kind.tolist(), strict=True)

@@ -7,6 +7,7 @@ what other jobs write meanwhile are not counted: a disk that fills up later is a
 from __future__ import annotations
 
 from ...core.planning.save_plan import SavePlan
+from ...core.words import plural
 from ...errors import StorageError
 from ...format.checksums import digests_file_bytes
 from ...storage.protocol import Storage
@@ -25,7 +26,7 @@ def check_free_space(storage: Storage, plan: SavePlan) -> None:
     if free is None or sum(by_rank) <= free:
         return
     raise StorageError(
-        f"{storage.url}: this save writes {sum(by_rank):,} bytes ({len(by_rank)} ranks, {max(by_rank):,} the one with most), but "
-        f"{free:,} are free there; nothing was written. What the path holds now stays until the new checkpoint is complete, so "
-        "overwriting needs the room as well: free space there, or save to another path"
+        f"{storage.url}: this save writes {sum(by_rank):,} bytes ({plural(len(by_rank), 'rank')}, {max(by_rank):,} the one with "
+        f"most), but {free:,} are free there; nothing was written. What the path holds now stays until the new checkpoint is "
+        "complete, so overwriting needs the room as well: free space there, or save to another path"
     )

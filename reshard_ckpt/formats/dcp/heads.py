@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from ...core.catalog.specs import Ints, row_major_strides
+from ...core.words import a
 from ...errors import CorruptError, UnsupportedError
 from ...format.torch_dtypes import TORCH_DTYPES
 from .metadata import DTYPES, ORDERED_DICT, SIZE
@@ -218,7 +219,7 @@ def _body(data: bytes, begin: int, size: int | None, name: str) -> bytes:
 def _read_view(pickled: bytes, name: str) -> _View:
     view = read_pickle(pickled, _TABLE, name=name, persistent=_stored)
     if not isinstance(view, _View):
-        raise UnsupportedError(f"{name}: is saved as a {type(view).__name__} and not as a plain tensor; load it with torch")
+        raise UnsupportedError(f"{name}: is saved as {a(type(view).__name__)} and not as a plain tensor; load it with torch")
     return view
 
 

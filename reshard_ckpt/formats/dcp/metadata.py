@@ -20,6 +20,8 @@ from typing import Any
 import torch
 
 from ...core.catalog.specs import Ints
+from ...core.hashing import MAX_ALIKE, too_many_alike
+from ...core.words import a
 from ...errors import CorruptError
 from .unpickle import MAX_ARGUMENTS, Call, Kind, Made, read_pickle
 
@@ -147,22 +149,23 @@ def read_metadata(data: bytes, *, name: str) -> Metadata:
 
 def _fields(made: Any, kind: str) -> dict[str, Any]:
     if not isinstance(made, Made) or made.kind.name != kind:
-        raise ValueError(f"a {made.kind.name if isinstance(made, Made) else type(made).__name__} where a {kind} belongs")
+        raise ValueError(f"{a(made.kind.name if isinstance(made, Made) else type(made).__name__)} where {a(kind)} belongs")
     state = {} if made.state is None else made.state
     if not isinstance(state, dict):
-        raise ValueError(f"a {kind} without fields")
+        raise ValueError(f"{a(kind)} without fields")
     return state
 
 
 def _decoded(root: dict[str, Any], num_bytes: int) -> Metadata:
     described = _dict(root["state_dict_metadata"], "state_dict_metadata")
-    places: dict[str, dict[Ints | None, Extent]] = {}
+    listed: dict[str, list[tuple[Ints | None, Extent]]] = {}
     extents: dict[int, Extent] = {}
     for index, info in _dict(root["storage_data"], "storage_data").items():
         fqn, offset = _index(index)
         if id(info) not in extents:
             extents[id(info)] = _extent(info)
-        places.setdefault(fqn, {})[offset] = extents[id(info)]
+        listed.setdefault(fqn, []).append((offset, extents[id(info)]))
+    places = {fqn: _by_offset(fqn, pairs) for fqn, pairs in listed.items()}
     budget = _Budget(num_bytes)
     tensors: dict[str, SavedTensor] = {}
     values: dict[str, Extent] = {}
@@ -173,7 +176,18 @@ def _decoded(root: dict[str, Any], num_bytes: int) -> Metadata:
             values[fqn] = places[fqn][None]
         else:
             tensors[fqn] = _tensor(fqn, _fields(entry, "TensorStorageMetadata"), places.get(fqn, {}), budget)
-    return Metadata(tensors, values, dict(_paths(root.get("planner_data"))))
+    paths = dict(_paths(root.get("planner_data")))
+    numbers = {str(key): key for path in paths.values() for key in path if type(key) is int}
+    if too_many_alike(numbers.values()) or too_many_alike(paths.values()):
+        raise ValueError(f"more than {MAX_ALIKE} keys of its paths have the same hash")
+    return Metadata(tensors, values, paths)
+
+
+def _by_offset(fqn: str, pairs: list[tuple[Ints | None, Extent]]) -> dict[Ints | None, Extent]:
+    """The extents of one name by their offsets; no other table is made of offsets that are not in here."""
+    if too_many_alike([offset for offset, _ in pairs]):
+        raise ValueError(f"more than {MAX_ALIKE} offsets of {fqn:.200} have the same hash")
+    return dict(pairs)
 
 
 def _dict(value: Any, what: str) -> dict[Any, Any]:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ...core.words import a
 from ...errors import CorruptError, UnsupportedError
 
 MAX_ARGUMENTS = 64
@@ -267,7 +268,7 @@ def _append(machine: _Machine) -> None:
 
 
 def _shown(value: Any) -> str:
-    return value.name if isinstance(value, Kind | Call) else f"a {type(value).__name__}"
+    return value.name if isinstance(value, Kind | Call) else a(type(value).__name__)
 
 
 def _text(size: int) -> Callable[[_Machine], None]:

@@ -12,6 +12,7 @@ import torch
 from ...errors import CheckpointError, CorruptError, UnsupportedError
 from ...format.values import encode_value
 from ...storage.protocol import Storage
+from ..screening import SMALL_BYTES, refuse_colliding
 from .chunks import file_sizes, spoils
 from .metadata import Extent
 
@@ -61,6 +62,8 @@ def _read_all(
 
 
 def _loaded(data: bytes, name: str) -> Any:
+    if len(data) > SMALL_BYTES:
+        refuse_colliding(io.BytesIO(data), name)
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # whatever hostile bytes make torch raise

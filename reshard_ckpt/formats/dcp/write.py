@@ -20,7 +20,8 @@ from ...core.catalog.model import Catalog
 from ...core.catalog.specs import Ints, ValueKind
 from ...errors import NameCollisionError, UsageError
 from ...format.torch_dtypes import TORCH_DTYPES
-from ...format.values import decode_path
+from ...format.values import check_keys, decode_path
+from ...state.scan import Index, saved_path
 from ...storage.protocol import Storage, Writer
 from ..emitting import ByteStream
 from .archive import write_tensor
@@ -213,6 +214,7 @@ def _digits(number: int, lengths: Ints) -> Ints:
 def lay_out(catalog: Catalog, values: Mapping[str, Any], optimizer: str) -> FolderLayout:
     """Name everything as DCP would have done if it had saved the same state."""
     entries = catalog.values_table
+    check_keys(decode_path(entry.path) for entry in entries)
     optimizers = tuple(e.name.removesuffix(f".{GROUPS}") for e in entries if e.kind is ValueKind.PARAM_GROUPS)
     paths: dict[str, KeyPath] = {}
     flat: dict[str, Any] = {}
@@ -224,7 +226,8 @@ def lay_out(catalog: Catalog, values: Mapping[str, Any], optimizer: str) -> Fold
         flat[name], paths[name] = value, path
 
     for entry in entries:
-        path = tuple(key[0] if isinstance(key, tuple) and len(key) == 1 else str(key) for key in decode_path(entry.path))
+        keys = saved_path(decode_path(entry.path))
+        path = tuple(int(key) if isinstance(key, Index) else str(key) for key in keys)
         value = values[entry.name]
         if entry.kind is ValueKind.PARAM_GROUPS and optimizer == "flat":
             pairs = _flat_groups(path[:-1], value)

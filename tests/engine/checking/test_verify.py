@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from reshard_ckpt import checkpoint
-from reshard_ckpt.errors import CorruptError
+from reshard_ckpt.errors import CheckpointNotFound
 
 
 def save_some(path: Path) -> Path:
@@ -53,5 +53,9 @@ def test_lost_and_cut_files_are_named(tmp_path: Path) -> None:
     digests.unlink()
     assert not checkpoint.verify(tmp_path).ok
     (tmp_path / "catalog.msgpack").write_bytes(b"nonsense")
-    with pytest.raises(CorruptError):
+    report = checkpoint.verify(tmp_path)
+    assert not report.ok
+    assert "catalog" in report.problems[0]
+    (tmp_path / "catalog.msgpack").unlink()
+    with pytest.raises(CheckpointNotFound):
         checkpoint.verify(tmp_path)

@@ -141,8 +141,11 @@ def _metadata(state: Any, storage: Any) -> bytes:
     return pickled(Instance(Global("torch.distributed.checkpoint.metadata", "Metadata"), fields))
 
 
-def _of(name: str, state: Any) -> Instance:
-    return Instance(Global("torch.distributed.checkpoint.metadata", name), state)
+FILES = "torch.distributed.checkpoint.filesystem"
+
+
+def _of(name: str, state: Any, module: str = "torch.distributed.checkpoint.metadata") -> Instance:
+    return Instance(Global(module, name), state)
 
 
 def test_one_list_of_chunks_under_many_names_does_not_multiply():
@@ -162,6 +165,26 @@ def test_one_list_of_chunks_under_many_names_does_not_multiply():
         out += _text4(f"w{i}") + made("TensorStorageMetadata") + fields + b"ub"
     with pytest.raises(CorruptError, match="more chunks than its bytes can spell"):
         read_metadata(out + b"uub.", name="m")
+
+
+COLLIDING = [i * (2**61 - 1) for i in range(1, 30_000)]
+
+
+def test_offsets_that_collide_are_refused_before_they_meet():
+    """Without a clock: nothing is a key before all hashes are known to differ."""
+    place = _of("_StorageInfo", {"relative_path": "f", "offset": 0, "length": 0}, FILES)
+    indices = [
+        _of("MetadataIndex", {"fqn": "w", "offset": Called(Global("torch", "Size"), ((n,),)), "index": 0}) for n in COLLIDING
+    ]
+    with pytest.raises(CorruptError, match="64 offsets of w have the same hash"):
+        read_metadata(_metadata({}, Pairs([(index, place) for index in indices])), name="m")
+
+
+def test_keys_of_paths_that_collide_are_refused_before_they_meet():
+    planner = {f"a{i}": ("a", n) for i, n in enumerate(COLLIDING)}
+    fields = {"state_dict_metadata": {}, "storage_data": {}, "planner_data": planner}
+    with pytest.raises(CorruptError, match="64 keys of its paths have the same hash"):
+        read_metadata(pickled(Instance(Global("torch.distributed.checkpoint.metadata", "Metadata"), fields)), name="m")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,149 @@
+"""Objects of classes: each is a class, by its name, and a plain value that says all of it
+
+A reader that has the class makes the object again; any other gives the plain value. So a checkpoint with an enum of the program
+that saved it opens everywhere, and classes may be added to the list without a new version of the format.
+
+1. Of the standard library: dates, times, time spans, fixed time zones and paths, exactly of these classes.
+2. Members of enums, by value. Their class is looked for among the modules that are imported already, in their namespaces as they
+   are: nothing is imported, no ``__getattr__`` runs, and no class is called; flags are joined by their operators.
+"""
+
+from __future__ import annotations
+
+import datetime
+import pathlib
+import sys
+from collections.abc import Callable, Hashable
+from enum import Enum, Flag
+from types import ModuleType
+from typing import Any
+
+from ..errors import CorruptError
+
+_DAY = "2000-01-01T00:00:00"
+_PATHS = (pathlib.PosixPath, pathlib.WindowsPath, pathlib.PurePosixPath, pathlib.PureWindowsPath)
+_NO_MEMBER = object()
+
+
+def _datetime_text(value: datetime.datetime | datetime.time) -> str | None:
+    """ISO 8601; None for what it does not say: a named time zone, the second of two equal hours."""
+    zone = value.tzinfo
+    if value.fold or (zone is not None and (type(zone) is not datetime.timezone or _zone_text(zone) is None)):
+        return None
+    return value.isoformat()
+
+
+def _zone_text(value: datetime.timezone) -> str | None:
+    text = datetime.datetime(2000, 1, 1, tzinfo=value).isoformat().removeprefix(_DAY)
+    return text if repr(_zone(text)) == repr(value) else None
+
+
+def _zone(text: str) -> datetime.tzinfo | None:
+    return datetime.datetime.fromisoformat(_DAY + text).tzinfo
+
+
+def _span_parts(value: datetime.timedelta) -> list[int]:
+    return [value.days, value.seconds, value.microseconds]
+
+
+_PLAIN: dict[type, Callable[[Any], Any]] = {
+    datetime.datetime: _datetime_text,
+    datetime.date: datetime.date.isoformat,
+    datetime.time: _datetime_text,
+    datetime.timedelta: _span_parts,
+    datetime.timezone: _zone_text,
+    **dict.fromkeys(_PATHS, str),
+}
+_MAKE: dict[type, Callable[[Any], Any]] = {
+    datetime.datetime: datetime.datetime.fromisoformat,
+    datetime.date: datetime.date.fromisoformat,
+    datetime.time: datetime.time.fromisoformat,
+    datetime.timedelta: lambda parts: datetime.timedelta(*parts),
+    datetime.timezone: _zone,
+    **{path: path for path in _PATHS},
+}
+# The modules that the documentation names: where Python keeps a class differs between its versions.
+_NAMES = {kind: ("pathlib" if kind in _PATHS else "datetime", kind.__name__) for kind in _PLAIN}
+_CLASSES = {name: kind for kind, name in _NAMES.items()}
+
+
+def is_object(value: Any) -> bool:
+    """Whether a value is of one of these classes."""
+    return type(value) in _PLAIN or isinstance(value, Enum)
+
+
+def parts_of(value: Any) -> tuple[str, str, Any] | None:
+    """Module, class and plain value of an object; None where `rebuilt` would not make the same of these in this program."""
+    kind = type(value)
+    if isinstance(value, Enum):
+        module, name, plain = kind.__module__, kind.__qualname__, value._value_
+        return (module, name, plain) if rebuilt(module, name, plain) is value else None
+    plain = _PLAIN[kind](value)
+    return None if plain is None else (*_NAMES[kind], plain)
+
+
+def plain_key(key: Hashable) -> Hashable:
+    """What a key becomes in a program that has none of its classes.
+
+    >>> plain_key((pathlib.PurePosixPath("a"), 1))
+    ('a', 1)
+    """
+    if isinstance(key, tuple | frozenset):
+        return (tuple if isinstance(key, tuple) else frozenset)(map(plain_key, key))
+    if isinstance(key, Enum):
+        return plain_key(key.value)
+    return str(key) if type(key) in _PATHS else key
+
+
+def rebuilt(module: str, name: str, plain: Any) -> Any:
+    """The object, or the plain value where this program has no such class, or the class no such member.
+
+    Raises
+    ------
+    CorruptError
+        It is no value of that class.
+    """
+    kind = _CLASSES.get((module, name))
+    if kind is None:
+        found = _imported(module, name)
+        member = _member(found, plain) if isinstance(found, type) and issubclass(found, Enum) else _NO_MEMBER
+        return plain if member is _NO_MEMBER else member
+    try:
+        made = _MAKE[kind](plain)
+    except NotImplementedError:  # a path of another system
+        return plain
+    if type(made) is not kind or _PLAIN[kind](made) != plain:
+        raise CorruptError(f"{plain!r:.80} is no {module}.{name}")
+    return made
+
+
+def _imported(module: str, name: str) -> Any:
+    """What has this name, without importing or calling anything: `getattr` would run code of modules and classes."""
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        if not isinstance(found, ModuleType | type):
+            return None
+        found = vars(found).get(part)
+    return found
+
+
+def _member(kind: type[Enum], plain: Any) -> Any:
+    """The member of this value, or the flags that make it up. Not by calling the class, which may run its ``_missing_``."""
+    members: list[Any] = list(kind.__members__.values())
+    for member in members:
+        if type(member._value_) is type(plain) and _equal(member._value_, plain):
+            return member
+    if not members or not issubclass(kind, Flag) or type(plain) is not int:
+        return _NO_MEMBER
+    joined = members[0] ^ members[0]
+    for part in members:
+        if part._value_ & plain == part._value_:
+            joined |= part
+    return joined if type(joined) is kind and joined._value_ == plain else _NO_MEMBER
+
+
+def _equal(a: Any, b: Any) -> bool:
+    try:
+        return bool(a == b)
+    except (ValueError, TypeError, RuntimeError):  # of arrays, which no member is looked up by
+        return False

@@ -1,0 +1,50 @@
+"""Pickles that torch will read, looked at beforehand: numbers that were chosen to collide in a dict or a set
+
+``torch.load`` makes dicts of whatever keys a file holds (see `core.hashing`). Only integers of 61 bits and more collide with each
+other, and a pickle spells these with one operation, LONG1; few files have many. Tuples of smaller numbers are not looked at.
+"""
+
+from __future__ import annotations
+
+import io
+import pickletools
+import zipfile
+
+from ..core.hashing import MAX_ALIKE, too_many_alike
+from ..errors import CorruptError, UnsupportedError
+
+SMALL_BYTES = 4096
+"""Of a file that is too small for a harm that anybody would notice."""
+
+_LONG1 = b"\x8a"
+
+
+def refuse_colliding(file: str | io.BytesIO, name: str) -> None:
+    """Refuse a file of ``torch.save`` whose pickle has too many integers of one hash; what is no such file, torch refuses.
+
+    Raises
+    ------
+    CorruptError
+        It does.
+    UnsupportedError
+        Its pickle is compressed, which torch's own are not.
+    """
+    try:
+        with zipfile.ZipFile(file) as archive:
+            pickles = [m for m in archive.infolist() if m.filename.endswith("data.pkl") and m.file_size > SMALL_BYTES]
+            if any(member.compress_type != zipfile.ZIP_STORED for member in pickles):
+                raise UnsupportedError(f"{name}: its pickle is compressed; load and save it again with torch")
+            large = [number for member in pickles for number in _large(archive.read(member))]
+    except (ValueError, zipfile.BadZipFile, OSError, NotImplementedError, RuntimeError, EOFError):
+        return
+    if too_many_alike(large):
+        raise CorruptError(f"{name}: more than {MAX_ALIKE} of its numbers have the same hash; use another copy")
+
+
+def _large(pickled: bytes) -> list[int]:
+    """The different integers of eight bytes and more."""
+    if pickled.count(_LONG1) <= MAX_ALIKE:
+        return []
+    found = (argument for code, argument, _ in pickletools.genops(pickled) if code.code == _LONG1.decode("latin-1"))
+    large = (number for number in found if isinstance(number, int) and abs(number) >= 2**60)
+    return list({number.to_bytes(number.bit_length() // 8 + 1, "little", signed=True): number for number in large}.values())
