@@ -27,7 +27,7 @@ def __getattr__(name: str) -> Any:
     if name == "checkpoint":
         return importlib.import_module(".checkpoint", __name__)
     if name in {"FlatShard", "LocalShard"}:
-        return getattr(importlib.import_module(".adapters.shards", __name__), name)
+        return getattr(importlib.import_module(".state.shards", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -21,7 +21,7 @@ from reshard_ckpt.core.geometry.dtypes import CODES
 from reshard_ckpt.errors import MismatchError
 from reshard_ckpt.format.torch_dtypes import TORCH_DTYPES
 from reshard_ckpt.format.values import decode_value
-from reshard_ckpt.state import Captured, Entry, PerRankValues, prepare_load
+from reshard_ckpt.state import Captured, NamedTensor, PerRankValues, prepare_load
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def load(
     return problems
 
 
-def _mismatch(saved: Saved, entry: Entry) -> str | None:
+def _mismatch(saved: Saved, entry: NamedTensor) -> str | None:
     spec, whole = entry.spec, saved.tensors.get(entry.spec.name)
     if whole is None:
         return f"{spec.name}: missing"
@@ -170,7 +170,7 @@ def _mismatch(saved: Saved, entry: Entry) -> str | None:
     return None if whole.dtype == entry.memory.dtype else f"{spec.name}: dtype {whole.dtype}, wanted {entry.memory.dtype}"
 
 
-def fill(entry: Entry, whole: torch.Tensor) -> None:
+def fill(entry: NamedTensor, whole: torch.Tensor) -> None:
     for piece in entry.spec.pieces:
         at, coordinates = places(piece)
         memory, where = elements(entry.memory, at)

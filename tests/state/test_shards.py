@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from reshard_ckpt.core.catalog.specs import Replication
 from reshard_ckpt.errors import CheckpointError, LayoutError, UsageError
-from reshard_ckpt.state import Captured, Entry, FlatShard, LocalShard, PerRank, capture
+from reshard_ckpt.state import Captured, NamedTensor, FlatShard, LocalShard, PerRank, capture
 from tests.helpers import fill, load, position_values, save
 
 
@@ -28,7 +28,7 @@ def emptied(shard_of, local: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
     """A local tensor like `local`, filled from the whole one through a shard's pieces."""
     memory = torch.full_like(local, -1)
     (entry,) = captured(shard_of(memory)).entries
-    fill(Entry(entry.spec, memory), full)
+    fill(NamedTensor(entry.spec, memory), full)
     return memory
 
 
