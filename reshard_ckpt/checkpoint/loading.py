@@ -19,7 +19,7 @@ from ..engine.common.rename import renamed
 from ..engine.loading.load import LoadOptions, drop_refused, fetch, missing_values, resolve, unreadable, vote
 from ..engine.loading.read import execute
 from ..engine.loading.read_once import execute_once
-from ..engine.loading.saved_values import SavedValue, open_values
+from ..engine.loading.saved_values import SavedValue, open_values, read_blob
 from ..engine.saving.async_save import SAVES
 from ..formats.foreign import FORMATS, ForeignFormat
 from ..formats.opening import NATIVE, Path, open_shared_source
@@ -122,7 +122,9 @@ def load_state(
         source = held.enter_context(open_shared_source(comm, path, formats))  # until all ranks have left the session
         options = replace(options, tied_under_one_name=source.format != NATIVE)
         SAVES.wait_staged()  # what a save still copies must not change under it
-        storage, saved = source.storage, source.catalog if rename is None else renamed(source.catalog, rename)
+        storage, saved = source.storage, source.catalog
+        if rename is not None:
+            saved = renamed(saved, rename, read=lambda value: read_blob(storage, source.catalog, value.blobs[0], options.verify))
         target = prepare_load(state, saved, rank=comm.rank, size=comm.size, adds=not only_wanted)
         values = _for_adapters(open_values(storage, saved, target.prefixes, verify=options.verify))
         resolved = resolve(saved, [(e.spec, e.memory) for e in target.entries], options)
@@ -137,7 +139,7 @@ def load_state(
             values=unfit,
             unplaced=target.unplaced,
             strict=options.strict,
-            hints=source.hints(target.prefixes),
+            hints=(*source.hints(target.prefixes), *target.hints(values)),
         )
         resolved = drop_refused(saved, resolved, verdict.refused)
         exchange = open_exchange(process_group, timeout_s=timeout_s) if options.read_once else None

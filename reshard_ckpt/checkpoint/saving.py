@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -19,7 +20,7 @@ from ..errors import UsageError
 from ..format.values import encode_value
 from ..formats.opening import Path
 from ..state.capture import capture
-from ..state.optimizer_owned import can_be_held, optimizers_in, owned_storages
+from ..state.optimizer_owned import held_back
 from ..storage import open_storage
 
 
@@ -198,7 +199,7 @@ def begin_save(
         with recorder.step("agree"):
             agreed = begin(comm, storage, local_shards)
         handle = SaveHandle(str(path), agreed.assignment.save_id)
-        guarded = [o for o in optimizers_in(state) if can_be_held(o)] if staging == "lazy" else []
+        guarded, owned = held_back(state) if staging == "lazy" else ([], frozenset())
         launch(
             handle,
             stack,
@@ -209,7 +210,7 @@ def begin_save(
             said,
             host_buffer_bytes=host_buffer_bytes,
             guarded=guarded,
-            owned=owned_storages(guarded),
+            owned=owned,
             recorder=recorder,
             timeline=timeline,
             sha256=sha256,
@@ -256,6 +257,8 @@ def _captured(state: Mapping[str, Any], mesh: Any, process_group: Any, rank: int
     """What this rank has to offer; from here on, log lines can say where on the mesh it is."""
     with recorder.step("capture"):
         captured = capture(state, mesh=mesh, process_group=process_group)
+        for text in captured.warnings if rank == 0 else ():
+            warnings.warn(text, stacklevel=4)
         recorder.log = RankLog(rank, captured.mesh)
         return describe_local([(e.spec, e.memory) for e in captured.entries], captured.values, captured.mesh, rank)
 

@@ -13,7 +13,7 @@ ones; the rest differs in four ways:
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
-from ..core.catalog.param_groups import comparable
 from ..errors import UsageError
-
-STATE, GROUPS = "state", "param_groups"
+from ..state import flattened as flattened_optimizers
+from ..state.flattened import GROUPS, STATE, is_flattened
+from ..state.numbered import Literal, is_numbered
 
 Make = Callable[[torch.Tensor], torch.Tensor]
 
@@ -65,7 +65,9 @@ def _form(value: Any, make: Make, *, merged: bool) -> Any:
     if isinstance(value, Mapping) and value:
         if is_flattened(value):
             return nested(value, make, merged=merged)
-        return {key: _form(child, make, merged=merged) for key, child in value.items()}
+        children = {key: _form(child, make, merged=merged) for key, child in value.items()}
+        # DCP's names are the keys: an optimizer that is numbered stays so.
+        return Literal(children) if is_numbered(value) else children
     if type(value) in (list, tuple):
         children = [_form(child, make, merged=merged) for child in value]
         return value if all(a is b for a, b in zip(children, value, strict=True)) else type(value)(children)
@@ -107,17 +109,6 @@ def give_back(value: Any, form: Any) -> Any:
     return form
 
 
-def is_flattened(value: Mapping[Any, Any]) -> bool:
-    """Whether a dict has the shape of an optimizer's flattened state dict.
-
-    >>> is_flattened({"state.w.step": 1, "param_groups.w.lr": 0.1}), is_flattened({"state": {}, "param_groups": []})
-    (True, False)
-    """
-    prefixes = (f"{STATE}.", f"{GROUPS}.")
-    keys = list(value)
-    return all(isinstance(k, str) and k.startswith(prefixes) for k in keys) and any(k.startswith(prefixes[1]) for k in keys)
-
-
 def nested(flat: Mapping[str, Any], make: Make, *, merged: bool) -> dict[str, Any]:
     """An optimizer's state dict by parameter, from a flattened one.
 
@@ -126,42 +117,12 @@ def nested(flat: Mapping[str, Any], make: Make, *, merged: bool) -> dict[str, An
     merged
         Parameters with the same hyperparameters form one group; otherwise, each is a group.
     """
-    groups = _groups(flat)
-    state: dict[str, dict[str, Any]] = {}
-    for fqn, key, name in _states(flat, groups):
-        state.setdefault(fqn, {})[key] = _form(flat[name], make, merged=merged)
-    together: dict[Any, dict[str, Any]] = {}
-    for fqn, group in groups.items():
-        group = {key: _form(value, make, merged=merged) for key, value in group.items()}
-        together.setdefault(comparable(group) if merged else fqn, {**group, "params": []})["params"].append(fqn)
-    return {STATE: state, GROUPS: list(together.values())}
+    tree = flattened_optimizers.nested({name: _form(value, make, merged=merged) for name, value in flat.items()})
+    groups = tree[GROUPS]
+    return {STATE: tree[STATE], GROUPS: groups.together() if merged else list(groups)}
 
 
 def flattened(flat: Mapping[str, Any], form: Mapping[str, Any]) -> dict[str, Any]:
     """What a loaded optimizer's state dict by parameter says for each key of the flattened one that it was made of."""
-    groups = _groups(flat)
-    home = {fqn: group for group in form[GROUPS] for fqn in group["params"]}
-    out = {f"{GROUPS}.{fqn}.{key}": home[fqn][key] for fqn, group in groups.items() for key in group}
-    out |= {name: give_back(flat[name], form[STATE][fqn][key]) for fqn, key, name in _states(flat, groups)}
-    return out
-
-
-def _groups(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The hyperparameters of each parameter."""
-    groups: dict[str, dict[str, Any]] = {}
-    for name, value in flat.items():
-        if name.startswith(f"{GROUPS}."):
-            fqn, _, key = name[len(GROUPS) + 1 :].rpartition(".")
-            groups.setdefault(fqn, {})[key] = value
-    return groups
-
-
-def _states(flat: Mapping[str, Any], groups: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Parameter and key of each name of the state; keys may have dots themselves, so the parameters are the known ones."""
-    for name in flat:
-        if not name.startswith(f"{STATE}."):
-            continue
-        rest = name[len(STATE) + 1 :]
-        dots = [i for i, char in enumerate(rest) if char == "."]
-        at = next((i for i in reversed(dots) if rest[:i] in groups), dots[-1] if dots else len(rest))
-        yield rest[:at], rest[at + 1 :], name
+    loaded = flattened_optimizers.flattened(flat, form)
+    return {name: give_back(flat[name], value) if name.startswith(f"{STATE}.") else value for name, value in loaded.items()}

@@ -22,8 +22,10 @@ from ..core.catalog.specs import AxisPlacement, Mesh, ValueKind
 from ..format.values import check_keys, decode_steps, keys_of
 from .collector import Collector
 from .entries import Captured, NamedTensor, Target
+from .flattened import Apart
 from .mesh import RankSet, declared_mesh, found_mesh, group_of
 from .modules import ModulesTarget
+from .numbered import beside_numbers
 from .opened import OpenedState, open_state
 from .optimizer_target import OptimizersTarget
 from .optimizers import saved_groups, saved_state, state_tensor, state_value
@@ -32,6 +34,7 @@ from .scan import (
     GroupsItem,
     Item,
     ModulesItem,
+    NumberedItem,
     OptimizersItem,
     Path,
     PerRankItem,
@@ -82,7 +85,7 @@ def capture(
         if id(placement) not in kept:
             kept[id(placement)] = _is_in_terms_of(found, placement)
         entries.append(entry if kept[id(placement)] else NamedTensor(replace(entry.spec, placement=()), entry.memory))
-    return Captured(tuple(entries), tuple(out.values), found)
+    return Captured(tuple(entries), tuple(out.values), found, opened.warnings())
 
 
 def _capture_item(out: Collector, item: Item, opened: OpenedState) -> None:
@@ -95,10 +98,11 @@ def _capture_item(out: Collector, item: Item, opened: OpenedState) -> None:
         value = item.holder.value
         out.add_value(path, path, ValueKind.PER_RANK, value.state_dict() if is_stateful(value) else value)
     elif isinstance(item, GroupsItem):
-        out.add_value(path, path, ValueKind.PARAM_GROUPS, merge([(name, item.groups)], name=name))
+        groups = item.groups.together() if isinstance(item.groups, Apart) else item.groups
+        out.add_value(path, path, ValueKind.PARAM_GROUPS, merge([(name, groups)], name=name))
     elif isinstance(item, ModulesItem):
         _capture_modules(out, path, opened)
-    elif isinstance(item, OptimizersItem):
+    elif isinstance(item, OptimizersItem | NumberedItem):
         _capture_optimizers(out, path, opened)
 
 
@@ -113,7 +117,7 @@ def _capture_modules(out: Collector, path: Path, opened: OpenedState) -> None:
 
 def _capture_optimizers(out: Collector, path: Path, opened: OpenedState) -> None:
     for view in opened.views[path]:
-        for owner, key, value in saved_state(view, opened.owners):
+        for owner, key, value in saved_state(view):
             for fqn in owner.fqns:
                 where = (*path, "state", fqn, key)
                 name = name_of(where)
@@ -122,7 +126,7 @@ def _capture_optimizers(out: Collector, path: Path, opened: OpenedState) -> None
                 else:
                     out.add_value(where, path, ValueKind.PLAIN, state_value(value, owner, name))
     groups = (*path, "param_groups")
-    out.add_value(groups, path, ValueKind.PARAM_GROUPS, saved_groups(name_of(groups), opened.views[path], opened.owners))
+    out.add_value(groups, path, ValueKind.PARAM_GROUPS, saved_groups(name_of(groups), opened.views[path]))
 
 
 def _is_in_terms_of(mesh: Mesh | None, placement: tuple[AxisPlacement, ...]) -> bool:
@@ -169,7 +173,7 @@ def prepare_load(state: Mapping[Any, Any], catalog: Catalog, *, rank: int, size:
     router = Router(parts, tuple(str(key) for key in state))
     unplaced = tuple(name for part in parts if isinstance(part, OptimizersTarget) for name in part.unplaced)
     mesh = found_mesh(opened.meshes(), RankSet(tuple(range(size)), rank), ddp_groups=opened.ddp_groups())
-    return Target(tuple(out.entries), router.values, unplaced, router.prefixes, router.check, router.finish, mesh)
+    return Target(tuple(out.entries), router.values, unplaced, router.prefixes, router.check, router.finish, mesh, opened.hints)
 
 
 def _want_item(out: Collector, item: Item, opened: OpenedState, catalog: Catalog) -> Iterator[ValueTarget]:
@@ -182,8 +186,9 @@ def _want_item(out: Collector, item: Item, opened: OpenedState, catalog: Catalog
             name = name_of((*path, tensor.fqn))
             _want(out, path, name, tensor.value, opened.local_tensor_of(tensor, name))
         yield ModulesTarget(path, opened.modules[path])
-    elif isinstance(item, OptimizersItem):
-        target = OptimizersTarget(path, opened.views[path], opened.owners, catalog)
+    elif isinstance(item, OptimizersItem | NumberedItem):
+        beside = beside_numbers(item.tree).get("state", {}) if isinstance(item, NumberedItem) else {}
+        target = OptimizersTarget(path, opened.views[path], catalog, map(str, beside))
         for wanted in target.wanted:
             _want(out, path, wanted.name, wanted.value, wanted.leaf)
         yield target

@@ -23,12 +23,14 @@ class NamedTensor:
 class Captured:
     """All that one rank has to save.
 
-    Two entries may have one name: two stages on this rank hold the same tensor.
+    Two entries may have one name: two stages on this rank hold the same tensor. `warnings` say what the user should know of how
+    it is saved.
     """
 
     entries: tuple[NamedTensor, ...]
     values: tuple[ValueSpec, ...]
     mesh: Mesh | None
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,8 @@ class Target:
         `check` and after all tensors are in place and proved. Until then the objects of the state are as they were.
     mesh
         The mesh of the job, where the state shows it.
+    hints
+        Takes the values as `check` does; says what else may help where something disagrees.
     """
 
     entries: tuple[NamedTensor, ...]
@@ -62,3 +66,4 @@ class Target:
     check: Callable[[Mapping[str, Any]], list[str]]
     finish: Callable[[Mapping[str, Any], Iterable[str]], None]
     mesh: Mesh | None = None
+    hints: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda values: ()

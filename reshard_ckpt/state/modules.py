@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -94,7 +95,7 @@ def read_module(module: nn.Module, path: Path) -> ModuleState:
                 f"{name}: {prefix or 'the module'} is wrapped by FSDP1 (FullyShardedDataParallel), whose flat parameters have "
                 "no layout of their own; shard it with torch.distributed.fsdp.fully_shard instead"
             )
-    raw = dict(module.state_dict(keep_vars=True))
+    raw = dict(_state_dict(module))
     own = {id(t) for t in (*module.parameters(), *module.buffers())}
     tensors: list[ModuleTensor] = []
     values: list[ModuleValue] = []
@@ -114,6 +115,15 @@ def _claim(value: TensorLike, at: ModulePlace) -> Replication:
     if not at.under_ddp:
         return Replication.PLAIN
     return Replication.DECLARED if isinstance(value, nn.Parameter) else Replication.BUFFER
+
+
+def _state_dict(module: nn.Module) -> Mapping[str, Any]:
+    """Its state dict, with its parameters themselves where it can give them."""
+    try:
+        inspect.signature(module.state_dict).bind(keep_vars=True)
+    except TypeError:  # a class's own, without torch's arguments
+        return module.state_dict()
+    return module.state_dict(keep_vars=True)
 
 
 def locate(root: nn.Module, key: str) -> ModulePlace:
@@ -171,6 +181,9 @@ class ModulesTarget:
     @property
     def values(self) -> tuple[str, ...]:
         return tuple(self._slots)
+
+    def takes(self, name: str) -> bool:
+        return True
 
     def check(self, values: Mapping[str, Any]) -> list[str]:
         # Only of modules on this rank: what belongs to another pipeline stage is for other ranks to judge.

@@ -9,17 +9,27 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from .numbered import optimizers_of
+
 
 def optimizers_in(state: Any) -> Iterator[Optimizer]:
-    """The optimizers in a state, however its containers nest."""
+    """The optimizers in a state, however its containers nest, and those that they wrap, which may be stepped by themselves."""
     if isinstance(state, Optimizer):
-        yield state
+        yield from optimizers_of(state)
     elif isinstance(state, Mapping):
         for value in state.values():
             yield from optimizers_in(value)
     elif isinstance(state, list | tuple):
         for value in state:
             yield from optimizers_in(value)
+
+
+def held_back(state: Any) -> tuple[list[Optimizer], frozenset[int]]:
+    """The optimizers of a state whose steps can be held back, and the addresses of the storages that only those change."""
+    optimizers = list({id(optimizer): optimizer for optimizer in optimizers_in(state)}.values())
+    held = [optimizer for optimizer in optimizers if can_be_held(optimizer)]
+    others = [optimizer for optimizer in optimizers if not can_be_held(optimizer)]
+    return held, owned_storages(held) - owned_storages(others)
 
 
 def can_be_held(optimizer: Optimizer) -> bool:

@@ -10,18 +10,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..core.catalog.model import Catalog
-from ..core.catalog.param_groups import NOT_SAVED, SWITCHES, Groups, Selection
+from ..core.catalog.param_groups import NOT_SAVED, SWITCHES, Groups, Selection, are_groups
 from ..core.catalog.specs import Ints
 from ..format.torch_dtypes import TORCH_DTYPES
 from .modules import is_nothing
-from .optimizers import Owner, Owners, View, state_tensor
+from .optimizers import Held, View, state_tensor
+from .owners import Owner
 from .scan import Path, name_of
 from .tensors import LocalTensor, TensorLike, is_tensor_like
 
@@ -40,7 +41,7 @@ class ParamPlan:
     """What becomes of one parameter's state: `tensors` and `values` by state key, under every name that they are saved as."""
 
     view: View
-    owner: Owner
+    held: Held
     tensors: Mapping[str, tuple[WantedState, ...]]
     values: Mapping[str, tuple[str, ...]]
     new: frozenset[str]
@@ -73,18 +74,20 @@ class OptimizersTarget:
         The tensors to load.
     values
         The names of values that must be there.
+    beside
+        Keys of the state that are no parameters, and not its business.
     unplaced
         Saved tensors that the optimizer should have, with why nobody knows their place on this rank.
     """
 
-    def __init__(self, path: Path, views: Sequence[View], owners: Owners, catalog: Catalog) -> None:
+    def __init__(self, path: Path, views: Sequence[View], catalog: Catalog, beside: Iterable[str] = ()) -> None:
         self.name = name_of(path)
         self._views = views
-        self._owners = owners
+        self._beside = tuple(beside)
         self._catalog = catalog
         self.unplaced: dict[str, str] = {}
         saved = SavedState(self.name, catalog)
-        self._plans = [self._plan(view, owners[p], group, saved) for view in views for p, group in view.held]
+        self._plans = [self._plan(view, held, saved) for view in views for held in view.held]
         self._selections: list[tuple[View, dict[str, Any], Selection]] = []
         self._groups = Groups([])
         self.groups_name = f"{self.name}.param_groups"
@@ -97,8 +100,8 @@ class OptimizersTarget:
     def values(self) -> tuple[str, ...]:
         return (self.groups_name, *(name for plan in self._plans for names in plan.values.values() for name in names))
 
-    def _plan(self, view: View, owner: Owner, group: Mapping[str, Any], saved: SavedState) -> ParamPlan:
-        existing = view.state.get(owner.param, {})
+    def _plan(self, view: View, held: Held, saved: SavedState) -> ParamPlan:
+        owner, existing = held.owner, view.state.get(held.key, {})
         fqns = [fqn for fqn in owner.fqns if saved.of(fqn)]
         is_tensor = {key: kind for fqn in fqns for key, kind in saved.of(fqn).items()}
         if fqns:  # what the optimizer has besides is asked for too, so that its absence is found and named
@@ -115,18 +118,24 @@ class OptimizersTarget:
                 continue
             value = existing.get(key)
             if not is_tensor_like(value):
-                value = self._allocate(owner, group, names[0])
+                value = self._allocate(owner, held.group, names[0])
                 new.add(key)
             if value is None:
                 self.unplaced.update(dict.fromkeys(names, self.unplaced[names[0]]))
             else:
                 tensors[key] = tuple(WantedState(name, value, state_tensor(value, owner, name)) for name in names)
-        return ParamPlan(view, owner, tensors, values, frozenset(new & tensors.keys()))
+        return ParamPlan(view, held, tensors, values, frozenset(new & tensors.keys()))
 
     def _allocate(self, owner: Owner, group: Mapping[str, Any], name: str) -> torch.Tensor | None:
         """Memory for a saved state tensor that the optimizer does not have; None, and a problem, where nobody knows its place."""
         index = self._catalog.index(name)
         shape, dtype = self._catalog.shape(index), TORCH_DTYPES[self._catalog.dtype(index)]
+        if owner.param is None or owner.layout is None:
+            self.unplaced[name] = (
+                f"{name}: the state dict to load into has no tensor for it, and the state none called {owner.fqns[0]}; "
+                "pass the model or its state_dict() in the same state, or the state dict of an optimizer that has stepped"
+            )
+            return None
         like, layout = owner.param.detach(), owner.layout
         if shape == () and (layout.shape != () or name.endswith(".step")):
             # torch keeps step counts on the CPU unless a kernel on the device reads them.
@@ -151,14 +160,24 @@ class OptimizersTarget:
         names = (f"{owner.key}.{fqn}" for fqn in owner.fqns)
         return next((self._catalog.shape(self._catalog.index(name)) for name in names if name in self._catalog), None)
 
+    def takes(self, name: str) -> bool:
+        below = name.removeprefix(f"{self.name}.state.")
+        if below == name:
+            return name in (self.name, self.groups_name)
+        return "." in below and not any(below == key or below.startswith(f"{key}.") for key in self._beside)
+
     def check(self, values: Mapping[str, Any]) -> list[str]:
         """What the values disagree with; to be called before any tensor changes."""
         problems = list(dict.fromkeys(self.unplaced.values()))
-        self._groups = Groups(values.get(self.groups_name) or [])
+        groups = values.get(self.groups_name) or []
+        if not are_groups(groups):
+            problems.append(f"{self.groups_name}: is not the groups of an optimizer; load with strict=False to leave it out")
+            groups, values = [], {name: value for name, value in values.items() if name != self.groups_name}
+        self._groups = Groups(groups)
         self._selections = []
         for view in self._views:
-            for i, group in enumerate(view.groups if self.groups_name in values else ()):
-                fqns = [self._known_fqn(self._owners[p]) for p in group["params"]]
+            for i, (group, members) in enumerate(view.groups if self.groups_name in values else ()):
+                fqns = [self._known_fqn(owner) for owner in members]
                 selection = self._groups.select(fqns, name=f"{view.name}.param_groups[{i}]", target=group)
                 problems += selection.problems
                 self._selections.append((view, group, selection))
@@ -166,13 +185,13 @@ class OptimizersTarget:
         problems += [
             f"{name}: saved as a value, for which the optimizer has no place; load with strict=False to leave it out"
             for name, value in values.items()
-            if name not in known and not is_nothing(value) and not self._of_other_rank(name)
+            if name not in known and not is_nothing(value) and not (groups and self._of_other_rank(name))
         ]
         return problems
 
     def _of_other_rank(self, name: str) -> bool:
         """Whether a value is the state of a parameter that is not on this rank, so that others judge it."""
-        return name.startswith(f"{self.name}.state.")
+        return name.removeprefix(f"{self.name}.state.").rpartition(".")[0] in self._groups
 
     def _known_fqn(self, owner: Owner) -> str:
         return next((fqn for fqn in owner.fqns if fqn in self._groups), owner.fqns[0])
@@ -188,9 +207,9 @@ class OptimizersTarget:
                     _set_hyperparameters(follower, selection.hyperparameters)
 
     def _put(self, plan: ParamPlan, values: Mapping[str, Any], skipped: frozenset[str]) -> None:
-        state, param = plan.view.state, plan.owner.param
+        state, param, owner = plan.view.state, plan.held.key, plan.held.owner
         if not plan.tensors and not plan.values:
-            if param in state and any(fqn in self._groups for fqn in plan.owner.fqns):
+            if param in state and any(fqn in self._groups for fqn in owner.fqns):
                 del state[param]  # the checkpoint knows the parameter, and that it had no state yet
             return
         lost = any(w.name in skipped for key in plan.new for w in plan.tensors[key])
@@ -204,8 +223,10 @@ class OptimizersTarget:
         }
         found = {key: values[name] for key, names in plan.values.items() for name in names[:1] if name in values}
         if entries or found or param in state:
-            state[param].update(entries)
-            state[param].update({key: _moved(value, param.device) for key, value in found.items()})
+            device = None if owner.param is None else owner.param.device
+            entry = state[param] if param in state else state.setdefault(param, {})
+            entry.update(entries)
+            entry.update({key: _moved(value, device) for key, value in found.items()})
 
 
 def _same_group(follower: Mapping[str, Any], group: Mapping[str, Any]) -> bool:
@@ -226,7 +247,7 @@ def _set_hyperparameters(group: dict[str, Any], saved: Mapping[str, Any]) -> Non
             group[key] = copy.deepcopy(value)
 
 
-def _moved(value: Any, device: torch.device) -> Any:
+def _moved(value: Any, device: torch.device | None) -> Any:
     """A decoded value with its tensors, if any, on the parameter's device."""
     if isinstance(value, torch.Tensor):
         return value.to(device)

@@ -1,7 +1,8 @@
 """What is the state of an optimizer, by the FQN of its parameters?
 
-1. Parameters are found by identity among those of the modules (and plain dicts) in the same state; each has an *owner* entry
-   with its FQNs, several if it is tied, and its layout.
+1. Parameters are found by identity among those of the modules (and plain dicts) in the same state, else by the memory that they
+   share with a tensor of a dict, such as a ``state_dict()``; each has an *owner* entry with its FQNs, several if it is tied, and
+   its layout.
 2. State with the shape of the parameter's local tensor has the parameter's layout; a 0-dim tensor is whole everywhere; any other
    shape is whole if the parameter is whole on this rank, and has no known place otherwise.
 3. Groups are written with FQNs in place of parameters, and are merged over ranks by them.
@@ -22,59 +23,40 @@ from ..core.catalog.specs import Ints
 from ..core.words import a
 from ..errors import UnsupportedError, UsageError
 from .layouts import Layout, whole
+from .owners import Owner, Owners
 from .scan import Path, name_of
 from .shards import FlatShard, LocalShard
 from .tensors import LocalTensor, TensorLike, is_tensor_like, local_tensor_of, plain_memory
 
-State = MutableMapping[torch.Tensor, dict[str, Any]]
+State = MutableMapping[Any, dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Owner:
-    """What is known of a parameter: its FQNs, below which key of the state it is, and its layout."""
+class Held:
+    """A parameter whose state this rank may have: what the state is kept under, the parameter's owner, and its group."""
 
-    param: torch.Tensor
-    fqns: tuple[str, ...]
-    key: str
-    layout: Layout
-
-
-class Owners:
-    """The parameters of the state, by identity.
-
-    A parameter that lies under several keys of the state belongs to the first; within one key it may have several FQNs.
-    """
-
-    def __init__(self) -> None:
-        self._by_id: dict[int, Owner] = {}
-
-    def add(self, param: torch.Tensor, fqn: str, key: str, layout: Layout) -> None:
-        known = self._by_id.get(id(param))
-        if known is None:
-            self._by_id[id(param)] = Owner(param, (fqn,), key, layout)
-        elif known.key == key and fqn not in known.fqns:
-            self._by_id[id(param)] = Owner(param, (*known.fqns, fqn), key, layout)
-
-    def __getitem__(self, param: torch.Tensor) -> Owner:
-        return self._by_id[id(param)]
-
-    def __contains__(self, param: torch.Tensor) -> bool:
-        return id(param) in self._by_id
+    key: Any
+    owner: Owner
+    group: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """An optimizer as saving and loading see it.
+    """An optimizer, or its state dict by number, as saving and loading see it.
 
-    `groups` are what its user sees, `followers` are groups inside that must have the same hyperparameters. `held` are the
-    parameters whose state this rank may have, with the group that each is in.
+    `groups` are what its user sees, with the owners of their parameters; `followers` are groups inside that must have the same
+    hyperparameters.
     """
 
     name: str
-    groups: Sequence[dict[str, Any]]
+    groups: Sequence[tuple[dict[str, Any], tuple[Owner, ...]]]
     followers: Sequence[dict[str, Any]]
     state: State
-    held: tuple[tuple[torch.Tensor, dict[str, Any]], ...]
+    held: tuple[Held, ...]
+
+    def held_with_state(self) -> Iterator[Held]:
+        """The parameters that have state; the state may be a defaultdict, where looking would make an entry."""
+        return (held for held in self.held if held.key in self.state)
 
 
 def views(path: Path, optimizers: Sequence[Optimizer], owners: Owners) -> tuple[View, ...]:
@@ -86,13 +68,10 @@ def views(path: Path, optimizers: Sequence[Optimizer], owners: Owners) -> tuple[
         A parameter belongs to no module in the state, or two parameters have one FQN.
     """
     name = name_of(path)
-    out = tuple(_view(name if len(optimizers) == 1 else f"{name}[{i}]", opt) for i, opt in enumerate(optimizers))
-    for view in out:
-        _check_owned(view, owners)
-    return out
+    return tuple(_view(name if len(optimizers) == 1 else f"{name}[{i}]", opt, owners) for i, opt in enumerate(optimizers))
 
 
-def _view(name: str, optimizer: Optimizer) -> View:
+def _view(name: str, optimizer: Optimizer, owners: Owners) -> View:
     inner: Any = optimizer
     if hasattr(optimizer, "consolidate_state_dict"):  # ZeroRedundancyOptimizer: this rank's partition is in an optimizer inside
         inner = getattr(optimizer, "optim", None)
@@ -101,31 +80,54 @@ def _view(name: str, optimizer: Optimizer) -> View:
                 f"{name}: this ZeroRedundancyOptimizer has no optimizer inside yet; with overlap_with_ddp=True it appears "
                 "after some training steps: save or load after those"
             )
-    held = tuple((p, group) for group in inner.param_groups for p in group["params"])
-    followers = () if inner is optimizer else inner.param_groups
-    return View(name, optimizer.param_groups, followers, inner.state, held)
+    groups = [
+        (group, tuple(owner_of(param, owners, name, i) for param in group["params"]))
+        for i, group in enumerate(optimizer.param_groups)
+    ]
+    _check_distinct(name, groups)
+    known = {id(o.param): o for _, members in groups for o in members}
+    held = tuple(Held(p, known[id(p)], group) for group in inner.param_groups for p in group["params"])
+    return View(name, groups, () if inner is optimizer else inner.param_groups, inner.state, held)
 
 
-def _check_owned(view: View, owners: Owners) -> None:
+def owner_of(param: torch.Tensor, owners: Owners, name: str, group: int) -> Owner:
+    """The owner of a parameter in a group of an optimizer.
+
+    Raises
+    ------
+    UsageError
+        The state does not hold it.
+    """
+    owner = owners.of(param)
+    if owner is None:
+        raise UsageError(
+            f"{name}: a parameter of shape {tuple(param.shape)} in group {group} belongs to no module in the state; pass the "
+            "module that holds it in the same state, as in {'model': model, 'optimizer': optimizer}"
+        )
+    return owner
+
+
+def _check_distinct(name: str, groups: Iterable[tuple[Mapping[str, Any], tuple[Owner, ...]]]) -> None:
     by_fqn: dict[str, Owner] = {}
-    for i, group in enumerate(view.groups):
-        for param in group["params"]:
-            if param not in owners:
-                raise UsageError(
-                    f"{view.name}: a parameter of shape {tuple(param.shape)} in group {i} belongs to no module in the state; "
-                    f"pass the module that holds it in the same state, as in {{'model': model, 'optimizer': optimizer}}"
-                )
-            owner = owners[param]
-            for fqn in owner.fqns:
-                other = by_fqn.setdefault(fqn, owner)
-                if other is not owner and other.key != owner.key:
-                    raise UsageError(
-                        f"{view.name}: holds two parameters called {fqn}, of {other.key} and of {owner.key}; use one optimizer "
-                        f"for each, or pass the modules as one: torch.nn.ModuleDict({{{other.key!r}: ..., {owner.key!r}: ...}})"
-                    )
+    for fqn, owner in ((fqn, each) for _, members in groups for each in members for fqn in each.fqns):
+        other = by_fqn.setdefault(fqn, owner)
+        if other is not owner and other.key != owner.key:
+            raise UsageError(
+                f"{name}: holds two parameters called {fqn}, of {other.key} and of {owner.key}; use one optimizer "
+                f"for each, or pass the modules as one: torch.nn.ModuleDict({{{other.key!r}: ..., {owner.key!r}: ...}})"
+            )
 
 
-def saved_state(view: View, owners: Owners) -> Iterator[tuple[Owner, str, Any]]:
+def numbered_view(path: Path, tree: Mapping[str, Any], members: Mapping[int, Owner]) -> View:
+    """The view of a state dict by number, of whose numbers the owners are known."""
+    name = name_of(path)
+    groups = [(group, tuple(members[number] for number in group["params"])) for group in tree["param_groups"]]
+    _check_distinct(name, groups)
+    held = tuple(Held(number, members[number], group) for group, _ in groups for number in group["params"])
+    return View(name, groups, (), tree["state"], held)
+
+
+def saved_state(view: View) -> Iterator[tuple[Owner, str, Any]]:
     """Each entry of the state of each parameter on this rank: its owner, its key and its value.
 
     Raises
@@ -133,11 +135,9 @@ def saved_state(view: View, owners: Owners) -> Iterator[tuple[Owner, str, Any]]:
     UnsupportedError
         A key of the state is no plain name.
     """
-    for param, _ in view.held:
-        if param not in view.state:  # a defaultdict: looking would make an entry
-            continue
-        owner = owners[param]
-        for key, value in view.state[param].items():
+    for held in view.held_with_state():
+        owner = held.owner
+        for key, value in view.state[held.key].items():
             if not isinstance(key, str) or "." in key:
                 raise UnsupportedError(
                     f"{view.name}: the state of {owner.fqns[0]} has the key {key!r}; keys must be strings without dots"
@@ -162,6 +162,8 @@ def state_tensor(value: TensorLike, owner: Owner, name: str) -> LocalTensor:
 def state_layout(shape: Ints, owner: Owner, name: str) -> Layout:
     """The layout of a plain local state tensor of this shape."""
     layout = owner.layout
+    if layout is None:  # known by name alone
+        return whole(shape)
     if shape == layout.local_shape:
         return layout
     if 0 in shape and 0 in layout.local_shape:
@@ -177,7 +179,7 @@ def state_layout(shape: Ints, owner: Owner, name: str) -> Layout:
 
 def state_value(value: Any, owner: Owner, name: str) -> Any:
     """A state entry that is no tensor, proved to mean the same on every rank."""
-    if not owner.layout.is_whole and _holds_tensors(value):
+    if owner.layout is not None and not owner.layout.is_whole and _holds_tensors(value):
         raise UnsupportedError(
             f"{name}: {a(type(value).__name__)} of tensors for the parameter {owner.fqns[0]}, which is sharded, has no known "
             "place; hold its tensors as entries of their own"
@@ -191,12 +193,12 @@ def _holds_tensors(value: Any) -> bool:
     return is_tensor_like(value) or (isinstance(value, list | tuple) and any(_holds_tensors(v) for v in value))
 
 
-def saved_groups(name: str, all_views: Iterable[View], owners: Owners) -> list[dict[str, Any]]:
+def saved_groups(name: str, all_views: Iterable[View]) -> list[dict[str, Any]]:
     """The groups of all optimizers under one key, by FQN."""
-    named = [(view.name, [_named(group, owners) for group in view.groups]) for view in all_views]
+    named = [(view.name, [_named(group, members) for group, members in view.groups]) for view in all_views]
     return merge(named, name=name)
 
 
-def _named(group: Mapping[str, Any], owners: Owners) -> dict[str, Any]:
+def _named(group: Mapping[str, Any], members: Iterable[Owner]) -> dict[str, Any]:
     hyperparameters = {key: value for key, value in group.items() if key not in NOT_SAVED}
-    return {**hyperparameters, "params": [fqn for param in group["params"] for fqn in owners[param].fqns]}
+    return {**hyperparameters, "params": [fqn for owner in members for fqn in owner.fqns]}

@@ -22,6 +22,10 @@ class ValueTarget(Protocol):
         """The names of values that it must be given."""
         ...
 
+    def takes(self, name: str, /) -> bool:
+        """Whether a value below its name is its own, rather than that of what lies around it."""
+        ...
+
     def check(self, values: Mapping[str, Any], /) -> list[str]:
         """Judge the saved values that lie below it, before anything changes."""
         ...
@@ -37,10 +41,10 @@ class Router:
     def __init__(self, parts: Sequence[ValueTarget], prefixes: tuple[str, ...]) -> None:
         self.prefixes = prefixes
         self._parts = parts
-        self._by_name: dict[str, ValueTarget] = {}
+        self._by_name: dict[str, list[ValueTarget]] = {}
         for part in parts:
             # Parts come inner before outer; of two with one name, the module or object inside takes the values.
-            self._by_name.setdefault(part.name, part)
+            self._by_name.setdefault(part.name, []).append(part)
 
     @property
     def values(self) -> tuple[str, ...]:
@@ -50,25 +54,31 @@ class Router:
     def check(self, values: Mapping[str, Any]) -> list[str]:
         """Let each part judge its values."""
         routed = self._route(values)
-        return [problem for part in self._parts for problem in part.check(routed.get(part.name, {}))]
+        return [problem for part in self._parts for problem in part.check(routed.get(id(part), {}))]
 
     def finish(self, values: Mapping[str, Any], skipped: Iterable[str] = ()) -> None:
         """Let each part take its values."""
         routed, missed = self._route(values), frozenset(skipped)
         for part in self._parts:
-            part.finish(routed.get(part.name, {}), missed)
+            part.finish(routed.get(id(part), {}), missed)
 
-    def _route(self, values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-        routed: dict[str, dict[str, Any]] = {}
+    def _route(self, values: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+        """The values of each part, by its identity."""
+        routed: dict[int, dict[str, Any]] = {}
         for name, value in values.items():
             if any(name == p or name.startswith(f"{p}.") for p in self.prefixes):
-                routed.setdefault(self._part_of(name), {})[name] = value
+                routed.setdefault(id(self._part_of(name)), {})[name] = value
         return routed
 
-    def _part_of(self, name: str) -> str:
-        while name and name not in self._by_name:
-            name = name.rpartition(".")[0]
-        return name
+    def _part_of(self, name: str) -> ValueTarget | None:
+        at = name
+        while True:
+            for part in self._by_name.get(at, ()):
+                if part.takes(name):
+                    return part
+            if not at:
+                return None
+            at = at.rpartition(".")[0]
 
 
 class Below:

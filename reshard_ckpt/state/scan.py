@@ -5,14 +5,16 @@ thing:
 
 1. Dicts always flatten. Lists and tuples flatten only where something inside is more than a plain value; otherwise they are one
    value, as are empty containers.
-2. A module, an optimizer, or a list of either is one item; other rooms open it.
+2. A module, an optimizer, or a list of either is one item, which is opened elsewhere.
 3. An object with ``state_dict`` and ``load_state_dict`` opens a tree of its own, which is given back to it whole after loading.
+   So does an optimizer whose ``state_dict`` may say something else than its state, such as one that wraps others.
+4. An optimizer's state dict by number is one item too, wherever it lies, beside what else is in it. A flattened one opens a tree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,6 +24,8 @@ from torch.optim import Optimizer
 from ..core.words import a, check_text
 from ..errors import NameCollisionError, UnsupportedError, UsageError
 from ..format.values import MAX_STEPS
+from .flattened import Flattened, is_flattened
+from .numbered import Literal, Watched, beside_numbers, is_numbered
 from .shards import PerRank
 from .tensors import TensorLike, is_tensor_like
 
@@ -74,22 +78,35 @@ class OptimizersItem:
 
 
 @dataclass(frozen=True, slots=True)
+class NumberedItem:
+    """An optimizer's state dict by number."""
+
+    path: Path
+    tree: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class StatefulItem:
     path: Path
     obj: Any
 
 
-Item = TensorItem | ValueItem | PerRankItem | GroupsItem | ModulesItem | OptimizersItem | StatefulItem
+Item = TensorItem | ValueItem | PerRankItem | GroupsItem | ModulesItem | OptimizersItem | NumberedItem | StatefulItem
 
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Containers and what is in them; `sink` takes the root back after loading, if it belongs to an object."""
+    """Containers and what is in them.
+
+    `sink` takes the root back after loading, if it belongs to an object, the `owner`; `watched` are the optimizers in that.
+    """
 
     path: Path
     root: Any
     items: tuple[Item, ...]
     sink: Callable[[Any], Any] | None = None
+    owner: Any = None
+    watched: Watched = field(default_factory=Watched)
 
 
 def name_of(path: Path) -> str:
@@ -132,21 +149,37 @@ def scan(state: Mapping[Any, Any]) -> tuple[Tree, ...]:
     """
     if not isinstance(state, Mapping):
         raise UsageError(f"state: wanted a dict such as {{'model': model, 'optimizer': optimizer}}, got {type(state).__name__}")
-    waiting: list[tuple[Path, Any, Callable[[Any], Any] | None]] = [((), state, None)]
-    trees: list[Tree] = []
-    while waiting:
-        path, root, sink = waiting.pop(0)
-        items = tuple(_items(root, path, (), whole=not path))
-        trees.append(Tree(path, root, items, sink))
-        waiting += [(item.path, *_open(item.obj)) for item in items if isinstance(item, StatefulItem)]
-    _check_names(trees)
+    trees = [Tree((), state, tuple(_items(state, (), (), whole=True)))]
+    trees += opened_objects(trees)
+    check_names(trees)
     return tuple(trees)
 
 
-def _open(obj: Any) -> tuple[Any, Callable[[Any], Any]]:
+def opened_objects(trees: Sequence[Tree]) -> list[Tree]:
+    """The trees of the objects in these trees, and of the objects in those."""
+    waiting = [item for tree in trees for item in tree.items if isinstance(item, StatefulItem)]
+    found: list[Tree] = []
+    while waiting:
+        item = waiting.pop(0)
+        tree = tree_of(item.obj, item.path)
+        found.append(tree)
+        waiting += [inner for inner in tree.items if isinstance(inner, StatefulItem)]
+    return found
+
+
+def tree_of(obj: Any, path: Path) -> Tree:
+    """The tree of what an object says that its state is."""
     if isinstance(obj, torch.Generator):
-        return obj.get_state(), obj.set_state
-    return obj.state_dict(), obj.load_state_dict
+        return Tree(path, state := obj.get_state(), tuple(_items(state, path, ())), obj.set_state)
+    root, watched = Watched.asked(obj)
+    return Tree(path, root, tuple(_items(root, path, ())), obj.load_state_dict, obj, watched)
+
+
+def by_number(item: NumberedItem) -> tuple[Item, ...]:
+    """The items of an optimizer's state dict whose numbers nobody can name: it is saved as any dict is."""
+    beside = beside_numbers(item.tree).get("state", {})
+    state = {key: entry for key, entry in item.tree["state"].items() if key not in beside}
+    return tuple(_items(Literal(state=state, param_groups=item.tree["param_groups"]), item.path, ()))
 
 
 def _items(value: Any, path: Path, above: tuple[int, ...], *, whole: bool = False) -> Iterator[Item]:
@@ -164,12 +197,19 @@ def _items(value: Any, path: Path, above: tuple[int, ...], *, whole: bool = Fals
         yield StatefulItem(path, value)
     elif isinstance(value, Mapping) and (value or whole):
         _check_cycle(value, path, above)
+        if is_flattened(value):
+            yield StatefulItem(path, Flattened(value))
+            return
+        above = (*above, id(value))
+        if is_numbered(value):
+            yield NumberedItem(path, value)
+            value = beside_numbers(value)
         groups = value["param_groups"] if is_optimizer_tree(value) else None
         for key, child in value.items():
             if groups is not None and child is groups:
                 yield GroupsItem((*path, key), groups)
             else:
-                yield from _items(child, (*path, key), (*above, id(value)))
+                yield from _items(child, (*path, key), above)
     elif isinstance(value, list | tuple) and _has_more_than_values(value, path, above):
         for index, child in enumerate(value):
             yield from _items(child, (*path, Index(index)), (*above, id(value)))
@@ -181,6 +221,8 @@ def _has_more_than_values(value: Any, path: Path, above: tuple[int, ...]) -> boo
     if isinstance(value, Mapping | list | tuple):
         _check_depth(path, above)
         _check_cycle(value, path, above)
+        if is_numbered(value) or is_flattened(value):
+            return True
         children = value.values() if isinstance(value, Mapping) else value
         return any(_has_more_than_values(child, path, (*above, id(value))) for child in children)
     return is_tensor_like(value) or isinstance(value, PerRank | Optimizer) or _module_of(value) is not None or is_stateful(value)
@@ -243,26 +285,10 @@ def _modules(value: Any) -> tuple[nn.Module, ...] | None:
 
 def _optimizers(value: Any) -> tuple[Optimizer, ...] | None:
     values = value if isinstance(value, list | tuple) else (value,)
-    if not values or not all(isinstance(v, Optimizer) for v in values):
-        return None
-    if any(_speaks_fqns(v) for v in values):
-        if not isinstance(value, Optimizer):
-            raise UsageError(
-                "a list of optimizers whose state_dict() is keyed by FQN cannot be merged; pass each under a key of its own"
-            )
-        return None
-    return tuple(values)
+    return tuple(values) if values and all(isinstance(v, Optimizer) for v in values) else None
 
 
-def _speaks_fqns(optimizer: Optimizer) -> bool:
-    """Whether an optimizer's own ``state_dict`` is keyed by FQN already, as those that hold flat ranges write theirs."""
-    if type(optimizer).state_dict is Optimizer.state_dict or hasattr(optimizer, "consolidate_state_dict"):
-        return False  # torch's own, or ZeroRedundancyOptimizer, whose state_dict() wants the whole state on this rank
-    tree = optimizer.state_dict()
-    return isinstance(tree, Mapping) and bool(tree.get("param_groups")) and is_optimizer_tree(tree)
-
-
-def _check_names(trees: list[Tree]) -> None:
+def check_names(trees: list[Tree]) -> None:
     seen: dict[str, Path] = {}
     for tree in trees:
         for item in tree.items:

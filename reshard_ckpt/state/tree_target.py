@@ -88,6 +88,9 @@ class TreeTarget:
                 raise UsageError(f"{name}: {a(type(node).__name__)} cannot take a loaded value; pass a dict")
             node = node[key]
 
+    def takes(self, name: str) -> bool:
+        return True
+
     def check(self, values: Mapping[str, Any]) -> list[str]:
         """Work out every change that the values make to the tree; what stands in the way is returned, and left out."""
         self._updates, self._added, self._per_rank = [], [], []

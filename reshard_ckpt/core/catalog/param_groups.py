@@ -26,6 +26,13 @@ NOT_SAVED = frozenset({"params", "param_names"})
 """Keys of a torch group that name its parameters; FQNs take their place."""
 
 
+def are_groups(value: Any) -> bool:
+    """Whether something is a list of groups, whose parameters may be names or numbers."""
+    return isinstance(value, list) and all(
+        isinstance(group, Mapping) and isinstance(group.get("params"), list | tuple) for group in value
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Selection:
     """The hyperparameters for one target group, and what stands in the way.

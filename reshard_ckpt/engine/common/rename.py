@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 from ...core.catalog.model import Catalog, TensorKind, ValueEntry
+from ...core.catalog.param_groups import are_groups
 from ...core.catalog.specs import ValueKind
 from ...core.words import check_text
 from ...errors import NameCollisionError
@@ -34,8 +34,15 @@ def by_mapping(names: Mapping[str, str]) -> Callable[[str], str]:
     return rename
 
 
-def renamed(catalog: Catalog, rename: Mapping[str, str] | Callable[[str], str]) -> Catalog:
+def renamed(
+    catalog: Catalog, rename: Mapping[str, str] | Callable[[str], str], *, read: Callable[[ValueEntry], bytes] | None = None
+) -> Catalog:
     """The catalog with every saved name passed through `rename`.
+
+    Parameters
+    ----------
+    read
+        Gives the bytes of a large value, which lie in a file: the groups of an optimizer name its parameters.
 
     Raises
     ------
@@ -53,7 +60,7 @@ def renamed(catalog: Catalog, rename: Mapping[str, str] | Callable[[str], str]) 
     names = tuple(
         new_name(name) if kind == TensorKind.TENSOR else name for name, kind in zip(table.names, table.kind.tolist(), strict=True)
     )
-    values = tuple(_renamed_value(value, new_name) for value in catalog.values_table)
+    values = tuple(_renamed_value(value, new_name, read) for value in catalog.values_table)
     owner: dict[str, str] = {}
     old_names = [*table.names, *(value.name for value in catalog.values_table)]
     for old, new in zip(old_names, [*names, *(value.name for value in values)], strict=True):
@@ -63,13 +70,18 @@ def renamed(catalog: Catalog, rename: Mapping[str, str] | Callable[[str], str]) 
     return replace(catalog, tensors_table=replace(table, names=names), values_table=values, unreadable=unreadable, _index={})
 
 
-def _renamed_value(value: ValueEntry, rename: Callable[[str], str]) -> ValueEntry:
+def _renamed_value(value: ValueEntry, rename: Callable[[str], str], read: Callable[[ValueEntry], bytes] | None) -> ValueEntry:
     name = rename(value.name)
-    if value.kind is ValueKind.PARAM_GROUPS and value.data is not None:
+    may_be_groups = value.kind is ValueKind.PARAM_GROUPS or (
+        value.kind is ValueKind.PLAIN and value.name.endswith(GROUPS_SUFFIX)  # those of a state dict by number
+    )
+    data = value.data if value.data is not None or read is None or not may_be_groups else read(value)
+    if may_be_groups and data is not None and are_groups(groups := decode_value(data, name=value.name)):
         # The groups name parameters without the optimizer's prefix; they follow the names of its state.
         old, new = (n.removesuffix(GROUPS_SUFFIX) + ".state." for n in (value.name, name))
-        groups: list[dict[str, Any]] = decode_value(value.data, name=value.name)
-        for group in groups:
-            group["params"] = [rename(old + fqn).removeprefix(new) for fqn in group["params"]]
-        value = replace(value, data=encode_value(groups, name))
+        names = [[rename(f"{old}{param}").removeprefix(new) for param in group["params"]] for group in groups]
+        if names != [[str(param) for param in group["params"]] for group in groups]:  # else numbers stay numbers
+            kept = [{key: item for key, item in group.items() if key != "param_names"} for group in groups]
+            groups = [{**group, "params": own} for group, own in zip(kept, names, strict=True)]
+            value = replace(value, kind=ValueKind.PARAM_GROUPS, data=encode_value(groups, name), blobs=())
     return value if name == value.name else replace(value, name=name, path=encode_path(name.split(".")))

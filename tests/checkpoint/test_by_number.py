@@ -1,0 +1,72 @@
+"""Optimizers saved by number: told when they are saved and when they do not load, and named by `rename=`."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from reshard_ckpt import checkpoint
+from reshard_ckpt.errors import MismatchError
+from tests.helpers import position_values
+
+
+def trained(num: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Of so many parameters of one shape, momentum for the first and the last; the optimizer has them the other way round."""
+    model = nn.ParameterDict({f"layer{i}": nn.Parameter(torch.zeros(2)) for i in range(num)})
+    named = list(reversed(list(model.items())))
+    optimizer = torch.optim.SGD([p for _, p in named], lr=0.1, momentum=0.9)
+    for i in (0, num - 1):
+        optimizer.state[model[f"layer{i}"]]["momentum_buffer"] = position_values((2,), salt=i)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("num", [3, 3000], ids=["small", "groups_in_a_file"])
+def test_an_optimizer_saved_by_number_is_told_and_loads_once_its_numbers_are_named(tmp_path: Path, num: int):
+    model, optimizer = trained(num)
+    with pytest.warns(UserWarning, match="optimizer: this state dict numbers the parameters, .* pass the optimizer itself"):
+        checkpoint.save(tmp_path / "a", {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    other = nn.ParameterDict({f"layer{i}": nn.Parameter(torch.ones(2)) for i in range(num)})
+    fresh = torch.optim.SGD(other.parameters(), lr=9.0, momentum=0.5)
+    state = {"model": other, "optimizer": fresh}
+    with pytest.raises(MismatchError, match=r"optimizer was saved by number, as in optimizer.state.0.…, .*rename=\{f'optimizer"):
+        checkpoint.load(tmp_path / "a", state)
+    assert not fresh.state
+
+    rename = {f"optimizer.state.{i}": f"optimizer.state.{fqn}" for i, fqn in enumerate(reversed(list(model)))}
+    assert checkpoint.load(tmp_path / "a", state, rename=rename).problems == ()
+    assert fresh.param_groups[0]["lr"] == 0.1
+    assert len(fresh.state) == 2
+    for i in (0, num - 1):
+        assert torch.equal(fresh.state[other[f"layer{i}"]]["momentum_buffer"], position_values((2,), salt=i))
+
+
+def test_renaming_parameters_reaches_groups_that_lie_in_a_file(tmp_path: Path):
+    model, optimizer = trained(3000)
+    checkpoint.save(tmp_path / "a", {"model": model, "optimizer": optimizer})
+    other = nn.ParameterDict({f"block{i}": nn.Parameter(torch.ones(2)) for i in range(3000)})
+    fresh = torch.optim.SGD(other.parameters(), lr=9.0)
+    loaded = checkpoint.load(
+        tmp_path / "a", {"model": other, "optimizer": fresh}, rename=lambda name: name.replace("layer", "block")
+    )
+    assert loaded.problems == ()
+    assert torch.equal(fresh.state[other["block2999"]]["momentum_buffer"], position_values((2,), salt=2999))
+
+
+def test_names_where_numbers_are_wanted_are_told(tmp_path: Path):
+    model, optimizer = trained(3)
+    checkpoint.save(tmp_path / "a", {"model": model, "optimizer": optimizer})
+    state: dict[str, Any] = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    with pytest.raises(MismatchError, match=r"optimizer is wanted by number, .* pass the optimizer itself"):
+        checkpoint.load(tmp_path / "a", state)
+
+
+def test_nothing_is_told_of_an_optimizer_that_is_named(tmp_path: Path):
+    model, optimizer = trained(3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpoint.save(tmp_path / "a", {"model": model, "optimizer": optimizer})
