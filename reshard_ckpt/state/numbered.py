@@ -21,6 +21,9 @@ from torch.optim import Optimizer
 
 Numbers = Mapping[int, torch.Tensor]
 
+_MOST_HELD = 10_000
+"""Longer containers in an object are data, such as the indices of a sampler, and are not searched for optimizers."""
+
 
 class Literal(dict[Any, Any]):
     """A dict that is saved as it stands, though it may look like an optimizer's."""
@@ -89,10 +92,9 @@ def _reached(value: Any, seen: set[int]) -> Iterator[Optimizer]:
     if id(value) in seen or isinstance(value, nn.Module | torch.Tensor | type):
         return
     seen.add(id(value))
-    if isinstance(value, Mapping):
-        children: Iterable[Any] = value.values()
-    elif isinstance(value, list | tuple | set | frozenset):
-        children = value
+    if isinstance(value, Mapping | list | tuple | set | frozenset):
+        held = value.values() if isinstance(value, Mapping) else value
+        children: Iterable[Any] = held if len(value) <= _MOST_HELD else ()
     elif isinstance(value, Optimizer) or callable(getattr(value, "load_state_dict", None)):
         # Groups and state hold parameters, of which there may be many thousands, and no optimizers.
         children = [child for key, child in getattr(value, "__dict__", {}).items() if key not in ("param_groups", "state")]

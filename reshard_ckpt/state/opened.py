@@ -66,8 +66,8 @@ class OpenedState:
     def warnings(self) -> tuple[str, ...]:
         """What its user should know of how it is saved."""
         by_number = [
-            f"{name}: this state dict numbers the parameters, and nothing in the state says which parameter a number is, so it is "
-            "saved by number and loads only where they are numbered alike; pass the optimizer itself, or make it of "
+            f"{name}: this state dict numbers the parameters, and nothing in the state says which parameter a number is, so it "
+            "is saved by number and loads only where they are numbered alike; pass the optimizer itself, or make it of "
             "model.named_parameters()"
             for name in self.numbered
         ]
@@ -153,8 +153,10 @@ def _with_optimizers_asked(trees: Sequence[Tree]) -> tuple[Tree, ...]:
     UsageError
         Such an optimizer is one of several in a list.
     """
-    out, new = [], []
-    for tree in trees:
+    out: list[Tree] = []
+    waiting = list(trees)
+    while waiting:
+        tree = waiting.pop(0)
         asked = [i for i in tree.items if isinstance(i, OptimizersItem) and any(map(says_its_own, i.optimizers))]
         for item in asked:
             if len(item.optimizers) > 1:
@@ -163,21 +165,22 @@ def _with_optimizers_asked(trees: Sequence[Tree]) -> tuple[Tree, ...]:
                     f"{name_of(item.path)}: a list of optimizers, among them a {type(own).__name__}, whose state_dict() is its "
                     "own and cannot be merged with others; pass each optimizer under a key of its own"
                 )
-            new.append(tree_of(item.optimizers[0], item.path))
-        out.append(replace(tree, items=tuple(i for i in tree.items if not any(i is a for a in asked))) if asked else tree)
-    out += [*new, *opened_objects(new)]
-    if new:
+            new = tree_of(item.optimizers[0], item.path)
+            waiting += [new, *opened_objects([new])]
+        out.append(replace(tree, items=tuple(i for i in tree.items if not any(i is a for a in asked))))
+    if len(out) > len(trees):
         check_names(out)
     return tuple(out)
 
 
 def _left_out(path: Path, optimizer: Optimizer) -> Iterator[str]:
     """A line for each inner optimizer that has state which torch's own ``state_dict()`` of the outer one does not hold."""
-    if hasattr(optimizer, "consolidate_state_dict"):
+    inside = [inner for inner in optimizers_of(optimizer) if inner is not optimizer]
+    if not inside or hasattr(optimizer, "consolidate_state_dict"):
         return
     held = {id(value) for entry in optimizer.state.values() if isinstance(entry, Mapping) for value in entry.values()}
-    for inner in optimizers_of(optimizer):
-        entries = (entry for entry in inner.state.values() if inner is not optimizer and isinstance(entry, Mapping))
+    for inner in inside:
+        entries = (entry for entry in inner.state.values() if isinstance(entry, Mapping))
         if any(isinstance(value, torch.Tensor) and id(value) not in held for entry in entries for value in entry.values()):
             yield (
                 f"{name_of(path)}: {type(optimizer).__name__} holds a {type(inner).__name__} whose state is not in its "

@@ -468,3 +468,23 @@ def test_schedulers_and_samplers_that_say_their_state_themselves_come_back():
     assert (other.last_epoch, other.peak.item(), fresh.at, fresh.log[0]["epoch"]) == (3, 3.0, 3, 3)
     assert torch.equal(fresh.order, sampler.order)
     assert torch.equal(fresh.log[0]["seen"], torch.full((2,), 3))
+
+
+def test_an_optimizer_in_the_state_of_an_object_is_asked_too():
+    class Holder:
+        def __init__(self, optimizer: Any) -> None:
+            self.optimizer = optimizer
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"optimizer": self.optimizer}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            assert state["optimizer"] is self.optimizer
+
+    model, other = net(), net(seed=1)
+    optimizer, fresh = (KINDS["counting"](m) for m in (model, other))
+    train(model, optimizer)
+    saved = save([capture({"model": model, "holder": Holder(optimizer)})])
+    load(saved, {"model": other, "holder": Holder(fresh)}, wanted=set())
+    assert contents(fresh.state_dict()) == contents(optimizer.state_dict())
+    assert fresh.count == 2
