@@ -8,6 +8,8 @@ ones; the rest differs in four ways:
    a checkpoint holds the same names whichever of the two a trainer uses.
 3. An ``io.BytesIO`` is its bytes.
 4. When loading, a tensor on the meta device is an empty one on the device of the job, as DCP makes it.
+
+Names are the keys as they stand, with what wrappers put into them: torch's own calls look them up so.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from ..core.catalog.param_groups import comparable
 from ..errors import UsageError
+from ..state.scan import Verbatim
 
 STATE, GROUPS = "state", "param_groups"
 
@@ -49,12 +52,12 @@ def _state_of(value: Any) -> Any:
 
 def saving_form(state: Mapping[str, Any]) -> dict[str, Any]:
     """The form to save."""
-    return {key: _form(value, lambda tensor: tensor, merged=True) for key, value in state.items()}
+    return Verbatim({key: _form(value, lambda tensor: tensor, merged=True) for key, value in state.items()})
 
 
 def loading_form(state: Mapping[str, Any]) -> dict[str, Any]:
     """The form to load into; `give_back` then puts it into the state."""
-    return {key: _form(value, _materialized, merged=False) for key, value in state.items()}
+    return Verbatim({key: _form(value, _materialized, merged=False) for key, value in state.items()})
 
 
 def _form(value: Any, make: Make, *, merged: bool) -> Any:

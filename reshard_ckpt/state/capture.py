@@ -40,6 +40,7 @@ from .scan import (
     is_stateful,
     name_of,
     saved_path,
+    steps,
 )
 from .tensors import LocalTensor, TensorLike, check_writable, is_tensor_like, local_tensor_of
 from .tree_target import Job, TreeTarget, ValueOrigin
@@ -162,7 +163,7 @@ def prepare_load(state: Mapping[Any, Any], catalog: Catalog, *, rank: int, size:
                 parts += _want_item(out, item, opened, catalog)
     # Trees of objects last, inner before outer: what they give back holds the modules and tensors that are done by then.
     parts += [TreeTarget(tree, saved, below, Job(rank, size), adds=adds) for tree in reversed(opened.trees)]
-    router = Router(parts, tuple(str(key) for key in state))
+    router = Router(parts, tuple(str(step) for step in steps(state)))
     unplaced = tuple(name for part in parts if isinstance(part, OptimizersTarget) for name in part.unplaced)
     mesh = found_mesh(opened.meshes(), RankSet(tuple(range(size)), rank), ddp_groups=opened.ddp_groups())
     return Target(tuple(out.entries), router.values, unplaced, router.prefixes, router.check, router.finish, mesh)

@@ -109,6 +109,11 @@ def _check_owned(view: View, owners: Owners) -> None:
     by_fqn: dict[str, Owner] = {}
     for i, group in enumerate(view.groups):
         for param in group["params"]:
+            if param not in owners and param.is_meta:
+                raise UsageError(
+                    f"{view.name}: a parameter of shape {tuple(param.shape)} in group {i} is on the meta device, and belongs "
+                    "to no module in the state: to_empty() has replaced it; make the optimizer after that, of model.parameters()"
+                )
             if param not in owners:
                 raise UsageError(
                     f"{view.name}: a parameter of shape {tuple(param.shape)} in group {i} belongs to no module in the state; "

@@ -11,6 +11,7 @@ thing:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ..core.wrappers import unwrapped_keys
 from ..errors import NameCollisionError, UsageError
 from .shards import PerRank
 from .tensors import TensorLike, is_tensor_like
@@ -28,6 +30,16 @@ Path = tuple[Any, ...]
 
 class Index(int):
     """A step of a path into a list or tuple, as opposed to a dict's key that is an int."""
+
+
+class Unwrapped(str):
+    """A step of a path into a dict of tensors under a key without what wrappers put into it; `key` is the dict's own."""
+
+    key: str
+
+
+class Verbatim(dict[Any, Any]):
+    """A whole state, below which all keys are names as they stand, whatever wrappers put into them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +114,12 @@ def path_keys(path: Path) -> list[Any]:
     >>> path_keys(("extra", 7, Index(0)))
     ['extra', 7, (0,)]
     """
-    return [(int(key),) if isinstance(key, Index) else key for key in path]
+    return [(int(key),) if isinstance(key, Index) else str(key) if isinstance(key, Unwrapped) else key for key in path]
+
+
+def own_key(step: Any) -> Any:
+    """What a container itself calls a step of a path."""
+    return step.key if isinstance(step, Unwrapped) else step
 
 
 def saved_path(keys: tuple[Any, ...]) -> Path:
@@ -126,7 +143,7 @@ def scan(state: Mapping[Any, Any]) -> tuple[Tree, ...]:
     trees: list[Tree] = []
     while waiting:
         path, root, sink = waiting.pop(0)
-        items = tuple(_items(root, path, (), whole=not path))
+        items = tuple(_items(root, path, (), list if isinstance(state, Verbatim) else steps, whole=not path))
         trees.append(Tree(path, root, items, sink))
         waiting += [(item.path, *_open(item.obj)) for item in items if isinstance(item, StatefulItem)]
     _check_names(trees)
@@ -139,7 +156,9 @@ def _open(obj: Any) -> tuple[Any, Callable[[Any], Any]]:
     return obj.state_dict(), obj.load_state_dict
 
 
-def _items(value: Any, path: Path, above: tuple[int, ...], *, whole: bool = False) -> Iterator[Item]:
+def _items(
+    value: Any, path: Path, above: tuple[int, ...], steps_of: Callable[[Mapping[Any, Any]], list[Any]], *, whole: bool = False
+) -> Iterator[Item]:
     """The items at and below a value; `whole` says that it is the state itself, which is never a value."""
     if is_tensor_like(value):
         yield TensorItem(path, value)
@@ -154,16 +173,38 @@ def _items(value: Any, path: Path, above: tuple[int, ...], *, whole: bool = Fals
     elif isinstance(value, Mapping) and (value or whole):
         _check_cycle(value, path, above)
         groups = value["param_groups"] if is_optimizer_tree(value) else None
-        for key, child in value.items():
+        for step, child in zip(steps_of(value), value.values(), strict=True):
             if groups is not None and child is groups:
-                yield GroupsItem((*path, key), groups)
+                yield GroupsItem((*path, step), groups)
             else:
-                yield from _items(child, (*path, key), (*above, id(value)))
+                yield from _items(child, (*path, step), (*above, id(value)), steps_of)
     elif isinstance(value, list | tuple) and _has_more_than_values(value, path, above):
         for index, child in enumerate(value):
-            yield from _items(child, (*path, Index(index)), (*above, id(value)))
+            yield from _items(child, (*path, Index(index)), (*above, id(value)), steps_of)
     else:
         yield ValueItem(path, value)
+
+
+def steps(value: Mapping[Any, Any]) -> list[Any]:
+    """The steps to the children of a dict, in order: its keys; of a dict of tensors, without what wrappers put into them.
+
+    ``model.state_dict()`` of a compiled or DDP model has the names of the plain one then, as the model itself has. Keys that
+    would collide stay as they are.
+    """
+    keys = list(value)
+    if isinstance(value, Verbatim) or not all(isinstance(key, str) for key in keys):
+        return keys
+    clean = unwrapped_keys(keys)
+    if clean == keys or not any(is_tensor_like(child) for child in value.values()):
+        return keys
+    times = Counter(clean)
+    return [key if name == key or times[name] > 1 else _unwrapped_step(name, key) for name, key in zip(clean, keys, strict=True)]
+
+
+def _unwrapped_step(name: str, key: str) -> Unwrapped:
+    step = Unwrapped(name)
+    step.key = key
+    return step
 
 
 def _has_more_than_values(value: Any, path: Path, above: tuple[int, ...]) -> bool:

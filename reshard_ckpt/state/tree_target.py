@@ -15,7 +15,7 @@ from ..core.catalog.param_groups import NOT_SAVED, SWITCHES, Groups
 from ..core.catalog.specs import ValueKind
 from ..errors import MismatchError, UsageError
 from .modules import is_nothing
-from .scan import GroupsItem, Index, Path, PerRankItem, TensorItem, Tree, ValueItem, is_stateful, name_of
+from .scan import GroupsItem, Index, Path, PerRankItem, TensorItem, Tree, ValueItem, is_stateful, name_of, own_key
 from .shards import PerRank, PerRankValues
 
 _MISSING = object()
@@ -82,7 +82,7 @@ class TreeTarget:
         for key in path[len(self._tree.path) :]:
             if isinstance(node, Mapping) and not isinstance(node, MutableMapping):
                 raise UsageError(f"{name}: a {type(node).__name__} cannot take a loaded value; pass a dict")
-            node = node[key]
+            node = node[own_key(key)]
 
     def check(self, values: Mapping[str, Any]) -> list[str]:
         """Work out every change that the values make to the tree; what stands in the way is returned, and left out."""
@@ -221,7 +221,7 @@ def _put(node: Any, path: Path, value: Any) -> Any:
     """Set what lies at a path; the node itself is changed, except a tuple, of which a changed copy is returned."""
     if not path:
         return value
-    key, rest = path[0], path[1:]
+    key, rest = own_key(path[0]), path[1:]
     if isinstance(node, MutableMapping):
         child = node.get(key, _MISSING)
         node[key] = _put({} if child is _MISSING else child, rest, value)
