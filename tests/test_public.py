@@ -41,6 +41,8 @@ OPTIONS = {
         "cast",
         "rename",
         "allow_resize",
+        "allow_missing",
+        "ignore",
         "read_once",
         "progress",
         "process_group",

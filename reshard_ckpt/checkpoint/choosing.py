@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from ..core.catalog.model import Catalog
+from ..core.near import nearest
 from ..errors import MismatchError, UsageError
 from ..format.torch_dtypes import TORCH_DTYPES
 
@@ -29,7 +30,11 @@ def choose(saved: Catalog, names: Sequence[str] | None) -> tuple[list[str], list
     found = {name: (_fitting(saved.names, name), _fitting(saved.value_names, name)) for name in names}
     absent = [n for n, (tensors, values) in found.items() if not tensors and not values and not _unreadable(saved, n)]
     if absent:
-        raise MismatchError(f"{', '.join(absent)}: not in the checkpoint, which has {tops(saved)}; inspect lists all", absent)
+        meant = nearest(absent[:1], (*saved.names, *saved.value_names)).get(absent[0])
+        hint = "" if meant is None else f" (did you mean {meant}?)"
+        raise MismatchError(
+            f"{', '.join(absent)}: not in the checkpoint, which has {tops(saved)}{hint}; inspect lists all", absent
+        )
     return (
         list(dict.fromkeys(n for tensors, _ in found.values() for n in tensors)),
         list(dict.fromkeys(n for _, values in found.values() for n in values)),

@@ -12,18 +12,21 @@ from typing import Any
 from ..comm import open_exchange, open_session
 from ..core.catalog.model import Catalog
 from ..core.catalog.specs import ValueKind
+from ..core.planning.match import matches
 from ..core.report import LoadReport
 from ..engine.common.logs import RankLog
 from ..engine.common.progress import OnProgress, reporter, size_text
-from ..engine.common.rename import renamed
-from ..engine.loading.load import LoadOptions, drop_refused, fetch, missing_values, resolve, unreadable, vote
+from ..engine.common.rename import renamed, without
+from ..engine.loading.load import LoadOptions, drop_refused, fetch, prove_ties, resolve
 from ..engine.loading.read import execute
 from ..engine.loading.read_once import execute_once
 from ..engine.loading.saved_values import SavedValue, open_values, read_blob
+from ..engine.loading.vote import Wanted, missing_values, unreadable, vote
 from ..engine.saving.async_save import SAVES
 from ..formats.foreign import FORMATS, ForeignFormat
 from ..formats.opening import NATIVE, Path, open_shared_source
 from ..state.capture import prepare_load
+from ..state.entries import Target
 from ..state.shards import PerRankValues
 
 Patterns = Sequence[str] | bool
@@ -39,6 +42,8 @@ def load(
     cast: Patterns = False,
     rename: Mapping[str, str] | Callable[[str], str] | None = None,
     allow_resize: Patterns = False,
+    allow_missing: Patterns = False,
+    ignore: Sequence[str] = (),
     read_once: bool = False,
     progress: bool | OnProgress = False,
     process_group: Any = None,
@@ -61,11 +66,17 @@ def load(
     verify_first
         Prove all of them before any tensor changes, at the price of reading twice.
     cast
-        Shell-style patterns of names whose dtype may change, or True for all.
+        Names whose dtype may change, or True for all: a list of names, each of which stands also for everything below it, or of
+        shell-style patterns.
     rename
         Saved names, or dotted prefixes of them, mapped to the names of this state; or a function of a saved name.
     allow_resize
-        Patterns of names whose global shape may differ: what overlaps loads, the rest keeps its value.
+        The same of names whose global shape may differ: what overlaps loads, the rest keeps its value.
+    allow_missing
+        The same of names that the state wants and the checkpoint may lack: they keep their value, and the report has them.
+    ignore
+        The same of names that are not looked at, on either side: what the state has of them keeps its value, what the
+        checkpoint has of them is left out.
     read_once
         Read what several ranks want from storage on one of them only, and exchange it over the process group: where the
         network to the other ranks is faster than storage. It takes up to 200 MiB of host memory a rank.
@@ -94,7 +105,7 @@ def load(
     report, _ = load_state(
         path,
         state,
-        LoadOptions(strict, verify, verify_first, cast, allow_resize, read_once=read_once),
+        LoadOptions(strict, verify, verify_first, cast, allow_resize, allow_missing, ignore=ignore, read_once=read_once),
         rename=rename,
         progress=progress,
         process_group=process_group,
@@ -124,24 +135,25 @@ def load_state(
         SAVES.wait_staged()  # what a save still copies must not change under it
         storage, saved = source.storage, source.catalog
         if rename is not None:
-            saved = renamed(saved, rename, read=lambda value: read_blob(storage, source.catalog, value.blobs[0], options.verify))
+            saved = renamed(
+                saved, rename, read=lambda value: bytes(read_blob(storage, source.catalog, value.blobs[0], options.verify))
+            )
         target = prepare_load(state, saved, rank=comm.rank, size=comm.size, adds=not only_wanted)
+        ignored: tuple[str, ...] = ()
+        if options.ignore:
+            ignored = (*_names(target), *saved.names, *saved.value_names)
+            target, saved = _without_ignored(target, options.ignore), without(saved, options.ignore)
         values = _for_adapters(open_values(storage, saved, target.prefixes, verify=options.verify))
         resolved = resolve(saved, [(e.spec, e.memory) for e in target.entries], options)
         # Names below one that is wanted are wanted as well: some rank may have nothing there.
-        wanted = (*target.values, *(e.spec.name for e in target.entries)) if only_wanted else target.prefixes
-        unfit = unreadable(saved, wanted, strict=options.strict) + missing_values(saved, target.values) + target.check(values)
-        verdict = vote(
-            comm,
-            saved,
-            resolved,
-            () if only_wanted else target.prefixes,
-            values=unfit,
-            unplaced=target.unplaced,
-            strict=options.strict,
-            hints=(*source.hints(target.prefixes), *target.hints(values)),
-        )
+        prefixes = _names(target) if only_wanted else target.prefixes
+        unfit = unreadable(saved, prefixes, strict=options.strict) + missing_values(saved, target.values) + target.check(values)
+        wanted = Wanted(() if only_wanted else prefixes, (*_names(target), *ignored), unfit, target.unplaced)
+        hints = (*source.hints(target.prefixes), *target.hints(values))
+        verdict = vote(comm, saved, resolved, wanted, options, hints=hints)
         resolved = drop_refused(saved, resolved, verdict.refused)
+        if verdict.has_ties:
+            prove_ties(comm, storage, saved, resolved.ties, options)
         exchange = open_exchange(process_group, timeout_s=timeout_s) if options.read_once else None
         run = execute if exchange is None else partial(execute_once, comm, exchange)
         report = reporter(progress if comm.rank == 0 else False)
@@ -159,7 +171,25 @@ def load_state(
             size_text(bytes_read),
         )
     converted = [f"{d.name}: saved as {d.dtype}, loaded as {d.tensor.dtype}" for d in resolved.dests if d.dtype != d.tensor.dtype]
-    return verdict.report.loaded(len(resolved.dests), resolved.plan.num_bytes, bytes_read, converted), saved
+    saved_as = [f"{name}: saved as {other}" for name, other in resolved.saved_as.items()]
+    return verdict.report.loaded(len(resolved.dests), resolved.plan.num_bytes, bytes_read, converted, saved_as), saved
+
+
+def _names(target: Target) -> tuple[str, ...]:
+    return (*target.values, *(e.spec.name for e in target.entries))
+
+
+def _without_ignored(target: Target, ignore: Sequence[str]) -> Target:
+    """The target without what it wants of ignored names; its `finish` is told that they were not loaded."""
+    ignored = [e.spec.name for e in target.entries if matches(e.spec.name, ignore)]
+    kept = set(ignored)
+    return replace(
+        target,
+        entries=tuple(e for e in target.entries if e.spec.name not in kept),
+        values=tuple(name for name in target.values if not matches(name, ignore)),
+        unplaced=tuple(name for name in target.unplaced if not matches(name, ignore)),
+        finish=lambda values, skipped: target.finish(values, [*skipped, *ignored]),
+    )
 
 
 def _for_adapters(values: Mapping[str, SavedValue]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 MAX_NAMED = 10
@@ -26,6 +26,36 @@ def summarize(problems: Sequence[str], advice: str) -> str:
     return "\n".join([f"{len(problems)} problems; {advice}:", *shown])
 
 
+def summarize_kinds(problems: Mapping[str, Sequence[str]], advice: str) -> str:
+    """As `summarize`, of problems by kind: where not all are said, some of each kind are.
+
+    >>> lines = {"missing": [f"m{i}: not saved" for i in range(20)], "of another shape": ["s: larger"]}
+    >>> print(summarize_kinds(lines, "load with strict=False"))  # doctest: +ELLIPSIS
+    21 problems; load with strict=False:
+      m0: not saved
+      ...
+      m8: not saved
+      … and 11 more missing
+      s: larger
+    """
+    total = sum(len(lines) for lines in problems.values())
+    if total <= MAX_NAMED:
+        return summarize([line for lines in problems.values() for line in lines], advice)
+    out = [f"{total} problems; {advice}:"]
+    left, num = MAX_NAMED, sum(bool(lines) for lines in problems.values())
+    # The kinds with few lines take less than their part, which is left for the others.
+    shown = {}
+    for kind in sorted(problems, key=lambda kind: len(problems[kind])):
+        if problems[kind]:
+            shown[kind] = min(len(problems[kind]), max(left // num, 1))
+            left, num = left - shown[kind], num - 1
+    for kind, lines in problems.items():
+        out += [f"  {line}" for line in lines[: shown.get(kind, 0)]]
+        if (more := len(lines) - shown.get(kind, 0)) > 0:
+            out.append(f"  … and {more} more {kind}")
+    return "\n".join(out)
+
+
 @dataclass(frozen=True, slots=True)
 class LoadReport:
     """What a load did.
@@ -39,6 +69,10 @@ class LoadReport:
         by saved shards.
     values
         Values that are missing or do not fit: hyperparameters, per-rank values of another world size.
+    kept
+        What the checkpoint lacks and may lack (``allow_missing=``): it keeps its value, which is no problem.
+    saved_as
+        Tensors that this rank loaded from another name, which differs only in what wrappers put into it: no problem.
     converted
         Tensors that this rank loaded into another dtype (``cast=``): no problem.
     num_tensors
@@ -53,6 +87,8 @@ class LoadReport:
     dtype: tuple[str, ...] = ()
     uncovered: tuple[str, ...] = ()
     values: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
+    saved_as: tuple[str, ...] = ()
     converted: tuple[str, ...] = ()
     num_tensors: int = 0
     num_bytes: int = 0
@@ -61,8 +97,28 @@ class LoadReport:
     @property
     def problems(self) -> tuple[str, ...]:
         """All lines."""
-        return self.missing + self.unexpected + self.shape + self.dtype + self.uncovered + self.values
+        return tuple(line for lines in self.by_kind.values() for line in lines)
 
-    def loaded(self, num_tensors: int, num_bytes: int, bytes_read: int, converted: Sequence[str] = ()) -> LoadReport:
+    @property
+    def by_kind(self) -> dict[str, tuple[str, ...]]:
+        """The lines of each kind, in the words of messages."""
+        return {
+            "missing": self.missing,
+            "unexpected": self.unexpected,
+            "of another shape": self.shape,
+            "of another dtype": self.dtype,
+            "not covered": self.uncovered,
+            "values": self.values,
+        }
+
+    def loaded(
+        self,
+        num_tensors: int,
+        num_bytes: int,
+        bytes_read: int,
+        converted: Sequence[str] = (),
+        saved_as: Sequence[str] = (),
+    ) -> LoadReport:
         """The same, with what this rank loaded."""
-        return replace(self, num_tensors=num_tensors, num_bytes=num_bytes, bytes_read=bytes_read, converted=tuple(converted))
+        of_rank = {"converted": tuple(converted), "saved_as": tuple(saved_as)}
+        return replace(self, num_tensors=num_tensors, num_bytes=num_bytes, bytes_read=bytes_read, **of_rank)

@@ -8,6 +8,8 @@ ones; the rest differs in four ways:
    a checkpoint holds the same names whichever of the two a trainer uses.
 3. An ``io.BytesIO`` is its bytes.
 4. When loading, a tensor on the meta device is an empty one on the device of the job, as DCP makes it.
+
+Names are the keys as they stand, with what wrappers put into them: torch's own calls look them up so.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from ..errors import UsageError
 from ..state import flattened as flattened_optimizers
 from ..state.flattened import GROUPS, STATE, is_flattened
 from ..state.numbered import Literal, is_numbered
+from ..state.scan import Verbatim
 
 Make = Callable[[torch.Tensor], torch.Tensor]
 
@@ -49,12 +52,12 @@ def _state_of(value: Any) -> Any:
 
 def saving_form(state: Mapping[str, Any]) -> dict[str, Any]:
     """The form to save."""
-    return {key: _form(value, lambda tensor: tensor, merged=True) for key, value in state.items()}
+    return Verbatim({key: _form(value, lambda tensor: tensor, merged=True) for key, value in state.items()})
 
 
 def loading_form(state: Mapping[str, Any]) -> dict[str, Any]:
     """The form to load into; `give_back` then puts it into the state."""
-    return {key: _form(value, _materialized, merged=False) for key, value in state.items()}
+    return Verbatim({key: _form(value, _materialized, merged=False) for key, value in state.items()})
 
 
 def _form(value: Any, make: Make, *, merged: bool) -> Any:
@@ -69,8 +72,8 @@ def _form(value: Any, make: Make, *, merged: bool) -> Any:
         # DCP's names are the keys: an optimizer that is numbered stays so.
         return Literal(children) if is_numbered(value) else children
     if type(value) in (list, tuple):
-        children = [_form(child, make, merged=merged) for child in value]
-        return value if all(a is b for a, b in zip(children, value, strict=True)) else type(value)(children)
+        items = [_form(child, make, merged=merged) for child in value]
+        return value if all(a is b for a, b in zip(items, value, strict=True)) else type(value)(items)
     return value
 
 

@@ -16,8 +16,9 @@ import torch
 
 from ..core.catalog.specs import ValueKind, ValueSpec
 from ..format.values import encode_path, encode_value
+from ..state.flattened import GROUPS, STATE, is_flattened
 from ..state.scan import Index, Path, name_of, path_keys
-from .forms import GROUPS, STATE, is_flattened, nested
+from .forms import nested
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from ..engine.saving.commit import describe_local
 from ..engine.saving.messages import encode_metadata
 from ..errors import CheckpointError
 from ..state.capture import capture
+from ..state.scan import Verbatim
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ def placed(planner: SavePlanner, rank: int) -> RankMetadata | None:
     if not isinstance(state, Mapping):
         return None
     try:
-        captured = capture({name: value for name, value in state.items() if isinstance(value, torch.Tensor)})
+        captured = capture(Verbatim({name: value for name, value in state.items() if isinstance(value, torch.Tensor)}))
         local_metadata = encode_metadata(
             describe_local([(e.spec, e.memory) for e in captured.entries], (), captured.mesh, rank).local_metadata
         )

@@ -22,8 +22,9 @@ from torch.futures import Future
 from ..core.catalog.model import Catalog
 from ..core.catalog.specs import TensorSpec, box_piece
 from ..core.report import summarize
-from ..engine.loading.load import LoadOptions, fetch, resolve
+from ..engine.loading.load import LoadOptions, fetch, refuse_conflicts, resolve
 from ..engine.loading.saved_values import read_blob
+from ..engine.loading.ties import conflicts
 from ..errors import MismatchError
 from ..format.torch_dtypes import dtype_code
 from ..formats.foreign import RawValue
@@ -122,6 +123,7 @@ class ReshardReader(StorageReader):
         problems = [line for lines in resolved.problems.values() for line in lines]
         if problems:
             raise MismatchError(summarize(problems, "load what the checkpoint holds"), problems)
+        refuse_conflicts(conflicts(storage, saved, resolved.ties, verify=options.verify))
         fetch(storage, saved, resolved, options)
         for item, target in zip(items, targets, strict=True):
             planner.commit_tensor(item, target)

@@ -137,7 +137,7 @@ def decode_steps(data: bytes | bytearray | memoryview) -> tuple[Any, ...]:
     if not isinstance(steps, list) or len(steps) > MAX_STEPS:
         raise CorruptError(f"path in the state: no list of up to {MAX_STEPS} keys; use another checkpoint")
     for step in steps:
-        if isinstance(step, dict) and (len(step) != 1 or type(step) is dict or type(*step.values()) is not int):
+        if isinstance(step, dict) and (len(step) != 1 or type(step) is dict or type(next(iter(step.values()))) is not int):
             raise CorruptError("path in the state: a dict where a key belongs; use another checkpoint")
     try:
         hash(keys_of(steps))

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..core.catalog.wrappers import unwrapped
 from ..errors import CorruptError
-from ..state.modules import unwrapped
 
 _MAX_DEPTH = 64
 

@@ -26,6 +26,7 @@ from ..errors import CorruptError, NameCollisionError, UnsupportedError
 from ..state.capture import capture
 from ..state.entries import Captured, NamedTensor
 from ..state.modules import EXTRA_STATE
+from ..state.scan import Verbatim
 from ..storage import LocalStorage, Storage
 from .archive import HEAD_BYTES, LEGACY_MAGIC, ZIP_MAGIC, Mappings, load_archive
 from .archive import Mapping as Mapped
@@ -90,7 +91,7 @@ def _open_file(storage: Storage, key: str) -> Foreign:
     try:
         state, advice = with_names(_rooted(loaded))
         state, unreadable = without_unreadable(state)
-        captured = capture(state)
+        captured = capture(Verbatim(state))
     except RecursionError as error:
         raise CorruptError(f"{storage.url}: {key} is nested too deep, or contains itself; use another copy") from error
     found = _foreign(storage, captured, {key: mapped})
@@ -113,7 +114,7 @@ def _open_flat(storage: Storage, chosen: Chosen) -> Foreign:
                     f"{storage.url}: {name} is in {key} and in a file before it; open one of them by its own path"
                 )
             merged[name] = loaded[name]
-    return _foreign(storage, capture({MODEL: merged}), mapped)
+    return _foreign(storage, capture(Verbatim({MODEL: merged})), mapped)
 
 
 def _load(storage: Storage, key: str) -> tuple[Any, Mapped]:

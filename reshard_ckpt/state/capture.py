@@ -43,6 +43,7 @@ from .scan import (
     is_stateful,
     name_of,
     saved_path,
+    steps,
 )
 from .steps import Steps
 from .tensors import LocalTensor, TensorLike, check_writable, is_tensor_like, local_tensor_of
@@ -158,9 +159,9 @@ def prepare_load(state: Mapping[Any, Any], catalog: Catalog, *, rank: int, size:
         The state cannot be loaded into; the class and the message say why.
     """
     opened = open_state(state)
-    steps = {v.name: decode_steps(v.path) for v in catalog.values_table}
-    check_keys(map(keys_of, steps.values()))
-    saved = {v.name: ValueOrigin(saved_path(keys_of(steps[v.name])), v.kind, steps[v.name]) for v in catalog.values_table}
+    paths = {v.name: decode_steps(v.path) for v in catalog.values_table}
+    check_keys(map(keys_of, paths.values()))
+    saved = {v.name: ValueOrigin(saved_path(keys_of(paths[v.name])), v.kind, paths[v.name]) for v in catalog.values_table}
     below = Below((*catalog.names, *saved))
     out = Collector()
     parts: list[ValueTarget] = []
@@ -170,7 +171,7 @@ def prepare_load(state: Mapping[Any, Any], catalog: Catalog, *, rank: int, size:
                 parts += _want_item(out, item, opened, catalog)
     # Trees of objects last, inner before outer: what they give back holds the modules and tensors that are done by then.
     parts += [TreeTarget(tree, saved, below, Job(rank, size), adds=adds) for tree in reversed(opened.trees)]
-    router = Router(parts, tuple(str(key) for key in state))
+    router = Router(parts, tuple(str(step) for step in steps(state)))
     unplaced = tuple(name for part in parts if isinstance(part, OptimizersTarget) for name in part.unplaced)
     mesh = found_mesh(opened.meshes(), RankSet(tuple(range(size)), rank), ddp_groups=opened.ddp_groups())
     return Target(tuple(out.entries), router.values, unplaced, router.prefixes, router.check, router.finish, mesh, opened.hints)

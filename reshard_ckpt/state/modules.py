@@ -3,7 +3,7 @@
 1. ``state_dict(keep_vars=True)`` says what belongs to the module. It also puts an FSDP2 module that an eval forward left
    unsharded back to its shards, so it is called before any optimizer is looked at.
 2. Each key is walked down from the root. Steps that only lead through a wrapper (DDP, ``torch.compile``, activation
-   checkpointing) are dropped; a user's submodule that happens to be called ``module`` stays.
+   checkpointing, ``AveragedModel``) are dropped; a user's submodule that happens to be called ``module`` stays.
 3. Loading writes into the module's own tensors. Only where ``state_dict`` hands out others, made by a hook, is
    ``load_state_dict`` called at the end; extra state goes to ``set_extra_state`` of the module that gave it.
 """
@@ -11,31 +11,23 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 from ..core.catalog.specs import Replication
+from ..core.catalog.wrappers import MODULE, WRAPPED
 from ..errors import MismatchError, NameCollisionError, UnsupportedError
 from .scan import Path, name_of
 from .tensors import TensorLike, is_tensor_like
 
 EXTRA_STATE = "_extra_state"
-WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-"""What torch's wrappers call the module inside; nobody else uses these names."""
-
-
-def unwrapped(name: str) -> str:
-    """A parameter's name without what compiling and wrapping put into it.
-
-    >>> unwrapped("layers.0._orig_mod.weight")
-    'layers.0.weight'
-    """
-    return ".".join(part for part in name.split(".") if part not in WRAPPED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +76,7 @@ def read_module(module: nn.Module, path: Path) -> ModuleState:
     Raises
     ------
     UnsupportedError
-        It holds FSDP1 modules.
+        It holds FSDP1 modules, or is on the meta device.
     NameCollisionError
         Two keys have one clean name.
     """
@@ -96,6 +88,7 @@ def read_module(module: nn.Module, path: Path) -> ModuleState:
                 "no layout of their own; shard it with torch.distributed.fsdp.fully_shard instead"
             )
     raw = dict(_state_dict(module))
+    _refuse_meta(module, raw, name)
     own = {id(t) for t in (*module.parameters(), *module.buffers())}
     tensors: list[ModuleTensor] = []
     values: list[ModuleValue] = []
@@ -109,6 +102,32 @@ def read_module(module: nn.Module, path: Path) -> ModuleState:
         else:
             values.append(ModuleValue(at.fqn, key, value, at.owner if key.endswith(EXTRA_STATE) else None))
     return ModuleState(module, raw, tuple(tensors), tuple(values))
+
+
+def _refuse_meta(module: nn.Module, raw: Mapping[str, Any], name: str) -> None:
+    """Refuse a module that has no memory yet.
+
+    Only the program can give it some: it knows the device, what its buffers outside of the state dict are, and which optimizers
+    hold the parameters that ``to_empty`` replaces.
+    """
+    tensors = [key for key, value in raw.items() if is_tensor_like(value)]
+    meta = [key for key in tensors if isinstance(raw[key], torch.Tensor) and raw[key].is_meta]
+    if not meta:
+        return
+    unsaved = [key for key, buffer in module.named_buffers() if buffer.is_meta and key not in raw]
+    again = f"set the buffers again that no checkpoint holds ({_few(unsaved)}), and " if unsaved else ""
+    raise UnsupportedError(
+        f"{name}: {len(meta)} of {len(tensors)} tensors are on the meta device and have no data ({_few(meta)}); give them "
+        "memory, and load into that:\n"
+        f'    {name}.to_empty(device="cuda")  # or "cpu"\n'
+        f'    checkpoint.load(path, {{"{name}": {name}}})\n'
+        f"After to_empty, {again}make optimizers of the parameters that the module has then"
+    )
+
+
+def _few(names: Sequence[str]) -> str:
+    """Some names, and how many more there are."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _claim(value: TensorLike, at: ModulePlace) -> Replication:
@@ -164,8 +183,8 @@ def _has(module: nn.Module, step: str) -> bool:
 
 
 def _inner(module: nn.Module) -> str | None:
-    if isinstance(module, DistributedDataParallel | DataParallel):
-        return "module"
+    if isinstance(module, DistributedDataParallel | DataParallel | AveragedModel):
+        return MODULE
     return next((name for name in WRAPPED if name in module._modules), None)
 
 

@@ -40,7 +40,7 @@ def is_numbered(value: Any) -> bool:
     if not isinstance(value, Mapping) or isinstance(value, Literal):
         return False
     state, groups = value.get("state"), value.get("param_groups")
-    return isinstance(state, Mapping) and are_numbered_groups(groups) and any(group["params"] for group in groups)
+    return isinstance(state, Mapping) and are_numbered_groups(groups) and any(group["params"] for group in groups or ())
 
 
 def are_numbered_groups(value: Any) -> bool:

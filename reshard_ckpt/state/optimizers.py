@@ -99,6 +99,11 @@ def owner_of(param: torch.Tensor, owners: Owners, name: str, group: int) -> Owne
         The state does not hold it.
     """
     owner = owners.of(param)
+    if owner is None and param.is_meta:
+        raise UsageError(
+            f"{name}: a parameter of shape {tuple(param.shape)} in group {group} is on the meta device, and belongs "
+            "to no module in the state: to_empty() has replaced it; make the optimizer after that, of model.parameters()"
+        )
     if owner is None:
         raise UsageError(
             f"{name}: a parameter of shape {tuple(param.shape)} in group {group} belongs to no module in the state; pass the "

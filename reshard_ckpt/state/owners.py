@@ -15,8 +15,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ..core.catalog.specs import Replication
+from ..core.catalog.wrappers import unwrapped
 from .layouts import Layout
-from .modules import unwrapped
 from .shards import FlatShard, LocalShard
 from .tensors import TensorLike, local_tensor_of
 

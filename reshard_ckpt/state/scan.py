@@ -13,6 +13,7 @@ thing:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ..core.catalog.wrappers import unwrapped_keys
 from ..core.words import a, check_text
 from ..errors import NameCollisionError, UnsupportedError, UsageError
 from ..format.values import MAX_STEPS
@@ -31,12 +33,25 @@ from .tensors import TensorLike, is_tensor_like
 
 Path = tuple[Any, ...]
 
+StepsOf = Callable[[Mapping[Any, Any]], list[Any]]
+"""The steps of a path into a dict, in the order of its values."""
+
 MAX_SHOWN = 6
 """Keys of a path that is too long, of which a message shows the first."""
 
 
 class Index(int):
     """A step of a path into a list or tuple, as opposed to a dict's key that is an int."""
+
+
+class Unwrapped(str):
+    """A step of a path into a dict of tensors under a key without what wrappers put into it; `key` is the dict's own."""
+
+    key: str
+
+
+class Verbatim(dict[Any, Any]):
+    """A whole state, below which all keys are names as they stand, whatever wrappers put into them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +139,25 @@ def path_keys(path: Path) -> list[Any]:
     >>> path_keys(("extra", 7, Index(0), (0,)))
     ['extra', 7, (0,), ((0,),)]
     """
-    return [(int(key),) if isinstance(key, Index) else (key,) if _is_wrapped(key) else key for key in path]
+    return [_saved_step(step) for step in path]
+
+
+def _saved_step(step: Any) -> Any:
+    if isinstance(step, Index):
+        return (int(step),)
+    if isinstance(step, Unwrapped):
+        return str(step)
+    return (step,) if _is_wrapped(step) else step
 
 
 def _is_wrapped(key: Any) -> bool:
     """Whether a saved key is an index, or a key that was put into a tuple so as not to look like one."""
     return type(key) is tuple and len(key) == 1 and (type(key[0]) is int or _is_wrapped(key[0]))
+
+
+def own_key(step: Any) -> Any:
+    """What a container itself calls a step of a path."""
+    return step.key if isinstance(step, Unwrapped) else step
 
 
 def saved_path(keys: tuple[Any, ...]) -> Path:
@@ -149,40 +177,42 @@ def scan(state: Mapping[Any, Any]) -> tuple[Tree, ...]:
     """
     if not isinstance(state, Mapping):
         raise UsageError(f"state: wanted a dict such as {{'model': model, 'optimizer': optimizer}}, got {type(state).__name__}")
-    trees = [Tree((), state, tuple(_items(state, (), (), whole=True)))]
-    trees += opened_objects(trees)
+    steps_of: StepsOf = list if isinstance(state, Verbatim) else steps
+    trees = [Tree((), state, tuple(_items(state, (), (), steps_of, whole=True)))]
+    trees += opened_objects(trees, steps_of)
     check_names(trees)
     return tuple(trees)
 
 
-def opened_objects(trees: Sequence[Tree]) -> list[Tree]:
+def opened_objects(trees: Sequence[Tree], steps_of: StepsOf | None = None) -> list[Tree]:
     """The trees of the objects in these trees, and of the objects in those."""
     waiting = [item for tree in trees for item in tree.items if isinstance(item, StatefulItem)]
     found: list[Tree] = []
     while waiting:
         item = waiting.pop(0)
-        tree = tree_of(item.obj, item.path)
+        tree = tree_of(item.obj, item.path, steps_of)
         found.append(tree)
         waiting += [inner for inner in tree.items if isinstance(inner, StatefulItem)]
     return found
 
 
-def tree_of(obj: Any, path: Path) -> Tree:
+def tree_of(obj: Any, path: Path, steps_of: StepsOf | None = None) -> Tree:
     """The tree of what an object says that its state is."""
+    steps_of = steps_of or steps
     if isinstance(obj, torch.Generator):
-        return Tree(path, state := obj.get_state(), tuple(_items(state, path, ())), obj.set_state)
+        return Tree(path, state := obj.get_state(), tuple(_items(state, path, (), steps_of)), obj.set_state)
     root, watched = Watched.asked(obj)
-    return Tree(path, root, tuple(_items(root, path, ())), obj.load_state_dict, obj, watched)
+    return Tree(path, root, tuple(_items(root, path, (), steps_of)), obj.load_state_dict, obj, watched)
 
 
 def by_number(item: NumberedItem) -> tuple[Item, ...]:
     """The items of an optimizer's state dict whose numbers nobody can name: it is saved as any dict is."""
     beside = beside_numbers(item.tree).get("state", {})
     state = {key: entry for key, entry in item.tree["state"].items() if key not in beside}
-    return tuple(_items(Literal(state=state, param_groups=item.tree["param_groups"]), item.path, ()))
+    return tuple(_items(Literal(state=state, param_groups=item.tree["param_groups"]), item.path, (), steps))
 
 
-def _items(value: Any, path: Path, above: tuple[int, ...], *, whole: bool = False) -> Iterator[Item]:
+def _items(value: Any, path: Path, above: tuple[int, ...], steps_of: StepsOf, *, whole: bool = False) -> Iterator[Item]:
     """The items at and below a value; `whole` says that it is the state itself, which is never a value."""
     _check_depth(path, above)
     if is_tensor_like(value):
@@ -198,23 +228,45 @@ def _items(value: Any, path: Path, above: tuple[int, ...], *, whole: bool = Fals
     elif isinstance(value, Mapping) and (value or whole):
         _check_cycle(value, path, above)
         if is_flattened(value):
-            yield StatefulItem(path, Flattened(value))
+            yield StatefulItem(path, Flattened(value))  # type: ignore[arg-type]
             return
         above = (*above, id(value))
         if is_numbered(value):
             yield NumberedItem(path, value)
             value = beside_numbers(value)
         groups = value["param_groups"] if is_optimizer_tree(value) else None
-        for key, child in value.items():
+        for step, child in zip(steps_of(value), value.values(), strict=True):
             if groups is not None and child is groups:
-                yield GroupsItem((*path, key), groups)
+                yield GroupsItem((*path, step), groups)
             else:
-                yield from _items(child, (*path, key), above)
+                yield from _items(child, (*path, step), above, steps_of)
     elif isinstance(value, list | tuple) and _has_more_than_values(value, path, above):
         for index, child in enumerate(value):
-            yield from _items(child, (*path, Index(index)), (*above, id(value)))
+            yield from _items(child, (*path, Index(index)), (*above, id(value)), steps_of)
     else:
         yield ValueItem(path, value)
+
+
+def steps(value: Mapping[Any, Any]) -> list[Any]:
+    """The steps to the children of a dict, in order: its keys; of a dict of tensors, without what wrappers put into them.
+
+    ``model.state_dict()`` of a compiled or DDP model has the names of the plain one then, as the model itself has. Keys that
+    would collide stay as they are.
+    """
+    keys = list(value)
+    if isinstance(value, Verbatim) or not all(isinstance(key, str) for key in keys):
+        return keys
+    clean = unwrapped_keys(keys)
+    if clean == keys or not any(is_tensor_like(child) for child in value.values()):
+        return keys
+    times = Counter(clean)
+    return [key if name == key or times[name] > 1 else _unwrapped_step(name, key) for name, key in zip(clean, keys, strict=True)]
+
+
+def _unwrapped_step(name: str, key: str) -> Unwrapped:
+    step = Unwrapped(name)
+    step.key = key
+    return step
 
 
 def _has_more_than_values(value: Any, path: Path, above: tuple[int, ...]) -> bool:

@@ -16,7 +16,7 @@ from ..core.catalog.specs import ValueKind
 from ..core.words import a, plural
 from ..errors import MismatchError, UsageError
 from .modules import is_nothing
-from .scan import GroupsItem, Index, Path, PerRankItem, TensorItem, Tree, ValueItem, is_stateful, name_of
+from .scan import GroupsItem, Index, Path, PerRankItem, TensorItem, Tree, ValueItem, is_stateful, name_of, own_key
 from .shards import PerRank, PerRankValues
 from .steps import new_dict, order_of
 
@@ -86,7 +86,7 @@ class TreeTarget:
         for key in path[len(self._tree.path) :]:
             if isinstance(node, Mapping) and not isinstance(node, MutableMapping):
                 raise UsageError(f"{name}: {a(type(node).__name__)} cannot take a loaded value; pass a dict")
-            node = node[key]
+            node = node[own_key(key)]
 
     def takes(self, name: str) -> bool:
         return True
@@ -233,7 +233,7 @@ def _put(node: Any, path: Path, value: Any, steps: Path) -> Any:
     """
     if not path:
         return value
-    key, rest = path[0], path[1:]
+    key, rest = own_key(path[0]), path[1:]
     if isinstance(node, MutableMapping):
         child = node.get(key, _MISSING)
         if child is _MISSING and rest:

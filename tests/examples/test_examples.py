@@ -6,7 +6,7 @@ import pytest
 
 from tests.launch import ROOT, run_script
 
-NUM_PROCESSES = {"custom_framework": 4, "dcp_fsdp2": 2, "dcp_torchtitan": 2, "ddp": 2, "fsdp2_tp": 4, "pipeline": 2}
+NUM_PROCESSES = {"custom_framework": 4, "dcp_fsdp2": 2, "dcp_torchtitan": 2, "ddp": 2, "fsdp2_tp": 4, "lora": 2, "pipeline": 2}
 
 
 def test_every_example_is_run():

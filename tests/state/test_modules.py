@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from reshard_ckpt.errors import LayoutError, MismatchError, NameCollisionError, UnsupportedError
+from reshard_ckpt.errors import LayoutError, MismatchError, NameCollisionError, UnsupportedError, UsageError
 from reshard_ckpt.state import capture
 from reshard_ckpt.state.modules import locate
 from tests.helpers import load, position_values, save
@@ -251,3 +251,34 @@ def test_a_lazy_module_is_refused_before_its_first_forward():
 def test_a_nested_tensor_is_refused():
     with pytest.raises(UnsupportedError, match=r"x: .* cannot be stored"):
         capture({"x": torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])})
+
+
+class Rotary(nn.Module):
+    """A layer with a buffer that no state dict holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("frequencies", torch.arange(4.0), persistent=False)
+
+
+def test_a_module_without_memory_is_refused_with_the_lines_that_give_it_some():
+    plain = Rotary()
+    saved = save([capture({"model": plain, "optimizer": torch.optim.AdamW(plain.parameters())})])
+    with torch.device("meta"):
+        model = Rotary()
+    early = torch.optim.AdamW(model.parameters())
+    with pytest.raises(UnsupportedError) as caught:
+        load(saved, {"model": model, "optimizer": early})
+    text = str(caught.value)
+    assert text.startswith(
+        "model: 7 of 7 tensors are on the meta device and have no data (proj.weight, proj.bias, norm.weight and 4 more)"
+    )
+    assert "set the buffers again that no checkpoint holds (frequencies)" in text
+    line = next(line.strip() for line in text.splitlines() if "to_empty(" in line).replace("cuda", "cpu")
+    exec(line, {"model": model})
+    with pytest.raises(UsageError, match=r"on the meta device.*to_empty\(\) has replaced it; make the optimizer after that"):
+        load(saved, {"model": model, "optimizer": early})
+    load(saved, {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}, wanted=set())
+    assert all(torch.equal(a, b) for a, b in zip(plain.state_dict().values(), model.state_dict().values(), strict=True))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from reshard_ckpt.core.catalog.specs import Replication
 from reshard_ckpt.errors import CheckpointError, LayoutError, UsageError
-from reshard_ckpt.state import Captured, NamedTensor, FlatShard, LocalShard, PerRank, capture
+from reshard_ckpt.state import Captured, FlatShard, LocalShard, NamedTensor, PerRank, capture
 from tests.helpers import fill, load, position_values, save
 
 

@@ -32,6 +32,8 @@ class TensorKind:
     TENSOR = 0
     BLOB = 1
     """The encoded bytes of a large or per-rank value, kept like a tensor of dtype U8."""
+    IGNORED = 2
+    """A tensor that a load does not look at; in no file."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,10 @@ def are_groups(value: Any) -> bool:
     )
 
 
+NO_GROUP = "no saved group holds parameter "
+"""How the line of a parameter begins of which the checkpoint knows no hyperparameters."""
+
+
 @dataclass(frozen=True, slots=True)
 class Selection:
     """The hyperparameters for one target group, and what stands in the way.
@@ -146,8 +150,7 @@ class Groups:
             else:
                 sources.setdefault(at, fqn)
         problems = [
-            f"{name}: no saved group holds parameter {fqn}; load with strict=False to keep the group's own hyperparameters for it"
-            for fqn in unknown
+            f"{name}: {NO_GROUP}{fqn}; load with strict=False to keep the group's own hyperparameters for it" for fqn in unknown
         ]
         if not sources:
             return Selection({}, tuple(problems))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -10,10 +10,13 @@ import numpy as np
 
 from ..catalog.model import Catalog
 from ..catalog.specs import TensorSpec
+from ..catalog.wrappers import bare
 from ..geometry.runs import I64, decompose, pad_left, volumes
 from ..geometry.tiling import Fault, describe_region, find_faults
 from .load_plan import LoadPlan
 from .local_metadata import PieceColumns
+
+MISSING = "not in the checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +28,23 @@ class Match:
     missing: tuple[str, ...]
     shape: tuple[str, ...]
     dtype: tuple[str, ...]
+    kept: tuple[str, ...]
+    """What the checkpoint lacks, and may lack."""
+    saved_as: Mapping[str, str]
+    """The saved names of those that were saved under another one, with or without what wrappers put into it."""
 
 
 def matches(name: str, patterns: Sequence[str] | bool) -> bool:
-    """Whether a name fits any of the shell-style patterns; a bool stands for all or none.
+    """Whether a name fits any of the patterns: a name, which stands also for all below it, or a shell-style one.
 
-    >>> matches("model.emb.weight", ["model.*"]), matches("x", False)
-    (True, False)
+    A bool stands for all or none.
+
+    >>> matches("model.emb.weight", ["*.emb.*"]), matches("model.emb.weight", ["model.emb"]), matches("x", False)
+    (True, True, False)
     """
-    return patterns if isinstance(patterns, bool) else any(fnmatchcase(name, pattern) for pattern in patterns)
+    if isinstance(patterns, bool):
+        return patterns
+    return any(name == p or name.startswith(f"{p}.") or fnmatchcase(name, p) for p in patterns)
 
 
 def match(
@@ -42,21 +53,24 @@ def match(
     *,
     cast: Sequence[str] | bool,
     allow_resize: Sequence[str] | bool,
+    allow_missing: Sequence[str] | bool = False,
     tied_under_one_name: bool = False,
 ) -> Match:
     """Find each spec's source; specs that have none, or one of another shape or dtype, are left out and named.
 
     With `tied_under_one_name`, what shares its memory with a spec that has a source is not missing.
     """
+    saved_as = _without_wrappers(specs, catalog)
     found: list[int] = []
     missing: dict[str, TensorSpec] = {}
     shape: list[str] = []
     dtype: list[str] = []
     for i, spec in enumerate(specs):
-        if spec.name not in catalog:
-            missing[f"{spec.name}: not in the checkpoint"] = spec
+        name = saved_as.get(spec.name, spec.name)
+        if name not in catalog:
+            missing[f"{spec.name}: {MISSING}"] = spec
             continue
-        index = catalog.index(spec.name)
+        index = catalog.index(name)
         saved, code = catalog.shape(index), catalog.dtype(index)
         resizable = len(saved) == len(spec.shape) and matches(spec.name, allow_resize)
         if saved != spec.shape and not resizable:
@@ -65,10 +79,36 @@ def match(
             dtype.append(f"{spec.name}: saved as {code}, wanted {spec.dtype}")
         else:
             found.append(i)
-    source = np.array([catalog.index(specs[i].name) for i in found], np.int64)
+    source = np.array([catalog.index(saved_as.get(specs[i].name, specs[i].name)) for i in found], np.int64)
     has_source = {specs[i].alias_of or specs[i].name for i in found} if tied_under_one_name else set()
-    lines = tuple(line for line, spec in missing.items() if (spec.alias_of or spec.name) not in has_source)
-    return Match(tuple(found), source, lines, tuple(dict.fromkeys(shape)), tuple(dict.fromkeys(dtype)))
+    lines = {line: spec for line, spec in missing.items() if (spec.alias_of or spec.name) not in has_source}
+    kept = tuple(line for line, spec in lines.items() if matches(spec.name, allow_missing))
+    return Match(
+        tuple(found),
+        source,
+        tuple(line for line in lines if line not in kept),
+        tuple(dict.fromkeys(shape)),
+        tuple(dict.fromkeys(dtype)),
+        kept,
+        saved_as,
+    )
+
+
+def _without_wrappers(specs: Sequence[TensorSpec], catalog: Catalog) -> dict[str, str]:
+    """For specs without a source: the one saved name that no spec has and that differs only in what wrappers put into it."""
+    wanted = {spec.name for spec in specs}
+    lacking = _by_bare_name(name for name in wanted if name not in catalog)
+    if not lacking:
+        return {}
+    left = _by_bare_name(name for name in catalog.names if name not in wanted)
+    return {names[0]: left[bare][0] for bare, names in lacking.items() if len(names) == len(left.get(bare, ())) == 1}
+
+
+def _by_bare_name(names: Iterable[str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault(bare(name), []).append(name)
+    return found
 
 
 def expected_counts(catalog: Catalog, source: I64, wanted: PieceColumns) -> I64:

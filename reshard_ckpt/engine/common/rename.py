@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from ...core.catalog.model import Catalog, TensorKind, ValueEntry
 from ...core.catalog.param_groups import are_groups
 from ...core.catalog.specs import ValueKind
+from ...core.planning.match import matches
 from ...core.words import check_text
 from ...errors import NameCollisionError
 from ...format.values import decode_value, encode_path, encode_value
@@ -68,6 +69,22 @@ def renamed(
             raise NameCollisionError(f"rename= gives {owner[new]} and {old} the same name {new}; map them to different names")
     unreadable = {new_name(name): why for name, why in catalog.unreadable.items()}
     return replace(catalog, tensors_table=replace(table, names=names), values_table=values, unreadable=unreadable, _index={})
+
+
+def without(catalog: Catalog, patterns: Sequence[str]) -> Catalog:
+    """The catalog as if it had nothing of the names that fit any of the patterns."""
+    table = catalog.tensors_table
+    kind = table.kind.copy()
+    kind[[i for i, name in enumerate(table.names) if matches(name, patterns) and kind[i] == TensorKind.TENSOR]] = (
+        TensorKind.IGNORED
+    )
+    return replace(
+        catalog,
+        tensors_table=replace(table, kind=kind),
+        values_table=tuple(value for value in catalog.values_table if not matches(value.name, patterns)),
+        unreadable={name: why for name, why in catalog.unreadable.items() if not matches(name, patterns)},
+        _index={},
+    )
 
 
 def _renamed_value(value: ValueEntry, rename: Callable[[str], str], read: Callable[[ValueEntry], bytes] | None) -> ValueEntry:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...core.catalog.param_groups import NOT_SAVED, comparable
-from ...state.modules import unwrapped
+from ...core.catalog.wrappers import unwrapped
 from .metadata import Key, Metadata
 
 MODEL = "model"

@@ -1,0 +1,197 @@
+"""Targets that share memory: proof that the checkpoint has the same bytes for all of them, before one is written.
+
+1. `find_ties` names the targets that may share bytes, and the addresses where they may; see `core.planning.same_memory`.
+2. `conflicts` goes through these addresses a window at a time. What each target would get there is read into memory of our own,
+   and compared with what the ones before it got at the same addresses.
+
+So any overlap is proved, whatever the shapes, strides and dtypes of the targets. It takes four windows of host memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import numpy as np
+import torch
+
+from ...core.catalog.model import Catalog
+from ...core.catalog.specs import Ints, Piece, TensorSpec
+from ...core.geometry.runs import decompose
+from ...core.planning.load_plan import LoadPlan, plan_load
+from ...core.planning.local_metadata import PieceColumns, piece_columns, width_of
+from ...core.planning.same_memory import find_shared
+from ...format.checksums import Digests
+from ...storage.protocol import Storage
+from ..common.tensor_bytes import region
+from .read import WINDOW_BYTES, BlockDigests, ReadTarget, check_files, execute, open_blocks
+
+TIE_BYTES = 16 << 20
+"""Addresses that are proved at a time; a multiple of every size of an element."""
+
+_UNIT = 16
+
+_INTS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A target that shares memory with others, and the index of its source in the catalog."""
+
+    spec: TensorSpec
+    dest: ReadTarget
+    source: int
+
+    @property
+    def address(self) -> int:
+        return self.dest.tensor.data_ptr()
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """Targets that share memory, or might, in the addresses ``[low, high)``."""
+
+    members: tuple[Member, ...]
+    low: int
+    high: int
+
+
+def find_ties(members: Sequence[Member], wanted: PieceColumns) -> tuple[Tie, ...]:
+    """The ties among all targets; `wanted` are their pieces."""
+    number: dict[torch.device, int] = {}
+    device = np.array([number.setdefault(m.dest.tensor.device, len(number)) for m in members], np.int64)
+    address = np.array([m.address for m in members], np.int64)
+    each = np.array([m.dest.tensor.element_size() for m in members], np.int64)
+    found = find_shared(wanted, device, address, each)
+    return tuple(Tie(tuple(members[i] for i in shared.targets), shared.low, shared.high) for shared in found)
+
+
+def conflicts(storage: Storage, catalog: Catalog, ties: Sequence[Tie], *, verify: bool) -> list[str]:
+    """A line for each tie for which the checkpoint holds different bytes; no target is changed.
+
+    Raises
+    ------
+    CorruptError
+        A file or a block is damaged.
+    """
+    proof = _Proof(storage, catalog, verify)
+    return list(dict.fromkeys(line for tie in ties if (line := proof.conflict(tie)) is not None))
+
+
+class _Proof:
+    """Proofs over one checkpoint; the digests of each of its files are read once."""
+
+    def __init__(self, storage: Storage, catalog: Catalog, verify: bool) -> None:
+        self._storage, self._catalog, self._verify = storage, catalog, verify
+        self._digests: dict[int, Digests] = {}
+        self._checked: set[int] = set()
+
+    def conflict(self, tie: Tie) -> str | None:
+        """What is wrong with a tie, if anything."""
+        for member in tie.members:
+            if member.address % member.dest.tensor.element_size():
+                return (
+                    f"{member.spec.name}: shares memory with other tensors, at an address that is no multiple of its element size"
+                )
+        starts = range(tie.low // _UNIT * _UNIT, tie.high, TIE_BYTES)
+        lines = (self._conflict_in(tie, low, min(tie.high - low, TIE_BYTES)) for low in starts)
+        return next((line for line in lines if line is not None), None)
+
+    def _conflict_in(self, tie: Tie, low: int, size: int) -> str | None:
+        size = -(-size // _UNIT) * _UNIT
+        image, known, fresh = (torch.zeros(size, dtype=torch.uint8) for _ in range(3))
+        before: list[tuple[Member, LoadPlan]] = []
+        for member in tie.members:
+            plan = self._read(member, low, fresh)
+            written = _written(plan, size)
+            wrong = (known & written & (image ^ fresh)) != 0
+            if wrong.any():
+                first = next(other for other, done in before if (wrong & (_written(done, size) != 0)).any())
+                return _line(first, member)
+            torch.where(written != 0, fresh, image, out=image)
+            known |= written
+            before.append((member, plan))
+        return None
+
+    def _read(self, member: Member, low: int, out: torch.Tensor) -> LoadPlan:
+        """Read what a target would get at these addresses; returns the plan, whose places count from the first of them."""
+        dtype = member.dest.tensor.dtype
+        pieces = _pieces_within(member, low, out.numel() // dtype.itemsize)
+        spec = replace(member.spec, pieces=tuple(pieces))
+        plan = plan_load(self._catalog, np.array([member.source]), piece_columns([spec], width_of([spec])), WINDOW_BYTES)
+        dest = ReadTarget(member.spec.name, out.view(dtype), member.dest.dtype, passing=True)
+        execute(self._storage, self._catalog, plan, [dest], blocks=self._blocks(plan))
+        return plan
+
+    def _blocks(self, plan: LoadPlan) -> BlockDigests:
+        files = [file for file in np.unique(plan.file).tolist() if file not in self._checked]
+        check_files(self._storage, self._catalog, files)
+        if self._verify:
+            self._digests.update(open_blocks(self._storage, self._catalog, files).of_file)
+        self._checked.update(files)
+        return BlockDigests(self._digests)
+
+
+def _line(first: Member, second: Member) -> str:
+    how = "tied to" if second.spec.alias_of == first.spec.name else "shares memory with"
+    return f"{second.spec.name}: {how} {first.spec.name} in the state passed, but the checkpoint holds different values for them"
+
+
+def _written(plan: LoadPlan, size: int) -> torch.Tensor:
+    """Which of so many bytes a plan of one destination writes: all bits of those are set."""
+    out = torch.zeros(size, dtype=torch.uint8)
+    rows = zip(*(column.tolist() for column in (plan.item_bytes, plan.dst, plan.lengths, plan.dst_strides)), strict=True)
+    for each, dst, lengths, strides in rows:
+        region(out.view(_INTS[each]), dst, tuple(lengths), tuple(strides)).fill_(-1)
+    return out
+
+
+def _pieces_within(member: Member, low: int, count: int) -> Iterator[Piece]:
+    """The boxes of a target that lie in `count` elements from an address, which their places then count from."""
+    first = (low - member.address) // member.dest.tensor.element_size()  # a whole number: addresses were checked
+    for piece in member.spec.pieces:
+        for box in _cut(piece, range(len(piece.lengths)), piece.start, piece.count):
+            # In order of stride, the elements of a box are in order of address, so a window is one run of them.
+            dims = sorted(range(len(box.lengths)), key=lambda d: (box.lengths[d] > 1, -box.strides[d]))
+            lengths, strides = ([of[d] for d in dims] for of in (box.lengths, box.strides))
+            begin, end = (_num_before(at - box.base, lengths, strides) for at in (first, first + count))
+            for part in _cut(box, dims, begin, end - begin):
+                yield replace(part, base=part.base - first)
+
+
+def _cut(piece: Piece, dims: Sequence[int], start: int, count: int) -> list[Piece]:
+    """The boxes of a run of a piece's box, whose elements are counted with the dims in this order."""
+    if count <= 0:
+        return []
+    cut = decompose(np.array([[piece.lengths[d] for d in dims]], np.int64).reshape(1, -1), np.array([start]), np.array([count]))
+    back = np.argsort(np.array(dims, np.int64))
+    return [
+        _inner_box(piece, tuple(offsets), tuple(lengths))
+        for offsets, lengths in zip(cut.offsets[:, back].tolist(), cut.lengths[:, back].tolist(), strict=True)
+    ]
+
+
+def _inner_box(piece: Piece, inner: Ints, lengths: Ints) -> Piece:
+    offsets = tuple(a + b for a, b in zip(piece.offsets, inner, strict=True))
+    base = piece.base + sum(a * b for a, b in zip(inner, piece.strides, strict=True))
+    return Piece(offsets, lengths, 0, prod(lengths), base, piece.strides)
+
+
+def _num_before(at: int, lengths: Sequence[int], strides: Sequence[int]) -> int:
+    """How many elements of a box lie before a place; strides fall, and each is larger than all that the next ones reach over.
+
+    >>> [_num_before(at, [2, 3], [10, 2]) for at in (-1, 0, 1, 5, 10, 11, 99)]
+    [0, 0, 1, 3, 3, 4, 6]
+    """
+    num = 0
+    for dim, (length, stride) in enumerate(zip(lengths, strides, strict=True)):
+        if at <= 0:
+            return num
+        if length == 1:
+            continue
+        inner, whole = prod(lengths[dim + 1 :]), at // stride
+        if whole >= length:
+            return num + length * inner
+        num, at = num + whole * inner, at - whole * stride
+    return num + (at > 0)

@@ -1,0 +1,211 @@
+"""The vote of all ranks on a load: either each gets what it wants of the checkpoint, or all raise the same error.
+
+1. Each rank sends what stands in its way, by kind, and which saved tensors it wants.
+2. Rank 0 puts the lines together, adds what no rank wants, and says which known name may be meant by one that is not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+
+from ...comm.protocol import Comm
+from ...core.catalog.model import Catalog, TensorKind
+from ...core.catalog.param_groups import NO_GROUP
+from ...core.near import nearest
+from ...core.planning.match import MISSING, matches
+from ...core.report import MAX_NAMED, LoadReport, summarize_kinds
+from ...errors import MismatchError
+from ...format.shard_file import opaque_name
+from .load import LoadOptions, Resolved
+
+_OPAQUE = (
+    "saved by DCP as an object that is no plain value, which is not unpickled here; load it with torch's own dcp.load and "
+    "storage_reader=reshard_ckpt.dcp.ReshardReader(path)"
+)
+
+_KINDS = ("missing", "shape", "dtype", "uncovered", "values", "kept")
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What all ranks together found, and the tensors of the catalog that none of them shall load."""
+
+    report: LoadReport
+    refused: frozenset[int]
+    has_ties: bool
+    """Whether targets of any rank may share memory, so that all ranks wait for the proof that they may be loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What one rank wants besides tensors that resolve, and what stands in the way of it.
+
+    Attributes
+    ----------
+    prefixes
+        What the checkpoint has below these and no rank wants is unexpected.
+    names
+        All that a pattern of the options may speak of: what this rank wants, and what is ignored on either side.
+    problems
+        Lines of values that are missing or do not fit.
+    unplaced
+        Tensors that this rank wants and has no place for; they are among the problems, and not unexpected.
+    """
+
+    prefixes: Sequence[str]
+    names: Sequence[str] = ()
+    problems: Sequence[str] = ()
+    unplaced: Sequence[str] = ()
+
+
+def vote(
+    comm: Comm, catalog: Catalog, resolved: Resolved, wanted: Wanted, options: LoadOptions, *, hints: Sequence[str] = ()
+) -> Verdict:
+    """Bring the problems of all ranks together. `hints` say what else may help; `catalog` has nothing of what is ignored.
+
+    Raises
+    ------
+    MismatchError
+        There is a problem, on any rank, and ``strict``.
+    """
+    values = [line for line in wanted.problems if not matches(_subject(line), options.ignore)]
+    kept = [line for line in values if _is_missing(line) and matches(_lacking(line), options.allow_missing)]
+    values = [line for line in values if line not in kept]
+    named = resolved.named.union(catalog.index(name) for name in wanted.unplaced if name in catalog)
+    ballot = {
+        "problems": {**resolved.problems, "values": values, "kept": (*resolved.kept, *kept)},
+        "named": sorted(named),
+        "refused": sorted(resolved.refused),
+        "has_ties": bool(resolved.ties),
+        "idle": idle_patterns(options, (*wanted.names, *map(_lacking, wanted.problems))),
+    }
+    gathered = comm.gather(msgpack.packb(ballot))
+    merged = None if gathered is None else _merge(catalog, [msgpack.unpackb(data) for data in gathered], wanted.prefixes)
+    verdict = msgpack.unpackb(comm.broadcast(None if merged is None else msgpack.packb(merged)), use_list=False)
+    report = LoadReport(**verdict["said"])
+    if options.strict and report.problems:
+        hints = [*hints, *(f"{idle} fits no name, so correct it" for idle in verdict["idle"])]
+        advice = _advice(report) + "".join(f"; {hint}" for hint in hints) + _other_keys(catalog, wanted.prefixes)
+        meant = dict(verdict["meant"])
+        lines = {kind: [meant.get(line, line) for line in lines] for kind, lines in report.by_kind.items()}
+        raise MismatchError(summarize_kinds(lines, advice), report.problems)
+    return Verdict(report, frozenset(verdict["refused"]), verdict["has_ties"])
+
+
+def _advice(report: LoadReport) -> str:
+    advice = "load with strict=False to load what fits and leave the rest as it is"
+    if report.missing:
+        advice += ", with allow_missing=[patterns] where the checkpoint may lack some"
+    if report.unexpected:
+        advice += ", with ignore=[patterns] to leave some out"
+    if report.dtype:
+        advice += ", with cast=[patterns] to convert dtypes"
+    if report.shape:
+        advice += ", with allow_resize=[patterns] to load what overlaps"
+    return advice
+
+
+def _subject(line: str) -> str:
+    """The name that a line is about."""
+    return line.partition(": ")[0]
+
+
+def _is_missing(line: str) -> bool:
+    return line.partition(": ")[2].startswith((MISSING, NO_GROUP))
+
+
+def _lacking(line: str) -> str:
+    """The name of what the checkpoint lacks; of a parameter without hyperparameters, that of its state."""
+    name, _, what = line.partition(": ")
+    if not what.startswith(NO_GROUP):
+        return name
+    fqn = what.removeprefix(NO_GROUP).partition(";")[0]
+    return f"{name.partition('.param_groups')[0].partition('[')[0]}.state.{fqn}"
+
+
+def idle_patterns(options: LoadOptions, names: Sequence[str]) -> list[str]:
+    """The options' patterns that fit none of these names, spelled out for a message."""
+    given = {option: getattr(options, option) for option in ("cast", "allow_resize", "allow_missing", "ignore")}
+    return [
+        f"{option}=[{pattern!r}]"
+        for option, patterns in given.items()
+        if not isinstance(patterns, bool)
+        for pattern in patterns
+        if not any(matches(name, [pattern]) for name in names)
+    ]
+
+
+def _other_keys(catalog: Catalog, prefixes: Sequence[str]) -> str:
+    """Advice where the state has a top-level key that the checkpoint has not: often it was saved under another one."""
+    saved = sorted({name.split(".", 1)[0] for name in (*catalog.names, *catalog.value_names)})
+    absent = [prefix for prefix in prefixes if prefix.split(".", 1)[0] not in saved]
+    if not absent:
+        return ""
+    return f" (the checkpoint has nothing under {_few(absent)}; its top-level keys are {_few(saved)}, which rename= can map)"
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _merge(catalog: Catalog, votes: Sequence[Mapping[str, Any]], prefixes: Sequence[str]) -> dict[str, Any]:
+    said = {kind: tuple(dict.fromkeys(line for one in votes for line in one["problems"].get(kind, ()))) for kind in _KINDS}
+    named = {index for one in votes for index in one["named"]}
+    table = catalog.tensors_table
+    below = tuple(f"{prefix}." for prefix in prefixes)
+    said["unexpected"] = tuple(
+        f"{name}: in the checkpoint, but not in the state passed"
+        for i, name in enumerate(table.names)
+        if table.kind[i] == TensorKind.TENSOR
+        and i not in named
+        and (name in prefixes or name.startswith(below))
+        # A second name of a tensor that is loaded holds nothing of its own.
+        and (table.alias[i] < 0 or int(table.alias[i]) not in named)
+    )
+    idle = [pattern for pattern in votes[0]["idle"] if all(pattern in one["idle"] for one in votes)]
+    return {
+        "said": said,
+        "refused": sorted({index for one in votes for index in one["refused"]}),
+        "has_ties": any(one["has_ties"] for one in votes),
+        "idle": idle,
+        "meant": _meant(catalog, said, named),
+    }
+
+
+def _meant(catalog: Catalog, said: Mapping[str, Sequence[str]], named: set[int]) -> list[tuple[str, str]]:
+    """Lines of names that the checkpoint lacks, with the name that may be meant: of those that may be shown."""
+    lines = [line for kind in ("missing", "values") for line in said[kind][:MAX_NAMED] if line.endswith(f": {MISSING}")]
+    if not lines:
+        return []
+    table = catalog.tensors_table
+    left = (name for i, name in enumerate(table.names) if table.kind[i] == TensorKind.TENSOR and i not in named)
+    meant = nearest(map(_subject, lines), (*left, *catalog.value_names))
+    return [(line, f"{line} (did you mean {meant[name]}?)") for line in lines if (name := _subject(line)) in meant]
+
+
+def missing_values(catalog: Catalog, names: Iterable[str]) -> list[str]:
+    """A line for each value that is wanted but not saved."""
+    known = set(catalog.value_names)
+    absent = [name for name in names if name not in known]
+    blobs = set(catalog.tensors_table.names) if absent else set()
+    return [f"{name}: {_OPAQUE if opaque_name(name) in blobs else MISSING}" for name in absent]
+
+
+def unreadable(catalog: Catalog, prefixes: Iterable[str], *, strict: bool) -> list[str]:
+    """A line for each thing at or below these names that the checkpoint has, but that cannot be read.
+
+    Raises
+    ------
+    CheckpointError
+        There is one, and ``strict``: the error says why.
+    """
+    at = tuple(prefixes)
+    found = {n: why for n, why in catalog.unreadable.items() if n in at or n.startswith(tuple(f"{prefix}." for prefix in at))}
+    if strict:
+        for error in found.values():
+            raise error
+    return [f"{name}: {why}" for name, why in found.items()]
