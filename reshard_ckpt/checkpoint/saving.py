@@ -19,7 +19,7 @@ from ..errors import UsageError
 from ..format.values import encode_value
 from ..formats.opening import Path
 from ..state.capture import capture
-from ..state.optimizer_owned import can_be_held, optimizers_in, owned_storages
+from ..state.optimizer_owned import can_be_held, optimizers_in, owned_tensors
 from ..storage import open_storage
 
 
@@ -134,7 +134,8 @@ def async_save(
     staging
         ``"eager"``: the state may change as soon as this returns. ``"lazy"``: this returns sooner, and the state may change once
         ``staged()`` of the handle returns; the steps of the optimizers in the state wait for that by themselves, so a training
-        loop needs no change. What else may change meanwhile (buffers, other objects) is copied before this returns.
+        loop needs no change. What else may change meanwhile (buffers, other objects) is copied before this returns. A change of
+        parameters that is no step fails the save, unless it waits for ``staged()``.
         Where an optimizer's steps cannot be held back (compiled, ``capturable=True``), lazy is eager.
     host_buffer_bytes
         Upper bound of the host memory for staging, at least 16 MiB. Below what this rank writes, staging is eager, and waits
@@ -209,7 +210,7 @@ def begin_save(
             said,
             host_buffer_bytes=host_buffer_bytes,
             guarded=guarded,
-            owned=owned_storages(guarded),
+            owned=owned_tensors(guarded),
             recorder=recorder,
             timeline=timeline,
             sha256=sha256,

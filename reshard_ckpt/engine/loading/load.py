@@ -34,7 +34,7 @@ from ...format.shard_file import opaque_name
 from ...format.torch_dtypes import TORCH_DTYPES
 from ...storage.protocol import Storage
 from ..common.progress import OnProgress, silent
-from .read import REQUEST_BYTES, WINDOW_BYTES, BlockDigests, ReadTarget, check_files, execute, open_blocks
+from .read import REQUEST_BYTES, WINDOW_BYTES, BlockDigests, ReadTarget, check_files, execute, open_files
 
 T = TypeVar("T")
 
@@ -413,8 +413,7 @@ def fetch(
         Two saved tensors that the target ties are not equal.
     """
     files = np.unique(resolved.plan.file).tolist()
-    check_files(storage, catalog, files)
-    blocks = open_blocks(storage, catalog, files if options.verify else [])
+    blocks = open_files(storage, catalog, files, files if options.verify else [])
     for tie in resolved.ties:
         verify_tie(storage, catalog, tie, options)
     bytes_read = 0
@@ -438,8 +437,8 @@ def verify_tie(storage: Storage, catalog: Catalog, tie: Tie, options: LoadOption
             source = np.array([tie.first, tie.second], np.int64)
             plan = plan_load(catalog, source, piece_columns([spec, spec], width_of([spec])), WINDOW_BYTES)
             files = np.unique(plan.file).tolist()
-            check_files(storage, catalog, files)
-            execute(storage, catalog, plan, dests, blocks=open_blocks(storage, catalog, files if options.verify else []))
+            blocks = open_files(storage, catalog, files, files if options.verify else [])
+            execute(storage, catalog, plan, dests, blocks=blocks)
             if dtypes[0] != dtypes[1] or not torch.equal(both[0].view(torch.uint8), both[1].view(torch.uint8)):
                 line = f"{names[1]}: tied to {names[0]} in the state passed, but the checkpoint holds different values for them"
                 raise MismatchError(f"{line}; untie them, or rename= one away", [line])
