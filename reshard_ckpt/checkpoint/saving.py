@@ -135,7 +135,8 @@ def async_save(
     staging
         ``"eager"``: the state may change as soon as this returns. ``"lazy"``: this returns sooner, and the state may change once
         ``staged()`` of the handle returns; the steps of the optimizers in the state wait for that by themselves, so a training
-        loop needs no change. What else may change meanwhile (buffers, other objects) is copied before this returns.
+        loop needs no change. What else may change meanwhile (buffers, other objects) is copied before this returns. A change of
+        parameters that is no step fails the save, unless it waits for ``staged()``.
         Where an optimizer's steps cannot be held back (compiled, ``capturable=True``), lazy is eager.
     host_buffer_bytes
         Upper bound of the host memory for staging, at least 16 MiB. Below what this rank writes, staging is eager, and waits
@@ -199,7 +200,7 @@ def begin_save(
         with recorder.step("agree"):
             agreed = begin(comm, storage, local_shards)
         handle = SaveHandle(str(path), agreed.assignment.save_id)
-        guarded, owned = held_back(state) if staging == "lazy" else ([], frozenset())
+        guarded, owned = held_back(state) if staging == "lazy" else ([], [])
         launch(
             handle,
             stack,

@@ -52,7 +52,14 @@ def open_session(
         return nullcontext(SoloComm())
 
     def comm_of(number: int) -> StoreComm:
-        return StoreComm(group.session(number), group.rank, group.size, title=f"{kind} {subject!r}", timeout_s=timeout_s)
+        return StoreComm(
+            group.session(number),
+            group.rank,
+            group.size,
+            title=f"{kind} {subject!r}",
+            timeout_s=timeout_s,
+            elsewhere=group.elsewhere(number),
+        )
 
     return _session(comm_of, group.turns, group.turns.take(), kind, subject)
 

@@ -1,8 +1,12 @@
-"""Which ranks take part, and which store do they share? What is asked of torch.distributed, and nothing more.
+"""The ranks that take part, and the store that they share: what is asked of torch.distributed, and nothing more.
 
-The store of a process group is the one that the job already has, so nothing needs to be started and no collective runs. Only
-a job without a fit one (`FileStore` cannot append) gets a store of its own: rank 0 of the group starts it, and its address is
-spread once, by a broadcast of one small tensor.
+1. Ranks meet in the store that the job already has, so no collective runs. Only a job without a fit one (`FileStore` cannot
+   append) gets another: rank 0 of the group starts it, and its address is spread once, by a broadcast of one small tensor.
+2. Under torchrun that store is the launcher's, and outlives every rank. Anywhere else (``env://``, ``tcp://``, so srun and
+   mpirun too) it goes with the process group of the rank that hosts it; a save in the background must not. To keep the job's
+   store alive would be worse: a process group that is made anew at the same port would find the old one's keys in it. So rank 0
+   of the group hosts a store of this package's own (`OwnStore`), to which a session goes over as soon as its ranks have met
+   (`StoreComm`).
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ import torch.distributed as dist
 
 from ..errors import UsageError
 from .protocol import ALONE
-from .store import KeyValueStore
+from .store import Elsewhere, KeyValueStore
 
 # No call of ours waits in the store, so a reply that takes this long means that nobody is there.
 _REPLY_S = 120.0
@@ -35,6 +39,23 @@ _STORES: Any = dist  # the stubs of torch.distributed leave out its stores
 _LOCK = threading.Lock()
 _GROUPS: WeakKeyDictionary[dist.ProcessGroup, Group] = WeakKeyDictionary()
 _CONNECTIONS: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()
+
+_INHERITED: list[Any] = []
+"""In a forked child: the parent's process group, and what belongs to it."""
+
+
+def _after_fork() -> None:
+    """In a forked child: the process group is the parent's, whose connections a second speaker would break.
+
+    It is kept for ever, and so are the stores: to close what the parent's threads serve would wait for threads that are not here.
+    """
+    global _LOCK
+    _LOCK = threading.Lock()
+    if dist.is_available() and dist.is_initialized():
+        _INHERITED[:] = [dist.group.WORLD, *_GROUPS.values(), *_CONNECTIONS.values()]
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class Turns:
@@ -72,10 +93,65 @@ class Group:
     store: Any
     prefix: str
     turns: Turns = field(default_factory=Turns)
+    own: OwnStore | None = None
 
     def session(self, number: int) -> KeyValueStore:
         """The store of a session: of the same number on every rank."""
         return cast(KeyValueStore, _STORES.PrefixStore(f"{self.prefix}/{number}", self.store))
+
+    def elsewhere(self, number: int) -> Elsewhere | None:
+        """Where a session goes on once its ranks have met; None where it stays."""
+        return None if self.own is None else _InOwnStore(self.own, f"{self.prefix}/{number}")
+
+
+class OwnStore:
+    """A store that rank 0 of a group hosts, from its first session on until nobody uses it any more.
+
+    Parameters
+    ----------
+    host
+        By what name this rank reached the job's store.
+    """
+
+    def __init__(self, host: str) -> None:
+        self._host, self._lock = host, threading.Lock()
+        self._stores: dict[bytes, Any] = {}
+        self._address = b""
+
+    def address(self) -> bytes:
+        """On rank 0: where the store is, started if need be. Without a host: where the job's store is."""
+        with self._lock:
+            if not self._address:
+                host = _own_address(self._host)
+                store = _STORES.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_REPLY_S))
+                # Where the job's store is on this machine, others reach it by a name of their own.
+                self._address = f"{'' if _is_loopback(host) else host} {store.port}".encode()
+                self._stores[self._address] = store
+            return self._address
+
+    def connect(self, address: bytes) -> Any:
+        """The store at the address that rank 0 gave."""
+        with self._lock:
+            if address not in self._stores:
+                host, port = address.decode().split(" ")
+                self._stores[address] = _STORES.TCPStore(
+                    host or self._host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_REPLY_S)
+                )
+            return self._stores[address]
+
+
+@dataclass(frozen=True, slots=True)
+class _InOwnStore:
+    """One session's keys in a group's own store. The session keeps the store alive: the group itself may be gone by then."""
+
+    own: OwnStore
+    prefix: str
+
+    def local_metadata(self) -> bytes:
+        return self.own.address()
+
+    def store(self, where: bytes) -> KeyValueStore:
+        return cast(KeyValueStore, _STORES.PrefixStore(self.prefix, self.own.connect(where)))
 
 
 def current_group(process_group: Any) -> Group | None:
@@ -92,9 +168,17 @@ def current_group(process_group: Any) -> Group | None:
         raise UsageError(f"rank {dist.get_rank()} is no member of the process group passed; call this on its members only")
     if dist.get_world_size(group) == 1:
         return None
+    if _INHERITED and dist.group.WORLD is _INHERITED[0]:
+        raise UsageError(
+            f"this process was forked from rank {dist.get_rank()} of the job and cannot speak for it; do this in the "
+            "process that joined the job (checkpoint.read and checkpoint.catalog need no process group, and work here)"
+        )
     with _LOCK:
         if (known := _GROUPS.get(group)) is None:
-            known = _GROUPS[group] = Group(rank, dist.get_world_size(group), _shared_store(group), _prefix(group))
+            store = _shared_store()
+            own = None if store is None else _own_beside(store)
+            store = _own_store(group) if store is None else store
+            known = _GROUPS[group] = Group(rank, dist.get_world_size(group), store, _prefix(group), own=own)
         return known
 
 
@@ -129,14 +213,13 @@ def _prefix(group: dist.ProcessGroup) -> str:
     return f"reshard_ckpt/{group.group_name}/{hashlib.blake2s(ranks.encode(), digest_size=8).hexdigest()}"
 
 
-def _shared_store(group: dist.ProcessGroup) -> Any:
+def _shared_store() -> Any:
     """The job's own store where it will do, one connection for all groups: no call of ours waits in it."""
     world = dist.group.WORLD
     assert world is not None
     if world not in _CONNECTIONS:
         _CONNECTIONS[world] = _connection()
-    store = _CONNECTIONS[world]
-    return _own_store(group) if store is None else store
+    return _CONNECTIONS[world]
 
 
 def _connection() -> Any:
@@ -157,13 +240,23 @@ def _connection() -> Any:
     return store
 
 
+def _own_beside(store: Any) -> OwnStore | None:
+    """A store of the group's own beside the job's, where that may go with a rank's process group."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    if not isinstance(store, _STORES.TCPStore):
+        return None
+    launched = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("MASTER_PORT") == str(store.port)
+    return None if launched else OwnStore(store.host)
+
+
 def _own_store(group: dist.ProcessGroup) -> Any:
     """A store that rank 0 of the group hosts. Collective, once in the life of the group."""
     hosts = dist.get_rank(group) == 0
     timeout = timedelta(seconds=_REPLY_S)
     address, store = "", None
     if hosts:
-        host = _own_address()
+        host = _own_address(os.environ.get("MASTER_ADDR") or socket.gethostname())
         store = _STORES.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
         address = f"{host} {store.port}"
     message = torch.zeros(_ADDRESS_BYTES, dtype=torch.uint8)
@@ -183,13 +276,16 @@ def device_of(group: dist.ProcessGroup) -> torch.device:
     return torch.accelerator.current_accelerator() or torch.device("cpu")
 
 
-def _own_address() -> str:
-    """This machine's address on the way to the job's master: the one that the others can reach. No packet is sent."""
-    master = os.environ.get("MASTER_ADDR") or socket.gethostname()
+def _own_address(towards: str) -> str:
+    """This machine's address on the way to another: the one by which the others can reach it. No packet is sent."""
     try:
-        family, kind, protocol, _, target = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+        family, kind, protocol, _, target = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(target)
             return str(probe.getsockname()[0])
     except OSError:
         return socket.gethostname()
+
+
+def _is_loopback(host: str) -> bool:
+    return host == "::1" or host.startswith("127.")

@@ -9,8 +9,10 @@ every rank reads the same; so they all go on, or they all raise the same error. 
 2. *From rank 0* (broadcast, scatter): rank 0 puts the payload down, and then decides.
 3. *Failure*: a rank that raises writes its refusal into the first step that is not decided yet, and rings the bell of that step,
    in case rank 0 waits there. The session opens and ends with a gather, so that no failure inside it goes unseen.
-4. *Deadline*: whoever has waited too long reads in the inbox who has not arrived, and refuses the step, naming them.
-5. *Leaving*: each rank counts itself out, rank 0 last, because its process may host the store. Whoever counts to the full number
+4. *Where*: the session opens in the job's store. With its first decision rank 0 may say where it goes on: in a store of its own,
+   which outlives the process group, and is gone when the last session that uses it is.
+5. *Deadline*: whoever has waited too long reads in the inbox who has not arrived, and refuses the step, naming them.
+6. *Leaving*: each rank counts itself out, rank 0 last, because its process may host the store. Whoever counts to the full number
    deletes the session's keys: usually rank 0, or a rank that everyone else had given up.
 
 Waiting is asking again, at intervals of a tenth of the time waited so far. A blocking wait of the store could not be
@@ -42,6 +44,8 @@ _INLINE_BYTES = 64 << 10
 
 _FIRST_PAUSE_S = 0.0002
 _FAREWELL_S = 5.0
+_HOST_FAREWELL_S = 60.0
+"""Where rank 0's own process hosts the store, to leave before the others would make their save fail."""
 
 
 class KeyValueStore(Protocol):
@@ -57,11 +61,27 @@ class KeyValueStore(Protocol):
     def delete_key(self, key: str, /) -> bool: ...
 
 
+class Elsewhere(Protocol):
+    """A place for a session beside the job's store."""
+
+    def local_metadata(self) -> bytes:
+        """On rank 0: where the session goes on; ``b""`` where it stays."""
+
+    def store(self, where: bytes) -> KeyValueStore:
+        """The session's keys in the place that rank 0 offered."""
+
+
 class StoreComm:
     """The `Comm` of one session whose keys nobody else uses."""
 
-    def __init__(self, store: KeyValueStore, rank: int, size: int, *, title: str, timeout_s: float) -> None:
+    def __init__(
+        self, store: KeyValueStore, rank: int, size: int, *, title: str, timeout_s: float, elsewhere: Elsewhere | None = None
+    ) -> None:
         self._store, self.rank, self.size = store, rank, size
+        self._elsewhere = elsewhere
+        self._entrance: KeyValueStore | None = None
+        """On rank 0, and while it has keys of this session: the store that the session has left."""
+        self._has_moved = False
         self._title, self._timeout_s = title, timeout_s
         # Thousands of ranks that ask twenty times a second would keep the store busy with nothing.
         self._max_pause_s = min(1.0, max(0.05, size * 50e-6))
@@ -145,7 +165,7 @@ class StoreComm:
         if len(set(calls)) > 1:
             self._refuse(_disagreement(calls))
             self._stop_if_over()
-        self._decide("gather")
+        self._decide("gather", where=self._elsewhere.local_metadata() if self._elsewhere else b"")
 
     @property
     def late(self) -> bool:
@@ -196,9 +216,11 @@ class StoreComm:
         with suppress(DistError):
             if self.rank == 0 and waits:
                 present = self.size - 1 - len(self._refusal.absent if self._refusal else ())
-                self._wait(lambda: self._store.add("left", 0) >= present, min(_FAREWELL_S, self._timeout_s))
+                farewell_s = _HOST_FAREWELL_S if self._has_moved else _FAREWELL_S
+                self._wait(lambda: self._store.add("left", 0) >= present, min(farewell_s, self._timeout_s))
             if self._store.add("left", 1) == self.size:
                 self._delete_all()
+                self._clear_entrance()
 
     def undo(self) -> None:
         """Take back what was done for a gather that did not take place: this step was refused, so no later one will."""
@@ -229,13 +251,15 @@ class StoreComm:
             self._expire()
         if self._store.check([self._key("decision")]):
             self._follow(self._store.get(self._key("decision")), "gather")
+        self._clear_entrance()  # all have come here, so nobody looks there any more
         frames = {frame.rank: frame for frame in decode_frames(self._store.get(self._key("in")))}
         others = (frames[rank] for rank in range(1, self.size))
         return [bytes(own), *(self._take(self._key("from", f.rank)) if f.aside else f.payload for f in others)]
 
-    def _decide(self, call: str) -> None:
+    def _decide(self, call: str, *, where: bytes = b"") -> None:
         """On rank 0: let the step pass, unless a rank has refused it."""
-        self._follow(self._store.compare_set(self._key("decision"), b"", call.encode()), call)
+        decision = b" ".join((call.encode(), where)) if where else call.encode()
+        self._follow(self._store.compare_set(self._key("decision"), b"", decision), call)
 
     def _obey(self, call: str) -> None:
         """On the others: wait for the step's decision."""
@@ -245,16 +269,33 @@ class StoreComm:
         self._follow(self._store.get(decision), call)
 
     def _follow(self, decision: bytes, call: str) -> None:
-        if decision not in _PASSED:
+        passed, where = _passed(decision)
+        if not passed:
             self._refusal = Refusal.decode(decision)
             self._stop_if_over()
         self._step += 1
-        if decision != call.encode():
+        if where:
+            self._move(where)
+        if passed != call:
             raise PeerError(
-                f"{self._title}: this rank is at a {call} while rank 0 is at a {decision.decode()}; "
+                f"{self._title}: this rank is at a {call} while rank 0 is at a {passed}; "
                 "call with the same options on every rank",
                 ranks=(self.rank,),
             )
+
+    def _move(self, where: bytes) -> None:
+        """Go on in the store that rank 0 said."""
+        assert self._elsewhere is not None
+        left, self._store = self._store, self._elsewhere.store(where)
+        self._has_moved, self._entrance = True, None if self.rank else left
+
+    def _clear_entrance(self) -> None:
+        """On rank 0: delete what the session left in the job's store, and let go of it, so that it may end."""
+        entrance, self._entrance = self._entrance, None
+        if entrance is not None:
+            with suppress(DistError):  # it may be gone by now, and its keys with it
+                for name in ("in", "arrived", "bell", "decision"):
+                    entrance.delete_key(f"0/{name}")
 
     def _stop_if_over(self) -> None:
         if self._refusal is not None:
@@ -267,7 +308,7 @@ class StoreComm:
     def _refuse(self, refusal: Refusal) -> Refusal | None:
         """Refuse this step; the refusal that counts (another rank may have been quicker), None where rank 0 let it pass."""
         decision = self._store.compare_set(self._key("decision"), b"", refusal.encode())
-        if decision in _PASSED:
+        if _passed(decision)[0]:
             return None
         self._store.set(self._key("bell"), b"")
         self._refusal = Refusal.decode(decision)
@@ -355,6 +396,12 @@ class StoreComm:
                 "the process that hosts it, often rank 0, has probably ended: its log says why",
                 ranks=(0,),
             ) from error
+
+
+def _passed(decision: bytes) -> tuple[str, bytes]:
+    """The call that a decision lets pass, "" if it is a refusal; and where the session goes on, if that is said."""
+    call, _, where = decision.partition(b" ")
+    return (call.decode(), where) if call in _PASSED else ("", b"")
 
 
 def call_of(kind: str, subject: str) -> bytes:

@@ -118,7 +118,7 @@ def write_safetensors(
             note_finished(notes, file.key, hasher)
     if len(files) > 1:
         storage.publish(f"{STEM}.safetensors.index.json", _index(files))
-    storage.sync()
+    storage.sync([file.key for file in files])
 
 
 def _bytes_of_file(file: OutFile, parts: ByteStream) -> Iterator[bytes | memoryview]:

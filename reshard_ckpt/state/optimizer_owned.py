@@ -24,31 +24,26 @@ def optimizers_in(state: Any) -> Iterator[Optimizer]:
             yield from optimizers_in(value)
 
 
-def held_back(state: Any) -> tuple[list[Optimizer], frozenset[int]]:
-    """The optimizers of a state whose steps can be held back, and the addresses of the storages that only those change."""
+def held_back(state: Any) -> tuple[list[Optimizer], list[torch.Tensor]]:
+    """The optimizers of a state whose steps can be held back, and the local tensors that only those change."""
     optimizers = list({id(optimizer): optimizer for optimizer in optimizers_in(state)}.values())
     held = [optimizer for optimizer in optimizers if can_be_held(optimizer)]
     others = [optimizer for optimizer in optimizers if not can_be_held(optimizer)]
-    return held, owned_storages(held) - owned_storages(others)
+    shared = {tensor.untyped_storage().data_ptr() for tensor in owned_tensors(others)}
+    return held, [tensor for tensor in owned_tensors(held) if tensor.untyped_storage().data_ptr() not in shared]
 
 
 def can_be_held(optimizer: Optimizer) -> bool:
-    """Whether the optimizer's steps run its hooks: not compiled ones, nor those that a CUDA graph replays."""
+    """Whether its steps come by where they can be held back: not compiled ones, nor those that a CUDA graph replays."""
     step = vars(optimizer).get("step", type(optimizer).step)
     compiled = hasattr(step, "_torchdynamo_orig_callable")
-    captured = any(group.get("capturable") for group in optimizer.param_groups)
-    # torch marks a class's step once it runs hooks; where a release does not, staging is eager.
-    return bool(getattr(type(optimizer).step, "hooked", False)) and not compiled and not captured
+    return not compiled and not any(group.get("capturable") for group in optimizer.param_groups)
 
 
-def owned_storages(optimizers: Sequence[Optimizer]) -> frozenset[int]:
-    """Addresses of the storages of their parameters and of their state."""
+def owned_tensors(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
+    """The local tensors of their parameters and of their state."""
     tensors = [param for o in optimizers for group in o.param_groups for param in group["params"]]
     tensors += [v for o in optimizers for held in o.state.values() if isinstance(held, dict) for v in held.values()]
     with torch.no_grad():  # else `to_local` records each tensor for autograd
-        return frozenset(_address(t) for t in tensors if isinstance(t, torch.Tensor))
-
-
-def _address(tensor: torch.Tensor) -> int:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.untyped_storage().data_ptr()
+        found = [t.to_local() if isinstance(t, DTensor) else t for t in tensors if isinstance(t, torch.Tensor)]
+    return list({id(tensor): tensor for tensor in found}.values())

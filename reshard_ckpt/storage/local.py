@@ -31,7 +31,18 @@ from .posix import (
     sync_folder,
     write_all,
 )
-from .protocol import Buffer, conflict, exists, flat_bytes, folder_parts, key_parts, missing, short_file, too_large
+from .protocol import (
+    Buffer,
+    conflict,
+    exists,
+    flat_bytes,
+    folder_parts,
+    folders_above,
+    key_parts,
+    missing,
+    short_file,
+    too_large,
+)
 
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE_MODE, _FOLDER_MODE = 0o664, 0o775
@@ -96,13 +107,10 @@ class LocalStorage:
                 fd = _opened(stack, name, FOLDER | os.O_NOFOLLOW, dir_fd=fd)
             yield fd
 
-    def sync(self, prefix: str = "") -> None:
-        parts = folder_parts(prefix)
-        with Explained("sync", self._path(parts)):
-            for path, _, _ in os.walk(self._path(parts), onerror=_refuse_unless_gone):
-                sync_folder(path)
-            for n in reversed(range(len(parts))):
-                sync_folder(self._path(parts[:n]))
+    def sync(self, keys: Iterable[str]) -> None:
+        for parts in folders_above(keys):
+            with Explained("sync", self._path(parts)):
+                sync_folder(self._path(parts))
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
         path = self._path(key_parts(key))
@@ -325,11 +333,6 @@ def _remove_temporaries(folder: int, name: str) -> None:
         for found in os.listdir(folder):
             if stray.fullmatch(found):
                 os.unlink(found, dir_fd=folder)
-
-
-def _refuse_unless_gone(error: OSError) -> None:
-    if not isinstance(error, FileNotFoundError | NotADirectoryError):
-        raise error
 
 
 def _write_new(folder: int, name: str, data: bytes) -> None:

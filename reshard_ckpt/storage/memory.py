@@ -6,14 +6,25 @@ on a disk. Files that are deleted take no memory.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterable, Sequence
 from types import TracebackType
 
 from ..errors import StorageError
-from .protocol import Buffer, conflict, exists, flat_bytes, folder_parts, key_parts, missing, short_file, too_large
+from .protocol import Buffer, conflict, exists, flat_bytes, folder_parts, folders_above, key_parts, missing, short_file, too_large
 
 _LOCK = threading.Lock()
+
+
+def _after_fork() -> None:
+    """In a forked child: a thread that is gone may hold the lock."""
+    global _LOCK
+    _LOCK = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
 _FILES: dict[str, bytes] = {}
 _LOCKS: dict[str, list[bool]] = {}
 """Of each locked file, whether each lock on it is shared."""
@@ -59,8 +70,8 @@ class MemoryStorage:
         if any(name.startswith(path + "/") for name in _FILES):
             raise StorageError(f"{self._where(key)}: is a folder, so it cannot be a file")
 
-    def sync(self, prefix: str = "") -> None:
-        folder_parts(prefix)
+    def sync(self, keys: Iterable[str]) -> None:
+        folders_above(keys)
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
         data = self._get(key)

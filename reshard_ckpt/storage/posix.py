@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import TracebackType
+from weakref import WeakSet
 
 from ..errors import StorageError
 
@@ -181,6 +182,9 @@ class OpenFile:
             os.close(self.fd)
 
 
+_ALL_OPEN: WeakSet[OpenFiles] = WeakSet()
+
+
 class OpenFiles:
     """The files read last, kept open: at most so many at rest, and those in use."""
 
@@ -188,6 +192,7 @@ class OpenFiles:
         self._max_files = max_files
         self._files: OrderedDict[str, OpenFile] = OrderedDict()
         self._lock = threading.Lock()
+        _ALL_OPEN.add(self)
 
     def get(self, path: str) -> OpenFile:
         with self._lock:
@@ -208,3 +213,12 @@ class OpenFiles:
 
     def __len__(self) -> int:
         return len(self._files)
+
+
+def _after_fork() -> None:
+    """In a forked child: a thread that is gone may hold the locks."""
+    for files in _ALL_OPEN:
+        files._lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -71,8 +71,8 @@ class Storage(Protocol):
     def create(self, key: str) -> Writer:
         """Begin a new file, which exists from now on; one that is already there is an error."""
 
-    def sync(self, prefix: str = "") -> None:
-        """Make the names of all files in the folder `prefix` and below durable, and those of the folders above it."""
+    def sync(self, keys: Iterable[str]) -> None:
+        """Make it durable that these files are there, or are gone: the names of them, and of the folders above them."""
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
         """Fill `buffers`, one after the other, from byte `offset` on.
@@ -171,6 +171,18 @@ def key_parts(key: str) -> tuple[str, ...]:
 def folder_parts(prefix: str) -> tuple[str, ...]:
     """Like `key_parts`, where "" is the root."""
     return key_parts(prefix) if prefix else ()
+
+
+def folders_above(keys: Iterable[str]) -> list[tuple[str, ...]]:
+    """All folders that these keys are in, deepest first; the root, above all, is ``()``.
+
+    >>> folders_above(["a/b/1", "a/b/2", "c"])
+    [('a', 'b'), ('a',), ()]
+    """
+    if isinstance(keys, str):  # would pass for keys of one letter each
+        raise TypeError(f"{keys!r}: pass the keys of the files, not the folder")
+    above = {parts[:n] for parts in map(key_parts, keys) for n in range(len(parts))}
+    return sorted(above, key=len, reverse=True)
 
 
 def _is_utf8(text: str) -> bool:

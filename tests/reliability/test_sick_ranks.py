@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -122,8 +122,8 @@ def test_a_rank_that_fails_at_the_end_of_writing_leaves_no_file_of_any_rank(
     others_wrote = threading.Semaphore(0)
     sync = LocalStorage.sync
 
-    def fail(self: LocalStorage, prefix: str = "") -> None:
-        sync(self, prefix)
+    def fail(self: LocalStorage, keys: Iterable[str]) -> None:
+        sync(self, keys)
         if of_rank(sick):
             for _ in range(SIZE - 1):
                 others_wrote.acquire()

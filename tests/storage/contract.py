@@ -170,14 +170,17 @@ class StorageContract:
                 storage.delete([key])
         assert storage.list() == [("d/f", 1)]
 
-    def test_sync_takes_any_folder(self, storage: Storage):
+    def test_sync_takes_the_keys_of_files_not_a_folder(self, storage: Storage):
         put(storage, "a/b/f")
-        for prefix in ("", "a", "a/b"):
-            storage.sync(prefix)
+        put(storage, "g")
+        for keys in (["a/b/f"], ["g"], ["a/b/f", "g"], []):
+            storage.sync(keys)
+        with pytest.raises(TypeError, match="'a/b': pass the keys of the files"):
+            storage.sync("a/b")
 
     def test_sync_of_what_is_not_there_does_nothing(self, storage: Storage):
-        storage.sync("")
-        storage.sync("nobody/here")
+        storage.sync(["nobody"])
+        storage.sync(["nobody/is/here"])
         assert storage.list() == []
 
     # --- reading ---
@@ -345,9 +348,10 @@ class StorageContract:
             lambda: storage.size(key),
             lambda: storage.publish(key, b"x"),
             lambda: storage.delete([key]),
+            lambda: storage.sync([key]),
         ]
         if key:  # "" is the root
-            calls += [lambda: storage.list(key), lambda: storage.sync(key)]
+            calls.append(lambda: storage.list(key))
         for call in calls:
             with pytest.raises(CorruptError, match="is no key"):
                 call()

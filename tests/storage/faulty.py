@@ -35,9 +35,10 @@ class FaultyStorage:
         self.before("create", key)
         return FaultyWriter(self.inner.create(key), key, self.before)
 
-    def sync(self, prefix: str = "") -> None:
-        self.before("sync", prefix)
-        self.inner.sync(prefix)
+    def sync(self, keys: Iterable[str]) -> None:
+        keys = keys if isinstance(keys, str) else tuple(keys)
+        self.before("sync", " ".join(keys))
+        self.inner.sync(keys)
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
         self.before("read_into", key)

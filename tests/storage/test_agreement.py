@@ -73,7 +73,7 @@ class Storages(RuleBasedStateMachine):
 
     @rule(prefix=KEYS)
     def look(self, prefix: str) -> None:
-        self.both(lambda storage: (storage.size(prefix), storage.list(prefix), storage.sync(prefix)))
+        self.both(lambda storage: (storage.size(prefix), storage.list(prefix), storage.sync([prefix])))
 
     @invariant()
     def hold_the_same(self) -> None:

@@ -36,7 +36,7 @@ def test_the_nth_operation_fails_and_no_half_file_stays(memory: MemoryStorage, n
 
     def use() -> None:
         put(storage, "d/f")
-        storage.sync("d")
+        storage.sync(["d/f"])
         storage.publish("catalog", b"x")
         storage.delete(["d/f"])
 

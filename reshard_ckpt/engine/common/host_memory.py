@@ -57,6 +57,10 @@ class Pool:
         with self._lock:
             self._idle.clear()
 
+    def forked(self) -> None:
+        """In a forked child: a thread that is gone may hold the lock."""
+        self._lock, self._idle = threading.Lock(), {}
+
 
 POOL = Pool()
 """One for the process: saves follow each other, and every one needs the same memory."""

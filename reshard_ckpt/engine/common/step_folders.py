@@ -57,7 +57,7 @@ def remove_step(root: Storage, step: int, referred: frozenset[str]) -> bool:
     with lock:
         root.delete([key])
         # Were the other files to go first, a power cut could bring the catalog back without them.
-        root.sync(step_name(step))
+        root.sync([key])
     remove_files(root, step, referred)
     return True
 

@@ -34,7 +34,7 @@ from ...format.keys import CATALOG_KEY, SAVE_ID
 from ...format.torch_dtypes import TORCH_DTYPES
 from ...storage.protocol import Storage
 from ..common.progress import OnProgress, silent
-from .read import REQUEST_BYTES, WINDOW_BYTES, BlockDigests, ReadTarget, check_files, execute, open_blocks
+from .read import REQUEST_BYTES, WINDOW_BYTES, BlockDigests, ReadTarget, check_files, execute, open_files
 from .ties import Member, Tie, conflicts, find_ties
 
 T = TypeVar("T")
@@ -331,8 +331,7 @@ def fetch(
         A file or a block is damaged.
     """
     files = np.unique(resolved.plan.file).tolist()
-    check_files(storage, catalog, files)
-    blocks = open_blocks(storage, catalog, files if options.verify else [])
+    blocks = open_files(storage, catalog, files, files if options.verify else [])
     bytes_read = 0
     if options.verify_first and options.verify:
         bytes_read += run(storage, catalog, resolved.plan, resolved.dests, blocks=blocks, copy=False, report=report)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -78,30 +79,57 @@ class BlockDigests:
     of_file: Mapping[int, Digests]
 
 
-def check_files(storage: Storage, catalog: Catalog, files: Sequence[int]) -> None:
-    """Every file that will be read is there, whole.
+MAX_ASKED = 16
+"""Requests under way at once for what is small, where a store's answer takes long and its bytes no time."""
+
+
+def open_files(storage: Storage, catalog: Catalog, files: Sequence[int], digests_of: Sequence[int]) -> BlockDigests:
+    """Every file of `files` is there, whole, and the digests of `digests_of` are read and proved: all asked for together.
+
+    Foreign files have no digests.
 
     Raises
     ------
     CorruptError
-        A file is missing or has another size than the catalog says.
+        A file is missing or has another size than the catalog says, or digests are damaged.
     """
-    for index in files:
-        entry = catalog.files[index]
-        size = storage.size(entry.key)
-        if size == entry.size:
-            continue
-        found = "is missing" if size is None else f"has {size} bytes"
-        begin = size if size is not None and size < entry.size else 0  # a longer file is another one, so nothing of it counts
-        raise CorruptError(
-            f"{storage.url}: {entry.key} {found}, the catalog says {entry.size} bytes; bytes {begin}:{entry.size} hold "
-            f"{contents_from(catalog, index, begin)}; use another checkpoint"
-        )
+    proved = [index for index in digests_of if catalog.files[index].digests_key]
+    sizes = [partial(_check_size, storage, catalog, index) for index in files]
+    found = _together([*sizes, *(partial(_file_digests, storage, catalog, index) for index in proved)])
+    return BlockDigests(
+        {index: digests for index, digests in zip(proved, found[len(sizes) :], strict=True) if digests is not None}
+    )
+
+
+def check_files(storage: Storage, catalog: Catalog, files: Sequence[int]) -> None:
+    """As `open_files`, of sizes alone."""
+    open_files(storage, catalog, files, [])
 
 
 def open_blocks(storage: Storage, catalog: Catalog, files: Sequence[int]) -> BlockDigests:
-    """Read and prove the digests of these files; foreign ones have none."""
-    return BlockDigests({index: _file_digests(storage, catalog, index) for index in files if catalog.files[index].digests_key})
+    """As `open_files`, of digests alone."""
+    return open_files(storage, catalog, [], files)
+
+
+def _together(requests: Sequence[Callable[[], Digests | None]]) -> list[Digests | None]:
+    """The answers to all requests; of several errors, that of the first in order."""
+    if len(requests) <= 1:
+        return [request() for request in requests]
+    with ThreadPoolExecutor(min(MAX_ASKED, len(requests)), thread_name_prefix="reshard-ckpt-ask") as pool:
+        return list(pool.map(lambda request: request(), requests))
+
+
+def _check_size(storage: Storage, catalog: Catalog, index: int) -> None:
+    entry = catalog.files[index]
+    size = storage.size(entry.key)
+    if size == entry.size:
+        return
+    found = "is missing" if size is None else f"has {size} bytes"
+    begin = size if size is not None and size < entry.size else 0  # a longer file is another one, so nothing of it counts
+    raise CorruptError(
+        f"{storage.url}: {entry.key} {found}, the catalog says {entry.size} bytes; bytes {begin}:{entry.size} hold "
+        f"{contents_from(catalog, index, begin)}; use another checkpoint"
+    )
 
 
 def _file_digests(storage: Storage, catalog: Catalog, index: int) -> Digests:

@@ -34,7 +34,7 @@ from ...format.checksums import Digests
 from ...format.torch_dtypes import TORCH_DTYPES
 from ...storage.protocol import Storage
 from ..common.progress import Tally, silent
-from .read import JOIN_WINDOWS, BlockDigests, Damage, Reader, ReadTarget, check_files, open_blocks, reads_of
+from .read import JOIN_WINDOWS, BlockDigests, Damage, Reader, ReadTarget, open_files, reads_of
 from .read import WINDOW_BYTES as FILE_WINDOW_BYTES
 
 WINDOW_BYTES = 4 << 20
@@ -197,8 +197,6 @@ class RunReader:
         plan = plan_load(self._catalog, source, wanted, FILE_WINDOW_BYTES)
         assert np.array_equal(plan.covered, wanted.count), "the rows were proved to cover every tensor"
         files = np.unique(plan.file).tolist()
-        check_files(self._storage, self._catalog, [file for file in files if file not in self._seen])
-        self._seen.update(files)
         blocks = self._blocks(files)
         group = np.repeat(np.arange(len(windows)), [len(of_window) for of_window in windows])[plan.dest]
         into = list(chain.from_iterable(dests))
@@ -232,10 +230,12 @@ class RunReader:
         return Window(buffer.numpy().data, begin, [dest.tensor.nbytes for dest in dests]), dests
 
     def _blocks(self, files: Sequence[int]) -> BlockDigests:
+        unseen = [file for file in files if file not in self._seen]
+        lacking = [file for file in files if file not in self._digests] if self._verify else []
+        opened = open_files(self._storage, self._catalog, unseen, lacking).of_file
+        self._seen.update(files)
         if not self._verify:
             return BlockDigests({})
-        lacking = [file for file in files if file not in self._digests]
-        opened = open_blocks(self._storage, self._catalog, lacking).of_file
         for file in lacking:
             self._digests[file] = opened.get(file)
             self._digests_bytes += _size(opened.get(file))

@@ -25,7 +25,7 @@ from ...core.planning.same_memory import find_shared
 from ...format.checksums import Digests
 from ...storage.protocol import Storage
 from ..common.tensor_bytes import region
-from .read import WINDOW_BYTES, BlockDigests, ReadTarget, check_files, execute, open_blocks
+from .read import WINDOW_BYTES, BlockDigests, ReadTarget, execute, open_files
 
 TIE_BYTES = 16 << 20
 """Addresses that are proved at a time; a multiple of every size of an element."""
@@ -126,9 +126,7 @@ class _Proof:
 
     def _blocks(self, plan: LoadPlan) -> BlockDigests:
         files = [file for file in np.unique(plan.file).tolist() if file not in self._checked]
-        check_files(self._storage, self._catalog, files)
-        if self._verify:
-            self._digests.update(open_blocks(self._storage, self._catalog, files).of_file)
+        self._digests.update(open_files(self._storage, self._catalog, files, files if self._verify else []).of_file)
         self._checked.update(files)
         return BlockDigests(self._digests)
 

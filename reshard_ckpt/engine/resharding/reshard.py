@@ -35,7 +35,7 @@ from ..loading.stream import WINDOW_BYTES, Run, RunReader, Window, check_covered
 from ..saving.agreement import PreviousCheckpoint
 from ..saving.commit import publish
 from ..saving.messages import Receipt, WrittenFile, decode_receipt, encode_receipt
-from ..saving.write import WRITE_BYTES, FileLayout, ShardFileWriter, member_offsets
+from ..saving.write import WRITE_BYTES, FileLayout, ShardFileWriter, keys_of, member_offsets
 from .plan import ReshardPlan
 from .read_back import STEP_BYTES, ReadBack, WrittenBlocks
 from .write_order import Item, Slice, divide, group_ranks, shared_axes, windows
@@ -125,7 +125,7 @@ def write_share(
         receipts.update({rank: output.receipt() for rank, output in zip(group, outputs, strict=True)})
         kept += sum(output.bytes_kept for output in outputs)
     if receipts:
-        target.sync(save_id)
+        target.sync(keys_of(file for receipt in receipts.values() for file in receipt.files))
     return ProcessReport(receipts, reader.bytes_read, kept)
 
 

@@ -98,6 +98,10 @@ class PlanCache:
     """What a process keeps of earlier agreements: plans, where it was rank 0, and its own assignments, by layout."""
 
     def __init__(self) -> None:
+        self.forked()
+
+    def forked(self) -> None:
+        """Begin with nothing; in a forked child a thread that is gone may hold the locks."""
         self.plans: _RecentPlans[SavePlan] = _RecentPlans(MAX_PLANS)
         self.assignments: _RecentPlans[Assignment] = _RecentPlans(MAX_ASSIGNMENTS)
 

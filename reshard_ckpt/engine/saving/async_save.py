@@ -2,16 +2,18 @@
 
 1. In the caller: agree, as every save does. What cannot wait is copied before the call returns.
 2. *Eager*: that is everything. *Lazy*: what only the optimizers change is copied by a thread, while forward and backward run;
-   a hook holds each optimizer's next step back until it is done.
+   a guard holds each optimizer's next step back until it is done.
 3. Another thread writes, sends the receipt and commits, over the session that the caller opened: never by the job's collectives.
 """
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -23,10 +25,10 @@ from ...storage.protocol import Storage
 from ..common.host_memory import POOL
 from ..common.logs import LOGGER
 from ..common.recorder import Recorder
-from .agreement import AgreedPlan
+from .agreement import PLANS, AgreedPlan
 from .commit import commit
 from .staging import MIN_RING_BYTES, Staging, ring_bytes
-from .step_guard import StepGuard
+from .step_guard import Evidence, StepGuard
 from .write import FileLayout, LocalShards, fingerprints, lay_out, write_files
 
 
@@ -60,6 +62,10 @@ class Moment:
         callback()
 
 
+_HANDLES: WeakSet[SaveHandle] = WeakSet()
+"""For a forked child, which has to know of all."""
+
+
 class SaveHandle:
     """A save that is under way.
 
@@ -74,6 +80,7 @@ class SaveHandle:
         self._told = False
         self._callbacks: list[Callable[[SaveHandle], object]] = []
         self._lock = threading.Lock()
+        _HANDLES.add(self)
 
     def staged(self) -> None:
         """Wait until the state may change: all of it is copied, or the save has failed (`result` says how)."""
@@ -118,6 +125,18 @@ class SaveHandle:
                 self._callbacks.append(callback)
                 return
         self._call(callback)
+
+    def _forked(self) -> None:
+        """In a forked child: no thread carries this save on here, and one that is gone may hold any of the locks."""
+        over = self._done.is_set()
+        self._lock, self._staged, self._done, self._callbacks = threading.Lock(), Moment(), threading.Event(), []
+        self._staged.set()
+        self._done.set()
+        if not over:
+            self._error = UsageError(
+                f"this process was forked while the save to {self._path} was under way: that goes on in the process that began "
+                "it, so ask there for its result"
+            )
 
     def _finish(self) -> None:
         with self._lock:
@@ -269,8 +288,24 @@ class SaveQueue:
         """This save is the last one now."""
         self._last = handle
 
+    def forget(self) -> None:
+        """There was none before."""
+        self._last = None
+
 
 SAVES = SaveQueue()
+
+
+def _after_fork() -> None:
+    """In a forked child (a data loader's worker): the saves under way are the parent's, and their threads are not here."""
+    for handle in _HANDLES:
+        handle._forked()
+    SAVES.forget()
+    POOL.forked()
+    PLANS.forked()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def launch(
@@ -284,7 +319,7 @@ def launch(
     *,
     host_buffer_bytes: int | None,
     guarded: Sequence[Optimizer],
-    owned: Container[int],
+    owned: Sequence[torch.Tensor],
     recorder: Recorder,
     timeline: bool,
     sha256: bool = False,
@@ -301,7 +336,7 @@ def launch(
     guarded
         Optimizers whose steps can be held back; empty for eager staging.
     owned
-        Addresses of the storages that only these optimizers change.
+        The local tensors that only these optimizers change.
     recorder, timeline, sha256
         As for `save.commit`.
     promised
@@ -309,6 +344,9 @@ def launch(
     """
     layouts = lay_out(local_shards, agreed.assignment, comm.rank)
     ring = take_ring(local_shards, layouts, host_buffer_bytes)
+    addresses = {tensor.untyped_storage().data_ptr() for tensor in owned}
+    # On a device, what staging does comes after all that was queued before: so this comes first.
+    evidence = Evidence(owned) if guarded else None
     staging = Staging(local_shards, agreed.assignment, layouts, ring)
     checks = agreed.assignment.checks
     marks = np.zeros(len(checks.local), np.uint64)
@@ -320,7 +358,7 @@ def launch(
             fingerprints(local_shards, checks, mine, marks)
 
     def is_owned(row: int) -> bool:
-        return local_shards.rows[row][1].tensor.untyped_storage().data_ptr() in owned
+        return local_shards.rows[row][1].tensor.untyped_storage().data_ptr() in addresses
 
     def write() -> None:
         receipt = write_files(storage, agreed.assignment, layouts, staging.drain, marks, recorder, sha256=sha256)
@@ -328,14 +366,14 @@ def launch(
         ready = staging.wait_finished
         commit(comm, storage, agreed, receipt, metadata, recorder, timeline=timeline, sha256=sha256, ready=ready)
 
-    # No step can come before the guard stands.
-    guard = StepGuard(guarded, handle.staged) if guarded and staging.holds_all else None
     thread = SaveThread(handle, session.pop_all(), staging, recorder)
+    # Where the ring streams, all is copied before this returns.
+    guard = StepGuard(guarded, evidence, handle.staged) if evidence and staging.holds_all else None
     try:
         thread.start(write, finally_=lambda: POOL.give_back(ring))
-    except UsageError:
+    except BaseException:
         if guard is not None:
-            guard.close()
+            guard.release()
         raise
     try:
         if guard is None:

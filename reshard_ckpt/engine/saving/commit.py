@@ -47,7 +47,7 @@ from .free_space import check_free_space
 from .manifest import keep_manifest, refuse_half_hashed
 from .messages import Receipt, WrittenFile, decode_receipt, encode_receipt
 from .values import local_values
-from .write import LocalShards, remove
+from .write import LocalShards, keys_of, remove
 
 
 def describe_local(
@@ -175,7 +175,7 @@ def commit(
 
 
 def _keys(receipts: Iterable[Receipt]) -> list[str]:
-    return [key for receipt in receipts for file in receipt.files for key in (file.key, file.digests_key)]
+    return keys_of(file for receipt in receipts for file in receipt.files)
 
 
 def _is_uncommitted(storage: Storage, save_id: str) -> bool:

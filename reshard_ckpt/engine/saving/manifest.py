@@ -17,9 +17,10 @@ def keep_manifest(storage: Storage, save_id: str, catalog: bytes, receipts: Sequ
     digests = {CATALOG_KEY: hashlib.sha256(catalog).digest()}
     for file in (file for receipt in receipts for file in receipt.files):
         digests[file.key], digests[file.digests_key] = file.sha256, file.digests_sha256
-    with storage.create(manifest_key(save_id)) as writer:
+    key = manifest_key(save_id)
+    with storage.create(key) as writer:
         writer.write(encode_manifest(digests))
-    storage.sync(save_id)
+    storage.sync([key])
 
 
 def refuse_half_hashed(receipts: Sequence[Receipt], sha256: bool) -> None:

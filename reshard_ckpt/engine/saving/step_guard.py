@@ -1,49 +1,183 @@
-"""How is a step of an optimizer held back until what it changes is copied? By its own step hook, which is waited in."""
+"""Holding an optimizer's steps back until what they change is copied, and proof that none came through.
+
+1. One check stands in the way of every step, and does nothing while no guard holds the optimizer. It stands in two places:
+   first of all hooks that torch runs in any optimizer's step, and in front of whatever ``optimizer.step`` is when a guard takes
+   that optimizer. The one meets a step that was bound earlier, the other a step that runs no hooks, or changes something before
+   it does. Both stay for good: to remove a hook while torch iterates over them, in the thread that trains, would raise there.
+2. Not all code that changes parameters is a step that can be met: compiled code, a replayed graph, a user's own line. So a
+   guard compares version counters and some of the values with those of its beginning, and gives the save up if they differ.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
+from weakref import ref
 
 import torch
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...errors import UsageError
 
+_HELD: dict[int, StepGuard] = {}
+"""Guards by the `id` of the optimizers that they hold, and keep alive."""
+
+MAX_SAMPLED = 64
+"""Tensors of one optimizer whose values are compared; a step changes nearly all of them."""
+
+SAMPLE_ELEMENTS = 16
+
 
 class StepGuard:
-    """Holds every step of some optimizers back until what they change is copied."""
+    """Holds every step of some optimizers back until what they change is copied.
 
-    def __init__(self, optimizers: Sequence[Optimizer], wait: Callable[[], None]) -> None:
-        self._wait = wait
-        self._steps = [(optimizer, _steps_of(optimizer)) for optimizer in optimizers]
-        self._hooks = [optimizer.register_step_pre_hook(self._before_step) for optimizer in optimizers]
+    Parameters
+    ----------
+    evidence
+        Of what these optimizers change, taken in the thread that makes this.
+    wait
+        Waits until it is copied.
+    """
 
-    def _before_step(self, *_: Any) -> None:
-        self._wait()
+    def __init__(self, optimizers: Sequence[Optimizer], evidence: Evidence, wait: Callable[[], None]) -> None:
+        self.wait = wait
+        self._optimizers, self._evidence = optimizers, evidence
+        for optimizer in optimizers:
+            _put_in_front(optimizer)
+            _HELD[id(optimizer)] = self
+
+    def release(self) -> None:
+        """Let every step through."""
+        for optimizer in self._optimizers:
+            if _HELD.get(id(optimizer)) is self:
+                del _HELD[id(optimizer)]
 
     def close(self) -> None:
-        """All is copied: let go, and make sure that no step slipped through.
+        """All is copied: let go, and make sure that no step came through.
 
         Raises
         ------
         UsageError
-            An optimizer stepped without its hook, so what was copied may be a mixture.
+            What the optimizers own has changed, so what was copied may be a mixture.
         """
         try:
-            # The hooks stay until this is known: a step that comes now must still wait, or it would count as one that slipped.
-            slipped = [optimizer for optimizer, steps in self._steps if _steps_of(optimizer) != steps]
+            # Held until this is known: a step that comes now must still wait, or it would count as one that came through.
+            changed = self._evidence.has_changed()
         finally:
-            for hook in self._hooks:
-                hook.remove()
-        if slipped:
+            self.release()
+        if changed:
+            names = ", ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in self._optimizers))
             raise UsageError(
-                f"{type(slipped[0]).__name__} made a step while the state was copied, past the hook that holds steps back (a "
-                "compiled or captured step?); this save is given up, use staging='eager'"
+                f"what {names} owns was changed while it was copied, past the guard that holds steps back (by a compiled or "
+                "captured step, or by other code between async_save and the next step); this save is given up, use "
+                "staging='eager', or wait for staged() before such code"
             )
 
 
-def _steps_of(optimizer: Optimizer) -> tuple[float, ...]:
-    """How many steps the parameters' states count, where they say."""
-    counts = [state.get("step") for state in optimizer.state.values() if isinstance(state, dict)]
-    return tuple(float(c) for c in counts if isinstance(c, int | float) or (torch.is_tensor(c) and c.device.type == "cpu"))
+class Evidence:
+    """What shows that tensors have changed since: version counters of all, and some values of some.
+
+    Version counters alone do not show it: fused kernels, what goes through ``.data``, and kernels outside of torch leave them.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = list(tensors)
+        sizeable = [tensor for tensor in self._tensors if tensor.ndim and tensor.numel()]
+        self._sampled = sizeable[:: max(-(-len(sizeable) // MAX_SAMPLED), 1)]
+        self._versions, self._samples = self._count(), self._sample()
+
+    def has_changed(self) -> bool:
+        """Whether one of the tensors has been written to."""
+        if self._versions != self._count():
+            return True
+        return any(not torch.equal(before, now) for before, now in zip(self._samples, self._sample(), strict=True))
+
+    def _count(self) -> list[int]:
+        return [0 if tensor.is_inference() else tensor._version for tensor in self._tensors]
+
+    def _sample(self) -> list[torch.Tensor]:
+        """Elements from the middle of each sampled tensor, as bytes, together by device and dtype."""
+        parts: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        with torch.no_grad():
+            for tensor in self._sampled:
+                *outer, last = tensor.shape
+                low = max((last - SAMPLE_ELEMENTS) // 2, 0)
+                where: tuple[int | slice, ...] = (*(size // 2 for size in outer), slice(low, low + SAMPLE_ELEMENTS))
+                part = tensor.detach()[where]
+                parts.setdefault((tensor.device, tensor.dtype), []).append(part.contiguous().view(torch.uint8))
+            return [torch.cat(of_kind) for of_kind in parts.values()]
+
+
+class HeldStep:
+    """An optimizer's ``step`` with the check in front of it.
+
+    It looks like the step that it stands for: `LRScheduler` wraps it in turn, `GradScaler` asks for its signature.
+    """
+
+    def __init__(self, optimizer: Optimizer, step: Callable[..., Any]) -> None:
+        self._optimizer = ref(optimizer)
+        # To keep the bound method would keep the optimizer alive, which has this in its `__dict__`.
+        self._is_bound = getattr(step, "__self__", None) is optimizer
+        self._step: Callable[..., Any] = step.__func__ if self._is_bound else step  # type: ignore[attr-defined]
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        optimizer = self._optimizer()
+        return self._step.__get__(optimizer, type(optimizer)) if self._is_bound else self._step
+
+    @property
+    def __func__(self) -> Callable[..., Any]:
+        original = self.__wrapped__
+
+        @wraps(getattr(original, "__func__", original))
+        def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            return self(*args, **kwargs)
+
+        return step
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        _hold_back(self._optimizer())
+        return self.__wrapped__(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__wrapped__, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copied and pickled as the step of the optimizer's copy."""
+        return _rebuild, (self._optimizer(), self._step, self._is_bound)
+
+
+def _rebuild(optimizer: Optimizer, step: Callable[..., Any], is_bound: bool) -> HeldStep:
+    return HeldStep(optimizer, step.__get__(optimizer) if is_bound else step)
+
+
+def _put_in_front(optimizer: Optimizer) -> None:
+    """Have the check stand before what ``optimizer.step`` is now; in `vars`, as a class may have its own ideas of attributes."""
+    step = vars(optimizer).get("step", optimizer.step)
+    if not isinstance(step, HeldStep):
+        vars(optimizer)["step"] = HeldStep(optimizer, step)
+
+
+def _hold_back(optimizer: object, *_: object) -> None:
+    """The check: wait, where a guard holds this optimizer."""
+    if torch.compiler.is_compiling():  # what is traced is no step; whether the compiled one was met, the evidence shows
+        return
+    guard = _HELD.get(id(optimizer))
+    if guard is not None:
+        guard.wait()
+
+
+def _stand_first() -> None:
+    """Put the check before all hooks that torch runs in steps; those of users come after it, whenever they are registered."""
+    handle = register_optimizer_step_pre_hook(_hold_back)
+    hooks = handle.hooks_dict_ref()
+    if hooks is not None:
+        hooks.move_to_end(handle.id, last=False)
+
+
+# In a forked child no thread copies anything, so nothing is waited for.
+os.register_at_fork(after_in_child=_HELD.clear)
+_stand_first()

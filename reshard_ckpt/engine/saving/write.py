@@ -184,7 +184,7 @@ def write_files(
             file[layout.items], offset[layout.items] = part, member_offsets(layout)
         if written:
             with recorder.step("sync"):
-                storage.sync(assignment.save_id)
+                storage.sync(keys_of(written))
     except BaseException:
         remove(storage, (key for layout in layouts for key in (layout.key, digests_key(layout.key))))
         raise
@@ -196,6 +196,11 @@ def remove(storage: Storage, keys: Iterable[str]) -> None:
     for key in keys:
         with suppress(StorageError):
             storage.delete([key])
+
+
+def keys_of(files: Iterable[WrittenFile]) -> list[str]:
+    """The keys of shard files and of their digests."""
+    return [key for file in files for key in (file.key, file.digests_key)]
 
 
 def member_offsets(layout: FileLayout) -> I64:

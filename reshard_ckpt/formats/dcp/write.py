@@ -103,7 +103,7 @@ def write_dcp(
         places = _write_values(out, layout.values)
         tensors = _write_tensors(out, catalog, layout, bytes_of, chunk_bytes)
         out.finish()
-        storage.sync()
+        storage.sync(out.keys)
         storage.publish(METADATA_KEY, metadata_bytes(tensors, places, layout.paths, where=storage.url), expected=b"")
     except BaseException:
         out.abort()

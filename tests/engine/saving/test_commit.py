@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -92,7 +93,7 @@ def test_a_save_that_fails_before_the_commit_leaves_the_old_one(tmp_path: Path, 
 
 def test_a_failed_write_removes_what_the_rank_wrote(tmp_path: Path) -> None:
     class Full(LocalStorage):
-        def sync(self, prefix: str = "") -> None:
+        def sync(self, keys: Iterable[str]) -> None:
             raise StorageError("quota")
 
     with Full(tmp_path) as storage:
