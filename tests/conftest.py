@@ -9,9 +9,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from hypothesis import HealthCheck, settings
 
+from tests.launch import stop_server
+
 _CALM = (HealthCheck.too_slow, HealthCheck.data_too_large)
 
 settings.register_profile("dev", deadline=None, suppress_health_check=_CALM)
 settings.register_profile("ci", deadline=None, suppress_health_check=_CALM, derandomize=True, print_blob=True)
 settings.register_profile("long", deadline=None, suppress_health_check=_CALM, max_examples=5000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
+
+
+def pytest_unconfigure() -> None:
+    """End the server that forks the ranks of this pytest process."""
+    stop_server()

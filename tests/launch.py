@@ -1,13 +1,16 @@
-"""How does a test run code on several ranks? As real torchrun processes on gloo.
+"""Code on several ranks: real torchrun processes on gloo.
 
 `run_ranks(function, nproc, *args)` runs a module-level function on every rank and returns what each returned, in rank order;
 `run_script(path, nproc, *args)` runs a script under the ``torchrun`` command and returns its output.
 
-1. A launcher process imports torch and the test's module once.
-2. The elastic agent that is behind the ``torchrun`` command forks the ranks from it: each is a real process with the environment
-   that torchrun gives it, but 8 ranks start in 3 seconds instead of 16.
+1. A warm server (`tests.fork_server`), one for each pytest process, has imported torch. It forks a launcher for each job, which
+   imports the test's module.
+2. In the launcher runs the elastic agent that is behind the ``torchrun`` command. It holds the store and forks the ranks: each is
+   a real process with the environment that torchrun gives it, and starts in a tenth of a second instead of three seconds.
 3. Once in some thousand launches torch's ``init_process_group`` itself hangs; such a rank leaves, and all are started again.
 4. A rank that hangs dumps its stack shortly before the time is over; then the whole process group is killed.
+
+What is about a process's own start or end uses `run_script`: the interpreter's exit, the installed command, an example's imports.
 """
 
 from __future__ import annotations
@@ -32,6 +35,8 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+from tests.fork_server import ForkServer, Request
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -69,6 +74,8 @@ def run_ranks(
     ----------
     init
         Whether to call ``init_process_group("gloo")`` before and ``destroy_process_group`` after.
+    env
+        Variables to add. They may be such as torch reads when it is imported, so that the launcher is then a new process.
     """
     name = function.__qualname__
     if "<" in name:
@@ -91,10 +98,15 @@ def _run_once(
 ) -> list[Any]:
     with tempfile.TemporaryDirectory(prefix="ranks") as folder:
         job, results = Path(folder, "job"), Path(folder, _RESULTS)
+        server = None if env else _server()  # before the clock starts: it may have to import torch
         dump_at = time.time() + max(timeout_s - 10, timeout_s / 2)
         job.write_bytes(pickle.dumps((module, name, nproc, init, dump_at, args, folder)))
         try:
-            _run([sys.executable, "-m", "tests.launch", str(job)], f"{name} on {nproc} ranks", timeout_s, env)
+            what = f"{name} on {nproc} ranks"
+            if server:
+                _run_warm(server, job, what, timeout_s)
+            else:
+                _run([sys.executable, "-m", "tests.launch", str(job)], what, timeout_s, env)
         except RanksFailed as error:
             if any(Path(folder).glob("stuck-*")):
                 raise _NoGroup(str(error)) from None
@@ -120,12 +132,21 @@ def run_script(
     return _run([*torchrun, str(script), *args], f"{script} on {nproc} ranks", timeout_s, env)
 
 
+def _environment(added: Mapping[str, str] | None = None) -> dict[str, str]:
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths), **(added or {})}
+
+
 def _run(command: Sequence[str], what: str, timeout_s: float, env: Mapping[str, str] | None) -> str:
     """Run a command in a process group of its own, so that none of its children outlives it."""
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    full_env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths), **(env or {})}
     process = subprocess.Popen(
-        command, cwd=ROOT, env=full_env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+        command,
+        cwd=ROOT,
+        env=_environment(env),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
     )
     try:
         output, _ = process.communicate(timeout=timeout_s)
@@ -139,6 +160,41 @@ def _run(command: Sequence[str], what: str, timeout_s: float, env: Mapping[str, 
     if process.returncode:
         raise RanksFailed(f"{what}: exit status {process.returncode}\n{output}")
     return output
+
+
+def _run_warm(server: ForkServer, job: Path, what: str, timeout_s: float) -> None:
+    """Run the launcher of a job as a fork of this process's server."""
+    output = job.with_name("output")
+    output.touch()
+    umask = os.umask(0o77)
+    os.umask(umask)
+    request = Request("tests.launch", "launch", (str(job),), _environment(), str(ROOT), umask, str(output))
+    try:
+        code = server.run(request, timeout_s)
+    except subprocess.TimeoutExpired:
+        raise RanksFailed(f"{what}: not done after {timeout_s} s\n{output.read_text()}") from None
+    except BaseException:
+        stop_server()  # it may be in the middle of an answer
+        raise
+    if code:
+        raise RanksFailed(f"{what}: exit status {code}\n{output.read_text()}")
+
+
+_servers: dict[int, ForkServer] = {}
+"""By the process that started it: one that a fork inherits is its parent's."""
+
+
+def _server() -> ForkServer:
+    if os.getpid() not in _servers:
+        _servers[os.getpid()] = ForkServer(ROOT, _environment())
+    return _servers[os.getpid()]
+
+
+def stop_server() -> None:
+    """End the server of this process, if there is one."""
+    server = _servers.pop(os.getpid(), None)
+    if server:
+        server.close()
 
 
 def _leave(mark: Path) -> None:
@@ -169,8 +225,8 @@ def _rank_main(module: str, name: str, init: bool, dump_at: float, args: tuple[A
     return result
 
 
-def _launcher_main(job: str) -> None:
-    """What the launcher process does: import once, fork the ranks, keep what they return."""
+def launch(job: str) -> None:
+    """Do what the launcher process does: import the test's module, fork the ranks, keep what they return."""
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     module, name, nproc, init, dump_at, args, folder = pickle.loads(Path(job).read_bytes())
@@ -191,4 +247,4 @@ def _launcher_main(job: str) -> None:
 
 
 if __name__ == "__main__":
-    _launcher_main(sys.argv[1])
+    launch(sys.argv[1])

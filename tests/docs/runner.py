@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import doctest
+import importlib.util
 import io
 import os
 import re
@@ -111,6 +112,16 @@ def _run_reshard_ckpt(arguments: list[str], then: str, line: str) -> str:
     shown = run(*arguments)
     assert then == "echo $?" or (not then and shown.code == 0), f"{line}: {then or f'exit code {shown.code}'}\n{shown.err}"
     return shown.out + shown.err + (f"{shown.code}\n" if then else "")
+
+
+def not_imported(code: str) -> list[str]:
+    """Modules of ``torch.distributed`` that a script uses by way of another one's import of them.
+
+    The ranks are forks of a process that has imported more than a script does, so that running it does not show this.
+    """
+    lines = [line for line in code.splitlines() if not line.lstrip(">. ").startswith(("import ", "from "))]
+    attributes = re.findall(r"\b(?:dist|torch\.distributed)\.(\w+)", "\n".join(lines))
+    return sorted({name for name in attributes if importlib.util.find_spec(f"torch.distributed.{name}")})
 
 
 def run_script_here(folder: str, script: str, arguments: list[str]) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.runner import blocks, run_document
+from tests.docs.runner import blocks, not_imported, run_document
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
@@ -45,6 +45,11 @@ def test_every_block_runs_and_shows_what_happens(name: str, folder: Path):
     for picture in folder.glob("*.svg"):  # of those that it drew, the document shows some
         kept = DOCS / picture.name
         assert not kept.exists() or kept.read_text() == picture.read_text(), f"{picture.name} is drawn otherwise today"
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_scripts_import_each_module_of_torch_that_they_use(name: str):
+    assert not {block.line: found for block in blocks(DOCS / name) if (found := not_imported(block.text))}
 
 
 def test_picture_is_what_the_planners_return_today(folder: Path):

@@ -1,12 +1,21 @@
+"""Every example runs, and loads what it saved under another layout.
+
+One of them runs under the ``torchrun`` command, the others in ranks that the warm server forks, which saves the imports of torch
+in 14 processes. As that server has imported more than an example does, each module of torch that an example uses must be one
+that it imports itself.
+"""
+
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
 
-from tests.launch import ROOT, run_script
+from tests.docs.runner import not_imported, run_script_here
+from tests.launch import ROOT, run_ranks, run_script
 
 NUM_PROCESSES = {"custom_framework": 4, "dcp_fsdp2": 2, "dcp_torchtitan": 2, "ddp": 2, "fsdp2_tp": 4, "lora": 2, "pipeline": 2}
+UNDER_TORCHRUN = "ddp"
 
 
 def test_every_example_is_run():
@@ -15,5 +24,14 @@ def test_every_example_is_run():
 
 @pytest.mark.parametrize("name", NUM_PROCESSES)
 def test_example_loads_another_layout_bit_for_bit(name: str, tmp_path: Path):
-    output = run_script(ROOT / "examples" / f"{name}.py", NUM_PROCESSES[name], [str(tmp_path / "checkpoint")])
+    script, arguments = ROOT / "examples" / f"{name}.py", [str(tmp_path / "checkpoint")]
+    if name == UNDER_TORCHRUN:
+        output = run_script(script, NUM_PROCESSES[name], arguments)
+    else:
+        output = "".join(run_ranks(run_script_here, NUM_PROCESSES[name], str(ROOT), str(script), arguments, init=False))
     assert "bit for bit" in output
+
+
+@pytest.mark.parametrize("name", NUM_PROCESSES)
+def test_example_imports_each_module_of_torch_that_it_uses(name: str):
+    assert not not_imported((ROOT / "examples" / f"{name}.py").read_text())

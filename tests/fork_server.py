@@ -1,0 +1,207 @@
+"""A warm process that forks the launchers of jobs, so that a job does not pay for the imports of torch.
+
+1. The server imports once what ranks use. It never starts a thread and never touches autograd or a process group: after a fork
+   only the thread that forked is left, and a lock that another one held would stay locked.
+2. For each request it forks one launcher, in a session of its own, that has the state of a new process: the environment, folder
+   and umask of the caller, the output in the caller's file, Python's own signal handlers.
+3. While the launcher runs, the server waits for two things: that it ends, or that the caller is gone; then the job is killed.
+4. When the caller closes its end of the pipe, or dies, the server ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from typing import Any
+
+PRELOADED = (
+    "hypothesis",
+    "numpy",
+    "pytest",
+    "reshard_ckpt",
+    "reshard_ckpt.dcp",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.elastic.multiprocessing",
+    "torch.distributed.fsdp",
+    "torch.distributed.launcher.api",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+)
+"""What most jobs import. None of it may start a thread."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One launcher: ``module.function(*args)`` in a new session, with the state that a new process would have."""
+
+    module: str
+    function: str
+    args: tuple[str, ...]
+    env: Mapping[str, str]
+    folder: str
+    umask: int
+    output: str
+
+
+class ServerDied(RuntimeError):
+    """The server ended by itself; the message holds what it printed."""
+
+
+class ForkServer:
+    """The caller's end: starts the server, and runs one launcher at a time.
+
+    Raises
+    ------
+    ServerDied
+        The server could not start.
+    """
+
+    def __init__(self, folder: Path, env: Mapping[str, str], preloaded: Sequence[str] = PRELOADED) -> None:
+        self._pipe, theirs = Pipe()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(theirs.fileno()), *preloaded],
+                cwd=folder,
+                env=dict(env),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        self._receive()  # it is ready
+
+    def run(self, request: Request, timeout_s: float) -> int:
+        """Run a launcher; returns its exit code, negative for a signal.
+
+        Raises
+        ------
+        subprocess.TimeoutExpired
+            The launcher ran longer than `timeout_s`; it and its children are killed.
+        ServerDied
+            The server ended by itself.
+        """
+        with contextlib.suppress(BrokenPipeError):  # the answer says why
+            self._pipe.send(request)
+        if self._pipe.poll(timeout_s):
+            return self._receive()
+        self._pipe.send(None)
+        self._receive()
+        raise subprocess.TimeoutExpired(request.function, timeout_s)
+
+    def close(self) -> None:
+        """End the server, and wait until it has ended."""
+        self._pipe.close()
+        with self._process:
+            pass  # closes its output, and waits
+
+    def _receive(self) -> int:
+        try:
+            number: int = self._pipe.recv()
+        except (EOFError, ConnectionResetError):
+            assert self._process.stdout is not None
+            printed = self._process.stdout.read().decode()
+            self.close()
+            raise ServerDied(f"the server of ranks ended:\n{printed}") from None
+        return number
+
+
+def _serve(pipe: Connection) -> None:
+    """Answer each request with the exit code of its launcher; None ends the one that runs."""
+    child_ended, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # a handler, so that the signal writes to the pipe
+    signal.set_wakeup_fd(write_end)
+    while True:
+        try:
+            request: Request | None = pipe.recv()
+        except EOFError:
+            return
+        if request is None:
+            continue  # its launcher had ended before
+        pid = os.fork()
+        if not pid:
+            signal.set_wakeup_fd(-1)
+            pipe.close()
+            os.close(child_ended)
+            os.close(write_end)
+            _become_launcher(request)
+        code = _wait_for(pid, child_ended, pipe)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)  # what the launcher left behind must not outlive the job
+        pipe.send(code)
+
+
+def _wait_for(pid: int, child_ended: int, pipe: Connection) -> int:
+    """Wait until a launcher has ended, or kill it when the caller asks for that or is gone; its exit code."""
+    while wait([child_ended, pipe]) == [child_ended]:
+        os.read(child_ended, 4096)
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+    with contextlib.suppress(EOFError):
+        pipe.recv()
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        os.kill(pid, signal.SIGKILL)  # it has no session of its own yet
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _become_launcher(request: Request) -> None:
+    """Be what a new process of the caller would be, run the function, and leave without the server's clean-up."""
+    code = 1
+    try:
+        os.setsid()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.chdir(request.folder)
+        os.umask(request.umask)
+        os.environ.clear()
+        os.environ.update(request.env)
+        output = os.open(request.output, os.O_WRONLY | os.O_APPEND)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.close(output)
+        function: Callable[..., Any] = getattr(importlib.import_module(request.module), request.function)
+        function(*request.args)
+        code = 0
+    except SystemExit as left:
+        code = left.code if isinstance(left.code, int) else int(left.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def num_threads() -> int:
+    """Count the threads of this process, those that Python does not know too."""
+    tasks = Path("/proc/self/task")
+    return len(list(tasks.iterdir())) if tasks.exists() else 1
+
+
+def _main(fd: int, preloaded: Sequence[str]) -> None:
+    for module in preloaded:
+        importlib.import_module(module)
+    if num_threads() != 1:
+        raise RuntimeError(f"the server of ranks has {num_threads()} threads after its imports; it may have one")
+    gc.collect()
+    gc.freeze()  # or each collection of a rank would copy the pages of all that is imported
+    pipe = Connection(fd)
+    pipe.send(os.getpid())
+    _serve(pipe)
+
+
+if __name__ == "__main__":
+    _main(int(sys.argv[1]), sys.argv[2:])
