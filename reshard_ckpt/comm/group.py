@@ -75,7 +75,11 @@ class Group:
 
     def session(self, number: int) -> KeyValueStore:
         """The store of a session: of the same number on every rank."""
-        return cast(KeyValueStore, _STORES.PrefixStore(f"{self.prefix}/{number}", self.store))
+        return self.named(str(number))
+
+    def named(self, name: str) -> KeyValueStore:
+        """A store of the keys below a name."""
+        return cast(KeyValueStore, _STORES.PrefixStore(f"{self.prefix}/{name}", self.store))
 
 
 def current_group(process_group: Any) -> Group | None:
