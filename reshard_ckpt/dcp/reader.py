@@ -49,7 +49,7 @@ class ReshardReader(StorageReader):
     >>> import tempfile, torch.distributed.checkpoint as dcp
     >>> from reshard_ckpt import checkpoint
     >>> folder = tempfile.mkdtemp()
-    >>> checkpoint.save(folder, {"w": torch.arange(4)})
+    >>> _ = checkpoint.save(folder, {"w": torch.arange(4)})
     >>> state = {"w": torch.zeros(4, dtype=torch.int64)}
     >>> dcp.load(state, storage_reader=ReshardReader(folder))
     >>> state

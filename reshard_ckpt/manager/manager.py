@@ -142,8 +142,9 @@ class Manager:
         """Whether the job was told to go, by a SIGTERM to any of its ranks: True at the same read on all ranks, and from then on.
 
         Read it once in every step, on all ranks, and leave the loop with a last save when it is True. The first read sets the
-        signal's handler, and from then on SIGTERM by itself ends nothing. A read asks neither a rank nor the store; but one,
-        after the signal, waits until the ranks have agreed on the step, for which none has to take one.
+        signal's handler in the place of the one before, until `close`: SIGTERM by itself then ends nothing. A read asks neither
+        a rank nor the store; but one, after the signal, waits until the ranks have agreed on the step, for which none has to take
+        one.
 
         Raises
         ------

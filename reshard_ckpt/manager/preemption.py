@@ -29,7 +29,7 @@ class OnSigterm:
     pending
         The save that is under way.
     only_notes
-        SIGTERM ends nothing: it sets `noted`, and calls the handler that was there before, if there was one.
+        SIGTERM ends nothing: it sets `noted`.
     noted
         Whether it has come since.
     """
@@ -69,9 +69,8 @@ class OnSigterm:
         if os.getpid() != self._process:  # a forked child, such as a loader's worker: no save is its own
             self._end()
         elif self.only_notes:
+            # The handler of before is not called: torchrun's, where it forks a function, raises, which would end the loop.
             self.noted = True
-            if callable(self._before):
-                self._before(number, frame)
         else:
             self._seen = True
             if not self._depth:
