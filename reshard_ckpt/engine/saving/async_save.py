@@ -125,7 +125,7 @@ class SaveHandle:
         if self._error is not None:
             raise self._error
         assert self._report is not None
-        return replace(self._report, stall_s=self._stall_s)
+        return replace(self._report, stall_s=min(self._stall_s, self._report.duration_s))
 
     def __enter__(self) -> SaveHandle:
         return self
