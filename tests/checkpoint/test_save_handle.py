@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from reshard_ckpt import checkpoint
-from reshard_ckpt.engine import async_save as engine
+from reshard_ckpt.engine.saving import async_save as engine
 from reshard_ckpt.errors import CheckpointError
 
 
