@@ -13,6 +13,7 @@ export OMP_NUM_THREADS ?= 1
 .DEFAULT_GOAL := check
 
 $(STAMP): pyproject.toml constraints.txt
+	@echo "Installing the pinned versions into $(VENV), torch among them: some minutes the first time"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,all]'
 	touch $@
@@ -23,6 +24,7 @@ $(BENCH_STAMP): $(STAMP)
 	touch $@
 
 demo: $(STAMP)
+	@echo "Training on three layouts, and once more without a change to compare with: some minutes"
 	$(BIN)/python -m examples.demo
 
 test: $(STAMP)

@@ -2,7 +2,7 @@
 
 >>> import torch
 >>> from reshard_ckpt import checkpoint
->>> checkpoint.save("memory://readme", {"model": torch.nn.Linear(2, 3), "extra": {"step": 7}})
+>>> _ = checkpoint.save("memory://readme", {"model": torch.nn.Linear(2, 3), "extra": {"step": 7}})
 >>> sorted(checkpoint.read("memory://readme"))
 ['extra.step', 'model.bias', 'model.weight']
 """

@@ -15,8 +15,8 @@ from tests.launch import ROOT, project_table
 PACKAGE = ["FlatShard", "LocalShard", "checkpoint", "errors"]
 CHECKPOINT = [
     "ConvertReport", "Diff", "Inspection", "LoadReport", "LoadedStep", "Manager", "PerRank", "ReshardReport", "SaveHandle",
-    "Timeline", "VerifyReport", "async_save", "catalog", "convert", "diff", "inspect", "load", "plot", "prepare", "read",
-    "reshard", "save", "timeline", "verify", "write_manifest",
+    "SaveReport", "Timeline", "VerifyReport", "async_save", "catalog", "convert", "diff", "inspect", "load", "plot", "prepare",
+    "read", "reshard", "save", "timeline", "verify", "write_manifest",
 ]  # fmt: skip
 DCP = ["AsyncCheckpointerType", "AsyncSaveResponse", "ReshardReader", "ReshardWriter", "async_save", "load", "save"]
 

@@ -3,6 +3,8 @@
 1. Four processes, data-parallel 2 × tensor-parallel 2, with a ZeRO-1 AdamW whose state is split into flat ranges; save, stop.
 2. Four processes, pipeline-parallel 2 × tensor-parallel 2, with torch's AdamW: resume from that checkpoint, train, save, stop.
 3. One process with the plain model: resume, train, save, and write a few lines of text.
+4. For comparison, the same training in one process from the first step to the last, without any checkpoint: its loss is drawn
+   under that of the three, so that a jump that comes from the data is told from one that comes from a checkpoint.
 
 Run it with ``make demo``, or ``python -m examples.demo`` from the root of the repository.
 """
@@ -12,10 +14,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -54,6 +57,9 @@ PHASES = (
 )
 
 
+UNCHANGED = Phase("unchanged run", "one_process", 1)
+
+
 class PhaseFailed(Exception):
     """A phase ended with an error; the message holds the end of what it printed."""
 
@@ -67,38 +73,45 @@ def main() -> int:
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     try:
-        results = run_phases(out, options.steps, console)
+        results, unchanged = run_phases(out, options.steps, console)
     except PhaseFailed as error:
         console.print(Text(str(error)), style="red")
         return 1
-    return report(results, out, console)
+    return report(results, unchanged, out, console)
 
 
-def run_phases(out: Path, steps: tuple[int, int, int], console: Console) -> list[PhaseResult]:
+def run_phases(out: Path, steps: tuple[int, int, int], console: Console) -> tuple[list[PhaseResult], list[float]]:
+    """What each phase told, and the losses of the unchanged run."""
     results: list[PhaseResult] = []
     columns = (TextColumn("{task.description:<22}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
     with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
-        first = 0
-        for number, (phase, count) in enumerate(zip(PHASES, steps, strict=True)):
-            task = progress.add_task(phase.title, total=count, note="starting")
-            result = PhaseResult(phase.title, out / f"phase_{number + 1}", first, first + count)
-            for event in events(phase, result, results[-1].path if results else None, sum(steps), number):
+
+        def run(phase: Phase, result: PhaseResult, options: Sequence[str]) -> None:
+            task = progress.add_task(phase.title, total=result.last - result.first, note="starting")
+            for event in events(phase, result, sum(steps), options):
                 note(event, result)
                 if event["event"] == "step":
-                    progress.update(task, completed=event["step"] - first, note=f"loss {event['loss']:.3f}")
+                    progress.update(task, completed=event["step"] - result.first, note=f"loss {event['loss']:.3f}")
+
+        first = 0
+        for number, (phase, count) in enumerate(zip(PHASES, steps, strict=True)):
+            result = PhaseResult(phase.title, out / f"phase_{number + 1}", first, first + count)
+            # Another seed for each phase: what does not come from the checkpoint would show.
+            options = ["--save", str(result.path), "--seed", str(number)]
+            options += ["--load", str(results[-1].path)] if results else []
+            run(phase, result, options + (["--prompt", PROMPT] if phase.num_processes == 1 else []))
             results.append(result)
             first += count
-    return results
+        unchanged = PhaseResult(UNCHANGED.title, out / "unchanged", 0, first)
+        run(UNCHANGED, unchanged, [])
+    return results, unchanged.losses
 
 
-def events(phase: Phase, result: PhaseResult, load: Path | None, num_steps: int, seed: int) -> Iterator[dict[str, Any]]:
+def events(phase: Phase, result: PhaseResult, num_steps: int, options: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Start a phase; what its first rank tells, as it comes."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={phase.num_processes}"]
     command = [sys.executable, *(torchrun if phase.num_processes > 1 else []), "-m", "examples.demo.train"]
-    command += ["--layout", phase.layout, "--until", str(result.last), "--of", str(num_steps), "--save", str(result.path)]
-    # Another seed for each phase: what does not come from the checkpoint would show.
-    command += ["--seed", str(seed), *(["--load", str(load)] if load else [])]
-    command += ["--prompt", PROMPT] if phase.num_processes == 1 else []
+    command += ["--layout", phase.layout, "--until", str(result.last), "--of", str(num_steps), *options]
     log = result.path.with_name(f"{result.path.name}.log")
     with log.open("w") as errors:
         process = subprocess.Popen(
@@ -123,13 +136,13 @@ def note(event: dict[str, Any], result: PhaseResult) -> None:
     """Keep what the report needs."""
     if event["event"] == "resumed":
         result.resumed = event
-    elif event["event"] == "saved":
-        result.saved = event
+    elif event["event"] == "step":
+        result.losses.append(event["loss"])
     elif event["event"] == "text":
         result.text = event["text"]
 
 
-def report(results: list[PhaseResult], out: Path, console: Console) -> int:
+def report(results: list[PhaseResult], unchanged: list[float], out: Path, console: Console) -> int:
     """The table, the text and the pictures; 0 where every tensor came back bit for bit."""
     table = Table(title="After each change of layout", title_justify="left")
     for heading in ("from", "to", "bit-identical", "loss before", "loss after"):
@@ -147,11 +160,28 @@ def report(results: list[PhaseResult], out: Path, console: Console) -> int:
     console.print(COMPARED)
     console.print(Panel(Text(results[-1].text), title="What one process wrote after that", title_align="left"))
     catalogs = [(result.title, checkpoint.catalog(result.path)) for result in results]
-    draw_losses(results, out / "loss.png")
+    draw_losses(results, unchanged, out / "loss.png")
     draw_layouts(catalogs, split_tensor(catalogs[0][1]), out / "layout.png")
     for path, what in ((out / "loss.png", "the loss across the changes"), (out / "layout.png", "one tensor on three layouts")):
         console.print(f"{path}: {what}", soft_wrap=True, highlight=False)
+    console.print("\nTo try next:")
+    for line in to_try(out):
+        console.print(f"  {line}", soft_wrap=True, highlight=False, markup=False)
     return 1 if num_different else 0
+
+
+def to_try(out: Path) -> list[str]:
+    """Commands that work on what the demo leaves."""
+    program = os.path.relpath(Path(sys.executable).with_name("reshard-ckpt"))
+    one, three = (shlex.quote(os.path.relpath(out / f"phase_{n}")) for n in (1, 3))
+    page, other = (shlex.quote(os.path.relpath(out / name)) for name in ("phase_1.html", "on_8_ranks"))
+    return [
+        f"{program} inspect {one}",
+        f"{program} inspect {one} {split_tensor(checkpoint.catalog(out / 'phase_1'))}",
+        f"{program} verify {three}",
+        f"{program} plot {one} -o {page}",
+        f"{program} reshard {three} {other} --mesh dp=2,tp=4",
+    ]
 
 
 if __name__ == "__main__":

@@ -29,42 +29,36 @@ class PhaseResult:
     first: int
     last: int
     resumed: dict[str, Any] = field(default_factory=dict)
-    saved: dict[str, Any] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
     text: str = ""
 
 
-def draw_losses(results: Sequence[PhaseResult], path: Path) -> None:
-    """The training loss of every step, as it came through the checkpoints, and the held-back loss on both sides of a change."""
-    losses = results[-1].saved["losses"]
+def draw_losses(results: Sequence[PhaseResult], unchanged: Sequence[float], path: Path) -> None:
+    """The training loss of every step over that of a run without any change, and the held-back loss on both sides of a change."""
     figure = Figure(figsize=(9, 4.6), dpi=150, layout="constrained")
     axes = figure.subplots()
-    top = max(losses)
+    top = max(unchanged)
+    axes.plot(
+        range(1, len(unchanged) + 1), unchanged, color="#bbbbbb", linewidth=4, label="one process throughout, no checkpoint"
+    )
     for result, color in zip(results, COLORS, strict=False):
         steps = range(result.first + 1, result.last + 1)
         axes.axvspan(result.first + 0.5, result.last + 0.5, color=color, alpha=0.07, linewidth=0)
-        axes.plot(steps, losses[result.first : result.last], color=color, alpha=0.45, linewidth=1)
+        axes.plot(
+            steps, result.losses, color=color, linewidth=1.2, label="three layouts, two changes" if not result.first else None
+        )
         axes.text((result.first + result.last + 1) / 2, top, result.title, color=color, ha="center", va="top", fontweight="bold")
-    axes.plot(range(1, len(losses) + 1), smooth(losses), color="#222222", linewidth=1.6, label="training loss, smoothed")
     for result in results[1:]:
         x, (saved, loaded) = result.first + 0.5, (result.resumed["loss_saved"], result.resumed["loss_loaded"])
         axes.axvline(x, color="#222222", linewidth=1, linestyle=":")
         axes.plot([x], [loaded], "o", color="#222222", markersize=5, label="held-back loss" if result is results[1] else None)
         axes.annotate(
-            f"saved at {saved:.4f}\nloaded at {loaded:.4f}", (x, loaded), (8, 8), textcoords="offset points", fontsize=9
+            f"saved at {saved:.4f}\nloaded at {loaded:.4f}", (x, loaded), (8, 14), textcoords="offset points", fontsize=9
         )
-    axes.set(xlabel="step", ylabel="loss", xlim=(0.5, len(losses) + 0.5), title="One training run on three layouts")
+    axes.set(xlabel="step", ylabel="loss", xlim=(0.5, len(unchanged) + 0.5), title="One training run on three layouts")
     axes.legend(loc="lower left", frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)
-
-
-def smooth(values: Sequence[float], keep: float = 0.8) -> list[float]:
-    """Running mean that forgets; unbiased at the beginning."""
-    out, mean = [], 0.0
-    for count, value in enumerate(values, 1):
-        mean = keep * mean + (1 - keep) * value
-        out.append(mean / (1 - keep**count))
-    return out
 
 
 def split_tensor(catalog: Catalog) -> str:

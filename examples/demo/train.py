@@ -31,12 +31,13 @@ def main() -> None:
         dist.init_process_group("gloo")
     text, config = Text(), Config(VOCABULARY)
     layout = LAYOUTS[options.layout](config)
-    extra: dict[str, Any] = {"step": 0, "losses": []}
+    extra: dict[str, Any] = {"step": 0}
     emit("built", step=options.until)
     if options.load:
         resume(options.load, layout, extra, text)
     train(layout, extra, text, until=options.until, of=options.of)
-    save(options.save, layout, extra, text)
+    if options.save:
+        save(options.save, layout, extra, text)
     if options.prompt:
         whole = generate(layout.model, text.encode(options.prompt), num_tokens=100)
         emit("text", text=text.decode(whole))
@@ -50,7 +51,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--until", type=int, required=True, help="the step to train to")
     parser.add_argument("--of", type=int, required=True, help="the last step of all phases, where the learning rate ends")
     parser.add_argument("--load", type=Path, help="a checkpoint to begin from, saved on any layout")
-    parser.add_argument("--save", type=Path, required=True)
+    parser.add_argument("--save", type=Path, help="where to save in the end")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--prompt", help="text to go on from at the end; for a layout that holds the whole model")
     return parser.parse_args()
@@ -72,7 +73,6 @@ def train(layout: Layout, extra: dict[str, Any], text: Text, *, until: int, of: 
         for group in layout.optimizer.param_groups:
             group["lr"] = learning_rate(step, of)
         value = layout.train(*text.batch(step, BATCH, context))
-        extra["losses"].append(value)
         extra["step"] = step + 1
         emit("step", step=step + 1, loss=value)
 
@@ -98,7 +98,7 @@ def save(path: Path, layout: Layout, extra: dict[str, Any], text: Text) -> None:
     seconds = time.perf_counter() - begin
     if int(os.environ.get("RANK", "0")) == 0:
         record_of(path).write_text(json.dumps(record))
-    emit("saved", seconds=seconds, losses=extra["losses"])
+    emit("saved", seconds=seconds)
 
 
 def resume(path: Path, layout: Layout, extra: dict[str, Any], text: Text) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..core.report import LoadReport
+from ..core.report import LoadReport, SaveReport
 from ..core.timeline import Timeline
 from ..engine.checking.verify import VerifyReport
 from ..engine.saving.async_save import SaveHandle
@@ -27,6 +27,7 @@ __all__ = [
     "PerRank",
     "ReshardReport",
     "SaveHandle",
+    "SaveReport",
     "Timeline",
     "VerifyReport",
     "async_save",

@@ -28,7 +28,7 @@ from ..formats.opening import Path, Source, open_source
 from ..formats.safetensors_out import finished_files, lay_out, write_safetensors
 from ..formats.side_files import copy_side_files
 from ..formats.torch_out import write_torch
-from ..storage import LocalStorage
+from ..storage import LocalStorage, path_text
 from .choosing import Chosen, Names, cast_dtypes, chosen, tops
 from .resharding import write_as_one_rank
 from .topology_options import check_rename
@@ -210,7 +210,7 @@ def convert(
     form = _Form(parse_size(max_shard_size), _optimizer_form(optimizer, to))
     with open_source(src) as source:
         picked = _pick(source, to, root, select, exclude, rename, cast, verify, reporter(progress))
-        place = _Place(os.fspath(src), source.storage.url, os.fspath(dst), overwrite)
+        place = _Place(path_text(src), source.storage.url, path_text(dst), overwrite)
         written = _WRITERS[to](picked, place, form)
     return ConvertReport(
         format=to,

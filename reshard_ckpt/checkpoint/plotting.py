@@ -13,6 +13,7 @@ from ..core.timeline import Timeline
 from ..engine.loading.saved_values import open_values
 from ..errors import CheckpointNotFound, MismatchError, StorageError, UsageError
 from ..formats.opening import Path, open_source
+from ..storage import path_text
 from .inspecting import TensorLine, inspect
 from .pictures.cuts import draw_cuts
 from .pictures.page import picture_page, report_page
@@ -62,7 +63,7 @@ def plot(
     CheckpointNotFound
         There is none, or it keeps no timeline.
     """
-    file = pathlib.Path(output)
+    file = pathlib.Path(path_text(output))
     _check_options(name, to, timeline)
     if timeline:
         _check_suffix(file, (*PICTURES, ".json"), "a timeline")
@@ -103,7 +104,7 @@ def _report(path: Path) -> str:
         saved = None
     # An alias has no bytes of its own.
     sizes = [line.num_bytes if isinstance(line, TensorLine) and line.alias_of is None else 0 for line in found.lines]
-    return report_page(os.path.normpath(os.fspath(path)), found.catalog, found.summary, found.tree, sizes, saved)
+    return report_page(os.path.normpath(path_text(path)), found.catalog, found.summary, found.tree, sizes, saved)
 
 
 def _cuts(path: Path, name: str, to: Mapping[str, int] | None) -> Scene:

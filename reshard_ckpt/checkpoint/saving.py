@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from ..comm import Comm, open_session
+from ..core.report import SaveReport
 from ..engine.common.host_memory import POOL
 from ..engine.common.logs import RankLog
 from ..engine.common.progress import OnProgress, reporter
@@ -35,7 +36,7 @@ def save(
     sha256: bool = False,
     progress: bool | OnProgress = False,
     timeout_s: float = 600.0,
-) -> None:
+) -> SaveReport:
     """Save a state as one checkpoint, from all ranks of a job together.
 
     Until the last step the path holds what it held before, and after it the new checkpoint, whole.
@@ -62,6 +63,11 @@ def save(
     timeout_s
         How long to wait for another rank before giving up, in seconds.
 
+    Returns
+    -------
+    SaveReport
+        Bytes and seconds, for metrics.
+
     Raises
     ------
     UsageError
@@ -71,32 +77,6 @@ def save(
     PeerError
         Another rank failed or did not arrive.
     """
-    save_now(
-        path,
-        state,
-        mesh=mesh,
-        process_group=process_group,
-        metadata=metadata,
-        timeline=timeline,
-        sha256=sha256,
-        progress=progress,
-        timeout_s=timeout_s,
-    )
-
-
-def save_now(
-    path: Path,
-    state: Mapping[str, Any],
-    *,
-    mesh: Any = None,
-    process_group: Any = None,
-    metadata: Any = None,
-    timeline: bool = True,
-    sha256: bool = False,
-    progress: bool | OnProgress = False,
-    timeout_s: float = 600.0,
-) -> str:
-    """As `save`; returns the id of the save."""
     recorder = Recorder()
     with open_session("save", str(path), process_group=process_group, timeout_s=timeout_s) as session:
         comm = _observed(session, recorder, progress)
@@ -107,8 +87,9 @@ def save_now(
             with recorder.step("agree"):
                 agreed = begin(comm, storage, local_shards)
             receipt = write_assignment(storage, local_shards, agreed.assignment, comm.rank, recorder=recorder, sha256=sha256)
-            commit(comm, storage, agreed, receipt, said, recorder, timeline=timeline, sha256=sha256)
-    return agreed.assignment.save_id
+            total = commit(comm, storage, agreed, receipt, said, recorder, timeline=timeline, sha256=sha256)
+    seconds = recorder.now() - recorder.began
+    return SaveReport(str(path), agreed.assignment.save_id, receipt.num_bytes, total, seconds, seconds)
 
 
 def async_save(
@@ -147,8 +128,8 @@ def async_save(
     Returns
     -------
     SaveHandle
-        Its ``result()`` returns once the checkpoint is committed, or raises what went wrong. An error that nobody asked for is
-        raised by the next save.
+        Its ``result()`` returns a `SaveReport` once the checkpoint is committed, or raises what went wrong. An error that nobody
+        asked for is raised by the next save.
 
     Raises
     ------

@@ -62,7 +62,7 @@ def read_rules(rules: Any) -> Any:
         return rules
     where = f"rules: {os.fspath(rules)}"
     try:
-        text = Path(rules).read_text(encoding="utf-8")
+        text = Path(os.path.expanduser(rules)).read_text(encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{where}: cannot be read: {error.strerror}; pass a YAML file") from error
     except UnicodeDecodeError as error:

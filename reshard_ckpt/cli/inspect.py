@@ -1,4 +1,4 @@
-"""``reshard-ckpt inspect``: what does a checkpoint hold?"""
+"""``reshard-ckpt inspect``: what a checkpoint holds, or which steps a run has."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import typer
 
 from ..core.catalog.model import Catalog, FileEntry, ShardView, TensorView
 from ..core.catalog.name_tree import Node, walk
+from ..errors import CheckpointNotFound
 from .app import as_plain, command, emit, progress, say
 from .columns import Columns
 from .options import AsJson, Path
@@ -19,6 +20,7 @@ from .words import mesh, placement, plural, shape, short
 if TYPE_CHECKING:
     from ..checkpoint import Inspection
     from ..checkpoint.inspecting import TensorLine, ValueLine
+    from ..checkpoint.listing import StepLine
 
 MAX_SHARDS = 64
 """Shards of one tensor that are listed, unless all are asked for."""
@@ -32,6 +34,7 @@ Names = Annotated[
 
 
 @command(
+    "reshard-ckpt inspect ckpt",
     "reshard-ckpt inspect ckpt/step_100",
     "reshard-ckpt inspect ckpt/step_100 model.layers.0.attn.wq.weight",
     "reshard-ckpt inspect ckpt/step_100 model --stats",
@@ -45,17 +48,39 @@ def inspect(
 ) -> None:
     """Show what a checkpoint holds: a summary, a tree of names that folds layers that are alike, or single tensors in detail.
 
-    No tensor is read, unless --stats asks for it; then in bounded memory.
+    No tensor is read, unless --stats asks for it; then in bounded memory. Of a folder that holds the steps of a run, list them.
     """
     from ..checkpoint import inspect as inspect_checkpoint
+    from ..checkpoint.listing import list_run
 
-    with progress() as on_progress:
-        found = inspect_checkpoint(path, names, stats=stats, progress=on_progress)
+    try:
+        with progress() as on_progress:
+            found = inspect_checkpoint(path, names, stats=stats, progress=on_progress)
+    except CheckpointNotFound:
+        steps = [] if names or stats else list_run(path)
+        if not steps:
+            raise
+        emit({"path": path, "format": "run", "steps": steps}) if as_json else say(_steps(steps))
+        return
     if as_json:
         emit(_as_json(found))
         return
     for i, paragraph in enumerate(paragraphs(found, whole=not names, all_shards=all_shards)):
         say(*([""] if i else []), *paragraph)
+
+
+def _steps(lines: Sequence[StepLine]) -> Columns:
+    rows = [
+        (
+            str(line.step),
+            "" if line.created_s is None else _when(line.created_s),
+            "" if line.num_bytes is None else _size(line.num_bytes),
+            "" if line.metric is None else f"{line.metric:.6g}",
+            line.problem or line.path,
+        )
+        for line in lines
+    ]
+    return Columns([">step", "saved", ">size", ">metric", "path"], rows)
 
 
 def paragraphs(found: Inspection, *, whole: bool = True, all_shards: bool = False) -> list[list[str | Columns]]:

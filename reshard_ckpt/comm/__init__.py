@@ -10,12 +10,24 @@ from ..errors import PeerError
 from .exchange import Exchange, open_exchange
 from .group import Turns, current_group, launched_group
 from .protocol import ALONE, Comm, SoloComm
+from .stopping import AgreedStop, LoneStop, Stop
 from .store import StoreComm, call_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["ALONE", "Comm", "Exchange", "SoloComm", "StoreComm", "launched_group", "open_exchange", "open_session"]
+__all__ = [
+    "ALONE",
+    "Comm",
+    "Exchange",
+    "SoloComm",
+    "Stop",
+    "StoreComm",
+    "launched_group",
+    "open_exchange",
+    "open_session",
+    "open_stop",
+]
 
 
 def open_session(
@@ -62,6 +74,26 @@ def open_session(
         )
 
     return _session(comm_of, group.turns, group.turns.take(), kind, subject)
+
+
+def open_stop(
+    name: str, wanted: Callable[[], bool], *, process_group: ProcessGroup | None = None, timeout_s: float = 600
+) -> AbstractContextManager[Stop]:
+    """What tells all ranks of a process group to stop at the same step, once one of them is told to; for a ``with`` block.
+
+    Parameters
+    ----------
+    name
+        The same on all ranks, and no other stop's.
+    wanted
+        Whether this rank has been told to stop; called in another thread, now and then.
+    process_group, timeout_s
+        As for `open_session`.
+    """
+    group = current_group(process_group)
+    if group is None:
+        return nullcontext(LoneStop(wanted))
+    return AgreedStop(group.named(name), group.rank, group.size, wanted, timeout_s=timeout_s)
 
 
 @contextmanager

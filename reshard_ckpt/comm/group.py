@@ -97,7 +97,11 @@ class Group:
 
     def session(self, number: int) -> KeyValueStore:
         """The store of a session: of the same number on every rank."""
-        return cast(KeyValueStore, _STORES.PrefixStore(f"{self.prefix}/{number}", self.store))
+        return self.named(str(number))
+
+    def named(self, name: str) -> KeyValueStore:
+        """A store of the keys below a name."""
+        return cast(KeyValueStore, _STORES.PrefixStore(f"{self.prefix}/{name}", self.store))
 
     def elsewhere(self, number: int) -> Elsewhere | None:
         """Where a session goes on once its ranks have met; None where it stays."""

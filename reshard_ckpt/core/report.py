@@ -1,4 +1,4 @@
-"""How are many problems said in one message?"""
+"""What a save and a load say that they did, and how many problems one message says."""
 
 from __future__ import annotations
 
@@ -54,6 +54,37 @@ def summarize_kinds(problems: Mapping[str, Sequence[str]], advice: str) -> str:
         if (more := len(lines) - shown.get(kind, 0)) > 0:
             out.append(f"  … and {more} more {kind}")
     return "\n".join(out)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class SaveReport:
+    """What a save did on this rank, for metrics.
+
+    Attributes
+    ----------
+    path, save_id
+        Where the checkpoint is, as the caller said it, and which save it is.
+    num_bytes
+        Bytes that this rank wrote.
+    total_bytes
+        Bytes of all files of the checkpoint; rank 0 alone knows, None on the others.
+    duration_s
+        Seconds from the call until the checkpoint was committed on all ranks.
+    stall_s
+        Seconds of these in which training was held up: all of them in `save`; until `async_save` returned, and while somebody
+        waited in ``staged()``, as optimizers do that are held back.
+    """
+
+    path: str
+    save_id: str
+    num_bytes: int
+    total_bytes: int | None
+    duration_s: float
+    stall_s: float
+
+    def __repr__(self) -> str:
+        times = f"duration_s={self.duration_s:.3f}, stall_s={self.stall_s:.3f}"
+        return f"SaveReport(path={self.path!r}, num_bytes={self.num_bytes}, {times})"
 
 
 @dataclass(frozen=True, slots=True)

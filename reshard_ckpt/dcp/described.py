@@ -33,6 +33,7 @@ from ..format.values import decode_path
 from ..formats.foreign import RawValue
 from ..formats.opening import Path, Source, open_source
 from ..state.scan import saved_path
+from ..storage import resolved_path
 from .names import Leaf, dcp_path, leaves
 
 
@@ -133,7 +134,7 @@ class SavedMetadata(Metadata):
     def of(cls, path: Path, save_id: str) -> SavedMetadata:
         """The metadata of a save that a path holds."""
         new = cls.__new__(cls)
-        new._read = partial(_read_metadata, path, save_id)
+        new._read = partial(_read_metadata, resolved_path(path), save_id)
         return new
 
     _read: Callable[[], Metadata] | None = None

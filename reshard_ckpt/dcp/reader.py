@@ -29,6 +29,7 @@ from ..errors import MismatchError
 from ..format.torch_dtypes import dtype_code
 from ..formats.foreign import RawValue
 from ..formats.opening import Source, open_source
+from ..storage import resolved_path
 from .described import Elsewhere, Found, Opaque, all_values, metadata_of
 from .folders import FORMATS_AS_SAVED
 from .writer import Path, is_path
@@ -49,7 +50,7 @@ class ReshardReader(StorageReader):
     >>> import tempfile, torch.distributed.checkpoint as dcp
     >>> from reshard_ckpt import checkpoint
     >>> folder = tempfile.mkdtemp()
-    >>> checkpoint.save(folder, {"w": torch.arange(4)})
+    >>> _ = checkpoint.save(folder, {"w": torch.arange(4)})
     >>> state = {"w": torch.zeros(4, dtype=torch.int64)}
     >>> dcp.load(state, storage_reader=ReshardReader(folder))
     >>> state
@@ -58,7 +59,7 @@ class ReshardReader(StorageReader):
 
     def __init__(self, path: Path, *, verify: bool = True) -> None:
         super().__init__()
-        self._path, self._verify = path, verify
+        self._path, self._at, self._verify = path, resolved_path(path), verify
         self._held = ExitStack()
         self._source: Source | None = None
         self._values: dict[str, Found] = {}
@@ -75,7 +76,7 @@ class ReshardReader(StorageReader):
 
     def reset(self, checkpoint_id: Path | None = None) -> None:
         if checkpoint_id:
-            self._path = checkpoint_id
+            self._path, self._at = checkpoint_id, resolved_path(checkpoint_id)
         self._close()
 
     def _close(self) -> None:
@@ -86,7 +87,7 @@ class ReshardReader(StorageReader):
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
         self._close()
         # Open until the data are read, so that nobody removes them meanwhile.
-        source = self._source = self._held.enter_context(open_source(self._path, FORMATS_AS_SAVED))
+        source = self._source = self._held.enter_context(open_source(self._at, FORMATS_AS_SAVED))
         self._values = dict(all_values(source, self._verify))
         return metadata_of(source.catalog, self._values, self._path)
 

@@ -10,9 +10,11 @@ from typing import Any, TypeVar
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from ..checkpoint.saving import begin_save, save_now
+from ..checkpoint.saving import begin_save
+from ..checkpoint.saving import save as save_checkpoint
 from ..comm import open_session
 from ..engine.saving.async_save import SaveHandle, tell
+from ..storage import resolved_path
 from .arguments import Path, check_collective, check_save_planner, group_of, is_async_stager, named_path, save_path
 from .described import SavedMetadata
 from .forms import opened, saving_form
@@ -90,7 +92,7 @@ def save(
         return path, saving_form(opened(state_dict, in_order=False))
 
     path, form = raised_on_all("save", named_path(checkpoint_id, storage_writer), group, make)
-    return SavedMetadata.of(path, save_now(path, form, process_group=group))
+    return SavedMetadata.of(path, save_checkpoint(path, form, process_group=group).save_id)
 
 
 def async_save(
@@ -134,7 +136,7 @@ def async_save(
 
     path, form, later = raised_on_all("save", named_path(checkpoint_id, storage_writer), group, make)
     handle = begin_save(path, form, staging="promised" if later else "eager", process_group=group)
-    staging, upload = _futures(handle, path)
+    staging, upload = _futures(handle, resolved_path(path))
     # Torch says that the result of the second is None, and makes it the metadata.
     return AsyncSaveResponse(staging_completion=staging, upload_completion=upload) if later else upload  # type: ignore[arg-type]
 

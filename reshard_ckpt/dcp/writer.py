@@ -40,7 +40,7 @@ from ..format.keys import new_save_id
 from ..format.shard_file import Member, blob_name, make_member, opaque_name
 from ..format.torch_dtypes import dtype_code
 from ..format.values import encode_value
-from ..storage import open_storage
+from ..storage import open_storage, resolved_path
 from .committing import Stored, commit_written
 from .placed import placed
 
@@ -105,7 +105,7 @@ class ReshardWriter(StorageWriter):
 
     def __init__(self, path: Path) -> None:
         super().__init__()
-        self._path = path
+        self._path, self._at = path, resolved_path(path)
         self._save_id: str | None = None
         self._before: PreviousCheckpoint | None = None
 
@@ -124,7 +124,7 @@ class ReshardWriter(StorageWriter):
 
     def reset(self, checkpoint_id: Path | None = None) -> None:
         if checkpoint_id:
-            self._path = checkpoint_id
+            self._path, self._at = checkpoint_id, resolved_path(checkpoint_id)
         self._save_id = self._before = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -136,7 +136,7 @@ class ReshardWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         save_id = self._save_id = new_save_id()
-        with open_storage(self._path) as storage:
+        with open_storage(self._at) as storage:
             self._before = look(storage)
         return [dataclasses.replace(plan, storage_data=Turn(save_id, rank)) for rank, plan in enumerate(plans)]
 
@@ -145,7 +145,7 @@ class ReshardWriter(StorageWriter):
         if not isinstance(turn, Turn):
             raise UnsupportedError("the plan is not one that this writer prepared; use the planner with this writer alone")
         job = _Job(plan.items, planner)
-        with open_storage(self._path) as storage:
+        with open_storage(self._at) as storage:
             save_id = _TURNS.take(turn.save_id)
             layouts = lay_out_members([part.member for part in job.parts], save_id, turn.rank)
             receipt = write_files(storage, job.assignment(save_id), layouts, job.chunks_of, np.zeros(0, np.uint64), Recorder())
@@ -155,7 +155,7 @@ class ReshardWriter(StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         save_id = self._save_id or new_save_id()
-        with open_storage(self._path) as storage:
+        with open_storage(self._at) as storage:
             commit_written(storage, metadata, results, save_id=save_id, before=self._before)
         metadata.storage_meta = self.storage_meta()
 

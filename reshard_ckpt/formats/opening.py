@@ -9,13 +9,13 @@ from dataclasses import dataclass, field, replace
 
 from ..comm.protocol import Comm
 from ..core.catalog.model import Catalog
-from ..engine.common.step_folders import reading
+from ..engine.common.step_folders import describe_run, reading
 from ..engine.loading.load import Identified, identified_catalog, open_alike
 from ..errors import CheckpointNotFound
 from ..format.catalog import encode_catalog
 from ..format.checksums import digest128
 from ..format.keys import CATALOG_KEY
-from ..storage import Storage, open_storage
+from ..storage import Storage, open_storage, path_text
 from .foreign import FORMATS, ForeignFormat, RawValue, open_foreign
 
 NATIVE = "reshard_ckpt"
@@ -77,7 +77,7 @@ def _open(path: Path, held: ExitStack, formats: Sequence[ForeignFormat], *, lock
     try:
         opened = identified_catalog(storage)
     except CheckpointNotFound as error:
-        return _open_foreign(path, storage.url, held, formats, error)
+        return _open_foreign(path_text(path), storage, held, formats, error)
     return Identified(Source(storage, opened.what), opened.identity)
 
 
@@ -87,10 +87,12 @@ def _a_file(url: str) -> str:
 
 
 def _open_foreign(
-    path: Path, url: str, held: ExitStack, formats: Sequence[ForeignFormat], not_ours: CheckpointNotFound
+    path: str, storage: Storage, held: ExitStack, formats: Sequence[ForeignFormat], not_ours: CheckpointNotFound
 ) -> Identified[Source]:
-    found = open_foreign(os.fspath(path), formats)
+    found, url = open_foreign(path, formats), storage.url
     if found is None:
+        if describe_run(storage) is not None:
+            raise not_ours
         tried = "; ".join(f"{one.looks_for} ({one.name})" for one in formats)
         why = _a_file(url) if os.path.exists(url) and not os.path.isdir(url) else str(not_ours)
         raise CheckpointNotFound(f"{why}. Looked for: {CATALOG_KEY} ({NATIVE}); {tried}") from None

@@ -1,4 +1,4 @@
-"""How does a run keep many checkpoints? `Manager`: names them by step, saves, prunes, and finds the newest that is whole.
+"""The checkpoints of a run: `Manager` names them by step, saves, prunes, and finds the newest that is whole.
 
 1. Rank 0 holds a lock on the root for as long as the manager lives; a second job is refused, and a dead one's lock is gone.
 2. Whatever no catalog speaks for is then a dead save's, and removed.
@@ -8,33 +8,30 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import threading
+import uuid
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, SupportsIndex
 
 from ..checkpoint.loading import load
 from ..checkpoint.saving import async_save, save
-from ..comm import open_session
-from ..core.report import LoadReport
-from ..engine.common.step_folders import find_steps, referred_keys, remove_files, remove_step
+from ..comm import Stop, open_session, open_stop
+from ..core.report import LoadReport, SaveReport
+from ..engine.common.step_folders import find_steps, name_steps, remove_files, remove_step
 from ..engine.loading.load import open_catalog
 from ..engine.saving.async_save import SaveHandle
 from ..engine.saving.commit import clean_up
 from ..errors import CheckpointError, CheckpointNotFound, CorruptError, StorageError, UsageError
 from ..format.keys import step_name
 from ..formats.opening import Path
-from ..storage import LocksUnsupported, Storage, open_storage
-from .preemption import FinishOnSigterm
+from ..storage import Storage, open_storage, resolved_path
+from .preemption import OnSigterm
 from .retention import Retention
-
-LOCK_KEY = ".reshard_ckpt.lock"
-METRIC = "metric"
+from .run_folder import Known, look, take_lock, with_metric
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +53,11 @@ class LoadedStep:
     passed_over: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """What the catalog of one step says that pruning needs."""
-
-    metric: float | None
-    referred: frozenset[str]
-
-
 class Manager:
     """The checkpoints of one training run, below one folder, named by step.
 
-    Made on all ranks together; so are its saves and loads. Use it in a ``with`` block, or `close` it.
+    Made on all ranks together; so are its saves and loads. Use it in a ``with`` block, or `close` it; then it can still look
+    (`steps`, `latest`, `best`, `path`), and everything else is an error.
 
     Parameters
     ----------
@@ -83,7 +73,7 @@ class Manager:
         For a job that looks at another job's checkpoints: no lock, no clean-up; saving is an error.
     finish_on_sigterm
         On SIGTERM, finish the save that is under way, and then do what the signal did before: end the process, or call the
-        handler that a training loop had installed before it made the manager.
+        handler that a training loop had installed before it made the manager. A loop that reads `preempted` needs it not.
     process_group, timeout_s
         As for `save`.
 
@@ -107,25 +97,27 @@ class Manager:
         timeout_s: float = 600.0,
     ) -> None:
         self._rule = Retention(keep_last, keep_every, keep_best, best)
-        self._root = os.fspath(root)
+        self._root = resolved_path(root)  # once: the process may change its working folder
         self._session = {"process_group": process_group, "timeout_s": timeout_s}
         self._read_only = read_only
-        self._known: dict[int, _Known] = {}
+        self._known: dict[int, Known] = {}
         self._good: list[int] = []
         self._damaged: set[int] = set()
         self._pending: SaveHandle | None = None
         self._settled = threading.Event()
         self._pruning = threading.Lock()
         self._is_first = True
+        self._is_closed = False
+        self._stop: Stop | None = None
         self._held = ExitStack()
         with ExitStack() as opening:
-            self._storage: Storage = opening.enter_context(open_storage(root))
+            self._storage: Storage = opening.enter_context(open_storage(self._root))
             with open_session("manage", self._root, **self._session) as comm:
                 self._is_first = comm.rank == 0
                 if self._is_first and not read_only:
-                    opening.enter_context(_take_lock(self._storage))
+                    opening.enter_context(take_lock(self._storage))
                     self._remove_leftovers()
-            self._sigterm = opening.enter_context(FinishOnSigterm()) if finish_on_sigterm else None
+            self._sigterm = opening.enter_context(OnSigterm()) if finish_on_sigterm else None
             self._held = opening.pop_all()
 
     def path(self, step: int) -> str:
@@ -145,9 +137,30 @@ class Manager:
         steps = self.steps()
         return next(iter(self._rule.ranked(steps, self._metrics(steps))), None)
 
+    @property
+    def preempted(self) -> bool:
+        """Whether the job was told to go, by a SIGTERM to any of its ranks: True at the same read on all ranks, and from then on.
+
+        Read it once in every step, on all ranks, and leave the loop with a last save when it is True. The first read sets the
+        signal's handler in the place of the one before, until `close`: SIGTERM by itself then ends nothing. A read asks neither
+        a rank nor the store; but one, after the signal, waits until the ranks have agreed on the step, for which none has to take
+        one.
+
+        Raises
+        ------
+        UsageError
+            The manager is closed; or the first read is not in the main thread.
+        PeerError
+            After a signal, a rank did not say how far it is.
+        """
+        self._refuse_if_closed("preempted")
+        if self._stop is None:
+            self._stop = self._watch_for_sigterm()
+        return self._stop.reached()
+
     def save(
         self, step: int, state: Mapping[str, Any], *, metric: float | None = None, metadata: Any = None, **options: Any
-    ) -> None:
+    ) -> SaveReport:
         """Save a state as the checkpoint of a step, and remove what the rule no longer keeps.
 
         Parameters
@@ -157,10 +170,12 @@ class Manager:
         options
             Of `checkpoint.save`.
         """
-        path = self._path_to_save(step)
+        self._refuse_if_closed("save")
+        path = self._path_to_change(step)
         with self._deferring():
-            save(path, state, metadata=_with_metric(metadata, metric), **{**self._session, **options})
+            report = save(path, state, metadata=with_metric(metadata, metric), **{**self._session, **options})
             self._committed(step)
+        return report
 
     def async_save(
         self, step: int, state: Mapping[str, Any], *, metric: float | None = None, metadata: Any = None, **options: Any
@@ -172,9 +187,10 @@ class Manager:
         options
             Of `checkpoint.async_save`.
         """
-        path = self._path_to_save(step)
+        self._refuse_if_closed("async_save")
+        path = self._path_to_change(step)
         with self._deferring():
-            handle = async_save(path, state, metadata=_with_metric(metadata, metric), **{**self._session, **options})
+            handle = async_save(path, state, metadata=with_metric(metadata, metric), **{**self._session, **options})
             self._pending, settled = handle, threading.Event()
             self._settled = settled
             if self._sigterm is not None:
@@ -189,6 +205,51 @@ class Manager:
 
             handle.add_done_callback(settle)
         return handle
+
+    def load(self, step: int, state: Mapping[str, Any], **options: Any) -> LoadReport:
+        """Load the checkpoint of one step.
+
+        Parameters
+        ----------
+        options
+            Of `checkpoint.load`.
+
+        Raises
+        ------
+        CheckpointNotFound
+            That step has none; the message says which have.
+        """
+        self._refuse_if_closed("load")
+        path = self.path(step)
+        self._wait()
+        try:
+            with self._deferring():
+                report = load(path, state, **{**self._session, **options})
+        except CheckpointNotFound as error:
+            raise CheckpointNotFound(f"{error}; {self._what_is_there()}") from error
+        self._good.append(step)
+        return report
+
+    def delete(self, step: int) -> None:
+        """Remove the checkpoint of one step, whatever the rule says; files that another one refers to stay.
+
+        All ranks call it together, and rank 0 removes.
+
+        Raises
+        ------
+        CheckpointNotFound
+            That step has none.
+        StorageError
+            Somebody reads it; nothing was removed.
+        """
+        self._refuse_if_closed("delete")
+        path = self._path_to_change(step)
+        self._wait()
+        with self._deferring(), open_session("delete", path, **self._session):
+            if self._is_first:
+                with self._pruning:
+                    self._delete(step)
+        self._good = [good for good in self._good if good != step]
 
     def load_latest(self, state: Mapping[str, Any], **options: Any) -> LoadedStep | None:
         """Load the newest checkpoint that is whole, passing over damaged ones, with a warning for each.
@@ -211,6 +272,7 @@ class Manager:
         MismatchError
             Checkpoint and state disagree, which an older one would not mend.
         """
+        self._refuse_if_closed("load_latest")
         self._wait()
         options = {"verify_first": not options.get("strict", True), **self._session, **options}
         passed: dict[int, str] = {}
@@ -238,6 +300,7 @@ class Manager:
             if error is not None:
                 raise error
         finally:
+            self._is_closed = True
             self._held.close()
 
     def __enter__(self) -> Manager:
@@ -246,10 +309,23 @@ class Manager:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _path_to_save(self, step: int) -> str:
+    def _refuse_if_closed(self, call: str) -> None:
+        if self._is_closed:
+            raise UsageError(f"{call}: the manager of {self._root} is closed, and another job may have the root; make a new one")
+
+    def _path_to_change(self, step: int) -> str:
         if self._read_only:
-            raise UsageError(f"{self._root}: this manager is read_only; make one without that to save")
+            raise UsageError(f"{self._root}: this manager is read_only; make one without that to save or delete")
         return self.path(step)
+
+    def _watch_for_sigterm(self) -> Stop:
+        with open_session("read preempted of", self._root, **self._session) as comm:
+            if self._sigterm is None:
+                self._sigterm = self._held.enter_context(OnSigterm())
+            name = comm.broadcast(uuid.uuid4().hex.encode() if comm.rank == 0 else None)
+            sigterm, sigterm.only_notes = self._sigterm, True
+        stop = open_stop(f"stop/{name.decode()}", lambda: sigterm.noted, **self._session)
+        return self._held.enter_context(stop)
 
     def _deferring(self) -> AbstractContextManager[object]:
         return nullcontext() if self._sigterm is None else self._sigterm.deferring()
@@ -271,7 +347,8 @@ class Manager:
         self._good.append(step)
         self._damaged.discard(step)
         self._known.pop(step, None)
-        if self._is_first and self._rule.keep_last is not None:
+        # A close that was interrupted may have let go of the root meanwhile.
+        if self._is_first and self._rule.keep_last is not None and not self._is_closed:
             try:
                 with self._pruning:
                     self._prune()
@@ -286,6 +363,17 @@ class Manager:
                 steps = [other for other in steps if other != step]
                 self._known.pop(step, None)
 
+    def _delete(self, step: int) -> None:
+        steps = self.steps()
+        if step not in steps:
+            raise CheckpointNotFound(f"{self.path(step)}: no committed checkpoint; {self._what_is_there()}")
+        if not remove_step(self._storage, step, self._referred(other for other in steps if other != step)):
+            raise StorageError(f"{self.path(step)}: somebody reads it, so it is not removed; try again when that is over")
+        self._known.pop(step, None)
+
+    def _what_is_there(self) -> str:
+        return f"the run has {name_steps(self.steps()) or 'none at all'}"
+
     def _kept(self, steps: Sequence[int]) -> frozenset[int]:
         """What the rule keeps, whether or not damaged ones count, and the last one that is known to be good."""
         metrics = self._metrics(steps) if self._rule.keep_best else {}
@@ -299,9 +387,9 @@ class Manager:
     def _referred(self, steps: Iterable[int]) -> frozenset[str]:
         return frozenset(key for step in steps for key in self._look(step).referred)
 
-    def _look(self, step: int) -> _Known:
+    def _look(self, step: int) -> Known:
         if step not in self._known:
-            self._known[step] = _look(self.path(step), step)
+            self._known[step] = look(self.path(step), step)
         return self._known[step]
 
     def _remove_leftovers(self) -> None:
@@ -320,40 +408,3 @@ def _checked(step: int) -> int:
     if isinstance(step, bool) or not isinstance(step, SupportsIndex) or step.__index__() < 0:
         raise UsageError(f"step={step!r}: pass a whole number, 0 or more")
     return step.__index__()
-
-
-def _with_metric(metadata: Any, metric: float | None) -> Any:
-    if metric is None:
-        return metadata
-    if metadata is not None and (not isinstance(metadata, Mapping) or METRIC in metadata):
-        raise UsageError(f"metadata={metadata!r:.200}: with metric=, pass a dict without a {METRIC!r} of its own")
-    return {**(metadata or {}), METRIC: float(metric)}
-
-
-def _look(path: str, step: int) -> _Known:
-    try:
-        with open_storage(path) as storage:
-            catalog = open_catalog(storage)
-    except (CheckpointNotFound, CorruptError):
-        return _Known(None, frozenset())
-    metric = catalog.metadata.get(METRIC) if isinstance(catalog.metadata, Mapping) else None
-    return _Known(float(metric) if isinstance(metric, int | float) else None, frozenset(referred_keys(step, catalog)))
-
-
-@contextmanager
-def _take_lock(storage: Storage) -> Iterator[None]:
-    """Hold the root, so that no other job saves and prunes here."""
-    try:
-        lock = storage.lock(LOCK_KEY, make=True)
-    except LocksUnsupported as error:
-        warnings.warn(f"{error}; nothing keeps a second job from saving and pruning there too", stacklevel=4)
-        yield
-        return
-    if lock is None:
-        holder = storage.read(LOCK_KEY, 1 << 10).decode(errors="replace") or "another job"
-        raise UsageError(
-            f"{storage.url}: {holder} manages the checkpoints there; give each job its own root, or pass read_only=True to load"
-        )
-    with lock:
-        lock.note(f"process {os.getpid()} on {socket.gethostname()}".encode())
-        yield

@@ -1,4 +1,4 @@
-"""What if the job is told to go while a save is under way? Finish the save first, then do what the signal did before.
+"""SIGTERM while a save is under way: finish the save, then do what the signal did before. Or just note it, for a loop that looks.
 
 The handler runs in the main thread, between any two of its steps, so it takes no lock: it looks at the save now and then. Where
 the main thread is itself within a save or load, which may hold what the saving thread needs, the end of that comes first.
@@ -21,17 +21,32 @@ from ..errors import UsageError
 _POLL_S = 0.02
 
 
-class FinishOnSigterm:
-    """While its block lasts, SIGTERM waits for `pending`."""
+class OnSigterm:
+    """While its block lasts, SIGTERM waits for `pending`.
+
+    Attributes
+    ----------
+    pending
+        The save that is under way.
+    only_notes
+        SIGTERM ends nothing: it sets `noted`.
+    noted
+        Whether it has come since.
+    """
 
     def __init__(self) -> None:
         self.pending: SaveHandle | None = None
+        self.only_notes = self.noted = False
+        self._process = os.getpid()
         self._depth = 0
         self._seen = False
 
-    def __enter__(self) -> FinishOnSigterm:
+    def __enter__(self) -> OnSigterm:
         if threading.current_thread() is not threading.main_thread():
-            raise UsageError("finish_on_sigterm=True: signals can be handled in the main thread alone; make the manager there")
+            raise UsageError(
+                "SIGTERM can be handled in the main thread alone: make a manager with finish_on_sigterm=True there, and read "
+                "manager.preempted there first"
+            )
         self._before = signal.signal(signal.SIGTERM, self._on_signal)
         return self
 
@@ -51,9 +66,15 @@ class FinishOnSigterm:
                 self._go()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._seen = True
-        if not self._depth:
-            self._go()
+        if os.getpid() != self._process:  # a forked child, such as a loader's worker: no save is its own
+            self._end()
+        elif self.only_notes:
+            # The handler of before is not called: torchrun's, where it forks a function, raises, which would end the loop.
+            self.noted = True
+        else:
+            self._seen = True
+            if not self._depth:
+                self._go()
 
     def _go(self) -> None:
         self._seen = False
@@ -61,6 +82,10 @@ class FinishOnSigterm:
             LOGGER.warning("SIGTERM: finishing the save that is under way")
             while not self.pending.done():
                 time.sleep(_POLL_S)
+        self._end()
+
+    def _end(self) -> None:
+        """Do what the signal did before."""
         before = self._before
         if callable(before):
             before(signal.SIGTERM, None)

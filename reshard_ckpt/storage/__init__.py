@@ -23,10 +23,40 @@ __all__ = [
     "Storage",
     "Writer",
     "open_storage",
+    "path_text",
+    "resolved_path",
 ]
 
 # Two letters at least, as C:/ is a drive. One slash is enough: `Path("s3://bucket")` reads "s3:/bucket".
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(/+)")
+
+
+def path_text(path: str | os.PathLike[str]) -> str:
+    """A path as text, a leading ``~`` expanded as a shell does it.
+
+    Raises
+    ------
+    UsageError
+        It is no path at all.
+    """
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else path
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise UsageError(f"{path!r} is no path: pass a folder, file:///folder or memory://name, as a str or a Path")
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{text!r} is no path: {error}; pass a folder of another name") from None
+    return os.path.expanduser(text)
+
+
+def resolved_path(path: str | os.PathLike[str]) -> str:
+    """A path for later: the same place after the process has changed its working folder.
+
+    >>> resolved_path("/ckpt/./run/"), resolved_path("memory://run")
+    ('/ckpt/run', 'memory://run')
+    """
+    text = path_text(path)
+    return text if _SCHEME.match(text) else os.path.abspath(text)
 
 
 def open_storage(path: str | os.PathLike[str]) -> Storage:
@@ -35,13 +65,7 @@ def open_storage(path: str | os.PathLike[str]) -> Storage:
     >>> open_storage("memory://run/step_100").url
     'memory://run/step_100'
     """
-    text = os.fspath(path)
-    if not isinstance(text, str) or not text or "\0" in text:
-        raise UsageError(f"{text!r} is no path: pass a folder, file:///folder or memory://name")
-    try:
-        os.fsencode(text)
-    except UnicodeEncodeError as error:
-        raise UsageError(f"{text!r} is no path: {error}; pass a folder of another name") from None
+    text = path_text(path)
     match = _SCHEME.match(text)
     if match is None:
         return LocalStorage(text)

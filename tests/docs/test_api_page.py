@@ -38,6 +38,7 @@ RESULTS = {
     "checkpoint.ReshardReport",
     "checkpoint.VerifyReport",
     "checkpoint.SaveHandle",
+    "checkpoint.SaveReport",
     "checkpoint.Timeline",
     "Catalog",
     "TensorView",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from reshard_ckpt import checkpoint
 from reshard_ckpt.checkpoint import Manager
 from reshard_ckpt.engine.common.step_folders import find_steps, reading, remove_step
 from reshard_ckpt.engine.loading.load import open_catalog
-from reshard_ckpt.errors import CheckpointError, CorruptError, MismatchError, UsageError
+from reshard_ckpt.errors import CheckpointError, CheckpointNotFound, CorruptError, MismatchError, StorageError, UsageError
 from reshard_ckpt.format.catalog import encode_catalog
 from reshard_ckpt.format.keys import CATALOG_KEY
 from reshard_ckpt.manager.retention import Retention
@@ -391,3 +392,106 @@ def test_without_being_asked_sigterm_ends_the_job_and_the_next_one_cleans_up(tmp
     with Manager(tmp_path) as manager:
         assert manager.steps() == []
     assert not (tmp_path / "step_1").exists()
+
+
+# --- which folder, and when no longer ---
+
+
+def test_a_relative_root_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with Manager("run", keep_last=1) as manager:
+        manager.save(1, state(1))
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        manager.save(2, state(2))
+        handle = manager.async_save(3, state(3))
+        monkeypatch.chdir(tmp_path)
+        assert handle.result().path == str(tmp_path / "run" / "step_3")
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        loaded = empty()
+        assert manager.load_latest(loaded).step == 3
+        assert holds(loaded, 3)
+    assert [path.name for path in (tmp_path / "run").iterdir() if path.is_dir()] == ["step_3"]
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_a_closed_manager_changes_nothing_and_still_looks(root: str):
+    with Manager(root, keep_last=1) as closed:
+        closed.save(1, state(1))
+    with Manager(root) as other:
+        other.save(2, state(2))
+        verbs = {
+            "save": lambda: closed.save(3, state(3)),
+            "async_save": lambda: closed.async_save(3, state(3)),
+            "load": lambda: closed.load(1, empty()),
+            "load_latest": lambda: closed.load_latest(empty()),
+            "delete": lambda: closed.delete(1),
+            "preempted": lambda: closed.preempted,
+        }
+        for name, call in verbs.items():
+            with pytest.raises(UsageError, match=f"^{name}: the manager of .* is closed"):
+                call()
+        assert closed.steps() == other.steps() == [1, 2]
+        assert (closed.latest(), closed.best()) == (2, None)
+        closed.close()
+
+
+def test_a_save_that_outlives_its_manager_does_not_prune(root: str, monkeypatch: pytest.MonkeyPatch):
+    """Ctrl-C in `close` lets go of the root before the save is over; by then another job may have it."""
+    manager = Manager(root, keep_last=1)
+    manager.save(1, state(1))
+    monkeypatch.setattr(manager, "_wait", lambda: (_ for _ in ()).throw(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        manager.close()
+    manager._committed(2)
+    assert Manager(root).steps() == [1]
+
+
+# --- one step ---
+
+
+def test_one_step_is_loaded_and_one_that_is_not_there_is_named(root: str):
+    with Manager(root) as manager:
+        for step in (10, 20, 30):
+            manager.save(step, state(step))
+        loaded = empty()
+        assert manager.load(20, loaded).num_tensors == 1
+        assert holds(loaded, 20)
+        with pytest.raises(CheckpointNotFound, match=r"step_25: no committed .*the run has step_10, step_20, step_30"):
+            manager.load(25, loaded)
+        with pytest.raises(UsageError, match="step=-1"):
+            manager.load(-1, loaded)
+        assert holds(loaded, 20)
+
+
+def test_a_step_is_deleted_unless_somebody_reads_it(root: str):
+    with Manager(root, keep_last=5) as manager:
+        for step in (10, 20):
+            manager.save(step, state(step))
+        manager.async_save(30, state(30))
+        manager.delete(30)
+        with open_storage(f"{root}/step_10") as storage, reading(storage), pytest.raises(StorageError, match="somebody reads it"):
+            manager.delete(10)
+        assert manager.steps() == [10, 20]
+        manager.delete(10)
+        assert manager.steps() == [20]
+        with pytest.raises(CheckpointNotFound, match="step_10: .*the run has step_20"):
+            manager.delete(10)
+        with Manager(root, read_only=True) as reader, pytest.raises(UsageError, match="read_only"):
+            reader.delete(20)
+        assert manager.load_latest(empty()).step == 20
+    with open_storage(root) as storage:
+        assert storage.folders() == ("step_20",)
+
+
+def test_saves_return_what_they_did(root: str):
+    with Manager(root) as manager:
+        for report in (manager.save(1, state(1)), manager.async_save(2, state(2)).result()):
+            step = 1 if report.path.endswith("step_1") else 2
+            with open_storage(f"{root}/step_{step}") as storage:
+                size = sum(size for key, size in storage.list() if key.endswith(".safetensors"))
+                assert report.save_id in storage.folders()
+            assert report.num_bytes == report.total_bytes == size > 4000
+            assert 0 < report.stall_s <= report.duration_s
+            assert report.path == manager.path(step)
+            assert re.fullmatch(r"SaveReport\(path='.*step_\d', num_bytes=\d+, duration_s=[\d.]+, stall_s=[\d.]+\)", repr(report))

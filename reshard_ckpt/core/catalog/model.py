@@ -145,6 +145,10 @@ class Catalog:
         table = self.tensors_table
         self._index.update({name: i for i, name in enumerate(table.names) if table.kind[i] == TensorKind.TENSOR})
 
+    def __repr__(self) -> str:
+        mesh = "" if self.mesh is None else f", mesh {dict(zip(self.mesh.axes, self.mesh.sizes, strict=True))}"
+        return f"<Catalog {self.save_id!r}: {len(self._index)} tensors, {len(self.values_table)} values{mesh}>"
+
     def __contains__(self, name: str) -> bool:
         return name in self._index
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 from ...core.catalog.model import Catalog
@@ -24,6 +24,31 @@ def find_steps(root: Storage) -> tuple[list[int], list[int]]:
     steps = sorted(int(match[1]) for name in root.folders() if (match := _STEP.fullmatch(name)))
     committed = [step for step in steps if root.size(f"{step_name(step)}/{CATALOG_KEY}") is not None]
     return committed, sorted(set(steps) - set(committed))
+
+
+def describe_run(root: Storage) -> str | None:
+    """What to say of a path that holds a run's checkpoints, and is none itself; None where it holds none either."""
+    committed, begun = find_steps(root)
+    if not committed and not begun:
+        return None
+    if not committed:
+        return f"saves began in {name_steps(begun)} there, but none was committed; check the path"
+    newest = f"{root.url}/{step_name(committed[-1])}"
+    return (
+        f"it holds those of a run: {name_steps(committed)}; load the newest as {newest!r}, or with "
+        f"checkpoint.Manager({root.url!r}).load_latest(state); reshard-ckpt inspect {root.url} lists them"
+    )
+
+
+def name_steps(steps: Sequence[int], limit: int = 6) -> str:
+    """Steps for people: the first and the last ones, if there are many.
+
+    >>> name_steps([1, 2]), name_steps(range(10))
+    ('step_1, step_2', 'step_0, step_1, step_2, …, step_7, step_8, step_9 (10 in all)')
+    """
+    names = [step_name(step) for step in steps]
+    shown = names if len(names) <= limit else [*names[: limit // 2], "…", *names[-limit // 2 :]]
+    return ", ".join(shown) + ("" if len(names) <= limit else f" ({len(names)} in all)")
 
 
 @contextmanager

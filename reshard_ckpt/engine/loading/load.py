@@ -34,6 +34,7 @@ from ...format.keys import CATALOG_KEY, SAVE_ID
 from ...format.torch_dtypes import TORCH_DTYPES
 from ...storage.protocol import Storage
 from ..common.progress import OnProgress, silent
+from ..common.step_folders import describe_run
 from .read import REQUEST_BYTES, WINDOW_BYTES, BlockDigests, ReadTarget, check_files, execute, open_files
 from .ties import Member, Tie, conflicts, find_ties
 
@@ -111,6 +112,9 @@ def read_catalog_bytes(storage: Storage) -> bytes:
 
 
 def _what_is_there(storage: Storage) -> str:
+    # First, as to list all files of a run may take long.
+    if (run := describe_run(storage)) is not None:
+        return run
     keys = [key for key, _ in storage.list()]
     if not keys:
         return f"nothing is there, in particular no {CATALOG_KEY}; check the path"

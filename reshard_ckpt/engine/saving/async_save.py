@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import replace
+from types import TracebackType
 from typing import Any
 from weakref import WeakSet
 
@@ -20,6 +23,7 @@ import torch
 from torch.optim import Optimizer
 
 from ...comm.protocol import Comm
+from ...core.report import SaveReport
 from ...errors import CheckpointError, UsageError
 from ...storage.protocol import Storage
 from ..common.host_memory import POOL
@@ -69,7 +73,9 @@ _HANDLES: WeakSet[SaveHandle] = WeakSet()
 class SaveHandle:
     """A save that is under way.
 
-    Every method may be called from any thread, any number of times.
+    Every method may be called from any thread, any number of times. In a ``with`` block, the save is over when the block is left:
+    its error is raised there. Where the block itself raises, the save is waited for as well, as it may be the last; then the
+    block's error goes on, and that of the save, if it failed too, is for the next save.
     """
 
     def __init__(self, path: str, save_id: str) -> None:
@@ -77,6 +83,8 @@ class SaveHandle:
         self._staged = Moment()
         self._done = threading.Event()
         self._error: BaseException | None = None
+        self._report: SaveReport | None = None
+        self._stall_s = 0.0
         self._told = False
         self._callbacks: list[Callable[[SaveHandle], object]] = []
         self._lock = threading.Lock()
@@ -84,7 +92,16 @@ class SaveHandle:
 
     def staged(self) -> None:
         """Wait until the state may change: all of it is copied, or the save has failed (`result` says how)."""
+        if self._staged.is_set():
+            return
+        began = time.monotonic()
         self._staged.wait()
+        self._held_up(time.monotonic() - began)
+
+    def _held_up(self, stall_s: float) -> None:
+        """Count the seconds that a caller was held up."""
+        with self._lock:
+            self._stall_s += stall_s
 
     def done(self) -> bool:
         """Whether the save has been committed or has failed."""
@@ -94,8 +111,8 @@ class SaveHandle:
         """Whether the save has failed; `result` says how."""
         return self._done.is_set() and self._error is not None
 
-    def result(self, timeout: float | None = None) -> None:
-        """Wait until the checkpoint is committed.
+    def result(self, timeout: float | None = None) -> SaveReport:
+        """Wait until the checkpoint is committed; what the save did, for metrics.
 
         Parameters
         ----------
@@ -114,6 +131,23 @@ class SaveHandle:
         self._told = True
         if self._error is not None:
             raise self._error
+        assert self._report is not None
+        return replace(self._report, stall_s=min(self._stall_s, self._report.duration_s))
+
+    def __enter__(self) -> SaveHandle:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None:
+            self.result()
+        self._done.wait()
+
+    def __repr__(self) -> str:
+        if not self._done.is_set():
+            state = "staged, being written" if self._staged.is_set() else "being staged"
+        else:
+            state = "committed" if self._error is None else f"failed: {type(self._error).__name__}"
+        return f"<{type(self).__name__} {self._path!r}: {state}>"
 
     def add_done_callback(self, callback: Callable[[SaveHandle], object]) -> None:
         """Call a function with this handle once the save has been committed or has failed, or at once if it has.
@@ -170,7 +204,7 @@ class SaveThread:
         self._handle, self._session, self._staging, self._recorder = handle, session, staging, recorder
         self._stages = False
 
-    def start(self, write: Callable[[], None], *, finally_: Callable[[], None]) -> None:
+    def start(self, write: Callable[[], SaveReport], *, finally_: Callable[[], None]) -> None:
         """Run `write` in the session, and then, in any case, `finally_`; where no thread can be started, leave the session.
 
         Raises
@@ -218,15 +252,17 @@ class SaveThread:
             self._handle._staged.set()
         self._handle._done.wait()
 
-    def _run(self, write: Callable[[], None], finally_: Callable[[], None]) -> None:
-        handle = self._handle
+    def _run(self, write: Callable[[], SaveReport], finally_: Callable[[], None]) -> None:
+        handle, recorder = self._handle, self._recorder
         try:
             with self._session:
                 try:
-                    write()
+                    report = write()
                 except BaseException as error:
                     self._staging.fail(error)
                     raise
+            # After the vote at the session's end: a rank that has nothing to publish is told there that rank 0 has.
+            handle._report = replace(report, duration_s=recorder.now() - recorder.began)
         except BaseException as error:
             handle._error = error if isinstance(error, CheckpointError) else _wrapped(handle, error)
             self._recorder.log.error("the save to %s failed: %s", handle._path, error)
@@ -360,11 +396,12 @@ def launch(
     def is_owned(row: int) -> bool:
         return local_shards.rows[row][1].tensor.untyped_storage().data_ptr() in addresses
 
-    def write() -> None:
+    def write() -> SaveReport:
         receipt = write_files(storage, agreed.assignment, layouts, staging.drain, marks, recorder, sha256=sha256)
         # A rank with no file to write drains nothing, and its fingerprints may not be there yet.
         ready = staging.wait_finished
-        commit(comm, storage, agreed, receipt, metadata, recorder, timeline=timeline, sha256=sha256, ready=ready)
+        total = commit(comm, storage, agreed, receipt, metadata, recorder, timeline=timeline, sha256=sha256, ready=ready)
+        return SaveReport(handle._path, agreed.assignment.save_id, receipt.num_bytes, total, 0.0, 0.0)
 
     thread = SaveThread(handle, session.pop_all(), staging, recorder)
     # Where the ring streams, all is copied before this returns.
@@ -383,6 +420,7 @@ def launch(
     except BaseException as error:  # Ctrl-C, which may come at any moment
         thread.give_up(error)
         raise
+    handle._held_up(recorder.now() - recorder.began)
 
 
 def _stage_lazily(

@@ -113,8 +113,10 @@ def commit(
     timeline: bool,
     sha256: bool = False,
     ready: Callable[[], None] = lambda: None,
-) -> None:
+) -> int | None:
     """Gather the receipts, prove on rank 0 that all is there and alike, and publish the catalog.
+
+    Returns the bytes of all files, on rank 0.
 
     A save that fails here leaves no file of this rank, unless it may be committed all the same.
 
@@ -139,10 +141,9 @@ def commit(
         raise
     # If this gather takes place on no rank, rank 0 cannot commit, so every rank may undo. After it, rank 0 alone knows.
     gathered = comm.gather(message, undo=undo)
-    num_bytes, seconds = sum(file.size for file in receipt.files), began - recorder.began
-    recorder.log.info("wrote %s to %s in %.2f s", size_text(num_bytes), storage.url, seconds)
+    recorder.log.info("wrote %s to %s in %.2f s", size_text(receipt.num_bytes), storage.url, began - recorder.began)
     if gathered is None:
-        return
+        return None
     received_at = recorder.now()
     recorder.add("receipts", began)
     assert agreed.plan is not None
@@ -172,6 +173,7 @@ def commit(
             recorder.log.warning("saved, but its timeline is not: %s: %s", type(error).__name__, error)
     size, seconds = sum(file.size for file in catalog.files), recorder.now() - recorder.began
     recorder.log.info("saved %s by %d ranks to %s in %.2f s", size_text(size), comm.size, storage.url, seconds)
+    return size
 
 
 def _keys(receipts: Iterable[Receipt]) -> list[str]:

@@ -82,6 +82,10 @@ class Receipt:
     record: bytes = b""
     """How long what took, as a `recorder.Recorder` sealed it; empty where nobody wants to know."""
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.size for file in self.files)
+
 
 def _default(value: Any) -> msgpack.ExtType:
     if not isinstance(value, np.ndarray):

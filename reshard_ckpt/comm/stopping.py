@@ -1,0 +1,168 @@
+"""One stop for all ranks, at the same step, although every rank counts its steps by itself.
+
+1. A rank counts its own steps (`AgreedStop.reached`). As long as nobody wants to stop, that asks no store and no rank.
+2. A thread of each rank looks into the store now and then. Where its own rank has been told to stop, it says so there.
+3. A thread that finds it said holds its own rank back from the next step, and posts how many steps that has begun. No rank has to
+   take a step for this, so none waits for another's training, however far they are apart.
+4. Whoever posts last decides: the step after the furthest one. Nobody has begun that, as all are held back.
+5. All ranks are let go, up to that step; rank 0 last, because its process may host the store.
+
+A rank that takes no further step has closed its stop and posted that. Then no stop is decided: the others have but the same steps
+left, and come to their end as well.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol
+
+from torch.distributed import DistError
+
+from ..errors import PeerError
+from .store import KeyValueStore
+from .wire import name_ranks
+
+_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.0005, 0.05
+_FAREWELL_S = 5.0
+_NEVER = -1
+"""Posted by a rank that takes no further step; decided, where one has."""
+
+
+class Stop(Protocol):
+    """What a rank asks before each step."""
+
+    def reached(self) -> bool:
+        """Count one step more; whether all ranks stop at this one, or have stopped before."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoneStop:
+    """The stop of a process on its own: at once."""
+
+    wanted: Callable[[], bool]
+
+    def reached(self) -> bool:
+        return self.wanted()
+
+
+class AgreedStop(AbstractContextManager["AgreedStop"]):
+    """The stop of one rank of several; a thread watches while the ``with`` block lasts.
+
+    Parameters
+    ----------
+    store
+        With keys that nobody else uses, the same on all ranks.
+    wanted
+        Whether this rank has been told to stop; called in the thread.
+    timeout_s
+        How long a rank that is held back waits for the others.
+    """
+
+    def __init__(self, store: KeyValueStore, rank: int, size: int, wanted: Callable[[], bool], *, timeout_s: float) -> None:
+        self._store, self._rank, self._size = store, rank, size
+        self._wanted, self._timeout_s = wanted, timeout_s
+        # Thousands of ranks together ask the store some thousand times a second at most.
+        self._pause_s = min(5.0, max(0.1, size / 2000))
+        self._lock = threading.Lock()
+        self._num_steps, self._stop_at = 0, _NEVER
+        self._held_back = self._posted = False
+        self._decided, self._closed = threading.Event(), threading.Event()
+        self._error: PeerError | None = None
+        self._thread = threading.Thread(target=self._watch, name="reshard-ckpt-stop", daemon=True)
+
+    def __enter__(self) -> AgreedStop:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._closed.set()
+        self._thread.join()
+        with suppress(DistError):  # the others have ended, and the store with them
+            self._post(_NEVER)
+            if self._store.add("gone", 1) == self._size:
+                for key in ("wanted", "steps", "posted", "stop at", "told", "gone"):
+                    self._store.delete_key(key)
+
+    def reached(self) -> bool:
+        """Count one step more; whether all ranks stop at this one, or have stopped before.
+
+        Raises
+        ------
+        PeerError
+            Some rank wants to stop, and others did not answer; or the store is gone.
+        """
+        with self._lock:
+            self._num_steps += 1
+            if not self._held_back:
+                return False
+        self._decided.wait()
+        if self._error is not None:
+            raise self._error
+        return _NEVER < self._stop_at <= self._num_steps
+
+    def _watch(self) -> None:
+        try:
+            while not self._closed.wait(self._pause_s):
+                if self._wanted():
+                    self._store.set("wanted", b"1")
+                if self._store.check(["wanted"]):
+                    self._agree()
+                    return
+        except DistError as error:
+            self._error = PeerError(
+                f"the job's key-value store does not answer any more ({error}), so this rank cannot hear of a stop; "
+                "the process that hosts it, often rank 0, has probably ended: its log says why",
+                ranks=(0,),
+            )
+        finally:
+            with self._lock:
+                self._held_back = self._held_back or self._error is not None
+            self._decided.set()
+
+    def _agree(self) -> None:
+        with self._lock:
+            self._held_back, num_steps = True, self._num_steps
+        self._post(num_steps)
+        if not self._wait(lambda: self._store.check(["stop at"]), self._timeout_s):
+            if self._closed.is_set():
+                return
+            absent = sorted(set(range(self._size)) - self._all_posted().keys())
+            self._error = PeerError(
+                f"a rank was told to stop, and {name_ranks(absent)} did not say within {self._timeout_s:g} s how far it is; "
+                "its own log says why",
+                ranks=absent,
+            )
+            return
+        self._stop_at = int(self._store.get("stop at"))
+        self._store.add("told", 1)
+        if self._rank == 0:
+            self._wait(lambda: self._store.add("told", 0) + self._store.add("gone", 0) >= self._size, _FAREWELL_S)
+
+    def _post(self, num_steps: int) -> None:
+        """Say, once, how many steps this rank has begun; the last one to do so decides."""
+        if self._posted:
+            return
+        self._posted = True
+        self._store.append("steps", b"%d:%d " % (self._rank, num_steps))
+        if self._store.add("posted", 1) == self._size:
+            posted = self._all_posted().values()
+            self._store.set("stop at", b"%d" % (_NEVER if _NEVER in posted else max(posted) + 1))
+
+    def _all_posted(self) -> dict[int, int]:
+        pairs = (pair.split(b":") for pair in self._store.get("steps").split())
+        return {int(rank): int(num_steps) for rank, num_steps in pairs}
+
+    def _wait(self, done: Callable[[], bool], timeout_s: float) -> bool:
+        """Ask until it is so (True), or the time is over or nobody waits any more (False)."""
+        begin = time.monotonic()
+        while not done():
+            waited = time.monotonic() - begin
+            pause = min(max(waited / 10, _FIRST_PAUSE_S), _LAST_PAUSE_S)
+            if waited >= timeout_s or self._closed.wait(pause):
+                return False
+        return True

@@ -1,0 +1,71 @@
+"""The folder of one training run: its lock, and what the catalog of each step says of it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from ..checkpoint.listing import METRIC, metric_of
+from ..engine.common.step_folders import referred_keys
+from ..engine.loading.load import open_catalog
+from ..errors import CheckpointNotFound, CorruptError, UsageError
+from ..storage import LocksUnsupported, Storage, open_storage
+
+LOCK_KEY = ".reshard_ckpt.lock"
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What the catalog of one step says that pruning needs."""
+
+    metric: float | None
+    referred: frozenset[str]
+
+
+def look(path: str, step: int) -> Known:
+    """What there is to know of a step; nothing, where its catalog is gone or damaged."""
+    try:
+        with open_storage(path) as storage:
+            catalog = open_catalog(storage)
+    except (CheckpointNotFound, CorruptError):
+        return Known(None, frozenset())
+    return Known(metric_of(catalog), frozenset(referred_keys(step, catalog)))
+
+
+def with_metric(metadata: Any, metric: float | None) -> Any:
+    """Metadata that hold the metric too.
+
+    Raises
+    ------
+    UsageError
+        They have no place for it.
+    """
+    if metric is None:
+        return metadata
+    if metadata is not None and (not isinstance(metadata, Mapping) or METRIC in metadata):
+        raise UsageError(f"metadata={metadata!r:.200}: with metric=, pass a dict without a {METRIC!r} of its own")
+    return {**(metadata or {}), METRIC: float(metric)}
+
+
+@contextmanager
+def take_lock(storage: Storage) -> Iterator[None]:
+    """Hold the root, so that no other job saves and prunes here."""
+    try:
+        lock = storage.lock(LOCK_KEY, make=True)
+    except LocksUnsupported as error:
+        warnings.warn(f"{error}; nothing keeps a second job from saving and pruning there too", stacklevel=4)
+        yield
+        return
+    if lock is None:
+        holder = storage.read(LOCK_KEY, 1 << 10).decode(errors="replace") or "another job"
+        raise UsageError(
+            f"{storage.url}: {holder} manages the checkpoints there; give each job its own root, or pass read_only=True to load"
+        )
+    with lock:
+        lock.note(f"process {os.getpid()} on {socket.gethostname()}".encode())
+        yield

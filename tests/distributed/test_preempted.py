@@ -1,0 +1,91 @@
+"""`manager.preempted` on real ranks without any collective in their loops, and a real SIGTERM to one of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from reshard_ckpt.checkpoint import Manager
+from reshard_ckpt.errors import UsageError
+from tests.distributed.outcomes import Outcome, outcome
+from tests.launch import run_ranks
+
+
+def loop(root: str) -> tuple[int, bool, bool]:
+    """Read until told, rank r beginning 500 × r reads ahead; rank 2 gets the signal, when all have come that far."""
+    rank = dist.get_rank()
+    with Manager(root) as manager:
+        before = signal.getsignal(signal.SIGTERM)
+        early = any(manager.preempted for _ in range(1 + 500 * rank))
+        steps = 1 + 500 * rank
+        dist.barrier()
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        while not manager.preempted:
+            steps += 1
+        assert manager.preempted
+        handled = signal.getsignal(signal.SIGTERM) != before
+    assert signal.getsignal(signal.SIGTERM) == before
+    return steps + 1, early, handled
+
+
+def test_all_ranks_are_preempted_at_the_same_read(tmp_path: Path):
+    found = run_ranks(loop, 4, str(tmp_path / "run"))
+    assert len({step for step, _, _ in found}) == 1, found
+    assert found[0][0] > 1501
+    assert all(handled and not early for _, early, handled in found)
+
+
+def elsewhere(root: str) -> Outcome:
+    """Rank 1 reads first in another thread, where no handler can be set; all are told."""
+    with Manager(root, timeout_s=60) as manager:
+        if dist.get_rank() == 0:
+            return outcome(lambda: manager.preempted)
+        found: list[Outcome] = []
+        thread = threading.Thread(target=lambda: found.append(outcome(lambda: manager.preempted)))
+        thread.start()
+        thread.join()
+        return found[0]
+
+
+def test_a_first_read_outside_the_main_thread_is_an_error_on_all_ranks(tmp_path: Path):
+    for found in run_ranks(elsewhere, 2, str(tmp_path / "run")):
+        assert found.error == "UsageError"
+        assert "main thread" in found.message
+
+
+def test_alone_the_signal_is_seen_at_the_next_read_and_the_handler_of_before_comes_back(tmp_path: Path):
+    called: list[int] = []
+    own = signal.signal(signal.SIGTERM, lambda number, _: called.append(number))
+    try:
+        with Manager(tmp_path / "run", finish_on_sigterm=True) as manager:
+            assert not manager.preempted
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert manager.preempted
+        with pytest.raises(UsageError, match="preempted: the manager of .* is closed"):
+            _ = manager.preempted
+        assert called == []
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert called == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, own)
+
+
+def test_a_forked_child_ends_by_the_signal_as_it_did_before(tmp_path: Path):
+    with Manager(tmp_path / "run") as manager:
+        assert not manager.preempted
+        read, write = os.pipe()
+        child = os.fork()
+        if not child:
+            os.write(write, b"x")
+            signal.pause()
+            os._exit(0)
+        assert os.read(read, 1) == b"x"
+        os.kill(child, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+        assert not manager.preempted

@@ -1,0 +1,62 @@
+"""`examples/preemption.py` under a real SIGTERM: a last save at one step of all ranks, exit code 0, and the next job goes on."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from reshard_ckpt import checkpoint
+from tests.launch import ROOT, run_script
+
+EXAMPLE = ROOT / "examples" / "preemption.py"
+FOREVER = "1000000000"
+
+
+def preempt(root: Path, nproc: int, told: list[int]) -> str:
+    """Run the example, send SIGTERM to some of its ranks once it trains, and return what it printed."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", str(EXAMPLE)]
+    job = subprocess.Popen(
+        [*command, str(root), FOREVER],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    printed, pids, done = "", dict[int, int](), False
+    try:
+        for line in job.stdout or ():
+            printed += line
+            if found := re.match(r"rank (\d+) is process (\d+)", line):
+                pids[int(found[1])] = int(found[2])
+            if line.startswith("step ") and len(pids) == nproc and not done:
+                for rank in told:
+                    os.kill(pids[rank], signal.SIGTERM)
+                done = True
+        job.wait()
+    except BaseException:
+        os.killpg(job.pid, signal.SIGKILL)
+        raise
+    assert job.returncode == 0, printed
+    return printed
+
+
+@pytest.mark.parametrize("told", [[1], [0, 1]], ids=["one rank is told", "all ranks are told"])
+def test_sigterm_makes_a_last_save_and_the_next_job_goes_on_from_it(tmp_path: Path, told: list[int]):
+    printed = preempt(tmp_path / "run", 2, told)
+    saved = dict(re.findall(r"rank (\d) saved step (\d+)", printed))
+    assert set(saved) == {"0", "1"}, printed
+    (step,) = {int(step) for step in saved.values()}
+    with checkpoint.Manager(tmp_path / "run", read_only=True) as manager:
+        assert manager.latest() == step
+    assert checkpoint.verify(tmp_path / "run" / f"step_{step}").ok
+    again = run_script(EXAMPLE, 1, [str(tmp_path / "run"), str(step + 2)])
+    assert f"from step {step}\n" in again
+    assert f"rank 0 saved step {step + 2} in" in again
