@@ -20,6 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import NameCollisionError, UsageError
+from .declared import parts_of
 from .shards import PerRank
 from .tensors import TensorLike, is_tensor_like
 
@@ -142,7 +143,7 @@ def _open(obj: Any) -> tuple[Any, Callable[[Any], Any]]:
 def _items(value: Any, path: Path, above: tuple[int, ...], *, whole: bool = False) -> Iterator[Item]:
     """The items at and below a value; `whole` says that it is the state itself, which is never a value."""
     if is_tensor_like(value):
-        yield TensorItem(path, value)
+        yield from (TensorItem(path, part) for part in parts_of(value, name_of(path)))
     elif isinstance(value, PerRank):
         yield PerRankItem(path, value)
     elif (modules := _modules(value)) is not None:
