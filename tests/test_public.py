@@ -18,7 +18,16 @@ CHECKPOINT = [
     "SaveReport", "Timeline", "VerifyReport", "async_save", "catalog", "convert", "diff", "inspect", "load", "plot", "prepare",
     "read", "reshard", "save", "timeline", "verify", "write_manifest",
 ]  # fmt: skip
-DCP = ["AsyncCheckpointerType", "AsyncSaveResponse", "ReshardReader", "ReshardWriter", "async_save", "load", "save"]
+DCP = [
+    "AsyncCheckpointerType",
+    "AsyncSaveResponse",
+    "ReshardReader",
+    "ReshardWriter",
+    "async_save",
+    "format_utils",
+    "load",
+    "save",
+]
 
 OPTIONS = {
     "save": ["mesh", "process_group", "metadata", "timeline", "sha256", "progress", "timeout_s"],

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.distributed.checkpoint as _torch_dcp
 
+from . import format_utils
 from .loading import load
 from .reader import ReshardReader
 from .saving import AsyncCheckpointerType, AsyncSaveResponse, async_save, save
@@ -22,6 +23,7 @@ __all__ = [
     "ReshardReader",
     "ReshardWriter",
     "async_save",
+    "format_utils",
     "load",
     "save",
 ]

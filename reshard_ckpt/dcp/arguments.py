@@ -1,29 +1,17 @@
-"""Which arguments of DCP mean something here? What they say is taken; what cannot be followed is refused by name."""
+"""Which arguments of DCP mean something here? What they say is taken; what only DCP can follow is for `by_torch`."""
 
 from __future__ import annotations
 
 import os
 from typing import Any
 
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
-
 from ..comm import ALONE
 from ..errors import UnsupportedError, UsageError
 from ..format.keys import CATALOG_KEY
+from ..formats.dcp.metadata import METADATA_KEY
 from ..storage import open_storage
-from .reader import ReshardReader
-from .writer import ReshardWriter
-
-try:
-    from torch.distributed.checkpoint.staging import DefaultStager
-except ImportError:  # older releases, such as 2.6, have none
-    DefaultStager = None  # type: ignore[assignment, misc]
 
 Path = str | os.PathLike[str]
-
-_INSTEAD = "call torch.distributed.checkpoint.{call} for that, where ReshardWriter and ReshardReader read and write this format"
 
 
 def save_path(checkpoint_id: Path | None, writer: Any) -> Path:
@@ -33,29 +21,19 @@ def save_path(checkpoint_id: Path | None, writer: Any) -> Path:
     ------
     UsageError
         Nothing says where; or the writer is not to overwrite what is there.
-    UnsupportedError
-        The writer is another one than those that only name a folder.
     """
-    path = _path("save", checkpoint_id, writer, (ReshardWriter, FileSystemWriter), "storage_writer")
+    path = load_path(checkpoint_id, writer)
     if getattr(writer, "overwrite", True) is False:
         with open_storage(path) as storage:
-            if storage.size(CATALOG_KEY) is not None:
-                raise UsageError(f"{storage.url}: a checkpoint is there, and overwrite=False; save to another path")
+            if any(storage.size(key) is not None for key in (CATALOG_KEY, METADATA_KEY)):
+                raise UsageError(
+                    f"{storage.url}: Checkpoint already exists, and overwrite=False; save to another path, or pass overwrite=True"
+                )
     return path
 
 
-def load_path(checkpoint_id: Path | None, reader: Any) -> Path:
-    """Where to load from; errors as for `save_path`."""
-    return _path("load", checkpoint_id, reader, (ReshardReader, FileSystemReader), "storage_reader")
-
-
-def _path(call: str, checkpoint_id: Path | None, store: Any, known: tuple[type, ...], option: str) -> Path:
-    if store is not None and type(store) not in known:
-        names = " and ".join(kind.__name__ for kind in known)
-        raise UnsupportedError(
-            f"{option}={type(store).__name__}: only {names} are taken, for the folder that they name; "
-            f"{_INSTEAD.format(call=call)}"
-        )
+def load_path(checkpoint_id: Path | None, store: Any) -> Path:
+    """Where to load from; `UsageError` if nothing says where."""
     path = named_path(checkpoint_id, store)
     if not path:
         raise UsageError(f"checkpoint_id={checkpoint_id!r}: pass the folder of the checkpoint")
@@ -67,36 +45,13 @@ def named_path(checkpoint_id: Path | None, store: Any) -> Path | None:
     return checkpoint_id or getattr(store, "checkpoint_id", None)
 
 
-def check_save_planner(planner: Any) -> None:
-    """Take a default planner, whose options are about a planning that does not take place, and refuse any other."""
-    if planner is not None:
-        _check_default(planner, DefaultSavePlanner, "save")
-
-
 def is_partial(planner: Any) -> bool:
-    """Whether a default planner allows what is missing in the checkpoint; any other is refused."""
-    if planner is None:
-        return False
-    _check_default(planner, DefaultLoadPlanner, "load")
-    return bool(planner.allow_partial_load)
+    """Whether a default planner allows what is missing in the checkpoint."""
+    return planner is not None and bool(planner.allow_partial_load)
 
 
-def _check_default(planner: Any, default: type[Any], call: str) -> None:
-    given = f"planner={type(planner).__name__}"
-    if type(planner) is not default:
-        raise UnsupportedError(f"{given}: nothing of DCP's planning runs here; {_INSTEAD.format(call=call)}")
-    if not planner.flatten_state_dict:
-        raise UnsupportedError(f"{given}(flatten_state_dict=False): nested dicts are always opened here; leave it out")
-
-
-def is_async_stager(stager: Any) -> bool:
-    """Whether a stager asks for staging in the background; one that does something of its own is refused."""
-    if stager is None or type(stager) is BlockingAsyncStager:
-        return False
-    if DefaultStager is None or type(stager) is not DefaultStager:
-        raise UnsupportedError(
-            f"async_stager={type(stager).__name__}: staging is the library's own; pass None, or torch's DefaultStager"
-        )
+def stages_later(stager: Any) -> bool:
+    """Whether a stager of torch's own asks for staging in the background."""
     # Private: torch does not say what a DefaultStager was made with. Without it, staging is done before async_save returns.
     return bool(getattr(getattr(stager, "_config", None), "use_async_staging", False))
 

@@ -78,7 +78,7 @@ def _form(value: Any, make: Make, *, merged: bool) -> Any:
 
 
 def _materialized(tensor: torch.Tensor) -> torch.Tensor:
-    if not tensor.is_meta:
+    if hasattr(tensor, "local_shards") or not tensor.is_meta:  # a ShardedTensor warns of itself when asked
         return tensor
     if isinstance(tensor, DTensor):
         local = torch.empty_like(tensor.to_local(), device=tensor.device_mesh.device_type)

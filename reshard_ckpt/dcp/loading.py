@@ -10,15 +10,20 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from ..checkpoint.loading import load_state
 from ..core.catalog.model import Catalog
-from ..core.report import LoadReport
+from ..core.report import LoadReport, summarize
 from ..engine.loading.load import LoadOptions
+from ..errors import MismatchError
 from ..state.router import Below
 from .arguments import Path, group_of, is_partial, load_path, named_path
+from .by_torch import by_torch, is_dcps_alone, is_own_planner
+from .calls import called_as_torch
 from .folders import FORMATS_AS_SAVED
 from .forms import give_back, loading_form, opened
+from .raised import rank_said_by
 from .saving import raised_on_all
 
 
+@called_as_torch("storage_reader")
 def load(
     state_dict: MutableMapping[str, Any],
     *,
@@ -40,9 +45,10 @@ def load(
     checkpoint_id
         The folder of a checkpoint of this library, of DCP, or of another format that `checkpoint.load` opens.
     storage_reader
-        A `ReshardReader` or `FileSystemReader`, for the folder that it names.
+        A `ReshardReader` or `FileSystemReader`, for the folder that it names. With any other, torch's own function runs.
     planner
-        None, or a plain `DefaultLoadPlanner`: with ``allow_partial_load=True``, what the checkpoint lacks keeps its value.
+        None, or a plain `DefaultLoadPlanner`: with ``allow_partial_load=True``, what the checkpoint lacks keeps its value. With
+        any other, torch's own function runs, with a `ReshardReader`.
     process_group
         The ranks that load together; all, by default.
     no_dist
@@ -50,13 +56,18 @@ def load(
 
     Raises
     ------
-    UnsupportedError
-        An argument asks for what is DCP's alone.
+    UsageError
+        An argument is nothing that DCP takes.
     MismatchError
         The checkpoint lacks something, or has it with another shape; nothing was changed.
     CheckpointError
-        As `checkpoint.load`.
+        As `checkpoint.load`. All of these are torch's `CheckpointException` too.
     """
+    if is_dcps_alone("storage_reader", storage_reader) or is_own_planner(planner, saving=False):
+        given = {"planner": planner, "process_group": process_group, "no_dist": no_dist}
+        named = named_path(checkpoint_id, storage_reader)
+        by_torch("load", state_dict, "storage_reader", named, storage_reader=storage_reader, **given)
+        return
     group = group_of(process_group, no_dist)
 
     def make() -> tuple[Path, bool, dict[str, Any], dict[str, Any]]:
@@ -67,7 +78,10 @@ def load(
     path, partial, state, form = raised_on_all("load", named_path(checkpoint_id, storage_reader), group, make)
     # DCP copies into a tensor of any dtype, so a cast is no error here, but nobody should be unaware of it.
     options = LoadOptions(strict=not partial, cast=True)
-    report, saved = load_state(path, form, options, only_wanted=True, formats=FORMATS_AS_SAVED, process_group=group)
+    try:
+        report, saved = load_state(path, form, options, only_wanted=True, formats=FORMATS_AS_SAVED, process_group=group)
+    except MismatchError as error:
+        raise _in_dcps_words(error).with_traceback(error.__traceback__) from error.__cause__
     _warn(path, form, report, saved)
     for key, value in state.items():
         loaded = give_back(value, form[key])
@@ -75,6 +89,18 @@ def load(
             state_dict[key].load_state_dict(loaded)
         else:
             state_dict[key] = loaded
+
+
+def _in_dcps_words(error: MismatchError) -> MismatchError:
+    """The error, saying what DCP says, which handlers look for, and what to pass to this call."""
+    words = [said for ours, said in _DCPS_WORDS.items() if any(ours in line for line in error.problems)]
+    if not words:
+        return error
+    advice = "pass planner=DefaultLoadPlanner(allow_partial_load=True) to load the rest"
+    return MismatchError(f"{rank_said_by(error)}{', '.join(words)}: {summarize(error.problems, advice)}", error.problems)
+
+
+_DCPS_WORDS = {": not in the checkpoint": "Missing key in checkpoint", ": saved with global shape": "Size mismatch"}
 
 
 def _warn(path: Path, form: Mapping[str, Any], report: LoadReport, saved: Catalog) -> None:

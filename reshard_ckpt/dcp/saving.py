@@ -14,10 +14,14 @@ from ..checkpoint.saving import begin_save
 from ..checkpoint.saving import save as save_checkpoint
 from ..comm import open_session
 from ..engine.saving.async_save import SaveHandle, tell
+from ..errors import CheckpointError
 from ..storage import resolved_path
-from .arguments import Path, check_collective, check_save_planner, group_of, is_async_stager, named_path, save_path
+from .arguments import Path, check_collective, group_of, named_path, save_path, stages_later
+from .by_torch import by_torch, is_dcps_alone, is_own_planner
+from .calls import called_as_torch
 from .described import SavedMetadata
 from .forms import opened, saving_form
+from .raised import as_torch_raises
 
 try:
     from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
@@ -42,6 +46,7 @@ __all__ = ["AsyncCheckpointerType", "AsyncSaveResponse", "SaveFuture", "async_sa
 Made = TypeVar("Made")
 
 
+@called_as_torch("storage_writer")
 def save(
     state_dict: Mapping[str, Any],
     *,
@@ -61,9 +66,10 @@ def save(
     checkpoint_id
         The folder, which all ranks share.
     storage_writer
-        A `ReshardWriter` or `FileSystemWriter`, for the folder that it names.
+        A `ReshardWriter` or `FileSystemWriter`, for the folder that it names. With any other, torch's own function runs, and that
+        writer writes what it does.
     planner
-        None, or a plain `DefaultSavePlanner`.
+        None, or a plain `DefaultSavePlanner`. With any other, torch's own function runs, with a `ReshardWriter`.
     process_group
         The ranks that save together; all, by default.
     no_dist
@@ -81,12 +87,16 @@ def save(
     UnsupportedError
         An argument asks for what is DCP's alone, or the state holds what cannot be saved.
     CheckpointError
-        As `checkpoint.save`.
+        As `checkpoint.save`. All of these are torch's `CheckpointException` too.
     """
+    if is_dcps_alone("storage_writer", storage_writer) or is_own_planner(planner, saving=True):
+        options = {"planner": planner, "process_group": process_group, "no_dist": no_dist, "use_collectives": use_collectives}
+        path = named_path(checkpoint_id, storage_writer)
+        done: Metadata = by_torch("save", state_dict, "storage_writer", path, storage_writer=storage_writer, **options)
+        return done
     group = group_of(process_group, no_dist)
 
     def make() -> tuple[Path, dict[str, Any]]:
-        check_save_planner(planner)
         check_collective(use_collectives)
         path = save_path(checkpoint_id, storage_writer)
         return path, saving_form(opened(state_dict, in_order=False))
@@ -95,6 +105,7 @@ def save(
     return SavedMetadata.of(path, save_checkpoint(path, form, process_group=group).save_id)
 
 
+@called_as_torch(None)
 def async_save(
     state_dict: Mapping[str, Any],
     *,
@@ -117,7 +128,7 @@ def async_save(
         ``THREAD`` or ``PROCESS``: threads of this process save in either case; the guide "Coming from DCP" says why.
     async_stager
         None: the state may change once this returns. A `DefaultStager` with ``use_async_staging``: it may change once
-        ``staging_completion`` is done.
+        ``staging_completion`` is done. With one of the caller's own, torch's own function runs.
 
     Returns
     -------
@@ -125,14 +136,25 @@ def async_save(
         The future of the commit, whose result is as what `save` returns; or with an asynchronous stager those of staging and
         commit.
     """
+    kind = AsyncCheckpointerType(getattr(async_checkpointer_type, "value", async_checkpointer_type))
+    own = [is_dcps_alone("storage_writer", storage_writer), is_dcps_alone("async_stager", async_stager)]
+    if any(own) or is_own_planner(planner, saving=True):
+        options = {"planner": planner, "process_group": process_group, "no_dist": no_dist, "use_collectives": use_collectives}
+        options |= {
+            "async_stager": async_stager,
+            "async_checkpointer_type": None if kind is AsyncCheckpointerType.THREAD else kind,
+        }
+        path = named_path(checkpoint_id, storage_writer)
+        response: Future[Metadata] = by_torch(
+            "async_save", state_dict, "storage_writer", path, storage_writer=storage_writer, **options
+        )
+        return response
     group = group_of(process_group, no_dist)
 
     def make() -> tuple[Path, dict[str, Any], bool]:
-        check_save_planner(planner)
         check_collective(use_collectives)
-        AsyncCheckpointerType(getattr(async_checkpointer_type, "value", async_checkpointer_type))
         path = save_path(checkpoint_id, storage_writer)
-        return path, saving_form(opened(state_dict, in_order=False)), is_async_stager(async_stager)
+        return path, saving_form(opened(state_dict, in_order=False)), stages_later(async_stager)
 
     path, form, later = raised_on_all("save", named_path(checkpoint_id, storage_writer), group, make)
     handle = begin_save(path, form, staging="promised" if later else "eager", process_group=group)
@@ -168,7 +190,7 @@ def _futures(handle: SaveHandle, path: Path) -> tuple[Future[None], SaveFuture]:
         if error is None:
             upload.set_result(SavedMetadata.of(path, save_id))
         else:
-            upload.set_exception(error)
+            upload.set_exception(as_torch_raises(error) if isinstance(error, CheckpointError) else error)
 
     tell(handle, staged=lambda: staging.set_result(None), done=done)
     return staging, upload

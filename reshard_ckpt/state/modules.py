@@ -24,6 +24,7 @@ from torch.optim.swa_utils import AveragedModel
 from ..core.catalog.specs import Replication
 from ..core.catalog.wrappers import MODULE, WRAPPED
 from ..errors import MismatchError, NameCollisionError, UnsupportedError
+from .declared import parts_of
 from .scan import Path, name_of
 from .tensors import TensorLike, is_tensor_like
 
@@ -89,7 +90,8 @@ def read_module(module: nn.Module, path: Path) -> ModuleState:
             )
     raw = dict(_state_dict(module))
     _refuse_meta(module, raw, name)
-    own = {id(t) for t in (*module.parameters(), *module.buffers())}
+    # Attributes too: a hook may put a tensor of the module's own, that is neither a parameter nor a buffer, into the state.
+    own = {id(t) for m in module.modules() for of in (m._parameters, m._buffers, vars(m)) for t in of.values()}
     tensors: list[ModuleTensor] = []
     values: list[ModuleValue] = []
     seen: dict[str, str] = {}
@@ -98,7 +100,8 @@ def read_module(module: nn.Module, path: Path) -> ModuleState:
         if seen.setdefault(at.fqn, key) != key:
             raise NameCollisionError(f"{name}.{at.fqn}: both {seen[at.fqn]} and {key} of the module have this name; rename one")
         if is_tensor_like(value) and not key.endswith(EXTRA_STATE):
-            tensors.append(ModuleTensor(at.fqn, key, value, _claim(value, at), id(value) in own))
+            parts = parts_of(value, f"{name}.{at.fqn}")
+            tensors += [ModuleTensor(at.fqn, key, part, _claim(value, at), id(value) in own) for part in parts]
         else:
             values.append(ModuleValue(at.fqn, key, value, at.owner if key.endswith(EXTRA_STATE) else None))
     return ModuleState(module, raw, tuple(tensors), tuple(values))

@@ -22,6 +22,7 @@ from ..core.catalog.param_groups import NOT_SAVED, merge
 from ..core.catalog.specs import Ints
 from ..core.words import a
 from ..errors import UnsupportedError, UsageError
+from .declared import parts_of
 from .layouts import Layout, whole
 from .owners import Owner, Owners
 from .scan import Path, name_of
@@ -158,6 +159,12 @@ def state_tensor(value: TensorLike, owner: Owner, name: str) -> LocalTensor:
     UnsupportedError
         Its shape is not the parameter's, which is sharded, so nobody knows which part of what it is.
     """
+    value, *more = parts_of(value, name)
+    if more:
+        raise UnsupportedError(
+            f"{name}: is {len(more) + 1} local shards, of which the state of one parameter can have one; save the optimizer's "
+            "state_dict() by FQN instead"
+        )
     if isinstance(value, LocalShard | FlatShard | DTensor):
         return local_tensor_of(value, name)
     memory = plain_memory(value, name)

@@ -26,6 +26,7 @@ from ..core.catalog.wrappers import unwrapped_keys
 from ..core.words import a, check_text
 from ..errors import NameCollisionError, UnsupportedError, UsageError
 from ..format.values import MAX_STEPS
+from .declared import parts_of
 from .flattened import Flattened, is_flattened
 from .numbered import Literal, Watched, beside_numbers, is_numbered
 from .shards import PerRank
@@ -216,7 +217,7 @@ def _items(value: Any, path: Path, above: tuple[int, ...], steps_of: StepsOf, *,
     """The items at and below a value; `whole` says that it is the state itself, which is never a value."""
     _check_depth(path, above)
     if is_tensor_like(value):
-        yield TensorItem(path, value)
+        yield from (TensorItem(path, part) for part in parts_of(value, name_of(path)))
     elif isinstance(value, PerRank):
         yield PerRankItem(path, value)
     elif (modules := _modules(value)) is not None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import copy
 import inspect
 import io
+import pickle
 import threading
 import warnings
 from concurrent.futures import Future, wait
@@ -16,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import reshard_ckpt.dcp as dcp
@@ -310,45 +313,185 @@ def test_error_that_nobody_asked_for_is_raised_by_the_next_save(tmp_path: Path, 
         dcp.async_save({"w": torch.ones(3)}, checkpoint_id=tmp_path)
 
 
-class OwnPlanner(torch_dcp.DefaultSavePlanner):
-    pass
+class HalvingPlanner(torch_dcp.DefaultSavePlanner):
+    """Writes half of each float."""
+
+    def transform_object(self, write_item: Any, object: Any) -> Any:
+        return object / 2 if isinstance(object, torch.Tensor) else super().transform_object(write_item, object)
 
 
-class OwnWriter(dcp.ReshardWriter):
-    pass
+class DoublingPlanner(torch_dcp.DefaultLoadPlanner):
+    """Doubles what it loads."""
+
+    def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
+        tensor.mul_(2)
+
+
+def finished(made: Any) -> Any:
+    """The result of `save`, or of the future of `async_save`."""
+    return made.result(60) if isinstance(made, Future) else made
+
+
+@pytest.mark.parametrize("call", [dcp.save, dcp.async_save])
+@pytest.mark.parametrize("named_by", ["id", "writer"])
+def test_a_planner_of_ones_own_plans_and_this_library_writes_and_reads(tmp_path: Path, call: Any, named_by: str):
+    where = {"checkpoint_id": tmp_path} if named_by == "id" else {"storage_writer": dcp.FileSystemWriter(tmp_path)}
+    finished(call({"w": torch.arange(4.0), "n": 3}, planner=HalvingPlanner(), **where))
+    assert checkpoint.verify(tmp_path).ok
+    assert torch.equal(checkpoint.read(tmp_path)["w"], torch.arange(4.0) / 2)
+    target = {"w": torch.zeros(4), "n": 0}
+    dcp.load(target, checkpoint_id=tmp_path, planner=DoublingPlanner())
+    assert torch.equal(target["w"], torch.arange(4.0))
+    assert target["n"] == 3
+
+
+class NotingWriter(torch_dcp.FileSystemWriter):
+    """A storage of the caller's own, in torch's format."""
+
+    def finish(self, *args: Any, **options: Any) -> None:
+        self.finished = True
+        super().finish(*args, **options)
+
+
+class NotingReader(torch_dcp.FileSystemReader):
+    def read_data(self, *args: Any, **options: Any) -> Any:
+        self.was_read = True
+        return super().read_data(*args, **options)
+
+
+@pytest.mark.parametrize("call", [dcp.save, dcp.async_save])
+def test_a_storage_of_ones_own_is_used_by_torchs_own_call_with_a_warning(tmp_path: Path, call: Any):
+    writer = NotingWriter(tmp_path)
+    with pytest.warns(UserWarning, match=f"storage_writer=NotingWriter: torch's own {call.__name__} runs"):
+        finished(call({"w": torch.arange(3.0)}, storage_writer=writer))
+    assert writer.finished
+    for options in ({"checkpoint_id": tmp_path}, {"storage_reader": NotingReader(tmp_path)}):
+        target = {"w": torch.zeros(3)}
+        dcp.load(target, **options)
+        assert torch.equal(target["w"], torch.arange(3.0))
+    assert options["storage_reader"].was_read
+
+
+@pytest.mark.filterwarnings("ignore:.*torch's own save runs")
+def test_a_storage_of_ones_own_fails_as_with_torch(tmp_path: Path):
+    class Faulty(NotingWriter):
+        def write_data(self, *_: Any) -> Any:
+            raise ValueError("broken")
+
+    with pytest.raises(dcp.CheckpointException) as told:
+        dcp.save({"w": torch.ones(2)}, storage_writer=Faulty(tmp_path))
+    assert type(told.value.failures[0][0]) is ValueError
+
+
+def test_subclasses_of_this_librarys_storage_write_its_format_without_a_warning(tmp_path: Path):
+    writer = type("OwnWriter", (dcp.ReshardWriter,), {})(tmp_path)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*torch's own")
+        dcp.save({"w": torch.ones(2)}, storage_writer=writer)
+    assert checkpoint.verify(tmp_path).ok
+
+
+class OwnStager(BlockingAsyncStager):
+    """Stages by itself: what it gives is what is saved."""
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return {key: value + 1 for key, value in state_dict.items()}
+
+
+@pytest.mark.skipif("async_stager" not in inspect.signature(torch_dcp.async_save).parameters, reason="torch 2.6 takes no stager")
+def test_a_stager_of_ones_own_stages_and_this_library_writes(tmp_path: Path):
+    finished(dcp.async_save({"w": torch.ones(2)}, checkpoint_id=tmp_path, async_stager=OwnStager()))
+    assert checkpoint.verify(tmp_path).ok
+    assert torch.equal(checkpoint.read(tmp_path)["w"], torch.full((2,), 2.0))
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"planner": OwnPlanner()},
+        {"planner": "mine"},
         {"planner": torch_dcp.DefaultSavePlanner(flatten_state_dict=False)},
-        {"storage_writer": OwnWriter("elsewhere")},
+        {"storage_writer": "there"},
         {"use_collectives": False},
     ],
     ids=lambda options: next(iter(options)),
 )
-def test_what_is_dcps_alone_is_refused_by_name(tmp_path: Path, options: dict[str, Any]):
+def test_what_cannot_be_followed_is_refused_by_name(tmp_path: Path, options: dict[str, Any]):
     for call in (dcp.save, dcp.async_save):
-        with pytest.raises(UnsupportedError, match=next(iter(options))):
+        with pytest.raises(UsageError, match=next(iter(options))):
             call({"w": torch.ones(2)}, checkpoint_id=tmp_path, **options)
     assert not list(tmp_path.iterdir())
 
 
 def test_other_planners_readers_and_stagers_are_refused(tmp_path: Path):
     dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path)
-    with pytest.raises(UnsupportedError, match="planner=OwnLoadPlanner"):
-        dcp.load(
-            {"w": torch.ones(2)}, checkpoint_id=tmp_path, planner=type("OwnLoadPlanner", (torch_dcp.DefaultLoadPlanner,), {})()
-        )
-    with pytest.raises(UnsupportedError, match="storage_reader=str"):
+    with pytest.raises(UsageError, match="planner=HalvingPlanner: wanted a LoadPlanner"):
+        dcp.load({"w": torch.ones(2)}, checkpoint_id=tmp_path, planner=HalvingPlanner())
+    with pytest.raises(UsageError, match="storage_reader=str"):
         dcp.load({"w": torch.ones(2)}, checkpoint_id=tmp_path, storage_reader="there")
-    with pytest.raises(UnsupportedError, match="async_stager=str"):
+    with pytest.raises(UsageError, match="async_stager=str"):
         dcp.async_save({"w": torch.ones(2)}, checkpoint_id=tmp_path, async_stager="later")
     with pytest.raises(ValueError, match="fiber"):
         dcp.async_save({"w": torch.ones(2)}, checkpoint_id=tmp_path, async_checkpointer_type="fiber")
     with pytest.raises(UsageError, match="no_dist"):
         dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path, no_dist=True, process_group=object())
+
+
+def test_a_store_may_be_the_second_argument_as_in_torchs_older_releases(tmp_path: Path):
+    target = {"w": torch.zeros(2)}
+    with pytest.warns(UserWarning, match="pass storage_writer by its name"):
+        dcp.save({"w": torch.ones(2)}, dcp.FileSystemWriter(tmp_path))
+    with pytest.warns(UserWarning, match="pass storage_reader by its name"):
+        dcp.load(target, dcp.FileSystemReader(tmp_path))
+    assert torch.equal(target["w"], torch.ones(2))
+    for more in ((dcp.FileSystemWriter(tmp_path), 3), ()):
+        with pytest.raises(TypeError):
+            dcp.save(*({"w": torch.ones(2)}, *more), **({} if more else {"state_dict": {}}))
+
+
+@pytest.mark.parametrize("kind", [Exception, MismatchError, dcp.CheckpointException])
+def test_errors_are_caught_as_this_librarys_and_as_torchs(tmp_path: Path, kind: type[BaseException]):
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path)
+    with pytest.raises(dcp.CheckpointException, match="Missing key in checkpoint: v: .*allow_partial_load"):
+        dcp.load({"v": torch.ones(3)}, checkpoint_id=tmp_path)
+    with pytest.raises(kind, match="Size mismatch: w: saved with global shape") as told:
+        dcp.load({"w": torch.ones(4)}, checkpoint_id=tmp_path)
+    error = told.value
+    assert error.problems
+    assert list(error.failures) == [0]
+    assert type(error.failures[0][0]) is MismatchError
+    for again in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert (type(again), str(again), again.problems) == (type(error), str(error), error.problems)
+        assert list(again.failures) == [0]
+
+
+def test_the_future_of_a_failed_save_gives_the_error_as_torchs_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with monkeypatch.context() as patched:
+        fail_to_write(patched)
+        future = dcp.async_save({"w": torch.ones(3)}, checkpoint_id=tmp_path)
+        with pytest.raises(dcp.CheckpointException, match="no space left"):
+            future.result(60)
+    assert isinstance(future.exception(), StorageError)
+
+
+def test_torch_files_are_written_and_read_as_with_torchs_functions(tmp_path: Path):
+    state = {"model": {"a.w": torch.arange(6.0).view(2, 3)}, "step": 3, "list": [1, "x"]}
+    dcp.save(state, checkpoint_id=tmp_path / "ours")
+    torch_dcp.save(state, checkpoint_id=tmp_path / "theirs")
+    for folder in ("ours", "theirs"):
+        for _ in range(2):  # over what is there
+            dcp.format_utils.dcp_to_torch_save(tmp_path / folder, tmp_path / f"{folder}.pt")
+        loaded = torch.load(tmp_path / f"{folder}.pt")
+        assert torch.equal(loaded["model"].pop("a.w"), state["model"]["a.w"])
+        assert loaded == {"model": {}, "step": 3, "list": [1, "x"]}
+    torch.save(state, tmp_path / "whole.pt")
+    dcp.format_utils.torch_save_to_dcp(tmp_path / "whole.pt", tmp_path)  # beside other files
+    target = {"model": {"a.w": torch.zeros(2, 3)}, "step": 0, "list": []}
+    dcp.load(target, checkpoint_id=tmp_path)
+    assert torch.equal(target["model"].pop("a.w"), state["model"]["a.w"])
+    assert target == {"model": {}, "step": 3, "list": [1, "x"]}
+    torch.save({"x": Counter()}, tmp_path / "object.pt")
+    with pytest.raises(UnsupportedError, match=r"object.pt: is no file of tensors and plain values alone"):
+        dcp.format_utils.torch_save_to_dcp(tmp_path / "object.pt", tmp_path / "new")
 
 
 @pytest.mark.parametrize("call", [dcp.save, dcp.async_save, dcp.load])
@@ -376,9 +519,12 @@ def test_stores_that_name_a_folder_are_taken_for_it(tmp_path: Path, store: str):
 def test_a_writer_that_must_not_overwrite_does_not(tmp_path: Path):
     writer = dcp.FileSystemWriter(tmp_path, overwrite=False)
     dcp.save({"w": torch.ones(2)}, storage_writer=writer)
-    with pytest.raises(UsageError, match="overwrite=False"):
+    with pytest.raises(UsageError, match="Checkpoint already exists, and overwrite=False"):
         dcp.save({"w": torch.zeros(2)}, storage_writer=writer)
     assert torch.equal(checkpoint.read(tmp_path)["w"], torch.ones(2))
+    torch_dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "theirs")
+    with pytest.raises(UsageError, match="Checkpoint already exists"):
+        dcp.save({"w": torch.zeros(3)}, storage_writer=dcp.FileSystemWriter(tmp_path / "theirs", overwrite=False))
 
 
 def test_nothing_there_is_said(tmp_path: Path):

@@ -1,0 +1,111 @@
+"""What DCP alone can follow: planners, storages and stagers of the caller's own. torch's functions run it.
+
+Where the caller names only a folder, torch's function is given this library's storage, and the checkpoint is an ordinary one. A
+storage of the caller's own writes and reads what it likes.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
+from torch.distributed.checkpoint.staging import AsyncStager, BlockingAsyncStager
+
+# By name, and not from the package: a trainer may have put this library's calls in there.
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
+
+from ..errors import UnsupportedError, UsageError
+from .reader import ReshardReader
+from .writer import ReshardWriter
+
+try:
+    from torch.distributed.checkpoint.staging import DefaultStager
+except ImportError:  # older releases, such as 2.6, have none
+    DefaultStager = None  # type: ignore[assignment, misc]
+
+_KNOWN: dict[str, tuple[type[Any] | None, ...]] = {
+    "storage_writer": (ReshardWriter, FileSystemWriter),
+    "storage_reader": (ReshardReader, FileSystemReader),
+    "async_stager": (BlockingAsyncStager, DefaultStager),
+}
+"""What counts for the folder that it names, or means something to this library."""
+
+_BASES: dict[str, type[Any]] = {
+    "storage_writer": StorageWriter,
+    "storage_reader": StorageReader,
+    "async_stager": AsyncStager,
+}
+
+_DEFAULTS = {"no_dist": False, "use_collectives": True}
+
+_CALLS = {"save": save, "async_save": async_save, "load": load}
+
+_OURS: dict[str, type[Any]] = {"storage_writer": ReshardWriter, "storage_reader": ReshardReader}
+
+
+def is_dcps_alone(option: str, given: object) -> bool:
+    """Whether a storage or stager is the caller's own.
+
+    Raises
+    ------
+    UsageError
+        It is nothing that DCP takes.
+    """
+    if given is None or type(given) in _KNOWN[option]:
+        return False
+    return _checked(option, given, _BASES[option])
+
+
+def is_own_planner(planner: object, *, saving: bool) -> bool:
+    """Whether a planner is the caller's own; the options of torch's default one are about a planning that does not take place.
+
+    Raises
+    ------
+    UsageError
+        It is nothing that DCP takes; or it leaves nested dicts closed.
+    """
+    default, base = (DefaultSavePlanner, SavePlanner) if saving else (DefaultLoadPlanner, LoadPlanner)
+    if not getattr(planner, "flatten_state_dict", True):
+        raise UnsupportedError(
+            f"planner={type(planner).__name__}(flatten_state_dict=False): nested dicts are always opened here; leave it out"
+        )
+    return planner is not None and type(planner) is not default and _checked("planner", planner, base)
+
+
+def _checked(option: str, given: object, base: type[Any]) -> bool:
+    if not isinstance(given, base):
+        raise UsageError(f"{option}={type(given).__name__}: wanted a {base.__name__} of torch.distributed.checkpoint")
+    return True
+
+
+def by_torch(call: str, state_dict: Any, option: str, path: str | os.PathLike[str] | None, **options: Any) -> Any:
+    """Call torch's own function.
+
+    Parameters
+    ----------
+    call
+        Its name, here and there.
+    option
+        What its storage is called; one that only names a folder is replaced by this library's, for the folder `path`.
+    options
+        All others; those that say what is so by default are left out, for not every release knows each of them.
+    """
+    store = options.pop(option)
+    if is_dcps_alone(option, store):
+        options["checkpoint_id"] = path
+        if not isinstance(store, _OURS[option]):
+            warnings.warn(
+                f"{option}={type(store).__name__}: torch's own {call} runs, in that storage's format, without this library's "
+                "checksums and commit",
+                stacklevel=4,
+            )
+    else:
+        store = _OURS[option](path)
+    given = {name: value for name, value in options.items() if value is not _DEFAULTS.get(name)}
+    return _CALLS[call](state_dict, **{option: store}, **given)

@@ -1,0 +1,37 @@
+"""`torch.distributed.checkpoint.format_utils`, for checkpoints of this library and all others that it opens."""
+
+from __future__ import annotations
+
+import zipfile
+
+import torch
+
+from ..checkpoint import convert
+from ..errors import UnsupportedError
+from .arguments import Path
+from .saving import save
+
+
+def dcp_to_torch_save(dcp_checkpoint_dir: Path, torch_save_path: Path) -> None:
+    """Write a checkpoint as one file for ``torch.load``, by one process and in bounded memory.
+
+    An optimizer gets the form of ``optimizer.state_dict()``: parameters by number, with their names in ``param_names``.
+    """
+    convert(dcp_checkpoint_dir, torch_save_path, to="torch", overwrite=True)
+
+
+def torch_save_to_dcp(torch_save_path: Path, dcp_checkpoint_dir: Path) -> None:
+    """Write a file of ``torch.save`` as a checkpoint of this library, which `load` of here loads into any layout, by one process.
+
+    Raises
+    ------
+    UnsupportedError
+        The file holds more than tensors and plain values, or is none of torch's.
+    """
+    try:
+        state = torch.load(torch_save_path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(torch_save_path))
+    except OSError:
+        raise
+    except Exception as error:  # torch raises pickle's errors, zip's and others, which have no class in common
+        raise UnsupportedError(f"{torch_save_path}: is no file of tensors and plain values alone ({error})") from error
+    save(state, checkpoint_id=dcp_checkpoint_dir, no_dist=True)

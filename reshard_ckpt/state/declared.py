@@ -1,0 +1,126 @@
+"""Tensors of others that say which part of a global one they hold, and what they are here: `LocalShard`s.
+
+They are told by what they have, not by their class, so nothing is imported for them, and a class that newer releases of torch
+bring is understood by older ones:
+
+1. A tensor with `global_shape` and, for each of its boxes, `global_offsets`, `local_offsets` and `local_sizes`: torch 2.14's
+   `CheckpointableTensor`. Where it has fewer dims than the global one, its rows are the leading dims, merged.
+2. A `ShardedTensor`: a list of shards, each with its offsets.
+3. A DTensor around a `LocalShardsWrapper`: the same, with two lists.
+
+Anything else that plans by itself for DCP (``__create_write_items__``, ``__create_chunk_list__``) holds a part that nobody here
+knows, and is refused: saved as it looks, it would be whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ..errors import LayoutError, UnsupportedError, UsageError
+from .shards import FlatShard, LocalShard
+from .tensors import TensorLike
+
+_FIELDS = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+_CLAIMS = ("__create_write_items__", "__create_chunk_list__")
+
+
+def parts_of(value: TensorLike, name: str) -> tuple[TensorLike, ...]:
+    """What is saved and loaded for a value: itself, or the shards that it says it is made of.
+
+    Raises
+    ------
+    UnsupportedError
+        It claims to be a part in a way that is not understood.
+    LayoutError
+        What it says of its parts does not fit.
+    """
+    kind = type(value)
+    if (kind is torch.Tensor or kind is torch.nn.Parameter) and not vars(value):
+        return (value,)  # nearly all
+    if isinstance(value, LocalShard | FlatShard):
+        return (value,)
+    if isinstance(value, DTensor):
+        # Private, but `to_local` makes an autograd node and waits for what is under way, for every tensor of every save.
+        local = getattr(value, "_local_tensor", None)
+        local = value.to_local() if local is None else local
+        return _named(name, _wrapped(local, tuple(value.shape))) if hasattr(local, "local_shards") else (value,)
+    if hasattr(value, _FIELDS[0]):
+        return _named(name, _checkpointable(value))
+    if hasattr(value, "local_shards") and hasattr(value, "metadata"):
+        return _named(name, _sharded(value))
+    if any(hasattr(value, replication) for replication in _CLAIMS):
+        raise UnsupportedError(
+            f"{name}: {type(value).__name__} plans by itself for DCP which part of a tensor it is, which is unknown here; pass a "
+            "LocalShard that says what it holds"
+        )
+    return (value,)
+
+
+def _named(name: str, shards: Iterator[LocalShard]) -> tuple[LocalShard, ...]:
+    try:
+        return tuple(shards)
+    except UsageError as error:
+        raise type(error)(f"{name}: {error}") from None
+
+
+def _checkpointable(tensor: Any) -> Iterator[LocalShard]:
+    missing = [field for field in _FIELDS if not hasattr(tensor, field)]
+    if missing:
+        raise UnsupportedError(
+            f"has {_FIELDS[0]} {tensor.global_shape}, as a part of a tensor would, and no {missing[0]}; set all of "
+            f"{', '.join(_FIELDS)}, or pass a LocalShard"
+        )
+    shape, boxes = tuple(tensor.global_shape), [tuple(getattr(tensor, field)) for field in _FIELDS[1:]]
+    if len({len(column) for column in boxes}) > 1:
+        raise LayoutError(
+            f"has {len(boxes[0])} global_offsets, {len(boxes[1])} local_offsets and {len(boxes[2])} local_sizes; give one of "
+            "each for each box"
+        )
+    offsets, local_offsets, sizes = boxes
+    if tensor.ndim == len(shape):
+        # One shard of the tensor itself, so that an optimizer's parameter is still that object.
+        yield LocalShard(tensor, shape, pieces=list(zip(local_offsets, offsets, sizes, strict=True)))
+        return
+    for at, first, size in zip(offsets, local_offsets, sizes, strict=True):
+        yield LocalShard(_unmerged(tensor, tuple(first), tuple(size)), shape, at)
+    if not offsets:
+        yield LocalShard(tensor.new_empty((0,) * len(shape)), shape, pieces=[])
+
+
+def _unmerged(tensor: torch.Tensor, first: tuple[int, ...], size: tuple[int, ...]) -> torch.Tensor:
+    """Rows of a tensor whose first dim is several leading dims, merged, as a view that has them all."""
+    num_merged = len(size) - tensor.ndim + 1
+    rows = prod(size[:num_merged])
+    fits = 0 < tensor.ndim < len(size) and len(first) == tensor.ndim and not any(first[1:])
+    if not fits or size[num_merged:] != tuple(tensor.shape[1:]) or not 0 <= first[0] <= tensor.shape[0] - rows:
+        raise LayoutError(
+            f"local_sizes {size} at local_offsets {first} are no rows of the local tensor {tuple(tensor.shape)}, whose first dim "
+            "would be the leading ones merged"
+        )
+    return tensor.detach().narrow(0, first[0], rows).view(size)  # to split a dim never copies
+
+
+def _sharded(tensor: Any) -> Iterator[LocalShard]:
+    metadata, shards = tensor.metadata(), tensor.local_shards()
+    yield from _shards(
+        tuple(metadata.size),
+        [(shard.tensor, shard.metadata.shard_offsets) for shard in shards],
+        metadata.tensor_properties.dtype,
+    )
+
+
+def _wrapped(local: Any, shape: tuple[int, ...]) -> Iterator[LocalShard]:
+    shards = list(zip(local.local_shards(), local.local_offsets(), strict=True))
+    yield from _shards(shape, shards, local.dtype)
+
+
+def _shards(shape: tuple[int, ...], shards: list[tuple[torch.Tensor, Any]], dtype: torch.dtype) -> Iterator[LocalShard]:
+    for tensor, offsets in shards:
+        yield LocalShard(tensor, shape, offsets)
+    if not shards:  # this rank holds nothing, and still knows the shape
+        yield LocalShard(torch.empty((0,) * len(shape), dtype=dtype), shape, pieces=[])
