@@ -24,7 +24,8 @@ ALLOWED = {
     "comm": _CORE | {"comm"},
     "engine": _BYTES | {"engine"},
     "adapters": _BYTES | {"adapters"},
-    "checkpoint": _BYTES | {"engine", "adapters", "checkpoint"},
+    "plotting": _CORE | {"engine", "plotting"},
+    "checkpoint": _BYTES | {"engine", "adapters", "plotting", "checkpoint"},
     "dcp": _BYTES | {"engine", "adapters", "checkpoint", "dcp"},
     "__init__": _BYTES | {"engine", "adapters", "checkpoint"},
     "cli": _BYTES | {"engine", "adapters", "checkpoint", "cli", "__init__"},
@@ -85,6 +86,11 @@ def test_core_is_pure(path: Path):
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_torch_distributed_is_where_ranks_meet_alone(path: Path):
     assert room(path) in {"comm", "adapters", "dcp"} or not uses_torch_distributed(path)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_extra_for_pictures_is_for_plotting_alone(path: Path):
+    assert room(path) == "plotting" or not {name.split(".")[0] for name in imports(path)} & {"matplotlib", "squarify"}
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
