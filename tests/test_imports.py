@@ -35,7 +35,8 @@ ALLOWED = {
     "engine/resharding": _BYTES | {"engine/common", "engine/loading", "engine/saving"},
     "state": _BYTES,
     "formats": _FORMATS,
-    "checkpoint": _FORMATS,
+    "plotting": _CORE | {"engine/common"},
+    "checkpoint": _FORMATS | {"plotting"},
     "manager": _FORMATS | {"checkpoint"},
     "dcp": _FORMATS | {"checkpoint"},
     "cli": _CORE | {"comm", "engine/common", "engine/checking", "checkpoint", "__init__"},
@@ -44,7 +45,7 @@ ALLOWED = {
 }
 
 # The face of a package hands names on: that of `checkpoint` those of the rooms above it too.
-FACES = {"checkpoint/__init__.py": _FORMATS | {"manager"}}
+FACES = {"checkpoint/__init__.py": _FORMATS | {"plotting", "manager"}}
 
 # core is pure: no tensors, no I/O, no threads, no clock.
 IMPURE = {
@@ -135,6 +136,15 @@ def test_core_is_pure():
 def test_torch_distributed_is_where_ranks_meet_alone():
     users = {path.relative_to(PACKAGE).parts[0] for path in MODULES if uses_torch_distributed(path)}
     assert users <= {"comm", "state", "dcp"}
+
+
+def test_the_extra_for_pictures_is_for_plotting_alone():
+    users = {
+        path.relative_to(PACKAGE).parts[0]
+        for path in MODULES
+        if {"matplotlib", "squarify"} & {n.split(".")[0] for n in imports(path)}
+    }
+    assert users == {"plotting"}
 
 
 def test_nothing_imports_pickle():

@@ -1,4 +1,4 @@
-"""How does a checkpoint look? One tensor's cut over ranks, a save's timeline, or one page about all of it."""
+"""Pictures of a checkpoint: one tensor's cut over ranks, a save's timeline, or one page about all of it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import pathlib
 import uuid
 from collections.abc import Mapping
+from types import ModuleType
 
 from ..core.planning.target_placement import group_orders
 from ..core.timeline import Timeline
@@ -15,13 +16,6 @@ from ..errors import CheckpointNotFound, MismatchError, StorageError, UsageError
 from ..formats.opening import Path, open_source
 from ..storage import path_text
 from .inspecting import TensorLine, inspect
-from .pictures.cuts import draw_cuts
-from .pictures.page import picture_page, report_page
-from .pictures.raster import png_bytes
-from .pictures.scene import Scene, framed
-from .pictures.svg import svg_document
-from .pictures.times import draw_timeline
-from .pictures.wanted import wanted_on
 from .reading import timeline as read_timeline
 from .topology_options import mesh_of
 
@@ -44,7 +38,7 @@ def plot(
         Axis names and sizes of another mesh, outermost first: also which saved shard feeds which of its ranks, placed as by
         `reshard`. Only with `name`.
     output
-        The file to write, which is replaced. Its suffix says what it is: ``.png`` (needs matplotlib), ``.svg`` or ``.html``; the
+        The file to write, which is replaced. Its suffix says what it is: ``.png``, ``.svg`` or ``.html``; the
         page of a whole checkpoint is ``.html``; a timeline may also be ``.json``, for ``chrome://tracing`` and Perfetto.
     timeline
         Draw where the time of the save went: ranks × time.
@@ -57,7 +51,8 @@ def plot(
     Raises
     ------
     UsageError
-        The suffix does not fit what is drawn, options contradict each other, or matplotlib is needed and missing.
+        The suffix does not fit what is drawn, options contradict each other, or the extra ``plot`` is not installed;
+        all but ``.json`` needs it.
     MismatchError
         The checkpoint has no tensor of that name.
     CheckpointNotFound
@@ -70,10 +65,10 @@ def plot(
         data = _timeline(read_timeline(path), file.suffix)
     elif name is None:
         _check_suffix(file, (".html",), "the page of a whole checkpoint")
-        data = _report(path).encode()
+        data = _report(path)
     else:
         _check_suffix(file, PICTURES, "a tensor's picture")
-        data = _rendered(_cuts(path, name, to), file.suffix)
+        data = _cuts(path, name, to, file.suffix)
     _write(file, data)
     return file
 
@@ -93,37 +88,51 @@ def _check_suffix(file: pathlib.Path, known: tuple[str, ...], what: str) -> None
 
 
 def _timeline(of: Timeline, suffix: str) -> bytes:
-    return json.dumps(of.chrome_trace()).encode() if suffix == ".json" else _rendered(framed(draw_timeline(of), 20), suffix)
+    if suffix == ".json":
+        return json.dumps(of.chrome_trace()).encode()
+    plotting = _plotting()
+    data: bytes = plotting.rendered(plotting.draw_timeline(of), plotting.timeline_title(of), suffix)
+    return data
 
 
-def _report(path: Path) -> str:
-    found = inspect(path)
+def _report(path: Path) -> bytes:
+    found, plotting = inspect(path), _plotting()
     try:
         saved: Timeline | None = read_timeline(path)
     except CheckpointNotFound:
         saved = None
     # An alias has no bytes of its own.
     sizes = [line.num_bytes if isinstance(line, TensorLine) and line.alias_of is None else 0 for line in found.lines]
-    return report_page(os.path.normpath(path_text(path)), found.catalog, found.summary, found.tree, sizes, saved)
+    title = os.path.normpath(path_text(path))
+    page: str = plotting.report_page(title, found.catalog, found.summary, found.tree, sizes, saved)
+    return page.encode()
 
 
-def _cuts(path: Path, name: str, to: Mapping[str, int] | None) -> Scene:
+def _cuts(path: Path, name: str, to: Mapping[str, int] | None, suffix: str) -> bytes:
     with open_source(path) as source:
         saved = source.catalog
         if name not in saved:
             raise MismatchError(f"{name}: no tensor of the checkpoint; inspect lists them", [name])
-        if to is None:
-            return draw_cuts(saved, name)
-        mesh = mesh_of("to", to)
-        values = open_values(source.storage, saved, [n for n in saved.value_names if n.endswith(".param_groups")], verify=True)
-        groups = dict(group_orders({n: value.value for n, value in values.items()}))
-        return draw_cuts(saved, name, wanted_on(saved, name, mesh, groups), mesh)
+        mesh = None if to is None else mesh_of("to", to)
+        plotting, wanted = _plotting(), []
+        if mesh is not None:
+            values = open_values(
+                source.storage, saved, [n for n in saved.value_names if n.endswith(".param_groups")], verify=True
+            )
+            groups = dict(group_orders({n: value.value for n, value in values.items()}))
+            wanted = plotting.wanted_on(saved, name, mesh, groups)
+        figure = plotting.draw_cuts(saved, name, wanted, mesh)
+        data: bytes = plotting.rendered(figure, f"How {name} is cut over ranks", suffix)
+        return data
 
 
-def _rendered(scene: Scene, suffix: str) -> bytes:
-    if suffix == ".png":
-        return png_bytes(scene)
-    return (svg_document(scene) if suffix == ".svg" else picture_page(scene)).encode()
+def _plotting() -> ModuleType:
+    """Import what draws, which is an extra and takes time to load, only where something is drawn."""
+    try:
+        from .. import plotting
+    except ImportError as error:
+        raise UsageError(f"pictures need {error.name}, which is not installed: pip install 'reshard-ckpt[plot]'") from error
+    return plotting
 
 
 def _write(file: pathlib.Path, data: bytes) -> None:

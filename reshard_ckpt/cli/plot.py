@@ -1,4 +1,4 @@
-"""``reshard-ckpt plot``: how does a checkpoint look?"""
+"""``reshard-ckpt plot``: pictures of a checkpoint."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def plot(
 ) -> None:
     """Draw one tensor's cut over ranks, a save's timeline, or a page of the whole checkpoint that needs no network.
 
-    Only .png needs matplotlib.
+    All but .json needs the extra reshard-ckpt[plot].
     """
     from ..checkpoint import plot as plot_checkpoint
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+import reshard_ckpt
 from reshard_ckpt import checkpoint
-from reshard_ckpt.checkpoint.pictures.wanted import wanted_on
 from reshard_ckpt.core.catalog.specs import Mesh
 from reshard_ckpt.errors import CheckpointNotFound, MismatchError, StorageError, UsageError
+from reshard_ckpt.plotting.feeds import wanted_on
 from tests.cli.running import run
 from tests.cli.states import save_trained, weights
 
@@ -40,8 +42,6 @@ BEGINS = {".svg": b"<?xml", ".html": b"<!DOCTYPE html>", ".png": b"\x89PNG"}
 
 @pytest.mark.parametrize("suffix", BEGINS)
 def test_a_tensor_s_picture_is_what_its_suffix_says(suffix: str, trained: Path, tmp_path: Path):
-    if suffix == ".png":
-        pytest.importorskip("matplotlib")
     shown = run("plot", trained, UP, "-o", tmp_path / f"up{suffix}")
     data = (tmp_path / f"up{suffix}").read_bytes()
     assert (shown.code, shown.out) == (0, "")
@@ -54,7 +54,7 @@ def test_picture_of_another_mesh_says_which_rank_reads_what_which_wrote(trained:
     assert run("plot", trained, UP, "--to", "dp=2,tp=4", "-o", tmp_path / "up.svg").code == 0
     said = re.findall(r"rank (\S+) reads (\S+ \S+) that rank (\d+) wrote", (tmp_path / "up.svg").read_text())
     wrote = {shard.offsets[0]: str(shard.file.rank) for shard in checkpoint.catalog(trained).tensor(UP).shards}
-    reads = [(ranks, source) for ranks, size, source in said if size != "0 B"]
+    reads = [(ranks, source) for ranks, size, source in said if size != "0 B"]  # the last table
     # Rows 0 to 8 and 8 to 16 were saved; tp 0 and 1 want the first of them, tp 2 and 3 the second; dp replicates.
     assert reads == [("0,4", wrote[0]), ("1,5", wrote[0]), ("2,6", wrote[8]), ("3,7", wrote[8])]
 
@@ -85,8 +85,8 @@ def test_page_of_a_checkpoint_has_all_parts_and_loads_nothing(timed: Path, tmp_p
         "Timeline of the save",
     ]
     assert "default-src 'none'" in page
-    assert not re.search(r"<script|<link|<img|<iframe|@import|url\(|(src|href)=", page)
-    assert set(re.findall(r"https?://[^\"' <]+", page)) == {"http://www.w3.org/2000/svg"}
+    assert not re.search(r"<script|<link|<img|<iframe|@import|url\((?!#)|src=|href=\"(?!#|data:image/png)", page)
+    assert set(re.findall(r"https?://[^\"' <]+", page)) == {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
     for fact in ("620", "2.48 kB", "model", "write"):
         assert fact in page
 
@@ -161,6 +161,18 @@ def test_a_picture_that_cannot_be_written_leaves_the_one_that_is_there(
     assert (shown.code, "No space left on device; choose another output" in shown.err) == (1, True)
     assert os.listdir(tmp_path) == ["wq.svg"]
     assert file.read_text() == "the picture of yesterday"
+
+
+@pytest.mark.parametrize("missing", ["matplotlib", "squarify"])
+def test_missing_extra_is_said_and_a_trace_needs_none(missing: str, timed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for module in [name for name in sys.modules if name.startswith(("reshard_ckpt.plotting", missing))]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.delattr(reshard_ckpt, "plotting", raising=False)
+    monkeypatch.setitem(sys.modules, missing, None)
+    checkpoint.plot(timed, timeline=True, output=tmp_path / "x.json")
+    for name, output in (("model.weight", "x.png"), (None, "x.html")):
+        with pytest.raises(UsageError, match=rf"pictures need {missing}.*pip install 'reshard-ckpt\[plot\]'"):
+            checkpoint.plot(timed, name, output=tmp_path / output)
 
 
 def test_output_is_needed(trained: Path):

@@ -39,12 +39,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             del sys.modules[module]
 
 
+def shown(picture: Path) -> list[tuple[str, str, str]]:
+    """The words and the filled shapes of a picture. Another version of matplotlib may write other ids and styles around them."""
+    return re.findall(r'<(?:text|title)[^>]*>([^<]*)|<path [^>]*d="([^"]*)"[^>]*style="fill: (#\w+)', picture.read_text())
+
+
 @pytest.mark.parametrize("name", RUN)
 def test_every_block_runs_and_shows_what_happens(name: str, folder: Path):
     assert run_document(DOCS / name, folder) == len(list(blocks(DOCS / name)))
     for picture in folder.glob("*.svg"):  # of those that it drew, the document shows some
         kept = DOCS / picture.name
-        assert not kept.exists() or kept.read_text() == picture.read_text(), f"{picture.name} is drawn otherwise today"
+        assert not kept.exists() or shown(kept) == shown(picture), f"{picture.name} is drawn otherwise today"
 
 
 @pytest.mark.parametrize("name", RUN)
@@ -53,15 +58,11 @@ def test_scripts_import_each_module_of_torch_that_they_use(name: str):
 
 
 def test_picture_is_what_the_planners_return_today(folder: Path):
-    pytest.importorskip("matplotlib")
     from draw_resharding import draw
 
     draw(folder / "resharding.svg")
-    drawn, kept = ((path / "resharding.svg").read_text() for path in (folder, DOCS))
-    # Another version of matplotlib may write other ids and styles; what is where must stay.
-    shapes = re.compile(r'<path d="([^"]*)"[^>]*style="fill: (#\w+)')
-    assert shapes.findall(drawn) == shapes.findall(kept)
-    assert len(shapes.findall(kept)) > 80
+    assert shown(folder / "resharding.svg") == shown(DOCS / "resharding.svg")
+    assert len(shown(DOCS / "resharding.svg")) > 200
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -1,0 +1,13 @@
+"""Pictures of a checkpoint: functions from plain data to matplotlib figures, and from figures to PNG, SVG or HTML.
+
+This room imports matplotlib and squarify, the extra ``plot``; `checkpoint.plot` imports this room only when it draws.
+"""
+
+from __future__ import annotations
+
+from .cuts import draw_cuts
+from .feeds import Wanted, wanted_on
+from .page import rendered, report_page
+from .times import draw_timeline, timeline_title
+
+__all__ = ["Wanted", "draw_cuts", "draw_timeline", "rendered", "report_page", "timeline_title", "wanted_on"]

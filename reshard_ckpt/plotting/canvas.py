@@ -1,0 +1,212 @@
+"""What all pictures share: their style, boxes with tips, labels that fit, and how a figure becomes a file.
+
+A tip is what SVG and HTML show of a box when it is pointed at. matplotlib can hang a link on each box of a collection;
+`svg_bytes` turns those links into SVG titles.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+import warnings
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from io import BytesIO
+from typing import Any
+
+import matplotlib
+import matplotlib.style
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
+from matplotlib.colors import to_hex, to_rgb
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+
+INK, SOFT, FAINT = "#1f2430", "#5d6575", "#eef1f5"
+
+PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999999")
+"""Okabe and Ito's, which can be told apart with any colour vision."""
+
+MAX_BOXES = 3000
+"""A collection of more boxes is an image inside of an SVG, without edges and tips."""
+
+_STYLE = {
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans", "Verdana"],  # equally wide
+    "text.color": INK,
+    "text.parse_math": False,  # a `$` in a tensor's name is a dollar
+    "axes.edgecolor": SOFT,
+    "axes.linewidth": 0.8,
+    "xtick.color": SOFT,
+    "ytick.color": SOFT,
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "reshard_ckpt",  # the same picture has the same ids
+}
+_SVG, _LINK = "{http://www.w3.org/2000/svg}", "{http://www.w3.org/1999/xlink}href"
+_UNDRAWABLE = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\ufffe\uffff\ud800-\udfff]")
+ElementTree.register_namespace("", _SVG[1:-1])
+ElementTree.register_namespace("xlink", "http://www.w3.org/1999/xlink")
+
+
+@contextmanager
+def styled() -> Iterator[None]:
+    """Draw in this package's style, whatever the user's own; letters that the font lacks are drawn as boxes, silently."""
+    with matplotlib.style.context(["default", _STYLE]), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph |Matplotlib currently does not support")
+        yield
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """Make an empty figure; sizes are in points of 1/72 inch, here and below."""
+    return Figure(figsize=(width / 72, height / 72), dpi=72, facecolor="white")
+
+
+def add_axes(figure: Figure, left: float, top: float, width: float, height: float) -> Axes:
+    """Add axes at a place that is counted from the top left corner."""
+    across, down = figure.get_size_inches() * 72
+    axes = figure.add_axes((left / across, 1 - (top + height) / down, width / across, height / down))
+    axes.tick_params(length=2)
+    return axes
+
+
+def draw_boxes(
+    axes: Axes, boxes: Any, colours: Any, tips: Sequence[str] = (), *, edge: str = "white", width: float = 0.8
+) -> PolyCollection:
+    """Draw boxes, rows of ``x, y, width, height``, as one collection."""
+    x, y, w, h = np.asarray(boxes, float).reshape(-1, 4).T
+    corners = np.stack([np.stack([x, x + w, x + w, x], 1), np.stack([y, y, y + h, y + h], 1)], 2)
+    extent, (left, right), (bottom, top) = axes.get_window_extent(), axes.get_xlim(), axes.get_ylim()
+    short = np.minimum(w * extent.width / (right - left), h * extent.height / abs(top - bottom))
+    many = len(corners) > MAX_BOXES
+    drawn = PolyCollection(
+        list(corners),
+        facecolors=colours,
+        edgecolors=edge,
+        # The edges of small boxes must not cover them.
+        linewidths=np.where(short < 2, 0, np.minimum(width, short / 5)).tolist() or [0],
+        rasterized=many,
+        clip_on=False,
+    )
+    if not many:
+        drawn.set_urls([drawable(tip) for tip in tips])
+    axes.add_collection(drawn, autolim=False)
+    return drawn
+
+
+def draw_heat(axes: Axes, shares: Any, words: Sequence[Sequence[str]], tips: Sequence[str]) -> PolyCollection:
+    """Draw a cell for each share between 0 and 1, the darker the more; `words` are what to write in each, the best first."""
+    rows, columns = shares.shape
+    axes.set(xlim=(0, columns), ylim=(rows, 0))
+    across, down = axes.get_window_extent().width / columns, axes.get_window_extent().height / rows
+    cells = [(j, i, 1, 1) for i in range(rows) for j in range(columns)]
+    colours = [to_hex(matplotlib.colormaps["Blues"](0.15 + 0.75 * share)) if share else FAINT for share in shares.ravel()]
+    for (j, i, *_), colour, texts in zip(cells, colours, words, strict=True):
+        write_in(axes, j + 0.5, i + 0.5, texts, across, down, size=8, color=on(colour))
+    return draw_boxes(axes, cells, colours, tips)
+
+
+def write_in(
+    axes: Axes, x: float, y: float, texts: Sequence[str], width: float, height: float, size: float = 9, **style: Any
+) -> None:
+    """Write the first of several texts that fits into a place of this size around a point, if one does."""
+    for text in texts:
+        lines = text.split("\n")
+        if 1.25 * size * len(lines) <= height and max(text_width(line, size) for line in lines) <= width - 4:
+            axes.text(x, y, text, size=size, ha="center", va="center", **style)
+            return
+
+
+def set_ticks(axes: Axes, at: Any, labels: Sequence[str], *, vertical: bool) -> None:
+    """Set as many of these rising ticks as can be read, the first and the last before others."""
+    span = axes.get_ylim()[0] if vertical else axes.get_xlim()[1]
+    extent = axes.get_window_extent()
+    places = np.asarray(at, float) * ((extent.height if vertical else extent.width) / max(span, 1e-9))
+    needs = [12.0 if vertical else text_width(label, 8) + 6 for label in labels]
+    kept = [0] if len(labels) else []
+    last = len(labels) - 1
+    for i in range(1, last + 1):
+        free = places[i] - places[kept[-1]] >= max(needs[i], needs[kept[-1]])
+        if free and (i == last or places[last] - places[i] >= max(needs[i], needs[last])):
+            kept.append(i)
+    (axes.set_yticks if vertical else axes.set_xticks)([at[i] for i in kept], [labels[i] for i in kept])
+
+
+def series(count: int) -> list[str]:
+    """Colours for so many things: of the palette if they suffice, else from dark to light in their order."""
+    if count <= len(PALETTE):
+        return list(PALETTE[:count])
+    return [to_hex(colour) for colour in matplotlib.colormaps["viridis"](np.linspace(0, 1, count))]
+
+
+def paler(colour: str, share: float) -> str:
+    """A share of this colour on white."""
+    red, green, blue = (1 - (1 - part) * share for part in to_rgb(colour))
+    return to_hex((red, green, blue))
+
+
+def on(fill: str) -> str:
+    """The colour of text that can be read on this one.
+
+    >>> on("#ffffff"), on("#102030")
+    ('#1f2430', '#ffffff')
+    """
+    red, green, blue = to_rgb(fill)
+    return INK if 0.299 * red + 0.587 * green + 0.114 * blue > 0.55 else "#ffffff"
+
+
+def text_width(text: str, size: float) -> float:
+    """About how wide a line of text is."""
+    return size * sum(1.0 if unicodedata.east_asian_width(letter) in "WF" else 0.62 for letter in text)
+
+
+def fitted(text: str, size: float, width: float) -> str:
+    """The text, or as much of its beginning and end as fits; nothing where hardly anything does.
+
+    >>> fitted("layers.0-31", 10, 100), fitted("layers.0-31", 10, 40), fitted("layers", 10, 8)
+    ('layers.0-31', 'lay…31', '')
+    """
+    if text_width(text[:1000], size) <= width:
+        return text
+    room = int(width / max(text_width(text[:1000], size) / len(text[:1000]), 1)) - 1
+    return f"{text[: room - room // 2]}…{text[len(text) - room // 2 :]}" if room >= 2 else ""
+
+
+def drawable(text: str) -> str:
+    """Text without what no font can draw and no XML file can hold."""
+    return _UNDRAWABLE.sub("\ufffd", text)
+
+
+@styled()
+def png_bytes(figure: Figure) -> bytes:
+    """The figure as a PNG, sharp on today's screens."""
+    return _saved(figure, "png", {"Software": None})
+
+
+@styled()
+def svg_bytes(figure: Figure, title: str) -> bytes:
+    """The figure as SVG without a date; `title` says what it shows to those who cannot see it."""
+    root = ElementTree.fromstring(_saved(figure, "svg", dict.fromkeys(("Date", "Creator", "Format", "Type"))))
+    for box in list(root.iter(f"{_SVG}a")):
+        tip = ElementTree.Element(f"{_SVG}title")
+        tip.text = box.get(_LINK)
+        box.tag, box.attrib = f"{_SVG}g", {}
+        box.insert(0, tip)
+    name = ElementTree.Element(f"{_SVG}title")
+    name.text = drawable(title)
+    root.insert(0, name)
+    root.attrib.update(role="img", style="max-width:100%;height:auto")
+    return b'<?xml version="1.0" encoding="UTF-8"?>\n' + ElementTree.tostring(root, encoding="unicode").encode() + b"\n"
+
+
+def _saved(figure: Figure, form: str, metadata: dict[str, Any]) -> bytes:
+    for text in figure.findobj(Text):
+        text.set_text(drawable(text.get_text()))
+    buffer = BytesIO()
+    figure.savefig(buffer, format=form, dpi=144, metadata=metadata)
+    return buffer.getvalue()

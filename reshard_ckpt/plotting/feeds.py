@@ -1,0 +1,116 @@
+"""What the ranks of another mesh would hold of one tensor, as `reshard` lays it out, and which saved rank feeds which of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+from ..core.catalog.model import Catalog
+from ..core.catalog.specs import Ints, Mesh
+from ..core.geometry.runs import I64, decompose, pad_left, strides_of
+from ..core.planning.load_plan import plan_load
+from ..core.planning.local_metadata import PieceColumns
+from ..core.planning.target_pieces import target_rows
+from ..core.planning.target_placement import TargetPlacement, TargetTopology, place
+
+Run: TypeAlias = tuple[Ints, Ints, int, int]
+"""Offsets and lengths of a box, and which of its elements: the first, and how many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What some ranks of another layout hold of a tensor, all of them the same."""
+
+    ranks: Ints
+    runs: tuple[Run, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fed:
+    """Boxes of which each comes from one saved rank to one of the `Wanted`, by its number."""
+
+    offsets: I64
+    lengths: I64
+    saved: I64
+    wanted: I64
+
+
+def wanted_on(catalog: Catalog, name: str, mesh: Mesh, groups: Mapping[str, Sequence[str]]) -> list[Wanted]:
+    """List the parts of a tensor on another mesh, each with the ranks that hold it, in order of rank.
+
+    Parameters
+    ----------
+    groups
+        For each optimizer the FQNs of its parameters, in its order.
+
+    Raises
+    ------
+    UsageError
+        The topology cannot be told from the catalog.
+    """
+    placed = place(catalog, catalog.names, TargetTopology(mesh, groups=groups))
+    # Tensors that are cut together, as one vector, say where each of them is cut.
+    names = [name, *(other for other in catalog.names if other != name and _is_cut_with(placed[name], placed, other))]
+    shapes = [catalog.shape(catalog.index(n)) for n in names]
+    held, boxes = target_rows(shapes, [placed[n] for n in names], names, mesh, {})
+    mine = held.tensor == 0
+    columns = (held.rank[mine], held.box[mine], held.start[mine], held.count[mine])
+    runs: dict[int, list[Run]] = {}
+    for rank, box, start, count in zip(*(column.tolist() for column in columns), strict=True):
+        runs.setdefault(rank, []).append((*boxes[box], start, count))
+    alike: dict[tuple[Run, ...], list[int]] = {}
+    for rank, held_by_it in runs.items():
+        alike.setdefault(tuple(held_by_it), []).append(rank)
+    return [Wanted(tuple(ranks), parts) for parts, ranks in alike.items()]
+
+
+def _is_cut_with(of: TargetPlacement, placed: Mapping[str, TargetPlacement], other: str) -> bool:
+    leader = placed[of.follows] if of.follows is not None else of
+    vector, its = leader.vector, placed[other].vector
+    return other == of.follows or (vector is not None and its is not None and its[0] == vector[0])
+
+
+def boxes_of(runs: Sequence[Run], ndim: int) -> tuple[I64, I64, I64]:
+    """Cut runs into boxes: offsets, lengths, and the number of the run that each is of."""
+    offsets, lengths, start, count = _columns(runs, ndim)
+    if ndim == 0:
+        return offsets, lengths, np.arange(len(runs))
+    cut = decompose(lengths, start, count)
+    return offsets[cut.parent] + cut.offsets, cut.lengths, cut.parent
+
+
+def _columns(runs: Sequence[Run], ndim: int) -> tuple[I64, I64, I64, I64]:
+    offsets, lengths = (np.array([run[i] for run in runs], np.int64).reshape(len(runs), ndim) for i in (0, 1))
+    start, count = (np.array([run[i] for run in runs], np.int64) for i in (2, 3))
+    return offsets, lengths, start, count
+
+
+def feeds(catalog: Catalog, tensor: int, wanted: Sequence[Wanted]) -> Fed:
+    """Plan the load of all wanted parts of a tensor: which boxes go from which saved rank to which of them."""
+    shape = catalog.shape(tensor)
+    whole = np.array([shape or (1,)], np.int64)
+    ndim, strides = whole.shape[1], strides_of(whole)
+    runs = [(offsets or (0,), lengths or (1,), start, count) for of in wanted for offsets, lengths, start, count in of.runs]
+    offsets, lengths, start, count = _columns(runs, ndim)
+    pieces = PieceColumns(
+        tensor=np.repeat(np.arange(len(wanted)), [len(of.runs) for of in wanted]),
+        offsets=offsets,
+        lengths=lengths,
+        start=start,
+        count=count,
+        # As if each piece lay where it lies in the whole tensor: so an item's place there is its place in the tensor.
+        base=(offsets * strides).sum(axis=1),
+        strides=np.repeat(strides, len(runs), axis=0),
+    )
+    plan = plan_load(catalog, np.full(len(wanted), tensor), pieces, window_bytes=1 << 62)
+    rank_of = np.array([file.rank for file in catalog.files] or [0], np.int64)
+    width = max(plan.lengths.shape[1], ndim)
+    return Fed(
+        offsets=(plan.dst[:, None] // strides % whole)[:, : len(shape)],
+        lengths=pad_left(plan.lengths, width, 1)[:, width - len(shape) :],
+        saved=rank_of[plan.file],
+        wanted=plan.dest,
+    )

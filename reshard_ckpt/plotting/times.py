@@ -1,0 +1,105 @@
+"""Where the time of a save went: ranks down, time across, a colour for each step; a slow rank or step stands out."""
+
+from __future__ import annotations
+
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import EngFormatter
+
+from ..core.timeline import Step, Timeline
+from ..engine.common.progress import size_text
+from .canvas import PALETTE, add_axes, draw_boxes, fitted, new_figure, on, set_ticks, styled, text_width, write_in
+
+WIDTH = 960.0
+HEAD, FOOT = 78.0, 30.0
+MAX_RANKS = 128
+MAX_LEGEND = 16
+WAITS = ("meet", "turn", "receipts")
+_COLOURS = {
+    "meet": "#c4c9d1", "turn": "#d6cfc2", "capture": "#0072b2", "agree": "#e69f00", "compare": "#cc79a7", "stage": "#56b4e9",
+    "write": "#009e73", "sync": "#8a8a3c", "receipts": "#dcd3e6", "check": "#d55e00", "publish": "#882255", "clean up": "#7f5539",
+}  # fmt: skip
+"""Waiting is pale."""
+
+
+@styled()
+def draw_timeline(timeline: Timeline) -> Figure:
+    """Draw a row for each thread of each rank, its steps along it; of too many ranks those that were busy for longest."""
+    rows, hidden = _rows(timeline)
+    labels = [fitted(timeline.label(rank) + ("" if thread == "caller" else f" {thread}"), 8, 200) for rank, thread in rows]
+    left = max((text_width(label, 8) for label in labels), default=20.0) + 24
+    tall = min(max(640.0 / max(len(rows), 1), 4.0), 26.0)
+    figure = new_figure(WIDTH, HEAD + tall * max(len(rows), 1) + FOOT)
+    axes = add_axes(figure, left, HEAD, WIDTH - left - 24, tall * max(len(rows), 1))
+    seconds = max(timeline.seconds, 1e-9)
+    axes.set(xlim=(0, seconds * 1.005), ylim=(max(len(rows), 1), 0))
+    axes.xaxis.set_major_formatter(EngFormatter(unit="s"))
+    axes.grid(axis="x", color="#dfe3ea", linewidth=0.8)
+    axes.set_axisbelow(True)
+    set_ticks(axes, [i + 0.5 for i in range(len(rows))], labels, vertical=True)
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    at = {row: i for i, row in enumerate(rows)}
+    steps = [step for step in timeline.steps if (step.rank, step.thread) in at]
+    least = 0.6 * seconds / (WIDTH - left - 24)  # what is shorter can still be seen
+    boxes = [(s.start_s, at[s.rank, s.thread] + 0.08, max(s.end_s - s.start_s, least), 0.84) for s in steps]
+    draw_boxes(axes, boxes, [colour_of(step.name) for step in steps], [_tip(step, timeline) for step in steps], edge="none")
+    for step, (x, y, width, height) in zip(steps, boxes, strict=True):
+        room = width / seconds * (WIDTH - left - 24)
+        write_in(axes, x + width / 2, y + height / 2, [step.name], room, tall, size=8, color=on(colour_of(step.name)))
+    more = f"; the {MAX_RANKS} busiest ranks" if hidden else ""
+    _write_head(figure, f"{timeline_title(timeline)}{more}", list(dict.fromkeys(step.name for step in _by_start(timeline))))
+    return figure
+
+
+def timeline_title(timeline: Timeline) -> str:
+    """What the picture shows."""
+    return f"A save of {timeline.seconds:.3g} s on {timeline.num_ranks:,} rank{'s' if timeline.num_ranks != 1 else ''}"
+
+
+def timeline_words(timeline: Timeline) -> str:
+    """Which step of which rank took longest, but for those that wait."""
+    steps = [step for step in timeline.steps if step.name not in WAITS]
+    if not steps:
+        return "No step took any time."
+    slowest = max(steps, key=lambda step: step.end_s - step.start_s)
+    took = slowest.end_s - slowest.start_s
+    who = f"“{slowest.name}” of {timeline.label(slowest.rank)}"
+    return f"The longest step, but for those that wait, is {who}: {took:.3g} of {timeline.seconds:.3g} s."
+
+
+def colour_of(step: str) -> str:
+    """The colour of a step, the same in every picture."""
+    return _COLOURS.get(step, PALETTE[sum(step.encode(errors="replace")) % len(PALETTE)])
+
+
+def _rows(timeline: Timeline) -> tuple[list[tuple[int, str]], int]:
+    """The ranks' threads to draw, in order, and how many ranks are left out: those that were busy for the shortest."""
+    busy: dict[int, float] = {}
+    for step in timeline.steps:
+        took = 0.0 if step.name in WAITS else step.end_s - step.start_s
+        busy[step.rank] = busy.get(step.rank, 0.0) + took
+    kept = set(sorted(busy, key=lambda rank: -busy[rank])[:MAX_RANKS])
+    rows = {(step.rank, step.thread) for step in timeline.steps if step.rank in kept}
+    return sorted(rows, key=lambda row: (row[0], row[1] != "caller", row[1])), len(busy) - len(kept)
+
+
+def _by_start(timeline: Timeline) -> list[Step]:
+    return sorted(timeline.steps, key=lambda step: step.start_s)
+
+
+def _tip(step: Step, timeline: Timeline) -> str:
+    took = step.end_s - step.start_s
+    size = f", {size_text(step.num_bytes)}, {size_text(round(step.num_bytes / max(took, 1e-9)))}/s" if step.num_bytes else ""
+    return f"{timeline.label(step.rank)} {step.name} ({step.thread}): {took:.3g} s from {step.start_s:.3g} s{size}"
+
+
+def _write_head(figure: Figure, title: str, names: list[str]) -> None:
+    width, height = figure.get_size_inches() * 72
+    figure.text(16 / width, 1 - 18 / height, title, size=11, weight="bold", va="center_baseline")
+    swatches = [Patch(color=colour_of(name), label=fitted(name, 9, 90)) for name in names[:MAX_LEGEND]]
+    place = (10 / width, 1 - 28 / height)
+    columns = 12 if len(swatches) <= 12 else 8
+    figure.legend(
+        handles=swatches, loc="upper left", bbox_to_anchor=place, ncols=columns, handlelength=1, handleheight=1, columnspacing=1.2
+    )

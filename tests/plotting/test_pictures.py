@@ -1,0 +1,214 @@
+"""Pictures show what is there: sizes in proportion, every rank and step, who feeds whom. No test looks at pixels."""
+
+from __future__ import annotations
+
+from math import prod
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from matplotlib.collections import PolyCollection
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+
+from reshard_ckpt.core.catalog.name_tree import fold
+from reshard_ckpt.core.catalog.specs import Mesh, box_piece, row_major_strides
+from reshard_ckpt.core.timeline import Step, Timeline
+from reshard_ckpt.plotting import times
+from reshard_ckpt.plotting.cuts import draw_cuts
+from reshard_ckpt.plotting.feeds import Wanted, feeds
+from reshard_ckpt.plotting.ranks import bytes_by_rank, draw_balance, draw_mesh
+from reshard_ckpt.plotting.times import draw_timeline, timeline_words
+from reshard_ckpt.plotting.treemap import HEIGHT, WIDTH, draw_treemap
+from reshard_ckpt.storage.memory import MemoryStorage
+from tests.cli.states import save_trained
+from tests.jobs import save_job
+from tests.layouts import Layout, addresses, filled, layouts, shapes, spec_of, values_of
+
+
+def texts(figure: Figure) -> set[str]:
+    return {text.get_text() for text in figure.findobj(Text)}
+
+
+def boxes(drawn: PolyCollection) -> np.ndarray:
+    """Left, top, width and height of each box."""
+    corners = np.array([path.vertices[:4] for path in drawn.get_paths()]).reshape(-1, 4, 2)
+    return np.concatenate([corners.min(axis=1), np.ptp(corners, axis=1)], axis=1)
+
+
+def tips(figure: Figure) -> dict[str, np.ndarray]:
+    """The boxes that have a tip."""
+    return {
+        tip: box
+        for axes in figure.axes
+        for drawn in axes.collections
+        if isinstance(drawn, PolyCollection)
+        for tip, box in zip(drawn.get_urls(), boxes(drawn), strict=False)
+        if tip
+    }
+
+
+@settings(max_examples=80)
+@given(st.data())
+def test_each_wanted_element_is_fed_once_by_the_rank_that_wrote_it(data: st.DataObject):
+    shape = data.draw(shapes().filter(lambda s: prod(s) > 0))
+    saved = data.draw(layouts(shape, data.draw(st.integers(1, 3))))
+    new = data.draw(layouts(shape, data.draw(st.integers(1, 3))))
+    whole = values_of(shape, "F32", 1)
+    catalog = save_job(
+        MemoryStorage("feeds"), [[(spec_of(saved, r, "w", "F32"), filled(saved, r, whole))] for r in range(len(saved.pieces))]
+    )
+    wrote = np.full(shape, -1)
+    for shard in catalog.tensor("w").shards:
+        inner = np.indices(shard.lengths).reshape(len(shape), prod(shard.lengths))[:, shard.start : shard.start + shard.count]
+        wrote[tuple(inner + np.array(shard.offsets, np.int64).reshape(-1, 1))] = shard.file.rank
+    wanted = [Wanted((r,), tuple((p.offsets, p.lengths, p.start, p.count) for p in held)) for r, held in enumerate(new.pieces)]
+    fed = feeds(catalog, catalog.index("w"), wanted)
+    ndim = len(shape)
+    for number, held in enumerate(new.pieces):
+        seen = np.zeros(shape, int)
+        for i in np.flatnonzero(fed.wanted == number):
+            at = tuple(slice(o, o + n) for o, n in zip(fed.offsets[i, :ndim], fed.lengths[i, :ndim], strict=True))
+            seen[at] += 1
+            assert (wrote[at] == fed.saved[i]).all()
+        expected = np.zeros(shape, int)
+        for piece in held:
+            for _, x in addresses(piece):
+                expected[x] = 1
+        assert (seen == expected).all()
+
+
+@settings(max_examples=30)
+@example([21_920_784_886, 1])
+@given(st.lists(st.integers(0, 10**12), min_size=1, max_size=40))
+def test_treemap_rectangles_are_as_large_as_their_amounts_and_do_not_overlap(amounts: list[int]):
+    figure = draw_treemap(fold([f"t{i}" for i in range(len(amounts))], list(range(len(amounts)))), amounts)
+    places = boxes(figure.axes[0].collections[0])
+    unit = WIDTH * HEIGHT / max(sum(amounts), 1)
+    for tip, box in tips(figure).items():
+        assert box[2] * box[3] == pytest.approx(amounts[int(tip.partition(":")[0][1:])] * unit, rel=1e-6)
+    assert (places[:, :2] >= -1e-6).all()
+    assert (places[:, :2] + places[:, 2:] <= np.array([WIDTH, HEIGHT]) + 1e-6).all()
+    for i, p in enumerate(places):
+        for q in places[i + 1 :]:
+            assert (np.minimum(p[:2] + p[2:], q[:2] + q[2:]) - np.maximum(p[:2], q[:2])).min() <= 1e-6
+
+
+def test_treemap_names_what_is_large_and_folds_layers():
+    names = [f"model.layers.{i}.w" for i in range(8)] + ["model.emb", "tiny"]
+    figure = draw_treemap(fold(names, ["same"] * 10), [100] * 8 + [400, 0])
+    found = {tip: box[2] * box[3] for tip, box in tips(figure).items()}
+    assert found.keys() == {"model: 1.2 kB", "model.layers.0-7.w (×8): 800 B", "model.emb: 400 B"}
+    assert found["model.layers.0-7.w (×8): 800 B"] == pytest.approx(2 * found["model.emb: 400 B"])
+    assert {"model  1.2 kB", "layers.0-7.w\n800 B", "emb\n400 B"} <= texts(figure)
+
+
+def test_treemap_of_ten_thousand_tensors_is_no_larger_than_can_be_seen():
+    names = [f"m{i % 97}.block{i % 89}.w{i}" for i in range(10_000)]
+    figure = draw_treemap(fold(names, list(range(10_000))), [1 + i * i for i in range(10_000)])
+    places = boxes(figure.axes[0].collections[0])
+    assert 97 < len(places) < 10_000
+    assert places[:, 2:].min() >= 3 - 1e-6
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory):
+    return save_trained(tmp_path_factory.mktemp("pictures") / "ckpt", pp=2, dp=2, tp=2)
+
+
+def test_cut_of_a_tensor_is_in_proportion(trained):
+    figure = draw_cuts(trained, "model.layers.0.up")
+    wrote = {shard.offsets: shard.file.rank for shard in trained.tensor("model.layers.0.up").shards}
+    found = {tip: box.tolist() for tip, box in tips(figure).items()}
+    assert found == {f"rank {wrote[0, 0]}: [0:8, 0:8]": [0, 0, 8, 8], f"rank {wrote[8, 0]}: [8:16, 0:8]": [0, 8, 8, 8]}
+    assert {"model.layers.0.up", "F32 16 × 8, 512 B", "Saved on pp=2, dp=2, tp=2", "↓ dim 0: 16   → dim 1: 8"} <= texts(figure)
+    assert {"rank 0", "rank 1"} <= texts(figure)
+    assert figure.axes[0].get_yticks().tolist() == [0, 8, 16]  # where the cuts are
+    fills = {to_hex(colour) for colour in figure.axes[0].collections[0].get_facecolor()}
+    (legend,) = figure.legends
+    assert {to_hex(patch.get_facecolor()) for patch in legend.get_patches()} == fills
+    assert len(fills) == 2
+
+
+def test_flat_ranges_are_named_as_such(trained):
+    found = tips(draw_cuts(trained, "optimizer.state.layers.1.down.exp_avg"))
+    assert "rank 0: elements 0 to 32 of [0:8, 0:8]" in found
+
+
+def test_picture_of_another_layout_says_who_feeds_whom(trained):
+    wanted = [Wanted((0,), (((0, 0), (4, 8), 0, 32),)), Wanted((1,), (((4, 0), (12, 8), 0, 96),))]
+    figure = draw_cuts(trained, "model.layers.0.up", wanted, Mesh(("tp",), (2,)))
+    found = tips(figure)
+    wrote = {shard.offsets: shard.file.rank for shard in trained.tensor("model.layers.0.up").shards}
+    assert f"rank 0 reads 128 B of [0:4, 0:8] that rank {wrote[0, 0]} wrote" in found
+    for rank, size, source in ((0, "128 B", wrote[0, 0]), (1, "128 B", wrote[0, 0]), (1, "256 B", wrote[8, 0])):
+        row, column = found[f"rank {rank} reads {size} that rank {source} wrote"][[1, 0]]
+        assert (row, column) == (rank, source)
+    assert {"33%\n128 B", "67%\n256 B", "100%\n128 B", "Wanted on tp=2", "Who feeds whom"} <= texts(figure)
+    outlines = boxes(figure.axes[1].collections[1])
+    assert sorted(outlines.tolist()) == [[0, 0, 8, 4], [0, 4, 8, 12]]
+
+
+def test_who_feeds_whom_of_many_ranks_is_grouped():
+    spec = [spec_of(layout, r, "w", "U8") for layout in [_rows(130)] for r in range(130)]
+    whole = values_of((130, 4), "U8", 1)
+    catalog = save_job(MemoryStorage("many"), [[(spec[r], filled(_rows(130), r, whole))] for r in range(130)])
+    wanted = [Wanted((r,), (((r, 0), (1, 4), 0, 4),)) for r in range(130)]
+    figure = draw_cuts(catalog, "w", wanted, Mesh(("dp",), (130,)))
+    cells = boxes(figure.axes[-1].collections[0])
+    assert len(cells) == 64 * 64
+    assert figure.axes[-1].get_yticklabels()[0].get_text() == "rank 0 … 2"
+    assert {"rank 0", "rank 129"} <= texts(figure)
+
+
+def _rows(count: int) -> Layout:
+    pieces = tuple((box_piece((r, 0), (1, 4), 0, row_major_strides((1, 4))),) for r in range(count))
+    return Layout((count, 4), pieces, (4,) * count)
+
+
+def test_bars_and_mesh_have_every_rank_and_its_bytes(trained):
+    held = bytes_by_rank(trained)
+    assert held == {rank: sum(f.size for f in trained.files if f.rank == rank) for rank in range(8)}
+    bars = boxes(draw_balance(trained).axes[0].collections[0])
+    assert bars[:, 3].tolist() == list(held.values())
+    figure = draw_mesh(trained, trained.mesh)
+    cells = tips(figure)
+    assert len(cells) == 8
+    (place,) = (box for tip, box in cells.items() if tip.startswith("rank 5 pp=1 dp=0 tp=1: "))
+    assert place.tolist() == [1, 1, 1, 1]
+    assert {"rank 7", "pp=0", "pp=1", "dp=0 tp=0", "dp=1 tp=1"} <= texts(figure)
+
+
+def steps_of(num_ranks: int) -> Timeline:
+    steps = [
+        Step(r, name, "caller", i * 0.1, i * 0.1 + 0.05 * (r + 1), 1000)
+        for r in range(num_ranks)
+        for i, name in enumerate(["meet", "write"])
+    ]
+    return Timeline("save", 0.0, Mesh(("dp",), (num_ranks,)), (0.0,) * num_ranks, tuple(steps))
+
+
+def test_timeline_has_each_step_at_its_time():
+    timeline = steps_of(3)
+    figure = draw_timeline(timeline)
+    bars = boxes(figure.axes[0].collections[0])
+    assert bars[:, 0].tolist() == pytest.approx([step.start_s for step in timeline.steps])
+    assert bars[:, 2].tolist() == pytest.approx([step.end_s - step.start_s for step in timeline.steps])
+    assert [int(y) for y in bars[:, 1]] == [step.rank for step in timeline.steps]
+    assert "rank 1 dp=1 write (caller): 0.1 s from 0.1 s, 1 kB, 10 kB/s" in tips(figure)
+    assert {"rank 2 dp=2", "meet", "write", "A save of 0.25 s on 3 ranks"} <= texts(figure)
+    assert timeline_words(timeline) == "The longest step, but for those that wait, is “write” of rank 2 dp=2: 0.15 of 0.25 s."
+
+
+def test_empty_timeline_is_drawn_and_of_a_huge_one_the_busiest_ranks():
+    empty = Timeline("save", 0.0, None, (0.0,), ())
+    assert "A save of 0 s on 1 rank" in texts(draw_timeline(empty))
+    assert timeline_words(empty) == "No step took any time."
+    huge = draw_timeline(steps_of(2000))
+    assert huge.get_size_inches()[1] * 72 < 1500
+    assert any(text.endswith("on 2,000 ranks; the 128 busiest ranks") for text in texts(huge))
+    labels = [label.get_text() for label in huge.axes[0].get_yticklabels()]
+    assert (labels[0], labels[-1]) == ("rank 1872 dp=1872", "rank 1999 dp=1999")
+    assert len(boxes(huge.axes[0].collections[0])) == 2 * times.MAX_RANKS
