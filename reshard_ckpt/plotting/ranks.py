@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from ..core.catalog.model import Catalog
 from ..core.catalog.specs import Mesh
 from ..core.timeline import rank_label
+from ..core.words import plural
 from ..engine.common.progress import size_text
 from .canvas import FAINT, PALETTE, SOFT, add_axes, draw_boxes, draw_heat, fitted, new_figure, set_ticks, styled
 
@@ -69,7 +70,8 @@ def mesh_words(mesh: Mesh) -> str:
     'dp 2 × tp 4 = 8 ranks; the darker a cell, the more its rank wrote.'
     """
     axes = " × ".join(f"{axis} {size}" for axis, size in zip(mesh.axes, mesh.sizes, strict=True))
-    return f"{axes} = {mesh.size:,} ranks{'; the darker a cell, the more its rank wrote' if mesh.size <= MAX_CELLS else ''}."
+    shade = "; the darker a cell, the more its rank wrote" if mesh.size <= MAX_CELLS else ""
+    return f"{axes} = {plural(mesh.size, 'rank')}{shade}."
 
 
 @styled()
