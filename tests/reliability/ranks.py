@@ -71,15 +71,15 @@ class Job:
 @contextmanager
 def jobs() -> Iterator[type[Job]]:
     """Within it, threads of a `Job` are its ranks."""
-    line = OfRank("line", saving.LINE)
+    saves = OfRank("saves", saving.SAVES)
 
     def group_of_thread(process_group: Any) -> Any:
         return getattr(LOCAL, "group", None) or current_group(process_group)
 
     with (
         mock.patch.object(comm_module, "current_group", group_of_thread),
-        mock.patch.object(saving, "LINE", line),
-        mock.patch.object(loading, "LINE", line),
+        mock.patch.object(saving, "SAVES", saves),
+        mock.patch.object(loading, "SAVES", saves),
         mock.patch.object(save_module.agree, "__defaults__", (OfRank("plans", agreement.PLANS),)),
     ):
         yield Job
