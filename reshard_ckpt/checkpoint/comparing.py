@@ -14,7 +14,7 @@ from ..engine.checking.compare import Side, TensorDifference, compare
 from ..engine.common.progress import OnProgress, reporter
 from ..engine.loading.saved_values import SavedValue, open_values
 from ..format.values import decode_value
-from ..formats.opening import Path, Source, open_source
+from ..formats.source import Path, Source, open_source
 from .value_changes import ValueChange, value_changes
 
 

@@ -24,13 +24,13 @@ from ..format.catalog import encode_catalog
 from ..format.checksums import digest128
 from ..formats.dcp import OPTIMIZER_FORMS, Span, write_dcp
 from ..formats.destination import Making, new_file, new_folder
-from ..formats.opening import Path, Source, open_source
-from ..formats.safetensors_out import finished_files, lay_out, write_safetensors
+from ..formats.safetensors_writer import finished_files, lay_out, write_safetensors
 from ..formats.side_files import copy_side_files
-from ..formats.torch_out import write_torch
+from ..formats.source import Path, Source, open_source
+from ..formats.torch_writer import write_torch
 from ..storage import LocalStorage, path_text
-from .choosing import Chosen, Names, cast_dtypes, chosen, tops
 from .resharding import write_as_one_rank
+from .selecting import Chosen, Names, cast_dtypes, chosen, tops
 from .topology_options import check_rename
 
 MODEL = "model"

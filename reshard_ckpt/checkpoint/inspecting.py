@@ -19,8 +19,8 @@ from ..engine.checking.statistics import TensorStats, statistics
 from ..engine.common.progress import OnProgress, reporter
 from ..engine.loading.saved_values import open_values
 from ..format.values import decode_value
-from ..formats.opening import Path, open_source
-from .choosing import choose
+from ..formats.source import Path, open_source
+from .selecting import choose
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from ..engine.common.step_folders import find_steps
 from ..engine.loading.load import open_catalog
 from ..errors import CheckpointNotFound, CorruptError
 from ..format.keys import step_name
-from ..formats.opening import Path
+from ..formats.source import Path
 from ..storage import open_storage
 
 METRIC = "metric"

@@ -24,7 +24,7 @@ from ..engine.loading.saved_values import SavedValue, open_values, read_blob
 from ..engine.loading.vote import Wanted, missing_values, unreadable, vote
 from ..engine.saving.async_save import SAVES
 from ..formats.foreign import FORMATS, ForeignFormat
-from ..formats.opening import NATIVE, Path, open_shared_source
+from ..formats.source import NATIVE, Path, open_shared_source
 from ..state.capture import prepare_load
 from ..state.entries import Target
 from ..state.shards import PerRankValues

@@ -22,8 +22,8 @@ from ..errors import CheckpointNotFound, CorruptError, MismatchError, UsageError
 from ..format.keys import timeline_key
 from ..format.timeline import MAX_TIMELINE_BYTES, decode_timeline
 from ..format.torch_dtypes import TORCH_DTYPES
-from ..formats.opening import NATIVE, Path, Source, open_source
-from .choosing import choose, refuse_unreadable
+from ..formats.source import NATIVE, Path, Source, open_source
+from .selecting import choose, refuse_unreadable
 
 
 def catalog(path: Path) -> Catalog:

@@ -32,9 +32,9 @@ from ..engine.saving.commit import look
 from ..engine.saving.free_space import check_free_space
 from ..errors import StorageError, UsageError
 from ..format.keys import new_save_id
-from ..formats.opening import Path, Source, open_shared_source
+from ..formats.source import Path, Source, open_shared_source
 from ..storage import LocksUnsupported, MissingKey, Storage, open_storage
-from .choosing import Names, cast_dtypes, chosen, listed
+from .selecting import Names, cast_dtypes, chosen, listed
 from .topology_options import boundaries, check_rename, idle_axes, mesh_of, read_rules
 
 _LOCK = "reshard.lock"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 from ..errors import CheckpointError
-from .raised import as_torch_raises
+from .torch_errors import as_torch_raises
 
 P = ParamSpec("P")
 R = TypeVar("R")

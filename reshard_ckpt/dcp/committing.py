@@ -27,7 +27,7 @@ from ..format.shard_file import blob_name
 from ..format.values import decode_value, encode_path, encode_value
 from ..storage.protocol import Storage
 from .names import Leaf, joined
-from .placed import RankMetadata, with_placements
+from .placements import RankMetadata, with_placements
 
 
 @dataclass(frozen=True, slots=True)

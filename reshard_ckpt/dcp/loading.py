@@ -15,12 +15,12 @@ from ..engine.loading.load import LoadOptions
 from ..errors import MismatchError
 from ..state.router import Below
 from .arguments import Path, group_of, is_partial, load_path, named_path
-from .by_torch import by_torch, is_dcps_alone, is_own_planner
 from .calls import called_as_torch
 from .folders import FORMATS_AS_SAVED
-from .forms import give_back, loading_form, opened
-from .raised import rank_said_by
 from .saving import raised_on_all
+from .state_dicts import give_back, loading_form, opened
+from .torch_calls import by_torch, is_dcps_alone, is_own_planner
+from .torch_errors import rank_said_by
 
 
 @called_as_torch("storage_reader")

@@ -18,7 +18,7 @@ from ..core.catalog.specs import ValueKind, ValueSpec
 from ..format.values import encode_path, encode_value
 from ..state.flattened import GROUPS, STATE, is_flattened
 from ..state.scan import Index, Path, name_of, path_keys
-from .forms import nested
+from .state_dicts import nested
 
 
 @dataclass(frozen=True, slots=True)

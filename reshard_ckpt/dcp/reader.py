@@ -28,10 +28,10 @@ from ..engine.loading.ties import conflicts
 from ..errors import MismatchError
 from ..format.torch_dtypes import dtype_code
 from ..formats.foreign import RawValue
-from ..formats.opening import Source, open_source
+from ..formats.source import Source, open_source
 from ..storage import resolved_path
-from .described import Elsewhere, Found, Opaque, all_values, metadata_of
 from .folders import FORMATS_AS_SAVED
+from .metadata import Elsewhere, Found, Opaque, all_values, metadata_of
 from .writer import Path, is_path
 
 

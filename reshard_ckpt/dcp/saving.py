@@ -17,11 +17,11 @@ from ..engine.saving.async_save import SaveHandle, tell
 from ..errors import CheckpointError
 from ..storage import resolved_path
 from .arguments import Path, check_collective, group_of, named_path, save_path, stages_later
-from .by_torch import by_torch, is_dcps_alone, is_own_planner
 from .calls import called_as_torch
-from .described import SavedMetadata
-from .forms import opened, saving_form
-from .raised import as_torch_raises
+from .metadata import SavedMetadata
+from .state_dicts import opened, saving_form
+from .torch_calls import by_torch, is_dcps_alone, is_own_planner
+from .torch_errors import as_torch_raises
 
 try:
     from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse

@@ -42,7 +42,7 @@ from ..format.torch_dtypes import dtype_code
 from ..format.values import encode_value
 from ..storage import open_storage, resolved_path
 from .committing import Stored, commit_written
-from .placed import placed
+from .placements import placed
 
 MAX_SENT_BYTES = 1 << 20
 """A value up to this size goes to the coordinator, which puts it into the catalog; a larger one is written by its rank."""

@@ -23,7 +23,7 @@ from ..errors import CheckpointError, CheckpointNotFound, StorageError, UsageErr
 from ..storage import LocalStorage, Lock, LocksUnsupported, MissingKey, open_storage
 from ..storage.posix import Explained, sync_folder
 from ..storage.swap import swap
-from .opening import open_source
+from .source import open_source
 
 _LOCK, _RESULT, _NOTES, _WHOLE = "lock", "result", "notes", "whole"
 _TRIES = 10

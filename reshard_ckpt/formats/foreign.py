@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from .catalog_builder import FilePart, ForeignTensor, build, whole
 from .dcp.format import DcpFormat
 from .protocol import Foreign, ForeignFormat, RawValue
 from .safetensors import SafetensorsFormat
-from .table import FilePart, ForeignTensor, build, whole
 from .torch_file import TorchFormat
 
 __all__ = ["FORMATS", "FilePart", "Foreign", "ForeignFormat", "ForeignTensor", "RawValue", "build", "open_foreign", "whole"]

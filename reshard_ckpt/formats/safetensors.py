@@ -22,9 +22,9 @@ from ..core.catalog.specs import Ints
 from ..errors import CorruptError, UsageError
 from ..format.shard_file import Header, Member, header_num_bytes, parse_header
 from ..storage import Storage
-from .hub import Chosen, chosen_files, is_shard
+from .catalog_builder import FilePart, ForeignTensor, build, foreign_file, whole
+from .huggingface import Chosen, chosen_files, is_shard
 from .protocol import Foreign, locate
-from .table import FilePart, ForeignTensor, build, foreign_file, whole
 
 ROOT = "model"
 """The key of the state below which the tensors of a flat file stand."""

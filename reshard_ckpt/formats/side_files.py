@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..core.catalog.model import Catalog
 from ..storage import Storage
-from .hub import INDEX, top_level
+from .huggingface import INDEX, top_level
 
 SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 MAX_BYTES = 256 << 20

@@ -28,13 +28,13 @@ from ..state.entries import Captured, NamedTensor
 from ..state.modules import EXTRA_STATE
 from ..state.scan import Verbatim
 from ..storage import LocalStorage, Storage
-from .archive import HEAD_BYTES, LEGACY_MAGIC, ZIP_MAGIC, Mappings, load_archive
-from .archive import Mapping as Mapped
-from .hub import Chosen, chosen_files
+from .catalog_builder import ForeignTensor, build, foreign_file, whole
+from .huggingface import Chosen, chosen_files
 from .named_optimizers import is_optimizer_state, with_names
 from .protocol import Foreign, locate
 from .strided import StridedStorage
-from .table import ForeignTensor, build, foreign_file, whole
+from .torch_zip import HEAD_BYTES, LEGACY_MAGIC, ZIP_MAGIC, Mappings, load_archive
+from .torch_zip import Mapping as Mapped
 from .unreadable import without_unreadable
 
 MODEL, OPTIMIZER = "model", "optimizer"

@@ -27,7 +27,7 @@ from ..engine.saving.async_save import SaveHandle
 from ..engine.saving.commit import clean_up
 from ..errors import CheckpointError, CheckpointNotFound, CorruptError, StorageError, UsageError
 from ..format.keys import step_name
-from ..formats.opening import Path
+from ..formats.source import Path
 from ..storage import Storage, open_storage, resolved_path
 from .preemption import OnSigterm
 from .retention import Retention

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 import reshard_ckpt.dcp as dcp
 from reshard_ckpt.errors import CheckpointNotFound
-from reshard_ckpt.formats import opening as source
+from reshard_ckpt.formats import source
 
 
 def state() -> dict[str, Any]:

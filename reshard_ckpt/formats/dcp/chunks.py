@@ -24,7 +24,7 @@ from ...core.catalog.specs import Ints, row_major_strides
 from ...core.geometry.runs import I64
 from ...errors import CheckpointError, CorruptError, UnsupportedError
 from ...storage.protocol import Storage
-from ..table import FilePart, foreign_file
+from ..catalog_builder import FilePart, foreign_file
 from .heads import HEAD_BYTES, LONG_HEAD_BYTES, Head, Heads, ShortHead, safetensors_heads
 from .metadata import Chunk, Extent, SavedTensor
 

@@ -27,7 +27,7 @@ from ...core.words import a
 from ...errors import CorruptError, UnsupportedError
 from ...format.torch_dtypes import TORCH_DTYPES
 from .metadata import DTYPES, ORDERED_DICT, SIZE
-from .unpickle import Call, Kind, read_pickle
+from .pickle_reader import Call, Kind, read_pickle
 
 HEAD_BYTES = 1 << 10
 """What is read of each chunk at first; the storage of a tensor begins before this."""

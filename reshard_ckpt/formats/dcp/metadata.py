@@ -23,7 +23,7 @@ from ...core.catalog.specs import Ints
 from ...core.hashing import MAX_ALIKE, too_many_alike
 from ...core.words import a
 from ...errors import CorruptError
-from .unpickle import MAX_ARGUMENTS, Call, Kind, Made, read_pickle
+from .pickle_reader import MAX_ARGUMENTS, Call, Kind, Made, read_pickle
 
 METADATA_KEY = ".metadata"
 MAX_METADATA_BYTES = 4 << 30

@@ -22,8 +22,8 @@ from ...errors import CheckpointError, CorruptError
 from ...format.torch_dtypes import dtype_code
 from ...format.values import decode_value, encode_path, encode_value
 from ...storage.protocol import Storage
+from ..catalog_builder import FilePart, ForeignTensor, build
 from ..protocol import Foreign, RawValue, locate
-from ..table import FilePart, ForeignTensor, build
 from .chunks import FORMAT, ChunkPlaces, file_sizes, spoils
 from .chunks import locate as locate_chunks
 from .folder import FolderMetadata, is_folder, read_folder

@@ -12,7 +12,7 @@ import torch
 from ...errors import CheckpointError, CorruptError, UnsupportedError
 from ...format.values import encode_value
 from ...storage.protocol import Storage
-from ..screening import SMALL_BYTES, refuse_colliding
+from ..hash_collisions import SMALL_BYTES, refuse_colliding
 from .chunks import file_sizes, spoils
 from .metadata import Extent
 

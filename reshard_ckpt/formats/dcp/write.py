@@ -23,11 +23,11 @@ from ...format.torch_dtypes import TORCH_DTYPES
 from ...format.values import check_keys, decode_path
 from ...state.scan import Index, saved_path
 from ...storage.protocol import Storage, Writer
-from ..emitting import ByteStream
-from .archive import write_tensor
+from ..tensor_stream import ByteStream
 from .metadata import METADATA_KEY, Chunk, Extent, SavedTensor
-from .metadata_out import metadata_bytes
+from .metadata_writer import metadata_bytes
 from .names import GROUPS, STATE, KeyPath, dotted
+from .tensor_zip import write_tensor
 
 CHUNK_BYTES = 256 << 20
 """Of a chunk: what ``torch.distributed.checkpoint.load`` has in memory at once."""

@@ -14,8 +14,8 @@ from zlib import crc32
 import torch
 
 from ...core.catalog.specs import Ints, row_major_strides
-from .emit import Called, Global, Persistent, pickled
 from .heads import STORAGE_DTYPES
+from .pickle_writer import Called, Global, Persistent, pickled
 
 ALIGNMENT = 64
 MAX_ARCHIVE_BYTES = (1 << 32) - (1 << 20)

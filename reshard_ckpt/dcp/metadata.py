@@ -31,7 +31,7 @@ from ..format.shard_file import opaque_value
 from ..format.torch_dtypes import TORCH_DTYPES
 from ..format.values import decode_path
 from ..formats.foreign import RawValue
-from ..formats.opening import Path, Source, open_source
+from ..formats.source import Path, Source, open_source
 from ..state.scan import saved_path
 from ..storage import resolved_path
 from .names import Leaf, dcp_path, leaves

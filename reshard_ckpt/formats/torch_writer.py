@@ -29,7 +29,7 @@ from ..errors import NameCollisionError, StorageError, UnsupportedError
 from ..format.torch_dtypes import TORCH_DTYPES
 from ..format.values import check_keys, decode_path
 from ..state.scan import Index, saved_path
-from .emitting import ByteStream, TensorBytes, aliases_of, in_natural_order
+from .tensor_stream import ByteStream, TensorBytes, aliases_of, in_natural_order
 
 ALIGNMENT = 64
 _LOCAL_HEADER_BYTES = 30

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reshard_ckpt.errors import CheckpointError, CorruptError, UnsupportedError
-from reshard_ckpt.formats.dcp.emit import Called, Global, Instance, Pairs, pickled
 from reshard_ckpt.formats.dcp.metadata import TABLE, read_metadata
-from reshard_ckpt.formats.dcp.unpickle import Made, read_pickle
+from reshard_ckpt.formats.dcp.pickle_reader import Made, read_pickle
+from reshard_ckpt.formats.dcp.pickle_writer import Called, Global, Instance, Pairs, pickled
 
 _TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=300)
 _LEAVES = st.none() | st.booleans() | st.integers(-(2**100), 2**100) | _TEXT

@@ -18,8 +18,8 @@ from ..errors import UsageError
 from ..format.checksums import BlockHasher
 from ..format.shard_file import METADATA, Member, header, header_cost
 from ..storage import Storage
-from .emitting import ByteStream, TensorBytes, aliases_of, in_natural_order
 from .finished import is_finished, note_finished
+from .tensor_stream import ByteStream, TensorBytes, aliases_of, in_natural_order
 
 STEM = "model"
 MAX_HEADER_BYTES = 48 << 20

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError, CorruptError, UnsupportedError
-from .screening import refuse_colliding
+from .hash_collisions import refuse_colliding
 
 ZIP_MAGIC = b"PK\x03\x04"
 LEGACY_MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
