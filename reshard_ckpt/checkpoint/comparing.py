@@ -160,10 +160,10 @@ def _compared(name: str, a: SavedValue, b: SavedValue) -> Iterable[ValueChange |
         return [Change(name, plural(len(a.value), "rank"), plural(len(b.value), "rank"))]
     x, y = (list(v.value) if v.kind is ValueKind.PER_RANK else v.value for v in (a, b))
     as_groups = ValueKind.PARAM_GROUPS in (a.kind, b.kind)
-    return value_changes(name, _in_order(x, as_groups), _in_order(y, as_groups))
+    return value_changes(name, _with_sorted_params(x, as_groups), _with_sorted_params(y, as_groups))
 
 
-def _in_order(value: Any, as_groups: bool) -> Any:
+def _with_sorted_params(value: Any, as_groups: bool) -> Any:
     """Parameter groups with their parameters sorted: layouts bring them in different orders."""
     if not as_groups or not isinstance(value, list) or not all(isinstance(group, dict) for group in value):
         return value

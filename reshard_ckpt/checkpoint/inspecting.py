@@ -20,7 +20,7 @@ from ..engine.common.progress import OnProgress, reporter
 from ..engine.loading.saved_values import open_values
 from ..format.values import decode_value
 from ..formats.source import Path, open_source
-from .selecting import choose
+from .selecting import match_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +109,12 @@ def inspect(
     """
     with open_source(path) as source:
         saved = source.catalog
-        tensors, values = choose(saved, names)
-        chosen = set(values)
+        tensors, values = match_names(saved, names)
+        selected = set(values)
         entries = [_value_line(saved, entry) for entry in saved.values_table]
         lines: tuple[TensorLine | ValueLine, ...] = (
             *_tensor_lines(saved, tensors),
-            *(line for line in entries if line.name in chosen),
+            *(line for line in entries if line.name in selected),
         )
         exact = set(names or ())
         found = statistics(source.storage, saved, [saved.index(n) for n in tensors], reporter(progress)) if stats else []
@@ -125,7 +125,7 @@ def inspect(
             summary=summarize_catalog(saved, step_of(saved.metadata, [(line.name, line.value) for line in entries])),
             catalog=saved,
             lines=lines,
-            tree=fold([line.name for line in lines], [_look(line) for line in lines]),
+            tree=fold([line.name for line in lines], [_fold_key(line) for line in lines]),
             tensors=tuple(saved.tensor(name) for name in tensors if name in exact),
             values={n: list(v.value) if v.kind is ValueKind.PER_RANK else v.value for n, v in whole.items() if n in exact},
             stats=tuple(found),
@@ -158,7 +158,7 @@ def _value_line(catalog: Catalog, entry: ValueEntry) -> ValueLine:
     )
 
 
-def _look(line: TensorLine | ValueLine) -> Hashable:
+def _fold_key(line: TensorLine | ValueLine) -> Hashable:
     if isinstance(line, ValueLine):
         return line.kind, repr(line.value)
     return line.dtype, line.shape, line.placement, line.alias_of

@@ -143,7 +143,7 @@ def load_state(
         if options.ignore:
             ignored = (*_names(target), *saved.names, *saved.value_names)
             target, saved = _without_ignored(target, options.ignore), without(saved, options.ignore)
-        values = _for_adapters(open_values(storage, saved, target.prefixes, verify=options.verify))
+        values = _plain_values(open_values(storage, saved, target.prefixes, verify=options.verify))
         resolved = resolve(saved, [(e.spec, e.memory) for e in target.entries], options)
         # Names below one that is wanted are wanted as well: some rank may have nothing there.
         prefixes = _names(target) if only_wanted else target.prefixes
@@ -192,5 +192,5 @@ def _without_ignored(target: Target, ignore: Sequence[str]) -> Target:
     )
 
 
-def _for_adapters(values: Mapping[str, SavedValue]) -> dict[str, Any]:
+def _plain_values(values: Mapping[str, SavedValue]) -> dict[str, Any]:
     return {name: PerRankValues(v.value) if v.kind is ValueKind.PER_RANK else v.value for name, v in values.items()}

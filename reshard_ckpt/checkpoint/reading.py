@@ -23,7 +23,7 @@ from ..format.keys import timeline_key
 from ..format.timeline import MAX_TIMELINE_BYTES, decode_timeline
 from ..format.torch_dtypes import TORCH_DTYPES
 from ..formats.source import NATIVE, Path, Source, open_source
-from .selecting import choose, refuse_unreadable
+from .selecting import match_names, refuse_unreadable
 
 
 def catalog(path: Path) -> Catalog:
@@ -154,7 +154,7 @@ def read(path: Path, names: Sequence[str] | None = None, *, progress: bool | OnP
     with open_source(path) as source:
         storage, saved = source.storage, source.catalog
         refuse_unreadable(saved, names)
-        tensors, values = choose(saved, names)
+        tensors, values = match_names(saved, names)
         verify_held(storage, saved, [saved.index(name) for name in tensors])
         whole = [_whole(saved, name) for name in tensors]
         resolved = resolve(saved, whole, LoadOptions())

@@ -34,8 +34,8 @@ from ..errors import StorageError, UsageError
 from ..format.keys import new_save_id
 from ..formats.source import Path, Source, open_shared_source
 from ..storage import LocksUnsupported, MissingKey, Storage, open_storage
-from .selecting import Names, cast_dtypes, chosen, listed
-from .topology_options import boundaries, check_rename, idle_axes, mesh_of, read_rules
+from .selecting import Names, as_list, cast_dtypes, select_names
+from .topology_options import check_rename, idle_axes, mesh_of, read_rules, stage_boundaries
 
 _LOCK = "reshard.lock"
 
@@ -147,7 +147,7 @@ def reshard(
         The store refused; what `dst` held is still there.
     """
     new_mesh = mesh_of("mesh", mesh)
-    wishes = parse_rules(read_rules(rules), new_mesh)
+    placement_rules = parse_rules(read_rules(rules), new_mesh)
     subject = f"{src} to {dst}"
     with (
         open_session("reshard", subject, process_group=process_group, timeout_s=timeout_s) as comm,
@@ -159,7 +159,9 @@ def reshard(
         check_rename(source.catalog, rename)
         catalog = source.catalog if rename is None else renamed(source.catalog, rename)
         choice = _choice(catalog, select, exclude, drop, cast)
-        topology = TargetTopology(new_mesh, wishes, boundaries(stages, new_mesh), _group_orders(source, catalog, choice))
+        topology = TargetTopology(
+            new_mesh, placement_rules, stage_boundaries(stages, new_mesh), _group_orders(source, catalog, choice)
+        )
         options = Options(verify, reporter(progress if comm.rank == 0 else False))
         return _write(comm, source, plan_reshard(catalog, choice, topology), target, options, dry_run=dry_run)
 
@@ -176,16 +178,16 @@ def _write(
     comm: Comm, source: Source, planned: ReshardPlan, target: Storage, options: Options, *, dry_run: bool = False
 ) -> ReshardReport:
     before = look(target) if comm.rank == 0 else None
-    proved = all(file.digests_key for file in planned.catalog.files)
-    save_id = agree_on_id(comm, save_id_of(source.catalog if proved else replace(source.catalog, created_s=0.0), planned))
-    if not proved:
+    has_checksums = all(file.digests_key for file in planned.catalog.files)
+    save_id = agree_on_id(comm, save_id_of(source.catalog if has_checksums else replace(source.catalog, created_s=0.0), planned))
+    if not has_checksums:
         # Nothing proves that the same catalog means the same bytes, so no earlier attempt may be taken up.
         save_id = comm.broadcast(new_save_id().encode()).decode()
     if dry_run:
         return _report(planned, save_id, ProcessReport({}, 0, 0), dry_run)
     if before is not None and save_id not in before.folders:
         check_free_space(target, planned.plan)
-    with _alone(target, save_id) if comm.rank == 0 else nullcontext():
+    with _exclusive(target, save_id) if comm.rank == 0 else nullcontext():
         comm.broadcast(b"")  # nobody touches a file before rank 0 knows that no other reshard is at work on them
         share = share_of(planned, save_id, comm.rank, comm.size)
         done = write_share(source.storage, target, planned, save_id, share, options)
@@ -194,7 +196,7 @@ def _write(
 
 
 @contextmanager
-def _alone(target: Storage, save_id: str) -> Iterator[None]:
+def _exclusive(target: Storage, save_id: str) -> Iterator[None]:
     """Keep others from the files of this result: the same command, started twice, would write the same ones."""
     key = f"{save_id}/{_LOCK}"
     try:
@@ -227,8 +229,8 @@ def _refuse_file(target: Storage) -> None:
 
 
 def _choice(catalog: Catalog, select: Names, exclude: Names, drop: Names, cast: Mapping[str, Any] | None) -> Choice:
-    unwanted = [*(listed(exclude) or ()), *(listed(drop) or ())]
-    taken = chosen(catalog, select, unwanted or None)
+    unwanted = [*(as_list(exclude) or ()), *(as_list(drop) or ())]
+    taken = select_names(catalog, select, unwanted or None)
     for name in taken.unreadable:
         raise catalog.unreadable[name]
     if not taken.tensors and not taken.values:

@@ -15,7 +15,7 @@ from ..format.torch_dtypes import TORCH_DTYPES
 Names = str | Sequence[str] | None
 
 
-def choose(saved: Catalog, names: Sequence[str] | None) -> tuple[list[str], list[str]]:
+def match_names(saved: Catalog, names: Sequence[str] | None) -> tuple[list[str], list[str]]:
     """The names of the tensors and of the values that the caller asks for; None asks for all.
 
     Raises
@@ -27,13 +27,13 @@ def choose(saved: Catalog, names: Sequence[str] | None) -> tuple[list[str], list
         return list(saved.names), list(saved.value_names)
     if isinstance(names, str):
         raise UsageError(f"names={names!r}: pass a list of names, as in names=[{names!r}]")
-    found = {name: (_fitting(saved.names, name), _fitting(saved.value_names, name)) for name in names}
+    found = {name: (_matching(saved.names, name), _matching(saved.value_names, name)) for name in names}
     absent = [n for n, (tensors, values) in found.items() if not tensors and not values and not _unreadable(saved, n)]
     if absent:
         meant = nearest(absent[:1], (*saved.names, *saved.value_names)).get(absent[0])
         hint = "" if meant is None else f" (did you mean {meant}?)"
         raise MismatchError(
-            f"{', '.join(absent)}: not in the checkpoint, which has {tops(saved)}{hint}; inspect lists all", absent
+            f"{', '.join(absent)}: not in the checkpoint, which has {top_level_keys(saved)}{hint}; inspect lists all", absent
         )
     return (
         list(dict.fromkeys(n for tensors, _ in found.values() for n in tensors)),
@@ -41,7 +41,7 @@ def choose(saved: Catalog, names: Sequence[str] | None) -> tuple[list[str], list
     )
 
 
-def tops(saved: Catalog, limit: int = 8) -> str:
+def top_level_keys(saved: Catalog, limit: int = 8) -> str:
     """The first parts of all names, for messages."""
     names = (*saved.names, *saved.value_names, *saved.unreadable)
     found = sorted({name.partition(".")[0] for name in names})
@@ -56,32 +56,32 @@ def refuse_unreadable(saved: Catalog, names: Sequence[str] | None) -> None:
 
 
 def _unreadable(saved: Catalog, name: str | None) -> list[str]:
-    return list(saved.unreadable) if name is None else _fitting(tuple(saved.unreadable), name)
+    return list(saved.unreadable) if name is None else _matching(tuple(saved.unreadable), name)
 
 
-def _fitting(known: Sequence[str], name: str) -> list[str]:
+def _matching(known: Sequence[str], name: str) -> list[str]:
     """What goes by this name or lies below it; if nothing does, what fits it as a pattern."""
     return [n for n in known if n == name or n.startswith(f"{name}.")] or [n for n in known if fnmatchcase(n, name)]
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class Selection:
     """What is taken: names of tensors and of values, and those that would be, but cannot be read."""
 
     tensors: list[str]
     values: list[str]
     unreadable: list[str]
 
-    def below(self, top: str) -> Chosen:
+    def below(self, top: str) -> Selection:
         """What of it lies below a name; below ``""`` is everything."""
 
         def kept(names: list[str]) -> list[str]:
             return [name for name in names if not top or name.startswith(f"{top}.")]
 
-        return Chosen(kept(self.tensors), kept(self.values), kept(self.unreadable))
+        return Selection(kept(self.tensors), kept(self.values), kept(self.unreadable))
 
 
-def chosen(saved: Catalog, select: Names, exclude: Names) -> Chosen:
+def select_names(saved: Catalog, select: Names, exclude: Names) -> Selection:
     """What is selected (None: all), and not excluded.
 
     Raises
@@ -95,16 +95,16 @@ def chosen(saved: Catalog, select: Names, exclude: Names) -> Chosen:
     less = _all_kinds(saved, exclude)
     gone = {*less.tensors, *less.values, *less.unreadable}
     kinds = (taken.tensors, taken.values, taken.unreadable)
-    return Chosen(*([name for name in names if name not in gone] for names in kinds))
+    return Selection(*([name for name in names if name not in gone] for names in kinds))
 
 
-def _all_kinds(saved: Catalog, names: Names) -> Chosen:
-    each = listed(names)
+def _all_kinds(saved: Catalog, names: Names) -> Selection:
+    each = as_list(names)
     unreadable = [found for name in ((None,) if each is None else each) for found in _unreadable(saved, name)]
-    return Chosen(*choose(saved, each), list(dict.fromkeys(unreadable)))
+    return Selection(*match_names(saved, each), list(dict.fromkeys(unreadable)))
 
 
-def listed(names: Names) -> Sequence[str] | None:
+def as_list(names: Names) -> Sequence[str] | None:
     """One name as a list of it."""
     return [names] if isinstance(names, str) else names
 
@@ -120,7 +120,7 @@ def cast_dtypes(saved: Catalog, tensors: Sequence[str], cast: Mapping[str, Any] 
     dtypes: dict[str, str] = {}
     for pattern, wanted in (cast or {}).items():
         code = _floating_code(pattern, wanted)
-        fitting = set(tensors).intersection(_fitting(saved.names, pattern))
+        fitting = set(tensors).intersection(_matching(saved.names, pattern))
         found = [name for name in fitting if TORCH_DTYPES[saved.dtype(saved.index(name))].is_floating_point]
         if not found:
             raise UsageError(f"cast={{{pattern!r}: …}}: no tensor of such a name is floating-point; correct the pattern")

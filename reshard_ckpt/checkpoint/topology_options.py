@@ -33,7 +33,7 @@ def mesh_of(option: str, mesh: Mapping[str, int]) -> Mesh:
     return made
 
 
-def boundaries(stages: Sequence[int] | None, mesh: Mesh) -> tuple[int, ...] | None:
+def stage_boundaries(stages: Sequence[int] | None, mesh: Mesh) -> tuple[int, ...] | None:
     """The first layer of each pipeline stage but the first; None for stages of about the same number of layers."""
     if stages is None:
         return None
@@ -77,7 +77,7 @@ def _parsed(text: str, where: str) -> Any:
         advice = "install PyYAML (pip install 'reshard-ckpt[cli]'), or pass the rules as a dict"
         raise UsageError(f"{where}: reading YAML needs PyYAML; {advice}") from None
     try:
-        _refuse_twice(yaml.compose(text, yaml.SafeLoader), where)
+        _refuse_duplicate_keys(yaml.compose(text, yaml.SafeLoader), where)
         return yaml.safe_load(text)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -92,14 +92,14 @@ def _parsed(text: str, where: str) -> Any:
         raise UsageError(f"{where}: cannot be read as YAML: {error}; correct the file") from error
 
 
-def _refuse_twice(root: Any, where: str) -> None:
+def _refuse_duplicate_keys(root: Any, where: str) -> None:
     """YAML's own reader takes the last of two equal keys, and says nothing."""
-    waiting, met = [root], set()
+    waiting, seen = [root], set()
     while waiting:
         node = waiting.pop()
-        if node is None or id(node) in met:
+        if node is None or id(node) in seen:
             continue
-        met.add(id(node))
+        seen.add(id(node))
         if node.id == "sequence":
             waiting += node.value
         elif node.id == "mapping":

@@ -70,13 +70,15 @@ class Columns:
         for row, below in zip(self.rows, [*self.rows[1:], [""] * len(self.headings)], strict=True):
             wrapped = [Text(cell).wrap(console, width) for cell, width in zip(row, widths, strict=True)]
             cells = [[line for line in lines if line.plain.strip()] for lines in wrapped]
-            name = _folded(row[self._kept], widths[self._kept], _guide(below[self._kept]), max(map(len, cells)))
-            lines = [Text(name) if i == self._kept else Text("\n").join(cell) for i, cell in enumerate(cells)]
+            name = _folded(
+                row[self._name_column], widths[self._name_column], _guide(below[self._name_column]), max(map(len, cells))
+            )
+            lines = [Text(name) if i == self._name_column else Text("\n").join(cell) for i, cell in enumerate(cells)]
             table.add_row(*lines)
         yield table
 
     @property
-    def _kept(self) -> int:
+    def _name_column(self) -> int:
         """The column of names: the first with a heading, or of all."""
         return next((i for i, heading in enumerate(self.headings) if heading), 0)
 
@@ -87,14 +89,14 @@ class Columns:
             max((cell_len(word) for cell in column for word in cell.split()), default=0)
             for column in zip(*self.rows, strict=True)
         ]
-        others = [i for i, right in enumerate(self.right) if not right and i != self._kept]
+        others = [i for i, right in enumerate(self.right) if not right and i != self._name_column]
         excess = sum(widths) + 2 * (len(widths) - 1) - room
         for floors in ([min(word, MAX_WORD) for word in words or widths], [MIN_WIDTH] * len(widths)):
             while excess > 0 and (wide := [i for i in others if widths[i] > floors[i]]):
                 widest = max(wide, key=lambda i: widths[i])
                 widths[widest] -= 1
                 excess -= 1
-        widths[self._kept] = max(widths[self._kept] - max(excess, 0), min(widths[self._kept], MIN_NAME))
+        widths[self._name_column] = max(widths[self._name_column] - max(excess, 0), min(widths[self._name_column], MIN_NAME))
         return widths
 
     def text(self) -> str:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..core.catalog.name_tree import shorten
-from .app import PROBLEM, as_plain, command, emit, progress, say
+from .app import PROBLEM, as_plain, command, print_json, print_text, progress
 from .columns import Columns
+from .formatting import placement, plural, shape, short
 from .options import AsJson
-from .words import placement, plural, shape, short
 
 if TYPE_CHECKING:
     from ..checkpoint import Diff
@@ -39,7 +39,7 @@ def diff(
     with progress() as on_progress:
         found = diff_checkpoints(a, b, values=values, progress=on_progress)
     if as_json:
-        emit({"equal": found.equal, **as_plain(found)})
+        print_json({"equal": found.equal, **as_plain(found)})
     else:
         _print(found, values)
     return 0 if found.equal else PROBLEM
@@ -58,14 +58,14 @@ def _print(found: Diff, values: bool) -> None:
     if rows:
         headings = ["", "name", "A", "", "B", ">by", ">rel"]
         width = len(headings) if any(row[5] for row in rows) else 5
-        say(Columns(headings[:width], [row[:width] for row in rows]))
+        print_text(Columns(headings[:width], [row[:width] for row in rows]))
     if found.tensors:
         headings = ["differs", ">elements", ">of", ">max abs", ">max rel", ">NaN in one"]
-        say(*([""] if rows else []), Columns(headings, _apart(found.tensors)))
-    say(*([""] if rows or found.tensors else []), _verdict(found, values))
+        print_text(*([""] if rows else []), Columns(headings, _differences(found.tensors)))
+    print_text(*([""] if rows or found.tensors else []), _verdict(found, values))
 
 
-def _apart(tensors: Sequence[TensorDifference]) -> list[tuple[str, ...]]:
+def _differences(tensors: Sequence[TensorDifference]) -> list[tuple[str, ...]]:
     """A line for each tensor that differs; layers of one size share it: counts are added up, of distances the largest is said."""
     lines: list[tuple[str, ...]] = []
     for label, leaves in shorten([d.name for d in tensors], [d.num_elements for d in tensors]):
@@ -73,19 +73,22 @@ def _apart(tensors: Sequence[TensorDifference]) -> list[tuple[str, ...]]:
         different, of, num_nan = (sum(getattr(d, field) for d in group) for field in ("num_different", "num_elements", "num_nan"))
         apart, relative = max(d.max_abs for d in group), max(d.max_rel for d in group)
         numbers = f"{different:,}", f"{of:,}", f"{apart:.3g}", f"{relative:.3g}", f"{num_nan:,}"
-        lines.append((f"{label}{_times(leaves)}", *numbers))
+        lines.append((f"{label}{_count_suffix(leaves)}", *numbers))
     return lines
 
 
 def _names(what: str, names: Sequence[str]) -> list[tuple[str, ...]]:
-    return [(what, f"{label}{_times(leaves)}", "", "", "", "", "") for label, leaves in shorten(names, [""] * len(names))]
+    return [(what, f"{label}{_count_suffix(leaves)}", "", "", "", "", "") for label, leaves in shorten(names, [""] * len(names))]
 
 
 def _changed(what: str, changes: Sequence[Change], words: Callable[[Any], str]) -> list[tuple[str, ...]]:
     """A line for each change; layers that changed alike share one."""
     sides = [(words(change.a), words(change.b)) for change in changes]
     lines = shorten([change.name for change in changes], sides)
-    return [(what, f"{label}{_times(leaves)}", sides[leaves[0]][0], "→", sides[leaves[0]][1], "", "") for label, leaves in lines]
+    return [
+        (what, f"{label}{_count_suffix(leaves)}", sides[leaves[0]][0], "→", sides[leaves[0]][1], "", "")
+        for label, leaves in lines
+    ]
 
 
 def _values(changes: Sequence[ValueChange]) -> list[tuple[str, ...]]:
@@ -101,7 +104,7 @@ def _relative(of: ValueChange) -> str:
     return "" if of.relative is None else f"{of.relative:.3g}"
 
 
-def _times(leaves: Sequence[int]) -> str:
+def _count_suffix(leaves: Sequence[int]) -> str:
     return f" ×{len(leaves):,}" if len(leaves) > 1 else ""
 
 

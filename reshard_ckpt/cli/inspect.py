@@ -12,10 +12,10 @@ import typer
 from ..core.catalog.model import Catalog, FileEntry, ShardView, TensorView
 from ..core.catalog.name_tree import Node, walk
 from ..errors import CheckpointNotFound
-from .app import as_plain, command, emit, progress, say
+from .app import as_plain, command, print_json, print_text, progress
 from .columns import Columns
+from .formatting import mesh, placement, plural, shape, short
 from .options import AsJson, Path
-from .words import mesh, placement, plural, shape, short
 
 if TYPE_CHECKING:
     from ..checkpoint import Inspection
@@ -60,13 +60,13 @@ def inspect(
         steps = [] if names or stats else list_run(path)
         if not steps:
             raise
-        emit({"path": path, "format": "run", "steps": steps}) if as_json else say(_steps(steps))
+        print_json({"path": path, "format": "run", "steps": steps}) if as_json else print_text(_steps(steps))
         return
     if as_json:
-        emit(_as_json(found))
+        print_json(_as_json(found))
         return
     for i, paragraph in enumerate(paragraphs(found, whole=not names, all_shards=all_shards)):
-        say(*([""] if i else []), *paragraph)
+        print_text(*([""] if i else []), *paragraph)
 
 
 def _steps(lines: Sequence[StepLine]) -> Columns:

@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from .app import PROBLEM, as_plain, command, emit, note, progress, say
+from .app import PROBLEM, as_plain, command, print_json, print_note, print_text, progress
+from .formatting import plural
 from .options import AsJson, Path
-from .words import plural
 
 
 @command("reshard-ckpt verify ckpt/step_100")
@@ -27,14 +27,14 @@ def verify(
     with progress() as on_progress:
         report = verify_checkpoint(path, sha256=sha256, workers=workers, progress=on_progress)
     if as_json:
-        emit({"ok": report.ok, **as_plain(report)})
+        print_json({"ok": report.ok, **as_plain(report)})
     else:
         read = f"{plural(report.num_files, 'file')}, {size_text(report.num_bytes)}"
         fine = "every byte is as it was written"
         if report.bytes_unproved:
             fine = "all files are there, whole; nothing can be said of their bytes, as this format has no checksums"
-        say(*report.problems, f"{path}: {fine if report.ok else 'DAMAGED'} ({read})")
+        print_text(*report.problems, f"{path}: {fine if report.ok else 'DAMAGED'} ({read})")
     if not report.ok:
-        note("load another checkpoint, or restore the files that are named")
+        print_note("load another checkpoint, or restore the files that are named")
         return PROBLEM
     return 0

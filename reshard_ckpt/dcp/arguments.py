@@ -1,4 +1,4 @@
-"""Which arguments of DCP mean something here? What they say is taken; what only DCP can follow is for `by_torch`."""
+"""Which arguments of DCP mean something here? What they say is taken; what only DCP can follow is for `call_torch`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def is_partial(planner: Any) -> bool:
     return planner is not None and bool(planner.allow_partial_load)
 
 
-def stages_later(stager: Any) -> bool:
+def uses_async_staging(stager: Any) -> bool:
     """Whether a stager of torch's own asks for staging in the background."""
     # Private: torch does not say what a DefaultStager was made with. Without it, staging is done before async_save returns.
     return bool(getattr(getattr(stager, "_config", None), "use_async_staging", False))

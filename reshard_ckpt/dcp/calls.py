@@ -8,13 +8,13 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 from ..errors import CheckpointError
-from .torch_errors import as_torch_raises
+from .torch_errors import as_torch_error
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def called_as_torch(second: str | None) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def torch_compatible(second: str | None) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """A call that takes `second` as its second argument too, with torch's warning, and whose errors are torch's as well."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -26,7 +26,7 @@ def called_as_torch(second: str | None) -> Callable[[Callable[P, R]], Callable[P
             try:
                 return function(*args, **options)
             except CheckpointError as error:
-                raise as_torch_raises(error) from error.__cause__
+                raise as_torch_error(error) from error.__cause__
 
         return call
 

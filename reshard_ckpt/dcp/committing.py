@@ -26,7 +26,7 @@ from ..errors import LayoutError
 from ..format.shard_file import blob_name
 from ..format.values import decode_value, encode_path, encode_value
 from ..storage.protocol import Storage
-from .names import Leaf, joined
+from .names import Leaf, join_leaves
 from .placements import RankMetadata, with_placements
 
 
@@ -75,17 +75,19 @@ def commit_written(
     PublishConflict
         Somebody else published at this path meanwhile.
     """
-    sent = [[result.storage_data for result in of_rank] for of_rank in results]
-    ranks = [[data for data in of_rank if isinstance(data, Stored)] for of_rank in sent]
+    payloads = [[result.storage_data for result in of_rank] for of_rank in results]
+    ranks = [[data for data in of_rank if isinstance(data, Stored)] for of_rank in payloads]
     _check_all_there(metadata, ranks)
-    held = _without_copies(ranks)
-    job_metadata = [encode_metadata(_offer(rows)) for rows in held]
+    written = _distinct(ranks)
+    job_metadata = [encode_metadata(_local_metadata(rows)) for rows in written]
     plan = plan_from_metadata(
         [local_metadata.tensors for local_metadata in job_metadata], [local_metadata.rows for local_metadata in job_metadata]
     )
-    plan = with_placements(plan, [next((data for data in of_rank if isinstance(data, RankMetadata)), None) for of_rank in sent])
+    plan = with_placements(
+        plan, [next((data for data in of_rank if isinstance(data, RankMetadata)), None) for of_rank in payloads]
+    )
     values = merge_values([(0, _values(metadata, ranks))], plan.tables)
-    receipts = [_receipt(plan, rank, rows) for rank, rows in enumerate(held)]
+    receipts = [_receipt(plan, rank, rows) for rank, rows in enumerate(written)]
     return publish(storage, plan, values, receipts, save_id=save_id, metadata=encode_value(None, "metadata"), before=before)
 
 
@@ -96,10 +98,10 @@ def _check_all_there(metadata: Metadata, ranks: Sequence[Sequence[Stored]]) -> N
         raise LayoutError(summarize(problems, "the planner's plans and its metadata must agree"))
 
 
-def _without_copies(ranks: Sequence[Sequence[Stored]]) -> list[list[Stored]]:
+def _distinct(ranks: Sequence[Sequence[Stored]]) -> list[list[Stored]]:
     """What is in files, by rank; tensors first, the boxes of one together. A box that several ranks wrote counts once."""
     seen: set[tuple[str, Ints, Ints]] = set()
-    held: list[list[Stored]] = []
+    written: list[list[Stored]] = []
     for of_rank in ranks:
         mine = []
         for stored in of_rank:
@@ -107,11 +109,11 @@ def _without_copies(ranks: Sequence[Sequence[Stored]]) -> list[list[Stored]]:
             if stored.file is not None and key not in seen:
                 seen.add(key)
                 mine.append(stored)
-        held.append(sorted(mine, key=lambda stored: (stored.blob is not None, stored.blob or stored.name)))
-    return held
+        written.append(sorted(mine, key=lambda stored: (stored.blob is not None, stored.blob or stored.name)))
+    return written
 
 
-def _offer(rows: Sequence[Stored]) -> LocalMetadata:
+def _local_metadata(rows: Sequence[Stored]) -> LocalMetadata:
     """What a rank wrote, as an offer whose rows are in this order."""
     specs: dict[str, TensorSpec] = {}
     for stored in rows:
@@ -151,9 +153,9 @@ def _values(metadata: Metadata, ranks: Sequence[Sequence[Stored]]) -> list[Local
     by_name: dict[str, Stored] = {}
     for stored in (s for of_rank in ranks for s in of_rank):
         by_name.setdefault(stored.name, stored)
-    sent = [s for s in by_name.values() if s.value is not None]
-    leaves = [Leaf(path_of(s.name), decode_value(s.value or b"", name=s.name)) for s in sent]
+    payloads = [s for s in by_name.values() if s.value is not None]
+    leaves = [Leaf(path_of(s.name), decode_value(s.value or b"", name=s.name)) for s in payloads]
     others = [path_of(s.name) for s in by_name.values() if s.value is None]
-    out = [LocalValue(spec.name, spec.path, spec.kind, spec.data) for spec in joined(leaves, others)]
+    out = [LocalValue(spec.name, spec.path, spec.kind, spec.data) for spec in join_leaves(leaves, others)]
     aside = [s for s in by_name.values() if s.blob == blob_name(s.name, None)]
     return out + [LocalValue(s.name, encode_path(list(path_of(s.name))), ValueKind.PLAIN, None) for s in aside]

@@ -6,7 +6,7 @@ Each tensor is one chunk: where its bytes lie is the catalog's business.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -30,42 +30,48 @@ from ..errors import CheckpointNotFound
 from ..format.shard_file import opaque_value
 from ..format.torch_dtypes import TORCH_DTYPES
 from ..format.values import decode_path
-from ..formats.foreign import RawValue
+from ..formats.dcp import DcpFormat
+from ..formats.foreign import FORMATS, ForeignFormat, RawValue
 from ..formats.source import Path, Source, open_source
 from ..state.scan import saved_path
 from ..storage import resolved_path
 from .names import Leaf, dcp_path, leaves
 
+FORMATS_AS_SAVED: tuple[ForeignFormat, ...] = tuple(
+    replace(one, as_saved=True) if isinstance(one, DcpFormat) else one for one in FORMATS
+)
+"""All foreign formats; tensors of a DCP folder keep the names of the state dict that DCP was given."""
+
 
 @dataclass(frozen=True, slots=True)
-class Opaque:
+class OpaqueValue:
     """A value whose bytes only DCP's planner reads."""
 
     blob: int
 
 
 @dataclass(frozen=True, slots=True)
-class Elsewhere:
+class UnavailableValue:
     """A value that this rank cannot be given."""
 
     problem: str
 
 
-Found = Leaf | RawValue | Opaque | Elsewhere
+SavedItem = Leaf | RawValue | OpaqueValue | UnavailableValue
 
 
-def all_values(source: Source, verify: bool) -> Iterator[tuple[str, Found]]:
+def all_values(source: Source, verify: bool) -> Iterator[tuple[str, SavedItem]]:
     """What there is besides tensors, under DCP's names; of a name that comes twice, the later counts."""
     saved, table = source.catalog, source.catalog.tensors_table
-    yield from ((name, Elsewhere(str(why))) for name, why in saved.unreadable.items())
+    yield from ((name, UnavailableValue(str(why))) for name, why in saved.unreadable.items())
     for blob in np.flatnonzero(table.kind == TensorKind.BLOB).tolist():
         name = opaque_value(table.names[blob])
         if name is not None:
-            yield name, Opaque(blob)
+            yield name, OpaqueValue(blob)
     values = open_values(source.storage, saved, saved.value_names, verify=verify)
     for entry in saved.values_table:
-        value = _own(entry.name, values[entry.name])
-        if isinstance(value, Elsewhere):
+        value = _value_for_rank(entry.name, values[entry.name])
+        if isinstance(value, UnavailableValue):
             yield entry.name, value
             continue
         for leaf in leaves(dcp_path(saved_path(decode_path(entry.path))), value, entry.kind):
@@ -73,13 +79,13 @@ def all_values(source: Source, verify: bool) -> Iterator[tuple[str, Found]]:
     yield from source.raw.items()
 
 
-def _own(name: str, saved: SavedValue) -> Any:
+def _value_for_rank(name: str, saved: SavedValue) -> Any:
     """The value, or of values of each rank's own this rank's."""
     if saved.kind is not ValueKind.PER_RANK:
         return saved.value
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     if len(saved.value) != size:
-        return Elsewhere(
+        return UnavailableValue(
             f"{name}: saved by {plural(len(saved.value), 'rank')}, wanted on {size}; load it with checkpoint.load and "
             "PerRank(value, combine=...)"
         )

@@ -34,7 +34,7 @@ class RankMetadata:
     rows: bytes
 
 
-def placed(planner: SavePlanner, rank: int) -> RankMetadata | None:
+def rank_metadata(planner: SavePlanner, rank: int) -> RankMetadata | None:
     """How the tensors lie that a planner holds on this rank."""
     state = getattr(planner, "state_dict", None)
     if not isinstance(state, Mapping):
@@ -55,17 +55,22 @@ def with_placements(plan: SavePlan, of_ranks: Sequence[RankMetadata | None]) -> 
     if len(known) < len(of_ranks):
         return plan
     try:
-        shown = plan_from_metadata([one.tensors for one in known], [one.rows for one in known])
+        captured_plan = plan_from_metadata([one.tensors for one in known], [one.rows for one in known])
     except CheckpointError:  # what ranks hold need not fit together where DCP's planner chose from it
         return plan
-    if shown.mesh is None or shown.mesh.size != len(known):
+    if captured_plan.mesh is None or captured_plan.mesh.size != len(known):
         return plan
-    return replace(plan, mesh=shown.mesh, placements=shown.placements, placement=np.array(_numbers(plan, shown), np.int64))
+    return replace(
+        plan,
+        mesh=captured_plan.mesh,
+        placements=captured_plan.placements,
+        placement=np.array(_numbers(plan, captured_plan), np.int64),
+    )
 
 
-def _numbers(plan: SavePlan, shown: SavePlan) -> list[int]:
+def _numbers(plan: SavePlan, captured_plan: SavePlan) -> list[int]:
     """Of each tensor of the plan, the number of its placement; -1 for what was not shown, or with another shape."""
-    known = dict(zip(_tensors(shown), shown.placement.tolist(), strict=True))
+    known = dict(zip(_tensors(captured_plan), captured_plan.placement.tolist(), strict=True))
     return [known.get(tensor, -1) for tensor in _tensors(plan)]
 
 

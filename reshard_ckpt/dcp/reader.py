@@ -30,8 +30,7 @@ from ..format.torch_dtypes import dtype_code
 from ..formats.foreign import RawValue
 from ..formats.source import Source, open_source
 from ..storage import resolved_path
-from .folders import FORMATS_AS_SAVED
-from .metadata import Elsewhere, Found, Opaque, all_values, metadata_of
+from .metadata import FORMATS_AS_SAVED, OpaqueValue, SavedItem, UnavailableValue, all_values, metadata_of
 from .writer import Path, is_path
 
 
@@ -62,7 +61,7 @@ class ReshardReader(StorageReader):
         self._path, self._at, self._verify = path, resolved_path(path), verify
         self._held = ExitStack()
         self._source: Source | None = None
-        self._values: dict[str, Found] = {}
+        self._values: dict[str, SavedItem] = {}
 
     @property
     def checkpoint_id(self) -> Path:
@@ -117,7 +116,7 @@ class ReshardReader(StorageReader):
         assert self._source is not None
         storage, saved = self._source.storage, self._source.catalog
         targets = [planner.resolve_tensor(item).detach() for item in items]
-        wanted = [(_wanted(saved, item, target), target) for item, target in zip(items, targets, strict=True)]
+        wanted = [(_target_spec(saved, item, target), target) for item, target in zip(items, targets, strict=True)]
         # DCP converts what it loads to the dtype of the tensor that it loads into.
         options = LoadOptions(verify=self._verify, cast=True)
         resolved = resolve(saved, wanted, options)
@@ -132,11 +131,11 @@ class ReshardReader(StorageReader):
     def _bytes(self, name: str) -> io.BytesIO:
         assert self._source is not None
         value = self._values[name]
-        if isinstance(value, Elsewhere):
+        if isinstance(value, UnavailableValue):
             raise MismatchError(value.problem, [value.problem])
         if isinstance(value, RawValue):
             return io.BytesIO(value.read(self._source.storage))
-        if isinstance(value, Opaque):
+        if isinstance(value, OpaqueValue):
             return io.BytesIO(read_blob(self._source.storage, self._source.catalog, value.blob, self._verify))
         out = io.BytesIO()
         torch.save(value.value, out)
@@ -144,7 +143,7 @@ class ReshardReader(StorageReader):
         return out
 
 
-def _wanted(saved: Catalog, item: ReadItem, target: torch.Tensor) -> TensorSpec:
+def _target_spec(saved: Catalog, item: ReadItem, target: torch.Tensor) -> TensorSpec:
     """The box that a read item wants, in the memory that the planner gave for it."""
     name, lengths = item.storage_index.fqn, tuple(item.lengths)
     if tuple(target.shape) != lengths:

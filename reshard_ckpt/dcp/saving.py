@@ -16,12 +16,12 @@ from ..comm import open_session
 from ..engine.saving.async_save import SaveHandle, tell
 from ..errors import CheckpointError
 from ..storage import resolved_path
-from .arguments import Path, check_collective, group_of, named_path, save_path, stages_later
-from .calls import called_as_torch
+from .arguments import Path, check_collective, group_of, named_path, save_path, uses_async_staging
+from .calls import torch_compatible
 from .metadata import SavedMetadata
-from .state_dicts import opened, saving_form
-from .torch_calls import by_torch, is_dcps_alone, is_own_planner
-from .torch_errors import as_torch_raises
+from .state_dicts import call_state_dicts, saving_form
+from .torch_calls import call_torch, is_custom, is_custom_planner
+from .torch_errors import as_torch_error
 
 try:
     from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
@@ -41,12 +41,12 @@ except ImportError:  # older releases, such as 2.6, have none
         upload_completion: Future[None]
 
 
-__all__ = ["AsyncCheckpointerType", "AsyncSaveResponse", "SaveFuture", "async_save", "raised_on_all", "save"]
+__all__ = ["AsyncCheckpointerType", "AsyncSaveResponse", "SaveFuture", "async_save", "save", "share_errors"]
 
 Made = TypeVar("Made")
 
 
-@called_as_torch("storage_writer")
+@torch_compatible("storage_writer")
 def save(
     state_dict: Mapping[str, Any],
     *,
@@ -89,23 +89,23 @@ def save(
     CheckpointError
         As `checkpoint.save`. All of these are torch's `CheckpointException` too.
     """
-    if is_dcps_alone("storage_writer", storage_writer) or is_own_planner(planner, saving=True):
+    if is_custom("storage_writer", storage_writer) or is_custom_planner(planner, saving=True):
         options = {"planner": planner, "process_group": process_group, "no_dist": no_dist, "use_collectives": use_collectives}
         path = named_path(checkpoint_id, storage_writer)
-        done: Metadata = by_torch("save", state_dict, "storage_writer", path, storage_writer=storage_writer, **options)
+        done: Metadata = call_torch("save", state_dict, "storage_writer", path, storage_writer=storage_writer, **options)
         return done
     group = group_of(process_group, no_dist)
 
     def make() -> tuple[Path, dict[str, Any]]:
         check_collective(use_collectives)
         path = save_path(checkpoint_id, storage_writer)
-        return path, saving_form(opened(state_dict, in_order=False))
+        return path, saving_form(call_state_dicts(state_dict, in_order=False))
 
-    path, form = raised_on_all("save", named_path(checkpoint_id, storage_writer), group, make)
+    path, form = share_errors("save", named_path(checkpoint_id, storage_writer), group, make)
     return SavedMetadata.of(path, save_checkpoint(path, form, process_group=group).save_id)
 
 
-@called_as_torch(None)
+@torch_compatible(None)
 def async_save(
     state_dict: Mapping[str, Any],
     *,
@@ -137,15 +137,15 @@ def async_save(
         commit.
     """
     kind = AsyncCheckpointerType(getattr(async_checkpointer_type, "value", async_checkpointer_type))
-    own = [is_dcps_alone("storage_writer", storage_writer), is_dcps_alone("async_stager", async_stager)]
-    if any(own) or is_own_planner(planner, saving=True):
+    own = [is_custom("storage_writer", storage_writer), is_custom("async_stager", async_stager)]
+    if any(own) or is_custom_planner(planner, saving=True):
         options = {"planner": planner, "process_group": process_group, "no_dist": no_dist, "use_collectives": use_collectives}
         options |= {
             "async_stager": async_stager,
             "async_checkpointer_type": None if kind is AsyncCheckpointerType.THREAD else kind,
         }
         path = named_path(checkpoint_id, storage_writer)
-        response: Future[Metadata] = by_torch(
+        response: Future[Metadata] = call_torch(
             "async_save", state_dict, "storage_writer", path, storage_writer=storage_writer, **options
         )
         return response
@@ -154,9 +154,9 @@ def async_save(
     def make() -> tuple[Path, dict[str, Any], bool]:
         check_collective(use_collectives)
         path = save_path(checkpoint_id, storage_writer)
-        return path, saving_form(opened(state_dict, in_order=False)), stages_later(async_stager)
+        return path, saving_form(call_state_dicts(state_dict, in_order=False)), uses_async_staging(async_stager)
 
-    path, form, later = raised_on_all("save", named_path(checkpoint_id, storage_writer), group, make)
+    path, form, later = share_errors("save", named_path(checkpoint_id, storage_writer), group, make)
     handle = begin_save(path, form, staging="promised" if later else "eager", process_group=group)
     staging, upload = _futures(handle, resolved_path(path))
     # Torch says that the result of the second is None, and makes it the metadata.
@@ -190,13 +190,13 @@ def _futures(handle: SaveHandle, path: Path) -> tuple[Future[None], SaveFuture]:
         if error is None:
             upload.set_result(SavedMetadata.of(path, save_id))
         else:
-            upload.set_exception(as_torch_raises(error) if isinstance(error, CheckpointError) else error)
+            upload.set_exception(as_torch_error(error) if isinstance(error, CheckpointError) else error)
 
     tell(handle, staged=lambda: staging.set_result(None), done=done)
     return staging, upload
 
 
-def raised_on_all(kind: str, path: Path | None, group: Any, make: Callable[[], Made]) -> Made:
+def share_errors(kind: str, path: Path | None, group: Any, make: Callable[[], Made]) -> Made:
     """What `make` returns; an error in it is raised on all ranks, which would otherwise wait for this one in their session."""
     try:
         return make()

@@ -32,7 +32,7 @@ from ..state.scan import Verbatim
 Make = Callable[[torch.Tensor], torch.Tensor]
 
 
-def opened(state_dict: Mapping[str, Any], *, in_order: bool) -> dict[str, Any]:
+def call_state_dicts(state_dict: Mapping[str, Any], *, in_order: bool) -> dict[str, Any]:
     """The state dict with what its objects say that their state is.
 
     Parameters
@@ -56,8 +56,8 @@ def saving_form(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def loading_form(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The form to load into; `give_back` then puts it into the state."""
-    return Verbatim({key: _form(value, _materialized, merged=False) for key, value in state.items()})
+    """The form to load into; `restore` then puts it into the state."""
+    return Verbatim({key: _form(value, _materialize, merged=False) for key, value in state.items()})
 
 
 def _form(value: Any, make: Make, *, merged: bool) -> Any:
@@ -77,7 +77,7 @@ def _form(value: Any, make: Make, *, merged: bool) -> Any:
     return value
 
 
-def _materialized(tensor: torch.Tensor) -> torch.Tensor:
+def _materialize(tensor: torch.Tensor) -> torch.Tensor:
     if hasattr(tensor, "local_shards") or not tensor.is_meta:  # a ShardedTensor warns of itself when asked
         return tensor
     if isinstance(tensor, DTensor):
@@ -96,18 +96,18 @@ def _job_device() -> torch.device:
     return torch.device("cpu")
 
 
-def give_back(value: Any, form: Any) -> Any:
+def restore(value: Any, form: Any) -> Any:
     """Put a loaded form into the value that it was made of; returns what takes the value's place."""
     if isinstance(value, io.BytesIO):
         return io.BytesIO(form) if isinstance(form, bytes) else form
     if isinstance(value, Mapping) and value and isinstance(form, Mapping):
-        changes = flattened(value, form) if is_flattened(value) else {k: give_back(value[k], form[k]) for k in value}
+        changes = flattened(value, form) if is_flattened(value) else {k: restore(value[k], form[k]) for k in value}
         for key, child in changes.items():
             if value[key] is not child:
                 value[key] = child  # type: ignore[index]
         return value
     if type(value) is list and type(form) is list and len(form) == len(value):
-        value[:] = [give_back(child, new) for child, new in zip(value, form, strict=True)]
+        value[:] = [restore(child, new) for child, new in zip(value, form, strict=True)]
         return value
     return form
 
@@ -128,4 +128,4 @@ def nested(flat: Mapping[str, Any], make: Make, *, merged: bool) -> dict[str, An
 def flattened(flat: Mapping[str, Any], form: Mapping[str, Any]) -> dict[str, Any]:
     """What a loaded optimizer's state dict by parameter says for each key of the flattened one that it was made of."""
     loaded = flattened_optimizers.flattened(flat, form)
-    return {name: give_back(flat[name], value) if name.startswith(f"{STATE}.") else value for name, value in loaded.items()}
+    return {name: restore(flat[name], value) if name.startswith(f"{STATE}.") else value for name, value in loaded.items()}

@@ -29,7 +29,7 @@ try:
 except ImportError:  # older releases, such as 2.6, have none
     DefaultStager = None  # type: ignore[assignment, misc]
 
-_KNOWN: dict[str, tuple[type[Any] | None, ...]] = {
+_SUPPORTED: dict[str, tuple[type[Any] | None, ...]] = {
     "storage_writer": (ReshardWriter, FileSystemWriter),
     "storage_reader": (ReshardReader, FileSystemReader),
     "async_stager": (BlockingAsyncStager, DefaultStager),
@@ -46,10 +46,10 @@ _DEFAULTS = {"no_dist": False, "use_collectives": True}
 
 _CALLS = {"save": save, "async_save": async_save, "load": load}
 
-_OURS: dict[str, type[Any]] = {"storage_writer": ReshardWriter, "storage_reader": ReshardReader}
+_STORAGES: dict[str, type[Any]] = {"storage_writer": ReshardWriter, "storage_reader": ReshardReader}
 
 
-def is_dcps_alone(option: str, given: object) -> bool:
+def is_custom(option: str, given: object) -> bool:
     """Whether a storage or stager is the caller's own.
 
     Raises
@@ -57,12 +57,12 @@ def is_dcps_alone(option: str, given: object) -> bool:
     UsageError
         It is nothing that DCP takes.
     """
-    if given is None or type(given) in _KNOWN[option]:
+    if given is None or type(given) in _SUPPORTED[option]:
         return False
     return _checked(option, given, _BASES[option])
 
 
-def is_own_planner(planner: object, *, saving: bool) -> bool:
+def is_custom_planner(planner: object, *, saving: bool) -> bool:
     """Whether a planner is the caller's own; the options of torch's default one are about a planning that does not take place.
 
     Raises
@@ -84,7 +84,7 @@ def _checked(option: str, given: object, base: type[Any]) -> bool:
     return True
 
 
-def by_torch(call: str, state_dict: Any, option: str, path: str | os.PathLike[str] | None, **options: Any) -> Any:
+def call_torch(call: str, state_dict: Any, option: str, path: str | os.PathLike[str] | None, **options: Any) -> Any:
     """Call torch's own function.
 
     Parameters
@@ -97,15 +97,15 @@ def by_torch(call: str, state_dict: Any, option: str, path: str | os.PathLike[st
         All others; those that say what is so by default are left out, for not every release knows each of them.
     """
     store = options.pop(option)
-    if is_dcps_alone(option, store):
+    if is_custom(option, store):
         options["checkpoint_id"] = path
-        if not isinstance(store, _OURS[option]):
+        if not isinstance(store, _STORAGES[option]):
             warnings.warn(
                 f"{option}={type(store).__name__}: torch's own {call} runs, in that storage's format, without this library's "
                 "checksums and commit",
                 stacklevel=4,
             )
     else:
-        store = _OURS[option](path)
+        store = _STORAGES[option](path)
     given = {name: value for name, value in options.items() if value is not _DEFAULTS.get(name)}
     return _CALLS[call](state_dict, **{option: store}, **given)

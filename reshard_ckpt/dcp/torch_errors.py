@@ -19,16 +19,16 @@ _OF_RANK = re.compile(r"rank (\d+): ")
 """How the message of an error begins that another rank raised."""
 
 
-def as_torch_raises(error: CheckpointError) -> CheckpointError:
+def as_torch_error(error: CheckpointError) -> CheckpointError:
     """The same error, which is a `CheckpointException` as well."""
     if isinstance(error, CheckpointException):
         return error
-    new = _rebuilt(type(error), error.args, {**vars(error), "_failures": _failures(error)})
+    new = _rebuild(type(error), error.args, {**vars(error), "_failures": _failures(error)})
     new.__cause__, new.__suppress_context__ = error.__cause__, error.__suppress_context__
     return new.with_traceback(error.__traceback__)
 
 
-def rank_said_by(error: CheckpointError) -> str:
+def rank_prefix(error: CheckpointError) -> str:
     """How the error's message begins if another rank raised it; nothing otherwise."""
     found = _OF_RANK.match(str(error))
     return found[0] if found else ""
@@ -43,15 +43,15 @@ def _failures(error: CheckpointError) -> dict[int, tuple[BaseException, tracebac
     return dict.fromkeys(ranks, (error, traceback.StackSummary.from_list(frames)))
 
 
-def _rebuilt(kind: type[CheckpointError], args: tuple[Any, ...], fields: dict[str, Any]) -> CheckpointError:
-    combined = _combined(kind)
+def _rebuild(kind: type[CheckpointError], args: tuple[Any, ...], fields: dict[str, Any]) -> CheckpointError:
+    combined = _combined_class(kind)
     new = combined.__new__(combined, *args)
     new.args = args
     vars(new).update(fields)
     return new
 
 
-def _combined(kind: type[CheckpointError]) -> type[CheckpointError]:
+def _combined_class(kind: type[CheckpointError]) -> type[CheckpointError]:
     """A class that is both, made once, so that errors of one kind are of one class."""
     if kind in _COMBINED:
         return _COMBINED[kind]
@@ -59,7 +59,7 @@ def _combined(kind: type[CheckpointError]) -> type[CheckpointError]:
         "__module__": kind.__module__,
         "__doc__": kind.__doc__,
         "__str__": Exception.__str__,  # CheckpointException's shows failures alone
-        "__reduce__": lambda self: (_rebuilt, (kind, self.args, vars(self))),
+        "__reduce__": lambda self: (_rebuild, (kind, self.args, vars(self))),
     }
     return _COMBINED.setdefault(kind, type(kind.__name__, (kind, CheckpointException), members))
 

@@ -42,26 +42,26 @@ from ..format.torch_dtypes import dtype_code
 from ..format.values import encode_value
 from ..storage import open_storage, resolved_path
 from .committing import Stored, commit_written
-from .placements import placed
+from .placements import rank_metadata
 
 MAX_SENT_BYTES = 1 << 20
 """A value up to this size goes to the coordinator, which puts it into the catalog; a larger one is written by its rank."""
 
-MAX_TURNS = 64
+MAX_SAVE_IDS = 64
 """Ids of saves that are remembered; more than a job has planners that keep plans."""
 
 Path = str | os.PathLike[str]
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class SaveTicket:
     """What the coordinator tells a rank: the id of the save, and the rank's number."""
 
     save_id: str
     rank: int
 
 
-class _Turns:
+class _UsedSaveIds:
     """How often this process was given each id: a planner that keeps its plans gives one of an earlier save again."""
 
     def __init__(self) -> None:
@@ -71,14 +71,14 @@ class _Turns:
         """An id that was not used before: the given one, or one that follows from it, on each rank the same."""
         with self._lock:
             times = self._used[save_id] = self._used.pop(save_id, -1) + 1
-            if len(self._used) > MAX_TURNS:
+            if len(self._used) > MAX_SAVE_IDS:
                 self._used.popitem(last=False)
         if not times:
             return save_id
         return f"{save_id[:-8]}{hashlib.blake2s(f'{save_id} {times}'.encode(), digest_size=4).hexdigest()}"
 
 
-_TURNS = _Turns()
+_USED_SAVE_IDS = _UsedSaveIds()
 
 
 class ReshardWriter(StorageWriter):
@@ -138,19 +138,19 @@ class ReshardWriter(StorageWriter):
         save_id = self._save_id = new_save_id()
         with open_storage(self._at) as storage:
             self._before = look(storage)
-        return [dataclasses.replace(plan, storage_data=Turn(save_id, rank)) for rank, plan in enumerate(plans)]
+        return [dataclasses.replace(plan, storage_data=SaveTicket(save_id, rank)) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        turn = plan.storage_data
-        if not isinstance(turn, Turn):
+        ticket = plan.storage_data
+        if not isinstance(ticket, SaveTicket):
             raise UnsupportedError("the plan is not one that this writer prepared; use the planner with this writer alone")
         job = _Job(plan.items, planner)
         with open_storage(self._at) as storage:
-            save_id = _TURNS.take(turn.save_id)
-            layouts = lay_out_members([part.member for part in job.parts], save_id, turn.rank)
+            save_id = _USED_SAVE_IDS.take(ticket.save_id)
+            layouts = lay_out_members([part.member for part in job.parts], save_id, ticket.rank)
             receipt = write_files(storage, job.assignment(save_id), layouts, job.chunks_of, np.zeros(0, np.uint64), Recorder())
         future: Future[list[WriteResult]] = Future()
-        future.set_result([*job.results(receipt), *_where_tensors_lie(planner, turn.rank)])
+        future.set_result([*job.results(receipt), *_placement_results(planner, ticket.rank)])
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -160,9 +160,9 @@ class ReshardWriter(StorageWriter):
         metadata.storage_meta = self.storage_meta()
 
 
-def _where_tensors_lie(planner: SavePlanner, rank: int) -> list[WriteResult]:
+def _placement_results(planner: SavePlanner, rank: int) -> list[WriteResult]:
     """What the coordinator is told beside the results of the items."""
-    found = placed(planner, rank)
+    found = rank_metadata(planner, rank)
     return [] if found is None else [WriteResult(MetadataIndex(""), 0, found)]
 
 
@@ -205,7 +205,7 @@ class _Job:
     def _value_part(self, item: WriteItem) -> _Part | None:
         """The bytes of a large or opaque value; of a small one nothing, for it is sent."""
         name = item.index.fqn
-        data, is_opaque = _encoded(item, self._planner)
+        data, is_opaque = _encode(item, self._planner)
         if not is_opaque and len(data) <= MAX_SENT_BYTES:
             self._sent.append((item, Stored(name, value=data)))
             return None
@@ -265,12 +265,12 @@ def _tensor_part(item: WriteItem) -> _Part:
     return _Part(item, member, Stored(name, code, shape, offsets, lengths))
 
 
-def _encoded(item: WriteItem, planner: SavePlanner) -> tuple[bytes, bool]:
+def _encode(item: WriteItem, planner: SavePlanner) -> tuple[bytes, bool]:
     """A value as this library encodes it; or as the planner does, and True, where it is no plain one."""
     try:
         return encode_value(_plain(item, planner), item.index.fqn), False
     except UnsupportedError:
-        return _resolved(item, planner).getvalue(), True
+        return _resolve(item, planner).getvalue(), True
 
 
 def _plain(item: WriteItem, planner: SavePlanner) -> Any:
@@ -278,7 +278,7 @@ def _plain(item: WriteItem, planner: SavePlanner) -> Any:
     if isinstance(planner, DefaultSavePlanner) and _is_default(type(planner)):
         return planner.lookup_object(item.index)
     try:
-        return torch.load(_resolved(item, planner), weights_only=True)
+        return torch.load(_resolve(item, planner), weights_only=True)
     except Exception as error:  # torch raises pickle's errors, zip's and others, which have no class in common
         raise UnsupportedError(f"{item.index.fqn}: is no plain value ({error})") from error
 
@@ -293,7 +293,7 @@ def _is_default(kind: type[DefaultSavePlanner]) -> bool:
     )
 
 
-def _resolved(item: WriteItem, planner: SavePlanner) -> io.BytesIO:
+def _resolve(item: WriteItem, planner: SavePlanner) -> io.BytesIO:
     """The bytes of an object, as the planner makes them."""
     raw = planner.resolve_data(item)
     assert isinstance(raw, io.BytesIO)

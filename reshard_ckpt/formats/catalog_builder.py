@@ -50,7 +50,7 @@ def foreign_file(key: str, size: int, format: str) -> FileEntry:
     return FileEntry(key, size, "", b"", format, 0)
 
 
-def build(
+def build_catalog(
     tensors: Iterable[ForeignTensor],
     files: Sequence[FileEntry],
     values: Sequence[ValueEntry] = (),

@@ -30,7 +30,7 @@ _TRIES = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Making:
+class OutputFolder:
     """Where a result is made.
 
     Attributes
@@ -42,11 +42,11 @@ class Making:
     """
 
     result: str
-    notes: str
+    resume_info: str
 
 
 @contextmanager
-def new_folder(dst: str, src: str, *, identity: str | None = None, overwrite: bool) -> Iterator[Making]:
+def new_folder(dst: str, src: str, *, identity: str | None = None, overwrite: bool) -> Iterator[OutputFolder]:
     """A folder that is at `dst` once the block is done; `src` is what is read meanwhile.
 
     Where the block raises, nothing is left. Where the process is killed, who passes the same `identity` finds what was made.
@@ -63,63 +63,63 @@ def new_folder(dst: str, src: str, *, identity: str | None = None, overwrite: bo
     StorageError
         Another conversion to `dst` is under way.
     """
-    with _beside(dst, src, identity, overwrite=overwrite) as (path, partial):
-        making = Making(os.path.join(partial, _RESULT), os.path.join(partial, _NOTES))
-        os.makedirs(making.result, exist_ok=True)
-        yield making
+    with _partial_folder(dst, src, identity, overwrite=overwrite) as (path, partial):
+        output = OutputFolder(os.path.join(partial, _RESULT), os.path.join(partial, _NOTES))
+        os.makedirs(output.result, exist_ok=True)
+        yield output
         whole = os.path.join(partial, _WHOLE)  # what is replaced must not be taken for a result, should this be cut off now
-        os.rename(making.result, whole)
-        _put(whole, path)
+        os.rename(output.result, whole)
+        _move_into_place(whole, path)
 
 
 @contextmanager
 def new_file(dst: str, src: str, *, overwrite: bool) -> Iterator[str]:
     """The path of a file to be made, which is at `dst` once the block is done."""
-    with _beside(dst, src, None, overwrite=overwrite) as (path, partial):
+    with _partial_folder(dst, src, None, overwrite=overwrite) as (path, partial):
         if os.path.isdir(path) and not os.listdir(path):
             raise UsageError(f"{path}: is a folder, and the result is one file; pass the path of a file in it")
         made = os.path.join(partial, os.path.basename(path))
         yield made
-        _put(made, path)
+        _move_into_place(made, path)
 
 
 @contextmanager
-def _beside(dst: str, src: str, identity: str | None, *, overwrite: bool) -> Iterator[tuple[str, str]]:
+def _partial_folder(dst: str, src: str, identity: str | None, *, overwrite: bool) -> Iterator[tuple[str, str]]:
     """The absolute path of the destination, and a folder beside it that is this process's alone."""
-    path = _checked(dst, src, overwrite=overwrite)
+    path = _check_destination(dst, src, overwrite=overwrite)
     with Explained("write", path):
-        _make_durable(os.path.dirname(path))
-        partial, lock = _taken(path, identity)
+        _make_durable_folder(os.path.dirname(path))
+        partial, lock = _lock_partial_folder(path, identity)
         with lock or nullcontext():
             try:
                 if lock is not None:
-                    _clear(path, partial)
-                _checked(dst, src, overwrite=overwrite)  # somebody may have been quicker
+                    _remove_leftovers(path, partial)
+                _check_destination(dst, src, overwrite=overwrite)  # somebody may have been quicker
                 yield path, partial
             finally:
                 shutil.rmtree(partial, ignore_errors=True)  # before the lock is let go: then it may be another's
 
 
-def _taken(path: str, identity: str | None) -> tuple[str, Lock | None]:
+def _lock_partial_folder(path: str, identity: str | None) -> tuple[str, Lock | None]:
     """The folder to work in, and the lock that says so; None where the file system has no locks."""
     for _ in range(_TRIES):
-        partial = _name_beside(path, identity, "partial")
+        partial = _sibling(path, identity, "partial")
         try:
-            lock = _locked(partial)
+            lock = _make_and_lock(partial)
         except LocksUnsupported:
             # Nobody can tell who is alive, so everybody works alone and leaves the others' folders be.
             shutil.rmtree(partial, ignore_errors=True)
-            os.mkdir(partial := _name_beside(path, None, "partial"))
+            os.mkdir(partial := _sibling(path, None, "partial"))
             return partial, None
         except MissingKey:
             continue  # just before it was locked, somebody took it for a dead one's and removed it
         if lock is None:
-            raise _busy(path)
+            raise _busy_error(path)
         return partial, lock
-    raise _busy(path)
+    raise _busy_error(path)
 
 
-def _locked(partial: str) -> Lock | None:
+def _make_and_lock(partial: str) -> Lock | None:
     """Make a folder, if it is not there, and lock it."""
     with suppress(FileExistsError):
         os.mkdir(partial)
@@ -132,11 +132,11 @@ def _locked(partial: str) -> Lock | None:
         raise
 
 
-def _busy(path: str) -> StorageError:
+def _busy_error(path: str) -> StorageError:
     return StorageError(f"{path}: another conversion writes there now; wait for its end, or pass another path")
 
 
-def _clear(path: str, mine: str) -> None:
+def _remove_leftovers(path: str, mine: str) -> None:
     """Remove what attempts left that were killed, and put back what one had moved aside for a result that never came.
 
     Raises
@@ -149,9 +149,9 @@ def _clear(path: str, mine: str) -> None:
     left = {os.path.join(folder, entry): found[1] for entry in os.listdir(folder) if (found := ours.fullmatch(entry))}
     for entry in (entry for entry, what in left.items() if what == "partial" and entry != mine):
         with suppress(MissingKey):
-            lock = _locked(entry)
+            lock = _make_and_lock(entry)
             if lock is None:
-                raise _busy(path)
+                raise _busy_error(path)
             with lock:
                 shutil.rmtree(entry, ignore_errors=True)
     for entry in (entry for entry, what in left.items() if what == "replaced"):
@@ -162,29 +162,29 @@ def _clear(path: str, mine: str) -> None:
     shutil.rmtree(os.path.join(mine, _WHOLE), ignore_errors=True)
 
 
-def _make_durable(folder: str) -> None:
+def _make_durable_folder(folder: str) -> None:
     """Make a folder and those above it that are missing, so that their names survive a power cut."""
     if os.path.isdir(folder):
         return
     above = os.path.dirname(folder)
-    _make_durable(above)
+    _make_durable_folder(above)
     with suppress(FileExistsError):
         os.mkdir(folder)
     sync_folder(above)
 
 
-def _name_beside(path: str, identity: str | None, what: str) -> str:
+def _sibling(path: str, identity: str | None, what: str) -> str:
     folder, name = os.path.split(path)
     return os.path.join(folder, f".{name}.{(identity or uuid.uuid4().hex)[:12]}.{what}")
 
 
-def _checked(dst: str, src: str, *, overwrite: bool) -> str:
+def _check_destination(dst: str, src: str, *, overwrite: bool) -> str:
     """The absolute path of a destination that may be written to."""
     storage = open_storage(dst)
     if not isinstance(storage, LocalStorage):
         raise UsageError(f"{dst}: conversions are written to local files; pass a path without a scheme, and copy the result")
     path = storage.url
-    if not _holds_anything(path):
+    if not _is_occupied(path):
         return path
     if not overwrite:
         raise UsageError(f"{path}: already exists; pass another path, or overwrite=True to replace a checkpoint that is there")
@@ -201,19 +201,19 @@ def _checked(dst: str, src: str, *, overwrite: bool) -> str:
     return path
 
 
-def _holds_anything(path: str) -> bool:
+def _is_occupied(path: str) -> bool:
     """Whether there is something at a path, but an empty folder."""
     return os.path.lexists(path) and (os.path.islink(path) or not os.path.isdir(path) or bool(os.listdir(path)))
 
 
-def _put(made: str, path: str) -> None:
+def _move_into_place(made: str, path: str) -> None:
     """Move what was made to its place; what is there goes with the folder that it was made in."""
     both_files = os.path.isfile(made) and not os.path.isdir(path)
     replaced = None
-    if not _holds_anything(path) or both_files:
+    if not _is_occupied(path) or both_files:
         os.rename(made, path)
     elif not swap(made, path):
-        replaced = _name_beside(path, None, "replaced")
+        replaced = _sibling(path, None, "replaced")
         os.rename(path, replaced)
         os.rename(made, path)
     sync_folder(os.path.dirname(path))

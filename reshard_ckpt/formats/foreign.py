@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .catalog_builder import FilePart, ForeignTensor, build, whole
+from .catalog_builder import FilePart, ForeignTensor
 from .dcp.format import DcpFormat
 from .protocol import Foreign, ForeignFormat, RawValue
 from .safetensors import SafetensorsFormat
 from .torch_file import TorchFormat
 
-__all__ = ["FORMATS", "FilePart", "Foreign", "ForeignFormat", "ForeignTensor", "RawValue", "build", "open_foreign", "whole"]
+__all__ = ["FORMATS", "FilePart", "Foreign", "ForeignFormat", "ForeignTensor", "RawValue", "open_foreign"]
 
 FORMATS: tuple[ForeignFormat, ...] = (DcpFormat(), SafetensorsFormat(), TorchFormat())
 """In the order in which they are tried."""

@@ -19,7 +19,7 @@ SMALL_BYTES = 4096
 _LONG1 = b"\x8a"
 
 
-def refuse_colliding(file: str | io.BytesIO, name: str) -> None:
+def refuse_hash_collisions(file: str | io.BytesIO, name: str) -> None:
     """Refuse a file of ``torch.save`` whose pickle has too many integers of one hash; what is no such file, torch refuses.
 
     Raises

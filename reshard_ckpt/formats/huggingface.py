@@ -14,14 +14,14 @@ from ..storage.protocol import key_parts
 INDEX = ".index.json"
 MAX_INDEX_BYTES = 256 << 20
 
-Chosen = Mapping[str, frozenset[str] | None]
+WeightFiles = Mapping[str, frozenset[str] | None]
 """Files, and which of their tensors count; None stands for all."""
 
 _SHARD = re.compile(r"shard-[0-9]{5,9}-.*")
 _PART = re.compile(r"(?P<stem>.*)-(?P<part>[0-9]{1,9})-of-(?P<parts>[0-9]{1,9})")
 
 
-def chosen_files(storage: Storage, suffix: str, *, main: str) -> Chosen | None:
+def weight_files(storage: Storage, suffix: str, *, main: str) -> WeightFiles | None:
     """The files of one kind right in a folder that are a model; None where there are none.
 
     Parameters
@@ -70,11 +70,11 @@ def _check_parts(storage: Storage, files: Sequence[str], suffix: str) -> None:
         for part in range(1, min(num, len(files) + 1) + 1):
             key = f"{match['stem']}-{part:0{digits}d}-of-{match['parts']}{suffix}"
             if key not in known:
-                lacking = f"{storage.url}: has {match[0]}{suffix}, but neither {key} nor an index"
-                raise CorruptError(f"{lacking}; copy the rest of it, or open one file by itself")
+                missing = f"{storage.url}: has {match[0]}{suffix}, but neither {key} nor an index"
+                raise CorruptError(f"{missing}; copy the rest of it, or open one file by itself")
 
 
-def read_index(storage: Storage, key: str) -> Chosen:
+def read_index(storage: Storage, key: str) -> WeightFiles:
     """The files that an index names, and which of their tensors count."""
     weight_map = _weight_map(storage.read(key, limit=MAX_INDEX_BYTES), f"{storage.url}: {key}")
     by_file: dict[str, set[str]] = {}

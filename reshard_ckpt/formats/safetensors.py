@@ -22,8 +22,8 @@ from ..core.catalog.specs import Ints
 from ..errors import CorruptError, UsageError
 from ..format.shard_file import Header, Member, header_num_bytes, parse_header
 from ..storage import Storage
-from .catalog_builder import FilePart, ForeignTensor, build, foreign_file, whole
-from .huggingface import Chosen, chosen_files, is_shard
+from .catalog_builder import FilePart, ForeignTensor, build_catalog, foreign_file, whole
+from .huggingface import WeightFiles, is_shard, weight_files
 from .protocol import Foreign, locate
 
 ROOT = "model"
@@ -63,16 +63,16 @@ def _open_file(storage: Storage, key: str) -> Catalog | None:
 
 
 def _open_folder(storage: Storage) -> Catalog | None:
-    chosen = chosen_files(storage, SUFFIX, main=f"model{SUFFIX}")
-    return None if chosen is None else _catalog(storage, chosen)
+    weights = weight_files(storage, SUFFIX, main=f"model{SUFFIX}")
+    return None if weights is None else _catalog(storage, weights)
 
 
-def _catalog(storage: Storage, chosen: Chosen) -> Catalog:
+def _catalog(storage: Storage, weights: WeightFiles) -> Catalog:
     """The catalog of these files, and of these of their tensors; None stands for all."""
     tensors: list[ForeignTensor] = []
-    cut: dict[str, list[tuple[Member, FilePart]]] = {}
+    sharded: dict[str, list[tuple[Member, FilePart]]] = {}
     files, metadata = [], {}
-    for number, (key, names) in enumerate(chosen.items()):
+    for number, (key, names) in enumerate(weights.items()):
         size, header = read_header(storage, key)
         where = f"{storage.url}: {key}"
         files.append(foreign_file(key, size, "safetensors"))
@@ -81,13 +81,13 @@ def _catalog(storage: Storage, chosen: Chosen) -> Catalog:
         if sharding is None:
             tensors += _tensors(header, number, names, where)
             continue
-        for member, part in _parts(header, number, names, _offsets(sharding, where), where):
-            cut.setdefault(member.name, []).append((member, part))
-    tensors += [_joined(name, parts, storage.url) for name, parts in cut.items()]
-    return build(tensors, files, format="safetensors", metadata=metadata or None, where=storage.url)
+        for member, part in _parts(header, number, names, _parse_sharding(sharding, where), where):
+            sharded.setdefault(member.name, []).append((member, part))
+    tensors += [_join_parts(name, parts, storage.url) for name, parts in sharded.items()]
+    return build_catalog(tensors, files, format="safetensors", metadata=metadata or None, where=storage.url)
 
 
-def _offsets(sharding: str, where: str) -> Mapping[str, Ints]:
+def _parse_sharding(sharding: str, where: str) -> Mapping[str, Ints]:
     """Where the tensors of a file begin in the whole ones."""
     try:
         return {name: tuple(entry["saved_offsets"]) for name, entry in json.loads(sharding).items()}
@@ -98,7 +98,7 @@ def _offsets(sharding: str, where: str) -> Mapping[str, Ints]:
 def _parts(
     header: Header, file: int, names: frozenset[str] | None, offsets: Mapping[str, Ints], where: str
 ) -> Iterator[tuple[Member, FilePart]]:
-    for member, at in _chosen(header, names, where):
+    for member, at in _listed_members(header, names, where):
         begin = offsets.get(member.name, ())
         if len(begin) != len(member.shape) or not all(type(low) is int and low >= 0 for low in begin):
             found = f"{member.name!r:.200} of shape {member.shape} begins at {begin!r:.80}"
@@ -106,7 +106,7 @@ def _parts(
         yield member, FilePart(begin, member.shape, file, at)
 
 
-def _joined(name: str, parts: list[tuple[Member, FilePart]], where: str) -> ForeignTensor:
+def _join_parts(name: str, parts: list[tuple[Member, FilePart]], where: str) -> ForeignTensor:
     """A tensor whose parts lie in several files; of equal boxes the first counts."""
     (first, _), *_ = parts
     for member, _ in parts:
@@ -121,7 +121,7 @@ def _joined(name: str, parts: list[tuple[Member, FilePart]], where: str) -> Fore
     return ForeignTensor(f"{ROOT}.{name}", first.dtype, shape, tuple(distinct.values()))
 
 
-def _chosen(header: Header, names: frozenset[str] | None, where: str) -> Iterator[tuple[Member, int]]:
+def _listed_members(header: Header, names: frozenset[str] | None, where: str) -> Iterator[tuple[Member, int]]:
     """The tensors of a file that count, each with its first byte; all must be there that an index names."""
     absent = sorted((names or frozenset()).difference(member.name for member in header.members))
     if absent:
@@ -133,7 +133,7 @@ def _chosen(header: Header, names: frozenset[str] | None, where: str) -> Iterato
 
 def _tensors(header: Header, file: int, names: frozenset[str] | None, where: str) -> Iterator[ForeignTensor]:
     here: dict[str, Member] = {}
-    for member, offset in _chosen(header, names, where):
+    for member, offset in _listed_members(header, names, where):
         here[member.name] = member
         yield whole(f"{ROOT}.{member.name}", member.dtype, member.shape, file, offset)
     # Where tied tensors are stored once, safetensors' own save_model says here what else they are called.

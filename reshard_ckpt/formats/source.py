@@ -58,45 +58,45 @@ def open_source(path: Path, formats: Sequence[ForeignFormat] = FORMATS) -> Itera
     CorruptError
         It is damaged.
     """
-    with ExitStack() as held:
-        yield _open(path, held, formats, lock=True).what
+    with ExitStack() as stack:
+        yield _open(path, stack, formats, lock=True).what
 
 
 @contextmanager
 def open_shared_source(comm: Comm, path: Path, formats: Sequence[ForeignFormat] = FORMATS) -> Iterator[Source]:
     """Open what a path holds on every rank of a job, and make sure that it is the same; rank 0 keeps it from being removed."""
-    with ExitStack() as held:
-        yield open_alike(comm, str(path), lambda: _open(path, held, formats, lock=comm.rank == 0))
+    with ExitStack() as stack:
+        yield open_alike(comm, str(path), lambda: _open(path, stack, formats, lock=comm.rank == 0))
 
 
-def _open(path: Path, held: ExitStack, formats: Sequence[ForeignFormat], *, lock: bool) -> Identified[Source]:
+def _open(path: Path, stack: ExitStack, formats: Sequence[ForeignFormat], *, lock: bool) -> Identified[Source]:
     """Open this library's own format, else the first foreign one that knows what is there."""
-    storage = held.enter_context(open_storage(path))
+    storage = stack.enter_context(open_storage(path))
     if lock:
-        held.enter_context(reading(storage))
+        stack.enter_context(reading(storage))
     try:
         opened = identified_catalog(storage)
     except CheckpointNotFound as error:
-        return _open_foreign(path_text(path), storage, held, formats, error)
+        return _open_foreign(path_text(path), storage, stack, formats, error)
     return Identified(Source(storage, opened.what), opened.identity)
 
 
-def _a_file(url: str) -> str:
+def _unknown_file(url: str) -> str:
     step = "pass the folder that it is in" if os.path.basename(url) == CATALOG_KEY else "check the path"
     return f"{url}: no committed checkpoint: a file of no format that is known; {step}"
 
 
 def _open_foreign(
-    path: str, storage: Storage, held: ExitStack, formats: Sequence[ForeignFormat], not_ours: CheckpointNotFound
+    path: str, storage: Storage, stack: ExitStack, formats: Sequence[ForeignFormat], not_native: CheckpointNotFound
 ) -> Identified[Source]:
     found, url = open_foreign(path, formats), storage.url
     if found is None:
         if describe_run(storage) is not None:
-            raise not_ours
+            raise not_native
         tried = "; ".join(f"{one.looks_for} ({one.name})" for one in formats)
-        why = _a_file(url) if os.path.exists(url) and not os.path.isdir(url) else str(not_ours)
+        why = _unknown_file(url) if os.path.exists(url) and not os.path.isdir(url) else str(not_native)
         raise CheckpointNotFound(f"{why}. Looked for: {CATALOG_KEY} ({NATIVE}); {tried}") from None
-    held.enter_context(found.storage)
+    stack.enter_context(found.storage)
     source = Source(found.storage, found.catalog, found.format, found.advice, found.raw)
     # A foreign format has no digest of its metadata; what was made of them is the same wherever they are.
     return Identified(source, digest128(encode_catalog(replace(found.catalog, created_s=0.0))))

@@ -28,13 +28,13 @@ from ..state.entries import Captured, NamedTensor
 from ..state.modules import EXTRA_STATE
 from ..state.scan import Verbatim
 from ..storage import LocalStorage, Storage
-from .catalog_builder import ForeignTensor, build, foreign_file, whole
-from .huggingface import Chosen, chosen_files
-from .named_optimizers import is_optimizer_state, with_names
+from .catalog_builder import ForeignTensor, build_catalog, foreign_file, whole
+from .huggingface import WeightFiles, weight_files
+from .named_optimizers import is_optimizer_state, key_by_name
 from .protocol import Foreign, locate
 from .strided import StridedStorage
-from .torch_zip import HEAD_BYTES, LEGACY_MAGIC, ZIP_MAGIC, Mappings, load_archive
-from .torch_zip import Mapping as Mapped
+from .torch_zip import HEAD_BYTES, LEGACY_MAGIC, ZIP_MAGIC, MappedFiles, load_archive
+from .torch_zip import Mapping as MappedFile
 from .unreadable import without_unreadable
 
 MODEL, OPTIMIZER = "model", "optimizer"
@@ -57,10 +57,10 @@ class TorchFormat:
             stack.enter_context(storage)
             if key is not None:
                 return _open_file(storage, key) if _is_torch_file(storage, key) else None
-            chosen = chosen_files(storage, ".bin", main=_MAIN)
-            if chosen is None or not all(_is_torch_file(storage, key) for key in chosen):
+            weights = weight_files(storage, ".bin", main=_MAIN)
+            if weights is None or not all(_is_torch_file(storage, key) for key in weights):
                 return None
-            return _open_flat(storage, chosen)
+            return _open_flat(storage, weights)
 
 
 def _is_torch_file(storage: Storage, key: str) -> bool:
@@ -89,7 +89,7 @@ def _local_path(storage: Storage, key: str) -> str:
 def _open_file(storage: Storage, key: str) -> Foreign:
     loaded, mapped = _load(storage, key)
     try:
-        state, advice = with_names(_rooted(loaded))
+        state, advice = key_by_name(_with_root_key(loaded))
         state, unreadable = without_unreadable(state)
         captured = capture(Verbatim(state))
     except RecursionError as error:
@@ -98,11 +98,11 @@ def _open_file(storage: Storage, key: str) -> Foreign:
     return replace(found, catalog=replace(found.catalog, unreadable=unreadable), advice=advice)
 
 
-def _open_flat(storage: Storage, chosen: Chosen) -> Foreign:
+def _open_flat(storage: Storage, weights: WeightFiles) -> Foreign:
     """Several files that together are one flat state dict."""
-    mapped: dict[str, Mapped] = {}
+    mapped: dict[str, MappedFile] = {}
     merged: dict[str, Any] = {}
-    for key, names in chosen.items():
+    for key, names in weights.items():
         loaded, mapped[key] = _load(storage, key)
         if not isinstance(loaded, Mapping):
             raise CorruptError(f"{storage.url}: {key} holds {a(type(loaded).__name__)}, no state dict; use another copy")
@@ -117,13 +117,13 @@ def _open_flat(storage: Storage, chosen: Chosen) -> Foreign:
     return _foreign(storage, capture(Verbatim({MODEL: merged})), mapped)
 
 
-def _load(storage: Storage, key: str) -> tuple[Any, Mapped]:
+def _load(storage: Storage, key: str) -> tuple[Any, MappedFile]:
     size = storage.size(key)
     assert size is not None
     return load_archive(_local_path(storage, key), size)
 
 
-def _rooted(loaded: Any) -> Mapping[Any, Any]:
+def _with_root_key(loaded: Any) -> Mapping[Any, Any]:
     """The state that was saved, if that was one, else one that holds it."""
     if is_optimizer_state(loaded):
         return {OPTIMIZER: loaded}
@@ -137,11 +137,11 @@ def _is_flat(state: Mapping[Any, Any]) -> bool:
 
 
 @dataclass(slots=True)
-class _Placing:
+class _TensorPlacer:
     """Turns captured tensors into foreign ones: a run of a file, or an entry of `strided`, as one more file."""
 
     files: list[FileEntry]
-    mappings: Mappings
+    mappings: MappedFiles
     strided: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def place(self, entry: NamedTensor) -> ForeignTensor:
@@ -167,11 +167,11 @@ def _is_in_order(spec: TensorSpec) -> bool:
     return all(length == 1 or stride == wanted for length, stride, wanted in dims)
 
 
-def _foreign(storage: Storage, captured: Captured, mapped: Mapping[str, Mapped]) -> Foreign:
+def _foreign(storage: Storage, captured: Captured, mapped: Mapping[str, MappedFile]) -> Foreign:
     files = [foreign_file(key, one.size, "torch") for key, one in mapped.items()]
-    placing = _Placing(files, Mappings(list(mapped.values())))
-    tensors = [placing.place(entry) for entry in captured.entries]
+    placer = _TensorPlacer(files, MappedFiles(list(mapped.values())))
+    tensors = [placer.place(entry) for entry in captured.entries]
     ordered = sorted(captured.values, key=lambda value: value.name)
     values = [ValueEntry(value.name, value.path, value.kind, value.data) for value in ordered]
-    catalog = build(tensors, placing.files, values, format="torch", where=storage.url)
-    return Foreign(StridedStorage(storage.url, placing.strided), catalog, "torch")
+    catalog = build_catalog(tensors, placer.files, values, format="torch", where=storage.url)
+    return Foreign(StridedStorage(storage.url, placer.strided), catalog, "torch")

@@ -79,45 +79,45 @@ def write_torch(path: str, catalog: Catalog, values: Mapping[str, Any], bytes_of
     _check_values(values)
     with tempfile.TemporaryDirectory(prefix=".description-", dir=os.path.dirname(path)) as folder:
         try:
-            hollow = _empty_copies(catalog, os.path.join(folder, "nothing"))
-            state = _state(catalog, values, hollow)
-            described = _describe(state, os.path.join(folder, "hollow.pt"))
+            placeholders = _make_placeholders(catalog, os.path.join(folder, "nothing"))
+            state = _state(catalog, values, placeholders)
+            pickled = _pickle_state(state, os.path.join(folder, "hollow.pt"))
         except RuntimeError as error:  # what torch makes of a full disk
             raise StorageError(f"{path}: cannot write: {error}; free space there, or write to another path") from error
-    index_of = {id(tensor): catalog.source(catalog.index(name)) for name, tensor in hollow.items()}
-    stored = list(_stored(state))
-    assert [tensor.untyped_storage().nbytes() for tensor in stored] == described.sizes
-    parts = ByteStream(bytes_of([index_of[id(tensor)] for tensor in stored if id(tensor) in index_of and tensor.numel()]))
+    index_of = {id(tensor): catalog.source(catalog.index(name)) for name, tensor in placeholders.items()}
+    tensors = list(_tensors_in_order(state))
+    assert [tensor.untyped_storage().nbytes() for tensor in tensors] == pickled.sizes
+    parts = ByteStream(bytes_of([index_of[id(tensor)] for tensor in tensors if id(tensor) in index_of and tensor.numel()]))
     with open(path, "xb") as file:
         with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-            _add(archive, file, "data.pkl", [described.pickle])
+            _add(archive, file, "data.pkl", [pickled.pickle])
             _add(archive, file, "byteorder", [sys.byteorder.encode()])
-            for number, (tensor, size) in enumerate(zip(stored, described.sizes, strict=True)):
-                _add(archive, file, f"data/{number}", parts.take(size) if id(tensor) in index_of else [_memory(tensor)])
-            _add(archive, file, "version", [described.version])
+            for number, (tensor, size) in enumerate(zip(tensors, pickled.sizes, strict=True)):
+                _add(archive, file, f"data/{number}", parts.take(size) if id(tensor) in index_of else [_storage_bytes(tensor)])
+            _add(archive, file, "version", [pickled.version])
         file.flush()
         os.fsync(file.fileno())
 
 
-def _empty_copies(catalog: Catalog, path: str) -> dict[str, torch.Tensor]:
+def _make_placeholders(catalog: Catalog, path: str) -> dict[str, torch.Tensor]:
     """Tensors of the right shapes over a sparse file; an alias is the tensor that it stands for."""
     aliases, dtypes = aliases_of(catalog), [TORCH_DTYPES[catalog.dtype(i)] for i in range(len(catalog.tensors_table.names))]
     own = [index for index in in_natural_order(catalog) if catalog.tensors_table.names[index] not in aliases]
     sizes = [prod(catalog.shape(index)) * dtypes[index].itemsize for index in own]
     begin = list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
-    room = torch.UntypedStorage.from_file(path, True, max(begin[-1], 1))  # shared: a private map would count as memory
-    hollow: dict[str, torch.Tensor] = {}
+    backing = torch.UntypedStorage.from_file(path, True, max(begin[-1], 1))  # shared: a private map would count as memory
+    placeholders: dict[str, torch.Tensor] = {}
     for index, at, size in zip(own, begin, sizes, strict=False):
         shape = catalog.shape(index)
         # torch.save refuses storages of different types at one place, which an empty part of the file would be.
-        storage = room[at : at + size] if size else torch.empty(0).untyped_storage()
+        storage = backing[at : at + size] if size else torch.empty(0).untyped_storage()
         tensor = torch.empty(0, dtype=dtypes[index]).set_(storage, 0, shape, row_major_strides(shape))
-        hollow[catalog.tensors_table.names[index]] = tensor
-    return hollow | {name: hollow[source] for name, source in aliases.items()}
+        placeholders[catalog.tensors_table.names[index]] = tensor
+    return placeholders | {name: placeholders[source] for name, source in aliases.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class _Described:
+class _PickledState:
     """What ``torch.save`` says of a state: its pickle, the version of its format, and the sizes of the storages, in order."""
 
     pickle: bytes
@@ -125,24 +125,24 @@ class _Described:
     sizes: list[int]
 
 
-def _describe(state: Any, path: str) -> _Described:
+def _pickle_state(state: Any, path: str) -> _PickledState:
     with torch.serialization.skip_data():
         torch.save(state, path)
     with zipfile.ZipFile(path) as archive:
         by_key = {member.filename.partition("/")[2]: member for member in archive.infolist()}
         storages = sorted((int(key[5:]), member.file_size) for key, member in by_key.items() if key.startswith("data/"))
-        return _Described(archive.read(by_key["data.pkl"]), archive.read(by_key["version"]), [size for _, size in storages])
+        return _PickledState(archive.read(by_key["data.pkl"]), archive.read(by_key["version"]), [size for _, size in storages])
 
 
-def _stored(state: Any) -> Iterator[torch.Tensor]:
+def _tensors_in_order(state: Any) -> Iterator[torch.Tensor]:
     """The tensors whose storages are records 0, 1, …: those of the state, in the order in which a pickle meets them."""
-    met: set[int] = set()
+    seen: set[int] = set()
     waiting = [state]
     while waiting:
         thing = waiting.pop()
         if isinstance(thing, torch.Tensor):
-            if id(thing) not in met:
-                met.add(id(thing))
+            if id(thing) not in seen:
+                seen.add(id(thing))
                 yield thing
         elif isinstance(thing, Mapping):
             waiting += reversed(list(thing.values()))
@@ -150,7 +150,7 @@ def _stored(state: Any) -> Iterator[torch.Tensor]:
             waiting += reversed(list(thing))
 
 
-def _memory(tensor: torch.Tensor) -> memoryview:
+def _storage_bytes(tensor: torch.Tensor) -> memoryview:
     """The storage of a tensor that is part of a value."""
     storage = tensor.untyped_storage()
     return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,)).numpy().data
@@ -160,8 +160,8 @@ def _add(archive: zipfile.ZipFile, file: Any, name: str, parts: Iterable[bytes |
     """Add a record whose bytes begin aligned, so that they can be mapped; the room before them is an extra field."""
     member = zipfile.ZipInfo(f"{_ROOT}/{name}")
     head = file.tell() + _LOCAL_HEADER_BYTES + len(member.filename) + _ZIP64_BYTES + 4
-    room = -head % ALIGNMENT
-    member.extra = b"FB" + room.to_bytes(2, "little") + b"Z" * room
+    backing = -head % ALIGNMENT
+    member.extra = b"FB" + backing.to_bytes(2, "little") + b"Z" * backing
     with archive.open(member, "w", force_zip64=True) as record:
         for part in parts:
             record.write(part)
@@ -244,16 +244,16 @@ def _value_path(entry: ValueEntry) -> tuple[Any, ...]:
 
 def _check_values(values: Mapping[str, Any]) -> None:
     """Refuse what torch would not load again, by name: one such value would spoil the whole file."""
-    if _loads_again(values):
+    if _is_loadable(values):
         return
-    refused = next((name for name, value in values.items() if not _loads_again(value)), "a value")
+    refused = next((name for name, value in values.items() if not _is_loadable(value)), "a value")
     kind = type(values.get(refused)).__name__
     raise UnsupportedError(
         f"{refused}: torch.load refuses what is in this {kind}, unless it may run code; leave it out (exclude=)"
     )
 
 
-def _loads_again(value: Any) -> bool:
+def _is_loadable(value: Any) -> bool:
     data = io.BytesIO()
     try:
         torch.save(value, data)

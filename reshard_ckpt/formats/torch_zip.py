@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError, CorruptError, UnsupportedError
-from .hash_collisions import refuse_colliding
+from .hash_collisions import refuse_hash_collisions
 
 ZIP_MAGIC = b"PK\x03\x04"
 LEGACY_MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
@@ -78,15 +78,15 @@ def load_archive(path: str, size: int) -> tuple[Any, Mapping]:
             storages.append((storage.data_ptr(), storage.nbytes()))
         return storage  # on the CPU, wherever it was when it was saved
 
-    refuse_colliding(path, path)
+    refuse_hash_collisions(path, path)
     try:
         loaded = torch.load(path, map_location=keep, mmap=True, weights_only=True)
     except Exception as error:  # what a damaged pickle raises may be anything
-        raise _explained(path, error) from error
-    return loaded, Mapping(_base(records, storages, path), size)
+        raise _load_error(path, error) from error
+    return loaded, Mapping(_mapping_base(records, storages, path), size)
 
 
-def _explained(path: str, error: Exception) -> CheckpointError:
+def _load_error(path: str, error: Exception) -> CheckpointError:
     """The error for a file that torch does not load."""
     try:
         foreign = torch.serialization.get_unsafe_globals_in_checkpoint(path)
@@ -145,7 +145,7 @@ def _record(member: zipfile.ZipInfo, file: Any, path: str) -> Record:
     return Record(member.header_offset + _LOCAL_HEADER_BYTES + name_bytes + extra_bytes, member.file_size)
 
 
-def _base(records: Sequence[Record], storages: Sequence[tuple[int, int]], path: str) -> int:
+def _mapping_base(records: Sequence[Record], storages: Sequence[tuple[int, int]], path: str) -> int:
     """The address at which the mapping begins: the one from which on every storage is one of the records."""
     found = sorted(set(storages))
     if not found:
@@ -153,18 +153,20 @@ def _base(records: Sequence[Record], storages: Sequence[tuple[int, int]], path: 
     known = {(record.offset, record.size) for record in records}
     first, first_size = found[0]
     # A file is mapped from the beginning of a page; as all storages are in the file, the first cannot be one of the last records.
-    able = records[: len(records) - len(found) + 1]
+    candidates = records[: len(records) - len(found) + 1]
     bases = {
-        first - record.offset for record in able if record.size == first_size and (first - record.offset) % mmap.PAGESIZE == 0
+        first - record.offset
+        for record in candidates
+        if record.size == first_size and (first - record.offset) % mmap.PAGESIZE == 0
     }
-    fitting = [base for base in bases if all((at - base, size) in known for at, size in found)]
-    if len(fitting) != 1:
-        what = "are not its records" if not fitting else "may be several of its records"
+    consistent = [base for base in bases if all((at - base, size) in known for at, size in found)]
+    if len(consistent) != 1:
+        what = "are not its records" if not consistent else "may be several of its records"
         raise CorruptError(f"{path}: the storages that it describes {what}; load and save it again with torch")
-    return fitting[0]
+    return consistent[0]
 
 
-class Mappings:
+class MappedFiles:
     """Several mapped files: which of them does a tensor lie in?"""
 
     def __init__(self, mappings: Sequence[Mapping]) -> None:

@@ -29,9 +29,9 @@ from ..errors import CheckpointError, CheckpointNotFound, CorruptError, StorageE
 from ..format.keys import step_name
 from ..formats.source import Path
 from ..storage import Storage, open_storage, resolved_path
-from .preemption import OnSigterm
+from .preemption import SigtermHandler
 from .retention import Retention
-from .run_folder import Known, look, take_lock, with_metric
+from .run_folder import StepInfo, look, take_lock, with_metric
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class Manager:
         self._root = resolved_path(root)  # once: the process may change its working folder
         self._session = {"process_group": process_group, "timeout_s": timeout_s}
         self._read_only = read_only
-        self._known: dict[int, Known] = {}
+        self._step_info: dict[int, StepInfo] = {}
         self._good: list[int] = []
         self._damaged: set[int] = set()
         self._pending: SaveHandle | None = None
@@ -117,7 +117,7 @@ class Manager:
                 if self._is_first and not read_only:
                     opening.enter_context(take_lock(self._storage))
                     self._remove_leftovers()
-            self._sigterm = opening.enter_context(OnSigterm()) if finish_on_sigterm else None
+            self._sigterm = opening.enter_context(SigtermHandler()) if finish_on_sigterm else None
             self._held = opening.pop_all()
 
     def path(self, step: int) -> str:
@@ -226,7 +226,7 @@ class Manager:
             with self._deferring():
                 report = load(path, state, **{**self._session, **options})
         except CheckpointNotFound as error:
-            raise CheckpointNotFound(f"{error}; {self._what_is_there()}") from error
+            raise CheckpointNotFound(f"{error}; {self._steps_text()}") from error
         self._good.append(step)
         return report
 
@@ -276,7 +276,7 @@ class Manager:
         self._wait()
         options = {"verify_first": not options.get("strict", True), **self._session, **options}
         passed: dict[int, str] = {}
-        while (step := self._newest_but(passed)) is not None:
+        while (step := self._newest_except(passed)) is not None:
             try:
                 with self._deferring():
                     report = load(self.path(step), state, **options)
@@ -321,10 +321,10 @@ class Manager:
     def _watch_for_sigterm(self) -> Stop:
         with open_session("read preempted of", self._root, **self._session) as comm:
             if self._sigterm is None:
-                self._sigterm = self._held.enter_context(OnSigterm())
+                self._sigterm = self._held.enter_context(SigtermHandler())
             name = comm.broadcast(uuid.uuid4().hex.encode() if comm.rank == 0 else None)
-            sigterm, sigterm.only_notes = self._sigterm, True
-        stop = open_stop(f"stop/{name.decode()}", lambda: sigterm.noted, **self._session)
+            sigterm, sigterm.only_records = self._sigterm, True
+        stop = open_stop(f"stop/{name.decode()}", lambda: sigterm.received, **self._session)
         return self._held.enter_context(stop)
 
     def _deferring(self) -> AbstractContextManager[object]:
@@ -335,7 +335,7 @@ class Manager:
         if self._pending is not None:
             self._settled.wait()
 
-    def _newest_but(self, passed: Mapping[int, str]) -> int | None:
+    def _newest_except(self, passed: Mapping[int, str]) -> int | None:
         """The newest step, as rank 0 sees it, without those already passed over."""
         with open_session("load_latest", f"{self._root} but {sorted(passed)}", **self._session) as comm:
             found = max((step for step in self.steps() if step not in passed), default=-1) if comm.rank == 0 else -1
@@ -346,7 +346,7 @@ class Manager:
         """This process, among others, has just committed a step."""
         self._good.append(step)
         self._damaged.discard(step)
-        self._known.pop(step, None)
+        self._step_info.pop(step, None)
         # A close that was interrupted may have let go of the root meanwhile.
         if self._is_first and self._rule.keep_last is not None and not self._is_closed:
             try:
@@ -361,17 +361,17 @@ class Manager:
         for step in steps:
             if step not in kept and remove_step(self._storage, step, self._referred(other for other in steps if other != step)):
                 steps = [other for other in steps if other != step]
-                self._known.pop(step, None)
+                self._step_info.pop(step, None)
 
     def _delete(self, step: int) -> None:
         steps = self.steps()
         if step not in steps:
-            raise CheckpointNotFound(f"{self.path(step)}: no committed checkpoint; {self._what_is_there()}")
+            raise CheckpointNotFound(f"{self.path(step)}: no committed checkpoint; {self._steps_text()}")
         if not remove_step(self._storage, step, self._referred(other for other in steps if other != step)):
             raise StorageError(f"{self.path(step)}: somebody reads it, so it is not removed; try again when that is over")
-        self._known.pop(step, None)
+        self._step_info.pop(step, None)
 
-    def _what_is_there(self) -> str:
+    def _steps_text(self) -> str:
         return f"the run has {name_steps(self.steps()) or 'none at all'}"
 
     def _kept(self, steps: Sequence[int]) -> frozenset[int]:
@@ -382,15 +382,15 @@ class Manager:
         return self._rule.kept(steps, metrics) | self._rule.kept(whole, metrics) | frozenset(good)
 
     def _metrics(self, steps: Iterable[int]) -> dict[int, float]:
-        return {step: metric for step in steps if (metric := self._look(step).metric) is not None}
+        return {step: metric for step in steps if (metric := self._info(step).metric) is not None}
 
     def _referred(self, steps: Iterable[int]) -> frozenset[str]:
-        return frozenset(key for step in steps for key in self._look(step).referred)
+        return frozenset(key for step in steps for key in self._info(step).referred)
 
-    def _look(self, step: int) -> Known:
-        if step not in self._known:
-            self._known[step] = look(self.path(step), step)
-        return self._known[step]
+    def _info(self, step: int) -> StepInfo:
+        if step not in self._step_info:
+            self._step_info[step] = look(self.path(step), step)
+        return self._step_info[step]
 
     def _remove_leftovers(self) -> None:
         """Remove what saves that died have left: whose they were is gone, since the root is locked."""

@@ -20,21 +20,21 @@ LOCK_KEY = ".reshard_ckpt.lock"
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class StepInfo:
     """What the catalog of one step says that pruning needs."""
 
     metric: float | None
     referred: frozenset[str]
 
 
-def look(path: str, step: int) -> Known:
+def look(path: str, step: int) -> StepInfo:
     """What there is to know of a step; nothing, where its catalog is gone or damaged."""
     try:
         with open_storage(path) as storage:
             catalog = open_catalog(storage)
     except (CheckpointNotFound, CorruptError):
-        return Known(None, frozenset())
-    return Known(metric_of(catalog), frozenset(referred_keys(step, catalog)))
+        return StepInfo(None, frozenset())
+    return StepInfo(metric_of(catalog), frozenset(referred_keys(step, catalog)))
 
 
 def with_metric(metadata: Any, metric: float | None) -> Any:

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from ...errors import CheckpointError, CorruptError, UnsupportedError
 from ...storage.protocol import Storage
-from .chunks import spoils
+from .chunks import read_problem
 from .metadata import MAX_METADATA_BYTES, METADATA_KEY, Chunk, Extent, Metadata, SavedTensor, read_metadata
 
 COMPARED_BYTES = 1 << 20
@@ -33,7 +33,7 @@ class FolderMetadata:
     """What the metadata of a folder say, and the names of which they say what cannot be."""
 
     saved: Metadata
-    unusable: Mapping[str, CheckpointError] = field(default_factory=dict)
+    unreadable: Mapping[str, CheckpointError] = field(default_factory=dict)
 
 
 def is_folder(storage: Storage) -> bool:
@@ -70,19 +70,19 @@ def read_folder(storage: Storage) -> FolderMetadata:
             "files were not copied; use another checkpoint"
         )
     ranks = [_read(storage, found[rank]) for rank in range(len(found))]
-    return _Merge(storage).all(ranks)
+    return _RankMerger(storage).all(ranks)
 
 
 def _read(storage: Storage, key: str) -> Metadata:
     return read_metadata(storage.read(key, limit=MAX_METADATA_BYTES), name=f"{storage.url}: {key}")
 
 
-class _Merge:
+class _RankMerger:
     """Puts together what ranks say on their own."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
-        self._spoiled: dict[str, CheckpointError] = {}
+        self._unreadable: dict[str, CheckpointError] = {}
 
     def all(self, ranks: Sequence[Metadata]) -> FolderMetadata:
         """One metadata of all ranks."""
@@ -90,12 +90,12 @@ class _Merge:
         tensors = {name: self._tensor(name, found) for name, found in _by_name([saved.tensors for saved in ranks])}
         values = {name: self._value(name, found) for name, found in _by_name([saved.values for saved in ranks])}
         for name in tensors.keys() & values.keys():
-            self._spoil(name, "is a tensor on one rank and a value on another")
+            self._mark_unreadable(name, "is a tensor on one rank and a value on another")
             del values[name]
-        return FolderMetadata(Metadata(tensors, values, paths), self._spoiled)
+        return FolderMetadata(Metadata(tensors, values, paths), self._unreadable)
 
-    def _spoil(self, name: str, what: str) -> None:
-        self._spoiled[name] = UnsupportedError(
+    def _mark_unreadable(self, name: str, what: str) -> None:
+        self._unreadable[name] = UnsupportedError(
             f"{self._storage.url}: {name} {what}, as ranks saved without collectives, or files of several saves are in the "
             "folder; load it with torch.distributed.checkpoint on as many ranks as saved it"
         )
@@ -103,28 +103,28 @@ class _Merge:
     def _tensor(self, name: str, found: Sequence[SavedTensor]) -> SavedTensor:
         first = found[0]
         if any((one.dtype, one.shape) != (first.dtype, first.shape) for one in found):
-            self._spoil(name, "has another shape or dtype on another rank")
+            self._mark_unreadable(name, "has another shape or dtype on another rank")
             return first
         boxes: dict[str, list[Chunk]] = {}  # by text, whose hash is salted: the numbers are anybody's
         for chunk in (chunk for one in found for chunk in one.chunks):
             boxes.setdefault(f"{chunk.offsets}{chunk.lengths}", []).append(chunk)
         if sum(prod(chunks[0].lengths) for chunks in boxes.values()) > prod(first.shape):
-            self._spoil(name, "has chunks that overlap")
-        elif not all(self._alike(name, [chunk.extent for chunk in chunks]) for chunks in boxes.values()):
-            self._spoil(name, "differs between ranks")
+            self._mark_unreadable(name, "has chunks that overlap")
+        elif not all(self._are_identical(name, [chunk.extent for chunk in chunks]) for chunks in boxes.values()):
+            self._mark_unreadable(name, "differs between ranks")
         return replace(first, chunks=tuple(chunks[0] for chunks in boxes.values()))
 
     def _value(self, name: str, found: Sequence[Extent]) -> Extent:
-        if not self._alike(name, found):
-            self._spoil(name, "differs between ranks")
+        if not self._are_identical(name, found):
+            self._mark_unreadable(name, "differs between ranks")
         return found[0]
 
-    def _alike(self, name: str, extents: Sequence[Extent]) -> bool:
+    def _are_identical(self, name: str, extents: Sequence[Extent]) -> bool:
         """Whether these hold the same bytes; what cannot be read is told by who reads it."""
         if len(extents) == 1:
             return True
         for extent in extents:
-            if spoils(self._storage, name, extent, self._storage.size(extent.file)) is not None:
+            if read_problem(self._storage, name, extent, self._storage.size(extent.file)) is not None:
                 return True
         if len({extent.length for extent in extents}) > 1:
             return False

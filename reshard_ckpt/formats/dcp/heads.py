@@ -27,7 +27,7 @@ from ...core.words import a
 from ...errors import CorruptError, UnsupportedError
 from ...format.torch_dtypes import TORCH_DTYPES
 from .metadata import DTYPES, ORDERED_DICT, SIZE
-from .pickle_reader import Call, Kind, read_pickle
+from .pickle_reader import StandInClass, StandInFunction, read_pickle
 
 HEAD_BYTES = 1 << 10
 """What is read of each chunk at first; the storage of a tensor begins before this."""
@@ -40,12 +40,12 @@ _DESCRIPTOR = struct.Struct("<4sIII")
 _STREAMED, _ENCRYPTED, _STORED = 1 << 3, 1, 0
 
 
-class ShortHead(Exception):
+class HeadTooShort(Exception):
     """The storage begins after the bytes that were given."""
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class TensorLayout:
     """How a tensor lies in its chunk: `at` is the byte of its first element, `end` of its storage; `strides` count elements."""
 
     dtype: torch.dtype
@@ -55,7 +55,7 @@ class Head:
     end: int
 
     @property
-    def in_order(self) -> bool:
+    def is_row_major(self) -> bool:
         """Whether its bytes are those of a row-major tensor."""
         wanted = row_major_strides(self.shape)
         return all(n == 1 or s == w for n, s, w in zip(self.shape, self.strides, wanted, strict=True))
@@ -133,21 +133,21 @@ _TABLE: Mapping[tuple[str, str], Any] = {
     ("torch", "UntypedStorage"): _StorageType(None),
     ("torch.storage", "UntypedStorage"): _StorageType(None),
     ("torch", "Size"): SIZE,
-    ("torch._utils", "_rebuild_tensor_v2"): Call("_rebuild_tensor_v2", _tensor_v2),
-    ("torch._utils", "_rebuild_tensor_v3"): Call("_rebuild_tensor_v3", _tensor_v3),
-    ("torch._utils", "_rebuild_parameter"): Call("_rebuild_parameter", _parameter),
+    ("torch._utils", "_rebuild_tensor_v2"): StandInFunction("_rebuild_tensor_v2", _tensor_v2),
+    ("torch._utils", "_rebuild_tensor_v3"): StandInFunction("_rebuild_tensor_v3", _tensor_v3),
+    ("torch._utils", "_rebuild_parameter"): StandInFunction("_rebuild_parameter", _parameter),
     ("collections", "OrderedDict"): ORDERED_DICT,
-    ("torch.nn.parameter", "Parameter"): Kind("Parameter"),
+    ("torch.nn.parameter", "Parameter"): StandInClass("Parameter"),
 }
 
 
-class Heads:
+class HeadParser:
     """Parses heads, and knows those that it has seen."""
 
     def __init__(self) -> None:
-        self._known: dict[int, dict[bytes, Head]] = {}
+        self._known: dict[int, dict[bytes, TensorLayout]] = {}
 
-    def parse(self, data: memoryview, *, name: str) -> Head:
+    def parse(self, data: memoryview, *, name: str) -> TensorLayout:
         """The head of a chunk, of whose bytes `data` are the first.
 
         Raises
@@ -161,12 +161,12 @@ class Heads:
             head = heads.get(bytes(data[:end]))
             if head is not None:
                 return head
-        begin, head = _parsed(bytes(data), name)
+        begin, head = _parse(bytes(data), name)
         self._known.setdefault(begin, {})[bytes(data[:begin])] = head
         return head
 
 
-def _parsed(data: bytes, name: str) -> tuple[int, Head]:
+def _parse(data: bytes, name: str) -> tuple[int, TensorLayout]:
     """Where the storage begins, and the head."""
     view: _View | None = None
     order = b"little"
@@ -191,13 +191,13 @@ def _parsed(data: bytes, name: str) -> tuple[int, Head]:
 def _member(data: bytes, at: int, name: str) -> tuple[str, int, int | None]:
     """A member's name, where its bytes begin, and its size if the header says it."""
     if len(data) < at + _LOCAL.size:
-        raise ShortHead
+        raise HeadTooShort
     magic, _, flags, method, _, _, _, _, size, name_length, extra_length = _LOCAL.unpack_from(data, at)
     begin = at + _LOCAL.size + name_length + extra_length
     if magic != b"PK\x03\x04" or flags & _ENCRYPTED or method != _STORED:
         raise CorruptError(f"{name}: byte {at} of its chunk begins no zip member as torch.save writes it; use another checkpoint")
     if len(data) < begin:
-        raise ShortHead
+        raise HeadTooShort
     member = data[at + _LOCAL.size : at + _LOCAL.size + name_length].decode(errors="replace")
     return member, begin, None if flags & _STREAMED else size
 
@@ -210,9 +210,9 @@ def _body(data: bytes, begin: int, size: int | None, name: str) -> bytes:
             if _DESCRIPTOR.unpack_from(data, end)[3] == end - begin:
                 return data[begin:end]
             end = data.find(b"PK\x07\x08", end + 1)
-        raise ShortHead
+        raise HeadTooShort
     if len(data) < begin + size:
-        raise ShortHead
+        raise HeadTooShort
     return data[begin : begin + size]
 
 
@@ -223,16 +223,16 @@ def _read_view(pickled: bytes, name: str) -> _View:
     return view
 
 
-def _head(view: _View, begin: int, name: str) -> Head:
+def _head(view: _View, begin: int, name: str) -> TensorLayout:
     last = view.offset + sum((n - 1) * s for n, s in zip(view.shape, view.strides, strict=True))
     beyond = (last + 1) * view.dtype.itemsize > view.storage.num_bytes
     if view.offset < 0 or min(view.strides, default=0) < 0 or min(view.shape, default=1) < 1 or beyond:
         raise CorruptError(f"{name}: its tensor of shape {view.shape} reaches beyond its storage; use another checkpoint")
     at, end = begin + view.offset * view.dtype.itemsize, begin + view.storage.num_bytes
-    return Head(view.dtype, view.shape, view.strides, at, end)
+    return TensorLayout(view.dtype, view.shape, view.strides, at, end)
 
 
-def safetensors_heads(data: bytes, *, name: str) -> dict[str, Head]:
+def safetensors_heads(data: bytes, *, name: str) -> dict[str, TensorLayout]:
     """The heads of all tensors of a safetensors file, of which `data` are the header and its length.
 
     Raises
@@ -244,18 +244,18 @@ def safetensors_heads(data: bytes, *, name: str) -> dict[str, Head]:
     """
     begin = 8 + int.from_bytes(data[:8], "little")
     if len(data) < max(begin, 8):
-        raise ShortHead
+        raise HeadTooShort
     try:
         header = json.loads(data[8:begin])
         header.pop("__metadata__", None)
-        return {fqn: _listed(entry, begin) for fqn, entry in header.items()}
+        return {fqn: _safetensors_layout(entry, begin) for fqn, entry in header.items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CorruptError(f"{name}: its bytes are neither a zip of torch.save nor a safetensors file ({error})") from None
 
 
-def _listed(entry: Mapping[str, Any], begin: int) -> Head:
+def _safetensors_layout(entry: Mapping[str, Any], begin: int) -> TensorLayout:
     dtype, shape = TORCH_DTYPES[entry["dtype"]], SIZE.make(entry["shape"])
     low, high = entry["data_offsets"]
     if high - low != prod(shape) * dtype.itemsize or low < 0:
         raise ValueError("a tensor's bytes are not as many as its shape wants")
-    return Head(dtype, shape, row_major_strides(shape), begin + low, begin + high)
+    return TensorLayout(dtype, shape, row_major_strides(shape), begin + low, begin + high)

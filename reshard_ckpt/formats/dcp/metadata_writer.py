@@ -15,7 +15,7 @@ import torch
 from ...core.catalog.specs import Ints
 from .metadata import DCP_FILES, DCP_METADATA, Chunk, Extent, SavedTensor
 from .names import KeyPath
-from .pickle_writer import Called, Global, Instance, Pairs, pickled
+from .pickle_writer import FunctionCall, Global, Instance, Pairs, pickled
 
 VERSION = "1.0.0"
 """Of the metadata: what torch has written since it writes one."""
@@ -60,8 +60,8 @@ def _dcp(name: str, state: Any) -> Instance:
     return Instance(Global(DCP_METADATA, name), state)
 
 
-def _size(values: Ints) -> Called:
-    return Called(Global("torch", "Size"), (values,))
+def _size(values: Ints) -> FunctionCall:
+    return FunctionCall(Global("torch", "Size"), (values,))
 
 
 def _tensor(tensor: SavedTensor) -> Instance:
@@ -75,8 +75,8 @@ def _chunk(chunk: Chunk) -> Instance:
 
 def _properties(dtype: torch.dtype) -> Instance:
     """Dtype, layout, whether it wants a gradient, memory format (0 is contiguous), whether its memory is pinned."""
-    layout = Called(Global("torch.serialization", "_get_layout"), ("torch.strided",))
-    memory_format = Called(Global(DCP_METADATA, "_MEM_FORMAT_ENCODING"), (0,))
+    layout = FunctionCall(Global("torch.serialization", "_get_layout"), ("torch.strided",))
+    memory_format = FunctionCall(Global(DCP_METADATA, "_MEM_FORMAT_ENCODING"), (0,))
     return _dcp("TensorProperties", (Global("torch", str(dtype).removeprefix("torch.")), layout, False, memory_format, False))
 
 

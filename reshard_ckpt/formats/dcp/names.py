@@ -110,7 +110,7 @@ def _group_entry(path: KeyPath) -> tuple[KeyPath, GroupEntry] | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Gathered:
+class OptimizerGroups:
     """The groups of an optimizer as this library keeps them, and the names of parameters that it knows by number."""
 
     groups: list[dict[str, Any]]
@@ -118,7 +118,7 @@ class Gathered:
     by_number: bool = False
 
 
-def gather(entries: Mapping[str, GroupEntry], values: Mapping[str, Any]) -> Gathered | None:
+def groups_from_entries(entries: Mapping[str, GroupEntry], values: Mapping[str, Any]) -> OptimizerGroups | None:
     """Put the hyperparameters together again.
 
     Parameters
@@ -131,17 +131,17 @@ def gather(entries: Mapping[str, GroupEntry], values: Mapping[str, Any]) -> Gath
     Gathered
         None if they are no groups of an optimizer after all.
     """
-    owners: dict[int | str, Branch] = {}
+    owners: dict[int | str, NestedBuilder] = {}
     for fqn, entry in entries.items():
-        owners.setdefault(entry.owner, Branch()).put(entry.key, values[fqn])
+        owners.setdefault(entry.owner, NestedBuilder()).put(entry.key, values[fqn])
     flat = {owner: group.plain() for owner, group in owners.items() if isinstance(owner, str)}
     nested = {owner: group.plain() for owner, group in owners.items() if isinstance(owner, int)}
     if (flat and nested) or not all(isinstance(group, dict) for group in (*flat.values(), *nested.values())):
         return None
-    return Gathered(_by_parameter(flat), {}) if flat else gather_list([nested[i] for i in sorted(nested)])
+    return OptimizerGroups(_by_parameter(flat), {}) if flat else groups_from_list([nested[i] for i in sorted(nested)])
 
 
-class Branch:
+class NestedBuilder:
     """A dict or list that was flattened, while it is put together: a list, if all its keys are indices."""
 
     def __init__(self) -> None:
@@ -152,14 +152,14 @@ class Branch:
         node = self
         for key in path[:-1]:
             child = node._children.get(key)
-            if not isinstance(child, Branch):
-                child = node._children[key] = Branch()
+            if not isinstance(child, NestedBuilder):
+                child = node._children[key] = NestedBuilder()
             node = child
         node._children[path[-1]] = value
 
     def plain(self) -> Any:
         """The dict or list."""
-        children = {key: child.plain() if isinstance(child, Branch) else child for key, child in self._children.items()}
+        children = {key: child.plain() if isinstance(child, NestedBuilder) else child for key, child in self._children.items()}
         if all(isinstance(key, int) for key in children):
             return [children[key] for key in sorted(children)]
         return children
@@ -174,7 +174,7 @@ def _by_parameter(owners: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
     return list(groups.values())
 
 
-def gather_list(found: Sequence[Mapping[str, Any]]) -> Gathered | None:
+def groups_from_list(found: Sequence[Mapping[str, Any]]) -> OptimizerGroups | None:
     """The groups of a list of them, as an optimizer's own state dict has; None if they are something else."""
     groups, named = [], {}
     for group in found:
@@ -186,7 +186,7 @@ def gather_list(found: Sequence[Mapping[str, Any]]) -> Gathered | None:
         hyperparameters = {key: value for key, value in group.items() if key not in NOT_SAVED}
         groups.append({**hyperparameters, "params": [named.get(str(p), str(p)) for p in params]})
     by_number = any(isinstance(param, int) for group in found for param in group["params"])
-    return Gathered(groups, named, by_number)
+    return OptimizerGroups(groups, named, by_number)
 
 
 def renumbered(path: KeyPath, optimizer: KeyPath, named: Mapping[str, str]) -> KeyPath:

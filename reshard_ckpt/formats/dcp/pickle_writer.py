@@ -20,7 +20,7 @@ class Global:
 
 
 @dataclass(frozen=True, slots=True)
-class Called:
+class FunctionCall:
     """What a function or class makes of arguments."""
 
     function: Global
@@ -36,7 +36,7 @@ class Instance:
 
 
 @dataclass(frozen=True, slots=True)
-class Persistent:
+class PersistentId:
     """What a persistent id stands for."""
 
     identity: Any
@@ -83,12 +83,12 @@ class _Emitter:
                 self._sequence(b"}(", [part for item in value.items() for part in item], b"u")
             case Pairs(items):
                 self._sequence(b"}(", [part for item in items for part in item], b"u")
-            case Called(function, arguments):
+            case FunctionCall(function, arguments):
                 self._sequence(b"", (function, arguments), b"R")
             case Instance(kind, state):
                 self._sequence(b"", (kind,), b")\x81")
                 self._sequence(b"", (state,), b"b")
-            case Persistent(identity):
+            case PersistentId(identity):
                 self._sequence(b"", (identity,), b"Q")
             case _:
                 raise TypeError(f"a {type(value).__name__} has no place in such a pickle")

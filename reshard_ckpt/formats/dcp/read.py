@@ -22,22 +22,22 @@ from ...errors import CheckpointError, CorruptError
 from ...format.torch_dtypes import dtype_code
 from ...format.values import decode_value, encode_path, encode_value
 from ...storage.protocol import Storage
-from ..catalog_builder import FilePart, ForeignTensor, build
+from ..catalog_builder import FilePart, ForeignTensor, build_catalog
 from ..protocol import Foreign, RawValue, locate
-from .chunks import FORMAT, ChunkPlaces, file_sizes, spoils
+from .chunks import FORMAT, ChunkPlaces, file_sizes, read_problem
 from .chunks import locate as locate_chunks
 from .folder import FolderMetadata, is_folder, read_folder
 from .metadata import Metadata, SavedTensor
 from .names import (
     GROUPS,
-    Branch,
-    Gathered,
     GroupEntry,
     KeyPath,
     Names,
+    NestedBuilder,
+    OptimizerGroups,
     dotted,
-    gather,
-    gather_list,
+    groups_from_entries,
+    groups_from_list,
     names_of,
     raw_paths,
     renumbered,
@@ -95,27 +95,27 @@ def open_folder(storage: Storage, *, as_saved: bool = False) -> Catalog:
 
 
 def _open(storage: Storage, *, as_saved: bool) -> tuple[Catalog, dict[str, RawValue]]:
-    with _without_collection():
-        said = read_folder(storage)
-        saved = said.saved
+    with _garbage_collection_paused():
+        folder = read_folder(storage)
+        saved = folder.saved
         names = names_of(saved, as_saved=as_saved)
         located, values = locate_chunks(storage, saved.tensors), read_values(storage, saved.values)
-        unusable = {**located.unusable, **values.unusable, **said.unusable}
-        catalog = _Folder(storage, saved, names, located, values.values, unusable).catalog(by_number=not as_saved)
-        return catalog, dict(_raw_values(storage, said))
+        unreadable = {**located.unreadable, **values.unreadable, **folder.unreadable}
+        catalog = _Folder(storage, saved, names, located, values.values, unreadable).catalog(by_number=not as_saved)
+        return catalog, dict(_raw_values(storage, folder))
 
 
-def _raw_values(storage: Storage, said: FolderMetadata) -> Iterator[tuple[str, RawValue]]:
+def _raw_values(storage: Storage, folder: FolderMetadata) -> Iterator[tuple[str, RawValue]]:
     """The values whose bytes can be read, also those that only unpickling could make objects of."""
-    values = said.saved.values
+    values = folder.saved.values
     sizes = file_sizes(storage, iter(values.values()))
     for name, extent in values.items():
-        if name not in said.unusable and spoils(storage, name, extent, sizes[extent.file]) is None:
-            yield name, RawValue(said.saved.paths.get(name, (name,)), extent.file, extent.offset, extent.length)
+        if name not in folder.unreadable and read_problem(storage, name, extent, sizes[extent.file]) is None:
+            yield name, RawValue(folder.saved.paths.get(name, (name,)), extent.file, extent.offset, extent.length)
 
 
 @contextmanager
-def _without_collection() -> Iterator[None]:
+def _garbage_collection_paused() -> Iterator[None]:
     """Pause the search for cycles: over a million new objects it takes longer than making them, and finds nothing."""
     enabled = gc.isenabled()
     gc.disable()
@@ -136,11 +136,11 @@ class _Folder:
         names: Names,
         located: ChunkPlaces,
         values: Mapping[str, Any],
-        unusable: Mapping[str, CheckpointError],
+        unreadable: Mapping[str, CheckpointError],
     ) -> None:
         self._storage, self._saved, self._names, self._located = storage, saved, names, located
-        self._values = {name: value for name, value in values.items() if name not in unusable}
-        self._spoiled = unusable
+        self._values = {name: value for name, value in values.items() if name not in unreadable}
+        self._errors = unreadable
         self._unreadable: dict[str, CheckpointError] = {}
         self._entries: list[ValueEntry] = []
         self._paths = dict(names.paths)
@@ -153,14 +153,14 @@ class _Folder:
             self._take_whole_groups(fqn, by_number)
         tensors = [found for fqn, path in self._paths.items() if (found := self._tensor(fqn, path)) is not None]
         self._add_values()
-        catalog = build(tensors, self._located.files, self._entries, format=FORMAT, where=self._storage.url)
+        catalog = build_catalog(tensors, self._located.files, self._entries, format=FORMAT, where=self._storage.url)
         return replace(catalog, unreadable=self._unreadable)
 
     def _tensor(self, fqn: str, path: KeyPath) -> ForeignTensor | None:
         name, saved = dotted(path), self._saved.tensors.get(fqn)
-        if saved is None or fqn in self._spoiled:
-            if fqn in self._spoiled:
-                self._unreadable[name] = self._spoiled[fqn]
+        if saved is None or fqn in self._errors:
+            if fqn in self._errors:
+                self._unreadable[name] = self._errors[fqn]
             return None
         try:
             return ForeignTensor(name, dtype_code(saved.dtype, name), saved.shape, tuple(self._located.parts[fqn]))
@@ -172,15 +172,15 @@ class _Folder:
         paths = {fqn: path for fqn, path in self._paths.items() if fqn not in self._saved.tensors}
         tensors = (path for fqn, path in self._paths.items() if fqn in self._saved.tensors)
         whole = value_paths(paths.values(), tensors)
-        lists: dict[KeyPath, Branch] = {}
+        lists: dict[KeyPath, NestedBuilder] = {}
         for fqn, path in paths.items():
             at = whole[path]
-            if fqn in self._spoiled:
-                self._unreadable[dotted(at)] = self._spoiled[fqn]
+            if fqn in self._errors:
+                self._unreadable[dotted(at)] = self._errors[fqn]
             elif at == path:
                 self._add_value(path, ValueKind.PLAIN, self._values[fqn])
             else:
-                lists.setdefault(at, Branch()).put(path[len(at) :], self._values[fqn])
+                lists.setdefault(at, NestedBuilder()).put(path[len(at) :], self._values[fqn])
         for at, branch in lists.items():
             if dotted(at) not in self._unreadable:
                 self._add_value(at, ValueKind.PLAIN, branch.plain())
@@ -195,12 +195,12 @@ class _Folder:
 
     def _add_groups(self, optimizer: KeyPath, entries: Mapping[str, GroupEntry], by_number: bool) -> None:
         path = (*optimizer, GROUPS)
-        unusable = [self._spoiled[fqn] for fqn in entries if fqn in self._spoiled]
-        if unusable:
-            self._unreadable[dotted(path)] = unusable[0]
+        unreadable = [self._errors[fqn] for fqn in entries if fqn in self._errors]
+        if unreadable:
+            self._unreadable[dotted(path)] = unreadable[0]
             return
         values = {fqn: self._values[fqn] if fqn in self._values else self._small_tensor(fqn) for fqn in entries}
-        found = gather(entries, values)
+        found = groups_from_entries(entries, values)
         if found is None or (found.by_number and not by_number):  # something else of this name: values as any other
             raw = raw_paths(self._saved)
             self._paths.update({fqn: raw[fqn] for fqn in entries})
@@ -211,12 +211,12 @@ class _Folder:
         """Before torch 2.4, groups without tensors are one value."""
         path, value = self._paths[fqn], self._values[fqn]
         if len(path) > 1 and path[-1] == GROUPS and isinstance(value, list) and all(isinstance(group, dict) for group in value):
-            found = gather_list(value)
+            found = groups_from_list(value)
             if found is not None and value and (by_number or not found.by_number):
                 del self._paths[fqn]
                 self._take_groups(path[:-1], found)
 
-    def _take_groups(self, optimizer: KeyPath, found: Gathered) -> None:
+    def _take_groups(self, optimizer: KeyPath, found: OptimizerGroups) -> None:
         self._add_value((*optimizer, GROUPS), ValueKind.PARAM_GROUPS, found.groups)
         if found.named:
             self._paths = {fqn: renumbered(p, optimizer, found.named) for fqn, p in self._paths.items()}

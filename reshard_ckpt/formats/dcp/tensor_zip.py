@@ -15,7 +15,7 @@ import torch
 
 from ...core.catalog.specs import Ints, row_major_strides
 from .heads import STORAGE_DTYPES
-from .pickle_writer import Called, Global, Persistent, pickled
+from .pickle_writer import FunctionCall, Global, PersistentId, pickled
 
 ALIGNMENT = 64
 MAX_ARCHIVE_BYTES = (1 << 32) - (1 << 20)
@@ -45,13 +45,13 @@ def tensor_pickle(dtype: torch.dtype, shape: Ints) -> bytes:
     """The pickle of a contiguous tensor whose storage is member ``data/0``."""
     typed, count = _STORAGE_NAMES.get(dtype), prod(shape)
     kind = Global("torch.storage", "UntypedStorage") if typed is None else Global("torch", typed)
-    storage = Persistent(("storage", kind, "0", "cpu", count * dtype.itemsize if typed is None else count))
-    hooks = Called(Global("collections", "OrderedDict"), ())
+    storage = PersistentId(("storage", kind, "0", "cpu", count * dtype.itemsize if typed is None else count))
+    hooks = FunctionCall(Global("collections", "OrderedDict"), ())
     view = (storage, 0, shape, row_major_strides(shape), False, hooks)
     if typed is not None:
-        return pickled(Called(Global("torch._utils", "_rebuild_tensor_v2"), view))
+        return pickled(FunctionCall(Global("torch._utils", "_rebuild_tensor_v2"), view))
     name = Global("torch", str(dtype).removeprefix("torch."))
-    return pickled(Called(Global("torch._utils", "_rebuild_tensor_v3"), (*view, name)))
+    return pickled(FunctionCall(Global("torch._utils", "_rebuild_tensor_v3"), (*view, name)))
 
 
 class Archive:

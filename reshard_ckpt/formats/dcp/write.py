@@ -18,6 +18,7 @@ import torch
 
 from ...core.catalog.model import Catalog
 from ...core.catalog.specs import Ints, ValueKind
+from ...engine.loading.stream import Run, whole_run
 from ...errors import NameCollisionError, UsageError
 from ...format.torch_dtypes import TORCH_DTYPES
 from ...format.values import check_keys, decode_path
@@ -36,17 +37,8 @@ FILE_BYTES = 4 << 30
 OPTIMIZER_FORMS = ("nested", "flat")
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Elements of the row-major order of tensor number `tensor` of the catalog."""
-
-    tensor: int
-    start: int
-    count: int
-
-
-BytesOf = Callable[[Sequence[Span]], Iterator[memoryview]]
-"""The bytes of spans, end to end, in parts of any size that are valid until the next is asked for."""
+BytesOf = Callable[[Sequence[Run]], Iterator[memoryview]]
+"""The bytes of runs, end to end, in parts of any size that are valid until the next is asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,22 +157,22 @@ def _write_tensors(
     """Write each tensor that has bytes of its own once; its aliases name the same chunks."""
     sources = sorted({catalog.source(index) for index in layout.tensors.values()})
     boxes = {index: list(_boxes(catalog, index, chunk_bytes)) for index in sources}
-    spans = [span for index in sources for _, _, span in boxes[index] if span.count]
-    parts = ByteStream(bytes_of(spans))
+    runs = [run for index in sources for _, _, run in boxes[index] if run.count]
+    parts = ByteStream(bytes_of(runs))
     written: dict[int, SavedTensor] = {}
     for index in sources:
         dtype = TORCH_DTYPES[catalog.dtype(index)]
         chunks: list[Chunk] = []
-        for offsets, lengths, span in boxes[index]:
+        for offsets, lengths, run in boxes[index]:
             out.begin()
             begin = out.size
-            write_tensor(out.write, dtype, lengths, parts.take(span.count * dtype.itemsize))
+            write_tensor(out.write, dtype, lengths, parts.take(run.count * dtype.itemsize))
             chunks.append(Chunk(offsets, lengths, out.extent_since(begin)))
         written[index] = SavedTensor(dtype, catalog.shape(index), tuple(chunks))
     return {name: written[catalog.source(index)] for name, index in layout.tensors.items()}
 
 
-def _boxes(catalog: Catalog, index: int, chunk_bytes: int) -> Iterator[tuple[Ints, Ints, Span]]:
+def _boxes(catalog: Catalog, index: int, chunk_bytes: int) -> Iterator[tuple[Ints, Ints, Run]]:
     """Cut a tensor into boxes that are runs of it, each of at most `chunk_bytes` if its elements allow."""
     shape = catalog.shape(index)
     room = max(chunk_bytes // TORCH_DTYPES[catalog.dtype(index)].itemsize, 1)
@@ -188,22 +180,23 @@ def _boxes(catalog: Catalog, index: int, chunk_bytes: int) -> Iterator[tuple[Int
     while dim < len(shape) and prod(shape[dim + 1 :]) > room:
         dim += 1
     if prod(shape) <= room or dim == len(shape):
-        yield (0,) * len(shape), shape, Span(index, 0, prod(shape))
+        yield (0,) * len(shape), shape, whole_run(catalog, index)
         return
     inner = prod(shape[dim + 1 :])
     step = max(room // inner, 1)
+    whole = whole_run(catalog, index)
     start = 0
     for number in range(prod(shape[:dim])):
-        corner = _digits(number, shape[:dim])
+        corner = _unravel(number, shape[:dim])
         for low in range(0, shape[dim], step):
             length = min(step, shape[dim] - low)
             offsets = (*corner, low, *(0 for _ in shape[dim + 1 :]))
             lengths = (*(1 for _ in corner), length, *shape[dim + 1 :])
-            yield offsets, lengths, Span(index, start, length * inner)
+            yield offsets, lengths, Run(index, whole.offsets, shape, start, length * inner)
             start += length * inner
 
 
-def _digits(number: int, lengths: Ints) -> Ints:
+def _unravel(number: int, lengths: Ints) -> Ints:
     out = []
     for length in reversed(lengths):
         number, digit = divmod(number, length)
@@ -232,9 +225,9 @@ def lay_out(catalog: Catalog, values: Mapping[str, Any], optimizer: str) -> Fold
         if entry.kind is ValueKind.PARAM_GROUPS and optimizer == "flat":
             pairs = _flat_groups(path[:-1], value)
         elif entry.kind is ValueKind.PARAM_GROUPS:
-            pairs = _taken_apart(path, _under_one_name(catalog, entry.name.removesuffix(GROUPS), value))
+            pairs = _flatten(path, _without_tied_names(catalog, entry.name.removesuffix(GROUPS), value))
         else:
-            pairs = _taken_apart(path, list(value) if entry.kind is ValueKind.PER_RANK else value)
+            pairs = _flatten(path, list(value) if entry.kind is ValueKind.PER_RANK else value)
         for where, leaf in pairs:
             add(_optimizer_path(where, optimizers, optimizer), leaf)
     dicts = {path[:i] for path in paths.values() for i in range(1, len(path))}
@@ -249,7 +242,7 @@ def _flat_groups(optimizer: KeyPath, groups: Iterable[Mapping[str, Any]]) -> Ite
             yield from (((*optimizer, f"{GROUPS}.{fqn}.{key}"), value) for key, value in group.items() if key != "params")
 
 
-def _under_one_name(catalog: Catalog, prefix: str, groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _without_tied_names(catalog: Catalog, prefix: str, groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The groups with each tied weight once, under the name that its state has: DCP counts the parameters of a group."""
     state, table = f"{prefix}{STATE}.", catalog.tensors_table
     shared = (name for name, alias in zip(table.names, table.alias.tolist(), strict=True) if alias >= 0)
@@ -257,14 +250,14 @@ def _under_one_name(catalog: Catalog, prefix: str, groups: Iterable[Mapping[str,
     return [{**group, "params": [fqn for fqn in group["params"] if fqn not in second]} for group in groups]
 
 
-def _taken_apart(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any]]:
+def _flatten(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any]]:
     """A value as DCP flattens it: dicts always, lists where a dict or a tensor is inside."""
     if isinstance(value, Mapping) and value:
         for key, child in value.items():
-            yield from _taken_apart((*path, str(key)), child)
+            yield from _flatten((*path, str(key)), child)
     elif isinstance(value, list) and not _is_terminal(value):
         for index, child in enumerate(value):
-            yield from _taken_apart((*path, index), child)
+            yield from _flatten((*path, index), child)
     else:
         yield path, value
 

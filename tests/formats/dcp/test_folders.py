@@ -306,5 +306,5 @@ def test_chunks_of_ranks_that_overlap_are_of_no_use():
         "other": "has another shape or dtype on another rank",
         "mixed": "is a tensor on one rank and a value on another",
     }
-    assert said.unusable.keys() == expected.keys()
-    assert all(f"{name} {what}" in str(said.unusable[name]) for name, what in expected.items())
+    assert said.unreadable.keys() == expected.keys()
+    assert all(f"{name} {what}" in str(said.unreadable[name]) for name, what in expected.items())
