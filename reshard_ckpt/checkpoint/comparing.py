@@ -1,4 +1,4 @@
-"""What differs between two checkpoints? What their catalogs say, and if asked, every byte; layouts may differ freely."""
+"""`diff`: compare the catalogs of two checkpoints of any layout and, if asked, every byte."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .value_changes import ValueChange, value_changes
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What one thing is in the first checkpoint, and what in the second."""
+    """One property in the first checkpoint, and in the second."""
 
     name: str
     a: Any
@@ -125,7 +125,7 @@ def _changes(names: Sequence[str], of_a: Any, of_b: Any) -> Iterator[Change]:
 
 
 def _kinds(a: Catalog, b: Catalog) -> Iterator[Change]:
-    """What is a tensor here and a value there."""
+    """Yield the names that are a tensor in one and a value in the other."""
     for name in sorted(_all_names(a) & _all_names(b)):
         if (name in a) != (name in b):
             yield Change(name, *("tensor" if name in catalog else "value" for catalog in (a, b)))
@@ -137,7 +137,7 @@ def _placement(catalog: Catalog, name: str) -> tuple[AxisPlacement, ...] | None:
 
 
 def _compared_values(a: Source, b: Source, names: Sequence[str], *, everything: bool) -> Iterator[ValueChange | Change]:
-    """The values that differ; a `Change` is one of another number of ranks, which cannot be compared.
+    """Yield the values that differ; a `Change` is one of another number of ranks, which cannot be compared.
 
     Without `everything`, only those that both catalogs hold.
     """
@@ -150,7 +150,7 @@ def _compared_values(a: Source, b: Source, names: Sequence[str], *, everything: 
 
 
 def _small_values(catalog: Catalog) -> dict[str, SavedValue]:
-    """Those that are in the catalog."""
+    """Decode the values that are in the catalog."""
     held = [(entry, entry.data) for entry in catalog.values_table if entry.data is not None]
     return {entry.name: SavedValue(entry.kind, decode_value(data, name=entry.name)) for entry, data in held}
 
@@ -164,7 +164,7 @@ def _compared(name: str, a: SavedValue, b: SavedValue) -> Iterable[ValueChange |
 
 
 def _with_sorted_params(value: Any, as_groups: bool) -> Any:
-    """Parameter groups with their parameters sorted: layouts bring them in different orders."""
+    """Sort the parameters of each group: layouts bring them in different orders."""
     if not as_groups or not isinstance(value, list) or not all(isinstance(group, dict) for group in value):
         return value
     return [{**group, "params": sorted(group.get("params", ()), key=repr)} for group in value]

@@ -1,4 +1,4 @@
-"""How does a checkpoint of any format become one of another, without a job? `convert`: as a stream, in bounded memory."""
+"""`convert`: write a checkpoint in another format, without a job, as a stream in bounded memory."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class ConvertReport:
 
 @dataclass(frozen=True, slots=True)
 class _Conversion:
-    """What is to be written: `catalog` as the result will know it, `saved` the same tensors as they are to be read."""
+    """What is to be written: `catalog` as the result will have it, `saved` the same tensors as they are to be read."""
 
     source: Source
     saved: Catalog
@@ -86,7 +86,7 @@ class _Conversion:
         return sum(prod(self.catalog.shape(i)) * ITEM_BYTES[self.catalog.dtype(i)] for i in own)
 
     def tensor_bytes(self, tensors: Sequence[int]) -> Iterator[memoryview]:
-        """The bytes of whole tensors, converted, end to end."""
+        """Yield the bytes of whole tensors, converted, end to end."""
         return self.run_bytes([whole_run(self.catalog, index) for index in tensors])
 
     def run_bytes(self, runs: Sequence[Run]) -> Iterator[memoryview]:
@@ -104,7 +104,7 @@ class _Conversion:
         return run if dtype == self.saved.dtype(run.tensor) else replace(run, dtype=dtype)
 
     def identity(self, *options: object) -> str | None:
-        """The same digits for the same bytes and options; None where nothing proves what the source's bytes are."""
+        """Return the same digits for the same bytes and options; None where no checksums identify the source's bytes."""
         if not all(file.digests_key for file in self.source.catalog.files):
             return None
         dtypes = [self.catalog.dtype(index) for index in range(len(self.catalog.tensors_table.names))]
@@ -113,7 +113,7 @@ class _Conversion:
 
 @dataclass(frozen=True, slots=True)
 class _Destination:
-    """Where a result goes: `src` is the path that was asked for, `source` the folder that its files are in."""
+    """Where a result goes: `src` is the path that the caller passed, `source` the folder that its files are in."""
 
     src: str
     source: str
@@ -134,7 +134,7 @@ class _Result:
 
 @dataclass(frozen=True, slots=True)
 class _FormatOptions:
-    """What a format leaves open: the size of a safetensors file, and the form of optimizers' groups in a folder of DCP."""
+    """The options of single formats: the size of a safetensors file, and the form of optimizers' groups in a DCP folder."""
 
     max_bytes: int
     optimizer: str
@@ -179,13 +179,13 @@ def convert(
     select, exclude
         Names, what lies below them, or patterns: what to take (all by default), and what not.
     rename
-        As for `load`: old names, or dotted prefixes, mapped to new ones. All other options speak of the new names.
+        As for `load`: old names, or dotted prefixes, mapped to new ones. All other options use the new names.
     cast
         Patterns of names, and the dtype that floating-point tensors of such names get: ``{"model.*": "bfloat16"}``.
     overwrite
         Replace a checkpoint that is at `dst`, once the new one is whole. What is no checkpoint is never replaced.
     verify
-        Prove the checksum of every block that is read, where the source has checksums.
+        Verify the checksum of every block that is read, where the source has checksums.
     progress
         As for `load`.
 
@@ -278,7 +278,7 @@ _UNITS = {"": 1, "B": 1} | {
 
 
 def parse_size(size: int | str) -> int:
-    """Bytes, from a number or from text with a unit.
+    """Parse a number of bytes, or text with a unit.
 
     >>> parse_size("5GB"), parse_size("1.5 MiB"), parse_size(7)
     (5000000000, 1572864, 7)

@@ -1,4 +1,4 @@
-"""What is in a checkpoint? A summary, a tree of names that folds layers that are alike, and single tensors in detail."""
+"""`inspect`: a summary of a checkpoint, a tree of names that folds layers that are alike, and single tensors in detail."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .selecting import match_names
 
 @dataclass(frozen=True, slots=True)
 class TensorLine:
-    """One tensor of the tree: what its line says. `placement` is the number of one of the catalog's placements, or -1."""
+    """The line of one tensor in the tree. `placement` is an index into the catalog's placements, or -1."""
 
     name: str
     dtype: str
@@ -38,9 +38,9 @@ class TensorLine:
 
 @dataclass(frozen=True, slots=True)
 class ValueLine:
-    """One value of the tree; where it is too large to be in the catalog, `in_catalog` is False and `value` None.
+    """The line of one value in the tree; where it is too large to be in the catalog, `in_catalog` is False and `value` None.
 
-    `kind` is ``"plain"``, ``"per_rank"`` or ``"param_groups"``; `num_ranks` says how many ranks have one of their own.
+    `kind` is ``"plain"``, ``"per_rank"`` or ``"param_groups"``; `num_ranks` is how many ranks have one of their own.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Which tensors and values does a caller mean? Names, names of what is above them, and shell-style patterns."""
+"""The tensors and values that a caller selects by name, by the name of what is above them, or by shell-style pattern."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Names = str | Sequence[str] | None
 
 
 def match_names(saved: Catalog, names: Sequence[str] | None) -> tuple[list[str], list[str]]:
-    """The names of the tensors and of the values that the caller asks for; None asks for all.
+    """Return the names of the tensors and of the values that the caller asks for; None asks for all.
 
     Raises
     ------
@@ -42,14 +42,14 @@ def match_names(saved: Catalog, names: Sequence[str] | None) -> tuple[list[str],
 
 
 def top_level_keys(saved: Catalog, limit: int = 8) -> str:
-    """The first parts of all names, for messages."""
+    """List the first parts of all names, for messages."""
     names = (*saved.names, *saved.value_names, *saved.unreadable)
     found = sorted({name.partition(".")[0] for name in names})
     return ", ".join(map(repr, found[:limit])) + (", …" if len(found) > limit else "") if found else "nothing"
 
 
 def refuse_unreadable(saved: Catalog, names: Sequence[str] | None) -> None:
-    """Raise why something that is asked for cannot be read, if a foreign checkpoint has such."""
+    """Raise the error of a selected tensor or value that cannot be read."""
     for name in (None,) if names is None else names:
         for found in _unreadable(saved, name):
             raise saved.unreadable[found]
@@ -60,20 +60,20 @@ def _unreadable(saved: Catalog, name: str | None) -> list[str]:
 
 
 def _matching(known: Sequence[str], name: str) -> list[str]:
-    """What goes by this name or lies below it; if nothing does, what fits it as a pattern."""
+    """List the names equal to this one or below it; if there are none, those that match it as a pattern."""
     return [n for n in known if n == name or n.startswith(f"{name}.")] or [n for n in known if fnmatchcase(n, name)]
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What is taken: names of tensors and of values, and those that would be, but cannot be read."""
+    """The selected names of tensors and of values, and those that are selected but cannot be read."""
 
     tensors: list[str]
     values: list[str]
     unreadable: list[str]
 
     def below(self, top: str) -> Selection:
-        """What of it lies below a name; below ``""`` is everything."""
+        """Keep what lies below a name; below ``""`` is everything."""
 
         def kept(names: list[str]) -> list[str]:
             return [name for name in names if not top or name.startswith(f"{top}.")]
@@ -82,7 +82,7 @@ class Selection:
 
 
 def select_names(saved: Catalog, select: Names, exclude: Names) -> Selection:
-    """What is selected (None: all), and not excluded.
+    """Select names (None: all), without the excluded ones.
 
     Raises
     ------
@@ -105,12 +105,12 @@ def _all_kinds(saved: Catalog, names: Names) -> Selection:
 
 
 def as_list(names: Names) -> Sequence[str] | None:
-    """One name as a list of it."""
+    """Wrap one name in a list."""
     return [names] if isinstance(names, str) else names
 
 
 def cast_dtypes(saved: Catalog, tensors: Sequence[str], cast: Mapping[str, Any] | None) -> dict[str, str]:
-    """The dtypes that some of these tensors shall have: for each, what the first pattern says that fits it.
+    """Map tensors to the dtypes that they shall have; the first pattern that matches a tensor counts.
 
     Raises
     ------
@@ -130,7 +130,7 @@ def cast_dtypes(saved: Catalog, tensors: Sequence[str], cast: Mapping[str, Any] 
 
 
 def _floating_code(pattern: str, wanted: Any) -> str:
-    """The code of a dtype that is given as torch's, by torch's name, or by the code."""
+    """Return the code of a dtype that is given as torch's, by torch's name, or by the code."""
     name = str(wanted).removeprefix("torch.")
     known = {code: str(dtype).removeprefix("torch.") for code, dtype in TORCH_DTYPES.items() if dtype.is_floating_point}
     for code, spelled in known.items():

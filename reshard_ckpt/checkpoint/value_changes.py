@@ -1,4 +1,4 @@
-"""Where do two values differ, and by how much? Dicts and lists are gone through together, down to what differs in them.
+"""Where two values differ, and by how much: dicts and lists are walked together, down to the parts that differ.
 
 Identical values have identical bytes in a catalog, so that decides: a NaN equals itself, and 3 differs from 3.0.
 """
@@ -15,7 +15,7 @@ import numpy as np
 from ..format.values import encode_value
 
 MAX_LEAVES = 16
-"""Of a value that differs in more places only the whole is said."""
+"""A value that differs in more places is listed as a whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class ValueChange:
 
 
 def value_changes(name: str, a: Any, b: Any) -> list[ValueChange]:
-    """What differs between two values of one name.
+    """List the differences between two values of one name.
 
     >>> [(c.where, c.a, c.b, c.by) for c in value_changes("x", {"lr": 1, "n": [1, 2]}, {"lr": 1, "n": [1, 5]})]
     [("['n'][1]", 2, 5, 3)]
@@ -58,12 +58,12 @@ def value_changes(name: str, a: Any, b: Any) -> list[ValueChange]:
 
 
 def is_identical(a: Any, b: Any) -> bool:
-    """Whether two values are identical."""
+    """Return whether two values are identical."""
     return encode_value(a, "a value") == encode_value(b, "a value")
 
 
 def _leaves(a: Any, b: Any, where: str) -> Iterator[tuple[str, Any, Any]]:
-    """The smallest parts that differ, of what differs."""
+    """Yield the smallest parts that differ."""
     if type(a) is type(b) and isinstance(a, dict) and list(a) == list(b):
         parts = [(f"{where}[{key!r}]", a[key], b[key]) for key in a]
     elif type(a) is type(b) and isinstance(a, list | tuple) and len(a) == len(b):

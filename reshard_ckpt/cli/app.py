@@ -1,13 +1,14 @@
-"""What do all commands share? One application, one way to print, to report progress, and to fail.
+"""What all commands share: the application, printing, progress bars, and exit codes.
 
-A command is a function under ``@command(example)`` that returns its exit code (None is 0) and prints by these alone:
+A command is a function under ``@command(example)`` that returns its exit code (None is 0). It prints by these alone:
 
-- `print_text` prints text and `Columns` for people, on stdout; `print_json` prints JSON there, and with ``--json`` nothing else may;
+- `print_text` prints text and `Columns` for people, on stdout;
+- `print_json` prints JSON on stdout; with ``--json`` nothing else may print there;
 - `print_note` prints on stderr;
 - ``with progress() as on_progress:`` gives the function that long work reports to: a bar on stderr, or nothing where stderr is
   no terminal.
 
-A `CheckpointError` becomes its message and exit code 1, or 2 if the call was wrong. On several ranks only rank 0 speaks.
+A `CheckpointError` becomes its message and exit code 1, or 2 if the call was wrong. On several ranks only rank 0 prints.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ INTERRUPTED, BROKEN_PIPE = 130, 141
 """What shells report of a program that SIGINT or SIGPIPE ended."""
 
 PLAIN_WIDTH = 100_000
-"""Where nobody looks at a screen no line is broken, so that grep finds whole names."""
+"""Away from a terminal no line is broken, so that grep finds whole names."""
 
 app = typer.Typer(
     name="reshard-ckpt",
@@ -107,7 +108,7 @@ def _run_guarded(call: Callable[[], int | None], *, as_json: bool) -> int:
 
 
 def _close_stdout() -> None:
-    """Whoever read stdout has left: what is still buffered goes nowhere."""
+    """Point stdout at nothing, as its reader has left: what is still buffered goes nowhere."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -120,7 +121,7 @@ class _Console(Console):
             self.width = PLAIN_WIDTH
 
     def on_broken_pipe(self) -> NoReturn:
-        """Rich would leave with exit code 1, which says that a problem was found."""
+        """Raise instead of leaving with exit code 1, as rich would: that code means that a problem was found."""
         raise BrokenPipeError
 
 
@@ -154,7 +155,7 @@ def print_text(*things: str | Columns) -> None:
 
 
 def print_note(text: str, *, every_rank: bool = False) -> None:
-    """Print on stderr: what is no part of the answer."""
+    """Print on stderr what is no part of the answer."""
     if every_rank or _is_rank_0():
         _Console(stderr=True).print(visible(text), soft_wrap=True)
 
@@ -166,7 +167,7 @@ def print_json(thing: Any) -> None:
 
 
 def as_plain(thing: Any) -> Any:
-    """The same in what JSON has; what it cannot say is spelled as Python would."""
+    """Convert a value to what JSON has; what JSON cannot hold is spelled as Python would."""
     if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
         return {field.name: as_plain(getattr(thing, field.name)) for field in dataclasses.fields(thing)}
     if isinstance(thing, Mapping):
@@ -184,7 +185,7 @@ def as_plain(thing: Any) -> Any:
 
 @contextmanager
 def progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A function of a step, the bytes done and the bytes in all, that draws a bar with rate and time left on stderr."""
+    """Yield a function of a step, the bytes done and the bytes in all, that draws a bar with rate and time left on stderr."""
     console = _Console(stderr=True)
     if not (console.is_terminal and _is_rank_0()):
         yield lambda step, done, total: None

@@ -1,4 +1,4 @@
-"""How is a table printed, of three lines or of a hundred thousand? By rich for people who look at it, as plain text otherwise."""
+"""Tables of any length: drawn by rich on a terminal, plain text elsewhere."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _HIDDEN = {code: repr(chr(code))[1:-1] for code in _UNSHOWN if chr(code) not in 
 
 
 def visible(text: str) -> str:
-    r"""Text without what would steer a terminal, or could not be written there: names come from anywhere.
+    r"""Escape what would steer a terminal, or could not be written there: names come from anywhere.
 
     >>> visible("\x1b[2Jmodel")
     '\\x1b[2Jmodel'
@@ -31,13 +31,13 @@ def visible(text: str) -> str:
 
 
 def _guide(name: str) -> str:
-    """The guides of a tree that pass above a line of it."""
+    """Return the guides of a tree that pass above a line of it."""
     found = _GUIDES.match(name)
     return found[0].translate(str.maketrans("├└─", "││ ")) if found else ""
 
 
 def _folded(name: str, width: int, guide: str, height: int) -> str:
-    """A name on several lines where it is too wide, and down to the height of its row the guides that go on to the next."""
+    """Fold a name that is too wide over several lines, with the guides of the tree down to the height of its row."""
     indent = next((lead for lead in (f"{guide}  ", guide) if len(lead) <= width - MIN_WIDTH), "")
     lines = []
     while cell_len(name) > width:
@@ -83,7 +83,7 @@ class Columns:
         return next((i for i, heading in enumerate(self.headings) if heading), 0)
 
     def _widths(self, room: int) -> list[int]:
-        """As wide as its widest cell, each; where the screen is narrower, the others give way to the names, the widest first."""
+        """Compute the column widths; on a narrow screen, the other columns shrink before the names do, the widest first."""
         widths = [max(map(cell_len, column), default=0) for column in zip(self.headings, *self.rows, strict=True)]
         words = [
             max((cell_len(word) for cell in column for word in cell.split()), default=0)
@@ -100,7 +100,7 @@ class Columns:
         return widths
 
     def text(self) -> str:
-        """Every cell whole, on one line a row."""
+        """Format every cell whole, on one line a row."""
         rows = [self.headings, *self.rows] if any(self.headings) else self.rows
         widths = [max(map(cell_len, column), default=0) for column in zip(*rows, strict=True)]
         return "\n".join(self._line(row, widths) for row in rows)

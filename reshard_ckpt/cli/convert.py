@@ -50,7 +50,7 @@ def convert(
     rename: Rename = None,
     cast: Cast = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint that is at DST.")] = False,
-    no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not prove the checksums of what is read.")] = False,
+    no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not verify the checksums of what is read.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Write a checkpoint in another format, in bounded memory. DST appears whole, or not at all.
@@ -89,7 +89,7 @@ def convert(
 
 
 def _left_out_text(names: Sequence[str], limit: int = 8) -> str:
-    """What was left out, by its top-level keys where it is much."""
+    """List what was left out; long lists by top-level keys."""
     if len(names) <= limit:
         return ", ".join(names)
     tops: dict[str, int] = {}

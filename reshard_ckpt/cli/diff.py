@@ -1,4 +1,4 @@
-"""``reshard-ckpt diff``: what differs between two checkpoints?"""
+"""``reshard-ckpt diff``: the differences between two checkpoints."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def diff(
 ) -> int:
     """Compare two checkpoints: names, shapes, dtypes, placements and small values, and with --values all that is in them.
 
-    Exit code 1 if they differ. Another placement is said, but is no difference: equal values under different layouts are equal.
+    Exit code 1 if they differ. Another placement is listed, but is no difference: equal values under different layouts are equal.
     """
     from ..checkpoint import diff as diff_checkpoints
 
@@ -66,7 +66,7 @@ def _print(found: Diff, values: bool) -> None:
 
 
 def _differences(tensors: Sequence[TensorDifference]) -> list[tuple[str, ...]]:
-    """A line for each tensor that differs; layers of one size share it: counts are added up, of distances the largest is said."""
+    """Make a row for each tensor that differs; layers of one size share a row, with counts added up and the largest distance."""
     lines: list[tuple[str, ...]] = []
     for label, leaves in shorten([d.name for d in tensors], [d.num_elements for d in tensors]):
         group = [tensors[i] for i in leaves]
@@ -82,7 +82,7 @@ def _names(what: str, names: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def _changed(what: str, changes: Sequence[Change], words: Callable[[Any], str]) -> list[tuple[str, ...]]:
-    """A line for each change; layers that changed alike share one."""
+    """Make a row for each change; layers that changed alike share one."""
     sides = [(words(change.a), words(change.b)) for change in changes]
     lines = shorten([change.name for change in changes], sides)
     return [
@@ -92,7 +92,7 @@ def _changed(what: str, changes: Sequence[Change], words: Callable[[Any], str]) 
 
 
 def _values(changes: Sequence[ValueChange]) -> list[tuple[str, ...]]:
-    """A line for each part of a value that differs; numbers also say by how much."""
+    """Make a row for each part of a value that differs; numbers also have their distance."""
     return [("value", f"{of.name}{of.where}", short(of.a), "→", short(of.b), _by(of), _relative(of)) for of in changes]
 
 

@@ -1,4 +1,4 @@
-"""How are numbers, shapes and placements written for people, and read from what people type? The same everywhere."""
+"""Numbers, shapes, meshes and placements as text for people."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..core.words import plural as plural
 
 
 def short(value: object, limit: int = 60) -> str:
-    """A value as Python writes it, on one line, cut where it is long.
+    """Write a value as Python does, on one line, cut where it is long.
 
     >>> short([1, 2]), short("x" * 100, 8)
     ('[1, 2]', "'xxxxxx…")
@@ -20,7 +20,7 @@ def short(value: object, limit: int = 60) -> str:
 
 
 def shape(lengths: Sequence[int]) -> str:
-    """A shape; that of a scalar is empty.
+    """Write a shape; that of a scalar is empty.
 
     >>> shape((4, 3)), shape(())
     ('4 × 3', 'scalar')
@@ -29,7 +29,7 @@ def shape(lengths: Sequence[int]) -> str:
 
 
 def mesh(of: Mesh | None) -> str:
-    """A mesh, outermost axis first.
+    """Write a mesh, outermost axis first.
 
     >>> mesh(Mesh(("pp", "tp"), (2, 4)))
     'pp=2, tp=4'
@@ -40,7 +40,7 @@ def mesh(of: Mesh | None) -> str:
 
 
 def placement(of: Sequence[AxisPlacement] | None) -> str:
-    """Axis by axis, as torch names placements; ``on`` lists the coordinates that hold it.
+    """Write a placement axis by axis, as torch names placements; ``on`` lists the coordinates that hold it.
 
     >>> placement([AxisPlacement("pp", "resident", coords=(0, 1, 3)), AxisPlacement("tp", "shard", dim=0)])
     'pp=on(0-1,3) tp=shard(0)'

@@ -1,4 +1,4 @@
-"""What do several commands take? The same options, under the same names."""
+"""Options that several commands take, under the same names, and the parsing of what people type."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Cast = Annotated[
 
 
 def refuse_memory(dst: str) -> None:
-    """Refuse to write where nothing stays.
+    """Refuse a destination that does not outlive the command.
 
     Raises
     ------
@@ -47,7 +47,7 @@ def refuse_memory(dst: str) -> None:
 
 
 def parse_mesh(option: str, text: str) -> dict[str, int]:
-    """A mesh as people type it, outermost axis first.
+    """Parse a mesh, outermost axis first.
 
     >>> parse_mesh("--mesh", "pp=2,tp=4")
     {'pp': 2, 'tp': 4}
@@ -69,7 +69,7 @@ def parse_mesh(option: str, text: str) -> dict[str, int]:
 
 
 def parse_pairs(option: str, texts: Sequence[str] | None) -> dict[str, str] | None:
-    """``OLD=NEW`` of an option that may be given several times; of several equals signs the last counts, as names may hold some.
+    """Parse ``OLD=NEW`` options; of several equals signs the last counts, as names may hold some.
 
     >>> parse_pairs("--rename", ["model=weights", "a=b=c"])
     {'model': 'weights', 'a=b': 'c'}
@@ -91,7 +91,7 @@ def parse_pairs(option: str, texts: Sequence[str] | None) -> dict[str, str] | No
 
 
 def parse_numbers(option: str, text: str) -> list[int]:
-    """Numbers with commas between them.
+    """Parse numbers with commas between them.
 
     >>> parse_numbers("--stages", "8, 16")
     [8, 16]

@@ -57,8 +57,8 @@ def reshard(
     ] = None,
     rename: Rename = None,
     cast: Cast = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be read and written; write nothing.")] = False,
-    verify: Annotated[bool, typer.Option(help="Prove what is read, and read back what was written.")] = True,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be read and written; write nothing.")] = False,
+    verify: Annotated[bool, typer.Option(help="Verify what is read, and read back what was written.")] = True,
     as_json: AsJson = False,
 ) -> None:
     """Write a checkpoint as a job of another topology would have saved it. Run again after a kill, it goes on.

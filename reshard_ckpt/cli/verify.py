@@ -1,4 +1,4 @@
-"""``reshard-ckpt verify``: is every byte of a checkpoint as it was written?"""
+"""``reshard-ckpt verify``: compare every byte of a checkpoint with its checksum."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def verify(
     ] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Read a whole checkpoint and prove every byte of it. Exit code 1 where anything is wrong."""
+    """Read a whole checkpoint and verify every byte of it. Exit code 1 where anything is wrong."""
     from ..checkpoint import verify as verify_checkpoint
     from ..engine.common.progress import size_text
 

@@ -1,4 +1,4 @@
-"""How each of the calls is called, as torch's are: a store as second argument, and torch's error beside this library's."""
+"""A decorator for calls that are made as torch's are: with a store as second argument, and with torch's error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ R = TypeVar("R")
 
 
 def torch_compatible(second: str | None) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A call that takes `second` as its second argument too, with torch's warning, and whose errors are torch's as well."""
+    """Decorate a call so that it accepts `second` as second argument, with torch's warning, and raises torch's errors."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)

@@ -1,7 +1,7 @@
-"""How do the results of DCP's ranks become a catalog? As the offers that the ranks of a save make, planned and published alike.
+"""Committing what DCP's ranks wrote: their results become the local metadata of a save, and are planned and published alike.
 
-DCP has divided the work already, so each box is held by the one rank that wrote it, and the plan says just that. Making it proves
-that the boxes tile every tensor.
+DCP has divided the work already, so each box belongs to the one rank that wrote it, and the plan assigns it to that rank. Making
+the plan verifies that the boxes tile every tensor.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .placements import RankMetadata, with_placements
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What became of a write item: a box of a tensor, or the bytes of a value (a `blob`), in a file; or a value, encoded."""
+    """Where one write item was stored: a box of a tensor, or a value as a `blob`, in a file; or a value, encoded, in here."""
 
     name: str
     dtype: str = ""
@@ -99,7 +99,9 @@ def _check_all_there(metadata: Metadata, ranks: Sequence[Sequence[Stored]]) -> N
 
 
 def _distinct(ranks: Sequence[Sequence[Stored]]) -> list[list[Stored]]:
-    """What is in files, by rank; tensors first, the boxes of one together. A box that several ranks wrote counts once."""
+    """List what is in files, by rank, tensors before blobs, with the boxes of a tensor together. A box of several ranks counts
+    once.
+    """
     seen: set[tuple[str, Ints, Ints]] = set()
     written: list[list[Stored]] = []
     for of_rank in ranks:
@@ -114,7 +116,7 @@ def _distinct(ranks: Sequence[Sequence[Stored]]) -> list[list[Stored]]:
 
 
 def _local_metadata(rows: Sequence[Stored]) -> LocalMetadata:
-    """What a rank wrote, as an offer whose rows are in this order."""
+    """Describe what a rank wrote, with rows in this order."""
     specs: dict[str, TensorSpec] = {}
     for stored in rows:
         name = stored.blob or stored.name
@@ -130,7 +132,7 @@ def _local_metadata(rows: Sequence[Stored]) -> LocalMetadata:
 
 
 def _receipt(plan: SavePlan, rank: int, rows: Sequence[Stored]) -> Receipt:
-    """The receipt of a rank for the items of the plan, each of which is one of the boxes that it wrote."""
+    """Make the receipt of a rank for the items of the plan, each of which is one of the boxes that it wrote."""
     files = {stored.file.key: stored.file for stored in rows if stored.file is not None}
     number = {key: i for i, key in enumerate(files)}
     items = [rows[local] for local in plan.local[plan.items_of(rank)].tolist()]

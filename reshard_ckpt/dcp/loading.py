@@ -1,4 +1,4 @@
-"""How does a trainer that calls DCP load? With the same call, by the engine of `checkpoint.load`."""
+"""`load`: the call of `torch.distributed.checkpoint`, by the engine of `checkpoint.load`."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def load(
 ) -> None:
     """Load into a state dict, in place, on all ranks together, as `torch.distributed.checkpoint.load` is called.
 
-    What the state dict asks for must be in the checkpoint; what else is in there is passed over. Tensors are written in place,
-    other values are put into the dict, objects are given what they said through ``load_state_dict``.
+    What the state dict asks for must be in the checkpoint; anything else in there is ignored. Tensors are written in place,
+    other values are put into the dict, objects get their state through ``load_state_dict``.
 
     Parameters
     ----------
@@ -76,7 +76,7 @@ def load(
         return path, partial, state, loading_form(state)
 
     path, partial, state, form = share_errors("load", named_path(checkpoint_id, storage_reader), group, make)
-    # DCP copies into a tensor of any dtype, so a cast is no error here, but nobody should be unaware of it.
+    # DCP copies into a tensor of any dtype, so a cast is no error here, but a warning.
     options = LoadOptions(strict=not partial, cast=True)
     try:
         report, saved = load_state(path, form, options, only_wanted=True, formats=FORMATS_AS_SAVED, process_group=group)
@@ -92,29 +92,30 @@ def load(
 
 
 def _with_dcp_wording(error: MismatchError) -> MismatchError:
-    """The error, saying what DCP says, which handlers look for, and what to pass to this call."""
-    words = [said for ours, said in _DCP_WORDING.items() if any(ours in line for line in error.problems)]
-    if not words:
+    """Reword the error with DCP's phrases, which handlers look for, and with the argument of this call to pass."""
+    phrases = [phrase for ours, phrase in _DCP_WORDING.items() if any(ours in line for line in error.problems)]
+    if not phrases:
         return error
     advice = "pass planner=DefaultLoadPlanner(allow_partial_load=True) to load the rest"
-    return MismatchError(f"{rank_prefix(error)}{', '.join(words)}: {summarize(error.problems, advice)}", error.problems)
+    return MismatchError(f"{rank_prefix(error)}{', '.join(phrases)}: {summarize(error.problems, advice)}", error.problems)
 
 
 _DCP_WORDING = {": not in the checkpoint": "Missing key in checkpoint", ": saved with global shape": "Size mismatch"}
 
 
 def _warn(path: Path, form: Mapping[str, Any], report: LoadReport, saved: Catalog) -> None:
-    """Say what DCP does without a word: dtypes converted, and places that are empty where the checkpoint has something."""
+    """Warn where DCP would be silent: dtypes converted, and places that are empty where the checkpoint has something."""
     if report.converted:
-        warnings.warn(f"{path}: converted to the dtype of the state dict: {_few(report.converted)}", stacklevel=3)
+        warnings.warn(f"{path}: converted to the dtype of the state dict: {_first_lines(report.converted)}", stacklevel=3)
     empty = list(_empty(form, ""))
     if not empty:
         return
     below = Below((*saved.names, *saved.value_names))
     passed_over = [name for name in empty if below(name)]
     if passed_over:
+        where = _first_lines(passed_over)
         warnings.warn(
-            f"{path}: nothing was loaded below {_few(passed_over)}, where the state dict is empty and the checkpoint is not; "
+            f"{path}: nothing was loaded below {where}, where the state dict is empty and the checkpoint is not; "
             "make the state exist before loading (get_optimizer_state_dict does for an optimizer)",
             stacklevel=3,
         )
@@ -128,5 +129,5 @@ def _empty(value: Any, name: str) -> Iterator[str]:
         yield name
 
 
-def _few(lines: tuple[str, ...] | list[str]) -> str:
+def _first_lines(lines: tuple[str, ...] | list[str]) -> str:
     return "; ".join(lines[:3]) + (f"; and {len(lines) - 3} more" if len(lines) > 3 else "")

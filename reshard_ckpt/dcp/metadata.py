@@ -1,6 +1,6 @@
-"""What does a checkpoint look like to DCP? A `Metadata` of tensors and values, under the names that DCP would have given them.
+"""A checkpoint as DCP's `Metadata`: its tensors and values, under the names that DCP would have given them.
 
-Each tensor is one chunk: where its bytes lie is the catalog's business.
+Each tensor is shown as one chunk. Where its bytes lie is in the catalog, which DCP does not need to see.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ FORMATS_AS_SAVED: tuple[ForeignFormat, ...] = tuple(
 
 @dataclass(frozen=True, slots=True)
 class OpaqueValue:
-    """A value whose bytes only DCP's planner reads."""
+    """A value that only DCP's planner can decode; `blob` is its index in the catalog."""
 
     blob: int
 
 
 @dataclass(frozen=True, slots=True)
 class UnavailableValue:
-    """A value that this rank cannot be given."""
+    """A value that this rank cannot load, and why."""
 
     problem: str
 
@@ -61,7 +61,7 @@ SavedItem = Leaf | RawValue | OpaqueValue | UnavailableValue
 
 
 def all_values(source: Source, verify: bool) -> Iterator[tuple[str, SavedItem]]:
-    """What there is besides tensors, under DCP's names; of a name that comes twice, the later counts."""
+    """Yield the values under DCP's names; of a name that occurs twice, the later counts."""
     saved, table = source.catalog, source.catalog.tensors_table
     yield from ((name, UnavailableValue(str(why))) for name, why in saved.unreadable.items())
     for blob in np.flatnonzero(table.kind == TensorKind.BLOB).tolist():
@@ -80,7 +80,7 @@ def all_values(source: Source, verify: bool) -> Iterator[tuple[str, SavedItem]]:
 
 
 def _value_for_rank(name: str, saved: SavedValue) -> Any:
-    """The value, or of values of each rank's own this rank's."""
+    """Return the value; of a `PerRank` value, this rank's."""
     if saved.kind is not ValueKind.PER_RANK:
         return saved.value
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -93,7 +93,7 @@ def _value_for_rank(name: str, saved: SavedValue) -> Any:
 
 
 def metadata_of(saved: Catalog, values: dict[str, Any], path: Path) -> Metadata:
-    """The catalog as DCP's planners want it."""
+    """Convert a catalog to the `Metadata` that DCP's planners use."""
     described: dict[str, Any] = {name: _tensor_metadata(saved, name) for name in saved.names}
     described |= {name: BytesStorageMetadata() for name in values}
     paths: dict[str, Any] = {
@@ -117,7 +117,7 @@ def _tensor_metadata(saved: Catalog, name: str) -> TensorStorageMetadata:
 
 
 class _Field:
-    """A field that is there once all of them are read; what is set on the instance comes before it."""
+    """A field that is read from the catalog on first access; a value that was set on the instance comes first."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -138,7 +138,7 @@ class SavedMetadata(Metadata):
 
     @classmethod
     def of(cls, path: Path, save_id: str) -> SavedMetadata:
-        """The metadata of a save that a path holds."""
+        """Make the metadata of a save that a path holds."""
         new = cls.__new__(cls)
         new._read = partial(_read_metadata, resolved_path(path), save_id)
         return new

@@ -1,11 +1,11 @@
-"""On which mesh do the tensors of a DCP save lie, and how? What DCP's plans do not say, from the state that its planner holds.
+"""Mesh and placements of the tensors of a DCP save: DCP's plans lack them, so they are captured from the planner's state.
 
-1. Each rank captures the tensors of the planner's state dict as `checkpoint.save` does, and sends what it would have offered to
-   save, bytes apart, with what it wrote.
-2. The coordinator merges these offers as every save does. Only the mesh and the placements of the outcome are taken over.
+1. Each rank captures the tensors of the planner's state dict as `checkpoint.save` does. It sends their local metadata, without
+   bytes, to the coordinator with its results.
+2. The coordinator merges the local metadata as every save does, and takes only the mesh and the placements from the outcome.
 
-Nobody needs them to load, so a save never fails for them: where a planner shows no state dict, or one that is not described
-alike by all ranks, none are recorded.
+No load needs them, so a save never fails for them. None are recorded where a planner has no state dict, or where ranks describe
+it differently.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from ..state.scan import Verbatim
 
 @dataclass(frozen=True, slots=True)
 class RankMetadata:
-    """What one rank holds of all tensors, encoded as an offer's parts; None if that could not be found out."""
+    """The encoded local metadata of one rank's tensors."""
 
     tensors: bytes
     rows: bytes
 
 
 def rank_metadata(planner: SavePlanner, rank: int) -> RankMetadata | None:
-    """How the tensors lie that a planner holds on this rank."""
+    """Capture how the tensors in a planner's state lie on this rank; None if that cannot be found out."""
     state = getattr(planner, "state_dict", None)
     if not isinstance(state, Mapping):
         return None
@@ -50,7 +50,7 @@ def rank_metadata(planner: SavePlanner, rank: int) -> RankMetadata | None:
 
 
 def with_placements(plan: SavePlan, of_ranks: Sequence[RankMetadata | None]) -> SavePlan:
-    """The plan with the mesh and the placements that follow from what the ranks hold; as it is, if nothing does."""
+    """Add the mesh and the placements that follow from the ranks' metadata to a plan, where the ranks agree on them."""
     known = [one for one in of_ranks if one is not None]
     if len(known) < len(of_ranks):
         return plan
@@ -69,13 +69,13 @@ def with_placements(plan: SavePlan, of_ranks: Sequence[RankMetadata | None]) -> 
 
 
 def _numbers(plan: SavePlan, captured_plan: SavePlan) -> list[int]:
-    """Of each tensor of the plan, the number of its placement; -1 for what was not shown, or with another shape."""
+    """Return the placement number of each tensor of the plan; -1 for one that was not captured, or with another shape."""
     known = dict(zip(_tensors(captured_plan), captured_plan.placement.tolist(), strict=True))
     return [known.get(tensor, -1) for tensor in _tensors(plan)]
 
 
 def _tensors(plan: SavePlan) -> list[tuple[str, tuple[int, ...]]]:
-    """Name and shape of each tensor."""
+    """List the name and shape of each tensor."""
     tables = plan.tables
     shapes = [tuple(row[len(row) - ndim :]) for row, ndim in zip(tables.shape.tolist(), tables.ndim.tolist(), strict=True)]
     return list(zip(tables.names, shapes, strict=True))

@@ -1,9 +1,8 @@
-"""How does DCP read what this library can open? With a storage reader that answers DCP's plans from the catalog.
+"""A storage reader for `torch.distributed.checkpoint.load` that answers DCP's plans from a catalog.
 
-1. `read_metadata` shows each tensor to DCP as one chunk: where its bytes lie is the catalog's business, so DCP's plan has one
-   read for each part that a rank wants.
-2. `read_data` loads all of these at once, as `checkpoint.load` does: exactly the bytes that are wanted, every block proved.
-3. Values go to the planner as it expects them, encoded by ``torch.save``. They are under the names that DCP gives their parts.
+1. `read_metadata` shows each tensor to DCP as one chunk, so DCP's plan has one read for each part that a rank wants.
+2. `read_data` loads all of these at once, as `checkpoint.load` does: exactly the bytes that are wanted, every block verified.
+3. Values go to the planner as it expects them: encoded by ``torch.save``, under the names that DCP gives their parts.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ class ReshardReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Path) -> bool:
-        """Whether a store serves this path."""
+        """Return whether a store serves this path."""
         return is_path(checkpoint_id)
 
     def reset(self, checkpoint_id: Path | None = None) -> None:
@@ -144,7 +143,7 @@ class ReshardReader(StorageReader):
 
 
 def _target_spec(saved: Catalog, item: ReadItem, target: torch.Tensor) -> TensorSpec:
-    """The box that a read item wants, in the memory that the planner gave for it."""
+    """Describe the box that a read item wants, in the memory that the planner gave for it."""
     name, lengths = item.storage_index.fqn, tuple(item.lengths)
     if tuple(target.shape) != lengths:
         problem = f"{name}: the plan reads {lengths}, into a tensor of {tuple(target.shape)}; correct the planner"

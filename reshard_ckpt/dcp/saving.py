@@ -1,4 +1,4 @@
-"""How does a trainer that calls DCP save? With the same calls, by `checkpoint.save` and its engine."""
+"""`save` and `async_save`: the calls of `torch.distributed.checkpoint`, by the engine of `checkpoint.save`."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def async_save(
     state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist, use_collectives
         As for `save`.
     async_checkpointer_type
-        ``THREAD`` or ``PROCESS``: threads of this process save in either case; the guide "Coming from DCP" says why.
+        ``THREAD`` or ``PROCESS``: threads of this process save in either case; the guide "Coming from DCP" explains why.
     async_stager
         None: the state may change once this returns. A `DefaultStager` with ``use_async_staging``: it may change once
         ``staging_completion`` is done. With one of the caller's own, torch's own function runs.
@@ -159,12 +159,12 @@ def async_save(
     path, form, later = share_errors("save", named_path(checkpoint_id, storage_writer), group, make)
     handle = begin_save(path, form, staging="promised" if later else "eager", process_group=group)
     staging, upload = _futures(handle, resolved_path(path))
-    # Torch says that the result of the second is None, and makes it the metadata.
+    # Torch annotates the result of the second as None, and makes it the metadata.
     return AsyncSaveResponse(staging_completion=staging, upload_completion=upload) if later else upload  # type: ignore[arg-type]
 
 
 class SaveFuture(Future[Metadata]):
-    """The future of a save; who asks it has been told of an error, which is otherwise raised by the next save."""
+    """The future of a save. Asking it for its error counts as handled; otherwise the next save raises the error."""
 
     def __init__(self, handle: SaveHandle) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ def _futures(handle: SaveHandle, path: Path) -> tuple[Future[None], SaveFuture]:
 
 
 def share_errors(kind: str, path: Path | None, group: Any, make: Callable[[], Made]) -> Made:
-    """What `make` returns; an error in it is raised on all ranks, which would otherwise wait for this one in their session."""
+    """Call `make`; raise an error in it on all ranks, which would otherwise wait for this rank in their session."""
     try:
         return make()
     except Exception:

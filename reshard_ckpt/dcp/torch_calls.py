@@ -1,7 +1,7 @@
-"""What DCP alone can follow: planners, storages and stagers of the caller's own. torch's functions run it.
+"""Calls that torch's own functions run: those with planners, storages and stagers of the caller's own.
 
-Where the caller names only a folder, torch's function is given this library's storage, and the checkpoint is an ordinary one. A
-storage of the caller's own writes and reads what it likes.
+Where the caller names only a folder, torch's function gets this library's storage, and the checkpoint is an ordinary one. A
+storage of the caller's own is used as it is, and decides what is written.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SUPPORTED: dict[str, tuple[type[Any] | None, ...]] = {
     "storage_reader": (ReshardReader, FileSystemReader),
     "async_stager": (BlockingAsyncStager, DefaultStager),
 }
-"""What counts for the folder that it names, or means something to this library."""
+"""Types that this library takes: it uses the folder that they name, or their options."""
 
 _BASES: dict[str, type[Any]] = {
     "storage_writer": StorageWriter,
@@ -50,7 +50,7 @@ _STORAGES: dict[str, type[Any]] = {"storage_writer": ReshardWriter, "storage_rea
 
 
 def is_custom(option: str, given: object) -> bool:
-    """Whether a storage or stager is the caller's own.
+    """Return whether a storage or stager is the caller's own.
 
     Raises
     ------
@@ -63,7 +63,7 @@ def is_custom(option: str, given: object) -> bool:
 
 
 def is_custom_planner(planner: object, *, saving: bool) -> bool:
-    """Whether a planner is the caller's own; the options of torch's default one are about a planning that does not take place.
+    """Return whether a planner is the caller's own; the options of torch's default planner have no effect here.
 
     Raises
     ------
@@ -94,7 +94,7 @@ def call_torch(call: str, state_dict: Any, option: str, path: str | os.PathLike[
     option
         What its storage is called; one that only names a folder is replaced by this library's, for the folder `path`.
     options
-        All others; those that say what is so by default are left out, for not every release knows each of them.
+        All others. Those with the default value are left out, for not every release has each of them.
     """
     store = options.pop(option)
     if is_custom(option, store):

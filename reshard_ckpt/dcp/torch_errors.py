@@ -1,7 +1,7 @@
-"""Errors as callers of DCP catch them: the error of this library, and torch's `CheckpointException` at once.
+"""Errors as callers of DCP catch them: an error of this library that is also torch's `CheckpointException`.
 
-torch's is no `Exception`; these are both, so that handlers of either see them. `failures` says which rank failed, as far as is
-known.
+torch's class is no `Exception`, so handlers of either kind must see the error. `failures` names the rank that failed, as far as
+is known.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _OF_RANK = re.compile(r"rank (\d+): ")
 
 
 def as_torch_error(error: CheckpointError) -> CheckpointError:
-    """The same error, which is a `CheckpointException` as well."""
+    """Return the same error as a `CheckpointException` as well."""
     if isinstance(error, CheckpointException):
         return error
     new = _rebuild(type(error), error.args, {**vars(error), "_failures": _failures(error)})
@@ -29,7 +29,7 @@ def as_torch_error(error: CheckpointError) -> CheckpointError:
 
 
 def rank_prefix(error: CheckpointError) -> str:
-    """How the error's message begins if another rank raised it; nothing otherwise."""
+    """Return the ``rank N: `` with which the message of another rank's error begins; else an empty string."""
     found = _OF_RANK.match(str(error))
     return found[0] if found else ""
 
@@ -52,7 +52,7 @@ def _rebuild(kind: type[CheckpointError], args: tuple[Any, ...], fields: dict[st
 
 
 def _combined_class(kind: type[CheckpointError]) -> type[CheckpointError]:
-    """A class that is both, made once, so that errors of one kind are of one class."""
+    """Return a class that is both, made once, so that errors of one kind are of one class."""
     if kind in _COMBINED:
         return _COMBINED[kind]
     members = {

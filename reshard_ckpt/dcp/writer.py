@@ -1,10 +1,10 @@
-"""How does DCP write checkpoints of this library? With a storage writer that writes shard files, and commits in `finish`.
+"""A storage writer for `torch.distributed.checkpoint.save` that writes shard files, and commits them in `finish`.
 
-1. On the coordinator, `prepare_global_plan` looks at what the path holds, and names the save.
+1. On the coordinator, `prepare_global_plan` looks at what the path holds, and makes the id of the save.
 2. Every rank's `write_data` writes the items of its plan as one shard file. Objects that are plain values are stored as such;
-   others remain what the planner made of them, bytes that nobody here looks into.
-3. `finish` gathers what was written as every save does: the shards must tile each tensor, the coordinator must see each file, and
-   the catalog appears at once.
+   of all others the planner's bytes are stored, undecoded.
+3. `finish` commits as every save does: the shards must tile each tensor, the coordinator must see each file, and the catalog
+   appears at once.
 """
 
 from __future__ import annotations
@@ -55,20 +55,20 @@ Path = str | os.PathLike[str]
 
 @dataclass(frozen=True, slots=True)
 class SaveTicket:
-    """What the coordinator tells a rank: the id of the save, and the rank's number."""
+    """What the coordinator attaches to a rank's plan: the id of the save, and the rank's number."""
 
     save_id: str
     rank: int
 
 
 class _UsedSaveIds:
-    """How often this process was given each id: a planner that keeps its plans gives one of an earlier save again."""
+    """How often this process was given each id: a planner that keeps its plans gives an earlier save's id again."""
 
     def __init__(self) -> None:
         self._lock, self._used = threading.Lock(), OrderedDict[str, int]()
 
     def take(self, save_id: str) -> str:
-        """An id that was not used before: the given one, or one that follows from it, on each rank the same."""
+        """Return an id that was not used before: the given one, or one derived from it, the same on each rank."""
         with self._lock:
             times = self._used[save_id] = self._used.pop(save_id, -1) + 1
             if len(self._used) > MAX_SAVE_IDS:
@@ -85,7 +85,7 @@ class ReshardWriter(StorageWriter):
     """Writes checkpoints of this library for `torch.distributed.checkpoint.save` and `async_save`.
 
     What it writes is an ordinary checkpoint: `checkpoint.load` and all tools open it, and it exists from the moment at which it
-    is whole. DCP's plans do not say how tensors lie on the mesh of the job; it is recorded if the planner holds the state that it
+    is whole. DCP's plans lack how tensors lie on the mesh of the job; it is recorded if the planner holds the state that it
     was given, as torch's own does.
 
     Parameters
@@ -116,7 +116,7 @@ class ReshardWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Path) -> bool:
-        """Whether a store serves this path."""
+        """Return whether a store serves this path."""
         return is_path(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta | None:
@@ -161,13 +161,13 @@ class ReshardWriter(StorageWriter):
 
 
 def _placement_results(planner: SavePlanner, rank: int) -> list[WriteResult]:
-    """What the coordinator is told beside the results of the items."""
+    """Wrap this rank's metadata for the coordinator as one more result."""
     found = rank_metadata(planner, rank)
     return [] if found is None else [WriteResult(MetadataIndex(""), 0, found)]
 
 
 def is_path(checkpoint_id: object) -> bool:
-    """Whether a store serves this path."""
+    """Return whether a store serves this path."""
     if not isinstance(checkpoint_id, str | os.PathLike):
         return False
     try:
@@ -179,7 +179,7 @@ def is_path(checkpoint_id: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One member of the file: a box of a tensor, whose data the planner is asked for when its turn comes, or bytes."""
+    """One member of the file: a box of a tensor, which the planner is asked for when it is written, or bytes."""
 
     item: WriteItem
     member: Member
@@ -188,7 +188,7 @@ class _Part:
 
 
 class _Job:
-    """What one rank writes, in the order of its files, and what it sends along."""
+    """What one rank writes, in the order of its files, and the small values that it sends to the coordinator."""
 
     def __init__(self, items: Sequence[WriteItem], planner: SavePlanner) -> None:
         self._planner = planner
@@ -203,7 +203,7 @@ class _Job:
         self.parts = sorted(parts, key=lambda part: -ITEM_BYTES[part.member.dtype])
 
     def _value_part(self, item: WriteItem) -> _Part | None:
-        """The bytes of a large or opaque value; of a small one nothing, for it is sent."""
+        """Return the bytes of a large or opaque value; a small one is sent to the coordinator, and None returned."""
         name = item.index.fqn
         data, is_opaque = _encode(item, self._planner)
         if not is_opaque and len(data) <= MAX_SENT_BYTES:
@@ -214,7 +214,7 @@ class _Job:
         return _Part(item, Member(blob, "U8", size, len(data)), Stored(name, "U8", size, (0,), size, blob=blob), data)
 
     def chunks_of(self, layout: FileLayout) -> Iterator[memoryview]:
-        """The bytes of a file, front to back; each tensor is asked for when its turn comes."""
+        """Yield the bytes of a file, front to back; each tensor is asked for when it is written."""
         yield memoryview(layout.header)
         scratch = torch.empty(WRITE_BYTES, dtype=torch.uint8)
         for part in self.parts[layout.items]:
@@ -242,12 +242,12 @@ class _Job:
         return tensor
 
     def assignment(self, save_id: str) -> Assignment:
-        """These parts as what a rank of a save is told to write; none is to be compared with another rank's."""
+        """Make the assignment of a save from these parts; none is to be compared with another rank's."""
         none, each = np.zeros(0, np.int64), np.zeros(len(self.parts), np.int64)
         return Assignment(save_id, each, each, each, RunColumns(none, none, none))
 
     def results(self, receipt: Receipt) -> list[WriteResult]:
-        """What DCP is told, with what the coordinator has to know."""
+        """Return the results for DCP, with what the coordinator needs to commit."""
         out = [WriteResult(item.index, len(stored.value or b""), stored) for item, stored in self._sent]
         for part, file, offset in zip(self.parts, receipt.file.tolist(), receipt.offset.tolist(), strict=True):
             stored = dataclasses.replace(part.stored, file=receipt.files[file], offset=offset)
@@ -266,7 +266,7 @@ def _tensor_part(item: WriteItem) -> _Part:
 
 
 def _encode(item: WriteItem, planner: SavePlanner) -> tuple[bytes, bool]:
-    """A value as this library encodes it; or as the planner does, and True, where it is no plain one."""
+    """Encode a value; where it is no plain one, return the planner's bytes and True."""
     try:
         return encode_value(_plain(item, planner), item.index.fqn), False
     except UnsupportedError:
@@ -274,7 +274,7 @@ def _encode(item: WriteItem, planner: SavePlanner) -> tuple[bytes, bool]:
 
 
 def _plain(item: WriteItem, planner: SavePlanner) -> Any:
-    """The object itself, if the planner shows it; otherwise what its bytes say, if that is tensors and plain data only."""
+    """Return the object itself if the planner gives it; otherwise decode its bytes, if they are tensors and plain data only."""
     if isinstance(planner, DefaultSavePlanner) and _is_default(type(planner)):
         return planner.lookup_object(item.index)
     try:
@@ -284,7 +284,7 @@ def _plain(item: WriteItem, planner: SavePlanner) -> Any:
 
 
 def _is_default(kind: type[DefaultSavePlanner]) -> bool:
-    """Whether planners of this class find and encode objects as torch's default one does."""
+    """Return whether planners of this class find and encode objects as torch's default one does."""
     default = DefaultSavePlanner
     return (kind.resolve_data, kind.transform_object, kind.lookup_object) == (
         default.resolve_data,
@@ -294,7 +294,7 @@ def _is_default(kind: type[DefaultSavePlanner]) -> bool:
 
 
 def _resolve(item: WriteItem, planner: SavePlanner) -> io.BytesIO:
-    """The bytes of an object, as the planner makes them."""
+    """Return the bytes of an object, as the planner makes them."""
     raw = planner.resolve_data(item)
     assert isinstance(raw, io.BytesIO)
     raw.seek(0)

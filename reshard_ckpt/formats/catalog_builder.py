@@ -1,4 +1,4 @@
-"""How does a list of foreign tensors become a catalog? Sorted by name, boxes shared, and held to all that a catalog must be."""
+"""Building a catalog from a list of foreign tensors: sorted by name, boxes shared, and checked as every catalog is."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class ForeignTensor:
 
 
 def whole(name: str, dtype: str, shape: Ints, file: int, offset: int) -> ForeignTensor:
-    """A tensor that lies whole, in row-major order, at one place."""
+    """Describe a tensor that lies whole, in row-major order, at one place."""
     part = FilePart((0,) * len(shape), shape, file, offset)
     return ForeignTensor(name, dtype, shape, (part,) if prod(shape) else ())
 
 
 def foreign_file(key: str, size: int, format: str) -> FileEntry:
-    """A file that has no checksums."""
+    """Describe a file that has no checksums."""
     return FileEntry(key, size, "", b"", format, 0)
 
 
@@ -59,7 +59,7 @@ def build_catalog(
     metadata: Any = None,
     where: str,
 ) -> Catalog:
-    """The catalog of foreign tensors.
+    """Build the catalog of foreign tensors.
 
     Parameters
     ----------

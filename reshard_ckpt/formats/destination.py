@@ -1,12 +1,13 @@
-"""How does a file or folder appear whole, or not at all? Made in a folder beside its place, and moved there when it is durable.
+"""Output files and folders that appear whole or not at all: made in a folder beside their place, and moved there when durable.
 
-1. The folder is ``.NAME.….partial``, which nothing takes for a checkpoint. Who works in it holds a lock there, which the system
-   releases when that process dies; so a second conversion to the same place is refused, and what a killed one left is known.
-2. What a killed one left is removed by the next one to the same place, or taken up again: where the caller names what it makes
-   (`identity`), the folder is called after that, and found by who makes the same.
-3. What is replaced changes places with the new in one step of the file system. Where that has no such step (NFS), it is moved
-   aside first, to ``.NAME.….replaced``: a cut between the two moves leaves nothing in its place until the next conversion to it
-   puts it back.
+1. The folder is ``.NAME.….partial``, which nothing takes for a checkpoint. The process that works in it holds a lock there, which
+   the system releases when that process dies. So a second conversion to the same place is refused, and a dead one's folder is
+   recognized.
+2. The next conversion to the same place removes what a killed one left, or continues it. To continue, the caller passes an
+   `identity` of the result, which is part of the folder's name.
+3. The result and what it replaces change places in one step of the file system. A file system without such a step (NFS) moves the
+   old one aside first, to ``.NAME.….replaced``. A cut between the two moves leaves nothing in its place until the next conversion
+   puts the old one back.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _TRIES = 10
 
 @dataclass(frozen=True, slots=True)
 class OutputFolder:
-    """Where a result is made.
+    """The place in which a result is made.
 
     Attributes
     ----------
@@ -47,14 +48,14 @@ class OutputFolder:
 
 @contextmanager
 def new_folder(dst: str, src: str, *, identity: str | None = None, overwrite: bool) -> Iterator[OutputFolder]:
-    """A folder that is at `dst` once the block is done; `src` is what is read meanwhile.
+    """Make a folder that is at `dst` once the block is done; `src` is what is read meanwhile.
 
     Where the block raises, nothing is left. Where the process is killed, who passes the same `identity` finds what was made.
 
     Parameters
     ----------
     identity
-        A few hexadecimal digits that say what is made, the same only for the same result; None makes it anew each time.
+        A few hexadecimal digits, equal only for equal results; None makes the result anew each time.
 
     Raises
     ------
@@ -74,7 +75,7 @@ def new_folder(dst: str, src: str, *, identity: str | None = None, overwrite: bo
 
 @contextmanager
 def new_file(dst: str, src: str, *, overwrite: bool) -> Iterator[str]:
-    """The path of a file to be made, which is at `dst` once the block is done."""
+    """Yield the path of a file to be made, which is moved to `dst` once the block is done."""
     with _partial_folder(dst, src, None, overwrite=overwrite) as (path, partial):
         if os.path.isdir(path) and not os.listdir(path):
             raise UsageError(f"{path}: is a folder, and the result is one file; pass the path of a file in it")
@@ -85,7 +86,7 @@ def new_file(dst: str, src: str, *, overwrite: bool) -> Iterator[str]:
 
 @contextmanager
 def _partial_folder(dst: str, src: str, identity: str | None, *, overwrite: bool) -> Iterator[tuple[str, str]]:
-    """The absolute path of the destination, and a folder beside it that is this process's alone."""
+    """Yield the absolute path of the destination, and a folder beside it that only this process uses."""
     path = _check_destination(dst, src, overwrite=overwrite)
     with Explained("write", path):
         _make_durable_folder(os.path.dirname(path))
@@ -94,25 +95,25 @@ def _partial_folder(dst: str, src: str, identity: str | None, *, overwrite: bool
             try:
                 if lock is not None:
                     _remove_leftovers(path, partial)
-                _check_destination(dst, src, overwrite=overwrite)  # somebody may have been quicker
+                _check_destination(dst, src, overwrite=overwrite)  # another process may have been quicker
                 yield path, partial
             finally:
                 shutil.rmtree(partial, ignore_errors=True)  # before the lock is let go: then it may be another's
 
 
 def _lock_partial_folder(path: str, identity: str | None) -> tuple[str, Lock | None]:
-    """The folder to work in, and the lock that says so; None where the file system has no locks."""
+    """Make the folder to work in and lock it; the lock is None where the file system has none."""
     for _ in range(_TRIES):
         partial = _sibling(path, identity, "partial")
         try:
             lock = _make_and_lock(partial)
         except LocksUnsupported:
-            # Nobody can tell who is alive, so everybody works alone and leaves the others' folders be.
+            # Without locks, a dead process's folder looks like a live one's, so each works in a folder of its own and removes no other.
             shutil.rmtree(partial, ignore_errors=True)
             os.mkdir(partial := _sibling(path, None, "partial"))
             return partial, None
         except MissingKey:
-            continue  # just before it was locked, somebody took it for a dead one's and removed it
+            continue  # just before it was locked, another process took it for a dead one's and removed it
         if lock is None:
             raise _busy_error(path)
         return partial, lock
@@ -137,7 +138,7 @@ def _busy_error(path: str) -> StorageError:
 
 
 def _remove_leftovers(path: str, mine: str) -> None:
-    """Remove what attempts left that were killed, and put back what one had moved aside for a result that never came.
+    """Remove what killed attempts left, and put back what one of them had moved aside for a result that never came.
 
     Raises
     ------
@@ -163,7 +164,7 @@ def _remove_leftovers(path: str, mine: str) -> None:
 
 
 def _make_durable_folder(folder: str) -> None:
-    """Make a folder and those above it that are missing, so that their names survive a power cut."""
+    """Make a folder and its missing parents, so that their names survive a power cut."""
     if os.path.isdir(folder):
         return
     above = os.path.dirname(folder)
@@ -179,7 +180,7 @@ def _sibling(path: str, identity: str | None, what: str) -> str:
 
 
 def _check_destination(dst: str, src: str, *, overwrite: bool) -> str:
-    """The absolute path of a destination that may be written to."""
+    """Return the absolute path of a destination, after checking that it may be written to."""
     storage = open_storage(dst)
     if not isinstance(storage, LocalStorage):
         raise UsageError(f"{dst}: conversions are written to local files; pass a path without a scheme, and copy the result")
@@ -202,12 +203,12 @@ def _check_destination(dst: str, src: str, *, overwrite: bool) -> str:
 
 
 def _is_occupied(path: str) -> bool:
-    """Whether there is something at a path, but an empty folder."""
+    """Return whether there is something at a path other than an empty folder."""
     return os.path.lexists(path) and (os.path.islink(path) or not os.path.isdir(path) or bool(os.listdir(path)))
 
 
 def _move_into_place(made: str, path: str) -> None:
-    """Move what was made to its place; what is there goes with the folder that it was made in."""
+    """Move the result to its place; what it replaces is deleted with the folder that the result was made in."""
     both_files = os.path.isfile(made) and not os.path.isdir(path)
     replaced = None
     if not _is_occupied(path) or both_files:

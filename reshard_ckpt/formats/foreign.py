@@ -1,7 +1,7 @@
-"""What can be read of what other libraries wrote? Each format is an adapter that gives a catalog over its own files.
+"""The foreign formats that can be read, in the order in which they are tried. Each gives a catalog over its own files.
 
-Nothing is converted and no tensor data are read: a catalog says where the bytes lie, and the planner and the reader that serve
-the library's own checkpoints do the rest, resharding included.
+Nothing is converted and no tensor data are read: the catalog has the places of the bytes, and the planner and the reader of the
+library's own checkpoints do the rest, resharding included.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FORMATS: tuple[ForeignFormat, ...] = (DcpFormat(), SafetensorsFormat(), TorchFor
 
 
 def open_foreign(path: str, formats: Sequence[ForeignFormat] = FORMATS) -> Foreign | None:
-    """Open what a path holds, in the first format that knows it; None if none does.
+    """Open what a path holds in the first format that recognizes it; return None if none does.
 
     Raises
     ------

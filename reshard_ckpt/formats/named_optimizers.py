@@ -1,8 +1,8 @@
-"""How does an optimizer's state dict, keyed by position, come to be keyed by the names of its parameters?
+"""Optimizer state dicts that are keyed by position, keyed anew by the names of their parameters.
 
-torch numbers the parameters of all groups in a row: ``{"state": {0: …}, "param_groups": [{"params": [0, 1], …}]}``. Which
-parameter a number means, only the program knows that made the optimizer, unless it was made of ``model.named_parameters()``: then
-its groups have ``param_names``.
+torch numbers the parameters of all groups in a row: ``{"state": {0: …}, "param_groups": [{"params": [0, 1], …}]}``. Only the
+program that made the optimizer knows which parameter a number means. An optimizer made of ``model.named_parameters()`` is the
+exception: its groups have ``param_names``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _MAX_DEPTH = 64
 
 
 def is_optimizer_state(value: Any) -> bool:
-    """Whether something is the state dict of a torch optimizer, keyed by position."""
+    """Return whether a value is the state dict of a torch optimizer, keyed by position."""
     if not isinstance(value, Mapping) or not {"state", "param_groups"} <= value.keys():
         return False
     state, groups = value["state"], value["param_groups"]
@@ -35,7 +35,7 @@ def _are_numbers(value: Any) -> bool:
 
 
 def key_by_name(state: Mapping[Any, Any]) -> tuple[Mapping[Any, Any], dict[str, str]]:
-    """The state with optimizers keyed by name as far as the names are there; and, for the others, what to do about it."""
+    """Key the optimizers of a state by name where the state has the names; return advice for the others."""
     advice: dict[str, str] = {}
     named = _key_by_name(state, (), advice)
     assert isinstance(named, Mapping)
@@ -64,7 +64,7 @@ def _key_by_name(value: Any, path: tuple[Any, ...], advice: dict[str, str]) -> A
 
 
 def _names(groups: list[Mapping[str, Any]]) -> dict[int, str] | None:
-    """The name of each parameter; None where a group does not say, or two have one name."""
+    """Return the name of each parameter; None where a group has no names, or two parameters have one name."""
     names: dict[int, str] = {}
     for group in groups:
         param_names = group.get("param_names")

@@ -1,4 +1,4 @@
-"""What does a path hold? A store, and the catalog over it: the pair that all that reads starts from."""
+"""A checkpoint to read from, of this library's format or a foreign one: a store, and the catalog over it."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ Path = str | os.PathLike[str]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A checkpoint to read from: where its bytes are, what they mean, and the name of the format that they have.
+    """A checkpoint to read from: where its bytes are, its catalog, and the name of its format.
 
-    ``advice`` is what to do where a load of a foreign format does not fit, by the name below which it holds; ``raw`` are
+    ``advice`` is what to do where a load of a foreign format does not fit, by the name below which it holds. ``raw`` are
     values of a foreign format as they lie in its files.
     """
 
@@ -38,7 +38,7 @@ class Source:
     raw: Mapping[str, RawValue] = field(default_factory=dict)
 
     def hints(self, prefixes: Sequence[str]) -> tuple[str, ...]:
-        """The advice that concerns what lies below these names."""
+        """Return the advice that concerns what lies below these names."""
         return tuple(text for name, text in self.advice.items() if any(f"{name}.".startswith(f"{p}.") for p in prefixes))
 
 
@@ -54,7 +54,7 @@ def open_source(path: Path, formats: Sequence[ForeignFormat] = FORMATS) -> Itera
     Raises
     ------
     CheckpointNotFound
-        Nothing there can be read; the message says what was looked for.
+        Nothing there can be read; the message lists what was looked for.
     CorruptError
         It is damaged.
     """
@@ -64,13 +64,13 @@ def open_source(path: Path, formats: Sequence[ForeignFormat] = FORMATS) -> Itera
 
 @contextmanager
 def open_shared_source(comm: Comm, path: Path, formats: Sequence[ForeignFormat] = FORMATS) -> Iterator[Source]:
-    """Open what a path holds on every rank of a job, and make sure that it is the same; rank 0 keeps it from being removed."""
+    """Open what a path holds on every rank of a job, and check that it is the same; rank 0 keeps it from being removed."""
     with ExitStack() as stack:
         yield open_alike(comm, str(path), lambda: _open(path, stack, formats, lock=comm.rank == 0))
 
 
 def _open(path: Path, stack: ExitStack, formats: Sequence[ForeignFormat], *, lock: bool) -> Identified[Source]:
-    """Open this library's own format, else the first foreign one that knows what is there."""
+    """Open this library's own format, else the first foreign one that recognizes what is there."""
     storage = stack.enter_context(open_storage(path))
     if lock:
         stack.enter_context(reading(storage))

@@ -1,8 +1,8 @@
-"""How does a checkpoint of any size become one file of ``torch.save``? torch describes it, and the bytes follow as a stream.
+"""Writing a checkpoint of any size as one file of ``torch.save``: torch pickles the structure, and the bytes follow as a stream.
 
-1. The state is built of tensors without bytes: views of one sparse file, that take neither memory nor disk.
-2. ``torch.save`` under ``skip_data`` writes what describes them, and leaves the bytes out. Only the description is kept.
-3. A zip of stored records is written: the description, then the bytes of each storage, aligned as torch aligns them.
+1. Build the state of placeholder tensors: views of one sparse file, that take neither memory nor disk.
+2. Pickle it with ``torch.save`` under ``skip_data``, which leaves the bytes out.
+3. Write a zip of stored records: the pickle, then the bytes of each storage, aligned as torch aligns them.
 
 An optimizer gets the form of ``optimizer.state_dict()``: parameters by number, and their names in ``param_names``.
 """
@@ -34,7 +34,7 @@ from .tensor_stream import ByteStream, TensorBytes, aliases_of, in_natural_order
 ALIGNMENT = 64
 _LOCAL_HEADER_BYTES = 30
 _ZIP64_BYTES = 20
-"""What the field of 64-bit sizes takes, which each record has, as nobody knows how large they are."""
+"""The field of 64-bit sizes, which each record has, as its size is unknown when its header is written."""
 
 _ROOT = "archive"
 GROUPS, STATE = ".param_groups", ".state."
@@ -42,12 +42,12 @@ GROUPS, STATE = ".param_groups", ".state."
 
 @dataclass(slots=True)
 class _Tree:
-    """The nested dict that will be saved, put together from names."""
+    """The nested dict that will be saved, built from names."""
 
     root: dict[Any, Any] = field(default_factory=dict)
 
     def put(self, path: Iterable[Any], value: Any) -> None:
-        """Set what lies at a path."""
+        """Set the value at a path."""
         *above, last = path
         node = self.root
         for key in above:
@@ -81,7 +81,7 @@ def write_torch(path: str, catalog: Catalog, values: Mapping[str, Any], bytes_of
         try:
             placeholders = _make_placeholders(catalog, os.path.join(folder, "nothing"))
             state = _state(catalog, values, placeholders)
-            pickled = _pickle_state(state, os.path.join(folder, "hollow.pt"))
+            pickled = _pickle_state(state, os.path.join(folder, "state.pt"))
         except RuntimeError as error:  # what torch makes of a full disk
             raise StorageError(f"{path}: cannot write: {error}; free space there, or write to another path") from error
     index_of = {id(tensor): catalog.source(catalog.index(name)) for name, tensor in placeholders.items()}
@@ -100,7 +100,7 @@ def write_torch(path: str, catalog: Catalog, values: Mapping[str, Any], bytes_of
 
 
 def _make_placeholders(catalog: Catalog, path: str) -> dict[str, torch.Tensor]:
-    """Tensors of the right shapes over a sparse file; an alias is the tensor that it stands for."""
+    """Make tensors of the right shapes over a sparse file; an alias is the tensor whose bytes it shares."""
     aliases, dtypes = aliases_of(catalog), [TORCH_DTYPES[catalog.dtype(i)] for i in range(len(catalog.tensors_table.names))]
     own = [index for index in in_natural_order(catalog) if catalog.tensors_table.names[index] not in aliases]
     sizes = [prod(catalog.shape(index)) * dtypes[index].itemsize for index in own]
@@ -118,7 +118,7 @@ def _make_placeholders(catalog: Catalog, path: str) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class _PickledState:
-    """What ``torch.save`` says of a state: its pickle, the version of its format, and the sizes of the storages, in order."""
+    """What ``torch.save`` writes without data: the pickle, the version of the format, and the sizes of the storages, in order."""
 
     pickle: bytes
     version: bytes
@@ -135,7 +135,7 @@ def _pickle_state(state: Any, path: str) -> _PickledState:
 
 
 def _tensors_in_order(state: Any) -> Iterator[torch.Tensor]:
-    """The tensors whose storages are records 0, 1, …: those of the state, in the order in which a pickle meets them."""
+    """Yield the tensors whose storages are records 0, 1, …: those of the state, in the order in which a pickle meets them."""
     seen: set[int] = set()
     waiting = [state]
     while waiting:
@@ -151,13 +151,13 @@ def _tensors_in_order(state: Any) -> Iterator[torch.Tensor]:
 
 
 def _storage_bytes(tensor: torch.Tensor) -> memoryview:
-    """The storage of a tensor that is part of a value."""
+    """Return the storage of a tensor that is part of a value."""
     storage = tensor.untyped_storage()
     return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,)).numpy().data
 
 
 def _add(archive: zipfile.ZipFile, file: Any, name: str, parts: Iterable[bytes | memoryview]) -> None:
-    """Add a record whose bytes begin aligned, so that they can be mapped; the room before them is an extra field."""
+    """Add a record whose bytes begin aligned, so that they can be mapped; the padding before them is an extra field."""
     member = zipfile.ZipInfo(f"{_ROOT}/{name}")
     head = file.tell() + _LOCAL_HEADER_BYTES + len(member.filename) + _ZIP64_BYTES + 4
     backing = -head % ALIGNMENT
@@ -169,19 +169,19 @@ def _add(archive: zipfile.ZipFile, file: Any, name: str, parts: Iterable[bytes |
 
 @dataclass(frozen=True, slots=True)
 class _Optimizer:
-    """An optimizer of the state: the number of each parameter, and which are second names of another."""
+    """An optimizer of the state: the number of each parameter, and which parameters are second names of another."""
 
     name: str
     numbers: Mapping[str, int]
     tied: frozenset[str]
 
     def path(self, name: str) -> tuple[Any, ...] | None:
-        """Where a part of its state goes; None if it is there under another name."""
+        """Return where a part of its state goes; None if it is there under another name."""
         fqn, _, key = name.removeprefix(f"{self.name}{STATE}").rpartition(".")
         return None if fqn in self.tied else (*self.name.split("."), "state", self.numbers.get(fqn, fqn), key)
 
     def numbered(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Its groups as ``optimizer.state_dict()`` has them."""
+        """Return its groups as ``optimizer.state_dict()`` has them."""
         names = [[fqn for fqn in group["params"] if fqn not in self.tied] for group in groups]
         return [
             {**group, "params": [self.numbers[fqn] for fqn in own], "param_names": own}
@@ -190,7 +190,7 @@ class _Optimizer:
 
 
 def _optimizers(catalog: Catalog, values: Mapping[str, Any]) -> list[_Optimizer]:
-    """The optimizers of a state; a parameter with two names is one for torch."""
+    """List the optimizers of a state; a parameter with two names is one for torch."""
     below = {
         name.partition(".")[2]: source.partition(".")[2]
         for name, source in aliases_of(catalog).items()
@@ -207,7 +207,7 @@ def _optimizers(catalog: Catalog, values: Mapping[str, Any]) -> list[_Optimizer]
 
 
 def _state(catalog: Catalog, values: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[Any, Any]:
-    """The state as nested dicts: the keys of the state, and below them names as modules have them."""
+    """Build the state as nested dicts: the keys of the state, and below them names as modules have them."""
     optimizers = _optimizers(catalog, values)
     tree = _Tree()
 
@@ -231,19 +231,19 @@ def _state(catalog: Catalog, values: Mapping[str, Any], tensors: Mapping[str, to
 
 
 def _path(name: str) -> tuple[str, ...]:
-    """Where a tensor goes: below the first part of its name."""
+    """Return where a tensor goes: below the first part of its name."""
     top, dot, rest = name.partition(".")
     return (top, rest) if dot else (name,)
 
 
 def _value_path(entry: ValueEntry) -> tuple[Any, ...]:
-    """Where a value goes: where it was, unless that was in a list, of which the other elements may be anything."""
+    """Return where a value goes: where it was, unless that was in a list, whose other elements may be anything."""
     path = saved_path(decode_path(entry.path))
     return _path(entry.name) if any(isinstance(key, Index) for key in path) else path
 
 
 def _check_values(values: Mapping[str, Any]) -> None:
-    """Refuse what torch would not load again, by name: one such value would spoil the whole file."""
+    """Refuse by name what torch would not load again: one such value would make the whole file unloadable."""
     if _is_loadable(values):
         return
     refused = next((name for name, value in values.items() if not _is_loadable(value)), "a value")

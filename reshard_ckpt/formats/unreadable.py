@@ -1,4 +1,4 @@
-"""What of a foreign state has no place in a catalog? It is left out, and said why, when somebody wants it."""
+"""Tensors and values of a foreign state that a catalog cannot hold: they are left out, and asking for one raises its error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Path = tuple[Any, ...]
 
 
 def without_unreadable(state: Mapping[Any, Any]) -> tuple[Mapping[Any, Any], dict[str, CheckpointError]]:
-    """The state without tensors and values in its dicts that could not be read, and why not, by name."""
+    """Drop tensors and values that cannot be read from the dicts of a state; return the rest, and the errors by name."""
     unreadable: dict[str, CheckpointError] = {}
     return _prune(state, (), unreadable), unreadable
 

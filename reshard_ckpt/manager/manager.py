@@ -1,9 +1,10 @@
-"""The checkpoints of a run: `Manager` names them by step, saves, prunes, and finds the newest that is whole.
+"""`Manager`: names the checkpoints of a run by step, saves, prunes, and finds the newest that is whole.
 
-1. Rank 0 holds a lock on the root for as long as the manager lives; a second job is refused, and a dead one's lock is gone.
-2. Whatever no catalog speaks for is then a dead save's, and removed.
-3. After each commit, never before, what the rule does not keep is removed; but not what somebody reads, nor the last checkpoint
-   that is known to be good.
+1. Rank 0 holds a lock on the root for as long as the manager lives. A second job is refused; the system releases the lock of
+   a dead one.
+2. So a file that no catalog refers to was left by a dead save, and is removed.
+3. After each commit, never before, checkpoints that the rule does not keep are removed. One that somebody reads stays, and so
+   does the last one that is known to be good.
 """
 
 from __future__ import annotations
@@ -121,37 +122,36 @@ class Manager:
             self._held = opening.pop_all()
 
     def path(self, step: int) -> str:
-        """Where the checkpoint of a step is."""
+        """Return the path of the checkpoint of a step."""
         return f"{self._root.rstrip('/')}/{step_name(_checked(step))}"
 
     def steps(self) -> list[int]:
-        """The steps that are committed, in order."""
+        """List the steps that are committed, in order."""
         return find_steps(self._storage)[0]
 
     def latest(self) -> int | None:
-        """The newest step that is committed."""
+        """Return the newest step that is committed."""
         return max(self.steps(), default=None)
 
     def best(self) -> int | None:
-        """The step with the best metric."""
+        """Return the step with the best metric."""
         steps = self.steps()
         return next(iter(self._rule.ranked(steps, self._metrics(steps))), None)
 
     @property
     def preempted(self) -> bool:
-        """Whether the job was told to go, by a SIGTERM to any of its ranks: True at the same read on all ranks, and from then on.
+        """Whether any rank of the job got a SIGTERM: True at the same read on all ranks, and from then on.
 
-        Read it once in every step, on all ranks, and leave the loop with a last save when it is True. The first read sets the
-        signal's handler in the place of the one before, until `close`: SIGTERM by itself then ends nothing. A read asks neither
-        a rank nor the store; but one, after the signal, waits until the ranks have agreed on the step, for which none has to take
-        one.
+        Read it once in every step, on all ranks, and leave the loop with a last save when it is True. The first read installs the
+        handler of the signal, until `close`; SIGTERM by itself then ends nothing. A read asks neither a rank nor the store. Only
+        one read after the signal waits until the ranks have agreed on the step; no rank has to take a step for that.
 
         Raises
         ------
         UsageError
             The manager is closed; or the first read is not in the main thread.
         PeerError
-            After a signal, a rank did not say how far it is.
+            After a signal, a rank did not report its step.
         """
         self._refuse_if_closed("preempted")
         if self._stop is None:
@@ -180,7 +180,7 @@ class Manager:
     def async_save(
         self, step: int, state: Mapping[str, Any], *, metric: float | None = None, metadata: Any = None, **options: Any
     ) -> SaveHandle:
-        """Like `save`, while training goes on; the removing too happens after the commit, in the background.
+        """Save like `save`, while training goes on; pruning, too, happens after the commit, in the background.
 
         Parameters
         ----------
@@ -217,7 +217,7 @@ class Manager:
         Raises
         ------
         CheckpointNotFound
-            That step has none; the message says which have.
+            That step has none; the message lists those that have.
         """
         self._refuse_if_closed("load")
         path = self.path(step)
@@ -231,7 +231,7 @@ class Manager:
         return report
 
     def delete(self, step: int) -> None:
-        """Remove the checkpoint of one step, whatever the rule says; files that another one refers to stay.
+        """Remove the checkpoint of one step, whether or not the rule keeps it; files that another one refers to stay.
 
         All ranks call it together, and rank 0 removes.
 
@@ -293,7 +293,7 @@ class Manager:
         return None
 
     def close(self) -> None:
-        """Wait for the save that is under way, and let go of the root. A failed save's error is raised, unless it was already."""
+        """Wait for the save in progress, and release the root. Raise the error of a failed save, unless it was raised already."""
         try:
             self._wait()
             error = None if self._pending is None else self._pending.untold()
@@ -331,19 +331,19 @@ class Manager:
         return nullcontext() if self._sigterm is None else self._sigterm.deferring()
 
     def _wait(self) -> None:
-        """Until the save that is under way, and the removing after it, is over."""
+        """Wait for the save in progress and for the pruning after it."""
         if self._pending is not None:
             self._settled.wait()
 
     def _newest_except(self, passed: Mapping[int, str]) -> int | None:
-        """The newest step, as rank 0 sees it, without those already passed over."""
+        """Return the newest step, as rank 0 sees it, without those already passed over."""
         with open_session("load_latest", f"{self._root} but {sorted(passed)}", **self._session) as comm:
             found = max((step for step in self.steps() if step not in passed), default=-1) if comm.rank == 0 else -1
             step = int(comm.broadcast(b"%d" % found if comm.rank == 0 else None))
         return None if step < 0 else step
 
     def _committed(self, step: int) -> None:
-        """This process, among others, has just committed a step."""
+        """Prune after a step that this process, among others, has just committed."""
         self._good.append(step)
         self._damaged.discard(step)
         self._step_info.pop(step, None)
@@ -375,7 +375,7 @@ class Manager:
         return f"the run has {name_steps(self.steps()) or 'none at all'}"
 
     def _kept(self, steps: Sequence[int]) -> frozenset[int]:
-        """What the rule keeps, whether or not damaged ones count, and the last one that is known to be good."""
+        """Return the steps that the rule keeps, with and without damaged ones counted, and the last that is known to be good."""
         metrics = self._metrics(steps) if self._rule.keep_best else {}
         whole = [step for step in steps if step not in self._damaged]
         good = [step for step in self._good if step in steps][-1:]
@@ -393,7 +393,7 @@ class Manager:
         return self._step_info[step]
 
     def _remove_leftovers(self) -> None:
-        """Remove what saves that died have left: whose they were is gone, since the root is locked."""
+        """Remove what dead saves left: the root is locked, so no other job is alive there."""
         committed, begun = find_steps(self._storage)
         stale = [step for step in committed if len(self._storage.folders(step_name(step))) > 1]
         for step in stale:

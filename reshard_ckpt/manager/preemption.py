@@ -1,7 +1,7 @@
-"""SIGTERM while a save is under way: finish the save, then do what the signal did before. Or just note it, for a loop that looks.
+"""SIGTERM while a save is in progress: finish the save, then run the previous handler. Or only record it, for a loop that asks.
 
-The handler runs in the main thread, between any two of its steps, so it takes no lock: it looks at the save now and then. Where
-the main thread is itself within a save or load, which may hold what the saving thread needs, the end of that comes first.
+The handler runs in the main thread, between any two bytecodes, so it takes no lock and polls the save. Where the main thread is
+itself within a save or load, it may hold what the saving thread needs, so the handler waits for the end of that call first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _POLL_S = 0.02
 
 
 class SigtermHandler:
-    """While its block lasts, SIGTERM waits for `pending`.
+    """A handler of SIGTERM, installed while its block lasts, that waits for the save `pending`.
 
     Attributes
     ----------
@@ -85,7 +85,7 @@ class SigtermHandler:
         self._run_previous_handler()
 
     def _run_previous_handler(self) -> None:
-        """Do what the signal did before."""
+        """Run the handler that was installed before."""
         before = self._before
         if callable(before):
             before(signal.SIGTERM, None)

@@ -79,7 +79,7 @@ def test_errors_become_exit_codes(error: BaseException, code: int, capsys: pytes
     def fail() -> int:
         raise error
 
-    assert shared._guarded(fail, as_json=False) == code
+    assert shared._run_guarded(fail, as_json=False) == code
     assert capsys.readouterr().out == ""
 
 
@@ -87,7 +87,7 @@ def test_problems_of_an_error_are_listed_in_json(capsys: pytest.CaptureFixture[s
     def fail() -> int:
         raise MismatchError("two", ["a", "b"])
 
-    shared._guarded(fail, as_json=True)
+    shared._run_guarded(fail, as_json=True)
     assert json.loads(capsys.readouterr().out)["error"]["problems"] == ["a", "b"]
 
 
@@ -96,7 +96,7 @@ def test_a_mistake_of_this_package_is_no_answer():
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        shared._guarded(fail, as_json=False)
+        shared._run_guarded(fail, as_json=False)
 
 
 @pytest.mark.parametrize("absent", ["rich", "typer"])

@@ -1,7 +1,7 @@
 """A check that a file from an earlier, killed attempt is whole, so that the next attempt keeps it.
 
-The digests of a file are kept once it is durable. They show that the file still holds what was written then. That this is also what
-is to be written now follows from the name of the folder, which an offline reshard and a conversion derive from what they make.
+The digests of a file are kept once it is durable. They show that the file still holds what was written then. That this is also
+what is to be written now follows from the name of the folder, which is derived from the source and the options.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""Where in the files is every element of every tensor? The parts of tensors, in a folder's own bytes.
+"""Locating every element of every tensor in the files of a DCP folder.
 
-1. The heads of all chunks are read, in order of file and position; those near each other in one request, in several threads.
-2. Each head says where its elements begin and how they lie. A chunk in row-major order is one part.
+1. Read the heads (the first bytes) of all chunks in order of file and position, in several threads; one request reads the heads
+   that are near each other.
+2. Each head has where its elements begin and how they lie. A chunk in row-major order is one part.
 3. Another order (a transposed weight, channels_last) is as many parts as there are runs in row-major order of some box.
 
-What cannot be read (a compressed chunk, a tensor subclass, a damaged or missing file) spoils its own tensor only.
+What cannot be read (a compressed chunk, a tensor subclass, a damaged or missing file) makes its own tensor unreadable, and no
+other.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ Place = tuple[str, Chunk]
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlaces:
-    """The parts of each tensor, the files that they are in, and why some tensors have none."""
+    """The parts of each tensor, the files that they are in, and the errors of tensors that cannot be read."""
 
     parts: Mapping[str, Sequence[FilePart]]
     files: tuple[FileEntry, ...]
@@ -75,12 +77,12 @@ def locate(storage: Storage, tensors: Mapping[str, SavedTensor]) -> ChunkPlaces:
 
 
 def file_sizes(storage: Storage, extents: Iterator[Extent]) -> dict[str, int | None]:
-    """The size of each file that these bytes are in, None where there is no such file."""
+    """Return the size of each file that these bytes are in; None where there is no such file."""
     return {file: storage.size(file) for file in dict.fromkeys(extent.file for extent in extents)}
 
 
 def read_problem(storage: Storage, fqn: str, extent: Extent, size: int | None) -> CheckpointError | None:
-    """Why these bytes cannot be read, if so."""
+    """Return why these bytes cannot be read; None if they can."""
     if size is None or size < extent.offset + extent.length:
         found = "is missing" if size is None else f"has {size} bytes"
         wanted = f"bytes {extent.offset}:{extent.offset + extent.length} of {extent.file}"
@@ -103,7 +105,7 @@ def _is_readable(storage: Storage, place: Place, sizes: Mapping[str, int | None]
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """Heads that are read in one request."""
+    """Heads of chunks that are read in one request."""
 
     file: str
     low: int
@@ -132,7 +134,7 @@ def _windows(places: Sequence[Place]) -> Iterator[_Window]:
 
 
 def _read_windows(storage: Storage, places: Sequence[Place]) -> Iterator[tuple[_Window, memoryview]]:
-    """Each window and its bytes, in order; a few batches ahead of what is asked for."""
+    """Yield each window and its bytes, in order, reading a few batches ahead."""
 
     def read(batch: Sequence[_Window]) -> list[memoryview]:
         buffers = [memoryview(bytearray(window.high - window.low)) for window in batch]
@@ -154,7 +156,7 @@ def _read_windows(storage: Storage, places: Sequence[Place]) -> Iterator[tuple[_
 
 
 class _PartFinder:
-    """Makes parts of chunks, given their heads."""
+    """Turns chunks into parts of tensors, given the heads of the chunks."""
 
     def __init__(
         self,
@@ -169,7 +171,7 @@ class _PartFinder:
         self._safetensors: dict[tuple[str, int], dict[str, TensorLayout]] = {}
 
     def find(self, fqn: str, chunk: Chunk, data: memoryview) -> None:
-        """Add the parts of one chunk, or say why there are none."""
+        """Add the parts of one chunk, or record why there are none."""
         if fqn in self._unreadable:
             return
         name = f"{self._storage.url}: {fqn}"
@@ -250,7 +252,7 @@ class _PartFinder:
 
 
 def run_lengths(shape: Ints, strides: Ints) -> Ints:
-    """The largest box within a strided box whose row-major order is that of memory, without gaps."""
+    """Return the largest box within a strided box whose row-major order is that of memory, without gaps."""
     inside: set[int] = set()
     step, outermost = 1, len(shape)
     for dim in sorted((d for d, n in enumerate(shape) if n > 1), key=lambda d: (strides[d], -d)):

@@ -1,14 +1,14 @@
-"""Where in a chunk's bytes is its first element, and in which order are the others? Read from the head of the chunk alone.
+"""How a tensor lies in its chunk of a DCP file, read from the first bytes of the chunk alone.
 
-A chunk is what ``torch.save`` made of its tensor: a zip whose members are stored as they are, one after the other. First a pickle
-that says how the tensor lies in its storage, then a few small members, then the storage. So the head of the chunk tells all:
+A chunk is what ``torch.save`` made of its tensor: a zip whose members are stored uncompressed, one after the other. First comes a
+pickle that describes how the tensor lies in its storage, then a few small members, then the storage. So the head is enough:
 
 1. Walk over the members, from one local header to the next, up to the storage. Sizes are not in the headers, as the writer did
    not know them yet, but in a descriptor behind each member.
 2. Read the pickle with stand-ins: dtype, size, strides, offset in the storage.
-3. Chunks alike have the same head, byte for byte, which is recognized and not parsed again.
+3. Chunks of equal shape and dtype have the same head, byte for byte, which is recognized and not parsed again.
 
-A chunk written in safetensors mode has one header for all tensors of its file instead, at the place that the metadata name.
+A chunk written in safetensors mode has one header for all tensors of its file instead, at the position in the metadata.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class TensorLayout:
 
 @dataclass(frozen=True, slots=True)
 class _Storage:
-    """What a persistent id names: a member of the zip; `dtype` is None where the pickle gives it elsewhere."""
+    """The storage that a persistent id names: a member of the zip; `dtype` is None where the pickle gives it elsewhere."""
 
     dtype: torch.dtype | None
     key: str
@@ -142,13 +142,13 @@ _TABLE: Mapping[tuple[str, str], Any] = {
 
 
 class HeadParser:
-    """Parses heads, and knows those that it has seen."""
+    """Parses the heads of chunks, and caches those that it has seen."""
 
     def __init__(self) -> None:
         self._known: dict[int, dict[bytes, TensorLayout]] = {}
 
     def parse(self, data: memoryview, *, name: str) -> TensorLayout:
-        """The head of a chunk, of whose bytes `data` are the first.
+        """Parse the head of a chunk, of whose bytes `data` are the first.
 
         Raises
         ------
@@ -167,7 +167,7 @@ class HeadParser:
 
 
 def _parse(data: bytes, name: str) -> tuple[int, TensorLayout]:
-    """Where the storage begins, and the head."""
+    """Return where the storage begins, and how the tensor lies in the chunk."""
     view: _View | None = None
     order = b"little"
     at = 0
@@ -189,7 +189,7 @@ def _parse(data: bytes, name: str) -> tuple[int, TensorLayout]:
 
 
 def _member(data: bytes, at: int, name: str) -> tuple[str, int, int | None]:
-    """A member's name, where its bytes begin, and its size if the header says it."""
+    """Return a member's name, where its bytes begin, and its size if the header has it."""
     if len(data) < at + _LOCAL.size:
         raise HeadTooShort
     magic, _, flags, method, _, _, _, _, size, name_length, extra_length = _LOCAL.unpack_from(data, at)
@@ -203,7 +203,7 @@ def _member(data: bytes, at: int, name: str) -> tuple[str, int, int | None]:
 
 
 def _body(data: bytes, begin: int, size: int | None, name: str) -> bytes:
-    """The bytes of a small member; without a size, up to the descriptor that counts just these bytes."""
+    """Return the bytes of a small member; without a size, up to the descriptor that counts just these bytes."""
     if size is None:
         end = data.find(b"PK\x07\x08", begin)
         while end >= 0 and len(data) >= end + _DESCRIPTOR.size:
@@ -233,7 +233,7 @@ def _head(view: _View, begin: int, name: str) -> TensorLayout:
 
 
 def safetensors_heads(data: bytes, *, name: str) -> dict[str, TensorLayout]:
-    """The heads of all tensors of a safetensors file, of which `data` are the header and its length.
+    """Parse the layouts of all tensors of a safetensors file, of which `data` are the header and its length.
 
     Raises
     ------

@@ -1,13 +1,13 @@
-"""What does ``.metadata`` say? Tensors with their chunks, values, where the bytes of each are, and the paths in the saved state.
+"""Decoding ``.metadata``: tensors with their chunks, values, where the bytes of each are, and the paths in the saved state.
 
 ``.metadata`` is a pickle of a few dataclasses of ``torch.distributed.checkpoint``: a `Metadata` with
 
 1. ``state_dict_metadata``: for each name the dtype, the global shape and the chunks (offsets and sizes) of a tensor, or that it
-   is bytes, which is to say a value;
+   is bytes, which means a value;
 2. ``storage_data``: for each name and offset the file, and the first byte and the length in it;
 3. ``planner_data``: for each name the keys that lead to it in the state that was saved.
 
-`read_pickle` makes stand-ins of them, and this module proves their shape. The same classes have been written since torch 2.3.
+`read_pickle` makes stand-ins of them, and this module checks their structure. The same classes have been written since torch 2.3.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Key = str | int
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Bytes of a file, and what they passed through when they were written (compression and the like)."""
+    """A range of bytes of a file, and the transforms (compression and the like) that were applied when it was written."""
 
     file: str
     offset: int
@@ -63,7 +63,7 @@ class SavedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """What the folder holds, by the names of ``torch.distributed.checkpoint``, in the order of its metadata."""
+    """The content of the folder, by the names of ``torch.distributed.checkpoint``, in the order of its metadata."""
 
     tensors: Mapping[str, SavedTensor]
     values: Mapping[str, Extent]
@@ -89,7 +89,7 @@ def _ints(values: Any) -> Ints:
 
 
 def _ignore_arguments(*arguments: Any) -> None:
-    """What is of no use here: memory formats and layouts."""
+    """Return None for memory formats and layouts, which are not needed."""
 
 
 def _path(*parts: Any) -> str:
@@ -131,7 +131,7 @@ TABLE: dict[tuple[str, str], Any] = {
 
 
 def read_metadata(data: bytes, *, name: str) -> Metadata:
-    """Decode and prove a ``.metadata`` file.
+    """Decode and check a ``.metadata`` file.
 
     Raises
     ------
@@ -186,7 +186,7 @@ def _decode(root: dict[str, Any], num_bytes: int) -> Metadata:
 
 
 def _by_offset(fqn: str, pairs: list[tuple[Ints | None, Extent]]) -> dict[Ints | None, Extent]:
-    """The extents of one name by their offsets; no other table is made of offsets that are not in here."""
+    """Map offsets to the extents of one name; offsets that collide as keys are refused before the dict."""
     if too_many_alike([offset for offset, _ in pairs]):
         raise ValueError(f"more than {MAX_ALIKE} offsets of {fqn:.200} have the same hash")
     return dict(pairs)
@@ -200,7 +200,7 @@ def _dict(value: Any, what: str) -> dict[Any, Any]:
 
 @dataclass(slots=True)
 class _Budget:
-    """Chunks that may still come: a pickle can name one list of chunks many times, and would grow without it."""
+    """The number of chunks that may still come: without it, a pickle that refers to one list many times would grow."""
 
     left: int
 
@@ -268,7 +268,7 @@ def _dtype(properties: Any) -> torch.dtype:
 
 
 def _paths(planner_data: Any) -> Iterator[tuple[str, tuple[Key, ...]]]:
-    """The paths of DCP's own planner; another's data mean nothing here."""
+    """Yield the paths of DCP's own planner; the data of other planners mean nothing here."""
     if not isinstance(planner_data, dict):
         return
     for fqn, path in planner_data.items():

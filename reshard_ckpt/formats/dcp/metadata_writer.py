@@ -1,4 +1,4 @@
-"""How is ``.metadata`` written? As the pickle of DCP's own classes, named and filled, without having one of them here.
+"""Writing ``.metadata``: a pickle of DCP's own classes, made without importing them.
 
 The classes and fields are those that `metadata` reads; torch keeps them readable from one release to the next, and leaves a field
 that is missing at its default.
@@ -24,7 +24,7 @@ VERSION = "1.0.0"
 def metadata_bytes(
     tensors: Mapping[str, SavedTensor], values: Mapping[str, Extent], paths: Mapping[str, KeyPath], *, where: str
 ) -> bytes:
-    """The bytes of ``.metadata``.
+    """Return the bytes of ``.metadata``.
 
     Parameters
     ----------
@@ -74,7 +74,7 @@ def _chunk(chunk: Chunk) -> Instance:
 
 
 def _properties(dtype: torch.dtype) -> Instance:
-    """Dtype, layout, whether it wants a gradient, memory format (0 is contiguous), whether its memory is pinned."""
+    """Pickle dtype, layout, whether it requires a gradient, memory format (0 is contiguous), whether its memory is pinned."""
     layout = FunctionCall(Global("torch.serialization", "_get_layout"), ("torch.strided",))
     memory_format = FunctionCall(Global(DCP_METADATA, "_MEM_FORMAT_ENCODING"), (0,))
     return _dcp("TensorProperties", (Global("torch", str(dtype).removeprefix("torch.")), layout, False, memory_format, False))

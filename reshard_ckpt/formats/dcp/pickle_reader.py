@@ -1,13 +1,13 @@
-"""What plain data does a pickle describe? Read by a machine of its own that can make listed things only, and runs nothing.
+"""Reading the plain data in a pickle with a stack machine that makes only listed objects, and executes no code.
 
-Pickle is a small stack language. Its danger lies in two of its operations: one names any global of any module, the other calls
-it. Here a name is looked up in a table of stand-ins that the caller passes, and nothing else; no module is imported, and
-what is not in the table is an error that names it.
+Pickle is a small stack language. Two of its operations are dangerous: one names any global of any module, the other calls it.
+Here a name is looked up in a table of stand-ins that the caller passes, and nowhere else. No module is imported, and a name that
+is not in the table is an error with that name in it.
 
-A hostile stream must not exhaust the machine either, so every operation is cheap, and what is made takes memory in proportion
-to the stream: strings and numbers are no longer than the bytes that spell them, memo entries are counted, calls see a few small
-arguments, keys of dicts are strings or stand-ins (the hash of a nested tuple may take for ever, and numbers can be chosen to
-collide). Nothing is walked recursively, so depth costs nothing.
+A hostile stream must not exhaust the machine either, so every operation is cheap, and objects take memory in proportion to the
+stream. Strings and numbers are no longer than the bytes that spell them, memo entries are counted, and calls get a few small
+arguments. Keys of dicts are strings or stand-ins: the hash of a nested tuple may take for ever, and numbers can be chosen to
+collide. Nothing is walked recursively, so depth costs nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _UINT32 = struct.Struct("<I")
 
 @dataclass(frozen=True, slots=True)
 class StandInClass:
-    """The stand-in of a class: instances are `StandInObject`, and remember it."""
+    """The stand-in of a class; its instances are `StandInObject`."""
 
     name: str
 
@@ -53,7 +53,7 @@ class StandInFunction:
 
 
 class PicklingError(Exception):
-    """What is wrong with a pickle; `read_pickle` says it with the name of the file."""
+    """A pickle that names what it may not; `read_pickle` adds the name of the file."""
 
 
 Table = Mapping[tuple[str, str], Any]
@@ -61,7 +61,7 @@ Table = Mapping[tuple[str, str], Any]
 
 
 def read_pickle(data: bytes | memoryview, table: Table, *, name: str, persistent: Callable[[Any], Any] | None = None) -> Any:
-    """The data that a pickle describes.
+    """Return the data that a pickle describes.
 
     Parameters
     ----------
@@ -100,7 +100,7 @@ class _Machine:
         self.memo: list[Any] = []
 
     def run(self) -> Any:
-        """Execute until the end; what is most frequent is written out here, the rest is in `_OPERATIONS`.
+        """Execute until the end; the most frequent operations are inlined here, the rest is in `_OPERATIONS`.
 
         Nearly all that is made is put into the memo by the next byte, and a class that is named is instantiated by the next two:
         these are looked for at once, which saves half of the rounds.
@@ -191,7 +191,7 @@ class _Machine:
                 remember(stack[-1])
 
     def take(self, size: int) -> bytes:
-        """The next bytes of the stream."""
+        """Return the next bytes of the stream."""
         low, self.at = self.at, self.at + size
         if size < 0 or self.at > len(self.data):
             raise ValueError("it ends too early")
@@ -201,14 +201,14 @@ class _Machine:
         return int.from_bytes(self.take(size), "little")
 
     def above_mark(self) -> list[Any]:
-        """Take what is above the last mark, and the mark."""
+        """Pop the last mark and what is above it."""
         low = self.marks.pop()
         values = self.stack[low:]
         del self.stack[low:]
         return values
 
     def look_up(self, module: Any, name: Any) -> Any:
-        """The stand-in of a global."""
+        """Return the stand-in of a global."""
         if not isinstance(module, str) or not isinstance(name, str):
             raise ValueError("the name of a global is no text")
         try:

@@ -1,8 +1,9 @@
-"""How is a folder of ``torch.distributed.checkpoint`` a checkpoint of this library? As a catalog over its files.
+"""Reading a folder of ``torch.distributed.checkpoint`` as a checkpoint of this library: a catalog over its files.
 
-1. ``.metadata``, or what each rank wrote of that kind, names tensors, chunks and values (`folder`, `metadata`).
-2. The heads of the chunks say where their bytes are (`chunks`); values are read at once (`values`).
-3. Names become those of this library, and optimizers' groups one value each (`names`).
+1. Decode the names of tensors, chunks and values from ``.metadata``, or from the files that ranks wrote in its place (`folder`,
+   `metadata`).
+2. Find the bytes of the chunks from their heads (`chunks`), and read the values (`values`).
+3. Convert the names to those of this library, and the groups of each optimizer to one value (`names`).
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ MAX_GROUP_ELEMENTS = 1 << 16
 
 
 def open_path(path: str, *, as_saved: bool = False) -> Foreign | None:
-    """Open a path for reading; None if it is no folder of this format; see `ForeignFormat`."""
+    """Open a path for reading; return None if it is no DCP folder; see `ForeignFormat`."""
     with ExitStack() as stack:
         storage, key = locate(path)
         stack.enter_context(storage)
@@ -62,7 +63,7 @@ def open_path(path: str, *, as_saved: bool = False) -> Foreign | None:
 
 
 def _advice(catalog: Catalog) -> dict[str, str]:
-    """What to do about optimizers whose parameters are known by number alone."""
+    """Write what to do about optimizers whose parameters are known by number alone."""
     groups = {
         v.name: decode_value(v.data) for v in catalog.values_table if v.kind is ValueKind.PARAM_GROUPS and v.data is not None
     }
@@ -76,7 +77,7 @@ def _advice(catalog: Catalog) -> dict[str, str]:
 
 
 def open_folder(storage: Storage, *, as_saved: bool = False) -> Catalog:
-    """The catalog of a folder that ``torch.distributed.checkpoint`` wrote.
+    """Build the catalog of a folder that ``torch.distributed.checkpoint`` wrote.
 
     Parameters
     ----------
@@ -106,7 +107,7 @@ def _open(storage: Storage, *, as_saved: bool) -> tuple[Catalog, dict[str, RawVa
 
 
 def _raw_values(storage: Storage, folder: FolderMetadata) -> Iterator[tuple[str, RawValue]]:
-    """The values whose bytes can be read, also those that only unpickling could make objects of."""
+    """Yield the values whose bytes can be read, including those that only unpickling could make objects of."""
     values = folder.saved.values
     sizes = file_sizes(storage, iter(values.values()))
     for name, extent in values.items():
@@ -127,7 +128,7 @@ def _garbage_collection_paused() -> Iterator[None]:
 
 
 class _Folder:
-    """What was read of a folder, on its way to a catalog."""
+    """The content of a folder, on its way to a catalog."""
 
     def __init__(
         self,
@@ -146,7 +147,7 @@ class _Folder:
         self._paths = dict(names.paths)
 
     def catalog(self, *, by_number: bool) -> Catalog:
-        """The catalog; `by_number` also takes the groups of optimizers that know parameters by number."""
+        """Build the catalog; with `by_number`, also the groups of optimizers that know parameters by number."""
         for optimizer, entries in self._names.groups.items():
             self._add_groups(optimizer, entries, by_number)
         for fqn in [fqn for fqn in self._values if fqn in self._paths]:
@@ -208,7 +209,7 @@ class _Folder:
         self._take_groups(optimizer, found)
 
     def _take_whole_groups(self, fqn: str, by_number: bool) -> None:
-        """Before torch 2.4, groups without tensors are one value."""
+        """Take groups that are one value, as torch saved groups without tensors before 2.4."""
         path, value = self._paths[fqn], self._values[fqn]
         if len(path) > 1 and path[-1] == GROUPS and isinstance(value, list) and all(isinstance(group, dict) for group in value):
             found = groups_from_list(value)
@@ -222,7 +223,7 @@ class _Folder:
             self._paths = {fqn: renumbered(p, optimizer, found.named) for fqn, p in self._paths.items()}
 
     def _small_tensor(self, fqn: str) -> torch.Tensor:
-        """A hyperparameter that is a tensor, read whole."""
+        """Read a hyperparameter that is a tensor."""
         saved = self._saved.tensors[fqn]
         if prod(saved.shape) > MAX_GROUP_ELEMENTS:
             raise CorruptError(f"{self._storage.url}: {fqn} has shape {saved.shape}, which no hyperparameter has")
@@ -230,7 +231,7 @@ class _Folder:
 
 
 def _leaves(keys: list[Any], value: Any) -> Iterator[tuple[list[Any], Any]]:
-    """A value and its path; a dict, which was one value before torch 2.4, as one value for each key."""
+    """Yield a value and its path; a dict, which was one value before torch 2.4, as one value for each key."""
     if type(value) is dict and value:
         for key, child in value.items():
             yield from _leaves([*keys, key], child)
@@ -239,7 +240,7 @@ def _leaves(keys: list[Any], value: Any) -> Iterator[tuple[list[Any], Any]]:
 
 
 def read_whole(storage: Storage, saved: SavedTensor, parts: Sequence[FilePart], files: Sequence[str]) -> torch.Tensor:
-    """A small tensor, from its parts."""
+    """Read a small tensor from its parts."""
     out = torch.zeros(saved.shape, dtype=saved.dtype)
     for part in parts:
         data = bytearray(prod(part.lengths) * saved.dtype.itemsize)

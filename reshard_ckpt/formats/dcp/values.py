@@ -1,4 +1,4 @@
-"""What are the values of a folder? Each is what ``torch.save`` made of it, which torch reads without running anything in it."""
+"""Reading the values of a DCP folder; torch loads each without running any code in it."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ MAX_VALUE_BYTES = 4 << 30
 
 @dataclass(frozen=True, slots=True)
 class ReadValues:
-    """The values by DCP name, and why some could not be read."""
+    """The values by DCP name, and the errors of those that could not be read."""
 
     values: Mapping[str, Any]
     unreadable: Mapping[str, CheckpointError]
 
 
 def read_values(storage: Storage, extents: Mapping[str, Extent]) -> ReadValues:
-    """Read all values; equal ones, as the hyperparameters of many parameters, are decoded once."""
+    """Read all values; equal ones, such as the hyperparameters of many parameters, are decoded once."""
     values: dict[str, Any] = {}
     unreadable: dict[str, CheckpointError] = {}
     known: dict[bytes, Any] = {}

@@ -1,9 +1,9 @@
-"""How does a checkpoint become a folder that ``torch.distributed.checkpoint.load`` accepts? As a stream, in bounded memory.
+"""Writing a checkpoint as a folder that ``torch.distributed.checkpoint.load`` accepts, as a stream, in bounded memory.
 
-1. Names and paths: values are taken apart as DCP does it, and each name gets the keys that lead to it (`lay_out`).
-2. Tensors are cut into chunks along their outermost dims, so that a rank that wants a part need not read all.
-3. Every value and every chunk is a file of ``torch.save``, one after the other in ``__0_N.distcp``.
-4. ``.metadata`` names them all; it is published last.
+1. Flatten values as DCP does, and give each name the keys that lead to it (`lay_out`).
+2. Cut tensors into chunks along their outermost dims, so that a rank that wants a part need not read all.
+3. Write every value and every chunk as a file of ``torch.save``, one after the other in ``__0_N.distcp``.
+4. Publish ``.metadata``, which names them all, last.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ BytesOf = Callable[[Sequence[Run]], Iterator[memoryview]]
 
 @dataclass(frozen=True, slots=True)
 class FolderLayout:
-    """What the folder will hold, by DCP name: indices into the catalog, values, and the path of each."""
+    """The content of the folder, by DCP name: indices into the catalog, values, and the path of each."""
 
     tensors: Mapping[str, int]
     values: Mapping[str, Any]
@@ -114,7 +114,7 @@ class _Files:
     writer: Writer | None = None
 
     def begin(self) -> None:
-        """Make room for one more thing: in this file, or in the next."""
+        """Make room for one more entry: in this file, or in the next."""
         if self.writer is not None and self.size < self.file_bytes:
             return
         self.finish()
@@ -127,7 +127,7 @@ class _Files:
         self.size += len(data)
 
     def extent_since(self, begin: int) -> Extent:
-        """What was written to this file since it had that size."""
+        """Return the extent of what was written to this file since it had that size."""
         return Extent(self.keys[-1], begin, self.size - begin)
 
     def finish(self) -> None:
@@ -154,7 +154,7 @@ def _write_values(out: _Files, values: Mapping[str, Any]) -> dict[str, Extent]:
 def _write_tensors(
     out: _Files, catalog: Catalog, layout: FolderLayout, bytes_of: BytesOf, chunk_bytes: int
 ) -> dict[str, SavedTensor]:
-    """Write each tensor that has bytes of its own once; its aliases name the same chunks."""
+    """Write each tensor that has bytes of its own once; its aliases refer to the same chunks."""
     sources = sorted({catalog.source(index) for index in layout.tensors.values()})
     boxes = {index: list(_boxes(catalog, index, chunk_bytes)) for index in sources}
     runs = [run for index in sources for _, _, run in boxes[index] if run.count]
@@ -173,7 +173,7 @@ def _write_tensors(
 
 
 def _boxes(catalog: Catalog, index: int, chunk_bytes: int) -> Iterator[tuple[Ints, Ints, Run]]:
-    """Cut a tensor into boxes that are runs of it, each of at most `chunk_bytes` if its elements allow."""
+    """Cut a tensor into boxes that are contiguous in it, each of at most `chunk_bytes` if its elements allow."""
     shape = catalog.shape(index)
     room = max(chunk_bytes // TORCH_DTYPES[catalog.dtype(index)].itemsize, 1)
     dim = 0
@@ -243,7 +243,7 @@ def _flat_groups(optimizer: KeyPath, groups: Iterable[Mapping[str, Any]]) -> Ite
 
 
 def _without_tied_names(catalog: Catalog, prefix: str, groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The groups with each tied weight once, under the name that its state has: DCP counts the parameters of a group."""
+    """List each tied weight of a group once, under the name that its state has: DCP counts the parameters of a group."""
     state, table = f"{prefix}{STATE}.", catalog.tensors_table
     shared = (name for name, alias in zip(table.names, table.alias.tolist(), strict=True) if alias >= 0)
     second = {name.removeprefix(state).rpartition(".")[0] for name in shared if name.startswith(state)}
@@ -251,7 +251,7 @@ def _without_tied_names(catalog: Catalog, prefix: str, groups: Iterable[Mapping[
 
 
 def _flatten(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any]]:
-    """A value as DCP flattens it: dicts always, lists where a dict or a tensor is inside."""
+    """Flatten a value as DCP does: dicts always, lists where a dict or a tensor is inside."""
     if isinstance(value, Mapping) and value:
         for key, child in value.items():
             yield from _flatten((*path, str(key)), child)
@@ -280,7 +280,7 @@ def _tensor_path(name: str, dicts: set[KeyPath]) -> KeyPath:
 
 
 def _optimizer_path(path: KeyPath, optimizers: Iterable[str], form: str) -> KeyPath:
-    """The path of the state of an optimizer in the form that is asked for; of anything else, the path itself."""
+    """Return the path of an optimizer's state in the wanted form; anything else keeps its path."""
     name = dotted(path)
     for optimizer in optimizers:
         if name.startswith(f"{optimizer}.{STATE}."):
