@@ -108,7 +108,7 @@ def _lock_partial_folder(path: str, identity: str | None) -> tuple[str, Lock | N
         try:
             lock = _make_and_lock(partial)
         except LocksUnsupported:
-            # Without locks, a dead process's folder looks like a live one's, so each works in a folder of its own and removes no other.
+            # Without locks a dead process's folder looks like a live one's: each works in one of its own and removes no other.
             shutil.rmtree(partial, ignore_errors=True)
             os.mkdir(partial := _sibling(path, None, "partial"))
             return partial, None
