@@ -12,7 +12,6 @@ from typing import Any
 
 from ..core.catalog.model import Catalog, TensorKind
 from ..core.catalog.select import retyped, select_entries
-from ..core.catalog.specs import ValueKind
 from ..core.geometry.dtypes import ITEM_BYTES
 from ..engine.common.progress import OnProgress, Tally, reporter
 from ..engine.common.rename import renamed
@@ -108,7 +107,8 @@ class _Conversion:
         if not all(file.digests_key for file in self.source.catalog.files):
             return None
         dtypes = [self.catalog.dtype(index) for index in range(len(self.catalog.tensors_table.names))]
-        return digest128(digest128(encode_catalog(self.saved)) + repr((dtypes, self.verify, *options)).encode()).hex()
+        wanted = repr((dtypes, self.verify, *options)).encode()
+        return digest128(digest128(encode_catalog(self.saved)) + wanted).hex()
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +260,7 @@ def _select(
     if top:
         kept, out = (renamed(each, lambda name: name.removeprefix(f"{top}.")) for each in (kept, out))
     opened = open_values(source.storage, kept, kept.value_names, verify=verify)
-    decoded = {name: list(v.value) if v.kind is ValueKind.PER_RANK else v.value for name, v in opened.items()}
+    decoded = {name: value.plain for name, value in opened.items()}
     return _Conversion(source, kept, out, decoded, left_out, verify, report)
 
 
@@ -287,7 +287,10 @@ def parse_size(size: int | str) -> int:
     units = {unit.upper(): factor for unit, factor in _UNITS.items()}
     if isinstance(size, bool) or match is None or match[2].upper() not in units or float(match[1]) <= 0:
         raise UsageError(f"max_shard_size={size!r}: pass a number of bytes, or one with a unit, as '5GB' or '4GiB'")
-    return max(int(float(match[1]) * units[match[2].upper()]), 1) if "." in match[1] else int(match[1]) * units[match[2].upper()]
+    unit_bytes: int = units[match[2].upper()]
+    if "." in match[1]:
+        return max(int(float(match[1]) * unit_bytes), 1)
+    return int(match[1]) * unit_bytes  # not through a float, which is inexact above 2⁵³
 
 
 def _to_safetensors(conversion: _Conversion, destination: _Destination, format_options: _FormatOptions) -> _Result:

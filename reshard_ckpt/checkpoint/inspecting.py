@@ -127,7 +127,7 @@ def inspect(
             lines=lines,
             tree=fold([line.name for line in lines], [_fold_key(line) for line in lines]),
             tensors=tuple(saved.tensor(name) for name in tensors if name in exact),
-            values={n: list(v.value) if v.kind is ValueKind.PER_RANK else v.value for n, v in whole.items() if n in exact},
+            values={name: value.plain for name, value in whole.items() if name in exact},
             stats=tuple(found),
         )
 
@@ -137,13 +137,13 @@ def _tensor_lines(catalog: Catalog, names: Sequence[str]) -> list[TensorLine]:
     at = np.array([catalog.index(name) for name in names], np.int64)
     source = np.where(table.alias[at] < 0, at, table.alias[at])
     num_bytes = volumes(table.shape[at]) * item_bytes_of(table.dtype[at])
-    columns = (at, table.placement[at], table.alias[at], num_bytes, np.diff(table.row_start)[source])
-    return [
-        TensorLine(name, catalog.dtype(i), catalog.shape(i), placement, None if alias < 0 else table.names[alias], size, shards)
-        for name, (i, placement, alias, size, shards) in zip(
-            names, zip(*(column.tolist() for column in columns), strict=True), strict=True
-        )
-    ]
+    num_shards = np.diff(table.row_start)[source]  # an alias has the shards of its source
+    columns = (column.tolist() for column in (at, table.placement[at], table.alias[at], num_bytes, num_shards))
+    lines = []
+    for name, index, placement, alias, size, shards in zip(names, *columns, strict=True):
+        alias_of = None if alias < 0 else table.names[alias]
+        lines.append(TensorLine(name, catalog.dtype(index), catalog.shape(index), placement, alias_of, size, shards))
+    return lines
 
 
 def _value_line(catalog: Catalog, entry: ValueEntry) -> ValueLine:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..core.catalog.model import Catalog, TensorKind
-from ..core.catalog.specs import TensorSpec, ValueKind, box_piece, row_major_strides
+from ..core.catalog.specs import TensorSpec, box_piece, row_major_strides
 from ..core.report import summarize
 from ..core.timeline import Timeline
 from ..engine.checking.manifest import check_manifest, make_manifest
@@ -163,7 +163,7 @@ def read(path: Path, names: Sequence[str] | None = None, *, progress: bool | OnP
         fetch(storage, saved, resolved, LoadOptions(), report=reporter(progress))
         out: dict[str, Any] = {spec.name: tensor for spec, tensor in whole}
         for name, value in open_values(storage, saved, values, verify=True).items():
-            out[name] = list(value.value) if value.kind is ValueKind.PER_RANK else value.value
+            out[name] = value.plain
         return out
 
 

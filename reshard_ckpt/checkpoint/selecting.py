@@ -45,7 +45,9 @@ def top_level_keys(saved: Catalog, limit: int = 8) -> str:
     """List the first parts of all names, for messages."""
     names = (*saved.names, *saved.value_names, *saved.unreadable)
     found = sorted({name.partition(".")[0] for name in names})
-    return ", ".join(map(repr, found[:limit])) + (", …" if len(found) > limit else "") if found else "nothing"
+    if not found:
+        return "nothing"
+    return ", ".join(map(repr, found[:limit])) + (", …" if len(found) > limit else "")
 
 
 def refuse_unreadable(saved: Catalog, names: Sequence[str] | None) -> None:
@@ -61,7 +63,8 @@ def _unreadable(saved: Catalog, name: str | None) -> list[str]:
 
 def _matching(known: Sequence[str], name: str) -> list[str]:
     """List the names equal to this one or below it; if there are none, those that match it as a pattern."""
-    return [n for n in known if n == name or n.startswith(f"{name}.")] or [n for n in known if fnmatchcase(n, name)]
+    below = [other for other in known if other == name or other.startswith(f"{name}.")]
+    return below or [other for other in known if fnmatchcase(other, name)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,17 +63,15 @@ class Columns:
         return len(self.rows) <= MAX_DRAWN
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        widths = self._widths(options.max_width)
+        names, widths = self._name_column, self._widths(options.max_width)
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False, show_header=any(self.headings))
         for heading, right, width in zip(self.headings, self.right, widths, strict=True):
             table.add_column(heading, justify="right" if right else "left", width=width, overflow="fold")
         for row, below in zip(self.rows, [*self.rows[1:], [""] * len(self.headings)], strict=True):
             wrapped = [Text(cell).wrap(console, width) for cell, width in zip(row, widths, strict=True)]
             cells = [[line for line in lines if line.plain.strip()] for lines in wrapped]
-            name = _folded(
-                row[self._name_column], widths[self._name_column], _guide(below[self._name_column]), max(map(len, cells))
-            )
-            lines = [Text(name) if i == self._name_column else Text("\n").join(cell) for i, cell in enumerate(cells)]
+            name = _folded(row[names], widths[names], _guide(below[names]), max(map(len, cells)))
+            lines = [Text(name) if i == names else Text("\n").join(cell) for i, cell in enumerate(cells)]
             table.add_row(*lines)
         yield table
 
@@ -96,7 +94,8 @@ class Columns:
                 widest = max(wide, key=lambda i: widths[i])
                 widths[widest] -= 1
                 excess -= 1
-        widths[self._name_column] = max(widths[self._name_column] - max(excess, 0), min(widths[self._name_column], MIN_NAME))
+        names = self._name_column
+        widths[names] = max(widths[names] - max(excess, 0), min(widths[names], MIN_NAME))
         return widths
 
     def text(self) -> str:

@@ -85,10 +85,11 @@ def _changed(what: str, changes: Sequence[Change], words: Callable[[Any], str]) 
     """Make a row for each change; layers that changed alike share one."""
     sides = [(words(change.a), words(change.b)) for change in changes]
     lines = shorten([change.name for change in changes], sides)
-    return [
-        (what, f"{label}{_count_suffix(leaves)}", sides[leaves[0]][0], "→", sides[leaves[0]][1], "", "")
-        for label, leaves in lines
-    ]
+    rows: list[tuple[str, ...]] = []
+    for label, leaves in lines:
+        a, b = sides[leaves[0]]
+        rows.append((what, f"{label}{_count_suffix(leaves)}", a, "→", b, "", ""))
+    return rows
 
 
 def _values(changes: Sequence[ValueChange]) -> list[tuple[str, ...]]:

@@ -77,5 +77,7 @@ def _numbers(plan: SavePlan, captured_plan: SavePlan) -> list[int]:
 def _tensors(plan: SavePlan) -> list[tuple[str, tuple[int, ...]]]:
     """List the name and shape of each tensor."""
     tables = plan.tables
-    shapes = [tuple(row[len(row) - ndim :]) for row, ndim in zip(tables.shape.tolist(), tables.ndim.tolist(), strict=True)]
-    return list(zip(tables.names, shapes, strict=True))
+    found = []
+    for name, shape, ndim in zip(tables.names, tables.shape.tolist(), tables.ndim.tolist(), strict=True):
+        found.append((name, tuple(shape[len(shape) - ndim :])))  # shapes are padded on the left
+    return found

@@ -37,9 +37,13 @@ def rank_prefix(error: CheckpointError) -> str:
 def _failures(error: CheckpointError) -> dict[int, tuple[BaseException, traceback.StackSummary]]:
     # Without code objects, which newer Pythons put there and no pickle takes.
     frames = [(f.filename, f.lineno or 0, f.name, f.line) for f in traceback.extract_tb(error.__traceback__)]
-    found = _OF_RANK.match(str(error))
-    own = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-    ranks = (int(found[1]),) if found else error.ranks if isinstance(error, PeerError) and error.ranks else (own,)
+    ranks: tuple[int, ...]
+    if found := _OF_RANK.match(str(error)):
+        ranks = (int(found[1]),)
+    elif isinstance(error, PeerError) and error.ranks:
+        ranks = error.ranks
+    else:
+        ranks = (dist.get_rank() if dist.is_available() and dist.is_initialized() else 0,)
     return dict.fromkeys(ranks, (error, traceback.StackSummary.from_list(frames)))
 
 

@@ -211,7 +211,8 @@ class _Job:
             return None
         blob = opaque_name(name) if is_opaque else blob_name(name, None)
         size = (len(data),)
-        return _Part(item, Member(blob, "U8", size, len(data)), Stored(name, "U8", size, (0,), size, blob=blob), data)
+        stored = Stored(name, "U8", size, (0,), size, blob=blob)
+        return _Part(item, Member(blob, "U8", size, len(data)), stored, data)
 
     def chunks_of(self, layout: FileLayout) -> Iterator[memoryview]:
         """Yield the bytes of a file, front to back; each tensor is asked for when it is written."""

@@ -80,7 +80,9 @@ def build_catalog(
     _check_names([tensor.name for tensor in ordered] + [value.name for value in values], where)
     width = max((len(tensor.shape) for tensor in ordered), default=1) or 1
     parts = [part for tensor in ordered for part in tensor.parts]
-    offsets, lengths = _padded([p.offsets for p in parts], width, 0), _padded([p.lengths for p in parts], width, 1)
+    offsets = _padded([part.offsets for part in parts], width, 0)
+    lengths = _padded([part.lengths for part in parts], width, 1)
+    # box: the number of each part's box; first: of each box, a part that has it
     box, first = group_ids(np.hstack([offsets, lengths]))
     catalog = Catalog(
         save_id=format,
@@ -130,4 +132,5 @@ def _column(values: Any) -> I64:
 
 
 def _padded(rows: Sequence[Ints], width: int, fill: int) -> I64:
-    return _column([(fill,) * (width - len(row)) + tuple(row) for row in rows]).reshape(len(rows), width)
+    padded = [(fill,) * (width - len(row)) + tuple(row) for row in rows]
+    return _column(padded).reshape(len(rows), width)

@@ -48,4 +48,6 @@ def _large(pickled: bytes) -> list[int]:
         return []
     found = (argument for code, argument, _ in pickletools.genops(pickled) if code.code == _LONG1.decode("latin-1"))
     large = (number for number in found if isinstance(number, int) and abs(number) >= 2**60)
-    return list({number.to_bytes(number.bit_length() // 8 + 1, "little", signed=True): number for number in large}.values())
+    # Keyed by bytes, whose hash is salted: a dict of the numbers themselves would be slow.
+    distinct = {number.to_bytes(number.bit_length() // 8 + 1, "little", signed=True): number for number in large}
+    return list(distinct.values())

@@ -75,16 +75,17 @@ def _names(groups: list[Mapping[str, Any]]) -> dict[int, str] | None:
         ):
             return None
         names.update(zip(group["params"], map(unwrapped, param_names), strict=True))
-    return names if len(set(names.values())) == len(names) == sum(len(group["params"]) for group in groups) else None
+    num_params = sum(len(group["params"]) for group in groups)
+    return names if len(set(names.values())) == len(names) == num_params else None
 
 
 def _key_by(value: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, Any]:
     unknown = [key for key in value["state"] if key not in names]
     if unknown:
         raise CorruptError(f"an optimizer has state for parameter {unknown[0]}, which is in none of its groups; use another copy")
-    groups = [
-        {**{key: item for key, item in group.items() if key != "param_names"}, "params": [names[i] for i in group["params"]]}
-        for group in value["param_groups"]
-    ]
+    groups = []
+    for group in value["param_groups"]:
+        hyperparameters = {key: item for key, item in group.items() if key != "param_names"}
+        groups.append({**hyperparameters, "params": [names[i] for i in group["params"]]})
     state = {names[i]: entry for i, entry in value["state"].items()}
     return {**value, "state": state, "param_groups": groups}

@@ -87,7 +87,8 @@ def write_torch(path: str, catalog: Catalog, values: Mapping[str, Any], bytes_of
     index_of = {id(tensor): catalog.source(catalog.index(name)) for name, tensor in placeholders.items()}
     tensors = list(_tensors_in_order(state))
     assert [tensor.untyped_storage().nbytes() for tensor in tensors] == pickled.sizes
-    parts = ByteStream(bytes_of([index_of[id(tensor)] for tensor in tensors if id(tensor) in index_of and tensor.numel()]))
+    wanted = [index_of[id(tensor)] for tensor in tensors if id(tensor) in index_of and tensor.numel()]
+    parts = ByteStream(bytes_of(wanted))
     with open(path, "xb") as file:
         with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
             _add(archive, file, "data.pkl", [pickled.pickle])
@@ -101,7 +102,8 @@ def write_torch(path: str, catalog: Catalog, values: Mapping[str, Any], bytes_of
 
 def _make_placeholders(catalog: Catalog, path: str) -> dict[str, torch.Tensor]:
     """Make tensors of the right shapes over a sparse file; an alias is the tensor whose bytes it shares."""
-    aliases, dtypes = aliases_of(catalog), [TORCH_DTYPES[catalog.dtype(i)] for i in range(len(catalog.tensors_table.names))]
+    aliases = aliases_of(catalog)
+    dtypes = [TORCH_DTYPES[catalog.dtype(index)] for index in range(len(catalog.tensors_table.names))]
     own = [index for index in in_natural_order(catalog) if catalog.tensors_table.names[index] not in aliases]
     sizes = [prod(catalog.shape(index)) * dtypes[index].itemsize for index in own]
     begin = list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))

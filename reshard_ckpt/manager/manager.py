@@ -338,8 +338,10 @@ class Manager:
     def _newest_except(self, passed: Mapping[int, str]) -> int | None:
         """Return the newest step, as rank 0 sees it, without those already passed over."""
         with open_session("load_latest", f"{self._root} but {sorted(passed)}", **self._session) as comm:
-            found = max((step for step in self.steps() if step not in passed), default=-1) if comm.rank == 0 else -1
-            step = int(comm.broadcast(b"%d" % found if comm.rank == 0 else None))
+            own = None
+            if comm.rank == 0:
+                own = b"%d" % max((step for step in self.steps() if step not in passed), default=-1)
+            step = int(comm.broadcast(own))
         return None if step < 0 else step
 
     def _committed(self, step: int) -> None:

@@ -71,7 +71,8 @@ def locate(storage: Storage, tensors: Mapping[str, SavedTensor]) -> ChunkPlaces:
     finder = _PartFinder(storage, tensors, files, unreadable)
     for window, data in _read_windows(storage, readable):
         for fqn, chunk in window.places:
-            finder.find(fqn, chunk, data[chunk.extent.offset - window.low :][: min(HEAD_BYTES, chunk.extent.length)])
+            begin = chunk.extent.offset - window.low
+            finder.find(fqn, chunk, data[begin : begin + min(HEAD_BYTES, chunk.extent.length)])
     entries = tuple(foreign_file(file, sizes[file] or 0, FORMAT) for file in files)
     return ChunkPlaces(finder.parts, entries, unreadable)
 

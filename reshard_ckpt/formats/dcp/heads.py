@@ -226,7 +226,8 @@ def _read_view(pickled: bytes, name: str) -> _View:
 def _head(view: _View, begin: int, name: str) -> TensorLayout:
     last = view.offset + sum((n - 1) * s for n, s in zip(view.shape, view.strides, strict=True))
     beyond = (last + 1) * view.dtype.itemsize > view.storage.num_bytes
-    if view.offset < 0 or min(view.strides, default=0) < 0 or min(view.shape, default=1) < 1 or beyond:
+    is_negative = view.offset < 0 or min(view.strides, default=0) < 0
+    if is_negative or min(view.shape, default=1) < 1 or beyond:
         raise CorruptError(f"{name}: its tensor of shape {view.shape} reaches beyond its storage; use another checkpoint")
     at, end = begin + view.offset * view.dtype.itemsize, begin + view.storage.num_bytes
     return TensorLayout(view.dtype, view.shape, view.strides, at, end)

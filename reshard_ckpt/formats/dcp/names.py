@@ -64,10 +64,14 @@ def names_of(saved: Metadata, *, as_saved: bool = False) -> Names:
         return _names(paths)
     if any(path[0] == GROUPS or str(path[0]).startswith(f"{GROUPS}.") for path in paths.values()):
         paths = {fqn: _below_optimizer(path) for fqn, path in paths.items()}
-    has_model = any(path[0] == MODEL or (len(path) == 1 and str(path[0]).startswith(f"{MODEL}.")) for path in paths.values())
-    if not has_model:
-        paths = {fqn: (MODEL, *path) if _is_of_model(fqn, path, fqn in saved.tensors) else path for fqn, path in paths.items()}
-    return _names(paths)
+    if any(_is_below_model(path) for path in paths.values()):
+        return _names(paths)
+    of_model = {fqn: (MODEL, *path) for fqn, path in paths.items() if _is_of_model(fqn, path, fqn in saved.tensors)}
+    return _names({**paths, **of_model})
+
+
+def _is_below_model(path: KeyPath) -> bool:
+    return path[0] == MODEL or (len(path) == 1 and str(path[0]).startswith(f"{MODEL}."))
 
 
 def _names(paths: Mapping[str, KeyPath]) -> Names:

@@ -64,10 +64,12 @@ def open_path(path: str, *, as_saved: bool = False) -> Foreign | None:
 
 def _advice(catalog: Catalog) -> dict[str, str]:
     """Write what to do about optimizers whose parameters are known by number alone."""
-    groups = {
-        v.name: decode_value(v.data) for v in catalog.values_table if v.kind is ValueKind.PARAM_GROUPS and v.data is not None
-    }
-    numbered = [name.rpartition(".")[0] for name, found in groups.items() if any(p.isdigit() for g in found for p in g["params"])]
+    numbered = []
+    for value in catalog.values_table:
+        if value.kind is ValueKind.PARAM_GROUPS and value.data is not None:
+            params = [param for group in decode_value(value.data) for param in group["params"]]
+            if any(param.isdigit() for param in params):
+                numbered.append(value.name.rpartition(".")[0])
     return {
         name: f"{name} was saved by optimizer.state_dict(), which knows parameters by number alone; say their names, as in "
         f"rename={{f'{name}.state.{{i}}': f'{name}.state.{{n}}' for i, (n, _) in enumerate(model.named_parameters())}}, if the "
@@ -211,7 +213,9 @@ class _Folder:
     def _take_whole_groups(self, fqn: str, by_number: bool) -> None:
         """Take groups that are one value, as torch saved groups without tensors before 2.4."""
         path, value = self._paths[fqn], self._values[fqn]
-        if len(path) > 1 and path[-1] == GROUPS and isinstance(value, list) and all(isinstance(group, dict) for group in value):
+        if len(path) < 2 or path[-1] != GROUPS or not isinstance(value, list):
+            return
+        if all(isinstance(group, dict) for group in value):
             found = groups_from_list(value)
             if found is not None and value and (by_number or not found.by_number):
                 del self._paths[fqn]
@@ -245,6 +249,7 @@ def read_whole(storage: Storage, saved: SavedTensor, parts: Sequence[FilePart], 
     for part in parts:
         data = bytearray(prod(part.lengths) * saved.dtype.itemsize)
         storage.read_into(files[part.file], part.offset, [memoryview(data)])
-        region = out[tuple(slice(low, low + length) for low, length in zip(part.offsets, part.lengths, strict=True))]
+        slices = (slice(low, low + length) for low, length in zip(part.offsets, part.lengths, strict=True))
+        region = out[tuple(slices)]
         region.copy_(torch.frombuffer(data, dtype=saved.dtype).reshape(part.lengths))
     return out
