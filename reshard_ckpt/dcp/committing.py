@@ -79,13 +79,10 @@ def commit_written(
     ranks = [[data for data in of_rank if isinstance(data, Stored)] for of_rank in payloads]
     _check_all_there(metadata, ranks)
     written = _distinct(ranks)
-    job_metadata = [encode_metadata(_local_metadata(rows)) for rows in written]
-    plan = plan_from_metadata(
-        [local_metadata.tensors for local_metadata in job_metadata], [local_metadata.rows for local_metadata in job_metadata]
-    )
-    plan = with_placements(
-        plan, [next((data for data in of_rank if isinstance(data, RankMetadata)), None) for of_rank in payloads]
-    )
+    encoded = [encode_metadata(_local_metadata(rows)) for rows in written]
+    plan = plan_from_metadata([one.tensors for one in encoded], [one.rows for one in encoded])
+    of_ranks = [next((data for data in of_rank if isinstance(data, RankMetadata)), None) for of_rank in payloads]
+    plan = with_placements(plan, of_ranks)
     values = merge_values([(0, _values(metadata, ranks))], plan.tables)
     receipts = [_receipt(plan, rank, rows) for rank, rows in enumerate(written)]
     return publish(storage, plan, values, receipts, save_id=save_id, metadata=encode_value(None, "metadata"), before=before)
@@ -99,9 +96,7 @@ def _check_all_there(metadata: Metadata, ranks: Sequence[Sequence[Stored]]) -> N
 
 
 def _distinct(ranks: Sequence[Sequence[Stored]]) -> list[list[Stored]]:
-    """List what is in files, by rank, tensors before blobs, with the boxes of a tensor together. A box of several ranks counts
-    once.
-    """
+    """List what is in files, by rank: tensors before blobs, the boxes of a tensor together, a box of several ranks once."""
     seen: set[tuple[str, Ints, Ints]] = set()
     written: list[list[Stored]] = []
     for of_rank in ranks:

@@ -38,8 +38,8 @@ class OutputFolder:
     ----------
     result
         The path of the file or folder to be. A folder may hold what an attempt left that was killed.
-    notes
-        A folder for what the next attempt should know; it goes when the result is in its place.
+    resume_info
+        A folder for what the next attempt needs, such as digests of finished files; it is deleted once the result is in place.
     """
 
     result: str
