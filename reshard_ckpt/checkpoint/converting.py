@@ -29,7 +29,7 @@ from ..formats.source import Path, Source, open_source
 from ..formats.torch_writer import write_torch
 from ..storage import LocalStorage, path_text
 from .resharding import write_as_one_rank
-from .selecting import Names, Selection, cast_dtypes, select_names, top_level_keys
+from .selecting import Names, SelectedNames, cast_dtypes, select_names, top_level_keys
 from .topology_options import check_rename
 
 MODEL = "model"
@@ -264,7 +264,7 @@ def _select(
     return _Conversion(source, kept, out, decoded, left_out, verify, report)
 
 
-def _nothing_selected(catalog: Catalog, top: str, found: Selection) -> str:
+def _nothing_selected(catalog: Catalog, top: str, found: SelectedNames) -> str:
     if found.values and not found.tensors:
         return f"{found.values[0]}: nothing that was selected is a tensor, and safetensors hold no values; pass another to="
     return (

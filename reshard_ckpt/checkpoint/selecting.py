@@ -68,23 +68,23 @@ def _matching(known: Sequence[str], name: str) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
+class SelectedNames:
     """The selected names of tensors and of values, and those that are selected but cannot be read."""
 
     tensors: list[str]
     values: list[str]
     unreadable: list[str]
 
-    def below(self, top: str) -> Selection:
+    def below(self, top: str) -> SelectedNames:
         """Keep what lies below a name; below ``""`` is everything."""
 
         def kept(names: list[str]) -> list[str]:
             return [name for name in names if not top or name.startswith(f"{top}.")]
 
-        return Selection(kept(self.tensors), kept(self.values), kept(self.unreadable))
+        return SelectedNames(kept(self.tensors), kept(self.values), kept(self.unreadable))
 
 
-def select_names(saved: Catalog, select: Names, exclude: Names) -> Selection:
+def select_names(saved: Catalog, select: Names, exclude: Names) -> SelectedNames:
     """Select names (None: all), without the excluded ones.
 
     Raises
@@ -98,13 +98,13 @@ def select_names(saved: Catalog, select: Names, exclude: Names) -> Selection:
     less = _all_kinds(saved, exclude)
     gone = {*less.tensors, *less.values, *less.unreadable}
     kinds = (taken.tensors, taken.values, taken.unreadable)
-    return Selection(*([name for name in names if name not in gone] for names in kinds))
+    return SelectedNames(*([name for name in names if name not in gone] for names in kinds))
 
 
-def _all_kinds(saved: Catalog, names: Names) -> Selection:
+def _all_kinds(saved: Catalog, names: Names) -> SelectedNames:
     each = as_list(names)
     unreadable = [found for name in ((None,) if each is None else each) for found in _unreadable(saved, name)]
-    return Selection(*match_names(saved, each), list(dict.fromkeys(unreadable)))
+    return SelectedNames(*match_names(saved, each), list(dict.fromkeys(unreadable)))
 
 
 def as_list(names: Names) -> Sequence[str] | None:
