@@ -269,7 +269,7 @@ def _is_terminal(value: Any) -> bool:
 
 
 def _tensor_path(name: str, dicts: set[KeyPath]) -> KeyPath:
-    """The path of a tensor. The catalog has its name alone: the key of the state, then one that is the rest, as in
+    """Return the path of a tensor, of which the catalog has only the name: the key of the state, then the rest as one key, as in
     ``{"model": {"layers.0.weight": …}}``, unless values show that there are dicts on the way.
     """
     keys = name.split(".")
