@@ -15,7 +15,7 @@ from ..core.catalog.select import retyped, select_entries
 from ..core.geometry.dtypes import ITEM_BYTES
 from ..engine.common.progress import OnProgress, Tally, reporter
 from ..engine.common.rename import renamed
-from ..engine.loading.saved_values import open_values
+from ..engine.loading.saved_values import blob_reader, open_values
 from ..engine.loading.stream import Run, stream, whole_run
 from ..engine.resharding.reshard import Options
 from ..errors import UsageError
@@ -242,7 +242,9 @@ def _select(
     report: OnProgress,
 ) -> _Conversion:
     check_rename(source.catalog, rename)
-    catalog = source.catalog if rename is None else renamed(source.catalog, rename)
+    catalog = source.catalog
+    if rename is not None:
+        catalog = renamed(catalog, rename, read=blob_reader(source.storage, catalog, verify=verify))
     top = (MODEL if to == "safetensors" else "") if root is None else root
     selected = select_names(catalog, select, exclude)
     taken = selected.below(top)

@@ -20,7 +20,7 @@ from ..engine.common.rename import renamed, without
 from ..engine.loading.load import LoadOptions, drop_refused, fetch, prove_ties, resolve
 from ..engine.loading.read import execute
 from ..engine.loading.read_once import execute_once
-from ..engine.loading.saved_values import SavedValue, open_values, read_blob
+from ..engine.loading.saved_values import SavedValue, blob_reader, open_values
 from ..engine.loading.vote import Wanted, missing_values, unreadable, vote
 from ..engine.saving.async_save import SAVES
 from ..formats.foreign import FORMATS, ForeignFormat
@@ -135,9 +135,7 @@ def load_state(
         SAVES.wait_staged()  # what a save still copies must not change under it
         storage, saved = source.storage, source.catalog
         if rename is not None:
-            saved = renamed(
-                saved, rename, read=lambda value: bytes(read_blob(storage, source.catalog, value.blobs[0], options.verify))
-            )
+            saved = renamed(saved, rename, read=blob_reader(storage, source.catalog, verify=options.verify))
         target = prepare_load(state, saved, rank=comm.rank, size=comm.size, adds=not only_wanted)
         ignored: tuple[str, ...] = ()
         if options.ignore:

@@ -15,7 +15,7 @@ from ..core.planning.placement_rules import parse_rules
 from ..core.planning.target_placement import TargetTopology, group_orders
 from ..engine.common.progress import OnProgress, reporter
 from ..engine.common.rename import renamed
-from ..engine.loading.saved_values import open_values
+from ..engine.loading.saved_values import blob_reader, open_values
 from ..engine.resharding.plan import Choice, ReshardPlan, plan_reshard
 from ..engine.resharding.reshard import (
     Options,
@@ -157,7 +157,9 @@ def reshard(
         _refuse_same(source.storage, target)
         _refuse_file(target)
         check_rename(source.catalog, rename)
-        catalog = source.catalog if rename is None else renamed(source.catalog, rename)
+        catalog = source.catalog
+        if rename is not None:
+            catalog = renamed(catalog, rename, read=blob_reader(source.storage, catalog, verify=verify))
         choice = _choice(catalog, select, exclude, drop, cast)
         topology = TargetTopology(
             new_mesh, placement_rules, stage_boundaries(stages, new_mesh), _group_orders(source, catalog, choice)

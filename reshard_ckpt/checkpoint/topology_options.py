@@ -10,6 +10,7 @@ from typing import Any
 from ..core.catalog.model import Catalog
 from ..core.catalog.specs import AxisPlacement, Mesh
 from ..core.words import check_text
+from ..engine.common.rename import GROUPS_SUFFIX
 from ..errors import UsageError
 
 MAX_RANKS = 1 << 17
@@ -121,8 +122,13 @@ def check_rename(catalog: Catalog, rename: Any) -> None:
     if not isinstance(rename, Mapping):
         return
     known = {*catalog.names, *catalog.value_names, *catalog.unreadable}
+    known |= {".".join(parts[:i]) for parts in (name.split(".") for name in known) for i in range(1, len(parts))}
+    # An optimizer's groups name parameters too, of which some have no state.
+    optimizers = tuple(
+        f"{name.removesuffix(GROUPS_SUFFIX)}.state." for name in catalog.value_names if name.endswith(GROUPS_SUFFIX)
+    )
     for old in rename:
-        if old not in known and not any(name.startswith(f"{old}.") for name in known):
+        if old not in known and not old.startswith(optimizers):
             raise UsageError(f"rename={{{old!r}: …}}: the checkpoint has no such name, nor any below it; correct it")
 
 

@@ -51,7 +51,7 @@ class SoloComm:
     """The `Comm` of a process on its own.
 
     >>> SoloComm().gather(b"local_metadata")
-    [b'offer']
+    [b'local_metadata']
     """
 
     rank = 0

@@ -22,7 +22,7 @@ _SALTED = frozenset({str, bytes})
 def too_many_alike(keys: Collection[Hashable]) -> bool:
     """Whether more than `MAX_ALIKE` of these have one hash.
 
-    >>> too_many_alike(range(1000)), too_many_alike(i * (2**61 - 1) for i in range(1000))
+    >>> too_many_alike(range(1000)), too_many_alike([i * (2**61 - 1) for i in range(1000)])
     (False, True)
     """
     if len(keys) <= MAX_ALIKE:

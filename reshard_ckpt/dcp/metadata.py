@@ -34,7 +34,6 @@ from ..formats.dcp import DcpFormat
 from ..formats.foreign import FORMATS, ForeignFormat, RawValue
 from ..formats.source import Path, Source, open_source
 from ..state.scan import saved_path
-from ..storage import resolved_path
 from .names import Leaf, dcp_path, leaves
 
 FORMATS_AS_SAVED: tuple[ForeignFormat, ...] = tuple(
@@ -137,10 +136,10 @@ class SavedMetadata(Metadata):
     """
 
     @classmethod
-    def of(cls, path: Path, save_id: str) -> SavedMetadata:
-        """Make the metadata of a save that a path holds."""
+    def of(cls, path: Path, at: str, save_id: str) -> SavedMetadata:
+        """Make the metadata of a save to `path`; `at` is that path made absolute when the save was called."""
         new = cls.__new__(cls)
-        new._read = partial(_read_metadata, resolved_path(path), save_id)
+        new._read = partial(_read_metadata, path, at, save_id)
         return new
 
     _read: Callable[[], Metadata] | None = None
@@ -177,8 +176,8 @@ for _field in fields(Metadata):  # torch 2.6 has none called `version`
     setattr(SavedMetadata, _field.name, _Field(_field.name))
 
 
-def _read_metadata(path: Path, save_id: str) -> Metadata:
-    with open_source(path) as source:
+def _read_metadata(path: Path, at: str, save_id: str) -> Metadata:
+    with open_source(at) as source:
         if source.catalog.save_id != save_id:
             raise CheckpointNotFound(
                 f"{source.storage.url}: holds save {source.catalog.save_id} by now, and not {save_id}; look at the metadata of "

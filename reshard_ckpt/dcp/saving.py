@@ -102,7 +102,7 @@ def save(
         return path, saving_form(call_state_dicts(state_dict, in_order=False))
 
     path, form = share_errors("save", named_path(checkpoint_id, storage_writer), group, make)
-    return SavedMetadata.of(path, save_checkpoint(path, form, process_group=group).save_id)
+    return SavedMetadata.of(path, resolved_path(path), save_checkpoint(path, form, process_group=group).save_id)
 
 
 @torch_compatible(None)
@@ -158,7 +158,7 @@ def async_save(
 
     path, form, later = share_errors("save", named_path(checkpoint_id, storage_writer), group, make)
     handle = begin_save(path, form, staging="promised" if later else "eager", process_group=group)
-    staging, upload = _futures(handle, resolved_path(path))
+    staging, upload = _futures(handle, path)
     # Torch annotates the result of the second as None, and makes it the metadata.
     return AsyncSaveResponse(staging_completion=staging, upload_completion=upload) if later else upload  # type: ignore[arg-type]
 
@@ -185,10 +185,11 @@ def _futures(handle: SaveHandle, path: Path) -> tuple[Future[None], SaveFuture]:
     staging: Future[None] = Future()
     staging.set_running_or_notify_cancel()
     upload = SaveFuture(handle)
+    at = resolved_path(path)  # now: the process may change its working folder
 
     def done(save_id: str, error: BaseException | None) -> None:
         if error is None:
-            upload.set_result(SavedMetadata.of(path, save_id))
+            upload.set_result(SavedMetadata.of(path, at, save_id))
         else:
             upload.set_exception(as_torch_error(error) if isinstance(error, CheckpointError) else error)
 

@@ -80,7 +80,7 @@ class ForeignFormat(Protocol):
 def locate(path: str) -> tuple[Storage, str | None]:
     """Return the store that a path lies in, and the key of the one file that it names; None where it names a folder.
 
-    >>> from ...storage import open_storage
+    >>> from reshard_ckpt.storage import open_storage
     >>> open_storage("memory://hub").publish("w.safetensors", b"")
     >>> storage, key = locate("memory://hub/w.safetensors")
     >>> storage.url, key

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import uuid
 import warnings
@@ -105,6 +106,7 @@ class Manager:
         self._good: list[int] = []
         self._damaged: set[int] = set()
         self._pending: SaveHandle | None = None
+        self._process = os.getpid()
         self._settled = threading.Event()
         self._pruning = threading.Lock()
         self._is_first = True
@@ -153,7 +155,7 @@ class Manager:
         PeerError
             After a signal, a rank did not report its step.
         """
-        self._refuse_if_closed("preempted")
+        self._refuse_unless_open("preempted")
         if self._stop is None:
             self._stop = self._watch_for_sigterm()
         return self._stop.reached()
@@ -170,7 +172,7 @@ class Manager:
         options
             Of `checkpoint.save`.
         """
-        self._refuse_if_closed("save")
+        self._refuse_unless_open("save")
         path = self._path_to_change(step)
         with self._deferring():
             report = save(path, state, metadata=with_metric(metadata, metric), **{**self._session, **options})
@@ -187,7 +189,7 @@ class Manager:
         options
             Of `checkpoint.async_save`.
         """
-        self._refuse_if_closed("async_save")
+        self._refuse_unless_open("async_save")
         path = self._path_to_change(step)
         with self._deferring():
             handle = async_save(path, state, metadata=with_metric(metadata, metric), **{**self._session, **options})
@@ -219,7 +221,7 @@ class Manager:
         CheckpointNotFound
             That step has none; the message lists those that have.
         """
-        self._refuse_if_closed("load")
+        self._refuse_unless_open("load")
         path = self.path(step)
         self._wait()
         try:
@@ -242,7 +244,7 @@ class Manager:
         StorageError
             Somebody reads it; nothing was removed.
         """
-        self._refuse_if_closed("delete")
+        self._refuse_unless_open("delete")
         path = self._path_to_change(step)
         self._wait()
         with self._deferring(), open_session("delete", path, **self._session):
@@ -272,7 +274,7 @@ class Manager:
         MismatchError
             Checkpoint and state disagree, which an older one would not mend.
         """
-        self._refuse_if_closed("load_latest")
+        self._refuse_unless_open("load_latest")
         self._wait()
         options = {"verify_first": not options.get("strict", True), **self._session, **options}
         passed: dict[int, str] = {}
@@ -294,6 +296,9 @@ class Manager:
 
     def close(self) -> None:
         """Wait for the save in progress, and release the root. Raise the error of a failed save, unless it was raised already."""
+        if self._is_forked():
+            self._is_closed = True
+            return
         try:
             self._wait()
             error = None if self._pending is None else self._pending.untold()
@@ -309,9 +314,18 @@ class Manager:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _refuse_if_closed(self, call: str) -> None:
+    def _refuse_unless_open(self, call: str) -> None:
+        if self._is_forked():
+            raise UsageError(
+                f"{call}: this process was forked from the one that manages {self._root}, and has no lock on it; {call} there, "
+                "or make a manager of its own with read_only=True here"
+            )
         if self._is_closed:
             raise UsageError(f"{call}: the manager of {self._root} is closed, and another job may have the root; make a new one")
+
+    def _is_forked(self) -> bool:
+        """Return whether this is a forked child, which has neither the threads that end a save nor the lock."""
+        return os.getpid() != self._process
 
     def _path_to_change(self, step: int) -> str:
         if self._read_only:

@@ -114,7 +114,7 @@ def _refuse_meta(module: nn.Module, raw: Mapping[str, Any], name: str) -> None:
     hold the parameters that ``to_empty`` replaces.
     """
     tensors = [key for key, value in raw.items() if is_tensor_like(value)]
-    meta = [key for key in tensors if isinstance(raw[key], torch.Tensor) and raw[key].is_meta]
+    meta = [key for key in tensors if isinstance(raw[key], torch.Tensor) and _is_meta(raw[key])]
     if not meta:
         return
     unsaved = [key for key, buffer in module.named_buffers() if buffer.is_meta and key not in raw]
@@ -126,6 +126,11 @@ def _refuse_meta(module: nn.Module, raw: Mapping[str, Any], name: str) -> None:
         f'    checkpoint.load(path, {{"{name}": {name}}})\n'
         f"After to_empty, {again}make optimizers of the parameters that the module has then"
     )
+
+
+def _is_meta(tensor: torch.Tensor) -> bool:
+    # A `ShardedTensor` of several local shards answers for none; where these are on the meta device, they are refused later.
+    return not hasattr(tensor, "local_shards") and tensor.is_meta
 
 
 def _few(names: Sequence[str]) -> str:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..core.catalog.param_groups import NOT_SAVED, merge
-from ..core.catalog.specs import Ints
+from ..core.catalog.specs import Ints, Replication
 from ..core.words import a
 from ..errors import UnsupportedError, UsageError
 from .declared import parts_of
@@ -175,7 +175,7 @@ def state_layout(shape: Ints, owner: Owner, name: str) -> Layout:
     """The layout of a plain local state tensor of this shape."""
     layout = owner.layout
     if layout is None:  # known by name alone
-        return whole(shape)
+        return whole(shape, Replication.PLAIN)
     if shape == layout.local_shape:
         return layout
     if 0 in shape and 0 in layout.local_shape:

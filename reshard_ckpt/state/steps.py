@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..format.value_decode import FACTORIES
-from .scan import Path, path_keys
+from .scan import Index, Path, path_keys
 
 _KINDS = (OrderedDict, Counter, defaultdict)
 
@@ -47,7 +47,8 @@ class Steps:
 def _child(node: Any, key: Any) -> Any:
     if isinstance(node, Mapping):
         return node.get(key)
-    return node[key] if isinstance(node, list | tuple) else None
+    # What is below a module or an optimizer of a list has steps that no container knows.
+    return node[key] if isinstance(node, list | tuple) and isinstance(key, Index) else None
 
 
 def order_of(steps: Sequence[Any]) -> tuple[int, ...]:

@@ -57,6 +57,33 @@ def test_renaming_parameters_reaches_groups_that_lie_in_a_file(tmp_path: Path):
     assert torch.equal(fresh.state[other["block2999"]]["momentum_buffer"], position_values((2,), salt=2999))
 
 
+@pytest.mark.filterwarnings("ignore:.*numbers the parameters:UserWarning")
+@pytest.mark.parametrize("by_number", [False, True])
+@pytest.mark.parametrize("to", ["reshard", "convert --to reshard", "convert --to torch", "convert --to dcp"])
+def test_renaming_reaches_such_groups_also_in_a_copy(tmp_path: Path, to: str, by_number: bool):
+    num = 3000
+    model, optimizer = trained(num)
+    state = (
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        if by_number
+        else {"model": model, "optimizer": optimizer}
+    )
+    checkpoint.save(tmp_path / "a", state)
+    rename = {f"model.layer{i}": f"model.block{i}" for i in range(num)}
+    for number, fqn in enumerate(reversed(list(model))):  # also of parameters that have no state: the groups name them
+        rename[f"optimizer.state.{number if by_number else fqn}"] = f"optimizer.state.{fqn.replace('layer', 'block')}"
+    if to == "reshard":
+        checkpoint.reshard(tmp_path / "a", tmp_path / "b", mesh={"dp": 2}, rename=rename)
+    else:
+        checkpoint.convert(tmp_path / "a", tmp_path / "b", to=to.split()[-1], rename=rename)
+    other = nn.ParameterDict({f"block{i}": nn.Parameter(torch.ones(2)) for i in range(num)})
+    fresh = torch.optim.SGD(other.parameters(), lr=9.0)
+    assert checkpoint.load(tmp_path / "b", {"model": other, "optimizer": fresh}).problems == ()
+    assert fresh.param_groups[0]["lr"] == 0.1
+    for i in (0, num - 1):
+        assert torch.equal(fresh.state[other[f"block{i}"]]["momentum_buffer"], position_values((2,), salt=i))
+
+
 def test_names_where_numbers_are_wanted_are_told(tmp_path: Path):
     model, optimizer = trained(3)
     checkpoint.save(tmp_path / "a", {"model": model, "optimizer": optimizer})

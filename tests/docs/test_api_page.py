@@ -23,7 +23,8 @@ SECTIONS = {part.split("\n", 1)[0]: part for part in re.split(r"^##+ ", PAGE, fl
 PUBLIC: dict[str, Any] = {
     **{f"checkpoint.{name}": getattr(checkpoint, name) for name in checkpoint.__all__},
     **{name: getattr(reshard_ckpt, name) for name in reshard_ckpt.__all__ if inspect.isclass(getattr(reshard_ckpt, name))},
-    **{f"dcp.{name}": getattr(dcp, name) for name in dcp.__all__ if not name.startswith("Async")},  # torch's own
+    **{f"dcp.{name}": getattr(dcp, name) for name in dcp.__all__ if not name.startswith("Async") and name != "format_utils"},
+    **{f"dcp.format_utils.{name}": getattr(dcp.format_utils, name) for name in ("dcp_to_torch_save", "torch_save_to_dcp")},
     "Catalog": Catalog,
     "TensorView": TensorView,
     "ShardView": ShardView,

@@ -77,9 +77,9 @@ def test_a_child_forked_during_a_save_works_or_is_told(tmp_path: Path, under_way
     assert in_child(lambda: (handle.staged(), handle.done(), handle.failed())) == "(None, True, True)"
     assert in_child(of["optimizer"].step) == "None"
     assert in_child(lambda: checkpoint.load(tmp_path / "before", of)).startswith("LoadReport")
-    assert in_child(lambda: checkpoint.save(tmp_path / "child", of)) == "None"
+    assert in_child(lambda: checkpoint.save(tmp_path / "child", of)).startswith("SaveReport")
     assert checkpoint.verify(tmp_path / "child").ok
-    assert in_child(lambda: checkpoint.async_save(tmp_path / "lazy", of, staging="eager").result()) == "None"
+    assert in_child(lambda: checkpoint.async_save(tmp_path / "lazy", of, staging="eager").result()).startswith("SaveReport")
     assert checkpoint.verify(tmp_path / "lazy").ok
     called = in_child(lambda: handle.add_done_callback(lambda of: os.write(2, b"")) or "called")
     assert called == "called"
@@ -146,10 +146,35 @@ def test_an_idle_fork_is_harmless(tmp_path: Path) -> None:
     of = state()
     handle = checkpoint.async_save(tmp_path, of, staging="lazy")
     handle.result()
-    assert in_child(handle.result) == "None"
+    assert in_child(handle.result).startswith("SaveReport")
     assert in_child(lambda: handle.failed()) == "False"
     assert in_child(of["optimizer"].step) == "None"
     loader = torch.utils.data.DataLoader(torch.arange(8), num_workers=2, multiprocessing_context="fork")
     assert [int(item) for item in loader] == list(range(8))
     checkpoint.save(tmp_path, of)
     assert checkpoint.verify(tmp_path).ok
+
+
+def test_a_child_forked_while_a_manager_saves_and_removes_is_told(tmp_path: Path) -> None:
+    """It has none of the threads that would end the save or the removing, and the lock on the root is its parent's."""
+    manager = checkpoint.Manager(tmp_path / "run", keep_last=1)
+    manager.save(1, state())
+    calls: dict[str, Callable[[], object]] = {
+        "save": lambda: manager.save(3, state()),
+        "async_save": lambda: manager.async_save(3, state()),
+        "load": lambda: manager.load(1, state()),
+        "load_latest": lambda: manager.load_latest(state()),
+        "delete": lambda: manager.delete(1),
+        "preempted": lambda: manager.preempted,
+    }
+    with manager._pruning:  # as the thread does that removes, which waits here after its commit
+        handle = manager.async_save(2, state())
+        handle._done.wait()
+        for name, call in calls.items():
+            assert in_child(call).startswith(f"UsageError: {name}: this process was forked from the one that manages"), name
+        assert in_child(lambda: (manager.close(), manager.steps())) == "(None, [1, 2])"
+        assert in_child(lambda: checkpoint.Manager(tmp_path / "run", read_only=True).load(1, state())).startswith("LoadReport")
+    with pytest.raises(UsageError, match="manages the checkpoints there"):
+        checkpoint.Manager(tmp_path / "run")
+    manager.close()
+    assert manager.steps() == [2]

@@ -14,12 +14,21 @@ import pytest
 from tests.docs.runner import not_imported, run_script_here
 from tests.launch import ROOT, run_ranks, run_script
 
-NUM_PROCESSES = {"custom_framework": 4, "dcp_fsdp2": 2, "dcp_torchtitan": 2, "ddp": 2, "fsdp2_tp": 4, "lora": 2, "pipeline": 2}
+NUM_PROCESSES = {
+    "compiled_ema": 4,
+    "custom_framework": 4,
+    "dcp_fsdp2": 2,
+    "dcp_torchtitan": 2,
+    "ddp": 2,
+    "fsdp2_tp": 4,
+    "lora": 2,
+    "pipeline": 2,
+}
 UNDER_TORCHRUN = "ddp"
 
 
 def test_every_example_is_run():
-    others = {"preemption"}  # test_preemption.py
+    others = {"hf_llama", "preemption"}  # in tests of their own
     assert {path.stem for path in (ROOT / "examples").glob("*.py")} == set(NUM_PROCESSES) | others
 
 

@@ -350,7 +350,7 @@ SCRIPT = """
 import os, signal, sys, threading
 import torch
 from reshard_ckpt import checkpoint
-from reshard_ckpt.engine import save as engine_save
+from reshard_ckpt.engine.saving import commit as engine_save
 root, how = sys.argv[1:]
 publish = engine_save.publish
 began, go = threading.Event(), threading.Event()

@@ -41,7 +41,7 @@ class Job:
         self.size = size
         self.store = dist.HashStore()
         self._groups = [Group(rank, size, self.store, "job") for rank in range(size)]
-        self._lines = [SaveQueue() for _ in range(size)]
+        self._saves = [SaveQueue() for _ in range(size)]
         self._plans = [agreement.PlanCache() for _ in range(size)]
 
     def run(self, call: Callable[[int], Any], only: Sequence[int] | None = None) -> list[Any]:
@@ -50,7 +50,7 @@ class Job:
 
         def one(rank: int) -> None:
             LOCAL.rank = rank
-            LOCAL.group, LOCAL.line, LOCAL.plans = self._groups[rank], self._lines[rank], self._plans[rank]
+            LOCAL.group, LOCAL.saves, LOCAL.plans = self._groups[rank], self._saves[rank], self._plans[rank]
             try:
                 outcomes[rank] = call(rank)
             except BaseException as error:
@@ -71,15 +71,15 @@ class Job:
 @contextmanager
 def jobs() -> Iterator[type[Job]]:
     """Within it, threads of a `Job` are its ranks."""
-    line = OfRank("line", saving.LINE)
+    saves = OfRank("saves", saving.SAVES)
 
     def group_of_thread(process_group: Any) -> Any:
         return getattr(LOCAL, "group", None) or current_group(process_group)
 
     with (
         mock.patch.object(comm_module, "current_group", group_of_thread),
-        mock.patch.object(saving, "LINE", line),
-        mock.patch.object(loading, "LINE", line),
+        mock.patch.object(saving, "SAVES", saves),
+        mock.patch.object(loading, "SAVES", saves),
         mock.patch.object(save_module.agree, "__defaults__", (OfRank("plans", agreement.PLANS),)),
     ):
         yield Job

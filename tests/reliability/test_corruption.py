@@ -139,7 +139,7 @@ def test_a_flipped_bit_of_the_catalog_is_found(saved: Saved):
         saved.put("catalog.msgpack", flipped(data, bit))
         error_of(lambda: checkpoint.catalog(saved.url))
     error_of(lambda: checkpoint.read(saved.url))
-    error_of(lambda: checkpoint.verify(saved.url))
+    assert len(checkpoint.verify(saved.url).problems) == 1
     saved.restore()
 
 
@@ -261,10 +261,10 @@ def test_a_file_cut_anywhere_is_found_with_and_without_checksums(saved: Saved):
         key = chance.choice(sorted(saved.good))
         size = chance.randrange(len(saved.good[key]))
         saved.put(key, saved.good[key][:size])
+        (line,) = checkpoint.verify(saved.url).problems
         if key == "catalog.msgpack":
-            error_of(lambda: checkpoint.verify(saved.url))
+            assert "catalog" in line
         else:
-            (line,) = checkpoint.verify(saved.url).problems
             assert key in line
             assert "t.wide" in line or size > 100_000
         message = error_of(lambda: checkpoint.read(saved.url))

@@ -16,8 +16,9 @@ import torch
 from reshard_ckpt import LocalShard, checkpoint
 from reshard_ckpt.comm import store as store_module
 from reshard_ckpt.engine.common import recorder
-from reshard_ckpt.engine.saving import agreement
+from reshard_ckpt.engine.saving import commit as save_module
 from reshard_ckpt.errors import CheckpointError, LayoutError, PeerError, StorageError
+from reshard_ckpt.format import keys
 from reshard_ckpt.storage.local import LocalStorage, LocalWriter
 from tests.comm.test_store import Clock
 from tests.reliability.ranks import LOCAL, Job, jobs
@@ -52,7 +53,10 @@ def state(rank: int, number: int) -> dict[str, Any]:
 
 
 def save(path: Path, number: int, **options: Any) -> Callable[[int], None]:
-    return lambda rank: checkpoint.save(path, state(rank, number), **options)
+    def call(rank: int) -> None:
+        checkpoint.save(path, state(rank, number), **options)
+
+    return call
 
 
 def check(path: Path, number: int) -> None:
@@ -322,7 +326,8 @@ def test_a_rank_that_is_a_call_ahead_waits_for_the_others(job: Job, tmp_path: Pa
         out = []
         for name in "bc" if rank == 2 else "abc":
             try:
-                out.append(checkpoint.save(paths[name], state(rank, NEW)))
+                checkpoint.save(paths[name], state(rank, NEW))
+                out.append(None)
             except CheckpointError as error:
                 out.append(error)
         return out
@@ -401,7 +406,7 @@ def test_a_tensor_of_one_rank_alone_is_saved(job: Job, tmp_path: Path):
     """Another set of tensors is no mistake by itself: pipeline stages have nothing but."""
     more = torch.arange(5.0)
     outcomes = job.run(lambda rank: checkpoint.save(tmp_path, {**state(rank, NEW), **({"own": more} if rank == 2 else {})}))
-    assert outcomes == [None] * SIZE
+    assert [type(outcome) for outcome in outcomes] == [checkpoint.SaveReport] * SIZE
     assert torch.equal(checkpoint.read(tmp_path)["own"], more)
 
 
@@ -419,7 +424,7 @@ def test_clocks_that_are_hours_apart_change_nothing(job: Job, tmp_path: Path, mo
     skewed = SimpleNamespace(
         time=wrong, monotonic=time.monotonic, strftime=time.strftime, gmtime=lambda: time.gmtime(wrong()), sleep=time.sleep
     )
-    for module in (agreement, recorder):
+    for module in (keys, save_module, recorder):
         monkeypatch.setattr(module, "time", skewed)
     ids = []
     for number in (OLD, NEW, NEXT):

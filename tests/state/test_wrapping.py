@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.optim import PostLocalSGDOptimizer
 
-from reshard_ckpt.engine.saving.step_guard import StepGuard
+from reshard_ckpt.engine.saving.step_guard import Evidence, StepGuard
 from reshard_ckpt.errors import MismatchError, UsageError
 from reshard_ckpt.state import LocalShard, capture
 from reshard_ckpt.state.optimizer_owned import held_back
@@ -265,6 +265,15 @@ def test_numbers_that_nothing_names_stay_and_are_told():
     assert torch.equal(last.state[other[2].weight]["exp_avg"], optimizer.state[model[2].weight]["exp_avg"])
 
 
+def test_a_state_dict_alone_is_saved_under_the_names_that_it_says():
+    """Its tensors lie as they look: nothing in the state shows their parameters."""
+    model = net()
+    optimizer = made("named", model, 0.1)
+    train(model, optimizer)
+    saved = save([capture({"optimizer": optimizer.state_dict()})])
+    assert torch.equal(saved.tensors["optimizer.state.2.weight.exp_avg"], optimizer.state[model[2].weight]["exp_avg"])
+
+
 def test_numbers_never_stand_for_names_that_are_numbers():
     model = nn.ParameterList([torch.ones(2), torch.ones(2)])
     optimizer = torch.optim.SGD(reversed(list(model)), lr=0.1, momentum=0.9)
@@ -343,24 +352,39 @@ def test_a_step_of_an_optimizer_inside_of_another_is_held_back_too():
     assert {id(o) for o in held} == {id(o) for o in (optimizer, *optimizer.parts.values())}
     assert len(held) == 3
     buffer = optimizer.parts["momentum"].state[model[0].weight]["momentum_buffer"]
-    assert {t.untyped_storage().data_ptr() for t in (buffer, model[0].weight)} <= owned
+    assert {id(buffer), id(model[0].weight)} <= {id(tensor) for tensor in owned}
     waits: list[int] = []
-    guard = StepGuard(held, lambda: waits.append(1))
-    optimizer.parts["momentum"].step()
-    optimizer.parts["adamw"].step()
-    assert len(waits) == 2
+    guard = StepGuard(held, Evidence([]), lambda: waits.append(1))
+    for part in optimizer.parts.values():
+        waits.clear()
+        part.step()
+        assert waits
     guard.close()
 
 
-def test_what_an_optimizer_may_change_that_cannot_be_held_is_not_left_for_later():
+def test_a_wrapper_that_runs_no_hooks_is_held_back_and_saved():
     model = net()
     optimizer = Bare(torch.optim.AdamW(model.parameters()))
     train(model, optimizer)
     held, owned = held_back({"model": model, "optimizer": optimizer})
-    assert held == [optimizer.inner]
-    assert owned == frozenset()
+    assert {id(o) for o in held} == {id(optimizer), id(optimizer.inner)}
+    assert {id(p) for p in model.parameters()} < {id(tensor) for tensor in owned}
+    waits: list[int] = []
+    guard = StepGuard([optimizer], Evidence([]), lambda: waits.append(1))
+    optimizer.step()
+    assert waits
+    guard.close()
     saved = save([capture({"model": model, "optimizer": optimizer})])
     assert torch.equal(saved.tensors["optimizer.state.2.bias.exp_avg"], optimizer.inner.state[model[2].bias]["exp_avg"])
+
+
+def test_what_an_optimizer_may_change_that_cannot_be_held_is_not_left_for_later():
+    model = net()
+    matrices = torch.optim.AdamW([p for p in model.parameters() if p.ndim == 2])
+    captured = torch.optim.AdamW(model.parameters(), capturable=True)
+    held, owned = held_back({"model": model, "optimizers": [matrices, captured]})
+    assert [id(o) for o in held] == [id(matrices)]
+    assert owned == []
 
 
 class Sharp(torch.optim.Optimizer):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
@@ -72,6 +72,11 @@ class _RankValues(Sequence[Any]):
             return [self[i] for i in range(*rank.indices(len(self)))]
         data = read_blob(self._storage, self._catalog, self._entry.blobs[rank], self._verify)
         return decode_value(data, name=self._entry.name)
+
+
+def blob_reader(storage: Storage, catalog: Catalog, *, verify: bool) -> Callable[[ValueEntry], bytes]:
+    """What reads a large value of the catalog, as `renamed` wants it for the groups of optimizers, which name parameters."""
+    return lambda value: bytes(read_blob(storage, catalog, value.blobs[0], verify))
 
 
 def read_blob(storage: Storage, catalog: Catalog, index: int, verify: bool) -> memoryview:

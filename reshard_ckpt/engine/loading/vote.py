@@ -73,11 +73,16 @@ def vote(
         There is a problem, on any rank, and ``strict``.
     """
     values = [line for line in wanted.problems if not matches(_subject(line), options.ignore)]
-    kept = [line for line in values if _is_missing(line) and matches(_lacking(line), options.allow_missing)]
-    values = [line for line in values if line not in kept]
+    allowed = [line for line in values if _is_missing(line) and matches(_lacking(line), options.allow_missing)]
+    values = [line for line in values if line not in allowed]
+    kept = [line.partition("; ")[0] for line in allowed]  # without the advice of a problem
     named = resolved.named.union(catalog.index(name) for name in wanted.unplaced if name in catalog)
     ballot = {
-        "problems": {**resolved.problems, "values": values, "kept": (*resolved.kept, *kept)},
+        "problems": {
+            **resolved.problems,
+            "values": values,
+            "kept": (*resolved.kept, *kept),
+        },
         "named": sorted(named),
         "refused": sorted(resolved.refused),
         "has_ties": bool(resolved.ties),
@@ -98,8 +103,10 @@ def vote(
 
 def _advice(report: LoadReport) -> str:
     advice = "load with strict=False to load what fits and leave the rest as it is"
-    if report.missing:
+    states = [_lacking(line) for line in report.values if _no_group(line)]
+    if report.missing or states:
         advice += ", with allow_missing=[patterns] where the checkpoint may lack some"
+        advice += f", as {states[0]!r} does for hyperparameters" if states else ""
     if report.unexpected:
         advice += ", with ignore=[patterns] to leave some out"
     if report.dtype:
@@ -118,10 +125,14 @@ def _is_missing(line: str) -> bool:
     return line.partition(": ")[2].startswith((MISSING, NO_GROUP))
 
 
+def _no_group(line: str) -> bool:
+    return line.partition(": ")[2].startswith(NO_GROUP)
+
+
 def _lacking(line: str) -> str:
     """The name of what the checkpoint lacks; of a parameter without hyperparameters, that of its state."""
     name, _, what = line.partition(": ")
-    if not what.startswith(NO_GROUP):
+    if not _no_group(line):
         return name
     fqn = what.removeprefix(NO_GROUP).partition(";")[0]
     return f"{name.partition('.param_groups')[0].partition('[')[0]}.state.{fqn}"

@@ -1,0 +1,66 @@
+"""`examples/hf_llama.py`: told to go, and resumed on other ranks, it has the losses of a run that nothing broke."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import runpy
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from reshard_ckpt import checkpoint
+from tests.launch import ROOT, run_ranks
+
+EXAMPLE = ROOT / "examples" / "hf_llama.py"
+NUM_STEPS = 12
+
+
+class Printed(io.StringIO):
+    """What a rank prints; it gets SIGTERM once that has a line."""
+
+    def __init__(self, until: str) -> None:
+        super().__init__()
+        self.until = until
+
+    def write(self, text: str) -> int:
+        if self.until and self.until in text:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().write(text)
+
+
+def job(root: str, until: str) -> str:
+    sys.argv = [str(EXAMPLE), root, str(NUM_STEPS)]
+    with contextlib.redirect_stdout(Printed(until)) as printed:
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+    return printed.getvalue()
+
+
+def trained(root: Path, nproc: int, until: str = "") -> tuple[dict[int, tuple[float, float]], set[int]]:
+    """The loss and the learning rate of each step, and the steps that ranks saved when they left."""
+    printed = "".join(run_ranks(job, nproc, str(root), until, init=False))
+    steps = re.findall(r"step (\d+): loss ([\d.]+), lr ([\d.e-]+)", printed)
+    left = re.findall(r"saved step (\d+), \d+ bytes, and leaves", printed)
+    assert len(left) == nproc
+    return {int(step): (float(loss), float(lr)) for step, loss, lr in steps}, set(map(int, left))
+
+
+def test_a_llama_told_to_go_trains_on_other_ranks_as_if_nothing_had_happened(tmp_path: Path):
+    unbroken, _ = trained(tmp_path / "unbroken", 2)
+    assert list(unbroken) == list(range(1, NUM_STEPS + 1))
+    first, (stopped,) = trained(tmp_path / "run", 2, until="step 6:")
+    assert list(first) == list(range(1, stopped + 1))
+    assert 6 <= stopped < NUM_STEPS, "it was told at step 6, of which some may follow, and did not leave"
+    then, (last,) = trained(tmp_path / "run", 3)
+    assert last == NUM_STEPS
+    assert list(then) == list(range(stopped + 1, NUM_STEPS + 1))
+    for step, (loss, lr) in (first | then).items():
+        assert loss == pytest.approx(unbroken[step][0], rel=1e-4), step
+        assert lr == unbroken[step][1]
+    losses = [loss for loss, _ in unbroken.values()]
+    assert len({round(loss, 3) for loss in losses}) == NUM_STEPS, "steps that look alike would not tell a batch from another"
+    assert checkpoint.diff(tmp_path / "unbroken" / "step_12", tmp_path / "run" / "step_12").equal
