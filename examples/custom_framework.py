@@ -5,7 +5,7 @@ it over tp, and splits the optimizer's momentum into flat ranges over dp. tp ran
 
     global weight:  [ gate_0 gate_1 … | up_0 up_1 … ]        tp rank i:  [ gate_i | up_i ]
 
-`LocalShard` says so for the weight, and `FlatShard` for the momentum: a range of the row-major order of [gate_i | up_i].
+`LocalShard` declares the weight, and `FlatShard` the momentum: a range of the row-major order of [gate_i | up_i].
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Rank:
         self.momentum = torch.zeros(self.stop - self.start)
 
     def expected(self, whole: Tensor) -> Tensor:
-        """This rank's rows of a whole tensor."""
+        """Return this rank's rows of a whole tensor."""
         return torch.cat([whole[row : row + num_rows] for (row, _), (num_rows, _) in self.boxes])
 
     def state(self) -> dict[str, Any]:
-        """What this rank's tensors are of the global ones."""
+        """Declare which part of the global tensors this rank holds."""
         rows = HIDDEN // self.tp
         pieces = [((number * rows, 0), offsets, lengths) for number, (offsets, lengths) in enumerate(self.boxes)]
         weight = LocalShard(self.weight, SHAPE, pieces=pieces)

@@ -1,6 +1,6 @@
 """A trainer in the style of torchtitan, saving through this library: ``torchrun --nproc-per-node 2 examples/dcp_torchtitan.py``.
 
-Its checkpointer keeps the model's names at the top of the state, wraps the optimizer in a container that speaks of parameters by
+Its checkpointer keeps the model's names at the top of the state, wraps the optimizer in a container that keys parameters by
 name, and saves in the background while training goes on. One line is new: the import.
 """
 
@@ -97,7 +97,7 @@ class Trainer:
             self.train_state.step += 1
 
     def save(self) -> None:
-        """Begin a save; the one before must be done, and its errors heard."""
+        """Begin a save, once the one before is done; its error is raised here."""
         if self.saving is not None:
             self.saving.result()
         state = {**ModelWrapper(self.model).state_dict(), **self.states}
@@ -110,7 +110,7 @@ class Trainer:
         ModelWrapper(self.model).load_state_dict({name: state[name] for name in names})
 
     def whole(self) -> dict[str, torch.Tensor]:
-        """Everything there is, gathered by torch itself."""
+        """Gather all tensors by torch itself."""
         state = {**get_model_state_dict(self.model), **get_optimizer_state_dict(self.model, self.optimizer, options=FLAT)}
         return {name: t.full_tensor() if isinstance(t, DTensor) else t.clone() for name, t in state.items() if torch.is_tensor(t)}
 

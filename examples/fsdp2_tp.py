@@ -18,7 +18,7 @@ from reshard_ckpt import checkpoint
 
 
 def make_model(dp: int, tp: int) -> nn.Module:
-    """The same model, laid out over dp × tp ranks."""
+    """Make the same model, laid out over dp × tp ranks."""
     mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
     model = nn.Sequential(nn.Linear(7, 13), nn.GELU(), nn.Linear(13, 7))
     if tp > 1:
@@ -28,7 +28,7 @@ def make_model(dp: int, tp: int) -> nn.Module:
 
 
 def whole_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Gathered by torch itself, to compare with."""
+    """Gather the tensors by torch itself, to compare with."""
     out: dict[str, torch.Tensor] = {}
     for name, parameter in model.state_dict(keep_vars=True).items():
         out[name] = parameter.full_tensor()

@@ -1,6 +1,6 @@
 """Train a LoRA on a Hugging Face folder, and go on with it: ``torchrun --nproc-per-node 2 examples/lora.py``.
 
-The folder has the base weights and nothing of the adapters, so `allow_missing` says that those may be lacking there. Only the
+The folder has the base weights and nothing of the adapters, so `allow_missing` names those that may be missing there. Only the
 adapters and their optimizer are saved: the base stays where it is. Needs ``transformers``.
 """
 
@@ -36,7 +36,7 @@ class LoraLinear(nn.Linear):
 
 
 def make_model(base: str) -> nn.Module:
-    """The base from its folder, with adapters that begin anew, over all ranks; only the adapters are trained."""
+    """Load the base from its folder, with new adapters, over all ranks; only the adapters are trained."""
     model = LlamaForCausalLM(CONFIG)
     for layer in model.model.layers:
         layer.self_attn.q_proj = LoraLinear(layer.self_attn.q_proj)

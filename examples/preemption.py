@@ -1,8 +1,9 @@
-"""A training loop that makes a last save when it is told to go: ``torchrun --nproc-per-node 2 examples/preemption.py``.
+"""A training loop that makes a last save on SIGTERM: ``torchrun --nproc-per-node 2 examples/preemption.py``.
 
 A cluster that takes a job's machines away sends SIGTERM some time before. `manager.preempted` is then True on all ranks at the
-same step, whichever of them got the signal and when: so all leave the loop together, save, and exit with 0. Start it again, also
-on another number of ranks, and it goes on from there. To see it: ``kill -TERM`` one of the processes whose numbers it prints.
+same step, whichever of them got the signal and when. So all leave the loop together, save, and exit with 0. Start the job again,
+also on another number of ranks, and it goes on from there. To try it, ``kill -TERM`` one of the
+processes whose numbers it prints.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 2. Four processes, pipeline-parallel 2 × tensor-parallel 2, with torch's AdamW: resume from that checkpoint, train, save, stop.
 3. One process with the plain model: resume, train, save, and write a few lines of text.
 4. For comparison, the same training in one process from the first step to the last, without any checkpoint: its loss is drawn
-   under that of the three, so that a jump that comes from the data is told from one that comes from a checkpoint.
+   under that of the three, so that a jump that comes from the data is not mistaken for one that comes from a checkpoint.
 
 Run it with ``make demo``, or ``python -m examples.demo`` from the root of the repository.
 """
@@ -81,7 +81,7 @@ def main() -> int:
 
 
 def run_phases(out: Path, steps: tuple[int, int, int], console: Console) -> tuple[list[PhaseResult], list[float]]:
-    """What each phase told, and the losses of the unchanged run."""
+    """Run all phases; return the events of each, and the losses of the unchanged run."""
     results: list[PhaseResult] = []
     columns = (TextColumn("{task.description:<22}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"))
     with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
@@ -108,7 +108,7 @@ def run_phases(out: Path, steps: tuple[int, int, int], console: Console) -> tupl
 
 
 def events(phase: Phase, result: PhaseResult, num_steps: int, options: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Start a phase; what its first rank tells, as it comes."""
+    """Start a phase; yield the events of its first rank, as they come."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={phase.num_processes}"]
     command = [sys.executable, *(torchrun if phase.num_processes > 1 else []), "-m", "examples.demo.train"]
     command += ["--layout", phase.layout, "--until", str(result.last), "--of", str(num_steps), *options]
@@ -143,17 +143,17 @@ def note(event: dict[str, Any], result: PhaseResult) -> None:
 
 
 def report(results: list[PhaseResult], unchanged: list[float], out: Path, console: Console) -> int:
-    """The table, the text and the pictures; 0 where every tensor came back bit for bit."""
+    """Print the table and the text, draw the pictures; return 0 where every tensor came back bit for bit."""
     table = Table(title="After each change of layout", title_justify="left")
     for heading in ("from", "to", "bit-identical", "loss before", "loss after"):
         table.add_column(heading, justify="left" if heading in ("from", "to") else "right")
     num_different = 0
     for before, after in pairwise(results):
-        told = after.resumed
-        different = sorted({*told["different"], *told["different_in_files"]})
+        resumed = after.resumed
+        different = sorted({*resumed["different"], *resumed["different_in_files"]})
         num_different += len(different)
-        same = f"[{'red' if different else 'green'}]{told['tensors'] - len(different)} of {told['tensors']}"
-        table.add_row(before.title, after.title, same, f"{told['loss_saved']:.4f}", f"{told['loss_loaded']:.4f}")
+        same = f"[{'red' if different else 'green'}]{resumed['tensors'] - len(different)} of {resumed['tensors']}"
+        table.add_row(before.title, after.title, same, f"{resumed['loss_saved']:.4f}", f"{resumed['loss_loaded']:.4f}")
         for name in different[:10]:
             console.print(f"differs: {name}", style="red")
     console.print(table)
@@ -171,7 +171,7 @@ def report(results: list[PhaseResult], unchanged: list[float], out: Path, consol
 
 
 def to_try(out: Path) -> list[str]:
-    """Commands that work on what the demo leaves."""
+    """List commands that work on what the demo leaves."""
     program = os.path.relpath(Path(sys.executable).with_name("reshard-ckpt"))
     one, three = (shlex.quote(os.path.relpath(out / f"phase_{n}")) for n in (1, 3))
     page, other = (shlex.quote(os.path.relpath(out / name)) for name in ("phase_1.html", "on_8_ranks"))

@@ -13,7 +13,7 @@ Digests = dict[str, str]
 
 
 def digest(tensor: Tensor) -> str:
-    """Dtype, shape and the SHA-256 of the bytes, in row-major order.
+    """Hash dtype, shape and bytes in row-major order with SHA-256.
 
     >>> digest(torch.zeros(2, 3))[:22]
     'float32 (2, 3) 9d908ec'
@@ -24,7 +24,7 @@ def digest(tensor: Tensor) -> str:
 
 
 def digests_of_job(tensors: Iterable[tuple[str, Tensor]]) -> Digests:
-    """The digests of all ranks' whole tensors together; ranks that have the same tensor must agree.
+    """Gather the digests of all ranks' whole tensors; ranks that have the same tensor must agree.
 
     Raises
     ------
@@ -45,5 +45,5 @@ def digests_of_job(tensors: Iterable[tuple[str, Tensor]]) -> Digests:
 
 
 def differences(saved: Digests, found: Digests) -> list[str]:
-    """Names of the tensors that differ, or that only one side has."""
+    """List the tensors that differ, or that only one side has."""
     return sorted(name for name in saved.keys() | found.keys() if saved.get(name) != found.get(name))

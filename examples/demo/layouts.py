@@ -1,6 +1,6 @@
 """The three layouts that the demo trains on, behind one small interface.
 
-Each trains a step, takes a loss, says what a checkpoint of it holds, and gathers its whole tensors by its own means: by torch's
+Each trains a step, takes a loss, returns the state to save, and gathers its whole tensors by its own means: by torch's
 DTensor and by collectives, never by the checkpoint library, whose work is checked against them.
 """
 
@@ -107,7 +107,7 @@ class PipelineTensorParallel:
         return self._run(self.schedule.eval, inputs, targets)
 
     def _run(self, run: Any, inputs: Tensor, targets: Tensor) -> float:
-        """Feed the first stage, compare at the last one, and tell the loss to all."""
+        """Feed the first stage, compare at the last one, and send the loss to all."""
         losses: list[Tensor] = []
         is_last = self.number == self.num_stages - 1
         run(*[inputs] if self.number == 0 else [], **{"target": targets, "losses": losses} if is_last else {})
@@ -153,7 +153,7 @@ LAYOUTS: dict[str, type[Layout]] = {
 
 
 def _whole(local: Tensor, like: Tensor) -> Tensor:
-    """The whole of a tensor that is laid out as `like` is."""
+    """Gather the whole of a tensor that is laid out as `like` is."""
     if not isinstance(like, DTensor):
         return local
     sharded = DTensor.from_local(local, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())

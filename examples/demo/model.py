@@ -99,7 +99,7 @@ def tensor_parallel(model: GPT, mesh: DeviceMesh) -> GPT:
 
 
 def param_groups(model: nn.Module, weight_decay: float = 0.1) -> list[dict[str, object]]:
-    """Two groups of named parameters: matrices decay, the rest does not."""
+    """Split the named parameters into two groups: matrices decay, the rest does not."""
     named = list(model.named_parameters())
     return [
         {"params": [(name, p) for name, p in named if p.dim() >= 2], "weight_decay": weight_decay},

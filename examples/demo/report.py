@@ -17,12 +17,12 @@ from reshard_ckpt.core.catalog.model import Catalog, ShardView, TensorView
 mpl.use("agg")
 
 COLORS = ("#4477aa", "#cc7722", "#228866", "#aa3377")
-"""One for each rank, and one for each phase; told apart also by most colour-blind people."""
+"""One for each rank, and one for each phase; which most colour-blind people can distinguish, too."""
 
 
 @dataclass(slots=True)
 class PhaseResult:
-    """What one phase told, step `first` to `last`."""
+    """The events of one phase, step `first` to `last`."""
 
     title: str
     path: Path
@@ -34,7 +34,9 @@ class PhaseResult:
 
 
 def draw_losses(results: Sequence[PhaseResult], unchanged: Sequence[float], path: Path) -> None:
-    """The training loss of every step over that of a run without any change, and the held-back loss on both sides of a change."""
+    """Draw the training loss of every step over that of a run without any change, and the held-back loss on both sides of a
+    change.
+    """
     figure = Figure(figsize=(9, 4.6), dpi=150, layout="constrained")
     axes = figure.subplots()
     top = max(unchanged)
@@ -62,7 +64,7 @@ def draw_losses(results: Sequence[PhaseResult], unchanged: Sequence[float], path
 
 
 def split_tensor(catalog: Catalog) -> str:
-    """A state tensor that a flat range cuts in the middle of a row; else the one in the most parts."""
+    """Choose a state tensor that a flat range cuts in the middle of a row; else the one in the most parts."""
 
     def score(tensor: TensorView) -> tuple[bool, int]:
         cut = any(shard.start % shard.lengths[-1] for shard in tensor.shards if shard.lengths)
@@ -73,7 +75,7 @@ def split_tensor(catalog: Catalog) -> str:
 
 
 def draw_layouts(catalogs: Sequence[tuple[str, Catalog]], name: str, path: Path) -> None:
-    """The parts of one tensor in each checkpoint, in the colour of the rank that wrote them."""
+    """Draw the parts of one tensor in each checkpoint, in the colour of the rank that wrote them."""
     figure = Figure(figsize=(9, 2.2 * len(catalogs) + 0.4), dpi=150, layout="constrained")
     all_axes = figure.subplots(len(catalogs), 1, squeeze=False)[:, 0]
     for axes, (title, catalog) in zip(all_axes, catalogs, strict=True):
@@ -96,7 +98,7 @@ def describe(tensor: TensorView) -> str:
 
 
 def draw_shard(axes: Axes, shard: ShardView) -> None:
-    """A run of a box covers up to three rectangles; the largest one holds the label."""
+    """Draw a run of a box, which covers up to three rectangles; the largest one holds the label."""
     color = COLORS[shard.file.rank % len(COLORS)]
     rectangles = list(rectangles_of(shard))
     for top, left, height, width in rectangles:
@@ -113,7 +115,7 @@ def draw_shard(axes: Axes, shard: ShardView) -> None:
 
 
 def rectangles_of(shard: ShardView) -> Iterator[tuple[int, int, int, int]]:
-    """The run ``[start, start + count)`` of a 2-D box as (top, left, height, width): end of a row, rows, begin of a row."""
+    """Split the run ``[start, start + count)`` of a 2-D box into (top, left, height, width): row end, rows, row begin."""
     row, column = shard.offsets
     width = shard.lengths[1]
     position, stop = shard.start, shard.start + shard.count

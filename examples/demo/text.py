@@ -1,6 +1,6 @@
-"""What does the demo read? The prose of the Python documentation topics that ship with CPython, as numbers.
+"""The text that the demo trains on: the prose of the documentation topics that ship with CPython, as numbers.
 
-The text is cut into words and signs. The most frequent ones are tokens of their own; a word that is not among them is spelled.
+The text is cut into words and signs. The most frequent ones are tokens of their own; any other word is spelled.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NO_PROSE = re.compile(r"::=|---|___")
 
 
 def prose() -> str:
-    """Paragraphs, one a line: no code, no grammar, no tables, and none twice."""
+    """Yield paragraphs, one a line: no code, no grammar, no tables, and none twice."""
     paragraphs = (" ".join(part.split()) for topic in topics.topics.values() for part in topic.split("\n\n"))
     kept = (text for text in paragraphs if re.match(r"[A-Z].*[.:]$", text) and not _NO_PROSE.search(text))
     return "\n".join(dict.fromkeys(kept))
@@ -56,11 +56,11 @@ class Text:
         return "".join(self._tokens[number] for number in tokens.tolist())
 
     def batch(self, step: int, size: int, context: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets (size, context) of one step: the same on every layout, so that the curve goes on."""
+        """Return inputs and targets (size, context) of one step: the same on every layout, so that the curve goes on."""
         return _windows(self.train, torch.Generator().manual_seed(step), size, context)
 
     def held_back_batch(self, size: int, context: int) -> tuple[Tensor, Tensor]:
-        """The batch on which the loss before and after a change of layout is taken."""
+        """Return the batch on which the loss before and after a change of layout is taken."""
         return _windows(self.held_back, torch.Generator().manual_seed(0), size, context)
 
 

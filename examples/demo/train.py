@@ -67,7 +67,7 @@ def learning_rate(step: int, of: int) -> float:
 
 
 def train(layout: Layout, extra: dict[str, Any], text: Text, *, until: int, of: int) -> None:
-    """Go on from where `extra` says that the job is."""
+    """Train on from the step in `extra`."""
     context = Config(VOCABULARY).context
     for step in range(extra["step"], until):
         for group in layout.optimizer.param_groups:
@@ -86,7 +86,7 @@ def state_of(layout: Layout, extra: dict[str, Any]) -> dict[str, Any]:
 
 
 def record_of(path: Path) -> Path:
-    """Where the trainer keeps its own record of what it saved: beside the checkpoint, which knows nothing of it."""
+    """Return where the trainer keeps its own record of what it saved: beside the checkpoint, which does not know of it."""
     return path.with_name(f"{path.name}.record.json")
 
 

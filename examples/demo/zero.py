@@ -1,11 +1,11 @@
-"""How does ZeRO-1 split AdamW? By flat ranges that know nothing of where a tensor begins or ends.
+"""ZeRO-1 AdamW: each data-parallel rank owns a flat range of all parameters, wherever tensors begin and end in it.
 
 1. The tensor-parallel shards of all parameters on this rank, end to end, are one long vector.
 2. Data-parallel rank r of n owns the r-th n-th of it: some shards whole, and parts that begin or end in the middle of others.
 3. A step sums the gradients over the data-parallel ranks, updates what this rank owns, and gathers the parameters.
 
 Only what a rank owns has optimizer state. `state_dict` declares each such range as a `FlatShard`: where it starts, in the
-row-major order of which box of the global tensor. Nothing else is needed to load it on any other layout.
+row-major order of which box of the global tensor. That is all that a load on another layout needs.
 
 After Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2020.
 """
@@ -65,7 +65,7 @@ class ZeroAdamW:
         return (named for group in self.param_groups for named in group["params"])
 
     def _own(self) -> Iterator[Owned]:
-        """The part of each parameter that falls into ``[first, first + chunk)`` of the long vector."""
+        """Return the part of each parameter that falls into ``[first, first + chunk)`` of the long vector."""
         position = 0
         for group in self.param_groups:
             for name, parameter in group["params"]:
@@ -92,7 +92,7 @@ class ZeroAdamW:
         self._spread()
 
     def _spread(self) -> None:
-        """Each rank sends the parameters that it owns to the others."""
+        """Send the parameters that this rank owns to the others, and receive theirs."""
         mine = [local(part.parameter).view(-1)[part.start : part.stop] for part in self.owned]
         flat = self.gather(mine)
         for _, parameter in self.named_parameters():
@@ -101,7 +101,7 @@ class ZeroAdamW:
             flat = flat[shard.numel() :]
 
     def gather(self, mine: Sequence[Tensor]) -> Tensor:
-        """The long vector, of which this rank gives the tensors that lie in its range."""
+        """Gather the long vector, of which this rank gives the tensors that lie in its range."""
         padded = torch.cat([*mine, torch.zeros(self.chunk - sum(len(part) for part in mine))])
         flat = torch.empty(self.chunk * dist.get_world_size(self.process_group))
         dist.all_gather(list(flat.split(self.chunk)), padded, group=self.process_group)
@@ -133,12 +133,12 @@ def declare(part: Owned, value: Tensor) -> Any:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's shard; it shares memory with the tensor."""
+    """Return this rank's shard; it shares memory with the tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def local_gradient(parameter: nn.Parameter) -> Tensor:
-    """The gradient of this rank's shard; autograd may leave it laid out in another way than the parameter."""
+    """Return the gradient of this rank's shard; autograd may leave it laid out in another way than the parameter."""
     gradient = parameter.grad
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
         gradient = gradient.redistribute(placements=parameter.placements)
@@ -146,7 +146,7 @@ def local_gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def local_box(tensor: Tensor) -> tuple[Ints, Ints]:
-    """Offsets and lengths of this rank's shard in the whole tensor; torch shards as `Tensor.chunk` splits."""
+    """Return offsets and lengths of this rank's shard in the whole tensor; torch shards as `Tensor.chunk` splits."""
     offsets, lengths = [0] * tensor.dim(), list(tensor.shape)
     if isinstance(tensor, DTensor):
         (placement,) = tensor.placements
@@ -159,7 +159,7 @@ def local_box(tensor: Tensor) -> tuple[Ints, Ints]:
 
 
 def adamw(values: Tensor, gradient: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
-    """One step of AdamW (Loshchilov and Hutter, 2019) in place, in torch's order of operations."""
+    """Take one step of AdamW (Loshchilov and Hutter, 2019) in place, in torch's order of operations."""
     beta1, beta2 = group["betas"]
     state["step"] += 1
     step = float(state["step"])

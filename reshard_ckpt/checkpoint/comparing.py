@@ -1,26 +1,26 @@
-"""What differs between two checkpoints? What their catalogs say, and if asked, every byte; layouts may differ freely."""
+"""`diff`: compare the catalogs of two checkpoints of any layout and, if asked, every byte."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 from ..core.catalog.model import Catalog
-from ..core.catalog.specs import AxisPlacement, ValueKind
+from ..core.catalog.specs import AxisPlacement, Ints, ValueKind
 from ..core.words import plural
 from ..engine.checking.compare import Side, TensorDifference, compare
 from ..engine.common.progress import OnProgress, reporter
 from ..engine.loading.saved_values import SavedValue, open_values
 from ..format.values import decode_value
-from ..formats.opening import Path, Source, open_source
+from ..formats.source import Path, Source, open_source
 from .value_changes import ValueChange, value_changes
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What one thing is in the first checkpoint, and what in the second."""
+    """One property in the first checkpoint, and in the second."""
 
     name: str
     a: Any
@@ -89,24 +89,28 @@ def diff(a: Path, b: Path, *, values: bool = False, progress: bool | OnProgress 
         One of them cannot be read, or is damaged.
     """
     with ExitStack() as stack:
-        one, two = (stack.enter_context(open_source(path)) for path in (a, b))
+        one = stack.enter_context(open_source(a))
+        two = stack.enter_context(open_source(b))
         first, second = one.catalog, two.catalog
         tensors = [name for name in first.names if name in second]
         saved = set(second.value_names)
         both = [name for name in first.value_names if name in saved]
         found = list(_compared_values(one, two, both, everything=values))
         ranks = [change for change in found if isinstance(change, Change)]
-        comparable = [name for name in tensors if first.shape(first.index(name)) == second.shape(second.index(name))]
-        left, right = (Side(s.storage, s.catalog, [s.catalog.index(name) for name in comparable]) for s in (one, two))
+        shapes = tuple(_changes(tensors, first, second, _shape))
+        reshaped = {change.name for change in shapes}
+        comparable = [name for name in tensors if name not in reshaped]
+        left = Side(one.storage, first, [first.index(name) for name in comparable])
+        right = Side(two.storage, second, [second.index(name) for name in comparable])
         return Diff(
             a=str(a),
             b=str(b),
             removed=tuple(sorted(_all_names(first) - _all_names(second))),
             added=tuple(sorted(_all_names(second) - _all_names(first))),
             kind=tuple(_kinds(first, second)),
-            shape=tuple(_changes(tensors, *(lambda name, c=c: c.shape(c.index(name)) for c in (first, second)))),
-            dtype=tuple(_changes(tensors, *(lambda name, c=c: c.dtype(c.index(name)) for c in (first, second)))),
-            placement=(*_changes(tensors, *(lambda name, c=c: _placement(c, name) for c in (first, second))), *ranks),
+            shape=shapes,
+            dtype=tuple(_changes(tensors, first, second, _dtype)),
+            placement=(*_changes(tensors, first, second, _placement), *ranks),
             values=tuple(change for change in found if isinstance(change, ValueChange)),
             tensors=tuple(compare(comparable, left, right, reporter(progress))) if values else (),
             num_compared=len(comparable) if values else 0,
@@ -117,15 +121,23 @@ def _all_names(catalog: Catalog) -> set[str]:
     return {*catalog.names, *catalog.value_names}
 
 
-def _changes(names: Sequence[str], of_a: Any, of_b: Any) -> Iterator[Change]:
+def _changes(names: Sequence[str], a: Catalog, b: Catalog, property_of: Callable[[Catalog, str], Any]) -> Iterator[Change]:
     for name in names:
-        a, b = of_a(name), of_b(name)
-        if a != b:
-            yield Change(name, a, b)
+        in_a, in_b = property_of(a, name), property_of(b, name)
+        if in_a != in_b:
+            yield Change(name, in_a, in_b)
+
+
+def _shape(catalog: Catalog, name: str) -> Ints:
+    return catalog.shape(catalog.index(name))
+
+
+def _dtype(catalog: Catalog, name: str) -> str:
+    return catalog.dtype(catalog.index(name))
 
 
 def _kinds(a: Catalog, b: Catalog) -> Iterator[Change]:
-    """What is a tensor here and a value there."""
+    """Yield the names that are a tensor in one and a value in the other."""
     for name in sorted(_all_names(a) & _all_names(b)):
         if (name in a) != (name in b):
             yield Change(name, *("tensor" if name in catalog else "value" for catalog in (a, b)))
@@ -137,7 +149,7 @@ def _placement(catalog: Catalog, name: str) -> tuple[AxisPlacement, ...] | None:
 
 
 def _compared_values(a: Source, b: Source, names: Sequence[str], *, everything: bool) -> Iterator[ValueChange | Change]:
-    """The values that differ; a `Change` is one of another number of ranks, which cannot be compared.
+    """Yield the values that differ; a `Change` is one of another number of ranks, which cannot be compared.
 
     Without `everything`, only those that both catalogs hold.
     """
@@ -146,11 +158,13 @@ def _compared_values(a: Source, b: Source, names: Sequence[str], *, everything: 
         if name in small_a and name in small_b:
             yield from _compared(name, small_a[name], small_b[name])
         elif everything:  # one at a time, as they are large
-            yield from _compared(name, *(open_values(s.storage, s.catalog, [name], verify=True)[name] for s in (a, b)))
+            of_a = open_values(a.storage, a.catalog, [name], verify=True)
+            of_b = open_values(b.storage, b.catalog, [name], verify=True)
+            yield from _compared(name, of_a[name], of_b[name])
 
 
 def _small_values(catalog: Catalog) -> dict[str, SavedValue]:
-    """Those that are in the catalog."""
+    """Decode the values that are in the catalog."""
     held = [(entry, entry.data) for entry in catalog.values_table if entry.data is not None]
     return {entry.name: SavedValue(entry.kind, decode_value(data, name=entry.name)) for entry, data in held}
 
@@ -158,13 +172,12 @@ def _small_values(catalog: Catalog) -> dict[str, SavedValue]:
 def _compared(name: str, a: SavedValue, b: SavedValue) -> Iterable[ValueChange | Change]:
     if a.kind == b.kind == ValueKind.PER_RANK and len(a.value) != len(b.value):
         return [Change(name, plural(len(a.value), "rank"), plural(len(b.value), "rank"))]
-    x, y = (list(v.value) if v.kind is ValueKind.PER_RANK else v.value for v in (a, b))
     as_groups = ValueKind.PARAM_GROUPS in (a.kind, b.kind)
-    return value_changes(name, _in_order(x, as_groups), _in_order(y, as_groups))
+    return value_changes(name, _with_sorted_params(a.plain, as_groups), _with_sorted_params(b.plain, as_groups))
 
 
-def _in_order(value: Any, as_groups: bool) -> Any:
-    """Parameter groups with their parameters sorted: layouts bring them in different orders."""
+def _with_sorted_params(value: Any, as_groups: bool) -> Any:
+    """Sort the parameters of each group: layouts bring them in different orders."""
     if not as_groups or not isinstance(value, list) or not all(isinstance(group, dict) for group in value):
         return value
     return [{**group, "params": sorted(group.get("params", ()), key=repr)} for group in value]

@@ -1,4 +1,4 @@
-"""How does a checkpoint of any format become one of another, without a job? `convert`: as a stream, in bounded memory."""
+"""`convert`: write a checkpoint in another format, without a job, as a stream in bounded memory."""
 
 from __future__ import annotations
 
@@ -6,31 +6,30 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 from ..core.catalog.model import Catalog, TensorKind
 from ..core.catalog.select import retyped, select_entries
-from ..core.catalog.specs import ValueKind
 from ..core.geometry.dtypes import ITEM_BYTES
 from ..engine.common.progress import OnProgress, Tally, reporter
 from ..engine.common.rename import renamed
 from ..engine.loading.saved_values import blob_reader, open_values
-from ..engine.loading.stream import Run, stream
+from ..engine.loading.stream import Run, stream, whole_run
 from ..engine.resharding.reshard import Options
 from ..errors import UsageError
 from ..format.catalog import encode_catalog
 from ..format.checksums import digest128
-from ..formats.dcp import OPTIMIZER_FORMS, Span, write_dcp
-from ..formats.destination import Making, new_file, new_folder
-from ..formats.opening import Path, Source, open_source
-from ..formats.safetensors_out import finished_files, lay_out, write_safetensors
+from ..formats.dcp import OPTIMIZER_FORMS, write_dcp
+from ..formats.destination import OutputFolder, new_file, new_folder
+from ..formats.safetensors_writer import finished_files, lay_out, write_safetensors
 from ..formats.side_files import copy_side_files
-from ..formats.torch_out import write_torch
+from ..formats.source import Path, Source, open_source
+from ..formats.torch_writer import write_torch
 from ..storage import LocalStorage, path_text
-from .choosing import Chosen, Names, cast_dtypes, chosen, tops
 from .resharding import write_as_one_rank
+from .selecting import Names, SelectedNames, cast_dtypes, select_names, top_level_keys
 from .topology_options import check_rename
 
 MODEL = "model"
@@ -67,8 +66,8 @@ class ConvertReport:
 
 
 @dataclass(frozen=True, slots=True)
-class _Picked:
-    """What is to be written: `catalog` as the result will know it, `saved` the same tensors as they are to be read."""
+class _Conversion:
+    """What is to be written: `catalog` as the result will have it, `saved` the same tensors as they are to be read."""
 
     source: Source
     saved: Catalog
@@ -86,47 +85,47 @@ class _Picked:
         return sum(prod(self.catalog.shape(i)) * ITEM_BYTES[self.catalog.dtype(i)] for i in own)
 
     def tensor_bytes(self, tensors: Sequence[int]) -> Iterator[memoryview]:
-        """The bytes of whole tensors, converted, end to end."""
-        return self.span_bytes([Span(index, 0, prod(self.catalog.shape(index))) for index in tensors])
+        """Yield the bytes of whole tensors, converted, end to end."""
+        return self.run_bytes([whole_run(self.catalog, index) for index in tensors])
 
-    def span_bytes(self, spans: Sequence[Span]) -> Iterator[memoryview]:
-        """The bytes of parts of tensors, converted, end to end."""
+    def run_bytes(self, runs: Sequence[Run]) -> Iterator[memoryview]:
+        """Yield the bytes of parts of tensors, converted, end to end."""
         tally = Tally("convert", self.num_bytes, self.report)
-        asked = sum(span.count * ITEM_BYTES[self.catalog.dtype(span.tensor)] for span in spans)
+        asked = sum(run.count * ITEM_BYTES[self.catalog.dtype(run.tensor)] for run in runs)
         if asked < self.num_bytes:
             tally.add(self.num_bytes - asked)  # in files that an earlier attempt had finished
-        for part in stream(self.source.storage, self.saved, [self._run(span) for span in spans], verify=self.verify):
+        for part in stream(self.source.storage, self.saved, [self._cast(run) for run in runs], verify=self.verify):
             tally.add(len(part))  # before it is used: who has the last part asks for no more
             yield part
 
-    def _run(self, span: Span) -> Run:
-        shape, wanted = self.catalog.shape(span.tensor), self.catalog.dtype(span.tensor)
-        dtype = None if wanted == self.saved.dtype(span.tensor) else wanted
-        return Run(span.tensor, (0,) * len(shape), shape, span.start, span.count, dtype)
+    def _cast(self, run: Run) -> Run:
+        dtype = self.catalog.dtype(run.tensor)
+        return run if dtype == self.saved.dtype(run.tensor) else replace(run, dtype=dtype)
 
     def identity(self, *options: object) -> str | None:
-        """The same digits for the same bytes and options; None where nothing proves what the source's bytes are."""
+        """Return the same digits for the same bytes and options; None where no checksums identify the source's bytes."""
         if not all(file.digests_key for file in self.source.catalog.files):
             return None
         dtypes = [self.catalog.dtype(index) for index in range(len(self.catalog.tensors_table.names))]
-        return digest128(digest128(encode_catalog(self.saved)) + repr((dtypes, self.verify, *options)).encode()).hex()
+        wanted = repr((dtypes, self.verify, *options)).encode()
+        return digest128(digest128(encode_catalog(self.saved)) + wanted).hex()
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a result goes: `src` is the path that was asked for, `source` the folder that its files are in."""
+class _Destination:
+    """Where a result goes: `src` is the path that the caller passed, `source` the folder that its files are in."""
 
     src: str
     source: str
     dst: str
     overwrite: bool
 
-    def folder(self, identity: str | None = None) -> AbstractContextManager[Making]:
+    def folder(self, identity: str | None = None) -> AbstractContextManager[OutputFolder]:
         return new_folder(self.dst, self.source, identity=identity, overwrite=self.overwrite)
 
 
 @dataclass(frozen=True, slots=True)
-class _Written:
+class _Result:
     """The files of a result, and the bytes of those that were there already."""
 
     files: tuple[str, ...]
@@ -134,8 +133,8 @@ class _Written:
 
 
 @dataclass(frozen=True, slots=True)
-class _Form:
-    """What a format leaves open: the size of a safetensors file, and the form of optimizers' groups in a folder of DCP."""
+class _FormatOptions:
+    """The options of single formats: the size of a safetensors file, and the form of optimizers' groups in a DCP folder."""
 
     max_bytes: int
     optimizer: str
@@ -180,13 +179,13 @@ def convert(
     select, exclude
         Names, what lies below them, or patterns: what to take (all by default), and what not.
     rename
-        As for `load`: old names, or dotted prefixes, mapped to new ones. All other options speak of the new names.
+        As for `load`: old names, or dotted prefixes, mapped to new ones. All other options use the new names.
     cast
         Patterns of names, and the dtype that floating-point tensors of such names get: ``{"model.*": "bfloat16"}``.
     overwrite
         Replace a checkpoint that is at `dst`, once the new one is whole. What is no checkpoint is never replaced.
     verify
-        Prove the checksum of every block that is read, where the source has checksums.
+        Verify the checksum of every block that is read, where the source has checksums.
     progress
         As for `load`.
 
@@ -207,19 +206,19 @@ def convert(
     """
     if to not in _WRITERS:
         raise UsageError(f"to={to!r}: there are {', '.join(map(repr, _WRITERS))}")
-    form = _Form(parse_size(max_shard_size), _optimizer_form(optimizer, to))
+    format_options = _FormatOptions(parse_size(max_shard_size), _optimizer_form(optimizer, to))
     with open_source(src) as source:
-        picked = _pick(source, to, root, select, exclude, rename, cast, verify, reporter(progress))
-        place = _Place(path_text(src), source.storage.url, path_text(dst), overwrite)
-        written = _WRITERS[to](picked, place, form)
+        conversion = _select(source, to, root, select, exclude, rename, cast, verify, reporter(progress))
+        destination = _Destination(path_text(src), source.storage.url, path_text(dst), overwrite)
+        result = _WRITERS[to](conversion, destination, format_options)
     return ConvertReport(
         format=to,
-        files=written.files,
-        num_tensors=len(picked.catalog.names),
-        num_values=len(picked.values),
-        num_bytes=picked.num_bytes,
-        bytes_kept=written.bytes_kept,
-        left_out=picked.left_out,
+        files=result.files,
+        num_tensors=len(conversion.catalog.names),
+        num_values=len(conversion.values),
+        num_bytes=conversion.num_bytes,
+        bytes_kept=result.bytes_kept,
+        left_out=conversion.left_out,
     )
 
 
@@ -231,7 +230,7 @@ def _optimizer_form(optimizer: str | None, to: str) -> str:
     return optimizer or OPTIMIZER_FORMS[0]
 
 
-def _pick(
+def _select(
     source: Source,
     to: str,
     root: str | None,
@@ -241,36 +240,38 @@ def _pick(
     cast: Mapping[str, Any] | None,
     verify: bool,
     report: OnProgress,
-) -> _Picked:
+) -> _Conversion:
     check_rename(source.catalog, rename)
     catalog = source.catalog
     if rename is not None:
         catalog = renamed(catalog, rename, read=blob_reader(source.storage, catalog, verify=verify))
     top = (MODEL if to == "safetensors" else "") if root is None else root
-    selected = chosen(catalog, select, exclude)
+    selected = select_names(catalog, select, exclude)
     taken = selected.below(top)
     for name in taken.unreadable:
         raise catalog.unreadable[name]
     tensors, values = taken.tensors, [] if to == "safetensors" else taken.values
     if not tensors and not values:
-        raise UsageError(_nothing(catalog, top, taken if taken.values else selected))
-    written = {*tensors, *values}
+        raise UsageError(_nothing_selected(catalog, top, taken if taken.values else selected))
+    result = {*tensors, *values}
     everything = (*catalog.names, *catalog.value_names, *catalog.unreadable)
-    left_out = tuple(name for name in everything if name not in written)
+    left_out = tuple(name for name in everything if name not in result)
     dtypes = cast_dtypes(catalog, tensors, cast)
     kept = select_entries(catalog, tensors, values)
     out = retyped(kept, dtypes)
     if top:
         kept, out = (renamed(each, lambda name: name.removeprefix(f"{top}.")) for each in (kept, out))
     opened = open_values(source.storage, kept, kept.value_names, verify=verify)
-    decoded = {name: list(v.value) if v.kind is ValueKind.PER_RANK else v.value for name, v in opened.items()}
-    return _Picked(source, kept, out, decoded, left_out, verify, report)
+    decoded = {name: value.plain for name, value in opened.items()}
+    return _Conversion(source, kept, out, decoded, left_out, verify, report)
 
 
-def _nothing(catalog: Catalog, top: str, found: Chosen) -> str:
+def _nothing_selected(catalog: Catalog, top: str, found: SelectedNames) -> str:
     if found.values and not found.tensors:
         return f"{found.values[0]}: nothing that was selected is a tensor, and safetensors hold no values; pass another to="
-    return f"root={top!r}: nothing that was selected lies below it; pass another root=: the checkpoint has {tops(catalog)}"
+    return (
+        f"root={top!r}: nothing that was selected lies below it; pass another root=: the checkpoint has {top_level_keys(catalog)}"
+    )
 
 
 _UNITS = {"": 1, "B": 1} | {
@@ -279,7 +280,7 @@ _UNITS = {"": 1, "B": 1} | {
 
 
 def parse_size(size: int | str) -> int:
-    """Bytes, from a number or from text with a unit.
+    """Parse a number of bytes, or text with a unit.
 
     >>> parse_size("5GB"), parse_size("1.5 MiB"), parse_size(7)
     (5000000000, 1572864, 7)
@@ -288,44 +289,47 @@ def parse_size(size: int | str) -> int:
     units = {unit.upper(): factor for unit, factor in _UNITS.items()}
     if isinstance(size, bool) or match is None or match[2].upper() not in units or float(match[1]) <= 0:
         raise UsageError(f"max_shard_size={size!r}: pass a number of bytes, or one with a unit, as '5GB' or '4GiB'")
-    return max(int(float(match[1]) * units[match[2].upper()]), 1) if "." in match[1] else int(match[1]) * units[match[2].upper()]
+    unit_bytes: int = units[match[2].upper()]
+    if "." in match[1]:
+        return max(int(float(match[1]) * unit_bytes), 1)
+    return int(match[1]) * unit_bytes  # not through a float, which is inexact above 2⁵³
 
 
-def _to_safetensors(picked: _Picked, place: _Place, form: _Form) -> _Written:
-    files = lay_out(picked.catalog, form.max_bytes)
+def _to_safetensors(conversion: _Conversion, destination: _Destination, format_options: _FormatOptions) -> _Result:
+    files = lay_out(conversion.catalog, format_options.max_bytes)
     with (
-        place.folder(picked.identity("safetensors", form.max_bytes)) as making,
-        LocalStorage(making.result) as storage,
-        LocalStorage(making.notes) as notes,
+        destination.folder(conversion.identity("safetensors", format_options.max_bytes)) as output,
+        LocalStorage(output.result) as storage,
+        LocalStorage(output.resume_info) as resume_info,
     ):
-        kept = finished_files(storage, notes, files)
+        kept = finished_files(storage, resume_info, files)
         storage.delete({key for key, _ in storage.list()} - {file.key for file in kept})
-        if not os.path.isfile(place.src):
-            copy_side_files(picked.source.storage, picked.source.catalog, storage)
-        write_safetensors(storage, picked.tensor_bytes, files, notes=notes, kept=kept)
-        return _Written(_keys(storage), sum(file.num_bytes for file in kept))
+        if not os.path.isfile(destination.src):
+            copy_side_files(conversion.source.storage, conversion.source.catalog, storage)
+        write_safetensors(storage, conversion.catalog, conversion.tensor_bytes, files, resume_info=resume_info, kept=kept)
+        return _Result(_keys(storage), sum(file.num_bytes for file in kept))
 
 
-def _to_torch(picked: _Picked, place: _Place, form: _Form) -> _Written:
-    with new_file(place.dst, place.source, overwrite=place.overwrite) as path:
-        write_torch(path, picked.catalog, picked.values, picked.tensor_bytes)
-    return _Written((os.path.basename(place.dst),))
+def _to_torch(conversion: _Conversion, destination: _Destination, format_options: _FormatOptions) -> _Result:
+    with new_file(destination.dst, destination.source, overwrite=destination.overwrite) as path:
+        write_torch(path, conversion.catalog, conversion.values, conversion.tensor_bytes)
+    return _Result((os.path.basename(destination.dst),))
 
 
-def _to_dcp(picked: _Picked, place: _Place, form: _Form) -> _Written:
-    with place.folder() as making, LocalStorage(making.result) as storage:
-        write_dcp(storage, picked.catalog, picked.values, picked.span_bytes, optimizer=form.optimizer)
-        return _Written(_keys(storage))
+def _to_dcp(conversion: _Conversion, destination: _Destination, format_options: _FormatOptions) -> _Result:
+    with destination.folder() as output, LocalStorage(output.result) as storage:
+        write_dcp(storage, conversion.catalog, conversion.values, conversion.run_bytes, optimizer=format_options.optimizer)
+        return _Result(_keys(storage))
 
 
-def _to_reshard(picked: _Picked, place: _Place, form: _Form) -> _Written:
-    saved, out = picked.saved, picked.catalog
+def _to_reshard(conversion: _Conversion, destination: _Destination, format_options: _FormatOptions) -> _Result:
+    saved, out = conversion.saved, conversion.catalog
     dtypes = {name: out.dtype(out.index(name)) for name in out.names}
     cast = {name: code for name, code in dtypes.items() if code != saved.dtype(saved.index(name))}
-    with place.folder(picked.identity("reshard")) as making, LocalStorage(making.result) as storage:
-        options = Options(picked.verify, picked.report)
-        report = write_as_one_rank(picked.source, saved, cast, making.result, options)
-        return _Written(_keys(storage), report.bytes_kept)
+    with destination.folder(conversion.identity("reshard")) as output, LocalStorage(output.result) as storage:
+        options = Options(conversion.verify, conversion.report)
+        report = write_as_one_rank(conversion.source, saved, cast, output.result, options)
+        return _Result(_keys(storage), report.bytes_kept)
 
 
 def _keys(storage: LocalStorage) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What is in a checkpoint? A summary, a tree of names that folds layers that are alike, and single tensors in detail."""
+"""`inspect`: a summary of a checkpoint, a tree of names that folds layers that are alike, and single tensors in detail."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from ..engine.checking.statistics import TensorStats, statistics
 from ..engine.common.progress import OnProgress, reporter
 from ..engine.loading.saved_values import open_values
 from ..format.values import decode_value
-from ..formats.opening import Path, open_source
-from .choosing import choose
+from ..formats.source import Path, open_source
+from .selecting import match_names
 
 
 @dataclass(frozen=True, slots=True)
 class TensorLine:
-    """One tensor of the tree: what its line says. `placement` is the number of one of the catalog's placements, or -1."""
+    """The line of one tensor in the tree. `placement` is an index into the catalog's placements, or -1."""
 
     name: str
     dtype: str
@@ -38,9 +38,9 @@ class TensorLine:
 
 @dataclass(frozen=True, slots=True)
 class ValueLine:
-    """One value of the tree; where it is too large to be in the catalog, `in_catalog` is False and `value` None.
+    """The line of one value in the tree; where it is too large to be in the catalog, `in_catalog` is False and `value` None.
 
-    `kind` is ``"plain"``, ``"per_rank"`` or ``"param_groups"``; `num_ranks` says how many ranks have one of their own.
+    `kind` is ``"plain"``, ``"per_rank"`` or ``"param_groups"``; `num_ranks` is how many ranks have one of their own.
     """
 
     name: str
@@ -109,12 +109,12 @@ def inspect(
     """
     with open_source(path) as source:
         saved = source.catalog
-        tensors, values = choose(saved, names)
-        chosen = set(values)
+        tensors, values = match_names(saved, names)
+        selected = set(values)
         entries = [_value_line(saved, entry) for entry in saved.values_table]
         lines: tuple[TensorLine | ValueLine, ...] = (
             *_tensor_lines(saved, tensors),
-            *(line for line in entries if line.name in chosen),
+            *(line for line in entries if line.name in selected),
         )
         exact = set(names or ())
         found = statistics(source.storage, saved, [saved.index(n) for n in tensors], reporter(progress)) if stats else []
@@ -125,9 +125,9 @@ def inspect(
             summary=summarize_catalog(saved, step_of(saved.metadata, [(line.name, line.value) for line in entries])),
             catalog=saved,
             lines=lines,
-            tree=fold([line.name for line in lines], [_look(line) for line in lines]),
+            tree=fold([line.name for line in lines], [_fold_key(line) for line in lines]),
             tensors=tuple(saved.tensor(name) for name in tensors if name in exact),
-            values={n: list(v.value) if v.kind is ValueKind.PER_RANK else v.value for n, v in whole.items() if n in exact},
+            values={name: value.plain for name, value in whole.items() if name in exact},
             stats=tuple(found),
         )
 
@@ -137,13 +137,13 @@ def _tensor_lines(catalog: Catalog, names: Sequence[str]) -> list[TensorLine]:
     at = np.array([catalog.index(name) for name in names], np.int64)
     source = np.where(table.alias[at] < 0, at, table.alias[at])
     num_bytes = volumes(table.shape[at]) * item_bytes_of(table.dtype[at])
-    columns = (at, table.placement[at], table.alias[at], num_bytes, np.diff(table.row_start)[source])
-    return [
-        TensorLine(name, catalog.dtype(i), catalog.shape(i), placement, None if alias < 0 else table.names[alias], size, shards)
-        for name, (i, placement, alias, size, shards) in zip(
-            names, zip(*(column.tolist() for column in columns), strict=True), strict=True
-        )
-    ]
+    num_shards = np.diff(table.row_start)[source]  # an alias has the shards of its source
+    columns = (column.tolist() for column in (at, table.placement[at], table.alias[at], num_bytes, num_shards))
+    lines = []
+    for name, index, placement, alias, size, shards in zip(names, *columns, strict=True):
+        alias_of = None if alias < 0 else table.names[alias]
+        lines.append(TensorLine(name, catalog.dtype(index), catalog.shape(index), placement, alias_of, size, shards))
+    return lines
 
 
 def _value_line(catalog: Catalog, entry: ValueEntry) -> ValueLine:
@@ -158,7 +158,7 @@ def _value_line(catalog: Catalog, entry: ValueEntry) -> ValueLine:
     )
 
 
-def _look(line: TensorLine | ValueLine) -> Hashable:
+def _fold_key(line: TensorLine | ValueLine) -> Hashable:
     if isinstance(line, ValueLine):
         return line.kind, repr(line.value)
     return line.dtype, line.shape, line.placement, line.alias_of

@@ -1,4 +1,4 @@
-"""What there is below the root of a run: a line for each step."""
+"""The steps below the root of a run, one line for each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..engine.common.step_folders import find_steps
 from ..engine.loading.load import open_catalog
 from ..errors import CheckpointNotFound, CorruptError
 from ..format.keys import step_name
-from ..formats.opening import Path
+from ..formats.source import Path
 from ..storage import open_storage
 
 METRIC = "metric"
@@ -18,14 +18,14 @@ METRIC = "metric"
 
 
 def metric_of(catalog: Catalog) -> float | None:
-    """The metric that was passed to the manager with this checkpoint."""
+    """Return the metric that was passed to the manager with this checkpoint."""
     metric = catalog.metadata.get(METRIC) if isinstance(catalog.metadata, Mapping) else None
     return float(metric) if isinstance(metric, int | float) else None
 
 
 @dataclass(frozen=True, slots=True)
 class StepLine:
-    """One step of a run, for people: `problem` says why nothing else is known of it."""
+    """One step of a run, for people; where `problem` is set, nothing else is known of the step."""
 
     step: int
     path: str
@@ -38,7 +38,7 @@ class StepLine:
 
 
 def list_run(path: Path) -> list[StepLine]:
-    """The steps below the root of a run, in order."""
+    """List the steps below the root of a run, in order."""
     with open_storage(path) as root:
         committed, begun = find_steps(root)
         url = root.url

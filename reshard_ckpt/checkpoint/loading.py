@@ -1,4 +1,4 @@
-"""How does a state come back? `load`: in place, into any layout, each rank just the bytes that it wants."""
+"""`load`: load a checkpoint in place, into any layout; each rank reads the bytes that its shards need."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..engine.loading.saved_values import SavedValue, blob_reader, open_values
 from ..engine.loading.vote import Wanted, missing_values, unreadable, vote
 from ..engine.saving.async_save import SAVES
 from ..formats.foreign import FORMATS, ForeignFormat
-from ..formats.opening import NATIVE, Path, open_shared_source
+from ..formats.source import NATIVE, Path, open_shared_source
 from ..state.capture import prepare_load
 from ..state.entries import Target
 from ..state.shards import PerRankValues
@@ -62,9 +62,9 @@ def load(
     strict
         False loads what fits and reports the rest.
     verify
-        Prove the checksum of every block that is read.
+        Verify the checksum of every block that is read.
     verify_first
-        Prove all of them before any tensor changes, at the price of reading twice.
+        Verify all of them before any tensor changes, at the price of reading twice.
     cast
         Names whose dtype may change, or True for all: a list of names, each of which stands also for everything below it, or of
         shell-style patterns.
@@ -98,7 +98,7 @@ def load(
     MismatchError
         Checkpoint and state disagree; nothing was changed.
     CorruptError
-        Bytes are damaged; the message says what had been overwritten.
+        Bytes are damaged; the message lists what had been overwritten.
     PeerError
         Another rank failed or did not arrive.
     """
@@ -126,7 +126,7 @@ def load_state(
     process_group: Any = None,
     timeout_s: float = 600.0,
 ) -> tuple[LoadReport, Catalog]:
-    """As `load`; also what the checkpoint holds. `only_wanted` passes over what is in there and the state has no place for."""
+    """Load as `load` does; return also the catalog. `only_wanted` ignores entries that the state has no place for."""
     began = time.monotonic()
     session = open_session("load", str(path), process_group=process_group, timeout_s=timeout_s)
     with ExitStack() as held, session as comm:
@@ -141,7 +141,7 @@ def load_state(
         if options.ignore:
             ignored = (*_names(target), *saved.names, *saved.value_names)
             target, saved = _without_ignored(target, options.ignore), without(saved, options.ignore)
-        values = _for_adapters(open_values(storage, saved, target.prefixes, verify=options.verify))
+        values = _plain_values(open_values(storage, saved, target.prefixes, verify=options.verify))
         resolved = resolve(saved, [(e.spec, e.memory) for e in target.entries], options)
         # Names below one that is wanted are wanted as well: some rank may have nothing there.
         prefixes = _names(target) if only_wanted else target.prefixes
@@ -156,7 +156,7 @@ def load_state(
         run = execute if exchange is None else partial(execute_once, comm, exchange)
         report = reporter(progress if comm.rank == 0 else False)
         bytes_read = fetch(storage, saved, resolved, options, report=report, run=run)
-        # Every rank has proved its bytes before any object is given its values.
+        # Every rank has verified its bytes before any object is given its values.
         comm.gather(b"")
         # What is tied is loaded under one of its names, and there for all.
         loaded = {spec.alias_of or spec.name for spec in resolved.specs}
@@ -178,7 +178,7 @@ def _names(target: Target) -> tuple[str, ...]:
 
 
 def _without_ignored(target: Target, ignore: Sequence[str]) -> Target:
-    """The target without what it wants of ignored names; its `finish` is told that they were not loaded."""
+    """Drop ignored names from the target; its `finish` treats them as not loaded."""
     ignored = [e.spec.name for e in target.entries if matches(e.spec.name, ignore)]
     kept = set(ignored)
     return replace(
@@ -190,5 +190,5 @@ def _without_ignored(target: Target, ignore: Sequence[str]) -> Target:
     )
 
 
-def _for_adapters(values: Mapping[str, SavedValue]) -> dict[str, Any]:
+def _plain_values(values: Mapping[str, SavedValue]) -> dict[str, Any]:
     return {name: PerRankValues(v.value) if v.kind is ValueKind.PER_RANK else v.value for name, v in values.items()}

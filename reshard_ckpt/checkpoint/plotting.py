@@ -13,7 +13,7 @@ from ..core.planning.target_placement import group_orders
 from ..core.timeline import Timeline
 from ..engine.loading.saved_values import open_values
 from ..errors import CheckpointNotFound, MismatchError, StorageError, UsageError
-from ..formats.opening import Path, open_source
+from ..formats.source import Path, open_source
 from ..storage import path_text
 from .inspecting import TensorLine, inspect
 from .reading import timeline as read_timeline

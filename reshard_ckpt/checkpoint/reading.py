@@ -1,4 +1,4 @@
-"""What can one process do with a checkpoint alone? Look at its catalog, prove its bytes, read whole tensors."""
+"""What one process does with a checkpoint alone: read its catalog, verify its bytes, read whole tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..core.catalog.model import Catalog, TensorKind
-from ..core.catalog.specs import TensorSpec, ValueKind, box_piece, row_major_strides
+from ..core.catalog.specs import TensorSpec, box_piece, row_major_strides
 from ..core.report import summarize
 from ..core.timeline import Timeline
 from ..engine.checking.manifest import check_manifest, make_manifest
@@ -22,18 +22,18 @@ from ..errors import CheckpointNotFound, CorruptError, MismatchError, UsageError
 from ..format.keys import timeline_key
 from ..format.timeline import MAX_TIMELINE_BYTES, decode_timeline
 from ..format.torch_dtypes import TORCH_DTYPES
-from ..formats.opening import NATIVE, Path, Source, open_source
-from .choosing import choose, refuse_unreadable
+from ..formats.source import NATIVE, Path, Source, open_source
+from .selecting import match_names, refuse_unreadable
 
 
 def catalog(path: Path) -> Catalog:
-    """The catalog of a checkpoint: names, shapes, shards, files. No tensor data are read, and no process group is needed."""
+    """Read the catalog of a checkpoint: names, shapes, shards, files. This reads no tensor data, and needs no process group."""
     with open_source(path) as source:
         return source.catalog
 
 
 def verify(path: Path, *, sha256: bool = False, workers: int | None = None, progress: bool | OnProgress = False) -> VerifyReport:
-    """Read a whole checkpoint and prove every byte of it, in one process; nothing is loaded.
+    """Read a whole checkpoint and verify every byte of it, in one process; nothing is loaded.
 
     Parameters
     ----------
@@ -58,7 +58,7 @@ def verify(path: Path, *, sha256: bool = False, workers: int | None = None, prog
     _check_workers(workers)
     try:
         return _verified(path, sha256, workers, reporter(progress))
-    except CorruptError as error:  # of the catalog, or of the manifest, which say what else there is to look at
+    except CorruptError as error:  # of the catalog, or of the manifest, whose messages name the next step
         return VerifyReport((str(error),), 0, 0)
 
 
@@ -73,9 +73,9 @@ def _verified(path: Path, sha256: bool, workers: int | None, report: OnProgress)
 
 
 def write_manifest(path: Path, *, workers: int | None = None, progress: bool | OnProgress = False) -> str:
-    """List the SHA-256 of every file of a checkpoint as it is, for one that was saved without; returns where the manifest is.
+    """List the SHA-256 of every file of a checkpoint that was saved without a manifest; return where the manifest is.
 
-    Every byte is proved first, so that no damage is listed. Reads all of it twice.
+    Every byte is verified first, so that no damage is listed. Reads all of it twice.
 
     Parameters
     ----------
@@ -112,7 +112,7 @@ def _refuse_foreign(source: Source) -> None:
 
 
 def timeline(path: Path) -> Timeline:
-    """How long each step of each rank took in the save that made this checkpoint.
+    """Read how long each step of each rank took in the save that made this checkpoint.
 
     Raises
     ------
@@ -154,7 +154,7 @@ def read(path: Path, names: Sequence[str] | None = None, *, progress: bool | OnP
     with open_source(path) as source:
         storage, saved = source.storage, source.catalog
         refuse_unreadable(saved, names)
-        tensors, values = choose(saved, names)
+        tensors, values = match_names(saved, names)
         verify_held(storage, saved, [saved.index(name) for name in tensors])
         whole = [_whole(saved, name) for name in tensors]
         resolved = resolve(saved, whole, LoadOptions())
@@ -163,12 +163,12 @@ def read(path: Path, names: Sequence[str] | None = None, *, progress: bool | OnP
         fetch(storage, saved, resolved, LoadOptions(), report=reporter(progress))
         out: dict[str, Any] = {spec.name: tensor for spec, tensor in whole}
         for name, value in open_values(storage, saved, values, verify=True).items():
-            out[name] = list(value.value) if value.kind is ValueKind.PER_RANK else value.value
+            out[name] = value.plain
         return out
 
 
 def _whole(saved: Catalog, name: str) -> tuple[TensorSpec, torch.Tensor]:
-    """A tensor of its own memory, wanted whole."""
+    """Describe a tensor as a whole, with new memory to read it into."""
     index = saved.index(name)
     assert saved.tensors_table.kind[index] == TensorKind.TENSOR
     shape, dtype = saved.shape(index), saved.dtype(index)

@@ -1,4 +1,4 @@
-"""How does a checkpoint become one of another topology, without a job? `reshard`: offline, in one process or many."""
+"""`reshard`: write a checkpoint anew for another topology, offline, in one process or many."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ from ..engine.saving.commit import look
 from ..engine.saving.free_space import check_free_space
 from ..errors import StorageError, UsageError
 from ..format.keys import new_save_id
-from ..formats.opening import Path, Source, open_shared_source
+from ..formats.source import Path, Source, open_shared_source
 from ..storage import LocksUnsupported, MissingKey, Storage, open_storage
-from .choosing import Names, cast_dtypes, chosen, listed
-from .topology_options import boundaries, check_rename, idle_axes, mesh_of, read_rules
+from .selecting import Names, as_list, cast_dtypes, select_names
+from .topology_options import check_rename, idle_axes, mesh_of, read_rules, stage_boundaries
 
 _LOCK = "reshard.lock"
 
 
 @dataclass(frozen=True, slots=True)
 class ReshardReport:
-    """What `reshard` did, or with ``dry_run=True`` would do.
+    """What `reshard` wrote, or with ``dry_run=True`` would write.
 
     Attributes
     ----------
     save_id
-        Of the result.
+        The id of the result.
     mesh
         Its axes and their sizes.
     ranks
@@ -55,11 +55,11 @@ class ReshardReport:
     placements
         How each tensor lies on the new mesh, axis by axis.
     num_values
-        How many values travelled over.
+        The number of values in the result.
     bytes_written, bytes_kept
         The size of all files of the result; of them, what an attempt that was cut off had finished.
     bytes_wanted, bytes_read
-        Bytes of the old checkpoint that the result is made of; what was read for it, since whole blocks are proved.
+        Bytes of the old checkpoint that the result is made of; what was read for it, since whole blocks are verified.
     idle_axes
         Axes of the new mesh that the saved one does not have, and along which nothing is divided, so that all their ranks hold
         the same. A rule divides tensors along them.
@@ -113,21 +113,21 @@ def reshard(
         Axes and sizes of the new topology, outermost first, as in ``{"dp": 2, "tp": 4}``. The axis ``pp`` holds pipeline stages,
         ``ep`` experts.
     rules
-        Name patterns with placements, as a map or a list of maps, or a YAML file of them; see the guide. What no rule speaks of
-        stays as the catalog says: sharded along the same dim, replicated, or flat, on the new size of the axis.
+        Name patterns with placements, as a map or a list of maps, or a YAML file of them; see the guide. What no rule matches
+        stays as in the catalog: sharded along the same dim, replicated, or flat, on the new size of the axis.
     stages
         The first layer of each pipeline stage but the first; evenly by default.
     select, exclude, drop
         Names, what lies below them, or patterns: what to take (all by default), and what not. `drop` is for whole parts, such as
         ``"optimizer"``.
     rename
-        As for `load`: old names, or dotted prefixes, mapped to new ones. All other options speak of the new names.
+        As for `load`: old names, or dotted prefixes, mapped to new ones. All other options use the new names.
     cast
         Patterns of names, and the dtype that floating-point tensors of such names get: ``{"model.*": "bfloat16"}``.
     dry_run
         Plan and report; write nothing.
     verify
-        Prove every block that is read, and read back every block that was written.
+        Verify every block that is read, and read back every block that was written.
     progress
         True for a line on stderr, or a function of the step, the bytes done and the bytes in all.
     process_group, timeout_s
@@ -147,7 +147,7 @@ def reshard(
         The store refused; what `dst` held is still there.
     """
     new_mesh = mesh_of("mesh", mesh)
-    wishes = parse_rules(read_rules(rules), new_mesh)
+    placement_rules = parse_rules(read_rules(rules), new_mesh)
     subject = f"{src} to {dst}"
     with (
         open_session("reshard", subject, process_group=process_group, timeout_s=timeout_s) as comm,
@@ -161,7 +161,9 @@ def reshard(
         if rename is not None:
             catalog = renamed(catalog, rename, read=blob_reader(source.storage, catalog, verify=verify))
         choice = _choice(catalog, select, exclude, drop, cast)
-        topology = TargetTopology(new_mesh, wishes, boundaries(stages, new_mesh), _group_orders(source, catalog, choice))
+        topology = TargetTopology(
+            new_mesh, placement_rules, stage_boundaries(stages, new_mesh), _group_orders(source, catalog, choice)
+        )
         options = Options(verify, reporter(progress if comm.rank == 0 else False))
         return _write(comm, source, plan_reshard(catalog, choice, topology), target, options, dry_run=dry_run)
 
@@ -178,17 +180,17 @@ def _write(
     comm: Comm, source: Source, planned: ReshardPlan, target: Storage, options: Options, *, dry_run: bool = False
 ) -> ReshardReport:
     before = look(target) if comm.rank == 0 else None
-    proved = all(file.digests_key for file in planned.catalog.files)
-    save_id = agree_on_id(comm, save_id_of(source.catalog if proved else replace(source.catalog, created_s=0.0), planned))
-    if not proved:
-        # Nothing proves that the same catalog means the same bytes, so no earlier attempt may be taken up.
+    has_checksums = all(file.digests_key for file in planned.catalog.files)
+    save_id = agree_on_id(comm, save_id_of(source.catalog if has_checksums else replace(source.catalog, created_s=0.0), planned))
+    if not has_checksums:
+        # Without checksums nothing shows that the same catalog means the same bytes, so no earlier attempt may be taken up.
         save_id = comm.broadcast(new_save_id().encode()).decode()
     if dry_run:
         return _report(planned, save_id, ProcessReport({}, 0, 0), dry_run)
     if before is not None and save_id not in before.folders:
         check_free_space(target, planned.plan)
-    with _alone(target, save_id) if comm.rank == 0 else nullcontext():
-        comm.broadcast(b"")  # nobody touches a file before rank 0 knows that no other reshard is at work on them
+    with _exclusive(target, save_id) if comm.rank == 0 else nullcontext():
+        comm.broadcast(b"")  # no rank touches a file before rank 0 holds the lock against another reshard
         share = share_of(planned, save_id, comm.rank, comm.size)
         done = write_share(source.storage, target, planned, save_id, share, options)
         done = commit(comm, target, planned, save_id, done, before)
@@ -196,13 +198,13 @@ def _write(
 
 
 @contextmanager
-def _alone(target: Storage, save_id: str) -> Iterator[None]:
+def _exclusive(target: Storage, save_id: str) -> Iterator[None]:
     """Keep others from the files of this result: the same command, started twice, would write the same ones."""
     key = f"{save_id}/{_LOCK}"
     try:
         lock = target.lock(key, make=True)
     except LocksUnsupported:
-        yield  # whoever starts it twice there is told by the files that appear
+        yield  # a second start fails there on files that exist already
         return
     except MissingKey:
         lock = None  # its holder was just done
@@ -229,8 +231,8 @@ def _refuse_file(target: Storage) -> None:
 
 
 def _choice(catalog: Catalog, select: Names, exclude: Names, drop: Names, cast: Mapping[str, Any] | None) -> Choice:
-    unwanted = [*(listed(exclude) or ()), *(listed(drop) or ())]
-    taken = chosen(catalog, select, unwanted or None)
+    unwanted = [*(as_list(exclude) or ()), *(as_list(drop) or ())]
+    taken = select_names(catalog, select, unwanted or None)
     for name in taken.unreadable:
         raise catalog.unreadable[name]
     if not taken.tensors and not taken.values:
@@ -239,7 +241,7 @@ def _choice(catalog: Catalog, select: Names, exclude: Names, drop: Names, cast: 
 
 
 def _group_orders(source: Source, catalog: Catalog, choice: Choice) -> dict[str, list[str]]:
-    """Of each optimizer, its parameters in its own order."""
+    """Return the parameters of each optimizer in the order of its groups."""
     names = [name for name in choice.values if name.endswith(".param_groups")]
     values = open_values(source.storage, catalog, names, verify=True)
     return dict(group_orders({name: value.value for name, value in values.items()}))

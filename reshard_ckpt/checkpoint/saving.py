@@ -19,7 +19,7 @@ from ..engine.saving.commit import begin, commit, describe_local
 from ..engine.saving.write import LocalShards, lay_out, write_assignment
 from ..errors import UsageError
 from ..format.values import encode_value
-from ..formats.opening import Path
+from ..formats.source import Path
 from ..state.capture import capture
 from ..state.optimizer_owned import held_back
 from ..storage import open_storage

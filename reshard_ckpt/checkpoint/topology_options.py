@@ -1,4 +1,4 @@
-"""What does a caller wish of a new topology? A mesh, rules for names, boundaries of stages: checked, each with its next step."""
+"""The options that describe a new topology: a mesh, placement rules, stage boundaries. Each is checked here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_RANKS = 1 << 17
 
 
 def mesh_of(option: str, mesh: Mapping[str, int]) -> Mesh:
-    """A mesh from axes and their sizes; without axes it is one rank.
+    """Make a mesh from axes and their sizes; without axes it is one rank.
 
     >>> mesh_of("mesh", {"dp": 2, "tp": 4})
     Mesh(axes=('dp', 'tp'), sizes=(2, 4))
@@ -34,8 +34,8 @@ def mesh_of(option: str, mesh: Mapping[str, int]) -> Mesh:
     return made
 
 
-def boundaries(stages: Sequence[int] | None, mesh: Mesh) -> tuple[int, ...] | None:
-    """The first layer of each pipeline stage but the first; None for stages of about the same number of layers."""
+def stage_boundaries(stages: Sequence[int] | None, mesh: Mesh) -> tuple[int, ...] | None:
+    """Return the first layer of each pipeline stage but the first; None for stages of about the same number of layers."""
     if stages is None:
         return None
     if "pp" not in mesh.axes:
@@ -52,12 +52,12 @@ def boundaries(stages: Sequence[int] | None, mesh: Mesh) -> tuple[int, ...] | No
 
 
 def read_rules(rules: Any) -> Any:
-    """Rules as plain data; a path is that of a YAML file.
+    """Return rules as plain data; a path is that of a YAML file.
 
     Raises
     ------
     UsageError
-        It cannot be read, or says something twice.
+        It cannot be read, or has a key twice.
     """
     if not isinstance(rules, str | os.PathLike):
         return rules
@@ -78,7 +78,7 @@ def _parsed(text: str, where: str) -> Any:
         advice = "install PyYAML (pip install 'reshard-ckpt[cli]'), or pass the rules as a dict"
         raise UsageError(f"{where}: reading YAML needs PyYAML; {advice}") from None
     try:
-        _refuse_twice(yaml.compose(text, yaml.SafeLoader), where)
+        _refuse_duplicate_keys(yaml.compose(text, yaml.SafeLoader), where)
         return yaml.safe_load(text)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -93,14 +93,14 @@ def _parsed(text: str, where: str) -> Any:
         raise UsageError(f"{where}: cannot be read as YAML: {error}; correct the file") from error
 
 
-def _refuse_twice(root: Any, where: str) -> None:
-    """YAML's own reader takes the last of two equal keys, and says nothing."""
-    waiting, met = [root], set()
+def _refuse_duplicate_keys(root: Any, where: str) -> None:
+    """Refuse a mapping with two equal keys, of which YAML's own reader silently takes the last."""
+    waiting, seen = [root], set()
     while waiting:
         node = waiting.pop()
-        if node is None or id(node) in met:
+        if node is None or id(node) in seen:
             continue
-        met.add(id(node))
+        seen.add(id(node))
         if node.id == "sequence":
             waiting += node.value
         elif node.id == "mapping":
@@ -112,7 +112,7 @@ def _refuse_twice(root: Any, where: str) -> None:
 
 
 def check_rename(catalog: Catalog, rename: Any) -> None:
-    """Refuse a map of names of which one means nothing in the checkpoint: surely a slip.
+    """Refuse a mapping of names of which one matches nothing in the checkpoint: surely a slip.
 
     Raises
     ------
@@ -133,7 +133,7 @@ def check_rename(catalog: Catalog, rename: Any) -> None:
 
 
 def idle_axes(saved: Catalog, mesh: Mesh, placements: Mapping[str, Sequence[AxisPlacement]]) -> tuple[str, ...]:
-    """The axes of a new mesh that the saved one does not have, and that divide nothing: all their ranks hold the same."""
+    """List the axes of a new mesh that the saved one lacks and that divide nothing: all their ranks hold the same."""
     known = set() if saved.mesh is None else set(saved.mesh.axes)
     dividing = {of.axis for where in placements.values() for of in where if of.kind != "replicate"}
     several = [axis for axis, size in zip(mesh.axes, mesh.sizes, strict=True) if size > 1]

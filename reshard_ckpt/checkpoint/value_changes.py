@@ -1,4 +1,4 @@
-"""Where do two values differ, and by how much? Dicts and lists are gone through together, down to what differs in them.
+"""Where two values differ, and by how much: dicts and lists are walked together, down to the parts that differ.
 
 Identical values have identical bytes in a catalog, so that decides: a NaN equals itself, and 3 differs from 3.0.
 """
@@ -15,7 +15,7 @@ import numpy as np
 from ..format.values import encode_value
 
 MAX_LEAVES = 16
-"""Of a value that differs in more places only the whole is said."""
+"""A value that differs in more places is listed as a whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,42 +44,42 @@ class ValueChange:
 
 
 def value_changes(name: str, a: Any, b: Any) -> list[ValueChange]:
-    """What differs between two values of one name.
+    """List the differences between two values of one name.
 
     >>> [(c.where, c.a, c.b, c.by) for c in value_changes("x", {"lr": 1, "n": [1, 2]}, {"lr": 1, "n": [1, 5]})]
     [("['n'][1]", 2, 5, 3)]
     """
-    if same(a, b):
+    if is_identical(a, b):
         return []
     leaves = list(_leaves(a, b, ""))
     if len(leaves) > MAX_LEAVES:
         leaves = [("", a, b)]
-    return [ValueChange(name, where, x, y, *_apart(x, y)) for where, x, y in leaves]
+    return [ValueChange(name, where, x, y, *_difference(x, y)) for where, x, y in leaves]
 
 
-def same(a: Any, b: Any) -> bool:
-    """Whether two values are identical."""
+def is_identical(a: Any, b: Any) -> bool:
+    """Return whether two values are identical."""
     return encode_value(a, "a value") == encode_value(b, "a value")
 
 
 def _leaves(a: Any, b: Any, where: str) -> Iterator[tuple[str, Any, Any]]:
-    """The smallest parts that differ, of what differs."""
+    """Yield the smallest parts that differ."""
     if type(a) is type(b) and isinstance(a, dict) and list(a) == list(b):
         parts = [(f"{where}[{key!r}]", a[key], b[key]) for key in a]
     elif type(a) is type(b) and isinstance(a, list | tuple) and len(a) == len(b):
         parts = [(f"{where}[{i}]", x, y) for i, (x, y) in enumerate(zip(a, b, strict=True))]
     else:
         parts = []
-    differing = [part for part in parts if not same(part[1], part[2])]
+    differing = [part for part in parts if not is_identical(part[1], part[2])]
     if not differing:
         yield where, a, b
     for at, x, y in differing:
         yield from _leaves(x, y, at)
 
 
-def _apart(a: Any, b: Any) -> tuple[float | int | None, float | None]:
+def _difference(a: Any, b: Any) -> tuple[float | int | None, float | None]:
     if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
-        return _arrays_apart(a, b)
+        return _array_difference(a, b)
     if not all(isinstance(x, int | float | np.number) and not isinstance(x, bool) for x in (a, b)):
         return None, None
     x, y = (n.item() if isinstance(n, np.number) else n for n in (a, b))
@@ -93,7 +93,7 @@ def _apart(a: Any, b: Any) -> tuple[float | int | None, float | None]:
     return (y - x, relative) if isfinite(relative) else (None, None)
 
 
-def _arrays_apart(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> tuple[float | None, float | None]:
+def _array_difference(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> tuple[float | None, float | None]:
     if a.shape != b.shape or a.dtype.kind not in "iuf" or b.dtype.kind not in "iuf" or not a.size:
         return None, None
     x, y = (side.astype(np.float64) for side in (a, b))

@@ -1,4 +1,4 @@
-"""What can be done with a checkpoint from a shell? ``reshard-ckpt COMMAND``; each command has a module of its own here.
+"""The command line, ``reshard-ckpt COMMAND``; each command has a module of its own here.
 
 A command parses, calls the public function of the same name, and prints what that returns; see `app` for what they share.
 """

@@ -1,13 +1,14 @@
-"""What do all commands share? One application, one way to print, to report progress, and to fail.
+"""What all commands share: the application, printing, progress bars, and exit codes.
 
-A command is a function under ``@command(example)`` that returns its exit code (None is 0) and prints by these alone:
+A command is a function under ``@command(example)`` that returns its exit code (None is 0). It prints by these alone:
 
-- `say` prints text and `Columns` for people, on stdout; `emit` prints JSON there, and with ``--json`` nothing else may;
-- `note` prints on stderr;
+- `print_text` prints text and `Columns` for people, on stdout;
+- `print_json` prints JSON on stdout; with ``--json`` nothing else may print there;
+- `print_note` prints on stderr;
 - ``with progress() as on_progress:`` gives the function that long work reports to: a bar on stderr, or nothing where stderr is
   no terminal.
 
-A `CheckpointError` becomes its message and exit code 1, or 2 if the call was wrong. On several ranks only rank 0 speaks.
+A `CheckpointError` becomes its message and exit code 1, or 2 if the call was wrong. On several ranks only rank 0 prints.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ INTERRUPTED, BROKEN_PIPE = 130, 141
 """What shells report of a program that SIGINT or SIGPIPE ended."""
 
 PLAIN_WIDTH = 100_000
-"""Where nobody looks at a screen no line is broken, so that grep finds whole names."""
+"""Away from a terminal no line is broken, so that grep finds whole names."""
 
 app = typer.Typer(
     name="reshard-ckpt",
@@ -56,16 +57,16 @@ app = typer.Typer(
 )
 
 
-def _say_version(asked: bool) -> None:
+def _print_version(asked: bool) -> None:
     if asked:
-        say(__version__)
+        print_text(__version__)
         raise typer.Exit()
 
 
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version, and leave.", callback=_say_version, is_eager=True)
+        bool, typer.Option("--version", help="Print the version, and leave.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
     pass
@@ -77,7 +78,7 @@ def command(*examples: str) -> Callable[[Callable[..., int | None]], Callable[..
     def add(function: Callable[..., int | None]) -> Callable[..., None]:
         @functools.wraps(function)
         def run(*args: Any, **options: Any) -> None:
-            code = _guarded(lambda: function(*args, **options), as_json=bool(options.get("as_json")))
+            code = _run_guarded(lambda: function(*args, **options), as_json=bool(options.get("as_json")))
             raise typer.Exit(code)
 
         shown = "\n\n".join(f"$ {line}" for line in examples)
@@ -86,17 +87,19 @@ def command(*examples: str) -> Callable[[Callable[..., int | None]], Callable[..
     return add
 
 
-def _guarded(call: Callable[[], int | None], *, as_json: bool) -> int:
+def _run_guarded(call: Callable[[], int | None], *, as_json: bool) -> int:
     try:
         code = call() or 0
         sys.stdout.flush()  # not at exit, where a pipe that is gone could only be complained about
     except CheckpointError as error:
         if as_json:
-            emit({"error": {"type": type(error).__name__, "message": str(error), "problems": getattr(error, "problems", ())}})
-        note(f"{type(error).__name__}: {error}", every_rank=True)
+            print_json(
+                {"error": {"type": type(error).__name__, "message": str(error), "problems": getattr(error, "problems", ())}}
+            )
+        print_note(f"{type(error).__name__}: {error}", every_rank=True)
         return WRONG_USE if isinstance(error, UsageError) else PROBLEM
     except KeyboardInterrupt:
-        note("stopped")
+        print_note("stopped")
         return INTERRUPTED
     except BrokenPipeError:
         _close_stdout()
@@ -105,7 +108,7 @@ def _guarded(call: Callable[[], int | None], *, as_json: bool) -> int:
 
 
 def _close_stdout() -> None:
-    """Whoever read stdout has left: what is still buffered goes nowhere."""
+    """Point stdout at nothing, as its reader has left: what is still buffered goes nowhere."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -118,11 +121,11 @@ class _Console(Console):
             self.width = PLAIN_WIDTH
 
     def on_broken_pipe(self) -> NoReturn:
-        """Rich would leave with exit code 1, which says that a problem was found."""
+        """Raise instead of leaving with exit code 1, as rich would: that code means that a problem was found."""
         raise BrokenPipeError
 
 
-def _speaks() -> bool:
+def _is_rank_0() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
@@ -139,9 +142,9 @@ def refuse_ranks(name: str) -> None:
         raise UsageError(f"{name} is the work of one process, and WORLD_SIZE is {size}; start it without torchrun, or unset that")
 
 
-def say(*things: str | Columns) -> None:
+def print_text(*things: str | Columns) -> None:
     """Print for people, on stdout: text as it is, and tables."""
-    if not _speaks():
+    if not _is_rank_0():
         return
     console = _Console()
     for thing in things:
@@ -151,20 +154,20 @@ def say(*things: str | Columns) -> None:
             sys.stdout.write(f"{visible(thing) if isinstance(thing, str) else thing.text()}\n")
 
 
-def note(text: str, *, every_rank: bool = False) -> None:
-    """Print on stderr: what is no part of the answer."""
-    if every_rank or _speaks():
+def print_note(text: str, *, every_rank: bool = False) -> None:
+    """Print on stderr what is no part of the answer."""
+    if every_rank or _is_rank_0():
         _Console(stderr=True).print(visible(text), soft_wrap=True)
 
 
-def emit(thing: Any) -> None:
+def print_json(thing: Any) -> None:
     """Print JSON on stdout: dataclasses as objects, numbers that JSON does not have as text (``"NaN"``, ``"Infinity"``)."""
-    if _speaks():
+    if _is_rank_0():
         sys.stdout.write(json.dumps(as_plain(thing), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def as_plain(thing: Any) -> Any:
-    """The same in what JSON has; what it cannot say is spelled as Python would."""
+    """Convert a value to what JSON has; what JSON cannot hold is spelled as Python would."""
     if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
         return {field.name: as_plain(getattr(thing, field.name)) for field in dataclasses.fields(thing)}
     if isinstance(thing, Mapping):
@@ -182,9 +185,9 @@ def as_plain(thing: Any) -> Any:
 
 @contextmanager
 def progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A function of a step, the bytes done and the bytes in all, that draws a bar with rate and time left on stderr."""
+    """Yield a function of a step, the bytes done and the bytes in all, that draws a bar with rate and time left on stderr."""
     console = _Console(stderr=True)
-    if not (console.is_terminal and _speaks()):
+    if not (console.is_terminal and _is_rank_0()):
         yield lambda step, done, total: None
         return
     columns = (

@@ -1,4 +1,4 @@
-"""How is a table printed, of three lines or of a hundred thousand? By rich for people who look at it, as plain text otherwise."""
+"""Tables of any length: drawn by rich on a terminal, plain text elsewhere."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _HIDDEN = {code: repr(chr(code))[1:-1] for code in _UNSHOWN if chr(code) not in 
 
 
 def visible(text: str) -> str:
-    r"""Text without what would steer a terminal, or could not be written there: names come from anywhere.
+    r"""Escape what would steer a terminal, or could not be written there: names come from anywhere.
 
     >>> visible("\x1b[2Jmodel")
     '\\x1b[2Jmodel'
@@ -31,13 +31,13 @@ def visible(text: str) -> str:
 
 
 def _guide(name: str) -> str:
-    """The guides of a tree that pass above a line of it."""
+    """Return the guides of a tree that pass above a line of it."""
     found = _GUIDES.match(name)
     return found[0].translate(str.maketrans("├└─", "││ ")) if found else ""
 
 
 def _folded(name: str, width: int, guide: str, height: int) -> str:
-    """A name on several lines where it is too wide, and down to the height of its row the guides that go on to the next."""
+    """Fold a name that is too wide over several lines, with the guides of the tree down to the height of its row."""
     indent = next((lead for lead in (f"{guide}  ", guide) if len(lead) <= width - MIN_WIDTH), "")
     lines = []
     while cell_len(name) > width:
@@ -63,42 +63,43 @@ class Columns:
         return len(self.rows) <= MAX_DRAWN
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        widths = self._widths(options.max_width)
+        names, widths = self._name_column, self._widths(options.max_width)
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False, show_header=any(self.headings))
         for heading, right, width in zip(self.headings, self.right, widths, strict=True):
             table.add_column(heading, justify="right" if right else "left", width=width, overflow="fold")
         for row, below in zip(self.rows, [*self.rows[1:], [""] * len(self.headings)], strict=True):
             wrapped = [Text(cell).wrap(console, width) for cell, width in zip(row, widths, strict=True)]
             cells = [[line for line in lines if line.plain.strip()] for lines in wrapped]
-            name = _folded(row[self._kept], widths[self._kept], _guide(below[self._kept]), max(map(len, cells)))
-            lines = [Text(name) if i == self._kept else Text("\n").join(cell) for i, cell in enumerate(cells)]
+            name = _folded(row[names], widths[names], _guide(below[names]), max(map(len, cells)))
+            lines = [Text(name) if i == names else Text("\n").join(cell) for i, cell in enumerate(cells)]
             table.add_row(*lines)
         yield table
 
     @property
-    def _kept(self) -> int:
+    def _name_column(self) -> int:
         """The column of names: the first with a heading, or of all."""
         return next((i for i, heading in enumerate(self.headings) if heading), 0)
 
     def _widths(self, room: int) -> list[int]:
-        """As wide as its widest cell, each; where the screen is narrower, the others give way to the names, the widest first."""
+        """Compute the column widths; on a narrow screen, the other columns shrink before the names do, the widest first."""
         widths = [max(map(cell_len, column), default=0) for column in zip(self.headings, *self.rows, strict=True)]
         words = [
             max((cell_len(word) for cell in column for word in cell.split()), default=0)
             for column in zip(*self.rows, strict=True)
         ]
-        others = [i for i, right in enumerate(self.right) if not right and i != self._kept]
+        others = [i for i, right in enumerate(self.right) if not right and i != self._name_column]
         excess = sum(widths) + 2 * (len(widths) - 1) - room
         for floors in ([min(word, MAX_WORD) for word in words or widths], [MIN_WIDTH] * len(widths)):
             while excess > 0 and (wide := [i for i in others if widths[i] > floors[i]]):
                 widest = max(wide, key=lambda i: widths[i])
                 widths[widest] -= 1
                 excess -= 1
-        widths[self._kept] = max(widths[self._kept] - max(excess, 0), min(widths[self._kept], MIN_NAME))
+        names = self._name_column
+        widths[names] = max(widths[names] - max(excess, 0), min(widths[names], MIN_NAME))
         return widths
 
     def text(self) -> str:
-        """Every cell whole, on one line a row."""
+        """Format every cell whole, on one line a row."""
         rows = [self.headings, *self.rows] if any(self.headings) else self.rows
         widths = [max(map(cell_len, column), default=0) for column in zip(*rows, strict=True)]
         return "\n".join(self._line(row, widths) for row in rows)

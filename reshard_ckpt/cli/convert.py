@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from .app import command, emit, note, progress, refuse_ranks, say
-from .options import AsJson, Cast, Exclude, Rename, Select, Src
-from .words import parse_pairs, plural, refuse_memory
+from .app import command, print_json, print_note, print_text, progress, refuse_ranks
+from .formatting import plural
+from .options import AsJson, Cast, Exclude, Rename, Select, Src, parse_pairs, refuse_memory
 
 Dst = Annotated[
     str, typer.Argument(metavar="DST", help="Where to write: a folder, or for --to torch a file.", show_default=False)
@@ -50,7 +50,7 @@ def convert(
     rename: Rename = None,
     cast: Cast = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint that is at DST.")] = False,
-    no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not prove the checksums of what is read.")] = False,
+    no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not verify the checksums of what is read.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Write a checkpoint in another format, in bounded memory. DST appears whole, or not at all.
@@ -79,17 +79,17 @@ def convert(
             progress=on_progress,
         )
     if as_json:
-        emit(report)
+        print_json(report)
         return
     what = f"{plural(report.num_tensors, 'tensor')}, {plural(report.num_values, 'value')}, {size_text(report.num_bytes)}"
     kept = f", {size_text(report.bytes_kept)} of it by an earlier attempt" if report.bytes_kept else ""
-    say(f"{dst}: {report.format}, {plural(len(report.files), 'file')}, {what}{kept}")
+    print_text(f"{dst}: {report.format}, {plural(len(report.files), 'file')}, {what}{kept}")
     if report.left_out:
-        note(f"left out: {_few(report.left_out)}")
+        print_note(f"left out: {_left_out_text(report.left_out)}")
 
 
-def _few(names: Sequence[str], limit: int = 8) -> str:
-    """What was left out, by its top-level keys where it is much."""
+def _left_out_text(names: Sequence[str], limit: int = 8) -> str:
+    """List what was left out; long lists by top-level keys."""
     if len(names) <= limit:
         return ", ".join(names)
     tops: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""``reshard-ckpt diff``: what differs between two checkpoints?"""
+"""``reshard-ckpt diff``: the differences between two checkpoints."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..core.catalog.name_tree import shorten
-from .app import PROBLEM, as_plain, command, emit, progress, say
+from .app import PROBLEM, as_plain, command, print_json, print_text, progress
 from .columns import Columns
+from .formatting import placement, plural, shape, short
 from .options import AsJson
-from .words import placement, plural, shape, short
 
 if TYPE_CHECKING:
     from ..checkpoint import Diff
@@ -32,14 +32,14 @@ def diff(
 ) -> int:
     """Compare two checkpoints: names, shapes, dtypes, placements and small values, and with --values all that is in them.
 
-    Exit code 1 if they differ. Another placement is said, but is no difference: equal values under different layouts are equal.
+    Exit code 1 if they differ. Another placement is listed, but is no difference: equal values under different layouts are equal.
     """
     from ..checkpoint import diff as diff_checkpoints
 
     with progress() as on_progress:
         found = diff_checkpoints(a, b, values=values, progress=on_progress)
     if as_json:
-        emit({"equal": found.equal, **as_plain(found)})
+        print_json({"equal": found.equal, **as_plain(found)})
     else:
         _print(found, values)
     return 0 if found.equal else PROBLEM
@@ -58,38 +58,42 @@ def _print(found: Diff, values: bool) -> None:
     if rows:
         headings = ["", "name", "A", "", "B", ">by", ">rel"]
         width = len(headings) if any(row[5] for row in rows) else 5
-        say(Columns(headings[:width], [row[:width] for row in rows]))
+        print_text(Columns(headings[:width], [row[:width] for row in rows]))
     if found.tensors:
         headings = ["differs", ">elements", ">of", ">max abs", ">max rel", ">NaN in one"]
-        say(*([""] if rows else []), Columns(headings, _apart(found.tensors)))
-    say(*([""] if rows or found.tensors else []), _verdict(found, values))
+        print_text(*([""] if rows else []), Columns(headings, _differences(found.tensors)))
+    print_text(*([""] if rows or found.tensors else []), _verdict(found, values))
 
 
-def _apart(tensors: Sequence[TensorDifference]) -> list[tuple[str, ...]]:
-    """A line for each tensor that differs; layers of one size share it: counts are added up, of distances the largest is said."""
+def _differences(tensors: Sequence[TensorDifference]) -> list[tuple[str, ...]]:
+    """Make a row for each tensor that differs; layers of one size share a row, with counts added up and the largest distance."""
     lines: list[tuple[str, ...]] = []
     for label, leaves in shorten([d.name for d in tensors], [d.num_elements for d in tensors]):
         group = [tensors[i] for i in leaves]
         different, of, num_nan = (sum(getattr(d, field) for d in group) for field in ("num_different", "num_elements", "num_nan"))
         apart, relative = max(d.max_abs for d in group), max(d.max_rel for d in group)
         numbers = f"{different:,}", f"{of:,}", f"{apart:.3g}", f"{relative:.3g}", f"{num_nan:,}"
-        lines.append((f"{label}{_times(leaves)}", *numbers))
+        lines.append((f"{label}{_count_suffix(leaves)}", *numbers))
     return lines
 
 
 def _names(what: str, names: Sequence[str]) -> list[tuple[str, ...]]:
-    return [(what, f"{label}{_times(leaves)}", "", "", "", "", "") for label, leaves in shorten(names, [""] * len(names))]
+    return [(what, f"{label}{_count_suffix(leaves)}", "", "", "", "", "") for label, leaves in shorten(names, [""] * len(names))]
 
 
 def _changed(what: str, changes: Sequence[Change], words: Callable[[Any], str]) -> list[tuple[str, ...]]:
-    """A line for each change; layers that changed alike share one."""
+    """Make a row for each change; layers that changed alike share one."""
     sides = [(words(change.a), words(change.b)) for change in changes]
     lines = shorten([change.name for change in changes], sides)
-    return [(what, f"{label}{_times(leaves)}", sides[leaves[0]][0], "→", sides[leaves[0]][1], "", "") for label, leaves in lines]
+    rows: list[tuple[str, ...]] = []
+    for label, leaves in lines:
+        a, b = sides[leaves[0]]
+        rows.append((what, f"{label}{_count_suffix(leaves)}", a, "→", b, "", ""))
+    return rows
 
 
 def _values(changes: Sequence[ValueChange]) -> list[tuple[str, ...]]:
-    """A line for each part of a value that differs; numbers also say by how much."""
+    """Make a row for each part of a value that differs; numbers also have their distance."""
     return [("value", f"{of.name}{of.where}", short(of.a), "→", short(of.b), _by(of), _relative(of)) for of in changes]
 
 
@@ -101,7 +105,7 @@ def _relative(of: ValueChange) -> str:
     return "" if of.relative is None else f"{of.relative:.3g}"
 
 
-def _times(leaves: Sequence[int]) -> str:
+def _count_suffix(leaves: Sequence[int]) -> str:
     return f" ×{len(leaves):,}" if len(leaves) > 1 else ""
 
 

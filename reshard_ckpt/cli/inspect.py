@@ -1,4 +1,4 @@
-"""``reshard-ckpt inspect``: what a checkpoint holds, or which steps a run has."""
+"""``reshard-ckpt inspect``: the contents of a checkpoint, or the steps of a run."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import typer
 from ..core.catalog.model import Catalog, FileEntry, ShardView, TensorView
 from ..core.catalog.name_tree import Node, walk
 from ..errors import CheckpointNotFound
-from .app import as_plain, command, emit, progress, say
+from .app import as_plain, command, print_json, print_text, progress
 from .columns import Columns
+from .formatting import mesh, placement, plural, shape, short
 from .options import AsJson, Path
-from .words import mesh, placement, plural, shape, short
 
 if TYPE_CHECKING:
     from ..checkpoint import Inspection
@@ -60,13 +60,13 @@ def inspect(
         steps = [] if names or stats else list_run(path)
         if not steps:
             raise
-        emit({"path": path, "format": "run", "steps": steps}) if as_json else say(_steps(steps))
+        print_json({"path": path, "format": "run", "steps": steps}) if as_json else print_text(_steps(steps))
         return
     if as_json:
-        emit(_as_json(found))
+        print_json(_as_json(found))
         return
     for i, paragraph in enumerate(paragraphs(found, whole=not names, all_shards=all_shards)):
-        say(*([""] if i else []), *paragraph)
+        print_text(*([""] if i else []), *paragraph)
 
 
 def _steps(lines: Sequence[StepLine]) -> Columns:
@@ -84,7 +84,7 @@ def _steps(lines: Sequence[StepLine]) -> Columns:
 
 
 def paragraphs(found: Inspection, *, whole: bool = True, all_shards: bool = False) -> list[list[str | Columns]]:
-    """What to print of what was found."""
+    """Lay out an inspection as paragraphs to print."""
     detailed = {tensor.name for tensor in found.tensors} | set(found.values)
     chosen: list[list[str | Columns]] = [
         [_summary(found)] if whole else [],
@@ -141,15 +141,16 @@ def _tree(found: Inspection) -> Columns:
 
 
 def _cells(leaves: Sequence[TensorLine | ValueLine], catalog: Catalog) -> tuple[str, ...]:
-    """What the line of some leaves that look the same says: dtype, shape, placement, shards, size."""
+    """Make the cells of a row of leaves that look the same: dtype, shape, placement, shards, size."""
     from ..checkpoint.inspecting import ValueLine
 
     if not leaves:
         return ("",) * 5
     first, size = leaves[0], _size(sum(line.num_bytes for line in leaves))
     if isinstance(first, ValueLine):
-        said = short(first.value, 36) if first.in_catalog else plural(first.num_ranks, "rank") if first.num_ranks else ""
-        return first.kind.replace("_", " "), said, "", "", size
+        ranks = plural(first.num_ranks, "rank") if first.num_ranks else ""
+        value = short(first.value, 36) if first.in_catalog else ranks
+        return first.kind.replace("_", " "), value, "", "", size
     shards = [line.num_shards for line in leaves if not isinstance(line, ValueLine)]
     low, high = min(shards), max(shards)
     where = placement(None if first.placement < 0 else catalog.placements[first.placement])
@@ -210,7 +211,7 @@ def _stats(found: Inspection) -> Columns:
 
 
 def _as_json(found: Inspection) -> dict[str, Any]:
-    """What the text says, for programs; `shards` only of tensors that were named."""
+    """Convert an inspection to plain data; `shards` only of tensors that were named."""
     from ..checkpoint.inspecting import ValueLine
 
     of = found.summary

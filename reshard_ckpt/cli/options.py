@@ -1,10 +1,13 @@
-"""What do several commands take? The same options, under the same names."""
+"""Options that several commands take, under the same names, and the parsing of what people type."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
+
+from ..errors import UsageError
 
 Path = Annotated[
     str,
@@ -29,3 +32,76 @@ Cast = Annotated[
     list[str] | None,
     typer.Option("--cast", metavar="NAME=DTYPE", help="Convert floating-point tensors: 'model.*=bfloat16'.", show_default=False),
 ]
+
+
+def refuse_memory(dst: str) -> None:
+    """Refuse a destination that does not outlive the command.
+
+    Raises
+    ------
+    UsageError
+        The destination is the memory of this process.
+    """
+    if dst.lower().startswith("memory:"):
+        raise UsageError(f"{dst}: memory ends with this command; pass a folder")
+
+
+def parse_mesh(option: str, text: str) -> dict[str, int]:
+    """Parse a mesh, outermost axis first.
+
+    >>> parse_mesh("--mesh", "pp=2,tp=4")
+    {'pp': 2, 'tp': 4}
+
+    Raises
+    ------
+    UsageError
+        It is none.
+    """
+    axes: dict[str, int] = {}
+    for part in text.split(","):
+        axis, _, size = (word.strip() for word in part.partition("="))
+        if not axis.isidentifier() or not size.isdecimal() or int(size) < 1:
+            raise UsageError(f"{option} {text!r} is no mesh: write axes and their sizes, outermost first, as in dp=2,tp=4")
+        if axis in axes:
+            raise UsageError(f"{option} {text!r}: {axis!r} is given twice; an axis has one size")
+        axes[axis] = int(size)
+    return axes
+
+
+def parse_pairs(option: str, texts: Sequence[str] | None) -> dict[str, str] | None:
+    """Parse ``OLD=NEW`` options; of several equals signs the last counts, as names may hold some.
+
+    >>> parse_pairs("--rename", ["model=weights", "a=b=c"])
+    {'model': 'weights', 'a=b': 'c'}
+
+    Raises
+    ------
+    UsageError
+        There is no equals sign, or nothing on one side of it, or one thing on the left twice.
+    """
+    pairs: dict[str, str] = {}
+    for text in texts or ():
+        left, sign, right = text.strip().rpartition("=")
+        if not sign or not left or not right:
+            raise UsageError(f"{option} {text!r}: wanted two parts with = between them")
+        if left in pairs:
+            raise UsageError(f"{option}: {left!r} is given twice; write one of them")
+        pairs[left] = right
+    return pairs or None
+
+
+def parse_numbers(option: str, text: str) -> list[int]:
+    """Parse numbers with commas between them.
+
+    >>> parse_numbers("--stages", "8, 16")
+    [8, 16]
+
+    Raises
+    ------
+    UsageError
+        One of them is none.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise UsageError(f"{option} {text!r}: wanted numbers with commas between them, as in 8,16,24")
+    return [int(part) for part in parts]

@@ -6,9 +6,8 @@ from typing import Annotated
 
 import typer
 
-from .app import command, emit, note, refuse_ranks
-from .options import AsJson, Path
-from .words import parse_mesh
+from .app import command, print_json, print_note, refuse_ranks
+from .options import AsJson, Path, parse_mesh
 
 Name = Annotated[
     str | None, typer.Argument(metavar="NAME", help="A tensor; without one, the whole checkpoint.", show_default=False)
@@ -50,6 +49,6 @@ def plot(
     refuse_ranks("plot")
     file = plot_checkpoint(path, name, to=None if to is None else parse_mesh("--to", to), output=output, timeline=timeline)
     if as_json:
-        emit({"output": str(file), "bytes": file.stat().st_size})
+        print_json({"output": str(file), "bytes": file.stat().st_size})
     else:
-        note(f"{file}: {file.stat().st_size:,} bytes")
+        print_note(f"{file}: {file.stat().st_size:,} bytes")

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .app import as_plain, command, emit, note, progress, say
+from .app import as_plain, command, print_json, print_note, print_text, progress
 from .columns import Columns
-from .options import AsJson, Cast, Exclude, Rename, Select, Src
-from .words import parse_mesh, parse_numbers, parse_pairs, placement, plural, refuse_memory
+from .formatting import placement, plural
+from .options import AsJson, Cast, Exclude, Rename, Select, Src, parse_mesh, parse_numbers, parse_pairs, refuse_memory
 
 if TYPE_CHECKING:
     from ..checkpoint import ReshardReport
@@ -57,8 +57,8 @@ def reshard(
     ] = None,
     rename: Rename = None,
     cast: Cast = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be read and written; write nothing.")] = False,
-    verify: Annotated[bool, typer.Option(help="Prove what is read, and read back what was written.")] = True,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be read and written; write nothing.")] = False,
+    verify: Annotated[bool, typer.Option(help="Verify what is read, and read back what was written.")] = True,
     as_json: AsJson = False,
 ) -> None:
     """Write a checkpoint as a job of another topology would have saved it. Run again after a kill, it goes on.
@@ -87,13 +87,15 @@ def reshard(
             progress=on_progress,
         )
     for axis in report.idle_axes:
-        note(f"--mesh {mesh}: the checkpoint knows no axis {axis}, so all ranks along it hold the same; --rules divides tensors")
+        print_note(
+            f"--mesh {mesh}: the checkpoint knows no axis {axis}, so all ranks along it hold the same; --rules divides tensors"
+        )
     if as_json:
-        emit(_as_json(report))
+        print_json(_as_json(report))
         return
-    say(*_text(report, dst))
+    print_text(*_text(report, dst))
     if len(report.ranks) > MAX_RANKS:
-        note(f"{len(report.ranks) - MAX_RANKS:,} more ranks; --json lists all")
+        print_note(f"{len(report.ranks) - MAX_RANKS:,} more ranks; --json lists all")
 
 
 def _text(report: ReshardReport, dst: str) -> list[str | Columns]:

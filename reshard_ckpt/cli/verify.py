@@ -1,4 +1,4 @@
-"""``reshard-ckpt verify``: is every byte of a checkpoint as it was written?"""
+"""``reshard-ckpt verify``: compare every byte of a checkpoint with its checksum."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from .app import PROBLEM, as_plain, command, emit, note, progress, say
+from .app import PROBLEM, as_plain, command, print_json, print_note, print_text, progress
+from .formatting import plural
 from .options import AsJson, Path
-from .words import plural
 
 
 @command("reshard-ckpt verify ckpt/step_100")
@@ -20,21 +20,21 @@ def verify(
     ] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Read a whole checkpoint and prove every byte of it. Exit code 1 where anything is wrong."""
+    """Read a whole checkpoint and verify every byte of it. Exit code 1 where anything is wrong."""
     from ..checkpoint import verify as verify_checkpoint
     from ..engine.common.progress import size_text
 
     with progress() as on_progress:
         report = verify_checkpoint(path, sha256=sha256, workers=workers, progress=on_progress)
     if as_json:
-        emit({"ok": report.ok, **as_plain(report)})
+        print_json({"ok": report.ok, **as_plain(report)})
     else:
         read = f"{plural(report.num_files, 'file')}, {size_text(report.num_bytes)}"
         fine = "every byte is as it was written"
         if report.bytes_unproved:
             fine = "all files are there, whole; nothing can be said of their bytes, as this format has no checksums"
-        say(*report.problems, f"{path}: {fine if report.ok else 'DAMAGED'} ({read})")
+        print_text(*report.problems, f"{path}: {fine if report.ok else 'DAMAGED'} ({read})")
     if not report.ok:
-        note("load another checkpoint, or restore the files that are named")
+        print_note("load another checkpoint, or restore the files that are named")
         return PROBLEM
     return 0

@@ -1,8 +1,8 @@
-"""`torch.distributed.checkpoint`, for trainers that call it, by this library's engine and in its format.
+"""The calls of `torch.distributed.checkpoint`, by this library's engine and in its format.
 
 ``import reshard_ckpt.dcp as dcp`` takes the place of ``import torch.distributed.checkpoint as dcp``: `save`, `async_save` and
-`load` mean what they mean there. `ReshardWriter` and `ReshardReader` serve torch's own functions, for trainers that pass storage
-on. The guide "Coming from DCP" says what is the same and what is not.
+`load` have the same arguments and meaning. `ReshardWriter` and `ReshardReader` serve torch's own functions, for trainers that
+pass a storage to them. The guide "Coming from DCP" lists what is the same and what is not.
 """
 
 from __future__ import annotations

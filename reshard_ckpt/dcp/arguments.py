@@ -1,4 +1,4 @@
-"""Which arguments of DCP mean something here? What they say is taken; what only DCP can follow is for `by_torch`."""
+"""The arguments of DCP's calls that this library follows; what only DCP can follow is for `call_torch`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Path = str | os.PathLike[str]
 
 
 def save_path(checkpoint_id: Path | None, writer: Any) -> Path:
-    """Where to save.
+    """Return the path to save to.
 
     Raises
     ------
     UsageError
-        Nothing says where; or the writer is not to overwrite what is there.
+        No argument names a path; or the writer must not overwrite what is there.
     """
     path = load_path(checkpoint_id, writer)
     if getattr(writer, "overwrite", True) is False:
@@ -33,7 +33,7 @@ def save_path(checkpoint_id: Path | None, writer: Any) -> Path:
 
 
 def load_path(checkpoint_id: Path | None, store: Any) -> Path:
-    """Where to load from; `UsageError` if nothing says where."""
+    """Return the path to load from; raise `UsageError` if no argument names one."""
     path = named_path(checkpoint_id, store)
     if not path:
         raise UsageError(f"checkpoint_id={checkpoint_id!r}: pass the folder of the checkpoint")
@@ -41,18 +41,18 @@ def load_path(checkpoint_id: Path | None, store: Any) -> Path:
 
 
 def named_path(checkpoint_id: Path | None, store: Any) -> Path | None:
-    """The folder that the arguments name, if any."""
+    """Return the folder that the arguments name, if any."""
     return checkpoint_id or getattr(store, "checkpoint_id", None)
 
 
 def is_partial(planner: Any) -> bool:
-    """Whether a default planner allows what is missing in the checkpoint."""
+    """Return whether a default planner allows keys that the checkpoint lacks."""
     return planner is not None and bool(planner.allow_partial_load)
 
 
-def stages_later(stager: Any) -> bool:
-    """Whether a stager of torch's own asks for staging in the background."""
-    # Private: torch does not say what a DefaultStager was made with. Without it, staging is done before async_save returns.
+def uses_async_staging(stager: Any) -> bool:
+    """Return whether one of torch's own stagers asks for staging in the background."""
+    # Private: torch has no public way to ask how a DefaultStager was made. Without it, staging is done before async_save returns.
     return bool(getattr(getattr(stager, "_config", None), "use_async_staging", False))
 
 
@@ -66,7 +66,7 @@ def check_collective(use_collectives: bool) -> None:
 
 
 def group_of(process_group: Any, no_dist: bool) -> Any:
-    """The ranks that take part."""
+    """Return the group of ranks that take part."""
     if no_dist and process_group is not None:
         raise UsageError("process_group and no_dist=True: a process on its own has no group; pass one of them")
     return ALONE if no_dist else process_group

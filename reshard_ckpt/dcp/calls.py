@@ -1,4 +1,4 @@
-"""How each of the calls is called, as torch's are: a store as second argument, and torch's error beside this library's."""
+"""A decorator for calls that are made as torch's are: with a store as second argument, and with torch's error."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 from ..errors import CheckpointError
-from .raised import as_torch_raises
+from .torch_errors import as_torch_error
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def called_as_torch(second: str | None) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A call that takes `second` as its second argument too, with torch's warning, and whose errors are torch's as well."""
+def torch_compatible(second: str | None) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate a call so that it accepts `second` as second argument, with torch's warning, and raises torch's errors."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
@@ -26,7 +26,7 @@ def called_as_torch(second: str | None) -> Callable[[Callable[P, R]], Callable[P
             try:
                 return function(*args, **options)
             except CheckpointError as error:
-                raise as_torch_raises(error) from error.__cause__
+                raise as_torch_error(error) from error.__cause__
 
         return call
 

@@ -1,7 +1,7 @@
-"""How do the results of DCP's ranks become a catalog? As the offers that the ranks of a save make, planned and published alike.
+"""Committing what DCP's ranks wrote: their results become the local metadata of a save, and are planned and published alike.
 
-DCP has divided the work already, so each box is held by the one rank that wrote it, and the plan says just that. Making it proves
-that the boxes tile every tensor.
+DCP has divided the work already, so each box belongs to the one rank that wrote it, and the plan assigns it to that rank. Making
+the plan verifies that the boxes tile every tensor.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from ..errors import LayoutError
 from ..format.shard_file import blob_name
 from ..format.values import decode_value, encode_path, encode_value
 from ..storage.protocol import Storage
-from .names import Leaf, joined
-from .placed import RankMetadata, with_placements
+from .names import Leaf, join_leaves
+from .placements import RankMetadata, with_placements
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What became of a write item: a box of a tensor, or the bytes of a value (a `blob`), in a file; or a value, encoded."""
+    """Where one write item was stored: a box of a tensor, or a value as a `blob`, in a file; or a value, encoded, in here."""
 
     name: str
     dtype: str = ""
@@ -75,17 +75,16 @@ def commit_written(
     PublishConflict
         Somebody else published at this path meanwhile.
     """
-    sent = [[result.storage_data for result in of_rank] for of_rank in results]
-    ranks = [[data for data in of_rank if isinstance(data, Stored)] for of_rank in sent]
+    payloads = [[result.storage_data for result in of_rank] for of_rank in results]
+    ranks = [[data for data in of_rank if isinstance(data, Stored)] for of_rank in payloads]
     _check_all_there(metadata, ranks)
-    held = _without_copies(ranks)
-    job_metadata = [encode_metadata(_offer(rows)) for rows in held]
-    plan = plan_from_metadata(
-        [local_metadata.tensors for local_metadata in job_metadata], [local_metadata.rows for local_metadata in job_metadata]
-    )
-    plan = with_placements(plan, [next((data for data in of_rank if isinstance(data, RankMetadata)), None) for of_rank in sent])
+    written = _distinct(ranks)
+    encoded = [encode_metadata(_local_metadata(rows)) for rows in written]
+    plan = plan_from_metadata([one.tensors for one in encoded], [one.rows for one in encoded])
+    of_ranks = [next((data for data in of_rank if isinstance(data, RankMetadata)), None) for of_rank in payloads]
+    plan = with_placements(plan, of_ranks)
     values = merge_values([(0, _values(metadata, ranks))], plan.tables)
-    receipts = [_receipt(plan, rank, rows) for rank, rows in enumerate(held)]
+    receipts = [_receipt(plan, rank, rows) for rank, rows in enumerate(written)]
     return publish(storage, plan, values, receipts, save_id=save_id, metadata=encode_value(None, "metadata"), before=before)
 
 
@@ -96,10 +95,10 @@ def _check_all_there(metadata: Metadata, ranks: Sequence[Sequence[Stored]]) -> N
         raise LayoutError(summarize(problems, "the planner's plans and its metadata must agree"))
 
 
-def _without_copies(ranks: Sequence[Sequence[Stored]]) -> list[list[Stored]]:
-    """What is in files, by rank; tensors first, the boxes of one together. A box that several ranks wrote counts once."""
+def _distinct(ranks: Sequence[Sequence[Stored]]) -> list[list[Stored]]:
+    """List what is in files, by rank: tensors before blobs, the boxes of a tensor together, a box of several ranks once."""
     seen: set[tuple[str, Ints, Ints]] = set()
-    held: list[list[Stored]] = []
+    written: list[list[Stored]] = []
     for of_rank in ranks:
         mine = []
         for stored in of_rank:
@@ -107,12 +106,12 @@ def _without_copies(ranks: Sequence[Sequence[Stored]]) -> list[list[Stored]]:
             if stored.file is not None and key not in seen:
                 seen.add(key)
                 mine.append(stored)
-        held.append(sorted(mine, key=lambda stored: (stored.blob is not None, stored.blob or stored.name)))
-    return held
+        written.append(sorted(mine, key=lambda stored: (stored.blob is not None, stored.blob or stored.name)))
+    return written
 
 
-def _offer(rows: Sequence[Stored]) -> LocalMetadata:
-    """What a rank wrote, as an offer whose rows are in this order."""
+def _local_metadata(rows: Sequence[Stored]) -> LocalMetadata:
+    """Describe what a rank wrote, with rows in this order."""
     specs: dict[str, TensorSpec] = {}
     for stored in rows:
         name = stored.blob or stored.name
@@ -128,7 +127,7 @@ def _offer(rows: Sequence[Stored]) -> LocalMetadata:
 
 
 def _receipt(plan: SavePlan, rank: int, rows: Sequence[Stored]) -> Receipt:
-    """The receipt of a rank for the items of the plan, each of which is one of the boxes that it wrote."""
+    """Make the receipt of a rank for the items of the plan, each of which is one of the boxes that it wrote."""
     files = {stored.file.key: stored.file for stored in rows if stored.file is not None}
     number = {key: i for i, key in enumerate(files)}
     items = [rows[local] for local in plan.local[plan.items_of(rank)].tolist()]
@@ -151,9 +150,9 @@ def _values(metadata: Metadata, ranks: Sequence[Sequence[Stored]]) -> list[Local
     by_name: dict[str, Stored] = {}
     for stored in (s for of_rank in ranks for s in of_rank):
         by_name.setdefault(stored.name, stored)
-    sent = [s for s in by_name.values() if s.value is not None]
-    leaves = [Leaf(path_of(s.name), decode_value(s.value or b"", name=s.name)) for s in sent]
+    payloads = [s for s in by_name.values() if s.value is not None]
+    leaves = [Leaf(path_of(s.name), decode_value(s.value or b"", name=s.name)) for s in payloads]
     others = [path_of(s.name) for s in by_name.values() if s.value is None]
-    out = [LocalValue(spec.name, spec.path, spec.kind, spec.data) for spec in joined(leaves, others)]
+    out = [LocalValue(spec.name, spec.path, spec.kind, spec.data) for spec in join_leaves(leaves, others)]
     aside = [s for s in by_name.values() if s.blob == blob_name(s.name, None)]
     return out + [LocalValue(s.name, encode_path(list(path_of(s.name))), ValueKind.PLAIN, None) for s in aside]

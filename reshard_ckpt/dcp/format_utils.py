@@ -21,7 +21,7 @@ def dcp_to_torch_save(dcp_checkpoint_dir: Path, torch_save_path: Path) -> None:
 
 
 def torch_save_to_dcp(torch_save_path: Path, dcp_checkpoint_dir: Path) -> None:
-    """Write a file of ``torch.save`` as a checkpoint of this library, which `load` of here loads into any layout, by one process.
+    """Write a file of ``torch.save`` as a checkpoint of this library, by one process; `load` loads it into any layout.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""How does a trainer that calls DCP load? With the same call, by the engine of `checkpoint.load`."""
+"""`load`: the call of `torch.distributed.checkpoint`, by the engine of `checkpoint.load`."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from ..engine.loading.load import LoadOptions
 from ..errors import MismatchError
 from ..state.router import Below
 from .arguments import Path, group_of, is_partial, load_path, named_path
-from .by_torch import by_torch, is_dcps_alone, is_own_planner
-from .calls import called_as_torch
-from .folders import FORMATS_AS_SAVED
-from .forms import give_back, loading_form, opened
-from .raised import rank_said_by
-from .saving import raised_on_all
+from .calls import torch_compatible
+from .metadata import FORMATS_AS_SAVED
+from .saving import share_errors
+from .state_dicts import call_state_dicts, loading_form, restore
+from .torch_calls import call_torch, is_custom, is_custom_planner
+from .torch_errors import rank_prefix
 
 
-@called_as_torch("storage_reader")
+@torch_compatible("storage_reader")
 def load(
     state_dict: MutableMapping[str, Any],
     *,
@@ -35,8 +35,8 @@ def load(
 ) -> None:
     """Load into a state dict, in place, on all ranks together, as `torch.distributed.checkpoint.load` is called.
 
-    What the state dict asks for must be in the checkpoint; what else is in there is passed over. Tensors are written in place,
-    other values are put into the dict, objects are given what they said through ``load_state_dict``.
+    What the state dict asks for must be in the checkpoint; anything else in there is ignored. Tensors are written in place,
+    other values are put into the dict, objects get their state through ``load_state_dict``.
 
     Parameters
     ----------
@@ -63,58 +63,59 @@ def load(
     CheckpointError
         As `checkpoint.load`. All of these are torch's `CheckpointException` too.
     """
-    if is_dcps_alone("storage_reader", storage_reader) or is_own_planner(planner, saving=False):
+    if is_custom("storage_reader", storage_reader) or is_custom_planner(planner, saving=False):
         given = {"planner": planner, "process_group": process_group, "no_dist": no_dist}
         named = named_path(checkpoint_id, storage_reader)
-        by_torch("load", state_dict, "storage_reader", named, storage_reader=storage_reader, **given)
+        call_torch("load", state_dict, "storage_reader", named, storage_reader=storage_reader, **given)
         return
     group = group_of(process_group, no_dist)
 
     def make() -> tuple[Path, bool, dict[str, Any], dict[str, Any]]:
         path, partial = load_path(checkpoint_id, storage_reader), is_partial(planner)
-        state = opened(state_dict, in_order=True)
+        state = call_state_dicts(state_dict, in_order=True)
         return path, partial, state, loading_form(state)
 
-    path, partial, state, form = raised_on_all("load", named_path(checkpoint_id, storage_reader), group, make)
-    # DCP copies into a tensor of any dtype, so a cast is no error here, but nobody should be unaware of it.
+    path, partial, state, form = share_errors("load", named_path(checkpoint_id, storage_reader), group, make)
+    # DCP copies into a tensor of any dtype, so a cast is no error here, but a warning.
     options = LoadOptions(strict=not partial, cast=True)
     try:
         report, saved = load_state(path, form, options, only_wanted=True, formats=FORMATS_AS_SAVED, process_group=group)
     except MismatchError as error:
-        raise _in_dcps_words(error).with_traceback(error.__traceback__) from error.__cause__
+        raise _with_dcp_wording(error).with_traceback(error.__traceback__) from error.__cause__
     _warn(path, form, report, saved)
     for key, value in state.items():
-        loaded = give_back(value, form[key])
+        loaded = restore(value, form[key])
         if isinstance(state_dict[key], Stateful):
             state_dict[key].load_state_dict(loaded)
         else:
             state_dict[key] = loaded
 
 
-def _in_dcps_words(error: MismatchError) -> MismatchError:
-    """The error, saying what DCP says, which handlers look for, and what to pass to this call."""
-    words = [said for ours, said in _DCPS_WORDS.items() if any(ours in line for line in error.problems)]
-    if not words:
+def _with_dcp_wording(error: MismatchError) -> MismatchError:
+    """Reword the error with DCP's phrases, which handlers look for, and with the argument of this call to pass."""
+    phrases = [phrase for ours, phrase in _DCP_WORDING.items() if any(ours in line for line in error.problems)]
+    if not phrases:
         return error
     advice = "pass planner=DefaultLoadPlanner(allow_partial_load=True) to load the rest"
-    return MismatchError(f"{rank_said_by(error)}{', '.join(words)}: {summarize(error.problems, advice)}", error.problems)
+    return MismatchError(f"{rank_prefix(error)}{', '.join(phrases)}: {summarize(error.problems, advice)}", error.problems)
 
 
-_DCPS_WORDS = {": not in the checkpoint": "Missing key in checkpoint", ": saved with global shape": "Size mismatch"}
+_DCP_WORDING = {": not in the checkpoint": "Missing key in checkpoint", ": saved with global shape": "Size mismatch"}
 
 
 def _warn(path: Path, form: Mapping[str, Any], report: LoadReport, saved: Catalog) -> None:
-    """Say what DCP does without a word: dtypes converted, and places that are empty where the checkpoint has something."""
+    """Warn where DCP would be silent: dtypes converted, and places that are empty where the checkpoint has something."""
     if report.converted:
-        warnings.warn(f"{path}: converted to the dtype of the state dict: {_few(report.converted)}", stacklevel=3)
+        warnings.warn(f"{path}: converted to the dtype of the state dict: {_first_lines(report.converted)}", stacklevel=3)
     empty = list(_empty(form, ""))
     if not empty:
         return
     below = Below((*saved.names, *saved.value_names))
     passed_over = [name for name in empty if below(name)]
     if passed_over:
+        where = _first_lines(passed_over)
         warnings.warn(
-            f"{path}: nothing was loaded below {_few(passed_over)}, where the state dict is empty and the checkpoint is not; "
+            f"{path}: nothing was loaded below {where}, where the state dict is empty and the checkpoint is not; "
             "make the state exist before loading (get_optimizer_state_dict does for an optimizer)",
             stacklevel=3,
         )
@@ -128,5 +129,5 @@ def _empty(value: Any, name: str) -> Iterator[str]:
         yield name
 
 
-def _few(lines: tuple[str, ...] | list[str]) -> str:
+def _first_lines(lines: tuple[str, ...] | list[str]) -> str:
     return "; ".join(lines[:3]) + (f"; and {len(lines) - 3} more" if len(lines) > 3 else "")

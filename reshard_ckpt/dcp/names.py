@@ -1,9 +1,9 @@
-"""Which of DCP's flat names stand for which values of a checkpoint, and the other way round?
+"""Conversion between the flat names of DCP's values and the values of a checkpoint.
 
 DCP names every leaf of dicts, and of lists that hold dicts: ``optimizer.param_groups.0.lr``. This library names a list without
-tensors as one value, ``optimizer.param_groups``. `joined` makes such values of DCP's leaves, `leaves` makes DCP's leaves of a
-value; so a checkpoint says the same whoever saved it. The groups of an optimizer have two sets of names with DCP, by number and
-by parameter (``optimizer.param_groups.layer.weight.lr``); `leaves` gives both.
+tensors as one value, ``optimizer.param_groups``. `join_leaves` makes such values of DCP's leaves; `leaves` makes DCP's leaves of
+a value. So a checkpoint has the same names whoever saved it. DCP has two sets of names for the groups of an optimizer: by number,
+and by parameter (``optimizer.param_groups.layer.weight.lr``). `leaves` gives both.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ..core.catalog.specs import ValueKind, ValueSpec
 from ..format.values import encode_path, encode_value
 from ..state.flattened import GROUPS, STATE, is_flattened
 from ..state.scan import Index, Path, name_of, path_keys
-from .forms import nested
+from .state_dicts import nested
 
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One of DCP's values: its keys (a step into a list is an int), and itself."""
+    """One of DCP's values: its keys (an index into a list is an int), and the value itself."""
 
     path: tuple[str | int, ...]
     value: Any
@@ -34,7 +34,7 @@ class Leaf:
 
 
 def leaves(path: tuple[str | int, ...], value: Any, kind: ValueKind) -> Iterator[Leaf]:
-    """What DCP would call the parts of a saved value."""
+    """Yield the parts of a saved value under DCP's names."""
     yield from _leaves(path, value)
     if kind is ValueKind.PARAM_GROUPS:
         for group in value:
@@ -46,25 +46,25 @@ def _leaves(path: tuple[str | int, ...], value: Any) -> Iterator[Leaf]:
     if isinstance(value, Mapping):
         for key, child in value.items():
             yield from _leaves((*path, str(key)), child)
-    elif _is_opened(value):
+    elif _is_flattened_list(value):
         for index, child in enumerate(value):
             yield from _leaves((*path, index), child)
     else:
         yield Leaf(path, value)
 
 
-def _is_opened(value: Any) -> bool:
-    """Whether DCP names the elements of a value: of a list that holds dicts or tensors, at any depth of lists."""
-    return isinstance(value, list) and any(isinstance(v, Mapping | torch.Tensor) or _is_opened(v) for v in value)
+def _is_flattened_list(value: Any) -> bool:
+    """Return whether DCP names the elements of a value: a list that holds dicts or tensors, at any depth of lists."""
+    return isinstance(value, list) and any(isinstance(v, Mapping | torch.Tensor) or _is_flattened_list(v) for v in value)
 
 
 def dcp_path(path: Path) -> tuple[str | int, ...]:
-    """The keys to a value, as DCP spells them."""
+    """Return the keys to a value, as DCP spells them."""
     return tuple(int(key) if isinstance(key, Index) else str(key) for key in path)
 
 
-def joined(found: Iterable[Leaf], others: Iterable[tuple[str | int, ...]]) -> list[ValueSpec]:
-    """The values that DCP's leaves are parts of.
+def join_leaves(found: Iterable[Leaf], others: Iterable[tuple[str | int, ...]]) -> list[ValueSpec]:
+    """Assemble the values that DCP's leaves are parts of.
 
     Parameters
     ----------
@@ -73,26 +73,26 @@ def joined(found: Iterable[Leaf], others: Iterable[tuple[str | int, ...]]) -> li
     """
     tree = _Tree()
     for path in others:
-        tree.put(path, _OTHER)
+        tree.put(path, _UNAVAILABLE)
     for leaf in found:
         tree.put(leaf.path, leaf)
     return list(_values(tree, ()))
 
 
-class _Other:
-    """What is no value at hand."""
+class _Unavailable:
+    """A tensor, or a value whose bytes are not at hand."""
 
 
-_OTHER = _Other()
+_UNAVAILABLE = _Unavailable()
 
 
 class _Tree:
-    """Children by key, which are trees, leaves or others."""
+    """Children by key, which are trees, leaves or unavailable."""
 
     def __init__(self) -> None:
-        self.children: dict[str | int, _Tree | Leaf | _Other] = {}
+        self.children: dict[str | int, _Tree | Leaf | _Unavailable] = {}
 
-    def put(self, path: Sequence[str | int], what: Leaf | _Other) -> None:
+    def put(self, path: Sequence[str | int], what: Leaf | _Unavailable) -> None:
         node = self
         for key in path[:-1]:
             child = node.children.get(key)
@@ -110,16 +110,16 @@ class _Tree:
         """Whether all below is at hand, and each list has all its elements (DCP leaves out empty dicts)."""
         if self.is_list and set(self.children) != set(range(len(self.children))):
             return False
-        return all(child.is_whole if isinstance(child, _Tree) else child is not _OTHER for child in self.children.values())
+        return all(child.is_whole if isinstance(child, _Tree) else child is not _UNAVAILABLE for child in self.children.values())
 
     def value(self) -> Any:
-        """The lists and dicts that this was."""
+        """Return the dicts and lists that were flattened."""
         values = {key: _value(child) for key, child in self.children.items()}
         return [values[i] for i in range(len(values))] if self.is_list else values
 
 
-def _value(node: _Tree | Leaf | _Other) -> Any:
-    assert not isinstance(node, _Other)
+def _value(node: _Tree | Leaf | _Unavailable) -> Any:
+    assert not isinstance(node, _Unavailable)
     return node.value() if isinstance(node, _Tree) else node.value
 
 
@@ -141,7 +141,7 @@ def _values(node: _Tree, path: Path) -> Iterator[ValueSpec]:
 
 
 def _flattened_values(node: _Tree, path: Path) -> Iterator[ValueSpec]:
-    """The values of an optimizer's flattened state dict."""
+    """Yield the values of an optimizer's flattened state dict."""
     flat = {str(key): child.value for key, child in node.children.items() if isinstance(child, Leaf)}
     if not is_flattened(flat):
         yield from (_spec((*path, key), ValueKind.PLAIN, value) for key, value in flat.items())
@@ -159,8 +159,8 @@ def _are_groups(value: Any) -> bool:
     )
 
 
-def _is_state(node: _Tree | Leaf | _Other | None) -> bool:
-    """Whether this is, or may have been, the state of an optimizer by parameter; DCP leaves out what is empty."""
+def _is_state(node: _Tree | Leaf | _Unavailable | None) -> bool:
+    """Return whether this is, or may have been, the state of an optimizer by parameter; DCP leaves out what is empty."""
     return node is None or (isinstance(node, _Tree) and all(isinstance(entry, _Tree) for entry in node.children.values()))
 
 

@@ -1,9 +1,8 @@
-"""How does DCP read what this library can open? With a storage reader that answers DCP's plans from the catalog.
+"""A storage reader for `torch.distributed.checkpoint.load` that answers DCP's plans from a catalog.
 
-1. `read_metadata` shows each tensor to DCP as one chunk: where its bytes lie is the catalog's business, so DCP's plan has one
-   read for each part that a rank wants.
-2. `read_data` loads all of these at once, as `checkpoint.load` does: exactly the bytes that are wanted, every block proved.
-3. Values go to the planner as it expects them, encoded by ``torch.save``. They are under the names that DCP gives their parts.
+1. `read_metadata` shows each tensor to DCP as one chunk, so DCP's plan has one read for each part that a rank wants.
+2. `read_data` loads all of these at once, as `checkpoint.load` does: exactly the bytes that are wanted, every block verified.
+3. Values go to the planner as it expects them: encoded by ``torch.save``, under the names that DCP gives their parts.
 """
 
 from __future__ import annotations
@@ -28,10 +27,9 @@ from ..engine.loading.ties import conflicts
 from ..errors import MismatchError
 from ..format.torch_dtypes import dtype_code
 from ..formats.foreign import RawValue
-from ..formats.opening import Source, open_source
+from ..formats.source import Source, open_source
 from ..storage import resolved_path
-from .described import Elsewhere, Found, Opaque, all_values, metadata_of
-from .folders import FORMATS_AS_SAVED
+from .metadata import FORMATS_AS_SAVED, OpaqueValue, SavedItem, UnavailableValue, all_values, metadata_of
 from .writer import Path, is_path
 
 
@@ -62,7 +60,7 @@ class ReshardReader(StorageReader):
         self._path, self._at, self._verify = path, resolved_path(path), verify
         self._held = ExitStack()
         self._source: Source | None = None
-        self._values: dict[str, Found] = {}
+        self._values: dict[str, SavedItem] = {}
 
     @property
     def checkpoint_id(self) -> Path:
@@ -71,7 +69,7 @@ class ReshardReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Path) -> bool:
-        """Whether a store serves this path."""
+        """Return whether a store serves this path."""
         return is_path(checkpoint_id)
 
     def reset(self, checkpoint_id: Path | None = None) -> None:
@@ -117,7 +115,7 @@ class ReshardReader(StorageReader):
         assert self._source is not None
         storage, saved = self._source.storage, self._source.catalog
         targets = [planner.resolve_tensor(item).detach() for item in items]
-        wanted = [(_wanted(saved, item, target), target) for item, target in zip(items, targets, strict=True)]
+        wanted = [(_target_spec(saved, item, target), target) for item, target in zip(items, targets, strict=True)]
         # DCP converts what it loads to the dtype of the tensor that it loads into.
         options = LoadOptions(verify=self._verify, cast=True)
         resolved = resolve(saved, wanted, options)
@@ -132,11 +130,11 @@ class ReshardReader(StorageReader):
     def _bytes(self, name: str) -> io.BytesIO:
         assert self._source is not None
         value = self._values[name]
-        if isinstance(value, Elsewhere):
+        if isinstance(value, UnavailableValue):
             raise MismatchError(value.problem, [value.problem])
         if isinstance(value, RawValue):
             return io.BytesIO(value.read(self._source.storage))
-        if isinstance(value, Opaque):
+        if isinstance(value, OpaqueValue):
             return io.BytesIO(read_blob(self._source.storage, self._source.catalog, value.blob, self._verify))
         out = io.BytesIO()
         torch.save(value.value, out)
@@ -144,8 +142,8 @@ class ReshardReader(StorageReader):
         return out
 
 
-def _wanted(saved: Catalog, item: ReadItem, target: torch.Tensor) -> TensorSpec:
-    """The box that a read item wants, in the memory that the planner gave for it."""
+def _target_spec(saved: Catalog, item: ReadItem, target: torch.Tensor) -> TensorSpec:
+    """Describe the box that a read item wants, in the memory that the planner gave for it."""
     name, lengths = item.storage_index.fqn, tuple(item.lengths)
     if tuple(target.shape) != lengths:
         problem = f"{name}: the plan reads {lengths}, into a tensor of {tuple(target.shape)}; correct the planner"

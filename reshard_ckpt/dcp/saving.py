@@ -1,4 +1,4 @@
-"""How does a trainer that calls DCP save? With the same calls, by `checkpoint.save` and its engine."""
+"""`save` and `async_save`: the calls of `torch.distributed.checkpoint`, by the engine of `checkpoint.save`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ..comm import open_session
 from ..engine.saving.async_save import SaveHandle, tell
 from ..errors import CheckpointError
 from ..storage import resolved_path
-from .arguments import Path, check_collective, group_of, named_path, save_path, stages_later
-from .by_torch import by_torch, is_dcps_alone, is_own_planner
-from .calls import called_as_torch
-from .described import SavedMetadata
-from .forms import opened, saving_form
-from .raised import as_torch_raises
+from .arguments import Path, check_collective, group_of, named_path, save_path, uses_async_staging
+from .calls import torch_compatible
+from .metadata import SavedMetadata
+from .state_dicts import call_state_dicts, saving_form
+from .torch_calls import call_torch, is_custom, is_custom_planner
+from .torch_errors import as_torch_error
 
 try:
     from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
@@ -41,12 +41,12 @@ except ImportError:  # older releases, such as 2.6, have none
         upload_completion: Future[None]
 
 
-__all__ = ["AsyncCheckpointerType", "AsyncSaveResponse", "SaveFuture", "async_save", "raised_on_all", "save"]
+__all__ = ["AsyncCheckpointerType", "AsyncSaveResponse", "SaveFuture", "async_save", "save", "share_errors"]
 
 Made = TypeVar("Made")
 
 
-@called_as_torch("storage_writer")
+@torch_compatible("storage_writer")
 def save(
     state_dict: Mapping[str, Any],
     *,
@@ -89,23 +89,23 @@ def save(
     CheckpointError
         As `checkpoint.save`. All of these are torch's `CheckpointException` too.
     """
-    if is_dcps_alone("storage_writer", storage_writer) or is_own_planner(planner, saving=True):
+    if is_custom("storage_writer", storage_writer) or is_custom_planner(planner, saving=True):
         options = {"planner": planner, "process_group": process_group, "no_dist": no_dist, "use_collectives": use_collectives}
         path = named_path(checkpoint_id, storage_writer)
-        done: Metadata = by_torch("save", state_dict, "storage_writer", path, storage_writer=storage_writer, **options)
+        done: Metadata = call_torch("save", state_dict, "storage_writer", path, storage_writer=storage_writer, **options)
         return done
     group = group_of(process_group, no_dist)
 
     def make() -> tuple[Path, dict[str, Any]]:
         check_collective(use_collectives)
         path = save_path(checkpoint_id, storage_writer)
-        return path, saving_form(opened(state_dict, in_order=False))
+        return path, saving_form(call_state_dicts(state_dict, in_order=False))
 
-    path, form = raised_on_all("save", named_path(checkpoint_id, storage_writer), group, make)
+    path, form = share_errors("save", named_path(checkpoint_id, storage_writer), group, make)
     return SavedMetadata.of(path, resolved_path(path), save_checkpoint(path, form, process_group=group).save_id)
 
 
-@called_as_torch(None)
+@torch_compatible(None)
 def async_save(
     state_dict: Mapping[str, Any],
     *,
@@ -125,7 +125,7 @@ def async_save(
     state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist, use_collectives
         As for `save`.
     async_checkpointer_type
-        ``THREAD`` or ``PROCESS``: threads of this process save in either case; the guide "Coming from DCP" says why.
+        ``THREAD`` or ``PROCESS``: threads of this process save in either case; the guide "Coming from DCP" explains why.
     async_stager
         None: the state may change once this returns. A `DefaultStager` with ``use_async_staging``: it may change once
         ``staging_completion`` is done. With one of the caller's own, torch's own function runs.
@@ -137,15 +137,15 @@ def async_save(
         commit.
     """
     kind = AsyncCheckpointerType(getattr(async_checkpointer_type, "value", async_checkpointer_type))
-    own = [is_dcps_alone("storage_writer", storage_writer), is_dcps_alone("async_stager", async_stager)]
-    if any(own) or is_own_planner(planner, saving=True):
+    own = [is_custom("storage_writer", storage_writer), is_custom("async_stager", async_stager)]
+    if any(own) or is_custom_planner(planner, saving=True):
         options = {"planner": planner, "process_group": process_group, "no_dist": no_dist, "use_collectives": use_collectives}
         options |= {
             "async_stager": async_stager,
             "async_checkpointer_type": None if kind is AsyncCheckpointerType.THREAD else kind,
         }
         path = named_path(checkpoint_id, storage_writer)
-        response: Future[Metadata] = by_torch(
+        response: Future[Metadata] = call_torch(
             "async_save", state_dict, "storage_writer", path, storage_writer=storage_writer, **options
         )
         return response
@@ -154,17 +154,17 @@ def async_save(
     def make() -> tuple[Path, dict[str, Any], bool]:
         check_collective(use_collectives)
         path = save_path(checkpoint_id, storage_writer)
-        return path, saving_form(opened(state_dict, in_order=False)), stages_later(async_stager)
+        return path, saving_form(call_state_dicts(state_dict, in_order=False)), uses_async_staging(async_stager)
 
-    path, form, later = raised_on_all("save", named_path(checkpoint_id, storage_writer), group, make)
+    path, form, later = share_errors("save", named_path(checkpoint_id, storage_writer), group, make)
     handle = begin_save(path, form, staging="promised" if later else "eager", process_group=group)
     staging, upload = _futures(handle, path)
-    # Torch says that the result of the second is None, and makes it the metadata.
+    # Torch annotates the result of the second as None, and makes it the metadata.
     return AsyncSaveResponse(staging_completion=staging, upload_completion=upload) if later else upload  # type: ignore[arg-type]
 
 
 class SaveFuture(Future[Metadata]):
-    """The future of a save; who asks it has been told of an error, which is otherwise raised by the next save."""
+    """The future of a save. Asking it for its error counts as handled; otherwise the next save raises the error."""
 
     def __init__(self, handle: SaveHandle) -> None:
         super().__init__()
@@ -191,14 +191,14 @@ def _futures(handle: SaveHandle, path: Path) -> tuple[Future[None], SaveFuture]:
         if error is None:
             upload.set_result(SavedMetadata.of(path, at, save_id))
         else:
-            upload.set_exception(as_torch_raises(error) if isinstance(error, CheckpointError) else error)
+            upload.set_exception(as_torch_error(error) if isinstance(error, CheckpointError) else error)
 
     tell(handle, staged=lambda: staging.set_result(None), done=done)
     return staging, upload
 
 
-def raised_on_all(kind: str, path: Path | None, group: Any, make: Callable[[], Made]) -> Made:
-    """What `make` returns; an error in it is raised on all ranks, which would otherwise wait for this one in their session."""
+def share_errors(kind: str, path: Path | None, group: Any, make: Callable[[], Made]) -> Made:
+    """Call `make`; raise an error in it on all ranks, which would otherwise wait for this rank in their session."""
     try:
         return make()
     except Exception:

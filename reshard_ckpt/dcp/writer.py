@@ -1,10 +1,10 @@
-"""How does DCP write checkpoints of this library? With a storage writer that writes shard files, and commits in `finish`.
+"""A storage writer for `torch.distributed.checkpoint.save` that writes shard files, and commits them in `finish`.
 
-1. On the coordinator, `prepare_global_plan` looks at what the path holds, and names the save.
+1. On the coordinator, `prepare_global_plan` looks at what the path holds, and makes the id of the save.
 2. Every rank's `write_data` writes the items of its plan as one shard file. Objects that are plain values are stored as such;
-   others remain what the planner made of them, bytes that nobody here looks into.
-3. `finish` gathers what was written as every save does: the shards must tile each tensor, the coordinator must see each file, and
-   the catalog appears at once.
+   of all others the planner's bytes are stored, undecoded.
+3. `finish` commits as every save does: the shards must tile each tensor, the coordinator must see each file, and the catalog
+   appears at once.
 """
 
 from __future__ import annotations
@@ -42,50 +42,50 @@ from ..format.torch_dtypes import dtype_code
 from ..format.values import encode_value
 from ..storage import open_storage, resolved_path
 from .committing import Stored, commit_written
-from .placed import placed
+from .placements import rank_metadata
 
 MAX_SENT_BYTES = 1 << 20
 """A value up to this size goes to the coordinator, which puts it into the catalog; a larger one is written by its rank."""
 
-MAX_TURNS = 64
+MAX_SAVE_IDS = 64
 """Ids of saves that are remembered; more than a job has planners that keep plans."""
 
 Path = str | os.PathLike[str]
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """What the coordinator tells a rank: the id of the save, and the rank's number."""
+class SaveTicket:
+    """What the coordinator attaches to a rank's plan: the id of the save, and the rank's number."""
 
     save_id: str
     rank: int
 
 
-class _Turns:
-    """How often this process was given each id: a planner that keeps its plans gives one of an earlier save again."""
+class _UsedSaveIds:
+    """How often this process was given each id: a planner that keeps its plans gives an earlier save's id again."""
 
     def __init__(self) -> None:
         self._lock, self._used = threading.Lock(), OrderedDict[str, int]()
 
     def take(self, save_id: str) -> str:
-        """An id that was not used before: the given one, or one that follows from it, on each rank the same."""
+        """Return an id that was not used before: the given one, or one derived from it, the same on each rank."""
         with self._lock:
             times = self._used[save_id] = self._used.pop(save_id, -1) + 1
-            if len(self._used) > MAX_TURNS:
+            if len(self._used) > MAX_SAVE_IDS:
                 self._used.popitem(last=False)
         if not times:
             return save_id
         return f"{save_id[:-8]}{hashlib.blake2s(f'{save_id} {times}'.encode(), digest_size=4).hexdigest()}"
 
 
-_TURNS = _Turns()
+_USED_SAVE_IDS = _UsedSaveIds()
 
 
 class ReshardWriter(StorageWriter):
     """Writes checkpoints of this library for `torch.distributed.checkpoint.save` and `async_save`.
 
     What it writes is an ordinary checkpoint: `checkpoint.load` and all tools open it, and it exists from the moment at which it
-    is whole. DCP's plans do not say how tensors lie on the mesh of the job; it is recorded if the planner holds the state that it
+    is whole. DCP's plans lack how tensors lie on the mesh of the job; it is recorded if the planner holds the state that it
     was given, as torch's own does.
 
     Parameters
@@ -116,7 +116,7 @@ class ReshardWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Path) -> bool:
-        """Whether a store serves this path."""
+        """Return whether a store serves this path."""
         return is_path(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta | None:
@@ -138,19 +138,19 @@ class ReshardWriter(StorageWriter):
         save_id = self._save_id = new_save_id()
         with open_storage(self._at) as storage:
             self._before = look(storage)
-        return [dataclasses.replace(plan, storage_data=Turn(save_id, rank)) for rank, plan in enumerate(plans)]
+        return [dataclasses.replace(plan, storage_data=SaveTicket(save_id, rank)) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        turn = plan.storage_data
-        if not isinstance(turn, Turn):
+        ticket = plan.storage_data
+        if not isinstance(ticket, SaveTicket):
             raise UnsupportedError("the plan is not one that this writer prepared; use the planner with this writer alone")
         job = _Job(plan.items, planner)
         with open_storage(self._at) as storage:
-            save_id = _TURNS.take(turn.save_id)
-            layouts = lay_out_members([part.member for part in job.parts], save_id, turn.rank)
+            save_id = _USED_SAVE_IDS.take(ticket.save_id)
+            layouts = lay_out_members([part.member for part in job.parts], save_id, ticket.rank)
             receipt = write_files(storage, job.assignment(save_id), layouts, job.chunks_of, np.zeros(0, np.uint64), Recorder())
         future: Future[list[WriteResult]] = Future()
-        future.set_result([*job.results(receipt), *_where_tensors_lie(planner, turn.rank)])
+        future.set_result([*job.results(receipt), *_placement_results(planner, ticket.rank)])
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -160,14 +160,14 @@ class ReshardWriter(StorageWriter):
         metadata.storage_meta = self.storage_meta()
 
 
-def _where_tensors_lie(planner: SavePlanner, rank: int) -> list[WriteResult]:
-    """What the coordinator is told beside the results of the items."""
-    found = placed(planner, rank)
+def _placement_results(planner: SavePlanner, rank: int) -> list[WriteResult]:
+    """Wrap this rank's metadata for the coordinator as one more result."""
+    found = rank_metadata(planner, rank)
     return [] if found is None else [WriteResult(MetadataIndex(""), 0, found)]
 
 
 def is_path(checkpoint_id: object) -> bool:
-    """Whether a store serves this path."""
+    """Return whether a store serves this path."""
     if not isinstance(checkpoint_id, str | os.PathLike):
         return False
     try:
@@ -179,7 +179,7 @@ def is_path(checkpoint_id: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One member of the file: a box of a tensor, whose data the planner is asked for when its turn comes, or bytes."""
+    """One member of the file: a box of a tensor, which the planner is asked for when it is written, or bytes."""
 
     item: WriteItem
     member: Member
@@ -188,7 +188,7 @@ class _Part:
 
 
 class _Job:
-    """What one rank writes, in the order of its files, and what it sends along."""
+    """What one rank writes, in the order of its files, and the small values that it sends to the coordinator."""
 
     def __init__(self, items: Sequence[WriteItem], planner: SavePlanner) -> None:
         self._planner = planner
@@ -203,18 +203,19 @@ class _Job:
         self.parts = sorted(parts, key=lambda part: -ITEM_BYTES[part.member.dtype])
 
     def _value_part(self, item: WriteItem) -> _Part | None:
-        """The bytes of a large or opaque value; of a small one nothing, for it is sent."""
+        """Return the bytes of a large or opaque value; a small one is sent to the coordinator, and None returned."""
         name = item.index.fqn
-        data, is_opaque = _encoded(item, self._planner)
+        data, is_opaque = _encode(item, self._planner)
         if not is_opaque and len(data) <= MAX_SENT_BYTES:
             self._sent.append((item, Stored(name, value=data)))
             return None
         blob = opaque_name(name) if is_opaque else blob_name(name, None)
         size = (len(data),)
-        return _Part(item, Member(blob, "U8", size, len(data)), Stored(name, "U8", size, (0,), size, blob=blob), data)
+        stored = Stored(name, "U8", size, (0,), size, blob=blob)
+        return _Part(item, Member(blob, "U8", size, len(data)), stored, data)
 
     def chunks_of(self, layout: FileLayout) -> Iterator[memoryview]:
-        """The bytes of a file, front to back; each tensor is asked for when its turn comes."""
+        """Yield the bytes of a file, front to back; each tensor is asked for when it is written."""
         yield memoryview(layout.header)
         scratch = torch.empty(WRITE_BYTES, dtype=torch.uint8)
         for part in self.parts[layout.items]:
@@ -242,12 +243,12 @@ class _Job:
         return tensor
 
     def assignment(self, save_id: str) -> Assignment:
-        """These parts as what a rank of a save is told to write; none is to be compared with another rank's."""
+        """Make the assignment of a save from these parts; none is to be compared with another rank's."""
         none, each = np.zeros(0, np.int64), np.zeros(len(self.parts), np.int64)
         return Assignment(save_id, each, each, each, RunColumns(none, none, none))
 
     def results(self, receipt: Receipt) -> list[WriteResult]:
-        """What DCP is told, with what the coordinator has to know."""
+        """Return the results for DCP, with what the coordinator needs to commit."""
         out = [WriteResult(item.index, len(stored.value or b""), stored) for item, stored in self._sent]
         for part, file, offset in zip(self.parts, receipt.file.tolist(), receipt.offset.tolist(), strict=True):
             stored = dataclasses.replace(part.stored, file=receipt.files[file], offset=offset)
@@ -265,26 +266,26 @@ def _tensor_part(item: WriteItem) -> _Part:
     return _Part(item, member, Stored(name, code, shape, offsets, lengths))
 
 
-def _encoded(item: WriteItem, planner: SavePlanner) -> tuple[bytes, bool]:
-    """A value as this library encodes it; or as the planner does, and True, where it is no plain one."""
+def _encode(item: WriteItem, planner: SavePlanner) -> tuple[bytes, bool]:
+    """Encode a value; where it is no plain one, return the planner's bytes and True."""
     try:
         return encode_value(_plain(item, planner), item.index.fqn), False
     except UnsupportedError:
-        return _resolved(item, planner).getvalue(), True
+        return _resolve(item, planner).getvalue(), True
 
 
 def _plain(item: WriteItem, planner: SavePlanner) -> Any:
-    """The object itself, if the planner shows it; otherwise what its bytes say, if that is tensors and plain data only."""
+    """Return the object itself if the planner gives it; otherwise decode its bytes, if they are tensors and plain data only."""
     if isinstance(planner, DefaultSavePlanner) and _is_default(type(planner)):
         return planner.lookup_object(item.index)
     try:
-        return torch.load(_resolved(item, planner), weights_only=True)
+        return torch.load(_resolve(item, planner), weights_only=True)
     except Exception as error:  # torch raises pickle's errors, zip's and others, which have no class in common
         raise UnsupportedError(f"{item.index.fqn}: is no plain value ({error})") from error
 
 
 def _is_default(kind: type[DefaultSavePlanner]) -> bool:
-    """Whether planners of this class find and encode objects as torch's default one does."""
+    """Return whether planners of this class find and encode objects as torch's default one does."""
     default = DefaultSavePlanner
     return (kind.resolve_data, kind.transform_object, kind.lookup_object) == (
         default.resolve_data,
@@ -293,8 +294,8 @@ def _is_default(kind: type[DefaultSavePlanner]) -> bool:
     )
 
 
-def _resolved(item: WriteItem, planner: SavePlanner) -> io.BytesIO:
-    """The bytes of an object, as the planner makes them."""
+def _resolve(item: WriteItem, planner: SavePlanner) -> io.BytesIO:
+    """Return the bytes of an object, as the planner makes them."""
     raw = planner.resolve_data(item)
     assert isinstance(raw, io.BytesIO)
     raw.seek(0)

@@ -1,1 +1,1 @@
-"""Files of other libraries: each format is a catalog over its own files, and some are written too."""
+"""Checkpoints of other libraries: each format gives a catalog over its own files, and some are written, too."""

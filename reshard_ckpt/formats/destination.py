@@ -1,12 +1,13 @@
-"""How does a file or folder appear whole, or not at all? Made in a folder beside its place, and moved there when it is durable.
+"""Output files and folders that appear whole or not at all: made in a folder beside their place, and moved there when durable.
 
-1. The folder is ``.NAME.….partial``, which nothing takes for a checkpoint. Who works in it holds a lock there, which the system
-   releases when that process dies; so a second conversion to the same place is refused, and what a killed one left is known.
-2. What a killed one left is removed by the next one to the same place, or taken up again: where the caller names what it makes
-   (`identity`), the folder is called after that, and found by who makes the same.
-3. What is replaced changes places with the new in one step of the file system. Where that has no such step (NFS), it is moved
-   aside first, to ``.NAME.….replaced``: a cut between the two moves leaves nothing in its place until the next conversion to it
-   puts it back.
+1. The folder is ``.NAME.….partial``, which nothing takes for a checkpoint. The process that works in it holds a lock there, which
+   the system releases when that process dies. So a second conversion to the same place is refused, and a dead one's folder is
+   recognized.
+2. The next conversion to the same place removes what a killed one left, or continues it. To continue, the caller passes an
+   `identity` of the result, which is part of the folder's name.
+3. The result and what it replaces change places in one step of the file system. A file system without such a step (NFS) moves the
+   old one aside first, to ``.NAME.….replaced``. A cut between the two moves leaves nothing in its place until the next conversion
+   puts the old one back.
 """
 
 from __future__ import annotations
@@ -23,38 +24,38 @@ from ..errors import CheckpointError, CheckpointNotFound, StorageError, UsageErr
 from ..storage import LocalStorage, Lock, LocksUnsupported, MissingKey, open_storage
 from ..storage.posix import Explained, sync_folder
 from ..storage.swap import swap
-from .opening import open_source
+from .source import open_source
 
 _LOCK, _RESULT, _NOTES, _WHOLE = "lock", "result", "notes", "whole"
 _TRIES = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Making:
-    """Where a result is made.
+class OutputFolder:
+    """The place in which a result is made.
 
     Attributes
     ----------
     result
         The path of the file or folder to be. A folder may hold what an attempt left that was killed.
-    notes
-        A folder for what the next attempt should know; it goes when the result is in its place.
+    resume_info
+        A folder for what the next attempt needs, such as digests of finished files; it is deleted once the result is in place.
     """
 
     result: str
-    notes: str
+    resume_info: str
 
 
 @contextmanager
-def new_folder(dst: str, src: str, *, identity: str | None = None, overwrite: bool) -> Iterator[Making]:
-    """A folder that is at `dst` once the block is done; `src` is what is read meanwhile.
+def new_folder(dst: str, src: str, *, identity: str | None = None, overwrite: bool) -> Iterator[OutputFolder]:
+    """Make a folder that is at `dst` once the block is done; `src` is what is read meanwhile.
 
     Where the block raises, nothing is left. Where the process is killed, who passes the same `identity` finds what was made.
 
     Parameters
     ----------
     identity
-        A few hexadecimal digits that say what is made, the same only for the same result; None makes it anew each time.
+        A few hexadecimal digits, equal only for equal results; None makes the result anew each time.
 
     Raises
     ------
@@ -63,63 +64,63 @@ def new_folder(dst: str, src: str, *, identity: str | None = None, overwrite: bo
     StorageError
         Another conversion to `dst` is under way.
     """
-    with _beside(dst, src, identity, overwrite=overwrite) as (path, partial):
-        making = Making(os.path.join(partial, _RESULT), os.path.join(partial, _NOTES))
-        os.makedirs(making.result, exist_ok=True)
-        yield making
+    with _partial_folder(dst, src, identity, overwrite=overwrite) as (path, partial):
+        output = OutputFolder(os.path.join(partial, _RESULT), os.path.join(partial, _NOTES))
+        os.makedirs(output.result, exist_ok=True)
+        yield output
         whole = os.path.join(partial, _WHOLE)  # what is replaced must not be taken for a result, should this be cut off now
-        os.rename(making.result, whole)
-        _put(whole, path)
+        os.rename(output.result, whole)
+        _move_into_place(whole, path)
 
 
 @contextmanager
 def new_file(dst: str, src: str, *, overwrite: bool) -> Iterator[str]:
-    """The path of a file to be made, which is at `dst` once the block is done."""
-    with _beside(dst, src, None, overwrite=overwrite) as (path, partial):
+    """Yield the path of a file to be made, which is moved to `dst` once the block is done."""
+    with _partial_folder(dst, src, None, overwrite=overwrite) as (path, partial):
         if os.path.isdir(path) and not os.listdir(path):
             raise UsageError(f"{path}: is a folder, and the result is one file; pass the path of a file in it")
         made = os.path.join(partial, os.path.basename(path))
         yield made
-        _put(made, path)
+        _move_into_place(made, path)
 
 
 @contextmanager
-def _beside(dst: str, src: str, identity: str | None, *, overwrite: bool) -> Iterator[tuple[str, str]]:
-    """The absolute path of the destination, and a folder beside it that is this process's alone."""
-    path = _checked(dst, src, overwrite=overwrite)
+def _partial_folder(dst: str, src: str, identity: str | None, *, overwrite: bool) -> Iterator[tuple[str, str]]:
+    """Yield the absolute path of the destination, and a folder beside it that only this process uses."""
+    path = _check_destination(dst, src, overwrite=overwrite)
     with Explained("write", path):
-        _make_durable(os.path.dirname(path))
-        partial, lock = _taken(path, identity)
+        _make_durable_folder(os.path.dirname(path))
+        partial, lock = _lock_partial_folder(path, identity)
         with lock or nullcontext():
             try:
                 if lock is not None:
-                    _clear(path, partial)
-                _checked(dst, src, overwrite=overwrite)  # somebody may have been quicker
+                    _remove_leftovers(path, partial)
+                _check_destination(dst, src, overwrite=overwrite)  # another process may have been quicker
                 yield path, partial
             finally:
                 shutil.rmtree(partial, ignore_errors=True)  # before the lock is let go: then it may be another's
 
 
-def _taken(path: str, identity: str | None) -> tuple[str, Lock | None]:
-    """The folder to work in, and the lock that says so; None where the file system has no locks."""
+def _lock_partial_folder(path: str, identity: str | None) -> tuple[str, Lock | None]:
+    """Make the folder to work in and lock it; the lock is None where the file system has none."""
     for _ in range(_TRIES):
-        partial = _name_beside(path, identity, "partial")
+        partial = _sibling(path, identity, "partial")
         try:
-            lock = _locked(partial)
+            lock = _make_and_lock(partial)
         except LocksUnsupported:
-            # Nobody can tell who is alive, so everybody works alone and leaves the others' folders be.
+            # Without locks a dead process's folder looks like a live one's: each works in one of its own and removes no other.
             shutil.rmtree(partial, ignore_errors=True)
-            os.mkdir(partial := _name_beside(path, None, "partial"))
+            os.mkdir(partial := _sibling(path, None, "partial"))
             return partial, None
         except MissingKey:
-            continue  # just before it was locked, somebody took it for a dead one's and removed it
+            continue  # just before it was locked, another process took it for a dead one's and removed it
         if lock is None:
-            raise _busy(path)
+            raise _busy_error(path)
         return partial, lock
-    raise _busy(path)
+    raise _busy_error(path)
 
 
-def _locked(partial: str) -> Lock | None:
+def _make_and_lock(partial: str) -> Lock | None:
     """Make a folder, if it is not there, and lock it."""
     with suppress(FileExistsError):
         os.mkdir(partial)
@@ -132,12 +133,12 @@ def _locked(partial: str) -> Lock | None:
         raise
 
 
-def _busy(path: str) -> StorageError:
+def _busy_error(path: str) -> StorageError:
     return StorageError(f"{path}: another conversion writes there now; wait for its end, or pass another path")
 
 
-def _clear(path: str, mine: str) -> None:
-    """Remove what attempts left that were killed, and put back what one had moved aside for a result that never came.
+def _remove_leftovers(path: str, mine: str) -> None:
+    """Remove what killed attempts left, and put back what one of them had moved aside for a result that never came.
 
     Raises
     ------
@@ -149,9 +150,9 @@ def _clear(path: str, mine: str) -> None:
     left = {os.path.join(folder, entry): found[1] for entry in os.listdir(folder) if (found := ours.fullmatch(entry))}
     for entry in (entry for entry, what in left.items() if what == "partial" and entry != mine):
         with suppress(MissingKey):
-            lock = _locked(entry)
+            lock = _make_and_lock(entry)
             if lock is None:
-                raise _busy(path)
+                raise _busy_error(path)
             with lock:
                 shutil.rmtree(entry, ignore_errors=True)
     for entry in (entry for entry, what in left.items() if what == "replaced"):
@@ -162,29 +163,29 @@ def _clear(path: str, mine: str) -> None:
     shutil.rmtree(os.path.join(mine, _WHOLE), ignore_errors=True)
 
 
-def _make_durable(folder: str) -> None:
-    """Make a folder and those above it that are missing, so that their names survive a power cut."""
+def _make_durable_folder(folder: str) -> None:
+    """Make a folder and its missing parents, so that their names survive a power cut."""
     if os.path.isdir(folder):
         return
     above = os.path.dirname(folder)
-    _make_durable(above)
+    _make_durable_folder(above)
     with suppress(FileExistsError):
         os.mkdir(folder)
     sync_folder(above)
 
 
-def _name_beside(path: str, identity: str | None, what: str) -> str:
+def _sibling(path: str, identity: str | None, what: str) -> str:
     folder, name = os.path.split(path)
     return os.path.join(folder, f".{name}.{(identity or uuid.uuid4().hex)[:12]}.{what}")
 
 
-def _checked(dst: str, src: str, *, overwrite: bool) -> str:
-    """The absolute path of a destination that may be written to."""
+def _check_destination(dst: str, src: str, *, overwrite: bool) -> str:
+    """Return the absolute path of a destination, after checking that it may be written to."""
     storage = open_storage(dst)
     if not isinstance(storage, LocalStorage):
         raise UsageError(f"{dst}: conversions are written to local files; pass a path without a scheme, and copy the result")
     path = storage.url
-    if not _holds_anything(path):
+    if not _is_occupied(path):
         return path
     if not overwrite:
         raise UsageError(f"{path}: already exists; pass another path, or overwrite=True to replace a checkpoint that is there")
@@ -201,19 +202,19 @@ def _checked(dst: str, src: str, *, overwrite: bool) -> str:
     return path
 
 
-def _holds_anything(path: str) -> bool:
-    """Whether there is something at a path, but an empty folder."""
+def _is_occupied(path: str) -> bool:
+    """Return whether there is something at a path other than an empty folder."""
     return os.path.lexists(path) and (os.path.islink(path) or not os.path.isdir(path) or bool(os.listdir(path)))
 
 
-def _put(made: str, path: str) -> None:
-    """Move what was made to its place; what is there goes with the folder that it was made in."""
+def _move_into_place(made: str, path: str) -> None:
+    """Move the result to its place; what it replaces is deleted with the folder that the result was made in."""
     both_files = os.path.isfile(made) and not os.path.isdir(path)
     replaced = None
-    if not _holds_anything(path) or both_files:
+    if not _is_occupied(path) or both_files:
         os.rename(made, path)
     elif not swap(made, path):
-        replaced = _name_beside(path, None, "replaced")
+        replaced = _sibling(path, None, "replaced")
         os.rename(path, replaced)
         os.rename(made, path)
     sync_folder(os.path.dirname(path))

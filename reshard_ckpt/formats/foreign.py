@@ -1,27 +1,27 @@
-"""What can be read of what other libraries wrote? Each format is an adapter that gives a catalog over its own files.
+"""The foreign formats that can be read, in the order in which they are tried. Each gives a catalog over its own files.
 
-Nothing is converted and no tensor data are read: a catalog says where the bytes lie, and the planner and the reader that serve
-the library's own checkpoints do the rest, resharding included.
+Nothing is converted and no tensor data are read: the catalog has the places of the bytes, and the planner and the reader of the
+library's own checkpoints do the rest, resharding included.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from .catalog_builder import FilePart, ForeignTensor
 from .dcp.format import DcpFormat
 from .protocol import Foreign, ForeignFormat, RawValue
 from .safetensors import SafetensorsFormat
-from .table import FilePart, ForeignTensor, build, whole
 from .torch_file import TorchFormat
 
-__all__ = ["FORMATS", "FilePart", "Foreign", "ForeignFormat", "ForeignTensor", "RawValue", "build", "open_foreign", "whole"]
+__all__ = ["FORMATS", "FilePart", "Foreign", "ForeignFormat", "ForeignTensor", "RawValue", "open_foreign"]
 
 FORMATS: tuple[ForeignFormat, ...] = (DcpFormat(), SafetensorsFormat(), TorchFormat())
 """In the order in which they are tried."""
 
 
 def open_foreign(path: str, formats: Sequence[ForeignFormat] = FORMATS) -> Foreign | None:
-    """Open what a path holds, in the first format that knows it; None if none does.
+    """Open what a path holds in the first format that recognizes it; return None if none does.
 
     Raises
     ------

@@ -1,8 +1,8 @@
-"""How does an optimizer's state dict, keyed by position, come to be keyed by the names of its parameters?
+"""Optimizer state dicts that are keyed by position, keyed anew by the names of their parameters.
 
-torch numbers the parameters of all groups in a row: ``{"state": {0: …}, "param_groups": [{"params": [0, 1], …}]}``. Which
-parameter a number means, only the program knows that made the optimizer, unless it was made of ``model.named_parameters()``: then
-its groups have ``param_names``.
+torch numbers the parameters of all groups in a row: ``{"state": {0: …}, "param_groups": [{"params": [0, 1], …}]}``. Only the
+program that made the optimizer knows which parameter a number means. An optimizer made of ``model.named_parameters()`` is the
+exception: its groups have ``param_names``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _MAX_DEPTH = 64
 
 
 def is_optimizer_state(value: Any) -> bool:
-    """Whether something is the state dict of a torch optimizer, keyed by position."""
+    """Return whether a value is the state dict of a torch optimizer, keyed by position."""
     if not isinstance(value, Mapping) or not {"state", "param_groups"} <= value.keys():
         return False
     state, groups = value["state"], value["param_groups"]
@@ -34,21 +34,21 @@ def _are_numbers(value: Any) -> bool:
     return isinstance(value, list | tuple) and all(type(v) is int for v in value)
 
 
-def with_names(state: Mapping[Any, Any]) -> tuple[Mapping[Any, Any], dict[str, str]]:
-    """The state with optimizers keyed by name as far as the names are there; and, for the others, what to do about it."""
+def key_by_name(state: Mapping[Any, Any]) -> tuple[Mapping[Any, Any], dict[str, str]]:
+    """Key the optimizers of a state by name where the state has the names; return advice for the others."""
     advice: dict[str, str] = {}
-    named = _with_names(state, (), advice)
+    named = _key_by_name(state, (), advice)
     assert isinstance(named, Mapping)
     return named, advice
 
 
-def _with_names(value: Any, path: tuple[Any, ...], advice: dict[str, str]) -> Any:
+def _key_by_name(value: Any, path: tuple[Any, ...], advice: dict[str, str]) -> Any:
     if len(path) > _MAX_DEPTH:
         raise CorruptError(f"{'.'.join(map(str, path[:3]))}…: is nested deeper than {_MAX_DEPTH} levels; use another copy")
     if is_optimizer_state(value):
         names = _names(value["param_groups"])
         if names is not None:
-            return _renamed(value, names)
+            return _key_by(value, names)
         where = ".".join(map(str, path))
         advice[where] = (
             f"{where} is keyed by the positions of parameters, and the file does not hold their names (an optimizer made of "
@@ -57,30 +57,35 @@ def _with_names(value: Any, path: tuple[Any, ...], advice: dict[str, str]) -> An
         )
         return value
     if type(value) is dict or isinstance(value, Mapping):
-        return {key: _with_names(child, (*path, key), advice) for key, child in value.items()}
+        return {key: _key_by_name(child, (*path, key), advice) for key, child in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_with_names(child, (*path, i), advice) for i, child in enumerate(value))
+        return type(value)(_key_by_name(child, (*path, i), advice) for i, child in enumerate(value))
     return value
 
 
 def _names(groups: list[Mapping[str, Any]]) -> dict[int, str] | None:
-    """The name of each parameter; None where a group does not say, or two have one name."""
+    """Return the name of each parameter; None where a group has no names, or two parameters have one name."""
     names: dict[int, str] = {}
     for group in groups:
-        said = group.get("param_names")
-        if not isinstance(said, list | tuple) or len(said) != len(group["params"]) or not all(isinstance(n, str) for n in said):
+        param_names = group.get("param_names")
+        if (
+            not isinstance(param_names, list | tuple)
+            or len(param_names) != len(group["params"])
+            or not all(isinstance(n, str) for n in param_names)
+        ):
             return None
-        names.update(zip(group["params"], map(unwrapped, said), strict=True))
-    return names if len(set(names.values())) == len(names) == sum(len(group["params"]) for group in groups) else None
+        names.update(zip(group["params"], map(unwrapped, param_names), strict=True))
+    num_params = sum(len(group["params"]) for group in groups)
+    return names if len(set(names.values())) == len(names) == num_params else None
 
 
-def _renamed(value: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, Any]:
+def _key_by(value: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, Any]:
     unknown = [key for key in value["state"] if key not in names]
     if unknown:
         raise CorruptError(f"an optimizer has state for parameter {unknown[0]}, which is in none of its groups; use another copy")
-    groups = [
-        {**{key: item for key, item in group.items() if key != "param_names"}, "params": [names[i] for i in group["params"]]}
-        for group in value["param_groups"]
-    ]
+    groups = []
+    for group in value["param_groups"]:
+        hyperparameters = {key: item for key, item in group.items() if key != "param_names"}
+        groups.append({**hyperparameters, "params": [names[i] for i in group["params"]]})
     state = {names[i]: entry for i, entry in value["state"].items()}
     return {**value, "state": state, "param_groups": groups}

@@ -1,4 +1,4 @@
-"""What does a foreign format have to do? Look at a path, and give a catalog over what is there, or say that it is another's."""
+"""The protocol of a foreign format: it looks at a path, and returns a catalog over its files or None."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..storage import Storage, open_storage
 
 @dataclass(frozen=True, slots=True)
 class RawValue:
-    """A value whose bytes only the library that wrote it makes anything of; `path` are its keys in the state that was saved."""
+    """A value whose bytes only the library that wrote it can decode; `path` is its keys in the state that was saved."""
 
     path: tuple[str | int, ...]
     file: str
@@ -24,7 +24,7 @@ class RawValue:
     length: int
 
     def read(self, storage: Storage) -> bytearray:
-        """Its bytes."""
+        """Read its bytes."""
         data = bytearray(self.length)
         storage.read_into(self.file, self.offset, [memoryview(data)])
         return data
@@ -43,7 +43,7 @@ class Foreign:
     format
         The name of the format.
     advice
-        What to do where a load does not fit, for reasons that lie in this format, by the name below which it holds: said beside
+        What to do where a load does not fit for reasons that lie in this format, by the name below which it holds. It is added to
         the problems of such a load.
     raw
         Values as they lie in the files, by the names that they were saved under; also those that the catalog cannot have.
@@ -57,7 +57,7 @@ class Foreign:
 
 
 class ForeignFormat(Protocol):
-    """One format."""
+    """A format of another library that can be read."""
 
     @property
     def name(self) -> str:
@@ -65,10 +65,10 @@ class ForeignFormat(Protocol):
 
     @property
     def looks_for(self) -> str:
-        """By what it knows its own, for the message where nobody knows a path."""
+        """How it recognizes its own, for the message where no format recognizes a path."""
 
     def open(self, path: str) -> Foreign | None:
-        """Open a path for reading; None if it is not of this format.
+        """Open a path for reading; return None if it is not of this format.
 
         Raises
         ------
@@ -78,7 +78,7 @@ class ForeignFormat(Protocol):
 
 
 def locate(path: str) -> tuple[Storage, str | None]:
-    """The store that a path lies in, and the key of the one file that it names; None where it names a folder.
+    """Return the store that a path lies in, and the key of the one file that it names; None where it names a folder.
 
     >>> from reshard_ckpt.storage import open_storage
     >>> open_storage("memory://hub").publish("w.safetensors", b"")
@@ -88,7 +88,7 @@ def locate(path: str) -> tuple[Storage, str | None]:
     """
     above, name = posixpath.split(path.rstrip("/"))
     name = unquote(name) if path.startswith("file:") else name
-    # A folder above that is none ("memory:/"), or a name that no key can have, is no file of ours.
+    # A parent that is no folder ("memory:/"), or a name that no key can have, names no file of a store.
     with suppress(CheckpointError):
         storage = open_storage(above or ("/" if path.startswith("/") else "."))
         if storage.size(name) is not None:

@@ -1,12 +1,12 @@
-"""How is a safetensors file, or a folder of them as Hugging Face's libraries write it, a checkpoint?
+"""Reading a safetensors file, or a folder of them as Hugging Face's libraries write it, as a checkpoint.
 
-1. The path is one file, or a folder with an index (``*.safetensors.index.json``) that says which file holds which tensor, or
-   a folder of files without one, which then holds what is in all of them.
-2. The headers say where each tensor lies. They are read whole and proved; the data are not touched.
+1. The path is one file, or a folder with an index (``*.safetensors.index.json``) that maps each tensor to its file, or a folder
+   of files without an index, all of which count.
+2. The headers have the place of each tensor. They are read whole and checked; the data are not touched.
 3. Names stand below ``model``, as a model saved with ``{"model": model}`` would have them.
 
-torch's ``HuggingFaceStorageWriter(save_distributed=True)`` writes a file for each rank, which says where in the whole tensor each
-of its tensors begins. How large the whole is no file says: it ends where the last of its parts does.
+torch's ``HuggingFaceStorageWriter(save_distributed=True)`` writes a file for each rank, with the offsets of each tensor in the
+whole one. The size of the whole is in no file: it ends where the last of its parts does.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from ..core.catalog.specs import Ints
 from ..errors import CorruptError, UsageError
 from ..format.shard_file import Header, Member, header_num_bytes, parse_header
 from ..storage import Storage
-from .hub import Chosen, chosen_files, is_shard
+from .catalog_builder import FilePart, ForeignTensor, build_catalog, foreign_file, whole
+from .huggingface import WeightFiles, is_shard, weight_files
 from .protocol import Foreign, locate
-from .table import FilePart, ForeignTensor, build, foreign_file, whole
 
 ROOT = "model"
 """The key of the state below which the tensors of a flat file stand."""
@@ -37,13 +37,13 @@ SHARDING = "DCP_SHARDING_INFO"
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsFormat:
-    """The format, as one of `FORMATS`."""
+    """Safetensors files and folders of them, as one of `FORMATS`."""
 
     name: str = "safetensors"
     looks_for: str = "a .safetensors file, or a folder with model.safetensors.index.json or .safetensors files"
 
     def open(self, path: str) -> Foreign | None:
-        """See `ForeignFormat`."""
+        """Open a path; see `ForeignFormat`."""
         with ExitStack() as stack:
             storage, key = locate(path)
             stack.enter_context(storage)
@@ -63,16 +63,16 @@ def _open_file(storage: Storage, key: str) -> Catalog | None:
 
 
 def _open_folder(storage: Storage) -> Catalog | None:
-    chosen = chosen_files(storage, SUFFIX, main=f"model{SUFFIX}")
-    return None if chosen is None else _catalog(storage, chosen)
+    weights = weight_files(storage, SUFFIX, main=f"model{SUFFIX}")
+    return None if weights is None else _catalog(storage, weights)
 
 
-def _catalog(storage: Storage, chosen: Chosen) -> Catalog:
-    """The catalog of these files, and of these of their tensors; None stands for all."""
+def _catalog(storage: Storage, weights: WeightFiles) -> Catalog:
+    """Build the catalog of these files, with the tensors of them that count."""
     tensors: list[ForeignTensor] = []
-    cut: dict[str, list[tuple[Member, FilePart]]] = {}
+    sharded: dict[str, list[tuple[Member, FilePart]]] = {}
     files, metadata = [], {}
-    for number, (key, names) in enumerate(chosen.items()):
+    for number, (key, names) in enumerate(weights.items()):
         size, header = read_header(storage, key)
         where = f"{storage.url}: {key}"
         files.append(foreign_file(key, size, "safetensors"))
@@ -81,14 +81,14 @@ def _catalog(storage: Storage, chosen: Chosen) -> Catalog:
         if sharding is None:
             tensors += _tensors(header, number, names, where)
             continue
-        for member, part in _parts(header, number, names, _offsets(sharding, where), where):
-            cut.setdefault(member.name, []).append((member, part))
-    tensors += [_joined(name, parts, storage.url) for name, parts in cut.items()]
-    return build(tensors, files, format="safetensors", metadata=metadata or None, where=storage.url)
+        for member, part in _parts(header, number, names, _parse_sharding(sharding, where), where):
+            sharded.setdefault(member.name, []).append((member, part))
+    tensors += [_join_parts(name, parts, storage.url) for name, parts in sharded.items()]
+    return build_catalog(tensors, files, format="safetensors", metadata=metadata or None, where=storage.url)
 
 
-def _offsets(sharding: str, where: str) -> Mapping[str, Ints]:
-    """Where the tensors of a file begin in the whole ones."""
+def _parse_sharding(sharding: str, where: str) -> Mapping[str, Ints]:
+    """Return where each tensor of a file begins in the whole one."""
     try:
         return {name: tuple(entry["saved_offsets"]) for name, entry in json.loads(sharding).items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, MemoryError) as error:
@@ -98,7 +98,7 @@ def _offsets(sharding: str, where: str) -> Mapping[str, Ints]:
 def _parts(
     header: Header, file: int, names: frozenset[str] | None, offsets: Mapping[str, Ints], where: str
 ) -> Iterator[tuple[Member, FilePart]]:
-    for member, at in _chosen(header, names, where):
+    for member, at in _listed_members(header, names, where):
         begin = offsets.get(member.name, ())
         if len(begin) != len(member.shape) or not all(type(low) is int and low >= 0 for low in begin):
             found = f"{member.name!r:.200} of shape {member.shape} begins at {begin!r:.80}"
@@ -106,8 +106,8 @@ def _parts(
         yield member, FilePart(begin, member.shape, file, at)
 
 
-def _joined(name: str, parts: list[tuple[Member, FilePart]], where: str) -> ForeignTensor:
-    """A tensor whose parts lie in several files; of equal boxes the first counts."""
+def _join_parts(name: str, parts: list[tuple[Member, FilePart]], where: str) -> ForeignTensor:
+    """Make one tensor of parts that lie in several files; of equal boxes the first counts."""
     (first, _), *_ = parts
     for member, _ in parts:
         if (member.dtype, len(member.shape)) != (first.dtype, len(first.shape)):
@@ -121,8 +121,8 @@ def _joined(name: str, parts: list[tuple[Member, FilePart]], where: str) -> Fore
     return ForeignTensor(f"{ROOT}.{name}", first.dtype, shape, tuple(distinct.values()))
 
 
-def _chosen(header: Header, names: frozenset[str] | None, where: str) -> Iterator[tuple[Member, int]]:
-    """The tensors of a file that count, each with its first byte; all must be there that an index names."""
+def _listed_members(header: Header, names: frozenset[str] | None, where: str) -> Iterator[tuple[Member, int]]:
+    """Yield the tensors of a file that count, each with its first byte; an index that names an absent one is refused."""
     absent = sorted((names or frozenset()).difference(member.name for member in header.members))
     if absent:
         raise CorruptError(f"{where}: has no tensor {absent[0]!r:.200}, which the index says is there; use another copy of it")
@@ -133,17 +133,17 @@ def _chosen(header: Header, names: frozenset[str] | None, where: str) -> Iterato
 
 def _tensors(header: Header, file: int, names: frozenset[str] | None, where: str) -> Iterator[ForeignTensor]:
     here: dict[str, Member] = {}
-    for member, offset in _chosen(header, names, where):
+    for member, offset in _listed_members(header, names, where):
         here[member.name] = member
         yield whole(f"{ROOT}.{member.name}", member.dtype, member.shape, file, offset)
-    # Where tied tensors are stored once, safetensors' own save_model says here what else they are called.
+    # Where tied tensors are stored once, safetensors' own save_model lists their other names here.
     for name, source in header.metadata.items():
         if source in here and name not in here and name != "format":
             yield ForeignTensor(f"{ROOT}.{name}", here[source].dtype, here[source].shape, (), f"{ROOT}.{source}")
 
 
 def read_header(storage: Storage, key: str) -> tuple[int, Header]:
-    """The size and the header of a safetensors file."""
+    """Read the size and the header of a safetensors file."""
     where = f"{storage.url}: {key}"
     size = storage.size(key)
     if size is None:

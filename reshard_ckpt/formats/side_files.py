@@ -1,10 +1,10 @@
-"""What lies beside a model and belongs to it? Its config, its tokenizer: small files that a conversion takes along."""
+"""Small files beside a model that a conversion copies along: its config and its tokenizer."""
 
 from __future__ import annotations
 
 from ..core.catalog.model import Catalog
 from ..storage import Storage
-from .hub import INDEX, top_level
+from .huggingface import INDEX, top_level
 
 SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 MAX_BYTES = 256 << 20
@@ -13,7 +13,7 @@ _STEP_BYTES = 8 << 20
 
 
 def copy_side_files(source: Storage, catalog: Catalog, target: Storage) -> None:
-    """Copy the files right in the folder of a foreign checkpoint that are none of its own, as far as they are of such kinds.
+    """Copy the files directly in the folder of a foreign checkpoint that are of such kinds, and are not its weights.
 
     Nothing is copied where there is no ``config.json``, or from this library's own checkpoints, whose folders hold nothing else.
     """

@@ -1,7 +1,7 @@
-"""How can a tensor whose bytes are not in order be read by ranges? As a file that is not there: its elements in row-major order.
+"""A store that serves tensors whose bytes are not in row-major order as if they were files in that order.
 
 A transposed or expanded view has no run of bytes longer than an element, so a catalog over the bytes themselves would have a row
-for each. The store makes the bytes of such a tensor when they are read, a range at a time, from the mapped file.
+for each element. The store makes the bytes of such a tensor when they are read, a range at a time, from the mapped file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..storage.protocol import flat_bytes, short_file
 
 
 class StridedStorage(LocalStorage):
-    """A folder, with files besides that are tensors.
+    """A folder with additional files, each of which is a tensor's elements in row-major order.
 
     Parameters
     ----------
@@ -49,7 +49,7 @@ class StridedStorage(LocalStorage):
 
 
 def row_major_bytes(tensor: torch.Tensor, offset: int, num_bytes: int) -> memoryview:
-    """Some bytes of the row-major order of a tensor, whatever its strides.
+    """Return some bytes of the row-major order of a tensor, whatever its strides.
 
     >>> row_major_bytes(torch.arange(6, dtype=torch.int16).reshape(2, 3).T, 2, 3).tolist()
     [3, 0, 1]
@@ -64,6 +64,7 @@ def row_major_bytes(tensor: torch.Tensor, offset: int, num_bytes: int) -> memory
         for dim, (begin, length) in enumerate(zip(low, lengths, strict=True)):
             part = part.narrow(dim, begin, length)
         # Copied even where it counts as contiguous: the stride of a dim of length 1 may be any, and torch then views no bytes.
-        parts.append(torch.empty(part.numel(), dtype=part.dtype).copy_(part.reshape(-1)).view(torch.uint8).numpy())
+        copied = torch.empty(part.numel(), dtype=part.dtype).copy_(part.reshape(-1))
+        parts.append(copied.view(torch.uint8).numpy())
     data = np.concatenate(parts) if parts else np.zeros(0, np.uint8)
     return data.data[offset - first * each :][:num_bytes]

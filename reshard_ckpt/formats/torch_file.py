@@ -1,10 +1,10 @@
-"""How is a file that ``torch.save`` wrote a checkpoint?
+"""Reading a file that ``torch.save`` wrote, or a folder of them, as a checkpoint.
 
-1. Its pickle is read with tensors and plain values alone allowed; its tensors are views of a map of the file (`archive`).
-2. What it holds is named as `checkpoint.save` would name it: a flat state dict stands below ``model``, one of an optimizer below
+1. Load its pickle, which may hold tensors and plain values alone; the tensors are views of a map of the file (`torch_zip`).
+2. Name the contents as `checkpoint.save` would: a flat state dict stands below ``model``, one of an optimizer below
    ``optimizer``, anything else below its own keys.
-3. A tensor in row-major order is a run of bytes of the file; any other is read through `strided`.
-4. An optimizer's state is keyed by position, and by name only where the file holds ``param_names``: then it is given names.
+3. A tensor in row-major order is a range of the file; any other is read through `strided`.
+4. An optimizer's state is keyed by position. Where the file holds ``param_names``, key it by name.
 
 A folder with ``pytorch_model.bin``, or an index and its parts, is one flat state dict.
 """
@@ -28,13 +28,12 @@ from ..state.entries import Captured, NamedTensor
 from ..state.modules import EXTRA_STATE
 from ..state.scan import Verbatim
 from ..storage import LocalStorage, Storage
-from .archive import HEAD_BYTES, LEGACY_MAGIC, ZIP_MAGIC, Mappings, load_archive
-from .archive import Mapping as Mapped
-from .hub import Chosen, chosen_files
-from .named_optimizers import is_optimizer_state, with_names
+from .catalog_builder import ForeignTensor, build_catalog, foreign_file, whole
+from .huggingface import WeightFiles, weight_files
+from .named_optimizers import is_optimizer_state, key_by_name
 from .protocol import Foreign, locate
 from .strided import StridedStorage
-from .table import ForeignTensor, build, foreign_file, whole
+from .torch_zip import HEAD_BYTES, LEGACY_MAGIC, ZIP_MAGIC, MappedFile, MappedFiles, load_archive
 from .unreadable import without_unreadable
 
 MODEL, OPTIMIZER = "model", "optimizer"
@@ -45,26 +44,26 @@ _MAIN = "pytorch_model.bin"
 
 @dataclass(frozen=True, slots=True)
 class TorchFormat:
-    """The format, as one of `FORMATS`."""
+    """Files of ``torch.save``, as one of `FORMATS`."""
 
     name: str = "torch"
     looks_for: str = "a file that torch.save wrote, or a folder with pytorch_model.bin or its index"
 
     def open(self, path: str) -> Foreign | None:
-        """See `ForeignFormat`."""
+        """Open a path; see `ForeignFormat`."""
         with ExitStack() as stack:
             storage, key = locate(path)
             stack.enter_context(storage)
             if key is not None:
                 return _open_file(storage, key) if _is_torch_file(storage, key) else None
-            chosen = chosen_files(storage, ".bin", main=_MAIN)
-            if chosen is None or not all(_is_torch_file(storage, key) for key in chosen):
+            weights = weight_files(storage, ".bin", main=_MAIN)
+            if weights is None or not all(_is_torch_file(storage, key) for key in weights):
                 return None
-            return _open_flat(storage, chosen)
+            return _open_flat(storage, weights)
 
 
 def _is_torch_file(storage: Storage, key: str) -> bool:
-    """Whether a file begins as those of torch do; a file of this kind of name that does not is damaged."""
+    """Return whether a file begins as those of torch do; a missing one, and one of the old format, are refused."""
     size = storage.size(key)
     if size is None:
         raise CorruptError(f"{storage.url}: {key} is missing, though the index names it; copy it, or use another checkpoint")
@@ -89,7 +88,7 @@ def _local_path(storage: Storage, key: str) -> str:
 def _open_file(storage: Storage, key: str) -> Foreign:
     loaded, mapped = _load(storage, key)
     try:
-        state, advice = with_names(_rooted(loaded))
+        state, advice = key_by_name(_with_root_key(loaded))
         state, unreadable = without_unreadable(state)
         captured = capture(Verbatim(state))
     except RecursionError as error:
@@ -98,11 +97,11 @@ def _open_file(storage: Storage, key: str) -> Foreign:
     return replace(found, catalog=replace(found.catalog, unreadable=unreadable), advice=advice)
 
 
-def _open_flat(storage: Storage, chosen: Chosen) -> Foreign:
-    """Several files that together are one flat state dict."""
-    mapped: dict[str, Mapped] = {}
+def _open_flat(storage: Storage, weights: WeightFiles) -> Foreign:
+    """Open several files that together are one flat state dict."""
+    mapped: dict[str, MappedFile] = {}
     merged: dict[str, Any] = {}
-    for key, names in chosen.items():
+    for key, names in weights.items():
         loaded, mapped[key] = _load(storage, key)
         if not isinstance(loaded, Mapping):
             raise CorruptError(f"{storage.url}: {key} holds {a(type(loaded).__name__)}, no state dict; use another copy")
@@ -117,31 +116,31 @@ def _open_flat(storage: Storage, chosen: Chosen) -> Foreign:
     return _foreign(storage, capture(Verbatim({MODEL: merged})), mapped)
 
 
-def _load(storage: Storage, key: str) -> tuple[Any, Mapped]:
+def _load(storage: Storage, key: str) -> tuple[Any, MappedFile]:
     size = storage.size(key)
     assert size is not None
     return load_archive(_local_path(storage, key), size)
 
 
-def _rooted(loaded: Any) -> Mapping[Any, Any]:
-    """The state that was saved, if that was one, else one that holds it."""
+def _with_root_key(loaded: Any) -> Mapping[Any, Any]:
+    """Return the state that was saved if it was one; else put it below the key ``model`` or ``optimizer``."""
     if is_optimizer_state(loaded):
         return {OPTIMIZER: loaded}
     return loaded if isinstance(loaded, Mapping) and not _is_flat(loaded) else {MODEL: loaded}
 
 
 def _is_flat(state: Mapping[Any, Any]) -> bool:
-    """Whether tensors stand at the top; beside them there may be what modules save of their own, but no other state."""
+    """Return whether tensors stand at the top; beside them there may be a module's extra state, but no other state."""
     nested = any(isinstance(value, Mapping) and not str(key).endswith(EXTRA_STATE) for key, value in state.items())
     return not nested and any(isinstance(value, torch.Tensor) for value in state.values())
 
 
 @dataclass(slots=True)
-class _Placing:
-    """Turns captured tensors into foreign ones: a run of a file, or an entry of `strided`, as one more file."""
+class _TensorPlacer:
+    """Turns captured tensors into foreign ones: a range of a file, or an entry of `strided` as one more file."""
 
     files: list[FileEntry]
-    mappings: Mappings
+    mappings: MappedFiles
     strided: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def place(self, entry: NamedTensor) -> ForeignTensor:
@@ -161,17 +160,17 @@ class _Placing:
 
 
 def _is_in_order(spec: TensorSpec) -> bool:
-    """Whether the bytes of a tensor are one after the other, in row-major order."""
+    """Return whether the bytes of a tensor lie one after the other, in row-major order."""
     (piece,) = spec.pieces
     dims = zip(piece.lengths, piece.strides, row_major_strides(piece.lengths), strict=True)
     return all(length == 1 or stride == wanted for length, stride, wanted in dims)
 
 
-def _foreign(storage: Storage, captured: Captured, mapped: Mapping[str, Mapped]) -> Foreign:
+def _foreign(storage: Storage, captured: Captured, mapped: Mapping[str, MappedFile]) -> Foreign:
     files = [foreign_file(key, one.size, "torch") for key, one in mapped.items()]
-    placing = _Placing(files, Mappings(list(mapped.values())))
-    tensors = [placing.place(entry) for entry in captured.entries]
+    placer = _TensorPlacer(files, MappedFiles(list(mapped.values())))
+    tensors = [placer.place(entry) for entry in captured.entries]
     ordered = sorted(captured.values, key=lambda value: value.name)
     values = [ValueEntry(value.name, value.path, value.kind, value.data) for value in ordered]
-    catalog = build(tensors, placing.files, values, format="torch", where=storage.url)
-    return Foreign(StridedStorage(storage.url, placing.strided), catalog, "torch")
+    catalog = build_catalog(tensors, placer.files, values, format="torch", where=storage.url)
+    return Foreign(StridedStorage(storage.url, placer.strided), catalog, "torch")

@@ -1,4 +1,4 @@
-"""What of a foreign state has no place in a catalog? It is left out, and said why, when somebody wants it."""
+"""Tensors and values of a foreign state that a catalog cannot hold: they are left out, and asking for one raises its error."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ Path = tuple[Any, ...]
 
 
 def without_unreadable(state: Mapping[Any, Any]) -> tuple[Mapping[Any, Any], dict[str, CheckpointError]]:
-    """The state without tensors and values in its dicts that could not be read, and why not, by name."""
+    """Drop tensors and values that cannot be read from the dicts of a state; return the rest, and the errors by name."""
     unreadable: dict[str, CheckpointError] = {}
-    return _pruned(state, (), unreadable), unreadable
+    return _prune(state, (), unreadable), unreadable
 
 
-def _pruned(node: Mapping[Any, Any], path: Path, unreadable: dict[str, CheckpointError]) -> dict[Any, Any]:
+def _prune(node: Mapping[Any, Any], path: Path, unreadable: dict[str, CheckpointError]) -> dict[Any, Any]:
     kept: dict[Any, Any] = {}
     for key, child in node.items():
         where = (*path, key)
         if isinstance(child, Mapping) and child:
-            kept[key] = child if is_optimizer_tree(child) else _pruned(child, where, unreadable)
+            kept[key] = child if is_optimizer_tree(child) else _prune(child, where, unreadable)
             if kept[key]:
                 continue
             del kept[key]
-        elif (why := _why_not(child, name_of(where))) is None:
+        elif (why := _read_error(child, name_of(where))) is None:
             kept[key] = child
         else:
             unreadable[name_of(where)] = why
     return kept
 
 
-def _why_not(leaf: Any, name: str) -> CheckpointError | None:
+def _read_error(leaf: Any, name: str) -> CheckpointError | None:
     try:
         if is_tensor_like(leaf):
             dtype_code(local_tensor_of(leaf, name).memory.dtype, name)

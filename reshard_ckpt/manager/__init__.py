@@ -1,1 +1,1 @@
-"""The checkpoints of one run: named by step, pruned, found again."""
+"""The checkpoints of one run: named by step, pruned, and found again after a crash."""

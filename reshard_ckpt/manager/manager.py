@@ -1,9 +1,10 @@
-"""The checkpoints of a run: `Manager` names them by step, saves, prunes, and finds the newest that is whole.
+"""`Manager`: names the checkpoints of a run by step, saves, prunes, and finds the newest that is whole.
 
-1. Rank 0 holds a lock on the root for as long as the manager lives; a second job is refused, and a dead one's lock is gone.
-2. Whatever no catalog speaks for is then a dead save's, and removed.
-3. After each commit, never before, what the rule does not keep is removed; but not what somebody reads, nor the last checkpoint
-   that is known to be good.
+1. Rank 0 holds a lock on the root for as long as the manager lives. A second job is refused; the system releases the lock of
+   a dead one.
+2. So a file that no catalog refers to was left by a dead save, and is removed.
+3. After each commit, never before, checkpoints that the rule does not keep are removed. One that somebody reads stays, and so
+   does the last one that is known to be good.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from ..engine.saving.async_save import SaveHandle
 from ..engine.saving.commit import clean_up
 from ..errors import CheckpointError, CheckpointNotFound, CorruptError, StorageError, UsageError
 from ..format.keys import step_name
-from ..formats.opening import Path
+from ..formats.source import Path
 from ..storage import Storage, open_storage, resolved_path
-from .preemption import OnSigterm
+from .preemption import SigtermHandler
 from .retention import Retention
-from .run_folder import Known, look, take_lock, with_metric
+from .run_folder import StepInfo, look, take_lock, with_metric
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,7 @@ class Manager:
         self._root = resolved_path(root)  # once: the process may change its working folder
         self._session = {"process_group": process_group, "timeout_s": timeout_s}
         self._read_only = read_only
-        self._known: dict[int, Known] = {}
+        self._step_info: dict[int, StepInfo] = {}
         self._good: list[int] = []
         self._damaged: set[int] = set()
         self._pending: SaveHandle | None = None
@@ -119,41 +120,40 @@ class Manager:
                 if self._is_first and not read_only:
                     opening.enter_context(take_lock(self._storage))
                     self._remove_leftovers()
-            self._sigterm = opening.enter_context(OnSigterm()) if finish_on_sigterm else None
+            self._sigterm = opening.enter_context(SigtermHandler()) if finish_on_sigterm else None
             self._held = opening.pop_all()
 
     def path(self, step: int) -> str:
-        """Where the checkpoint of a step is."""
+        """Return the path of the checkpoint of a step."""
         return f"{self._root.rstrip('/')}/{step_name(_checked(step))}"
 
     def steps(self) -> list[int]:
-        """The steps that are committed, in order."""
+        """List the steps that are committed, in order."""
         return find_steps(self._storage)[0]
 
     def latest(self) -> int | None:
-        """The newest step that is committed."""
+        """Return the newest step that is committed."""
         return max(self.steps(), default=None)
 
     def best(self) -> int | None:
-        """The step with the best metric."""
+        """Return the step with the best metric."""
         steps = self.steps()
         return next(iter(self._rule.ranked(steps, self._metrics(steps))), None)
 
     @property
     def preempted(self) -> bool:
-        """Whether the job was told to go, by a SIGTERM to any of its ranks: True at the same read on all ranks, and from then on.
+        """Whether any rank of the job got a SIGTERM: True at the same read on all ranks, and from then on.
 
-        Read it once in every step, on all ranks, and leave the loop with a last save when it is True. The first read sets the
-        signal's handler in the place of the one before, until `close`: SIGTERM by itself then ends nothing. A read asks neither
-        a rank nor the store; but one, after the signal, waits until the ranks have agreed on the step, for which none has to take
-        one.
+        Read it once in every step, on all ranks, and leave the loop with a last save when it is True. The first read installs the
+        handler of the signal, until `close`; SIGTERM by itself then ends nothing. A read asks neither a rank nor the store. Only
+        one read after the signal waits until the ranks have agreed on the step; no rank has to take a step for that.
 
         Raises
         ------
         UsageError
             The manager is closed; or the first read is not in the main thread.
         PeerError
-            After a signal, a rank did not say how far it is.
+            After a signal, a rank did not report its step.
         """
         self._refuse_unless_open("preempted")
         if self._stop is None:
@@ -182,7 +182,7 @@ class Manager:
     def async_save(
         self, step: int, state: Mapping[str, Any], *, metric: float | None = None, metadata: Any = None, **options: Any
     ) -> SaveHandle:
-        """Like `save`, while training goes on; the removing too happens after the commit, in the background.
+        """Save like `save`, while training goes on; pruning, too, happens after the commit, in the background.
 
         Parameters
         ----------
@@ -219,7 +219,7 @@ class Manager:
         Raises
         ------
         CheckpointNotFound
-            That step has none; the message says which have.
+            That step has none; the message lists those that have.
         """
         self._refuse_unless_open("load")
         path = self.path(step)
@@ -228,12 +228,12 @@ class Manager:
             with self._deferring():
                 report = load(path, state, **{**self._session, **options})
         except CheckpointNotFound as error:
-            raise CheckpointNotFound(f"{error}; {self._what_is_there()}") from error
+            raise CheckpointNotFound(f"{error}; {self._steps_text()}") from error
         self._good.append(step)
         return report
 
     def delete(self, step: int) -> None:
-        """Remove the checkpoint of one step, whatever the rule says; files that another one refers to stay.
+        """Remove the checkpoint of one step, whether or not the rule keeps it; files that another one refers to stay.
 
         All ranks call it together, and rank 0 removes.
 
@@ -278,7 +278,7 @@ class Manager:
         self._wait()
         options = {"verify_first": not options.get("strict", True), **self._session, **options}
         passed: dict[int, str] = {}
-        while (step := self._newest_but(passed)) is not None:
+        while (step := self._newest_except(passed)) is not None:
             try:
                 with self._deferring():
                     report = load(self.path(step), state, **options)
@@ -295,7 +295,7 @@ class Manager:
         return None
 
     def close(self) -> None:
-        """Wait for the save that is under way, and let go of the root. A failed save's error is raised, unless it was already."""
+        """Wait for the save in progress, and release the root. Raise the error of a failed save, unless it was raised already."""
         if self._is_forked():
             self._is_closed = True
             return
@@ -324,7 +324,7 @@ class Manager:
             raise UsageError(f"{call}: the manager of {self._root} is closed, and another job may have the root; make a new one")
 
     def _is_forked(self) -> bool:
-        """Whether this is a forked child: it has no thread that would end what is waited for, and the lock is its parent's."""
+        """Return whether this is a forked child, which has neither the threads that end a save nor the lock."""
         return os.getpid() != self._process
 
     def _path_to_change(self, step: int) -> str:
@@ -335,32 +335,34 @@ class Manager:
     def _watch_for_sigterm(self) -> Stop:
         with open_session("read preempted of", self._root, **self._session) as comm:
             if self._sigterm is None:
-                self._sigterm = self._held.enter_context(OnSigterm())
+                self._sigterm = self._held.enter_context(SigtermHandler())
             name = comm.broadcast(uuid.uuid4().hex.encode() if comm.rank == 0 else None)
-            sigterm, sigterm.only_notes = self._sigterm, True
-        stop = open_stop(f"stop/{name.decode()}", lambda: sigterm.noted, **self._session)
+            sigterm, sigterm.only_records = self._sigterm, True
+        stop = open_stop(f"stop/{name.decode()}", lambda: sigterm.received, **self._session)
         return self._held.enter_context(stop)
 
     def _deferring(self) -> AbstractContextManager[object]:
         return nullcontext() if self._sigterm is None else self._sigterm.deferring()
 
     def _wait(self) -> None:
-        """Until the save that is under way, and the removing after it, is over."""
+        """Wait for the save in progress and for the pruning after it."""
         if self._pending is not None:
             self._settled.wait()
 
-    def _newest_but(self, passed: Mapping[int, str]) -> int | None:
-        """The newest step, as rank 0 sees it, without those already passed over."""
+    def _newest_except(self, passed: Mapping[int, str]) -> int | None:
+        """Return the newest step, as rank 0 sees it, without those already passed over."""
         with open_session("load_latest", f"{self._root} but {sorted(passed)}", **self._session) as comm:
-            found = max((step for step in self.steps() if step not in passed), default=-1) if comm.rank == 0 else -1
-            step = int(comm.broadcast(b"%d" % found if comm.rank == 0 else None))
+            own = None
+            if comm.rank == 0:
+                own = b"%d" % max((step for step in self.steps() if step not in passed), default=-1)
+            step = int(comm.broadcast(own))
         return None if step < 0 else step
 
     def _committed(self, step: int) -> None:
-        """This process, among others, has just committed a step."""
+        """Prune after a step that this process, among others, has just committed."""
         self._good.append(step)
         self._damaged.discard(step)
-        self._known.pop(step, None)
+        self._step_info.pop(step, None)
         # A close that was interrupted may have let go of the root meanwhile.
         if self._is_first and self._rule.keep_last is not None and not self._is_closed:
             try:
@@ -375,39 +377,39 @@ class Manager:
         for step in steps:
             if step not in kept and remove_step(self._storage, step, self._referred(other for other in steps if other != step)):
                 steps = [other for other in steps if other != step]
-                self._known.pop(step, None)
+                self._step_info.pop(step, None)
 
     def _delete(self, step: int) -> None:
         steps = self.steps()
         if step not in steps:
-            raise CheckpointNotFound(f"{self.path(step)}: no committed checkpoint; {self._what_is_there()}")
+            raise CheckpointNotFound(f"{self.path(step)}: no committed checkpoint; {self._steps_text()}")
         if not remove_step(self._storage, step, self._referred(other for other in steps if other != step)):
             raise StorageError(f"{self.path(step)}: somebody reads it, so it is not removed; try again when that is over")
-        self._known.pop(step, None)
+        self._step_info.pop(step, None)
 
-    def _what_is_there(self) -> str:
+    def _steps_text(self) -> str:
         return f"the run has {name_steps(self.steps()) or 'none at all'}"
 
     def _kept(self, steps: Sequence[int]) -> frozenset[int]:
-        """What the rule keeps, whether or not damaged ones count, and the last one that is known to be good."""
+        """Return the steps that the rule keeps, with and without damaged ones counted, and the last that is known to be good."""
         metrics = self._metrics(steps) if self._rule.keep_best else {}
         whole = [step for step in steps if step not in self._damaged]
         good = [step for step in self._good if step in steps][-1:]
         return self._rule.kept(steps, metrics) | self._rule.kept(whole, metrics) | frozenset(good)
 
     def _metrics(self, steps: Iterable[int]) -> dict[int, float]:
-        return {step: metric for step in steps if (metric := self._look(step).metric) is not None}
+        return {step: metric for step in steps if (metric := self._info(step).metric) is not None}
 
     def _referred(self, steps: Iterable[int]) -> frozenset[str]:
-        return frozenset(key for step in steps for key in self._look(step).referred)
+        return frozenset(key for step in steps for key in self._info(step).referred)
 
-    def _look(self, step: int) -> Known:
-        if step not in self._known:
-            self._known[step] = look(self.path(step), step)
-        return self._known[step]
+    def _info(self, step: int) -> StepInfo:
+        if step not in self._step_info:
+            self._step_info[step] = look(self.path(step), step)
+        return self._step_info[step]
 
     def _remove_leftovers(self) -> None:
-        """Remove what saves that died have left: whose they were is gone, since the root is locked."""
+        """Remove what dead saves left: the root is locked, so no other job is alive there."""
         committed, begun = find_steps(self._storage)
         stale = [step for step in committed if len(self._storage.folders(step_name(step))) > 1]
         for step in stale:

@@ -1,7 +1,7 @@
-"""SIGTERM while a save is under way: finish the save, then do what the signal did before. Or just note it, for a loop that looks.
+"""SIGTERM while a save is in progress: finish the save, then run the previous handler. Or only record it, for a loop that asks.
 
-The handler runs in the main thread, between any two of its steps, so it takes no lock: it looks at the save now and then. Where
-the main thread is itself within a save or load, which may hold what the saving thread needs, the end of that comes first.
+The handler runs in the main thread, between any two bytecodes, so it takes no lock and polls the save. Where the main thread is
+itself within a save or load, it may hold what the saving thread needs, so the handler waits for the end of that call first.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from ..errors import UsageError
 _POLL_S = 0.02
 
 
-class OnSigterm:
-    """While its block lasts, SIGTERM waits for `pending`.
+class SigtermHandler:
+    """A handler of SIGTERM, installed while its block lasts, that waits for the save `pending`.
 
     Attributes
     ----------
     pending
         The save that is under way.
     only_notes
-        SIGTERM ends nothing: it sets `noted`.
+        SIGTERM ends nothing: it sets `received`.
     noted
         Whether it has come since.
     """
 
     def __init__(self) -> None:
         self.pending: SaveHandle | None = None
-        self.only_notes = self.noted = False
+        self.only_records = self.received = False
         self._process = os.getpid()
         self._depth = 0
         self._seen = False
 
-    def __enter__(self) -> OnSigterm:
+    def __enter__(self) -> SigtermHandler:
         if threading.current_thread() is not threading.main_thread():
             raise UsageError(
                 "SIGTERM can be handled in the main thread alone: make a manager with finish_on_sigterm=True there, and read "
@@ -63,29 +63,29 @@ class OnSigterm:
         finally:
             self._depth -= 1
             if self._seen and not self._depth:
-                self._go()
+                self._finish_save_and_end()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # a forked child, such as a loader's worker: no save is its own
-            self._end()
-        elif self.only_notes:
+            self._run_previous_handler()
+        elif self.only_records:
             # The handler of before is not called: torchrun's, where it forks a function, raises, which would end the loop.
-            self.noted = True
+            self.received = True
         else:
             self._seen = True
             if not self._depth:
-                self._go()
+                self._finish_save_and_end()
 
-    def _go(self) -> None:
+    def _finish_save_and_end(self) -> None:
         self._seen = False
         if self.pending is not None and not self.pending.done():
             LOGGER.warning("SIGTERM: finishing the save that is under way")
             while not self.pending.done():
                 time.sleep(_POLL_S)
-        self._end()
+        self._run_previous_handler()
 
-    def _end(self) -> None:
-        """Do what the signal did before."""
+    def _run_previous_handler(self) -> None:
+        """Run the handler that was installed before."""
         before = self._before
         if callable(before):
             before(signal.SIGTERM, None)

@@ -1,4 +1,4 @@
-"""Which checkpoints of a run are kept? The newest, every so-manieth, and the best; all others may go."""
+"""The rule for which checkpoints of a run are kept: the newest, multiples of a step, and the best."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ..errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """A rule; see `kept`.
+    """The rule for which checkpoints are kept; see `kept`.
 
-    ``keep_last`` is how many of the newest stay (None: all), ``keep_every`` keeps the steps that it divides, and ``keep_best`` is
-    how many stay for their metric, of which ``best`` (``"max"`` or ``"min"``) says which are good.
+    ``keep_last`` is how many of the newest stay (None: all). ``keep_every`` keeps the steps that it divides. ``keep_best`` is how
+    many stay for their metric; ``best`` is ``"max"`` or ``"min"``.
     """
 
     keep_last: int | None = None
@@ -34,7 +34,7 @@ class Retention:
             raise UsageError(f"best={self.best!r}: pass 'max' or 'min'")
 
     def kept(self, steps: Sequence[int], metrics: Mapping[int, float]) -> frozenset[int]:
-        """The steps that stay. Those without a metric, or whose metric is NaN, are not among the best.
+        """Return the steps to keep. Those without a metric, or whose metric is NaN, are not among the best.
 
         >>> rule = Retention(keep_last=1, keep_every=100, keep_best=1)
         >>> sorted(rule.kept([100, 150, 200, 250, 260], {150: 0.9, 250: 0.5}))
@@ -49,7 +49,7 @@ class Retention:
         return frozenset(kept)
 
     def ranked(self, steps: Sequence[int], metrics: Mapping[int, float]) -> list[int]:
-        """The steps that have a metric, best first; of equals the newer."""
+        """Sort the steps that have a metric, best first; of equals the newer."""
         sign = -1.0 if self.best == "max" else 1.0
         known = [step for step in steps if not math.isnan(metrics.get(step, math.nan))]
         return sorted(known, key=lambda step: (sign * metrics[step], -step))

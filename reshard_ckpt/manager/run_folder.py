@@ -1,4 +1,4 @@
-"""The folder of one training run: its lock, and what the catalog of each step says of it."""
+"""The folder of one training run: its lock, and what pruning needs from the catalog of each step."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ LOCK_KEY = ".reshard_ckpt.lock"
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
-    """What the catalog of one step says that pruning needs."""
+class StepInfo:
+    """What pruning needs from the catalog of one step."""
 
     metric: float | None
     referred: frozenset[str]
 
 
-def look(path: str, step: int) -> Known:
-    """What there is to know of a step; nothing, where its catalog is gone or damaged."""
+def look(path: str, step: int) -> StepInfo:
+    """Read what pruning needs of a step; empty, where its catalog is gone or damaged."""
     try:
         with open_storage(path) as storage:
             catalog = open_catalog(storage)
     except (CheckpointNotFound, CorruptError):
-        return Known(None, frozenset())
-    return Known(metric_of(catalog), frozenset(referred_keys(step, catalog)))
+        return StepInfo(None, frozenset())
+    return StepInfo(metric_of(catalog), frozenset(referred_keys(step, catalog)))
 
 
 def with_metric(metadata: Any, metric: float | None) -> Any:
-    """Metadata that hold the metric too.
+    """Add the metric to the metadata.
 
     Raises
     ------
@@ -54,7 +54,7 @@ def with_metric(metadata: Any, metric: float | None) -> Any:
 
 @contextmanager
 def take_lock(storage: Storage) -> Iterator[None]:
-    """Hold the root, so that no other job saves and prunes here."""
+    """Lock the root, so that no other job saves and prunes here."""
     try:
         lock = storage.lock(LOCK_KEY, make=True)
     except LocksUnsupported as error:

@@ -34,7 +34,7 @@ from reshard_ckpt.errors import (
 )
 from reshard_ckpt.format.torch_dtypes import TORCH_DTYPES
 from reshard_ckpt.formats import destination
-from reshard_ckpt.formats.archive import read_records
+from reshard_ckpt.formats.torch_zip import read_records
 from reshard_ckpt.storage import LocalStorage, LocksUnsupported, open_storage
 from tests.jobs import save_job
 from tests.launch import ROOT
@@ -470,7 +470,7 @@ def test_two_conversions_to_one_place_do_not_meet(tmp_path: Path, to: str):
 
 def test_a_place_that_was_taken_meanwhile_is_not_taken_away(tmp_path: Path):
     save_some(tmp_path / "n")
-    real, calls = destination._checked, []
+    real, calls = destination._check_destination, []
 
     def checked(*args: Any, **options: Any) -> str:
         calls.append(args)
@@ -478,7 +478,7 @@ def test_a_place_that_was_taken_meanwhile_is_not_taken_away(tmp_path: Path):
             (tmp_path / "x.pt").write_text("somebody was quicker")
         return real(*args, **options)
 
-    with patch.object(destination, "_checked", checked), pytest.raises(UsageError, match="already exists"):
+    with patch.object(destination, "_check_destination", checked), pytest.raises(UsageError, match="already exists"):
         checkpoint.convert(tmp_path / "n", tmp_path / "x.pt", to="torch")
     assert (tmp_path / "x.pt").read_text() == "somebody was quicker"
     assert sorted(os.listdir(tmp_path)) == ["n", "x.pt"]

@@ -79,7 +79,7 @@ def test_errors_become_exit_codes(error: BaseException, code: int, capsys: pytes
     def fail() -> int:
         raise error
 
-    assert shared._guarded(fail, as_json=False) == code
+    assert shared._run_guarded(fail, as_json=False) == code
     assert capsys.readouterr().out == ""
 
 
@@ -87,7 +87,7 @@ def test_problems_of_an_error_are_listed_in_json(capsys: pytest.CaptureFixture[s
     def fail() -> int:
         raise MismatchError("two", ["a", "b"])
 
-    shared._guarded(fail, as_json=True)
+    shared._run_guarded(fail, as_json=True)
     assert json.loads(capsys.readouterr().out)["error"]["problems"] == ["a", "b"]
 
 
@@ -96,7 +96,7 @@ def test_a_mistake_of_this_package_is_no_answer():
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        shared._guarded(fail, as_json=False)
+        shared._run_guarded(fail, as_json=False)
 
 
 @pytest.mark.parametrize("absent", ["rich", "typer"])
@@ -141,17 +141,17 @@ def test_installed_command_and_module_are_the_same_function():
 
 def test_only_rank_0_speaks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setenv("RANK", "3")
-    shared.say("to people")
-    shared.emit({"to": "machines"})
-    shared.note("beside")
+    shared.print_text("to people")
+    shared.print_json({"to": "machines"})
+    shared.print_note("beside")
     assert capsys.readouterr() == ("", "")
-    shared.note("why this rank failed", every_rank=True)
+    shared.print_note("why this rank failed", every_rank=True)
     assert capsys.readouterr().err == "why this rank failed\n"
 
 
 def test_names_are_printed_as_they_are_and_lines_are_not_broken(capsys: pytest.CaptureFixture[str]):
     name = "model.[bold]layers[/bold].:smile:." + "x" * 300
-    shared.say(name)
+    shared.print_text(name)
     assert capsys.readouterr().out == name + "\n"
 
 
@@ -181,18 +181,18 @@ def test_tables_on_a_terminal_fold_what_is_too_wide_and_elsewhere_do_not(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     table = Columns(["name", ">size"], [("model.layers.0." + "x" * 80, "7"), ("[red]b[/red]", "1,000")])
-    shared.say(table)
+    shared.print_text(table)
     plain = capsys.readouterr().out
     assert plain.splitlines()[1].endswith("x" * 80 + "      7")
     assert len({len(line) for line in plain.splitlines()}) == 1
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "40")
-    shared.say(table)
+    shared.print_text(table)
     drawn = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
     assert all(len(line) <= 40 for line in drawn.splitlines())
     assert "[red]b[/red]" in drawn
     monkeypatch.setattr(columns, "MAX_DRAWN", 1)  # more rows than anybody waits for
-    shared.say(table)
+    shared.print_text(table)
     assert capsys.readouterr().out == plain
 
 
@@ -210,7 +210,7 @@ def test_narrow_screens_keep_names_and_guides(width: int, monkeypatch: pytest.Mo
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", str(width))
     rows = GUIDED if width < 80 else GUIDED[:-1]
-    shared.say(Columns(["name", "dtype", "placement", ">size"], rows))
+    shared.print_text(Columns(["name", "dtype", "placement", ">size"], rows))
     lines = [line.rstrip() for line in re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out).splitlines()]
     assert all(len(line) <= width for line in lines)
     body = lines[next(i for i, line in enumerate(lines) if line.startswith("├─ model")) :]

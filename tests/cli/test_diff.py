@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard_ckpt import checkpoint
-from reshard_ckpt.checkpoint.value_changes import same, value_changes
+from reshard_ckpt.checkpoint.value_changes import is_identical, value_changes
 from tests.cli.running import run
 from tests.cli.states import save_trained, weights
 
@@ -143,17 +143,17 @@ def reached(value: Any, where: str) -> Any:
 def test_every_difference_is_under_one_of_the_places_and_each_place_differs(a: Any, b: Any, twin: bool):
     b = copy.deepcopy(a) if twin else b
     found = value_changes("x", a, b)
-    assert bool(found) == (not same(a, b))
+    assert bool(found) == (not is_identical(a, b))
     for change in found:
-        assert same(reached(a, change.where), change.a)
-        assert same(reached(b, change.where), change.b)
-        assert not same(change.a, change.b)
+        assert is_identical(reached(a, change.where), change.a)
+        assert is_identical(reached(b, change.where), change.b)
+        assert not is_identical(change.a, change.b)
     if not found or found[0].where == "":
         return
     put = copy.deepcopy(a)
     for change in found:  # what was said to differ is put right, and nothing differs
         put = replaced(put, change.where, change.b)
-    assert same(put, b)
+    assert is_identical(put, b)
 
 
 def replaced(value: Any, where: str, by: Any) -> Any:

@@ -227,11 +227,11 @@ class Gate:
     """Holds the files of a save back until it is opened."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.opened = threading.Event()
+        self.call_state_dicts = threading.Event()
         write = LocalWriter.write
 
         def held(writer: LocalWriter, data: Any) -> None:
-            assert self.opened.wait(60)
+            assert self.call_state_dicts.wait(60)
             write(writer, data)
 
         monkeypatch.setattr(LocalWriter, "write", held)
@@ -251,7 +251,7 @@ def test_async_save_returns_a_future_that_behaves(tmp_path: Path, monkeypatch: p
     assert not told
     with pytest.raises(TimeoutError):
         future.result(timeout=0.01)
-    gate.opened.set()
+    gate.call_state_dicts.set()
     assert list(future.result(60).state_dict_metadata) == ["w"]
     assert future.done()
     assert future.exception() is None
@@ -273,7 +273,7 @@ def test_async_save_with_an_asynchronous_stager_returns_both_futures(tmp_path: P
     assert response.staging_completion.result(60) is None
     w.zero_()
     assert not response.upload_completion.done()
-    gate.opened.set()
+    gate.call_state_dicts.set()
     assert list(response.upload_completion.result(60).state_dict_metadata) == ["w"]
     assert torch.equal(checkpoint.read(tmp_path)["w"], torch.ones(1000))
     stager.close()

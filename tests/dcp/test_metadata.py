@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 import reshard_ckpt.dcp as dcp
 from reshard_ckpt.errors import CheckpointNotFound
-from reshard_ckpt.formats import opening as source
+from reshard_ckpt.formats import source
 
 
 def state() -> dict[str, Any]:
@@ -59,16 +59,16 @@ def test_it_says_what_torchs_own_says(tmp_path: Path, theirs: Metadata, how: str
 
 
 def test_it_is_not_read_before_somebody_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    opened: list[object] = []
+    call_state_dicts: list[object] = []
     identified = source.identified_catalog
-    monkeypatch.setattr(source, "identified_catalog", lambda storage: (opened.append(storage), identified(storage))[1])
+    monkeypatch.setattr(source, "identified_catalog", lambda storage: (call_state_dicts.append(storage), identified(storage))[1])
     metadata = dcp.save(state(), checkpoint_id=tmp_path)
     assert repr(metadata) == "<SavedMetadata, not read yet>"
-    assert not opened
+    assert not call_state_dicts
     assert "model.w" in metadata.state_dict_metadata
     assert metadata.storage_data is None
     assert "TensorStorageMetadata" in repr(metadata)
-    assert len(opened) == 1
+    assert len(call_state_dicts) == 1
 
 
 @pytest.mark.parametrize("looked_at", [False, True])

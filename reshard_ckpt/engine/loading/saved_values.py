@@ -27,6 +27,11 @@ class SavedValue:
     kind: ValueKind
     value: Any
 
+    @property
+    def plain(self) -> Any:
+        """The value as one plain value; a per-rank one is the list of all ranks' values."""
+        return list(self.value) if self.kind is ValueKind.PER_RANK else self.value
+
 
 def open_values(storage: Storage, catalog: Catalog, prefixes: Iterable[str], *, verify: bool) -> dict[str, SavedValue]:
     """All values at or below these names.

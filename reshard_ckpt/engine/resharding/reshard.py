@@ -26,10 +26,11 @@ from ...core.geometry.dtypes import item_bytes_of
 from ...core.planning.load_plan import plan_load
 from ...errors import CorruptError, UsageError
 from ...format.catalog import encode_catalog
-from ...format.checksums import BLOCK_BYTES, Digests, decode_digests, digest128, digests_file_bytes, wrong_blocks
+from ...format.checksums import BLOCK_BYTES, decode_digests, digest128, digests_file_bytes
 from ...format.keys import digests_key
 from ...format.values import encode_value
 from ...storage.protocol import MissingKey, Storage
+from ..common.finished_files import is_finished
 from ..common.progress import OnProgress, Tally, silent
 from ..loading.stream import WINDOW_BYTES, Run, RunReader, Window, check_covered, in_turn, pieces_of
 from ..saving.agreement import PreviousCheckpoint
@@ -37,7 +38,7 @@ from ..saving.commit import publish
 from ..saving.messages import Receipt, WrittenFile, decode_receipt, encode_receipt
 from ..saving.write import WRITE_BYTES, FileLayout, ShardFileWriter, keys_of, member_offsets
 from .plan import ReshardPlan
-from .read_back import STEP_BYTES, ReadBack, WrittenBlocks
+from .read_back import ReadBack, WrittenBlocks
 from .write_order import Item, Slice, divide, group_ranks, shared_axes, windows
 
 _WHOLE_FILES = 1 << 62
@@ -247,30 +248,17 @@ class _RankOutput:
 
 
 def finished_file(storage: Storage, layout: FileLayout) -> WrittenFile | None:
-    """A file that is there already, whole: it begins with this header, and every block of it is as its digests say."""
+    """Return a file that an earlier attempt finished: it begins with this header, and its blocks match its digests."""
     key = digests_key(layout.key)
     if storage.size(layout.key) != layout.num_bytes:
         return None
     try:
         data = storage.read(key, digests_file_bytes(layout.num_bytes))
         digests = decode_digests(data, layout.num_bytes, name=key)
-        begin = bytearray(len(layout.header))
-        storage.read_into(layout.key, 0, [memoryview(begin)])
+        whole = digests.block_bytes == BLOCK_BYTES and is_finished(storage, layout.key, layout.num_bytes, layout.header, digests)
     except (MissingKey, CorruptError):
         return None
-    if bytes(begin) != layout.header or digests.block_bytes != BLOCK_BYTES or not _blocks_agree(storage, layout, digests):
-        return None
-    return WrittenFile(layout.key, layout.num_bytes, key, digest128(data))
-
-
-def _blocks_agree(storage: Storage, layout: FileLayout, digests: Digests) -> bool:
-    buffer = memoryview(bytearray(STEP_BYTES))
-    for low in range(0, layout.num_bytes, STEP_BYTES):
-        data = buffer[: min(STEP_BYTES, layout.num_bytes - low)]
-        storage.read_into(layout.key, low, [data])
-        if wrong_blocks([data], low, digests.values, BLOCK_BYTES):
-            return False
-    return True
+    return WrittenFile(layout.key, layout.num_bytes, key, digest128(data)) if whole else None
 
 
 def commit(

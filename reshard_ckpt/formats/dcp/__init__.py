@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from .format import DcpFormat
 from .read import open_folder
-from .write import OPTIMIZER_FORMS, Span, write_dcp
+from .write import OPTIMIZER_FORMS, write_dcp
 
-__all__ = ["OPTIMIZER_FORMS", "DcpFormat", "Span", "open_folder", "write_dcp"]
+__all__ = ["OPTIMIZER_FORMS", "DcpFormat", "open_folder", "write_dcp"]

@@ -1,10 +1,12 @@
-"""Where in the files is every element of every tensor? The parts of tensors, in a folder's own bytes.
+"""Locating every element of every tensor in the files of a DCP folder.
 
-1. The heads of all chunks are read, in order of file and position; those near each other in one request, in several threads.
-2. Each head says where its elements begin and how they lie. A chunk in row-major order is one part.
+1. Read the heads (the first bytes) of all chunks in order of file and position, in several threads; one request reads the heads
+   that are near each other.
+2. Each head has where its elements begin and how they lie. A chunk in row-major order is one part.
 3. Another order (a transposed weight, channels_last) is as many parts as there are runs in row-major order of some box.
 
-What cannot be read (a compressed chunk, a tensor subclass, a damaged or missing file) spoils its own tensor only.
+What cannot be read (a compressed chunk, a tensor subclass, a damaged or missing file) makes its own tensor unreadable, and no
+other.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ from ...core.catalog.specs import Ints, row_major_strides
 from ...core.geometry.runs import I64
 from ...errors import CheckpointError, CorruptError, UnsupportedError
 from ...storage.protocol import Storage
-from ..table import FilePart, foreign_file
-from .heads import HEAD_BYTES, LONG_HEAD_BYTES, Head, Heads, ShortHead, safetensors_heads
+from ..catalog_builder import FilePart, foreign_file
+from .heads import HEAD_BYTES, LONG_HEAD_BYTES, HeadParser, HeadTooShort, TensorLayout, safetensors_heads
 from .metadata import Chunk, Extent, SavedTensor
 
 FORMAT = "dcp"
@@ -49,38 +51,39 @@ Place = tuple[str, Chunk]
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlaces:
-    """The parts of each tensor, the files that they are in, and why some tensors have none."""
+    """The parts of each tensor, the files that they are in, and the errors of tensors that cannot be read."""
 
     parts: Mapping[str, Sequence[FilePart]]
     files: tuple[FileEntry, ...]
-    unusable: Mapping[str, CheckpointError]
+    unreadable: Mapping[str, CheckpointError]
 
 
 def locate(storage: Storage, tensors: Mapping[str, SavedTensor]) -> ChunkPlaces:
     """Find the bytes of all chunks."""
-    unusable: dict[str, CheckpointError] = {}
+    unreadable: dict[str, CheckpointError] = {}
     places = sorted(
         ((fqn, chunk) for fqn, tensor in tensors.items() for chunk in tensor.chunks),
         key=lambda place: (place[1].extent.file, place[1].extent.offset),
     )
     sizes = file_sizes(storage, (place[1].extent for place in places))
-    readable = [place for place in places if _is_readable(storage, place, sizes, unusable)]
+    readable = [place for place in places if _is_readable(storage, place, sizes, unreadable)]
     files = {file: i for i, file in enumerate(dict.fromkeys(chunk.extent.file for _, chunk in readable))}
-    finder = _Finder(storage, tensors, files, unusable)
+    finder = _PartFinder(storage, tensors, files, unreadable)
     for window, data in _read_windows(storage, readable):
         for fqn, chunk in window.places:
-            finder.find(fqn, chunk, data[chunk.extent.offset - window.low :][: min(HEAD_BYTES, chunk.extent.length)])
+            begin = chunk.extent.offset - window.low
+            finder.find(fqn, chunk, data[begin : begin + min(HEAD_BYTES, chunk.extent.length)])
     entries = tuple(foreign_file(file, sizes[file] or 0, FORMAT) for file in files)
-    return ChunkPlaces(finder.parts, entries, unusable)
+    return ChunkPlaces(finder.parts, entries, unreadable)
 
 
 def file_sizes(storage: Storage, extents: Iterator[Extent]) -> dict[str, int | None]:
-    """The size of each file that these bytes are in, None where there is no such file."""
+    """Return the size of each file that these bytes are in; None where there is no such file."""
     return {file: storage.size(file) for file in dict.fromkeys(extent.file for extent in extents)}
 
 
-def spoils(storage: Storage, fqn: str, extent: Extent, size: int | None) -> CheckpointError | None:
-    """Why these bytes cannot be read, if so."""
+def read_problem(storage: Storage, fqn: str, extent: Extent, size: int | None) -> CheckpointError | None:
+    """Return why these bytes cannot be read; None if they can."""
     if size is None or size < extent.offset + extent.length:
         found = "is missing" if size is None else f"has {size} bytes"
         wanted = f"bytes {extent.offset}:{extent.offset + extent.length} of {extent.file}"
@@ -94,16 +97,16 @@ def spoils(storage: Storage, fqn: str, extent: Extent, size: int | None) -> Chec
     return None
 
 
-def _is_readable(storage: Storage, place: Place, sizes: Mapping[str, int | None], unusable: dict[str, CheckpointError]) -> bool:
+def _is_readable(storage: Storage, place: Place, sizes: Mapping[str, int | None], unreadable: dict[str, CheckpointError]) -> bool:
     fqn, chunk = place
-    if fqn not in unusable and (why := spoils(storage, fqn, chunk.extent, sizes[chunk.extent.file])) is not None:
-        unusable[fqn] = why
-    return fqn not in unusable
+    if fqn not in unreadable and (why := read_problem(storage, fqn, chunk.extent, sizes[chunk.extent.file])) is not None:
+        unreadable[fqn] = why
+    return fqn not in unreadable
 
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """Heads that are read in one request."""
+    """Heads of chunks that are read in one request."""
 
     file: str
     low: int
@@ -132,7 +135,7 @@ def _windows(places: Sequence[Place]) -> Iterator[_Window]:
 
 
 def _read_windows(storage: Storage, places: Sequence[Place]) -> Iterator[tuple[_Window, memoryview]]:
-    """Each window and its bytes, in order; a few batches ahead of what is asked for."""
+    """Yield each window and its bytes, in order, reading a few batches ahead."""
 
     def read(batch: Sequence[_Window]) -> list[memoryview]:
         buffers = [memoryview(bytearray(window.high - window.low)) for window in batch]
@@ -153,24 +156,24 @@ def _read_windows(storage: Storage, places: Sequence[Place]) -> Iterator[tuple[_
             yield from zip(batch, buffers.result(), strict=True)
 
 
-class _Finder:
-    """Makes parts of chunks, given their heads."""
+class _PartFinder:
+    """Turns chunks into parts of tensors, given the heads of the chunks."""
 
     def __init__(
         self,
         storage: Storage,
         tensors: Mapping[str, SavedTensor],
         files: Mapping[str, int],
-        unusable: dict[str, CheckpointError],
+        unreadable: dict[str, CheckpointError],
     ) -> None:
         self.parts: dict[str, list[FilePart]] = {fqn: [] for fqn in tensors}
-        self._storage, self._tensors, self._files, self._spoiled = storage, tensors, files, unusable
-        self._heads = Heads()
-        self._safetensors: dict[tuple[str, int], dict[str, Head]] = {}
+        self._storage, self._tensors, self._files, self._unreadable = storage, tensors, files, unreadable
+        self._heads = HeadParser()
+        self._safetensors: dict[tuple[str, int], dict[str, TensorLayout]] = {}
 
     def find(self, fqn: str, chunk: Chunk, data: memoryview) -> None:
-        """Add the parts of one chunk, or say why there are none."""
-        if fqn in self._spoiled:
+        """Add the parts of one chunk, or record why there are none."""
+        if fqn in self._unreadable:
             return
         name = f"{self._storage.url}: {fqn}"
         try:
@@ -183,20 +186,20 @@ class _Finder:
             self._check(head, self._tensors[fqn], chunk, room, name)
             self._add(fqn, chunk, head, name)
         except CheckpointError as error:
-            self._spoiled[fqn] = error
+            self._unreadable[fqn] = error
 
-    def _zip_head(self, extent: Extent, data: memoryview, name: str) -> Head:
+    def _zip_head(self, extent: Extent, data: memoryview, name: str) -> TensorLayout:
         try:
             return self._heads.parse(data, name=name)
-        except ShortHead:
+        except HeadTooShort:
             longer = memoryview(bytearray(min(LONG_HEAD_BYTES, extent.length)))
         self._storage.read_into(extent.file, extent.offset, [longer])
         try:
             return self._heads.parse(longer, name=name)
-        except ShortHead:
+        except HeadTooShort:
             raise CorruptError(f"{name}: its chunk in {extent.file} has no tensor; use another checkpoint") from None
 
-    def _safetensors_head(self, fqn: str, extent: Extent, name: str) -> Head:
+    def _safetensors_head(self, fqn: str, extent: Extent, name: str) -> TensorLayout:
         place = extent.file, extent.offset
         if place not in self._safetensors:
             self._safetensors[place] = self._read_safetensors(extent, name)
@@ -205,7 +208,7 @@ class _Finder:
         except KeyError:
             raise CorruptError(f"{name}: the safetensors header in {extent.file} has no such tensor") from None
 
-    def _read_safetensors(self, extent: Extent, name: str) -> dict[str, Head]:
+    def _read_safetensors(self, extent: Extent, name: str) -> dict[str, TensorLayout]:
         size = self._storage.size(extent.file) or 0
         length = memoryview(bytearray(min(8, size - extent.offset)))
         self._storage.read_into(extent.file, extent.offset, [length])
@@ -220,7 +223,7 @@ class _Finder:
             raise CorruptError(f"{name}: {extent.file} is shorter than its safetensors header says; use another checkpoint")
         return heads
 
-    def _check(self, head: Head, tensor: SavedTensor, chunk: Chunk, room: int, name: str) -> None:
+    def _check(self, head: TensorLayout, tensor: SavedTensor, chunk: Chunk, room: int, name: str) -> None:
         if head.dtype != tensor.dtype or head.shape != chunk.lengths:
             raise CorruptError(
                 f"{name}: .metadata has {tensor.dtype} of size {chunk.lengths} at {chunk.offsets}, and its file "
@@ -229,9 +232,9 @@ class _Finder:
         if head.end > room:
             raise CorruptError(f"{name}: its chunk in {chunk.extent.file} ends before its data do; use another checkpoint")
 
-    def _add(self, fqn: str, chunk: Chunk, head: Head, name: str) -> None:
+    def _add(self, fqn: str, chunk: Chunk, head: TensorLayout, name: str) -> None:
         file, base = self._files[chunk.extent.file], chunk.extent.offset + head.at
-        if head.in_order:
+        if head.is_row_major:
             self.parts[fqn].append(FilePart(chunk.offsets, chunk.lengths, file, base))
             return
         num_parts = prod(chunk.lengths) // prod(run_lengths(chunk.lengths, head.strides))
@@ -250,7 +253,7 @@ class _Finder:
 
 
 def run_lengths(shape: Ints, strides: Ints) -> Ints:
-    """The largest box within a strided box whose row-major order is that of memory, without gaps."""
+    """Return the largest box within a strided box whose row-major order is that of memory, without gaps."""
     inside: set[int] = set()
     step, outermost = 1, len(shape)
     for dim in sorted((d for d, n in enumerate(shape) if n > 1), key=lambda d: (strides[d], -d)):

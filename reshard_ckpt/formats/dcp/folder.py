@@ -1,10 +1,11 @@
-"""What does a folder hold? What ``.metadata`` says; or, of ranks that saved without collectives, what each rank's own says.
+"""The metadata of a DCP folder: ``.metadata``, or the files that ranks wrote who saved without collectives, merged.
 
 ``save(use_collectives=False)`` writes ``__N.metadata`` on each rank, about its own files alone. Together they are one checkpoint:
 
 1. A tensor's chunks are those of all ranks. The same box on several ranks is a replica; the lowest rank's counts.
-2. Nobody compared what ranks call the same, so it is compared here: up to a MiB whole, beyond that at both ends. What differs, or
-   overlaps otherwise (as files of an earlier save with more ranks do), is of no use, and is told where it is wanted.
+2. The ranks did not compare what they have under one name, so it is compared here: up to a MiB whole, beyond that at both ends.
+   A tensor that differs, or whose chunks overlap otherwise (as files of an earlier save with more ranks do), is unreadable; the
+   error is raised when it is asked for.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import TypeVar
 
 from ...errors import CheckpointError, CorruptError, UnsupportedError
 from ...storage.protocol import Storage
-from .chunks import spoils
+from .chunks import read_problem
 from .metadata import MAX_METADATA_BYTES, METADATA_KEY, Chunk, Extent, Metadata, SavedTensor, read_metadata
 
 COMPARED_BYTES = 1 << 20
@@ -30,14 +31,14 @@ _OF_RANK = re.compile(r"__(\d{1,9})\.metadata")
 
 @dataclass(frozen=True, slots=True)
 class FolderMetadata:
-    """What the metadata of a folder say, and the names of which they say what cannot be."""
+    """The metadata of a folder, and the errors of names that cannot be read."""
 
     saved: Metadata
-    unusable: Mapping[str, CheckpointError] = field(default_factory=dict)
+    unreadable: Mapping[str, CheckpointError] = field(default_factory=dict)
 
 
 def is_folder(storage: Storage) -> bool:
-    """Whether ``torch.distributed.checkpoint`` wrote this folder.
+    """Return whether ``torch.distributed.checkpoint`` wrote this folder.
 
     Raises
     ------
@@ -59,7 +60,7 @@ def is_folder(storage: Storage) -> bool:
 
 
 def read_folder(storage: Storage) -> FolderMetadata:
-    """Read the metadata; those of all ranks count where there are none of the whole, as with torch."""
+    """Read the metadata; where there is no ``.metadata``, merge those of all ranks."""
     if storage.size(METADATA_KEY) is not None:
         return FolderMetadata(_read(storage, METADATA_KEY))
     found = {int(match[1]): key for key, _ in storage.list() if (match := _OF_RANK.fullmatch(key))}
@@ -70,32 +71,32 @@ def read_folder(storage: Storage) -> FolderMetadata:
             "files were not copied; use another checkpoint"
         )
     ranks = [_read(storage, found[rank]) for rank in range(len(found))]
-    return _Merge(storage).all(ranks)
+    return _RankMerger(storage).all(ranks)
 
 
 def _read(storage: Storage, key: str) -> Metadata:
     return read_metadata(storage.read(key, limit=MAX_METADATA_BYTES), name=f"{storage.url}: {key}")
 
 
-class _Merge:
-    """Puts together what ranks say on their own."""
+class _RankMerger:
+    """Merges the metadata that ranks wrote on their own."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
-        self._spoiled: dict[str, CheckpointError] = {}
+        self._unreadable: dict[str, CheckpointError] = {}
 
     def all(self, ranks: Sequence[Metadata]) -> FolderMetadata:
-        """One metadata of all ranks."""
+        """Merge the metadata of all ranks into one."""
         paths = {name: path for saved in reversed(ranks) for name, path in saved.paths.items()}
         tensors = {name: self._tensor(name, found) for name, found in _by_name([saved.tensors for saved in ranks])}
         values = {name: self._value(name, found) for name, found in _by_name([saved.values for saved in ranks])}
         for name in tensors.keys() & values.keys():
-            self._spoil(name, "is a tensor on one rank and a value on another")
+            self._mark_unreadable(name, "is a tensor on one rank and a value on another")
             del values[name]
-        return FolderMetadata(Metadata(tensors, values, paths), self._spoiled)
+        return FolderMetadata(Metadata(tensors, values, paths), self._unreadable)
 
-    def _spoil(self, name: str, what: str) -> None:
-        self._spoiled[name] = UnsupportedError(
+    def _mark_unreadable(self, name: str, what: str) -> None:
+        self._unreadable[name] = UnsupportedError(
             f"{self._storage.url}: {name} {what}, as ranks saved without collectives, or files of several saves are in the "
             "folder; load it with torch.distributed.checkpoint on as many ranks as saved it"
         )
@@ -103,28 +104,28 @@ class _Merge:
     def _tensor(self, name: str, found: Sequence[SavedTensor]) -> SavedTensor:
         first = found[0]
         if any((one.dtype, one.shape) != (first.dtype, first.shape) for one in found):
-            self._spoil(name, "has another shape or dtype on another rank")
+            self._mark_unreadable(name, "has another shape or dtype on another rank")
             return first
-        boxes: dict[str, list[Chunk]] = {}  # by text, whose hash is salted: the numbers are anybody's
+        boxes: dict[str, list[Chunk]] = {}  # by text, whose hash is salted: a hostile file may choose the numbers
         for chunk in (chunk for one in found for chunk in one.chunks):
             boxes.setdefault(f"{chunk.offsets}{chunk.lengths}", []).append(chunk)
         if sum(prod(chunks[0].lengths) for chunks in boxes.values()) > prod(first.shape):
-            self._spoil(name, "has chunks that overlap")
-        elif not all(self._alike(name, [chunk.extent for chunk in chunks]) for chunks in boxes.values()):
-            self._spoil(name, "differs between ranks")
+            self._mark_unreadable(name, "has chunks that overlap")
+        elif not all(self._are_identical(name, [chunk.extent for chunk in chunks]) for chunks in boxes.values()):
+            self._mark_unreadable(name, "differs between ranks")
         return replace(first, chunks=tuple(chunks[0] for chunks in boxes.values()))
 
     def _value(self, name: str, found: Sequence[Extent]) -> Extent:
-        if not self._alike(name, found):
-            self._spoil(name, "differs between ranks")
+        if not self._are_identical(name, found):
+            self._mark_unreadable(name, "differs between ranks")
         return found[0]
 
-    def _alike(self, name: str, extents: Sequence[Extent]) -> bool:
-        """Whether these hold the same bytes; what cannot be read is told by who reads it."""
+    def _are_identical(self, name: str, extents: Sequence[Extent]) -> bool:
+        """Return whether these hold the same bytes; bytes that cannot be read are reported by their reader."""
         if len(extents) == 1:
             return True
         for extent in extents:
-            if spoils(self._storage, name, extent, self._storage.size(extent.file)) is not None:
+            if read_problem(self._storage, name, extent, self._storage.size(extent.file)) is not None:
                 return True
         if len({extent.length for extent in extents}) > 1:
             return False
@@ -140,6 +141,6 @@ class _Merge:
 
 
 def _by_name(ranks: Sequence[Mapping[str, Found]]) -> Iterator[tuple[str, list[Found]]]:
-    """Each name, in the order in which ranks first have it, with what those have that have it."""
+    """Yield each name, in the order of the ranks, with the entries of the ranks that have it."""
     for name in dict.fromkeys(name for one in ranks for name in one):
         yield name, [one[name] for one in ranks if name in one]

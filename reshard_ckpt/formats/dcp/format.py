@@ -1,4 +1,4 @@
-"""By what is a folder of ``torch.distributed.checkpoint`` known, among all formats? This module imports none of them."""
+"""How a folder of ``torch.distributed.checkpoint`` is recognized among all formats. This module imports none of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DcpFormat:
-    """The format, as one of `FORMATS`."""
+    """Folders of ``torch.distributed.checkpoint``, as one of `FORMATS`."""
 
     as_saved: bool = False
     """Names are those of the state that was passed to DCP; see `read.open_folder`."""
@@ -19,7 +19,7 @@ class DcpFormat:
     looks_for: str = "a folder of torch.distributed.checkpoint, which has a .metadata file, or __0.metadata"
 
     def open(self, path: str) -> Foreign | None:
-        """See `ForeignFormat`."""
+        """Open a path; see `ForeignFormat`."""
         from .read import open_path  # it needs the formats' common parts, which are in the room that lists this one
 
         return open_path(path, as_saved=self.as_saved)

@@ -1,14 +1,14 @@
-"""Where in a chunk's bytes is its first element, and in which order are the others? Read from the head of the chunk alone.
+"""How a tensor lies in its chunk of a DCP file, read from the first bytes of the chunk alone.
 
-A chunk is what ``torch.save`` made of its tensor: a zip whose members are stored as they are, one after the other. First a pickle
-that says how the tensor lies in its storage, then a few small members, then the storage. So the head of the chunk tells all:
+A chunk is what ``torch.save`` made of its tensor: a zip whose members are stored uncompressed, one after the other. First comes a
+pickle that describes how the tensor lies in its storage, then a few small members, then the storage. So the head is enough:
 
 1. Walk over the members, from one local header to the next, up to the storage. Sizes are not in the headers, as the writer did
    not know them yet, but in a descriptor behind each member.
 2. Read the pickle with stand-ins: dtype, size, strides, offset in the storage.
-3. Chunks alike have the same head, byte for byte, which is recognized and not parsed again.
+3. Chunks of equal shape and dtype have the same head, byte for byte, which is recognized and not parsed again.
 
-A chunk written in safetensors mode has one header for all tensors of its file instead, at the place that the metadata name.
+A chunk written in safetensors mode has one header for all tensors of its file instead, at the position in the metadata.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ...core.words import a
 from ...errors import CorruptError, UnsupportedError
 from ...format.torch_dtypes import TORCH_DTYPES
 from .metadata import DTYPES, ORDERED_DICT, SIZE
-from .unpickle import Call, Kind, read_pickle
+from .pickle_reader import StandInClass, StandInFunction, read_pickle
 
 HEAD_BYTES = 1 << 10
 """What is read of each chunk at first; the storage of a tensor begins before this."""
@@ -40,12 +40,12 @@ _DESCRIPTOR = struct.Struct("<4sIII")
 _STREAMED, _ENCRYPTED, _STORED = 1 << 3, 1, 0
 
 
-class ShortHead(Exception):
+class HeadTooShort(Exception):
     """The storage begins after the bytes that were given."""
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class TensorLayout:
     """How a tensor lies in its chunk: `at` is the byte of its first element, `end` of its storage; `strides` count elements."""
 
     dtype: torch.dtype
@@ -55,7 +55,7 @@ class Head:
     end: int
 
     @property
-    def in_order(self) -> bool:
+    def is_row_major(self) -> bool:
         """Whether its bytes are those of a row-major tensor."""
         wanted = row_major_strides(self.shape)
         return all(n == 1 or s == w for n, s, w in zip(self.shape, self.strides, wanted, strict=True))
@@ -63,7 +63,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class _Storage:
-    """What a persistent id names: a member of the zip; `dtype` is None where the pickle gives it elsewhere."""
+    """The storage that a persistent id names: a member of the zip; `dtype` is None where the pickle gives it elsewhere."""
 
     dtype: torch.dtype | None
     key: str
@@ -133,22 +133,22 @@ _TABLE: Mapping[tuple[str, str], Any] = {
     ("torch", "UntypedStorage"): _StorageType(None),
     ("torch.storage", "UntypedStorage"): _StorageType(None),
     ("torch", "Size"): SIZE,
-    ("torch._utils", "_rebuild_tensor_v2"): Call("_rebuild_tensor_v2", _tensor_v2),
-    ("torch._utils", "_rebuild_tensor_v3"): Call("_rebuild_tensor_v3", _tensor_v3),
-    ("torch._utils", "_rebuild_parameter"): Call("_rebuild_parameter", _parameter),
+    ("torch._utils", "_rebuild_tensor_v2"): StandInFunction("_rebuild_tensor_v2", _tensor_v2),
+    ("torch._utils", "_rebuild_tensor_v3"): StandInFunction("_rebuild_tensor_v3", _tensor_v3),
+    ("torch._utils", "_rebuild_parameter"): StandInFunction("_rebuild_parameter", _parameter),
     ("collections", "OrderedDict"): ORDERED_DICT,
-    ("torch.nn.parameter", "Parameter"): Kind("Parameter"),
+    ("torch.nn.parameter", "Parameter"): StandInClass("Parameter"),
 }
 
 
-class Heads:
-    """Parses heads, and knows those that it has seen."""
+class HeadParser:
+    """Parses the heads of chunks, and caches those that it has seen."""
 
     def __init__(self) -> None:
-        self._known: dict[int, dict[bytes, Head]] = {}
+        self._known: dict[int, dict[bytes, TensorLayout]] = {}
 
-    def parse(self, data: memoryview, *, name: str) -> Head:
-        """The head of a chunk, of whose bytes `data` are the first.
+    def parse(self, data: memoryview, *, name: str) -> TensorLayout:
+        """Parse the head of a chunk, of whose bytes `data` are the first.
 
         Raises
         ------
@@ -161,13 +161,13 @@ class Heads:
             head = heads.get(bytes(data[:end]))
             if head is not None:
                 return head
-        begin, head = _parsed(bytes(data), name)
+        begin, head = _parse(bytes(data), name)
         self._known.setdefault(begin, {})[bytes(data[:begin])] = head
         return head
 
 
-def _parsed(data: bytes, name: str) -> tuple[int, Head]:
-    """Where the storage begins, and the head."""
+def _parse(data: bytes, name: str) -> tuple[int, TensorLayout]:
+    """Return where the storage begins, and how the tensor lies in the chunk."""
     view: _View | None = None
     order = b"little"
     at = 0
@@ -189,30 +189,30 @@ def _parsed(data: bytes, name: str) -> tuple[int, Head]:
 
 
 def _member(data: bytes, at: int, name: str) -> tuple[str, int, int | None]:
-    """A member's name, where its bytes begin, and its size if the header says it."""
+    """Return a member's name, where its bytes begin, and its size if the header has it."""
     if len(data) < at + _LOCAL.size:
-        raise ShortHead
+        raise HeadTooShort
     magic, _, flags, method, _, _, _, _, size, name_length, extra_length = _LOCAL.unpack_from(data, at)
     begin = at + _LOCAL.size + name_length + extra_length
     if magic != b"PK\x03\x04" or flags & _ENCRYPTED or method != _STORED:
         raise CorruptError(f"{name}: byte {at} of its chunk begins no zip member as torch.save writes it; use another checkpoint")
     if len(data) < begin:
-        raise ShortHead
+        raise HeadTooShort
     member = data[at + _LOCAL.size : at + _LOCAL.size + name_length].decode(errors="replace")
     return member, begin, None if flags & _STREAMED else size
 
 
 def _body(data: bytes, begin: int, size: int | None, name: str) -> bytes:
-    """The bytes of a small member; without a size, up to the descriptor that counts just these bytes."""
+    """Return the bytes of a small member; without a size, up to the descriptor that counts just these bytes."""
     if size is None:
         end = data.find(b"PK\x07\x08", begin)
         while end >= 0 and len(data) >= end + _DESCRIPTOR.size:
             if _DESCRIPTOR.unpack_from(data, end)[3] == end - begin:
                 return data[begin:end]
             end = data.find(b"PK\x07\x08", end + 1)
-        raise ShortHead
+        raise HeadTooShort
     if len(data) < begin + size:
-        raise ShortHead
+        raise HeadTooShort
     return data[begin : begin + size]
 
 
@@ -223,17 +223,18 @@ def _read_view(pickled: bytes, name: str) -> _View:
     return view
 
 
-def _head(view: _View, begin: int, name: str) -> Head:
+def _head(view: _View, begin: int, name: str) -> TensorLayout:
     last = view.offset + sum((n - 1) * s for n, s in zip(view.shape, view.strides, strict=True))
     beyond = (last + 1) * view.dtype.itemsize > view.storage.num_bytes
-    if view.offset < 0 or min(view.strides, default=0) < 0 or min(view.shape, default=1) < 1 or beyond:
+    is_negative = view.offset < 0 or min(view.strides, default=0) < 0
+    if is_negative or min(view.shape, default=1) < 1 or beyond:
         raise CorruptError(f"{name}: its tensor of shape {view.shape} reaches beyond its storage; use another checkpoint")
     at, end = begin + view.offset * view.dtype.itemsize, begin + view.storage.num_bytes
-    return Head(view.dtype, view.shape, view.strides, at, end)
+    return TensorLayout(view.dtype, view.shape, view.strides, at, end)
 
 
-def safetensors_heads(data: bytes, *, name: str) -> dict[str, Head]:
-    """The heads of all tensors of a safetensors file, of which `data` are the header and its length.
+def safetensors_heads(data: bytes, *, name: str) -> dict[str, TensorLayout]:
+    """Parse the layouts of all tensors of a safetensors file, of which `data` are the header and its length.
 
     Raises
     ------
@@ -244,18 +245,18 @@ def safetensors_heads(data: bytes, *, name: str) -> dict[str, Head]:
     """
     begin = 8 + int.from_bytes(data[:8], "little")
     if len(data) < max(begin, 8):
-        raise ShortHead
+        raise HeadTooShort
     try:
         header = json.loads(data[8:begin])
         header.pop("__metadata__", None)
-        return {fqn: _listed(entry, begin) for fqn, entry in header.items()}
+        return {fqn: _safetensors_layout(entry, begin) for fqn, entry in header.items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CorruptError(f"{name}: its bytes are neither a zip of torch.save nor a safetensors file ({error})") from None
 
 
-def _listed(entry: Mapping[str, Any], begin: int) -> Head:
+def _safetensors_layout(entry: Mapping[str, Any], begin: int) -> TensorLayout:
     dtype, shape = TORCH_DTYPES[entry["dtype"]], SIZE.make(entry["shape"])
     low, high = entry["data_offsets"]
     if high - low != prod(shape) * dtype.itemsize or low < 0:
         raise ValueError("a tensor's bytes are not as many as its shape wants")
-    return Head(dtype, shape, row_major_strides(shape), begin + low, begin + high)
+    return TensorLayout(dtype, shape, row_major_strides(shape), begin + low, begin + high)

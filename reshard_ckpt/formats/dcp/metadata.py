@@ -1,13 +1,13 @@
-"""What does ``.metadata`` say? Tensors with their chunks, values, where the bytes of each are, and the paths in the saved state.
+"""Decoding ``.metadata``: tensors with their chunks, values, where the bytes of each are, and the paths in the saved state.
 
 ``.metadata`` is a pickle of a few dataclasses of ``torch.distributed.checkpoint``: a `Metadata` with
 
 1. ``state_dict_metadata``: for each name the dtype, the global shape and the chunks (offsets and sizes) of a tensor, or that it
-   is bytes, which is to say a value;
+   is bytes, which means a value;
 2. ``storage_data``: for each name and offset the file, and the first byte and the length in it;
 3. ``planner_data``: for each name the keys that lead to it in the state that was saved.
 
-`read_pickle` makes stand-ins of them, and this module proves their shape. The same classes have been written since torch 2.3.
+`read_pickle` makes stand-ins of them, and this module checks their structure. The same classes have been written since torch 2.3.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ...core.catalog.specs import Ints
 from ...core.hashing import MAX_ALIKE, too_many_alike
 from ...core.words import a
 from ...errors import CorruptError
-from .unpickle import MAX_ARGUMENTS, Call, Kind, Made, read_pickle
+from .pickle_reader import MAX_ARGUMENTS, StandInClass, StandInFunction, StandInObject, read_pickle
 
 METADATA_KEY = ".metadata"
 MAX_METADATA_BYTES = 4 << 30
@@ -35,7 +35,7 @@ Key = str | int
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Bytes of a file, and what they passed through when they were written (compression and the like)."""
+    """A range of bytes of a file, and the transforms (compression and the like) that were applied when it was written."""
 
     file: str
     offset: int
@@ -63,7 +63,7 @@ class SavedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Metadata:
-    """What the folder holds, by the names of ``torch.distributed.checkpoint``, in the order of its metadata."""
+    """The content of the folder, by the names of ``torch.distributed.checkpoint``, in the order of its metadata."""
 
     tensors: Mapping[str, SavedTensor]
     values: Mapping[str, Extent]
@@ -88,8 +88,8 @@ def _ints(values: Any) -> Ints:
     return tuple(values)
 
 
-def _inert(*arguments: Any) -> None:
-    """What is of no use here: memory formats and layouts."""
+def _ignore_arguments(*arguments: Any) -> None:
+    """Return None for memory formats and layouts, which are not needed."""
 
 
 def _path(*parts: Any) -> str:
@@ -105,8 +105,8 @@ def _empty_dict(*arguments: Any) -> dict[str, Any]:
 DTYPES: dict[tuple[str, str], torch.dtype] = {
     ("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)
 }
-SIZE = Call("torch.Size", _size)
-ORDERED_DICT = Call("collections.OrderedDict", _empty_dict)
+SIZE = StandInFunction("torch.Size", _size)
+ORDERED_DICT = StandInFunction("collections.OrderedDict", _empty_dict)
 
 _CLASSES = (
     *((DCP_METADATA, name) for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata")),
@@ -118,20 +118,20 @@ _PATHS = tuple((m, f"{p}{k}Path") for m in ("pathlib", "pathlib._local") for k i
 
 TABLE: dict[tuple[str, str], Any] = {
     **DTYPES,
-    **{(module, name): Kind(name) for module, name in _CLASSES},
-    **dict.fromkeys(_PATHS, Call("pathlib.Path", _path)),
+    **{(module, name): StandInClass(name) for module, name in _CLASSES},
+    **dict.fromkeys(_PATHS, StandInFunction("pathlib.Path", _path)),
     ("torch", "Size"): SIZE,
-    ("torch.serialization", "_get_layout"): Call("torch.serialization._get_layout", _inert),
-    (DCP_METADATA, "_MEM_FORMAT_ENCODING"): Call("_MEM_FORMAT_ENCODING", _inert),
-    (_SHARDED, "MEM_FORMAT_ENCODING"): Call("MEM_FORMAT_ENCODING", _inert),
+    ("torch.serialization", "_get_layout"): StandInFunction("torch.serialization._get_layout", _ignore_arguments),
+    (DCP_METADATA, "_MEM_FORMAT_ENCODING"): StandInFunction("_MEM_FORMAT_ENCODING", _ignore_arguments),
+    (_SHARDED, "MEM_FORMAT_ENCODING"): StandInFunction("MEM_FORMAT_ENCODING", _ignore_arguments),
     # Python 3.11.0 to 3.11.3 pickle a member of an enum as getattr(class, name); this one looks nothing up.
-    ("builtins", "getattr"): Call("getattr of an enum", _inert),
+    ("builtins", "getattr"): StandInFunction("getattr of an enum", _ignore_arguments),
     ("collections", "OrderedDict"): ORDERED_DICT,
 }
 
 
 def read_metadata(data: bytes, *, name: str) -> Metadata:
-    """Decode and prove a ``.metadata`` file.
+    """Decode and check a ``.metadata`` file.
 
     Raises
     ------
@@ -142,21 +142,23 @@ def read_metadata(data: bytes, *, name: str) -> Metadata:
     """
     root = read_pickle(data, TABLE, name=name)
     try:
-        return _decoded(_fields(root, "Metadata"), len(data))
+        return _decode(_fields(root, "Metadata"), len(data))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptError(f"{name}: is not what torch.distributed.checkpoint writes ({error}); use another checkpoint") from None
 
 
 def _fields(made: Any, kind: str) -> dict[str, Any]:
-    if not isinstance(made, Made) or made.kind.name != kind:
-        raise ValueError(f"{a(made.kind.name if isinstance(made, Made) else type(made).__name__)} where {a(kind)} belongs")
+    if not isinstance(made, StandInObject) or made.kind.name != kind:
+        raise ValueError(
+            f"{a(made.kind.name if isinstance(made, StandInObject) else type(made).__name__)} where {a(kind)} belongs"
+        )
     state = {} if made.state is None else made.state
     if not isinstance(state, dict):
         raise ValueError(f"{a(kind)} without fields")
     return state
 
 
-def _decoded(root: dict[str, Any], num_bytes: int) -> Metadata:
+def _decode(root: dict[str, Any], num_bytes: int) -> Metadata:
     described = _dict(root["state_dict_metadata"], "state_dict_metadata")
     listed: dict[str, list[tuple[Ints | None, Extent]]] = {}
     extents: dict[int, Extent] = {}
@@ -170,7 +172,7 @@ def _decoded(root: dict[str, Any], num_bytes: int) -> Metadata:
     tensors: dict[str, SavedTensor] = {}
     values: dict[str, Extent] = {}
     for fqn, entry in described.items():
-        if not isinstance(fqn, str) or not isinstance(entry, Made):
+        if not isinstance(fqn, str) or not isinstance(entry, StandInObject):
             raise ValueError("state_dict_metadata has something else than names and what they are")
         if entry.kind.name == "BytesStorageMetadata":
             values[fqn] = places[fqn][None]
@@ -184,7 +186,7 @@ def _decoded(root: dict[str, Any], num_bytes: int) -> Metadata:
 
 
 def _by_offset(fqn: str, pairs: list[tuple[Ints | None, Extent]]) -> dict[Ints | None, Extent]:
-    """The extents of one name by their offsets; no other table is made of offsets that are not in here."""
+    """Map offsets to the extents of one name; offsets that collide as keys are refused before the dict."""
     if too_many_alike([offset for offset, _ in pairs]):
         raise ValueError(f"more than {MAX_ALIKE} offsets of {fqn:.200} have the same hash")
     return dict(pairs)
@@ -198,7 +200,7 @@ def _dict(value: Any, what: str) -> dict[Any, Any]:
 
 @dataclass(slots=True)
 class _Budget:
-    """Chunks that may still come: a pickle can name one list of chunks many times, and would grow without it."""
+    """The number of chunks that may still come: without it, a pickle that refers to one list many times would grow."""
 
     left: int
 
@@ -256,7 +258,7 @@ def _check_inside(fqn: str, shape: Ints, offsets: Ints, lengths: Ints) -> None:
 
 
 def _dtype(properties: Any) -> torch.dtype:
-    if not isinstance(properties, Made) or properties.kind.name != "TensorProperties" or not properties.state:
+    if not isinstance(properties, StandInObject) or properties.kind.name != "TensorProperties" or not properties.state:
         raise ValueError("a tensor without properties")
     state = properties.state
     dtype = state[0] if isinstance(state, tuple) else state["dtype"]
@@ -266,7 +268,7 @@ def _dtype(properties: Any) -> torch.dtype:
 
 
 def _paths(planner_data: Any) -> Iterator[tuple[str, tuple[Key, ...]]]:
-    """The paths of DCP's own planner; another's data mean nothing here."""
+    """Yield the paths of DCP's own planner; the data of other planners mean nothing here."""
     if not isinstance(planner_data, dict):
         return
     for fqn, path in planner_data.items():

@@ -1,15 +1,15 @@
-"""Under which names does this library know what is in the folder?
+"""The names that this library gives to the contents of a DCP folder.
 
 DCP flattens the state that it saves: a name is the keys that lead to a tensor or value, joined by dots, and so are names here.
 Three things differ:
 
 1. *A model at the top.* Some trainers save the model's own state dict as the top level, and the rest beside it under keys. Here a
    model has a key; it gets ``model``, if nothing else has that.
-2. *Optimizer groups.* What ``get_optimizer_state_dict`` returns holds, for each group, or with
-   ``flatten_optimizer_state_dict=True`` for each parameter, every hyperparameter as a value of its own. Here the groups are one
-   value, keyed by FQN. The state itself has the same names in all three. An optimizer saved at the top gets ``optimizer``.
-3. *Indices.* ``optimizer.state_dict()`` itself knows parameters by their numbers alone. If the optimizer was made with
-   ``named_parameters()``, the groups tell their names, which are put in place of the numbers.
+2. *Optimizer groups.* ``get_optimizer_state_dict`` returns, for each group, every hyperparameter as a value of its own; with
+   ``flatten_optimizer_state_dict=True`` it does so for each parameter. Here the groups are one value, keyed by FQN. The state
+   itself has the same names in all three. An optimizer saved at the top gets the key ``optimizer``.
+3. *Indices.* ``optimizer.state_dict()`` itself has parameters by their numbers alone. If the optimizer was made with
+   ``named_parameters()``, the groups also have their names, which replace the numbers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ KeyPath = tuple[Key, ...]
 
 @dataclass(frozen=True, slots=True)
 class GroupEntry:
-    """One hyperparameter: of the group of that index, or of the parameter of that name, and the keys below the hyperparameter."""
+    """One hyperparameter: of the group with that index or the parameter with that name, and the keys below the hyperparameter."""
 
     owner: int | str
     key: KeyPath
@@ -40,14 +40,14 @@ class GroupEntry:
 
 @dataclass(slots=True)
 class Names:
-    """The path of each DCP name, and, by the path of the optimizer, the entries of its groups, which have none of their own."""
+    """The path of each DCP name; the entries of optimizer groups, which have none, are listed by the path of their optimizer."""
 
     paths: dict[str, KeyPath] = field(default_factory=dict)
     groups: dict[KeyPath, dict[str, GroupEntry]] = field(default_factory=dict)
 
 
 def dotted(path: Iterable[Key]) -> str:
-    """The name of what lies at a path."""
+    """Join the keys of a path by dots."""
     return ".".join(map(str, path))
 
 
@@ -64,10 +64,14 @@ def names_of(saved: Metadata, *, as_saved: bool = False) -> Names:
         return _names(paths)
     if any(path[0] == GROUPS or str(path[0]).startswith(f"{GROUPS}.") for path in paths.values()):
         paths = {fqn: _below_optimizer(path) for fqn, path in paths.items()}
-    has_model = any(path[0] == MODEL or (len(path) == 1 and str(path[0]).startswith(f"{MODEL}.")) for path in paths.values())
-    if not has_model:
-        paths = {fqn: (MODEL, *path) if _is_of_model(fqn, path, fqn in saved.tensors) else path for fqn, path in paths.items()}
-    return _names(paths)
+    if any(_is_below_model(path) for path in paths.values()):
+        return _names(paths)
+    of_model = {fqn: (MODEL, *path) for fqn, path in paths.items() if _is_of_model(fqn, path, fqn in saved.tensors)}
+    return _names({**paths, **of_model})
+
+
+def _is_below_model(path: KeyPath) -> bool:
+    return path[0] == MODEL or (len(path) == 1 and str(path[0]).startswith(f"{MODEL}."))
 
 
 def _names(paths: Mapping[str, KeyPath]) -> Names:
@@ -82,23 +86,23 @@ def _names(paths: Mapping[str, KeyPath]) -> Names:
 
 
 def _below_optimizer(path: KeyPath) -> KeyPath:
-    """The path of something that was saved with the state of an optimizer as the top level."""
+    """Return the path of an entry that was saved with the state of an optimizer as the top level."""
     first = str(path[0]).partition(".")[0]
     return (OPTIMIZER, *path) if first in (STATE, GROUPS) else path
 
 
 def raw_paths(saved: Metadata) -> dict[str, KeyPath]:
-    """The paths in the state that was saved; a name is its own where its planner recorded none."""
+    """Return the paths in the state that was saved; a name is its own path where the planner recorded none."""
     return {fqn: saved.paths.get(fqn, (fqn,)) for fqn in (*saved.tensors, *saved.values)}
 
 
 def _is_of_model(fqn: str, path: KeyPath, is_tensor: bool) -> bool:
-    """Whether what lies at the top is of a model: any tensor, and values such as ``layers.0._extra_state``."""
+    """Return whether an entry at the top belongs to a model: any tensor, and values such as ``layers.0._extra_state``."""
     return len(path) == 1 and (is_tensor or "." in fqn) and not fqn.startswith((f"{OPTIMIZER}.", "optim."))
 
 
 def _group_entry(path: KeyPath) -> tuple[KeyPath, GroupEntry] | None:
-    """The optimizer, and the entry of its groups, that a path leads to, if it does."""
+    """Return the optimizer and the entry of its groups that a path leads to; None if it leads to no group."""
     for i, key in enumerate(path):
         if key == GROUPS and len(path) > i + 2 and isinstance(path[i + 1], int):
             return path[:i], GroupEntry(path[i + 1], path[i + 2 :])
@@ -110,7 +114,7 @@ def _group_entry(path: KeyPath) -> tuple[KeyPath, GroupEntry] | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Gathered:
+class OptimizerGroups:
     """The groups of an optimizer as this library keeps them, and the names of parameters that it knows by number."""
 
     groups: list[dict[str, Any]]
@@ -118,8 +122,8 @@ class Gathered:
     by_number: bool = False
 
 
-def gather(entries: Mapping[str, GroupEntry], values: Mapping[str, Any]) -> Gathered | None:
-    """Put the hyperparameters together again.
+def groups_from_entries(entries: Mapping[str, GroupEntry], values: Mapping[str, Any]) -> OptimizerGroups | None:
+    """Assemble the groups of an optimizer from their hyperparameters.
 
     Parameters
     ----------
@@ -131,42 +135,42 @@ def gather(entries: Mapping[str, GroupEntry], values: Mapping[str, Any]) -> Gath
     Gathered
         None if they are no groups of an optimizer after all.
     """
-    owners: dict[int | str, Branch] = {}
+    owners: dict[int | str, NestedBuilder] = {}
     for fqn, entry in entries.items():
-        owners.setdefault(entry.owner, Branch()).put(entry.key, values[fqn])
+        owners.setdefault(entry.owner, NestedBuilder()).put(entry.key, values[fqn])
     flat = {owner: group.plain() for owner, group in owners.items() if isinstance(owner, str)}
     nested = {owner: group.plain() for owner, group in owners.items() if isinstance(owner, int)}
     if (flat and nested) or not all(isinstance(group, dict) for group in (*flat.values(), *nested.values())):
         return None
-    return Gathered(_by_parameter(flat), {}) if flat else gather_list([nested[i] for i in sorted(nested)])
+    return OptimizerGroups(_by_parameter(flat), {}) if flat else groups_from_list([nested[i] for i in sorted(nested)])
 
 
-class Branch:
-    """A dict or list that was flattened, while it is put together: a list, if all its keys are indices."""
+class NestedBuilder:
+    """Builds a dict or list from its flattened entries; it is a list if all its keys are indices."""
 
     def __init__(self) -> None:
         self._children: dict[Key, Any] = {}
 
     def put(self, path: KeyPath, value: Any) -> None:
-        """Add what lies at a path below."""
+        """Add the value at a path below."""
         node = self
         for key in path[:-1]:
             child = node._children.get(key)
-            if not isinstance(child, Branch):
-                child = node._children[key] = Branch()
+            if not isinstance(child, NestedBuilder):
+                child = node._children[key] = NestedBuilder()
             node = child
         node._children[path[-1]] = value
 
     def plain(self) -> Any:
-        """The dict or list."""
-        children = {key: child.plain() if isinstance(child, Branch) else child for key, child in self._children.items()}
+        """Return the dict or list."""
+        children = {key: child.plain() if isinstance(child, NestedBuilder) else child for key, child in self._children.items()}
         if all(isinstance(key, int) for key in children):
             return [children[key] for key in sorted(children)]
         return children
 
 
 def _by_parameter(owners: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Parameters with the same hyperparameters are one group."""
+    """Group the parameters that have the same hyperparameters."""
     groups: dict[Any, dict[str, Any]] = {}
     for fqn, hyperparameters in owners.items():
         group = groups.setdefault(comparable(hyperparameters), {**hyperparameters, "params": []})
@@ -174,8 +178,8 @@ def _by_parameter(owners: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
     return list(groups.values())
 
 
-def gather_list(found: Sequence[Mapping[str, Any]]) -> Gathered | None:
-    """The groups of a list of them, as an optimizer's own state dict has; None if they are something else."""
+def groups_from_list(found: Sequence[Mapping[str, Any]]) -> OptimizerGroups | None:
+    """Convert the list of groups in an optimizer's own state dict; return None if it is something else."""
     groups, named = [], {}
     for group in found:
         params, names = group.get("params"), group.get("param_names")
@@ -186,11 +190,11 @@ def gather_list(found: Sequence[Mapping[str, Any]]) -> Gathered | None:
         hyperparameters = {key: value for key, value in group.items() if key not in NOT_SAVED}
         groups.append({**hyperparameters, "params": [named.get(str(p), str(p)) for p in params]})
     by_number = any(isinstance(param, int) for group in found for param in group["params"])
-    return Gathered(groups, named, by_number)
+    return OptimizerGroups(groups, named, by_number)
 
 
 def renumbered(path: KeyPath, optimizer: KeyPath, named: Mapping[str, str]) -> KeyPath:
-    """A path into the state of an optimizer, with the name of the parameter in place of its number."""
+    """Replace the number of a parameter by its name in a path into an optimizer's state."""
     at = len(optimizer)
     if path[:at] == optimizer and len(path) > at + 1 and path[at] == STATE and str(path[at + 1]) in named:
         return (*optimizer, STATE, named[str(path[at + 1])], *path[at + 2 :])
@@ -198,7 +202,7 @@ def renumbered(path: KeyPath, optimizer: KeyPath, named: Mapping[str, str]) -> K
 
 
 def value_paths(values: Iterable[KeyPath], tensors: Iterable[KeyPath]) -> dict[KeyPath, KeyPath]:
-    """The path of the value that each belongs to: DCP takes lists of dicts apart; here a list without tensors is one value.
+    """Map each path to that of the value it belongs to: DCP flattens lists of dicts; here a list without tensors is one value.
 
     >>> value_paths([("a", "l", 0, "x"), ("a", "l", 1)], [("w",)])
     {('a', 'l', 0, 'x'): ('a', 'l'), ('a', 'l', 1): ('a', 'l')}

@@ -1,8 +1,9 @@
-"""How is a folder of ``torch.distributed.checkpoint`` a checkpoint of this library? As a catalog over its files.
+"""Reading a folder of ``torch.distributed.checkpoint`` as a checkpoint of this library: a catalog over its files.
 
-1. ``.metadata``, or what each rank wrote of that kind, names tensors, chunks and values (`folder`, `metadata`).
-2. The heads of the chunks say where their bytes are (`chunks`); values are read at once (`values`).
-3. Names become those of this library, and optimizers' groups one value each (`names`).
+1. Decode the names of tensors, chunks and values from ``.metadata``, or from the files that ranks wrote in its place (`folder`,
+   `metadata`).
+2. Find the bytes of the chunks from their heads (`chunks`), and read the values (`values`).
+3. Convert the names to those of this library, and the groups of each optimizer to one value (`names`).
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ from ...errors import CheckpointError, CorruptError
 from ...format.torch_dtypes import dtype_code
 from ...format.values import decode_value, encode_path, encode_value
 from ...storage.protocol import Storage
+from ..catalog_builder import FilePart, ForeignTensor, build_catalog
 from ..protocol import Foreign, RawValue, locate
-from ..table import FilePart, ForeignTensor, build
-from .chunks import FORMAT, ChunkPlaces, file_sizes, spoils
+from .chunks import FORMAT, ChunkPlaces, file_sizes, read_problem
 from .chunks import locate as locate_chunks
 from .folder import FolderMetadata, is_folder, read_folder
 from .metadata import Metadata, SavedTensor
 from .names import (
     GROUPS,
-    Branch,
-    Gathered,
     GroupEntry,
     KeyPath,
     Names,
+    NestedBuilder,
+    OptimizerGroups,
     dotted,
-    gather,
-    gather_list,
+    groups_from_entries,
+    groups_from_list,
     names_of,
     raw_paths,
     renumbered,
@@ -50,7 +51,7 @@ MAX_GROUP_ELEMENTS = 1 << 16
 
 
 def open_path(path: str, *, as_saved: bool = False) -> Foreign | None:
-    """Open a path for reading; None if it is no folder of this format; see `ForeignFormat`."""
+    """Open a path for reading; return None if it is no DCP folder; see `ForeignFormat`."""
     with ExitStack() as stack:
         storage, key = locate(path)
         stack.enter_context(storage)
@@ -62,11 +63,13 @@ def open_path(path: str, *, as_saved: bool = False) -> Foreign | None:
 
 
 def _advice(catalog: Catalog) -> dict[str, str]:
-    """What to do about optimizers whose parameters are known by number alone."""
-    groups = {
-        v.name: decode_value(v.data) for v in catalog.values_table if v.kind is ValueKind.PARAM_GROUPS and v.data is not None
-    }
-    numbered = [name.rpartition(".")[0] for name, found in groups.items() if any(p.isdigit() for g in found for p in g["params"])]
+    """Write what to do about optimizers whose parameters are known by number alone."""
+    numbered = []
+    for value in catalog.values_table:
+        if value.kind is ValueKind.PARAM_GROUPS and value.data is not None:
+            params = [param for group in decode_value(value.data) for param in group["params"]]
+            if any(param.isdigit() for param in params):
+                numbered.append(value.name.rpartition(".")[0])
     return {
         name: f"{name} was saved by optimizer.state_dict(), which knows parameters by number alone; say their names, as in "
         f"rename={{f'{name}.state.{{i}}': f'{name}.state.{{n}}' for i, (n, _) in enumerate(model.named_parameters())}}, if the "
@@ -76,7 +79,7 @@ def _advice(catalog: Catalog) -> dict[str, str]:
 
 
 def open_folder(storage: Storage, *, as_saved: bool = False) -> Catalog:
-    """The catalog of a folder that ``torch.distributed.checkpoint`` wrote.
+    """Build the catalog of a folder that ``torch.distributed.checkpoint`` wrote.
 
     Parameters
     ----------
@@ -95,27 +98,27 @@ def open_folder(storage: Storage, *, as_saved: bool = False) -> Catalog:
 
 
 def _open(storage: Storage, *, as_saved: bool) -> tuple[Catalog, dict[str, RawValue]]:
-    with _without_collection():
-        said = read_folder(storage)
-        saved = said.saved
+    with _garbage_collection_paused():
+        folder = read_folder(storage)
+        saved = folder.saved
         names = names_of(saved, as_saved=as_saved)
         located, values = locate_chunks(storage, saved.tensors), read_values(storage, saved.values)
-        unusable = {**located.unusable, **values.unusable, **said.unusable}
-        catalog = _Folder(storage, saved, names, located, values.values, unusable).catalog(by_number=not as_saved)
-        return catalog, dict(_raw_values(storage, said))
+        unreadable = {**located.unreadable, **values.unreadable, **folder.unreadable}
+        catalog = _Folder(storage, saved, names, located, values.values, unreadable).catalog(by_number=not as_saved)
+        return catalog, dict(_raw_values(storage, folder))
 
 
-def _raw_values(storage: Storage, said: FolderMetadata) -> Iterator[tuple[str, RawValue]]:
-    """The values whose bytes can be read, also those that only unpickling could make objects of."""
-    values = said.saved.values
+def _raw_values(storage: Storage, folder: FolderMetadata) -> Iterator[tuple[str, RawValue]]:
+    """Yield the values whose bytes can be read, including those that only unpickling could make objects of."""
+    values = folder.saved.values
     sizes = file_sizes(storage, iter(values.values()))
     for name, extent in values.items():
-        if name not in said.unusable and spoils(storage, name, extent, sizes[extent.file]) is None:
-            yield name, RawValue(said.saved.paths.get(name, (name,)), extent.file, extent.offset, extent.length)
+        if name not in folder.unreadable and read_problem(storage, name, extent, sizes[extent.file]) is None:
+            yield name, RawValue(folder.saved.paths.get(name, (name,)), extent.file, extent.offset, extent.length)
 
 
 @contextmanager
-def _without_collection() -> Iterator[None]:
+def _garbage_collection_paused() -> Iterator[None]:
     """Pause the search for cycles: over a million new objects it takes longer than making them, and finds nothing."""
     enabled = gc.isenabled()
     gc.disable()
@@ -127,7 +130,7 @@ def _without_collection() -> Iterator[None]:
 
 
 class _Folder:
-    """What was read of a folder, on its way to a catalog."""
+    """The content of a folder, on its way to a catalog."""
 
     def __init__(
         self,
@@ -136,31 +139,31 @@ class _Folder:
         names: Names,
         located: ChunkPlaces,
         values: Mapping[str, Any],
-        unusable: Mapping[str, CheckpointError],
+        unreadable: Mapping[str, CheckpointError],
     ) -> None:
         self._storage, self._saved, self._names, self._located = storage, saved, names, located
-        self._values = {name: value for name, value in values.items() if name not in unusable}
-        self._spoiled = unusable
+        self._values = {name: value for name, value in values.items() if name not in unreadable}
+        self._errors = unreadable
         self._unreadable: dict[str, CheckpointError] = {}
         self._entries: list[ValueEntry] = []
         self._paths = dict(names.paths)
 
     def catalog(self, *, by_number: bool) -> Catalog:
-        """The catalog; `by_number` also takes the groups of optimizers that know parameters by number."""
+        """Build the catalog; with `by_number`, also the groups of optimizers that know parameters by number."""
         for optimizer, entries in self._names.groups.items():
             self._add_groups(optimizer, entries, by_number)
         for fqn in [fqn for fqn in self._values if fqn in self._paths]:
             self._take_whole_groups(fqn, by_number)
         tensors = [found for fqn, path in self._paths.items() if (found := self._tensor(fqn, path)) is not None]
         self._add_values()
-        catalog = build(tensors, self._located.files, self._entries, format=FORMAT, where=self._storage.url)
+        catalog = build_catalog(tensors, self._located.files, self._entries, format=FORMAT, where=self._storage.url)
         return replace(catalog, unreadable=self._unreadable)
 
     def _tensor(self, fqn: str, path: KeyPath) -> ForeignTensor | None:
         name, saved = dotted(path), self._saved.tensors.get(fqn)
-        if saved is None or fqn in self._spoiled:
-            if fqn in self._spoiled:
-                self._unreadable[name] = self._spoiled[fqn]
+        if saved is None or fqn in self._errors:
+            if fqn in self._errors:
+                self._unreadable[name] = self._errors[fqn]
             return None
         try:
             return ForeignTensor(name, dtype_code(saved.dtype, name), saved.shape, tuple(self._located.parts[fqn]))
@@ -172,15 +175,15 @@ class _Folder:
         paths = {fqn: path for fqn, path in self._paths.items() if fqn not in self._saved.tensors}
         tensors = (path for fqn, path in self._paths.items() if fqn in self._saved.tensors)
         whole = value_paths(paths.values(), tensors)
-        lists: dict[KeyPath, Branch] = {}
+        lists: dict[KeyPath, NestedBuilder] = {}
         for fqn, path in paths.items():
             at = whole[path]
-            if fqn in self._spoiled:
-                self._unreadable[dotted(at)] = self._spoiled[fqn]
+            if fqn in self._errors:
+                self._unreadable[dotted(at)] = self._errors[fqn]
             elif at == path:
                 self._add_value(path, ValueKind.PLAIN, self._values[fqn])
             else:
-                lists.setdefault(at, Branch()).put(path[len(at) :], self._values[fqn])
+                lists.setdefault(at, NestedBuilder()).put(path[len(at) :], self._values[fqn])
         for at, branch in lists.items():
             if dotted(at) not in self._unreadable:
                 self._add_value(at, ValueKind.PLAIN, branch.plain())
@@ -195,12 +198,12 @@ class _Folder:
 
     def _add_groups(self, optimizer: KeyPath, entries: Mapping[str, GroupEntry], by_number: bool) -> None:
         path = (*optimizer, GROUPS)
-        unusable = [self._spoiled[fqn] for fqn in entries if fqn in self._spoiled]
-        if unusable:
-            self._unreadable[dotted(path)] = unusable[0]
+        unreadable = [self._errors[fqn] for fqn in entries if fqn in self._errors]
+        if unreadable:
+            self._unreadable[dotted(path)] = unreadable[0]
             return
         values = {fqn: self._values[fqn] if fqn in self._values else self._small_tensor(fqn) for fqn in entries}
-        found = gather(entries, values)
+        found = groups_from_entries(entries, values)
         if found is None or (found.by_number and not by_number):  # something else of this name: values as any other
             raw = raw_paths(self._saved)
             self._paths.update({fqn: raw[fqn] for fqn in entries})
@@ -208,21 +211,23 @@ class _Folder:
         self._take_groups(optimizer, found)
 
     def _take_whole_groups(self, fqn: str, by_number: bool) -> None:
-        """Before torch 2.4, groups without tensors are one value."""
+        """Take groups that are one value, as torch saved groups without tensors before 2.4."""
         path, value = self._paths[fqn], self._values[fqn]
-        if len(path) > 1 and path[-1] == GROUPS and isinstance(value, list) and all(isinstance(group, dict) for group in value):
-            found = gather_list(value)
+        if len(path) < 2 or path[-1] != GROUPS or not isinstance(value, list):
+            return
+        if all(isinstance(group, dict) for group in value):
+            found = groups_from_list(value)
             if found is not None and value and (by_number or not found.by_number):
                 del self._paths[fqn]
                 self._take_groups(path[:-1], found)
 
-    def _take_groups(self, optimizer: KeyPath, found: Gathered) -> None:
+    def _take_groups(self, optimizer: KeyPath, found: OptimizerGroups) -> None:
         self._add_value((*optimizer, GROUPS), ValueKind.PARAM_GROUPS, found.groups)
         if found.named:
             self._paths = {fqn: renumbered(p, optimizer, found.named) for fqn, p in self._paths.items()}
 
     def _small_tensor(self, fqn: str) -> torch.Tensor:
-        """A hyperparameter that is a tensor, read whole."""
+        """Read a hyperparameter that is a tensor."""
         saved = self._saved.tensors[fqn]
         if prod(saved.shape) > MAX_GROUP_ELEMENTS:
             raise CorruptError(f"{self._storage.url}: {fqn} has shape {saved.shape}, which no hyperparameter has")
@@ -230,7 +235,7 @@ class _Folder:
 
 
 def _leaves(keys: list[Any], value: Any) -> Iterator[tuple[list[Any], Any]]:
-    """A value and its path; a dict, which was one value before torch 2.4, as one value for each key."""
+    """Yield a value and its path; a dict, which was one value before torch 2.4, as one value for each key."""
     if type(value) is dict and value:
         for key, child in value.items():
             yield from _leaves([*keys, key], child)
@@ -239,11 +244,12 @@ def _leaves(keys: list[Any], value: Any) -> Iterator[tuple[list[Any], Any]]:
 
 
 def read_whole(storage: Storage, saved: SavedTensor, parts: Sequence[FilePart], files: Sequence[str]) -> torch.Tensor:
-    """A small tensor, from its parts."""
+    """Read a small tensor from its parts."""
     out = torch.zeros(saved.shape, dtype=saved.dtype)
     for part in parts:
         data = bytearray(prod(part.lengths) * saved.dtype.itemsize)
         storage.read_into(files[part.file], part.offset, [memoryview(data)])
-        region = out[tuple(slice(low, low + length) for low, length in zip(part.offsets, part.lengths, strict=True))]
+        slices = (slice(low, low + length) for low, length in zip(part.offsets, part.lengths, strict=True))
+        region = out[tuple(slices)]
         region.copy_(torch.frombuffer(data, dtype=saved.dtype).reshape(part.lengths))
     return out

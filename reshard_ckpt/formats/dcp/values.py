@@ -1,4 +1,4 @@
-"""What are the values of a folder? Each is what ``torch.save`` made of it, which torch reads without running anything in it."""
+"""Reading the values of a DCP folder; torch loads each without running any code in it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from ...errors import CheckpointError, CorruptError, UnsupportedError
 from ...format.values import encode_value
 from ...storage.protocol import Storage
-from ..screening import SMALL_BYTES, refuse_colliding
-from .chunks import file_sizes, spoils
+from ..hash_collisions import SMALL_BYTES, refuse_hash_collisions
+from .chunks import file_sizes, read_problem
 from .metadata import Extent
 
 MAX_VALUE_BYTES = 4 << 30
@@ -21,49 +21,49 @@ MAX_VALUE_BYTES = 4 << 30
 
 @dataclass(frozen=True, slots=True)
 class ReadValues:
-    """The values by DCP name, and why some could not be read."""
+    """The values by DCP name, and the errors of those that could not be read."""
 
     values: Mapping[str, Any]
-    unusable: Mapping[str, CheckpointError]
+    unreadable: Mapping[str, CheckpointError]
 
 
 def read_values(storage: Storage, extents: Mapping[str, Extent]) -> ReadValues:
-    """Read all values; equal ones, as the hyperparameters of many parameters, are decoded once."""
+    """Read all values; equal ones, such as the hyperparameters of many parameters, are decoded once."""
     values: dict[str, Any] = {}
-    unusable: dict[str, CheckpointError] = {}
+    unreadable: dict[str, CheckpointError] = {}
     known: dict[bytes, Any] = {}
-    for fqn, data in _read_all(storage, extents, unusable):
+    for fqn, data in _read_all(storage, extents, unreadable):
         name = f"{storage.url}: {fqn}"
         try:
             if data not in known:
-                known[data] = _loaded(data, name)
+                known[data] = _load(data, name)
             encode_value(known[data], name)
         except CheckpointError as error:
-            unusable[fqn] = error
+            unreadable[fqn] = error
         else:
             values[fqn] = known[data]
-    return ReadValues(values, unusable)
+    return ReadValues(values, unreadable)
 
 
 def _read_all(
-    storage: Storage, extents: Mapping[str, Extent], unusable: dict[str, CheckpointError]
+    storage: Storage, extents: Mapping[str, Extent], unreadable: dict[str, CheckpointError]
 ) -> Iterator[tuple[str, bytes]]:
     sizes = file_sizes(storage, iter(extents.values()))
     for fqn, extent in extents.items():
-        why = spoils(storage, fqn, extent, sizes[extent.file])
+        why = read_problem(storage, fqn, extent, sizes[extent.file])
         if why is None and extent.length > MAX_VALUE_BYTES:
             why = CorruptError(f"{storage.url}: {fqn} has {extent.length} bytes, more than a value has; use another checkpoint")
         if why is not None:
-            unusable[fqn] = why
+            unreadable[fqn] = why
             continue
         data = bytearray(extent.length)
         storage.read_into(extent.file, extent.offset, [memoryview(data)])
         yield fqn, bytes(data)
 
 
-def _loaded(data: bytes, name: str) -> Any:
+def _load(data: bytes, name: str) -> Any:
     if len(data) > SMALL_BYTES:
-        refuse_colliding(io.BytesIO(data), name)
+        refuse_hash_collisions(io.BytesIO(data), name)
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # whatever hostile bytes make torch raise

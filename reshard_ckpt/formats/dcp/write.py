@@ -1,9 +1,9 @@
-"""How does a checkpoint become a folder that ``torch.distributed.checkpoint.load`` accepts? As a stream, in bounded memory.
+"""Writing a checkpoint as a folder that ``torch.distributed.checkpoint.load`` accepts, as a stream, in bounded memory.
 
-1. Names and paths: values are taken apart as DCP does it, and each name gets the keys that lead to it (`lay_out`).
-2. Tensors are cut into chunks along their outermost dims, so that a rank that wants a part need not read all.
-3. Every value and every chunk is a file of ``torch.save``, one after the other in ``__0_N.distcp``.
-4. ``.metadata`` names them all; it is published last.
+1. Flatten values as DCP does, and give each name the keys that lead to it (`lay_out`).
+2. Cut tensors into chunks along their outermost dims, so that a rank that wants a part need not read all.
+3. Write every value and every chunk as a file of ``torch.save``, one after the other in ``__0_N.distcp``.
+4. Publish ``.metadata``, which names them all, last.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ import torch
 
 from ...core.catalog.model import Catalog
 from ...core.catalog.specs import Ints, ValueKind
+from ...engine.loading.stream import Run, whole_run
 from ...errors import NameCollisionError, UsageError
 from ...format.torch_dtypes import TORCH_DTYPES
 from ...format.values import check_keys, decode_path
 from ...state.scan import Index, saved_path
 from ...storage.protocol import Storage, Writer
-from ..emitting import ByteStream
-from .archive import write_tensor
+from ..tensor_stream import ByteStream
 from .metadata import METADATA_KEY, Chunk, Extent, SavedTensor
-from .metadata_out import metadata_bytes
+from .metadata_writer import metadata_bytes
 from .names import GROUPS, STATE, KeyPath, dotted
+from .tensor_zip import write_tensor
 
 CHUNK_BYTES = 256 << 20
 """Of a chunk: what ``torch.distributed.checkpoint.load`` has in memory at once."""
@@ -36,22 +37,13 @@ FILE_BYTES = 4 << 30
 OPTIMIZER_FORMS = ("nested", "flat")
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Elements of the row-major order of tensor number `tensor` of the catalog."""
-
-    tensor: int
-    start: int
-    count: int
-
-
-BytesOf = Callable[[Sequence[Span]], Iterator[memoryview]]
-"""The bytes of spans, end to end, in parts of any size that are valid until the next is asked for."""
+BytesOf = Callable[[Sequence[Run]], Iterator[memoryview]]
+"""The bytes of runs, end to end, in parts of any size that are valid until the next is asked for."""
 
 
 @dataclass(frozen=True, slots=True)
 class FolderLayout:
-    """What the folder will hold, by DCP name: indices into the catalog, values, and the path of each."""
+    """The content of the folder, by DCP name: indices into the catalog, values, and the path of each."""
 
     tensors: Mapping[str, int]
     values: Mapping[str, Any]
@@ -122,7 +114,7 @@ class _Files:
     writer: Writer | None = None
 
     def begin(self) -> None:
-        """Make room for one more thing: in this file, or in the next."""
+        """Make room for one more entry: in this file, or in the next."""
         if self.writer is not None and self.size < self.file_bytes:
             return
         self.finish()
@@ -135,7 +127,7 @@ class _Files:
         self.size += len(data)
 
     def extent_since(self, begin: int) -> Extent:
-        """What was written to this file since it had that size."""
+        """Return the extent of what was written to this file since it had that size."""
         return Extent(self.keys[-1], begin, self.size - begin)
 
     def finish(self) -> None:
@@ -162,48 +154,49 @@ def _write_values(out: _Files, values: Mapping[str, Any]) -> dict[str, Extent]:
 def _write_tensors(
     out: _Files, catalog: Catalog, layout: FolderLayout, bytes_of: BytesOf, chunk_bytes: int
 ) -> dict[str, SavedTensor]:
-    """Write each tensor that has bytes of its own once; its aliases name the same chunks."""
+    """Write each tensor that has bytes of its own once; its aliases refer to the same chunks."""
     sources = sorted({catalog.source(index) for index in layout.tensors.values()})
     boxes = {index: list(_boxes(catalog, index, chunk_bytes)) for index in sources}
-    spans = [span for index in sources for _, _, span in boxes[index] if span.count]
-    parts = ByteStream(bytes_of(spans))
+    runs = [run for index in sources for _, _, run in boxes[index] if run.count]
+    parts = ByteStream(bytes_of(runs))
     written: dict[int, SavedTensor] = {}
     for index in sources:
         dtype = TORCH_DTYPES[catalog.dtype(index)]
         chunks: list[Chunk] = []
-        for offsets, lengths, span in boxes[index]:
+        for offsets, lengths, run in boxes[index]:
             out.begin()
             begin = out.size
-            write_tensor(out.write, dtype, lengths, parts.take(span.count * dtype.itemsize))
+            write_tensor(out.write, dtype, lengths, parts.take(run.count * dtype.itemsize))
             chunks.append(Chunk(offsets, lengths, out.extent_since(begin)))
         written[index] = SavedTensor(dtype, catalog.shape(index), tuple(chunks))
     return {name: written[catalog.source(index)] for name, index in layout.tensors.items()}
 
 
-def _boxes(catalog: Catalog, index: int, chunk_bytes: int) -> Iterator[tuple[Ints, Ints, Span]]:
-    """Cut a tensor into boxes that are runs of it, each of at most `chunk_bytes` if its elements allow."""
+def _boxes(catalog: Catalog, index: int, chunk_bytes: int) -> Iterator[tuple[Ints, Ints, Run]]:
+    """Cut a tensor into boxes that are contiguous in it, each of at most `chunk_bytes` if its elements allow."""
     shape = catalog.shape(index)
     room = max(chunk_bytes // TORCH_DTYPES[catalog.dtype(index)].itemsize, 1)
     dim = 0
     while dim < len(shape) and prod(shape[dim + 1 :]) > room:
         dim += 1
     if prod(shape) <= room or dim == len(shape):
-        yield (0,) * len(shape), shape, Span(index, 0, prod(shape))
+        yield (0,) * len(shape), shape, whole_run(catalog, index)
         return
     inner = prod(shape[dim + 1 :])
     step = max(room // inner, 1)
+    whole = whole_run(catalog, index)
     start = 0
     for number in range(prod(shape[:dim])):
-        corner = _digits(number, shape[:dim])
+        corner = _unravel(number, shape[:dim])
         for low in range(0, shape[dim], step):
             length = min(step, shape[dim] - low)
             offsets = (*corner, low, *(0 for _ in shape[dim + 1 :]))
             lengths = (*(1 for _ in corner), length, *shape[dim + 1 :])
-            yield offsets, lengths, Span(index, start, length * inner)
+            yield offsets, lengths, Run(index, whole.offsets, shape, start, length * inner)
             start += length * inner
 
 
-def _digits(number: int, lengths: Ints) -> Ints:
+def _unravel(number: int, lengths: Ints) -> Ints:
     out = []
     for length in reversed(lengths):
         number, digit = divmod(number, length)
@@ -232,9 +225,9 @@ def lay_out(catalog: Catalog, values: Mapping[str, Any], optimizer: str) -> Fold
         if entry.kind is ValueKind.PARAM_GROUPS and optimizer == "flat":
             pairs = _flat_groups(path[:-1], value)
         elif entry.kind is ValueKind.PARAM_GROUPS:
-            pairs = _taken_apart(path, _under_one_name(catalog, entry.name.removesuffix(GROUPS), value))
+            pairs = _flatten(path, _without_tied_names(catalog, entry.name.removesuffix(GROUPS), value))
         else:
-            pairs = _taken_apart(path, list(value) if entry.kind is ValueKind.PER_RANK else value)
+            pairs = _flatten(path, list(value) if entry.kind is ValueKind.PER_RANK else value)
         for where, leaf in pairs:
             add(_optimizer_path(where, optimizers, optimizer), leaf)
     dicts = {path[:i] for path in paths.values() for i in range(1, len(path))}
@@ -249,22 +242,22 @@ def _flat_groups(optimizer: KeyPath, groups: Iterable[Mapping[str, Any]]) -> Ite
             yield from (((*optimizer, f"{GROUPS}.{fqn}.{key}"), value) for key, value in group.items() if key != "params")
 
 
-def _under_one_name(catalog: Catalog, prefix: str, groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The groups with each tied weight once, under the name that its state has: DCP counts the parameters of a group."""
+def _without_tied_names(catalog: Catalog, prefix: str, groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """List each tied weight of a group once, under the name that its state has: DCP counts the parameters of a group."""
     state, table = f"{prefix}{STATE}.", catalog.tensors_table
     shared = (name for name, alias in zip(table.names, table.alias.tolist(), strict=True) if alias >= 0)
     second = {name.removeprefix(state).rpartition(".")[0] for name in shared if name.startswith(state)}
     return [{**group, "params": [fqn for fqn in group["params"] if fqn not in second]} for group in groups]
 
 
-def _taken_apart(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any]]:
-    """A value as DCP flattens it: dicts always, lists where a dict or a tensor is inside."""
+def _flatten(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any]]:
+    """Flatten a value as DCP does: dicts always, lists where a dict or a tensor is inside."""
     if isinstance(value, Mapping) and value:
         for key, child in value.items():
-            yield from _taken_apart((*path, str(key)), child)
+            yield from _flatten((*path, str(key)), child)
     elif isinstance(value, list) and not _is_terminal(value):
         for index, child in enumerate(value):
-            yield from _taken_apart((*path, index), child)
+            yield from _flatten((*path, index), child)
     else:
         yield path, value
 
@@ -276,7 +269,7 @@ def _is_terminal(value: Any) -> bool:
 
 
 def _tensor_path(name: str, dicts: set[KeyPath]) -> KeyPath:
-    """The path of a tensor. The catalog has its name alone: the key of the state, then one that is the rest, as in
+    """Return the path of a tensor, of which the catalog has only the name: the key of the state, then the rest as one key, as in
     ``{"model": {"layers.0.weight": …}}``, unless values show that there are dicts on the way.
     """
     keys = name.split(".")
@@ -287,7 +280,7 @@ def _tensor_path(name: str, dicts: set[KeyPath]) -> KeyPath:
 
 
 def _optimizer_path(path: KeyPath, optimizers: Iterable[str], form: str) -> KeyPath:
-    """The path of the state of an optimizer in the form that is asked for; of anything else, the path itself."""
+    """Return the path of an optimizer's state in the wanted form; anything else keeps its path."""
     name = dotted(path)
     for optimizer in optimizers:
         if name.startswith(f"{optimizer}.{STATE}."):

@@ -20,7 +20,7 @@ from reshard_ckpt.format.torch_dtypes import TORCH_DTYPES
 from reshard_ckpt.formats.dcp.chunks import run_lengths, runs_of
 from reshard_ckpt.formats.dcp.folder import read_folder
 from reshard_ckpt.formats.dcp.metadata import Chunk, Extent, SavedTensor
-from reshard_ckpt.formats.dcp.metadata_out import metadata_bytes
+from reshard_ckpt.formats.dcp.metadata_writer import metadata_bytes
 from reshard_ckpt.storage import open_storage
 from tests.layouts import values_of
 
@@ -306,5 +306,5 @@ def test_chunks_of_ranks_that_overlap_are_of_no_use():
         "other": "has another shape or dtype on another rank",
         "mixed": "is a tensor on one rank and a value on another",
     }
-    assert said.unusable.keys() == expected.keys()
-    assert all(f"{name} {what}" in str(said.unusable[name]) for name, what in expected.items())
+    assert said.unreadable.keys() == expected.keys()
+    assert all(f"{name} {what}" in str(said.unreadable[name]) for name, what in expected.items())

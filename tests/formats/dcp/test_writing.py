@@ -18,12 +18,12 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from reshard_ckpt import checkpoint
 from reshard_ckpt.engine.loading.saved_values import open_values
-from reshard_ckpt.engine.loading.stream import Run, stream
+from reshard_ckpt.engine.loading.stream import stream
 from reshard_ckpt.errors import CorruptError, NameCollisionError, UsageError
 from reshard_ckpt.format.torch_dtypes import TORCH_DTYPES
-from reshard_ckpt.formats.dcp.archive import write_tensor
+from reshard_ckpt.formats.dcp.tensor_zip import write_tensor
 from reshard_ckpt.formats.dcp.write import write_dcp
-from reshard_ckpt.formats.opening import open_source
+from reshard_ckpt.formats.source import open_source
 from reshard_ckpt.storage import open_storage
 from tests.layouts import values_of
 
@@ -48,12 +48,7 @@ def write_small(saved: Path, folder: Path, **options: Any) -> Path:
         catalog, storage = source.catalog, source.storage
         values = {name: v.value for name, v in open_values(storage, catalog, catalog.value_names, verify=True).items()}
 
-        def bytes_of(spans: Any) -> Iterator[memoryview]:
-            shapes = [catalog.shape(span.tensor) for span in spans]
-            runs = [Run(s.tensor, (0,) * len(n), n, s.start, s.count) for s, n in zip(spans, shapes, strict=True)]
-            return stream(storage, catalog, runs)
-
-        write_dcp(there, catalog, values, bytes_of, **options)
+        write_dcp(there, catalog, values, lambda runs: stream(storage, catalog, runs), **options)
     return folder
 
 

@@ -1,4 +1,4 @@
-"""How does a list of foreign tensors become a catalog? Sorted by name, boxes shared, and held to all that a catalog must be."""
+"""Building a catalog from a list of foreign tensors: sorted by name, boxes shared, and checked as every catalog is."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ class ForeignTensor:
 
 
 def whole(name: str, dtype: str, shape: Ints, file: int, offset: int) -> ForeignTensor:
-    """A tensor that lies whole, in row-major order, at one place."""
+    """Describe a tensor that lies whole, in row-major order, at one place."""
     part = FilePart((0,) * len(shape), shape, file, offset)
     return ForeignTensor(name, dtype, shape, (part,) if prod(shape) else ())
 
 
 def foreign_file(key: str, size: int, format: str) -> FileEntry:
-    """A file that has no checksums."""
+    """Describe a file that has no checksums."""
     return FileEntry(key, size, "", b"", format, 0)
 
 
-def build(
+def build_catalog(
     tensors: Iterable[ForeignTensor],
     files: Sequence[FileEntry],
     values: Sequence[ValueEntry] = (),
@@ -59,7 +59,7 @@ def build(
     metadata: Any = None,
     where: str,
 ) -> Catalog:
-    """The catalog of foreign tensors.
+    """Build the catalog of foreign tensors.
 
     Parameters
     ----------
@@ -80,7 +80,9 @@ def build(
     _check_names([tensor.name for tensor in ordered] + [value.name for value in values], where)
     width = max((len(tensor.shape) for tensor in ordered), default=1) or 1
     parts = [part for tensor in ordered for part in tensor.parts]
-    offsets, lengths = _padded([p.offsets for p in parts], width, 0), _padded([p.lengths for p in parts], width, 1)
+    offsets = _padded([part.offsets for part in parts], width, 0)
+    lengths = _padded([part.lengths for part in parts], width, 1)
+    # box: the number of each part's box; first: of each box, a part that has it
     box, first = group_ids(np.hstack([offsets, lengths]))
     catalog = Catalog(
         save_id=format,
@@ -130,4 +132,5 @@ def _column(values: Any) -> I64:
 
 
 def _padded(rows: Sequence[Ints], width: int, fill: int) -> I64:
-    return _column([(fill,) * (width - len(row)) + tuple(row) for row in rows]).reshape(len(rows), width)
+    padded = [(fill,) * (width - len(row)) + tuple(row) for row in rows]
+    return _column(padded).reshape(len(rows), width)

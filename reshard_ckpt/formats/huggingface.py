@@ -1,4 +1,4 @@
-"""Which files of a folder are a model, as Hugging Face's libraries lay it out? Those that an index names, else all of a kind."""
+"""Which files of a folder are a model, as Hugging Face's libraries lay it out: those that an index names, else all of a kind."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from ..storage.protocol import key_parts
 INDEX = ".index.json"
 MAX_INDEX_BYTES = 256 << 20
 
-Chosen = Mapping[str, frozenset[str] | None]
+WeightFiles = Mapping[str, frozenset[str] | None]
 """Files, and which of their tensors count; None stands for all."""
 
 _SHARD = re.compile(r"shard-[0-9]{5,9}-.*")
 _PART = re.compile(r"(?P<stem>.*)-(?P<part>[0-9]{1,9})-of-(?P<parts>[0-9]{1,9})")
 
 
-def chosen_files(storage: Storage, suffix: str, *, main: str) -> Chosen | None:
-    """The files of one kind right in a folder that are a model; None where there are none.
+def weight_files(storage: Storage, suffix: str, *, main: str) -> WeightFiles | None:
+    """List the weight files in a folder; None where there are none.
 
     Parameters
     ----------
@@ -41,7 +41,7 @@ def chosen_files(storage: Storage, suffix: str, *, main: str) -> Chosen | None:
 
 
 def is_shard(key: str) -> bool:
-    """Whether a file is what one rank saved, by the name that torch's writer gives it.
+    """Return whether a file holds what one rank saved, by the name that torch's writer gives it.
 
     >>> is_shard("shard-00002-model-00001-of-00001.safetensors"), is_shard("model-00001-of-00002.safetensors")
     (True, False)
@@ -50,7 +50,7 @@ def is_shard(key: str) -> bool:
 
 
 def top_level(storage: Storage) -> list[str]:
-    """The files right in a folder."""
+    """List the files directly in a folder."""
     return [key for key, _ in storage.list() if "/" not in key]
 
 
@@ -61,7 +61,7 @@ def _one_index(storage: Storage, indices: Sequence[str], main: str) -> str:
 
 
 def _check_parts(storage: Storage, files: Sequence[str], suffix: str) -> None:
-    """Files that are called parts of a whole are all there: without an index nothing else would tell."""
+    """Check that all parts of a whole are there: without an index, only their names show that one is missing."""
     known = set(files)
     # Of what a rank saved, there are only the parts that something of its own is in.
     matches = filter(None, (_PART.fullmatch(file.removesuffix(suffix)) for file in files if not is_shard(file)))
@@ -70,12 +70,12 @@ def _check_parts(storage: Storage, files: Sequence[str], suffix: str) -> None:
         for part in range(1, min(num, len(files) + 1) + 1):
             key = f"{match['stem']}-{part:0{digits}d}-of-{match['parts']}{suffix}"
             if key not in known:
-                lacking = f"{storage.url}: has {match[0]}{suffix}, but neither {key} nor an index"
-                raise CorruptError(f"{lacking}; copy the rest of it, or open one file by itself")
+                missing = f"{storage.url}: has {match[0]}{suffix}, but neither {key} nor an index"
+                raise CorruptError(f"{missing}; copy the rest of it, or open one file by itself")
 
 
-def read_index(storage: Storage, key: str) -> Chosen:
-    """The files that an index names, and which of their tensors count."""
+def read_index(storage: Storage, key: str) -> WeightFiles:
+    """Read which files an index names, and which of their tensors count."""
     weight_map = _weight_map(storage.read(key, limit=MAX_INDEX_BYTES), f"{storage.url}: {key}")
     by_file: dict[str, set[str]] = {}
     for name, file in weight_map.items():

@@ -1,6 +1,7 @@
-"""What does ``torch.save`` make of a tensor, written as a stream? A zip of stored members, whose bytes need not be in memory.
+"""Writing a tensor as ``torch.save`` does, but as a stream: a zip of stored members whose bytes need not be in memory.
 
-All sizes are known beforehand; only the checksums are not, and they stand behind the members. So a tensor passes through once.
+All sizes are known beforehand. Only the checksums are not, and those stand behind the members. So one pass over a tensor is
+enough.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from zlib import crc32
 import torch
 
 from ...core.catalog.specs import Ints, row_major_strides
-from .emit import Called, Global, Persistent, pickled
 from .heads import STORAGE_DTYPES
+from .pickle_writer import FunctionCall, Global, PersistentId, pickled
 
 ALIGNMENT = 64
 MAX_ARCHIVE_BYTES = (1 << 32) - (1 << 20)
@@ -42,20 +43,20 @@ class _Member:
 
 
 def tensor_pickle(dtype: torch.dtype, shape: Ints) -> bytes:
-    """The pickle of a contiguous tensor whose storage is member ``data/0``."""
+    """Return the pickle of a contiguous tensor whose storage is member ``data/0``."""
     typed, count = _STORAGE_NAMES.get(dtype), prod(shape)
     kind = Global("torch.storage", "UntypedStorage") if typed is None else Global("torch", typed)
-    storage = Persistent(("storage", kind, "0", "cpu", count * dtype.itemsize if typed is None else count))
-    hooks = Called(Global("collections", "OrderedDict"), ())
+    storage = PersistentId(("storage", kind, "0", "cpu", count * dtype.itemsize if typed is None else count))
+    hooks = FunctionCall(Global("collections", "OrderedDict"), ())
     view = (storage, 0, shape, row_major_strides(shape), False, hooks)
     if typed is not None:
-        return pickled(Called(Global("torch._utils", "_rebuild_tensor_v2"), view))
+        return pickled(FunctionCall(Global("torch._utils", "_rebuild_tensor_v2"), view))
     name = Global("torch", str(dtype).removeprefix("torch."))
-    return pickled(Called(Global("torch._utils", "_rebuild_tensor_v3"), (*view, name)))
+    return pickled(FunctionCall(Global("torch._utils", "_rebuild_tensor_v3"), (*view, name)))
 
 
 class Archive:
-    """One zip, written front to back through `write`; `size` is what was written so far."""
+    """A zip, written front to back through `write`; `size` is the number of bytes written so far."""
 
     def __init__(self, write: Write) -> None:
         self._write_out = write
@@ -95,7 +96,7 @@ class Archive:
 def write_tensor(
     write: Callable[[bytes | memoryview], None], dtype: torch.dtype, shape: Ints, parts: Iterable[memoryview]
 ) -> int:
-    """Write a tensor whose bytes come in parts, as ``torch.save`` would; returns the number of bytes written."""
+    """Write a tensor whose bytes come in parts, as ``torch.save`` would; return the number of bytes written."""
     described = tensor_pickle(dtype, shape)
     archive = Archive(write)
     archive.add("data.pkl", len(described), [described])

@@ -1,7 +1,7 @@
-"""How are a few known objects written as a pickle, without having them? As plain data around names of classes and functions.
+"""Writing a pickle of a few known objects without having their classes: plain data around names of classes and functions.
 
-The program that reads it looks the names up, and fills what they make; nothing of this process gets into it, and no class of
-torch's needs to be here.
+The program that reads the pickle looks the names up, and makes the objects. Nothing of this process gets into the pickle, and
+none of torch's classes need exist here.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Global:
 
 
 @dataclass(frozen=True, slots=True)
-class Called:
-    """What a function or class makes of arguments."""
+class FunctionCall:
+    """What a function or class returns for some arguments."""
 
     function: Global
     arguments: tuple[Any, ...]
@@ -36,8 +36,8 @@ class Instance:
 
 
 @dataclass(frozen=True, slots=True)
-class Persistent:
-    """What a persistent id stands for."""
+class PersistentId:
+    """The object that a persistent id refers to."""
 
     identity: Any
 
@@ -50,7 +50,7 @@ class Pairs:
 
 
 def pickled(value: Any) -> bytes:
-    """The pickle of a value made of these, None, booleans, numbers, strings, tuples, lists and dicts.
+    """Return the pickle of a value made of these, None, booleans, numbers, strings, tuples, lists and dicts.
 
     Its protocol is 2, which is the one that ``torch.load(weights_only=True)`` reads.
     """
@@ -65,7 +65,7 @@ class _Emitter:
         self._memo: dict[str | Global, int] = {}
 
     def add(self, value: Any) -> None:
-        """Write one thing."""
+        """Write one value."""
         match value:
             case None:
                 self.out += b"N"
@@ -83,12 +83,12 @@ class _Emitter:
                 self._sequence(b"}(", [part for item in value.items() for part in item], b"u")
             case Pairs(items):
                 self._sequence(b"}(", [part for item in items for part in item], b"u")
-            case Called(function, arguments):
+            case FunctionCall(function, arguments):
                 self._sequence(b"", (function, arguments), b"R")
             case Instance(kind, state):
                 self._sequence(b"", (kind,), b")\x81")
                 self._sequence(b"", (state,), b"b")
-            case Persistent(identity):
+            case PersistentId(identity):
                 self._sequence(b"", (identity,), b"Q")
             case _:
                 raise TypeError(f"a {type(value).__name__} has no place in such a pickle")
@@ -109,7 +109,7 @@ class _Emitter:
             self.out += b"\x8a" + len(data).to_bytes(1, "little") + data
 
     def _shared(self, value: str | Global) -> None:
-        """A string or a name; a second time it is only referred to."""
+        """Write a string or a global; the second time, only a reference to the memo."""
         index = self._memo.get(value)
         if index is not None:
             self.out += b"h" + index.to_bytes(1, "little") if index < 256 else b"j" + index.to_bytes(4, "little")

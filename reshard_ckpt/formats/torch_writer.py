@@ -1,8 +1,8 @@
-"""How does a checkpoint of any size become one file of ``torch.save``? torch describes it, and the bytes follow as a stream.
+"""Writing a checkpoint of any size as one file of ``torch.save``: torch pickles the structure, and the bytes follow as a stream.
 
-1. The state is built of tensors without bytes: views of one sparse file, that take neither memory nor disk.
-2. ``torch.save`` under ``skip_data`` writes what describes them, and leaves the bytes out. Only the description is kept.
-3. A zip of stored records is written: the description, then the bytes of each storage, aligned as torch aligns them.
+1. Build the state of placeholder tensors: views of one sparse file, that take neither memory nor disk.
+2. Pickle it with ``torch.save`` under ``skip_data``, which leaves the bytes out.
+3. Write a zip of stored records: the pickle, then the bytes of each storage, aligned as torch aligns them.
 
 An optimizer gets the form of ``optimizer.state_dict()``: parameters by number, and their names in ``param_names``.
 """
@@ -29,12 +29,12 @@ from ..errors import NameCollisionError, StorageError, UnsupportedError
 from ..format.torch_dtypes import TORCH_DTYPES
 from ..format.values import check_keys, decode_path
 from ..state.scan import Index, saved_path
-from .emitting import ByteStream, TensorBytes, aliases_of, in_natural_order
+from .tensor_stream import ByteStream, TensorBytes, aliases_of, in_natural_order
 
 ALIGNMENT = 64
 _LOCAL_HEADER_BYTES = 30
 _ZIP64_BYTES = 20
-"""What the field of 64-bit sizes takes, which each record has, as nobody knows how large they are."""
+"""The field of 64-bit sizes, which each record has, as its size is unknown when its header is written."""
 
 _ROOT = "archive"
 GROUPS, STATE = ".param_groups", ".state."
@@ -42,12 +42,12 @@ GROUPS, STATE = ".param_groups", ".state."
 
 @dataclass(slots=True)
 class _Tree:
-    """The nested dict that will be saved, put together from names."""
+    """The nested dict that will be saved, built from names."""
 
     root: dict[Any, Any] = field(default_factory=dict)
 
     def put(self, path: Iterable[Any], value: Any) -> None:
-        """Set what lies at a path."""
+        """Set the value at a path."""
         *above, last = path
         node = self.root
         for key in above:
@@ -79,70 +79,72 @@ def write_torch(path: str, catalog: Catalog, values: Mapping[str, Any], bytes_of
     _check_values(values)
     with tempfile.TemporaryDirectory(prefix=".description-", dir=os.path.dirname(path)) as folder:
         try:
-            hollow = _empty_copies(catalog, os.path.join(folder, "nothing"))
-            state = _state(catalog, values, hollow)
-            described = _describe(state, os.path.join(folder, "hollow.pt"))
+            placeholders = _make_placeholders(catalog, os.path.join(folder, "nothing"))
+            state = _state(catalog, values, placeholders)
+            pickled = _pickle_state(state, os.path.join(folder, "state.pt"))
         except RuntimeError as error:  # what torch makes of a full disk
             raise StorageError(f"{path}: cannot write: {error}; free space there, or write to another path") from error
-    index_of = {id(tensor): catalog.source(catalog.index(name)) for name, tensor in hollow.items()}
-    stored = list(_stored(state))
-    assert [tensor.untyped_storage().nbytes() for tensor in stored] == described.sizes
-    parts = ByteStream(bytes_of([index_of[id(tensor)] for tensor in stored if id(tensor) in index_of and tensor.numel()]))
+    index_of = {id(tensor): catalog.source(catalog.index(name)) for name, tensor in placeholders.items()}
+    tensors = list(_tensors_in_order(state))
+    assert [tensor.untyped_storage().nbytes() for tensor in tensors] == pickled.sizes
+    wanted = [index_of[id(tensor)] for tensor in tensors if id(tensor) in index_of and tensor.numel()]
+    parts = ByteStream(bytes_of(wanted))
     with open(path, "xb") as file:
         with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-            _add(archive, file, "data.pkl", [described.pickle])
+            _add(archive, file, "data.pkl", [pickled.pickle])
             _add(archive, file, "byteorder", [sys.byteorder.encode()])
-            for number, (tensor, size) in enumerate(zip(stored, described.sizes, strict=True)):
-                _add(archive, file, f"data/{number}", parts.take(size) if id(tensor) in index_of else [_memory(tensor)])
-            _add(archive, file, "version", [described.version])
+            for number, (tensor, size) in enumerate(zip(tensors, pickled.sizes, strict=True)):
+                _add(archive, file, f"data/{number}", parts.take(size) if id(tensor) in index_of else [_storage_bytes(tensor)])
+            _add(archive, file, "version", [pickled.version])
         file.flush()
         os.fsync(file.fileno())
 
 
-def _empty_copies(catalog: Catalog, path: str) -> dict[str, torch.Tensor]:
-    """Tensors of the right shapes over a sparse file; an alias is the tensor that it stands for."""
-    aliases, dtypes = aliases_of(catalog), [TORCH_DTYPES[catalog.dtype(i)] for i in range(len(catalog.tensors_table.names))]
+def _make_placeholders(catalog: Catalog, path: str) -> dict[str, torch.Tensor]:
+    """Make tensors of the right shapes over a sparse file; an alias is the tensor whose bytes it shares."""
+    aliases = aliases_of(catalog)
+    dtypes = [TORCH_DTYPES[catalog.dtype(index)] for index in range(len(catalog.tensors_table.names))]
     own = [index for index in in_natural_order(catalog) if catalog.tensors_table.names[index] not in aliases]
     sizes = [prod(catalog.shape(index)) * dtypes[index].itemsize for index in own]
     begin = list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
-    room = torch.UntypedStorage.from_file(path, True, max(begin[-1], 1))  # shared: a private map would count as memory
-    hollow: dict[str, torch.Tensor] = {}
+    backing = torch.UntypedStorage.from_file(path, True, max(begin[-1], 1))  # shared: a private map would count as memory
+    placeholders: dict[str, torch.Tensor] = {}
     for index, at, size in zip(own, begin, sizes, strict=False):
         shape = catalog.shape(index)
         # torch.save refuses storages of different types at one place, which an empty part of the file would be.
-        storage = room[at : at + size] if size else torch.empty(0).untyped_storage()
+        storage = backing[at : at + size] if size else torch.empty(0).untyped_storage()
         tensor = torch.empty(0, dtype=dtypes[index]).set_(storage, 0, shape, row_major_strides(shape))
-        hollow[catalog.tensors_table.names[index]] = tensor
-    return hollow | {name: hollow[source] for name, source in aliases.items()}
+        placeholders[catalog.tensors_table.names[index]] = tensor
+    return placeholders | {name: placeholders[source] for name, source in aliases.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class _Described:
-    """What ``torch.save`` says of a state: its pickle, the version of its format, and the sizes of the storages, in order."""
+class _PickledState:
+    """What ``torch.save`` writes without data: the pickle, the version of the format, and the sizes of the storages, in order."""
 
     pickle: bytes
     version: bytes
     sizes: list[int]
 
 
-def _describe(state: Any, path: str) -> _Described:
+def _pickle_state(state: Any, path: str) -> _PickledState:
     with torch.serialization.skip_data():
         torch.save(state, path)
     with zipfile.ZipFile(path) as archive:
         by_key = {member.filename.partition("/")[2]: member for member in archive.infolist()}
         storages = sorted((int(key[5:]), member.file_size) for key, member in by_key.items() if key.startswith("data/"))
-        return _Described(archive.read(by_key["data.pkl"]), archive.read(by_key["version"]), [size for _, size in storages])
+        return _PickledState(archive.read(by_key["data.pkl"]), archive.read(by_key["version"]), [size for _, size in storages])
 
 
-def _stored(state: Any) -> Iterator[torch.Tensor]:
-    """The tensors whose storages are records 0, 1, …: those of the state, in the order in which a pickle meets them."""
-    met: set[int] = set()
+def _tensors_in_order(state: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors whose storages are records 0, 1, …: those of the state, in the order in which a pickle meets them."""
+    seen: set[int] = set()
     waiting = [state]
     while waiting:
         thing = waiting.pop()
         if isinstance(thing, torch.Tensor):
-            if id(thing) not in met:
-                met.add(id(thing))
+            if id(thing) not in seen:
+                seen.add(id(thing))
                 yield thing
         elif isinstance(thing, Mapping):
             waiting += reversed(list(thing.values()))
@@ -150,18 +152,18 @@ def _stored(state: Any) -> Iterator[torch.Tensor]:
             waiting += reversed(list(thing))
 
 
-def _memory(tensor: torch.Tensor) -> memoryview:
-    """The storage of a tensor that is part of a value."""
+def _storage_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return the storage of a tensor that is part of a value."""
     storage = tensor.untyped_storage()
     return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,)).numpy().data
 
 
 def _add(archive: zipfile.ZipFile, file: Any, name: str, parts: Iterable[bytes | memoryview]) -> None:
-    """Add a record whose bytes begin aligned, so that they can be mapped; the room before them is an extra field."""
+    """Add a record whose bytes begin aligned, so that they can be mapped; the padding before them is an extra field."""
     member = zipfile.ZipInfo(f"{_ROOT}/{name}")
     head = file.tell() + _LOCAL_HEADER_BYTES + len(member.filename) + _ZIP64_BYTES + 4
-    room = -head % ALIGNMENT
-    member.extra = b"FB" + room.to_bytes(2, "little") + b"Z" * room
+    backing = -head % ALIGNMENT
+    member.extra = b"FB" + backing.to_bytes(2, "little") + b"Z" * backing
     with archive.open(member, "w", force_zip64=True) as record:
         for part in parts:
             record.write(part)
@@ -169,19 +171,19 @@ def _add(archive: zipfile.ZipFile, file: Any, name: str, parts: Iterable[bytes |
 
 @dataclass(frozen=True, slots=True)
 class _Optimizer:
-    """An optimizer of the state: the number of each parameter, and which are second names of another."""
+    """An optimizer of the state: the number of each parameter, and which parameters are second names of another."""
 
     name: str
     numbers: Mapping[str, int]
     tied: frozenset[str]
 
     def path(self, name: str) -> tuple[Any, ...] | None:
-        """Where a part of its state goes; None if it is there under another name."""
+        """Return where a part of its state goes; None if it is there under another name."""
         fqn, _, key = name.removeprefix(f"{self.name}{STATE}").rpartition(".")
         return None if fqn in self.tied else (*self.name.split("."), "state", self.numbers.get(fqn, fqn), key)
 
     def numbered(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Its groups as ``optimizer.state_dict()`` has them."""
+        """Return its groups as ``optimizer.state_dict()`` has them."""
         names = [[fqn for fqn in group["params"] if fqn not in self.tied] for group in groups]
         return [
             {**group, "params": [self.numbers[fqn] for fqn in own], "param_names": own}
@@ -190,7 +192,7 @@ class _Optimizer:
 
 
 def _optimizers(catalog: Catalog, values: Mapping[str, Any]) -> list[_Optimizer]:
-    """The optimizers of a state; a parameter with two names is one for torch."""
+    """List the optimizers of a state; a parameter with two names is one for torch."""
     below = {
         name.partition(".")[2]: source.partition(".")[2]
         for name, source in aliases_of(catalog).items()
@@ -207,7 +209,7 @@ def _optimizers(catalog: Catalog, values: Mapping[str, Any]) -> list[_Optimizer]
 
 
 def _state(catalog: Catalog, values: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[Any, Any]:
-    """The state as nested dicts: the keys of the state, and below them names as modules have them."""
+    """Build the state as nested dicts: the keys of the state, and below them names as modules have them."""
     optimizers = _optimizers(catalog, values)
     tree = _Tree()
 
@@ -231,29 +233,29 @@ def _state(catalog: Catalog, values: Mapping[str, Any], tensors: Mapping[str, to
 
 
 def _path(name: str) -> tuple[str, ...]:
-    """Where a tensor goes: below the first part of its name."""
+    """Return where a tensor goes: below the first part of its name."""
     top, dot, rest = name.partition(".")
     return (top, rest) if dot else (name,)
 
 
 def _value_path(entry: ValueEntry) -> tuple[Any, ...]:
-    """Where a value goes: where it was, unless that was in a list, of which the other elements may be anything."""
+    """Return where a value goes: where it was, unless that was in a list, whose other elements may be anything."""
     path = saved_path(decode_path(entry.path))
     return _path(entry.name) if any(isinstance(key, Index) for key in path) else path
 
 
 def _check_values(values: Mapping[str, Any]) -> None:
-    """Refuse what torch would not load again, by name: one such value would spoil the whole file."""
-    if _loads_again(values):
+    """Refuse by name what torch would not load again: one such value would make the whole file unloadable."""
+    if _is_loadable(values):
         return
-    refused = next((name for name, value in values.items() if not _loads_again(value)), "a value")
+    refused = next((name for name, value in values.items() if not _is_loadable(value)), "a value")
     kind = type(values.get(refused)).__name__
     raise UnsupportedError(
         f"{refused}: torch.load refuses what is in this {kind}, unless it may run code; leave it out (exclude=)"
     )
 
 
-def _loads_again(value: Any) -> bool:
+def _is_loadable(value: Any) -> bool:
     data = io.BytesIO()
     try:
         torch.save(value, data)

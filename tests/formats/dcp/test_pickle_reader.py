@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reshard_ckpt.errors import CheckpointError, CorruptError, UnsupportedError
-from reshard_ckpt.formats.dcp.emit import Called, Global, Instance, Pairs, pickled
 from reshard_ckpt.formats.dcp.metadata import TABLE, read_metadata
-from reshard_ckpt.formats.dcp.unpickle import Made, read_pickle
+from reshard_ckpt.formats.dcp.pickle_reader import StandInObject, read_pickle
+from reshard_ckpt.formats.dcp.pickle_writer import FunctionCall, Global, Instance, Pairs, pickled
 
 _TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=300)
 _LEAVES = st.none() | st.booleans() | st.integers(-(2**100), 2**100) | _TEXT
@@ -82,7 +82,7 @@ def test_a_name_that_is_not_listed_is_an_error(module: str, name: str):
 
 def test_the_getattr_of_enums_looks_nothing_up():
     kind = Global("torch.distributed.checkpoint.metadata", "Metadata")
-    called = pickled(Called(Global("builtins", "getattr"), (kind, "__init__")))
+    called = pickled(FunctionCall(Global("builtins", "getattr"), (kind, "__init__")))
     assert read_pickle(called, TABLE, name="m") is None
 
 
@@ -174,7 +174,8 @@ def test_offsets_that_collide_are_refused_before_they_meet():
     """Without a clock: nothing is a key before all hashes are known to differ."""
     place = _of("_StorageInfo", {"relative_path": "f", "offset": 0, "length": 0}, FILES)
     indices = [
-        _of("MetadataIndex", {"fqn": "w", "offset": Called(Global("torch", "Size"), ((n,),)), "index": 0}) for n in COLLIDING
+        _of("MetadataIndex", {"fqn": "w", "offset": FunctionCall(Global("torch", "Size"), ((n,),)), "index": 0})
+        for n in COLLIDING
     ]
     with pytest.raises(CorruptError, match="64 offsets of w have the same hash"):
         read_metadata(_metadata({}, Pairs([(index, place) for index in indices])), name="m")
@@ -206,5 +207,5 @@ def test_metadata_of_another_shape_are_an_error(state: Any, storage: Any, why: s
 
 def test_an_instance_is_a_stand_in():
     made = read_pickle(_metadata({}, {}), TABLE, name="m")
-    assert type(made) is Made
+    assert type(made) is StandInObject
     assert made.kind.name == "Metadata"

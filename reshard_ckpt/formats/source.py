@@ -1,4 +1,4 @@
-"""What does a path hold? A store, and the catalog over it: the pair that all that reads starts from."""
+"""A checkpoint to read from, of this library's format or a foreign one: a store, and the catalog over it."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ Path = str | os.PathLike[str]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A checkpoint to read from: where its bytes are, what they mean, and the name of the format that they have.
+    """A checkpoint to read from: where its bytes are, its catalog, and the name of its format.
 
-    ``advice`` is what to do where a load of a foreign format does not fit, by the name below which it holds; ``raw`` are
+    ``advice`` is what to do where a load of a foreign format does not fit, by the name below which it holds. ``raw`` are
     values of a foreign format as they lie in its files.
     """
 
@@ -38,7 +38,7 @@ class Source:
     raw: Mapping[str, RawValue] = field(default_factory=dict)
 
     def hints(self, prefixes: Sequence[str]) -> tuple[str, ...]:
-        """The advice that concerns what lies below these names."""
+        """Return the advice that concerns what lies below these names."""
         return tuple(text for name, text in self.advice.items() if any(f"{name}.".startswith(f"{p}.") for p in prefixes))
 
 
@@ -54,49 +54,49 @@ def open_source(path: Path, formats: Sequence[ForeignFormat] = FORMATS) -> Itera
     Raises
     ------
     CheckpointNotFound
-        Nothing there can be read; the message says what was looked for.
+        Nothing there can be read; the message lists what was looked for.
     CorruptError
         It is damaged.
     """
-    with ExitStack() as held:
-        yield _open(path, held, formats, lock=True).what
+    with ExitStack() as stack:
+        yield _open(path, stack, formats, lock=True).what
 
 
 @contextmanager
 def open_shared_source(comm: Comm, path: Path, formats: Sequence[ForeignFormat] = FORMATS) -> Iterator[Source]:
-    """Open what a path holds on every rank of a job, and make sure that it is the same; rank 0 keeps it from being removed."""
-    with ExitStack() as held:
-        yield open_alike(comm, str(path), lambda: _open(path, held, formats, lock=comm.rank == 0))
+    """Open what a path holds on every rank of a job, and check that it is the same; rank 0 keeps it from being removed."""
+    with ExitStack() as stack:
+        yield open_alike(comm, str(path), lambda: _open(path, stack, formats, lock=comm.rank == 0))
 
 
-def _open(path: Path, held: ExitStack, formats: Sequence[ForeignFormat], *, lock: bool) -> Identified[Source]:
-    """Open this library's own format, else the first foreign one that knows what is there."""
-    storage = held.enter_context(open_storage(path))
+def _open(path: Path, stack: ExitStack, formats: Sequence[ForeignFormat], *, lock: bool) -> Identified[Source]:
+    """Open this library's own format, else the first foreign one that recognizes what is there."""
+    storage = stack.enter_context(open_storage(path))
     if lock:
-        held.enter_context(reading(storage))
+        stack.enter_context(reading(storage))
     try:
         opened = identified_catalog(storage)
     except CheckpointNotFound as error:
-        return _open_foreign(path_text(path), storage, held, formats, error)
+        return _open_foreign(path_text(path), storage, stack, formats, error)
     return Identified(Source(storage, opened.what), opened.identity)
 
 
-def _a_file(url: str) -> str:
+def _unknown_file(url: str) -> str:
     step = "pass the folder that it is in" if os.path.basename(url) == CATALOG_KEY else "check the path"
     return f"{url}: no committed checkpoint: a file of no format that is known; {step}"
 
 
 def _open_foreign(
-    path: str, storage: Storage, held: ExitStack, formats: Sequence[ForeignFormat], not_ours: CheckpointNotFound
+    path: str, storage: Storage, stack: ExitStack, formats: Sequence[ForeignFormat], not_native: CheckpointNotFound
 ) -> Identified[Source]:
     found, url = open_foreign(path, formats), storage.url
     if found is None:
         if describe_run(storage) is not None:
-            raise not_ours
+            raise not_native
         tried = "; ".join(f"{one.looks_for} ({one.name})" for one in formats)
-        why = _a_file(url) if os.path.exists(url) and not os.path.isdir(url) else str(not_ours)
+        why = _unknown_file(url) if os.path.exists(url) and not os.path.isdir(url) else str(not_native)
         raise CheckpointNotFound(f"{why}. Looked for: {CATALOG_KEY} ({NATIVE}); {tried}") from None
-    held.enter_context(found.storage)
+    stack.enter_context(found.storage)
     source = Source(found.storage, found.catalog, found.format, found.advice, found.raw)
     # A foreign format has no digest of its metadata; what was made of them is the same wherever they are.
     return Identified(source, digest128(encode_catalog(replace(found.catalog, created_s=0.0))))

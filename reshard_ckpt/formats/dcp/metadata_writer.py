@@ -1,4 +1,4 @@
-"""How is ``.metadata`` written? As the pickle of DCP's own classes, named and filled, without having one of them here.
+"""Writing ``.metadata``: a pickle of DCP's own classes, made without importing them.
 
 The classes and fields are those that `metadata` reads; torch keeps them readable from one release to the next, and leaves a field
 that is missing at its default.
@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from ...core.catalog.specs import Ints
-from .emit import Called, Global, Instance, Pairs, pickled
 from .metadata import DCP_FILES, DCP_METADATA, Chunk, Extent, SavedTensor
 from .names import KeyPath
+from .pickle_writer import FunctionCall, Global, Instance, Pairs, pickled
 
 VERSION = "1.0.0"
 """Of the metadata: what torch has written since it writes one."""
@@ -24,7 +24,7 @@ VERSION = "1.0.0"
 def metadata_bytes(
     tensors: Mapping[str, SavedTensor], values: Mapping[str, Extent], paths: Mapping[str, KeyPath], *, where: str
 ) -> bytes:
-    """The bytes of ``.metadata``.
+    """Return the bytes of ``.metadata``.
 
     Parameters
     ----------
@@ -60,8 +60,8 @@ def _dcp(name: str, state: Any) -> Instance:
     return Instance(Global(DCP_METADATA, name), state)
 
 
-def _size(values: Ints) -> Called:
-    return Called(Global("torch", "Size"), (values,))
+def _size(values: Ints) -> FunctionCall:
+    return FunctionCall(Global("torch", "Size"), (values,))
 
 
 def _tensor(tensor: SavedTensor) -> Instance:
@@ -74,9 +74,9 @@ def _chunk(chunk: Chunk) -> Instance:
 
 
 def _properties(dtype: torch.dtype) -> Instance:
-    """Dtype, layout, whether it wants a gradient, memory format (0 is contiguous), whether its memory is pinned."""
-    layout = Called(Global("torch.serialization", "_get_layout"), ("torch.strided",))
-    memory_format = Called(Global(DCP_METADATA, "_MEM_FORMAT_ENCODING"), (0,))
+    """Pickle dtype, layout, whether it requires a gradient, memory format (0 is contiguous), whether its memory is pinned."""
+    layout = FunctionCall(Global("torch.serialization", "_get_layout"), ("torch.strided",))
+    memory_format = FunctionCall(Global(DCP_METADATA, "_MEM_FORMAT_ENCODING"), (0,))
     return _dcp("TensorProperties", (Global("torch", str(dtype).removeprefix("torch.")), layout, False, memory_format, False))
 
 

@@ -1,4 +1,4 @@
-"""What do all writers of foreign files share? How they get the bytes of tensors, and in what order they write them."""
+"""What the writers of foreign files share: the stream of tensor bytes, the order of tensors, and their aliases."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _NUMBER = re.compile(r"(\d+)")
 
 
 class ByteStream:
-    """A stream of bytes, given out by tensor."""
+    """A stream of bytes that is handed out tensor by tensor."""
 
     def __init__(self, stream: Iterator[memoryview]) -> None:
         self._stream = stream
         self._rest = memoryview(b"")
 
     def take(self, num_bytes: int) -> Iterator[memoryview]:
-        """The next bytes."""
+        """Yield the next bytes."""
         while num_bytes:
             if not len(self._rest):
                 self._rest = next(self._stream)
@@ -31,12 +31,12 @@ class ByteStream:
 
 
 def in_natural_order(catalog: Catalog) -> list[int]:
-    """The tensors in order of their names, numbers counted as numbers: layer 2 before layer 10."""
+    """Sort the tensors by name, with numbers counted as numbers: layer 2 before layer 10."""
     return sorted(map(catalog.index, catalog.names), key=lambda index: natural(catalog.tensors_table.names[index]))
 
 
 def natural(name: str) -> tuple[tuple[int, int, str], ...]:
-    """A key to sort names by.
+    """Return a key to sort names by.
 
     >>> sorted(["h.10.w", "h.2.w", "emb"], key=natural)
     ['emb', 'h.2.w', 'h.10.w']
@@ -45,7 +45,7 @@ def natural(name: str) -> tuple[tuple[int, int, str], ...]:
 
 
 def aliases_of(catalog: Catalog) -> dict[str, str]:
-    """Each tensor that has its bytes of another, and which."""
+    """Map each tensor that shares the bytes of another to that other one."""
     names = catalog.tensors_table.names
     by_index = {name: catalog.source(catalog.index(name)) for name in catalog.names}
     return {name: names[source] for name, source in by_index.items() if names[source] != name}

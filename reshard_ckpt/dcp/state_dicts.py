@@ -1,15 +1,16 @@
-"""What is saved of a state dict as DCP takes it, and how does what was loaded get back into it?
+"""Conversions between the state dicts that DCP takes and the state that `checkpoint.save` and `checkpoint.load` take.
 
-The *form* of a state dict is the tree of plain dicts that `checkpoint.save` and `checkpoint.load` are given. Tensors are the same
-ones; the rest differs in four ways:
+The *form* of a state dict is the tree of plain dicts that `checkpoint.save` and `checkpoint.load` are given. It has the same
+tensors, and differs in four ways:
 
-1. A `Stateful` at the top level is what its ``state_dict()`` returns. Loading hands the same dict to ``load_state_dict``.
-2. An optimizer's *flattened* dict (``"state.layer.weight.exp_avg"``, ``"param_groups.layer.weight.lr"``) is a nested one, so that
-   a checkpoint holds the same names whichever of the two a trainer uses.
+1. A `Stateful` at the top level is replaced by what its ``state_dict()`` returns. Loading passes that dict to
+   ``load_state_dict``.
+2. An optimizer's *flattened* dict (``"state.layer.weight.exp_avg"``, ``"param_groups.layer.weight.lr"``) is nested, so that a
+   checkpoint holds the same names whichever of the two a trainer uses.
 3. An ``io.BytesIO`` is its bytes.
 4. When loading, a tensor on the meta device is an empty one on the device of the job, as DCP makes it.
 
-Names are the keys as they stand, with what wrappers put into them: torch's own calls look them up so.
+Names are the keys unchanged, including what wrappers put into them: torch's own calls look them up so.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from ..state.scan import Verbatim
 Make = Callable[[torch.Tensor], torch.Tensor]
 
 
-def opened(state_dict: Mapping[str, Any], *, in_order: bool) -> dict[str, Any]:
-    """The state dict with what its objects say that their state is.
+def call_state_dicts(state_dict: Mapping[str, Any], *, in_order: bool) -> dict[str, Any]:
+    """Replace the objects of a state dict by what their ``state_dict()`` returns.
 
     Parameters
     ----------
@@ -51,13 +52,13 @@ def _state_of(value: Any) -> Any:
 
 
 def saving_form(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The form to save."""
+    """Return the form to save."""
     return Verbatim({key: _form(value, lambda tensor: tensor, merged=True) for key, value in state.items()})
 
 
 def loading_form(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The form to load into; `give_back` then puts it into the state."""
-    return Verbatim({key: _form(value, _materialized, merged=False) for key, value in state.items()})
+    """Return the form to load into; `restore` then puts it into the state."""
+    return Verbatim({key: _form(value, _materialize, merged=False) for key, value in state.items()})
 
 
 def _form(value: Any, make: Make, *, merged: bool) -> Any:
@@ -77,12 +78,12 @@ def _form(value: Any, make: Make, *, merged: bool) -> Any:
     return value
 
 
-def _materialized(tensor: torch.Tensor) -> torch.Tensor:
+def _materialize(tensor: torch.Tensor) -> torch.Tensor:
     if hasattr(tensor, "local_shards") or not tensor.is_meta:  # a ShardedTensor warns of itself when asked
         return tensor
     if isinstance(tensor, DTensor):
         local = torch.empty_like(tensor.to_local(), device=tensor.device_mesh.device_type)
-        # Shape and strides are said, for shards need not be even.
+        # Shape and strides are given, for shards need not be even.
         return DTensor.from_local(
             local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.size(), stride=tensor.stride()
         )
@@ -90,30 +91,30 @@ def _materialized(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _job_device() -> torch.device:
-    """Where a tensor belongs that does not say: the accelerator, unless the job talks over gloo alone or not at all."""
+    """Return the device of a tensor that names none: the accelerator, unless the job uses gloo alone or no process group."""
     if dist.is_available() and dist.is_initialized() and str(dist.get_backend()) != "gloo":
         return torch.accelerator.current_accelerator() or torch.device("cpu")
     return torch.device("cpu")
 
 
-def give_back(value: Any, form: Any) -> Any:
-    """Put a loaded form into the value that it was made of; returns what takes the value's place."""
+def restore(value: Any, form: Any) -> Any:
+    """Put a loaded form back into the value that it was made of; return what takes the value's place."""
     if isinstance(value, io.BytesIO):
         return io.BytesIO(form) if isinstance(form, bytes) else form
     if isinstance(value, Mapping) and value and isinstance(form, Mapping):
-        changes = flattened(value, form) if is_flattened(value) else {k: give_back(value[k], form[k]) for k in value}
+        changes = flattened(value, form) if is_flattened(value) else {k: restore(value[k], form[k]) for k in value}
         for key, child in changes.items():
             if value[key] is not child:
                 value[key] = child  # type: ignore[index]
         return value
     if type(value) is list and type(form) is list and len(form) == len(value):
-        value[:] = [give_back(child, new) for child, new in zip(value, form, strict=True)]
+        value[:] = [restore(child, new) for child, new in zip(value, form, strict=True)]
         return value
     return form
 
 
 def nested(flat: Mapping[str, Any], make: Make, *, merged: bool) -> dict[str, Any]:
-    """An optimizer's state dict by parameter, from a flattened one.
+    """Nest a flattened optimizer state dict by parameter.
 
     Parameters
     ----------
@@ -126,6 +127,6 @@ def nested(flat: Mapping[str, Any], make: Make, *, merged: bool) -> dict[str, An
 
 
 def flattened(flat: Mapping[str, Any], form: Mapping[str, Any]) -> dict[str, Any]:
-    """What a loaded optimizer's state dict by parameter says for each key of the flattened one that it was made of."""
+    """Flatten a loaded optimizer state dict to the keys of the flattened one that it was made of."""
     loaded = flattened_optimizers.flattened(flat, form)
-    return {name: give_back(flat[name], value) if name.startswith(f"{STATE}.") else value for name, value in loaded.items()}
+    return {name: restore(flat[name], value) if name.startswith(f"{STATE}.") else value for name, value in loaded.items()}

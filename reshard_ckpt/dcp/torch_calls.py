@@ -1,7 +1,7 @@
-"""What DCP alone can follow: planners, storages and stagers of the caller's own. torch's functions run it.
+"""Calls that torch's own functions run: those with planners, storages and stagers of the caller's own.
 
-Where the caller names only a folder, torch's function is given this library's storage, and the checkpoint is an ordinary one. A
-storage of the caller's own writes and reads what it likes.
+Where the caller names only a folder, torch's function gets this library's storage, and the checkpoint is an ordinary one. A
+storage of the caller's own is used as it is, and decides what is written.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ try:
 except ImportError:  # older releases, such as 2.6, have none
     DefaultStager = None  # type: ignore[assignment, misc]
 
-_KNOWN: dict[str, tuple[type[Any] | None, ...]] = {
+_SUPPORTED: dict[str, tuple[type[Any] | None, ...]] = {
     "storage_writer": (ReshardWriter, FileSystemWriter),
     "storage_reader": (ReshardReader, FileSystemReader),
     "async_stager": (BlockingAsyncStager, DefaultStager),
 }
-"""What counts for the folder that it names, or means something to this library."""
+"""Types that this library takes: it uses the folder that they name, or their options."""
 
 _BASES: dict[str, type[Any]] = {
     "storage_writer": StorageWriter,
@@ -46,24 +46,24 @@ _DEFAULTS = {"no_dist": False, "use_collectives": True}
 
 _CALLS = {"save": save, "async_save": async_save, "load": load}
 
-_OURS: dict[str, type[Any]] = {"storage_writer": ReshardWriter, "storage_reader": ReshardReader}
+_STORAGES: dict[str, type[Any]] = {"storage_writer": ReshardWriter, "storage_reader": ReshardReader}
 
 
-def is_dcps_alone(option: str, given: object) -> bool:
-    """Whether a storage or stager is the caller's own.
+def is_custom(option: str, given: object) -> bool:
+    """Return whether a storage or stager is the caller's own.
 
     Raises
     ------
     UsageError
         It is nothing that DCP takes.
     """
-    if given is None or type(given) in _KNOWN[option]:
+    if given is None or type(given) in _SUPPORTED[option]:
         return False
     return _checked(option, given, _BASES[option])
 
 
-def is_own_planner(planner: object, *, saving: bool) -> bool:
-    """Whether a planner is the caller's own; the options of torch's default one are about a planning that does not take place.
+def is_custom_planner(planner: object, *, saving: bool) -> bool:
+    """Return whether a planner is the caller's own; the options of torch's default planner have no effect here.
 
     Raises
     ------
@@ -84,7 +84,7 @@ def _checked(option: str, given: object, base: type[Any]) -> bool:
     return True
 
 
-def by_torch(call: str, state_dict: Any, option: str, path: str | os.PathLike[str] | None, **options: Any) -> Any:
+def call_torch(call: str, state_dict: Any, option: str, path: str | os.PathLike[str] | None, **options: Any) -> Any:
     """Call torch's own function.
 
     Parameters
@@ -94,18 +94,18 @@ def by_torch(call: str, state_dict: Any, option: str, path: str | os.PathLike[st
     option
         What its storage is called; one that only names a folder is replaced by this library's, for the folder `path`.
     options
-        All others; those that say what is so by default are left out, for not every release knows each of them.
+        All others. Those with the default value are left out, for not every release has each of them.
     """
     store = options.pop(option)
-    if is_dcps_alone(option, store):
+    if is_custom(option, store):
         options["checkpoint_id"] = path
-        if not isinstance(store, _OURS[option]):
+        if not isinstance(store, _STORAGES[option]):
             warnings.warn(
                 f"{option}={type(store).__name__}: torch's own {call} runs, in that storage's format, without this library's "
                 "checksums and commit",
                 stacklevel=4,
             )
     else:
-        store = _OURS[option](path)
+        store = _STORAGES[option](path)
     given = {name: value for name, value in options.items() if value is not _DEFAULTS.get(name)}
     return _CALLS[call](state_dict, **{option: store}, **given)

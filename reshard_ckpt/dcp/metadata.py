@@ -1,12 +1,12 @@
-"""What does a checkpoint look like to DCP? A `Metadata` of tensors and values, under the names that DCP would have given them.
+"""A checkpoint as DCP's `Metadata`: its tensors and values, under the names that DCP would have given them.
 
-Each tensor is one chunk: where its bytes lie is the catalog's business.
+Each tensor is shown as one chunk. Where its bytes lie is in the catalog, which DCP does not need to see.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -30,41 +30,47 @@ from ..errors import CheckpointNotFound
 from ..format.shard_file import opaque_value
 from ..format.torch_dtypes import TORCH_DTYPES
 from ..format.values import decode_path
-from ..formats.foreign import RawValue
-from ..formats.opening import Path, Source, open_source
+from ..formats.dcp import DcpFormat
+from ..formats.foreign import FORMATS, ForeignFormat, RawValue
+from ..formats.source import Path, Source, open_source
 from ..state.scan import saved_path
 from .names import Leaf, dcp_path, leaves
 
+FORMATS_AS_SAVED: tuple[ForeignFormat, ...] = tuple(
+    replace(one, as_saved=True) if isinstance(one, DcpFormat) else one for one in FORMATS
+)
+"""All foreign formats; tensors of a DCP folder keep the names of the state dict that DCP was given."""
+
 
 @dataclass(frozen=True, slots=True)
-class Opaque:
-    """A value whose bytes only DCP's planner reads."""
+class OpaqueValue:
+    """A value that only DCP's planner can decode; `blob` is its index in the catalog."""
 
     blob: int
 
 
 @dataclass(frozen=True, slots=True)
-class Elsewhere:
-    """A value that this rank cannot be given."""
+class UnavailableValue:
+    """A value that this rank cannot load, and why."""
 
     problem: str
 
 
-Found = Leaf | RawValue | Opaque | Elsewhere
+SavedItem = Leaf | RawValue | OpaqueValue | UnavailableValue
 
 
-def all_values(source: Source, verify: bool) -> Iterator[tuple[str, Found]]:
-    """What there is besides tensors, under DCP's names; of a name that comes twice, the later counts."""
+def all_values(source: Source, verify: bool) -> Iterator[tuple[str, SavedItem]]:
+    """Yield the values under DCP's names; of a name that occurs twice, the later counts."""
     saved, table = source.catalog, source.catalog.tensors_table
-    yield from ((name, Elsewhere(str(why))) for name, why in saved.unreadable.items())
+    yield from ((name, UnavailableValue(str(why))) for name, why in saved.unreadable.items())
     for blob in np.flatnonzero(table.kind == TensorKind.BLOB).tolist():
         name = opaque_value(table.names[blob])
         if name is not None:
-            yield name, Opaque(blob)
+            yield name, OpaqueValue(blob)
     values = open_values(source.storage, saved, saved.value_names, verify=verify)
     for entry in saved.values_table:
-        value = _own(entry.name, values[entry.name])
-        if isinstance(value, Elsewhere):
+        value = _value_for_rank(entry.name, values[entry.name])
+        if isinstance(value, UnavailableValue):
             yield entry.name, value
             continue
         for leaf in leaves(dcp_path(saved_path(decode_path(entry.path))), value, entry.kind):
@@ -72,13 +78,13 @@ def all_values(source: Source, verify: bool) -> Iterator[tuple[str, Found]]:
     yield from source.raw.items()
 
 
-def _own(name: str, saved: SavedValue) -> Any:
-    """The value, or of values of each rank's own this rank's."""
+def _value_for_rank(name: str, saved: SavedValue) -> Any:
+    """Return the value; of a `PerRank` value, this rank's."""
     if saved.kind is not ValueKind.PER_RANK:
         return saved.value
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     if len(saved.value) != size:
-        return Elsewhere(
+        return UnavailableValue(
             f"{name}: saved by {plural(len(saved.value), 'rank')}, wanted on {size}; load it with checkpoint.load and "
             "PerRank(value, combine=...)"
         )
@@ -86,7 +92,7 @@ def _own(name: str, saved: SavedValue) -> Any:
 
 
 def metadata_of(saved: Catalog, values: dict[str, Any], path: Path) -> Metadata:
-    """The catalog as DCP's planners want it."""
+    """Convert a catalog to the `Metadata` that DCP's planners use."""
     described: dict[str, Any] = {name: _tensor_metadata(saved, name) for name in saved.names}
     described |= {name: BytesStorageMetadata() for name in values}
     paths: dict[str, Any] = {
@@ -110,7 +116,7 @@ def _tensor_metadata(saved: Catalog, name: str) -> TensorStorageMetadata:
 
 
 class _Field:
-    """A field that is there once all of them are read; what is set on the instance comes before it."""
+    """A field that is read from the catalog on first access; a value that was set on the instance comes first."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -131,7 +137,7 @@ class SavedMetadata(Metadata):
 
     @classmethod
     def of(cls, path: Path, at: str, save_id: str) -> SavedMetadata:
-        """The metadata of a save that was made to `path`, which is at `at`, wherever the process works by then."""
+        """Make the metadata of a save to `path`; `at` is that path made absolute when the save was called."""
         new = cls.__new__(cls)
         new._read = partial(_read_metadata, path, at, save_id)
         return new

@@ -1,12 +1,12 @@
-"""Where in a file that ``torch.save`` wrote do the bytes of each tensor lie?
+"""Where the bytes of each tensor lie in a file that ``torch.save`` wrote.
 
-Such a file is a zip whose records are stored as they are: a pickle that describes the tensors, and a record for each storage.
+Such a file is a zip of uncompressed records: a pickle that describes the tensors, and a record for each storage.
 
-1. The zip's directory gives the place and the size of each record (`read_records`).
-2. ``torch.load`` reads the pickle, with tensors and plain values alone allowed (``weights_only``), over a memory map: so no
-   storage is read, and each of them is a place in the mapping.
-3. As the records are where the storages are, their places tell where the mapping begins, and with it where every tensor lies
-   (`Mapping`). Each storage must be one record, neither more nor less.
+1. Read the place and the size of each record from the zip's directory (`read_records`).
+2. Load the pickle with ``torch.load`` over a memory map, with tensors and plain values alone allowed (``weights_only``). So no
+   storage is read, and each of them has an address in the map.
+3. Find the address of the map by matching storages with records, and with it the place of every tensor (`MappedFile`). Each
+   storage must be exactly one record.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError, CorruptError, UnsupportedError
-from .screening import refuse_colliding
+from .hash_collisions import refuse_hash_collisions
 
 ZIP_MAGIC = b"PK\x03\x04"
 LEGACY_MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
@@ -41,27 +41,27 @@ _BAD_ZIP = (ValueError, NotImplementedError, EOFError, OSError, RuntimeError, Ov
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A record of the zip that is a storage: its first byte in the file, and how many there are."""
+    """A record of the zip that holds a storage: its first byte in the file, and its number of bytes."""
 
     offset: int
     size: int
 
 
 @dataclass(frozen=True, slots=True)
-class Mapping:
+class MappedFile:
     """A file that is mapped into memory from address `base` on."""
 
     base: int
     size: int
 
     def offset_of(self, tensor: torch.Tensor) -> int | None:
-        """The byte of the file at which a tensor's memory begins; None where it lies elsewhere."""
+        """Return the byte of the file at which a tensor's memory begins; None where the memory is not of this file."""
         at = tensor.data_ptr() - self.base
         return at if 0 <= at < self.size else None
 
 
-def load_archive(path: str, size: int) -> tuple[Any, Mapping]:
-    """What a torch file holds, with tensors over a memory map of it.
+def load_archive(path: str, size: int) -> tuple[Any, MappedFile]:
+    """Load a torch file, with tensors over a memory map of it.
 
     Raises
     ------
@@ -78,16 +78,16 @@ def load_archive(path: str, size: int) -> tuple[Any, Mapping]:
             storages.append((storage.data_ptr(), storage.nbytes()))
         return storage  # on the CPU, wherever it was when it was saved
 
-    refuse_colliding(path, path)
+    refuse_hash_collisions(path, path)
     try:
         loaded = torch.load(path, map_location=keep, mmap=True, weights_only=True)
     except Exception as error:  # what a damaged pickle raises may be anything
-        raise _explained(path, error) from error
-    return loaded, Mapping(_base(records, storages, path), size)
+        raise _load_error(path, error) from error
+    return loaded, MappedFile(_mapping_base(records, storages, path), size)
 
 
-def _explained(path: str, error: Exception) -> CheckpointError:
-    """The error for a file that torch does not load."""
+def _load_error(path: str, error: Exception) -> CheckpointError:
+    """Make the error for a file that torch does not load."""
     try:
         foreign = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except Exception:
@@ -104,7 +104,7 @@ def _explained(path: str, error: Exception) -> CheckpointError:
 
 
 def read_records(path: str) -> list[Record]:
-    """The places of all storages, as the zip's own directory tells them, in order."""
+    """List the places of all storages, in order, from the zip's own directory."""
     try:
         with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
             members = archive.infolist()
@@ -120,7 +120,7 @@ def _is_storage(member: zipfile.ZipInfo) -> bool:
 
 
 def _check_kind(archive: zipfile.ZipFile, members: Sequence[zipfile.ZipInfo], path: str) -> None:
-    """It is a file that torch.save wrote, on a machine with the byte order of this one."""
+    """Check that torch.save wrote the file, on a machine with the byte order of this one."""
     by_end = {member.filename.rpartition("/")[2]: member for member in members}
     if "constants.pkl" in by_end:
         raise UnsupportedError(
@@ -145,35 +145,37 @@ def _record(member: zipfile.ZipInfo, file: Any, path: str) -> Record:
     return Record(member.header_offset + _LOCAL_HEADER_BYTES + name_bytes + extra_bytes, member.file_size)
 
 
-def _base(records: Sequence[Record], storages: Sequence[tuple[int, int]], path: str) -> int:
-    """The address at which the mapping begins: the one from which on every storage is one of the records."""
+def _mapping_base(records: Sequence[Record], storages: Sequence[tuple[int, int]], path: str) -> int:
+    """Find the address at which the file is mapped: the one for which every storage is one of the records."""
     found = sorted(set(storages))
     if not found:
         return 0
     known = {(record.offset, record.size) for record in records}
     first, first_size = found[0]
     # A file is mapped from the beginning of a page; as all storages are in the file, the first cannot be one of the last records.
-    able = records[: len(records) - len(found) + 1]
+    candidates = records[: len(records) - len(found) + 1]
     bases = {
-        first - record.offset for record in able if record.size == first_size and (first - record.offset) % mmap.PAGESIZE == 0
+        first - record.offset
+        for record in candidates
+        if record.size == first_size and (first - record.offset) % mmap.PAGESIZE == 0
     }
-    fitting = [base for base in bases if all((at - base, size) in known for at, size in found)]
-    if len(fitting) != 1:
-        what = "are not its records" if not fitting else "may be several of its records"
+    consistent = [base for base in bases if all((at - base, size) in known for at, size in found)]
+    if len(consistent) != 1:
+        what = "are not its records" if not consistent else "may be several of its records"
         raise CorruptError(f"{path}: the storages that it describes {what}; load and save it again with torch")
-    return fitting[0]
+    return consistent[0]
 
 
-class Mappings:
-    """Several mapped files: which of them does a tensor lie in?"""
+class MappedFiles:
+    """Several mapped files; finds which of them a tensor lies in."""
 
-    def __init__(self, mappings: Sequence[Mapping]) -> None:
+    def __init__(self, mappings: Sequence[MappedFile]) -> None:
         self._order = sorted(range(len(mappings)), key=lambda i: mappings[i].base)
         self._bases = [mappings[i].base for i in self._order]
         self._mappings = mappings
 
     def find(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """The number of the file and the byte in it; None where the tensor lies in none of them."""
+        """Return the number of the file and the byte in it; None where the tensor lies in none of them."""
         at = bisect_right(self._bases, tensor.data_ptr()) - 1
         if at < 0:
             return None

@@ -1,4 +1,4 @@
-"""Which tensors and values does a caller mean? Names, names of what is above them, and shell-style patterns."""
+"""The tensors and values that a caller selects by name, by the name of what is above them, or by shell-style pattern."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ..format.torch_dtypes import TORCH_DTYPES
 Names = str | Sequence[str] | None
 
 
-def choose(saved: Catalog, names: Sequence[str] | None) -> tuple[list[str], list[str]]:
-    """The names of the tensors and of the values that the caller asks for; None asks for all.
+def match_names(saved: Catalog, names: Sequence[str] | None) -> tuple[list[str], list[str]]:
+    """Return the names of the tensors and of the values that the caller asks for; None asks for all.
 
     Raises
     ------
@@ -27,13 +27,13 @@ def choose(saved: Catalog, names: Sequence[str] | None) -> tuple[list[str], list
         return list(saved.names), list(saved.value_names)
     if isinstance(names, str):
         raise UsageError(f"names={names!r}: pass a list of names, as in names=[{names!r}]")
-    found = {name: (_fitting(saved.names, name), _fitting(saved.value_names, name)) for name in names}
+    found = {name: (_matching(saved.names, name), _matching(saved.value_names, name)) for name in names}
     absent = [n for n, (tensors, values) in found.items() if not tensors and not values and not _unreadable(saved, n)]
     if absent:
         meant = nearest(absent[:1], (*saved.names, *saved.value_names)).get(absent[0])
         hint = "" if meant is None else f" (did you mean {meant}?)"
         raise MismatchError(
-            f"{', '.join(absent)}: not in the checkpoint, which has {tops(saved)}{hint}; inspect lists all", absent
+            f"{', '.join(absent)}: not in the checkpoint, which has {top_level_keys(saved)}{hint}; inspect lists all", absent
         )
     return (
         list(dict.fromkeys(n for tensors, _ in found.values() for n in tensors)),
@@ -41,48 +41,51 @@ def choose(saved: Catalog, names: Sequence[str] | None) -> tuple[list[str], list
     )
 
 
-def tops(saved: Catalog, limit: int = 8) -> str:
-    """The first parts of all names, for messages."""
+def top_level_keys(saved: Catalog, limit: int = 8) -> str:
+    """List the first parts of all names, for messages."""
     names = (*saved.names, *saved.value_names, *saved.unreadable)
     found = sorted({name.partition(".")[0] for name in names})
-    return ", ".join(map(repr, found[:limit])) + (", …" if len(found) > limit else "") if found else "nothing"
+    if not found:
+        return "nothing"
+    return ", ".join(map(repr, found[:limit])) + (", …" if len(found) > limit else "")
 
 
 def refuse_unreadable(saved: Catalog, names: Sequence[str] | None) -> None:
-    """Raise why something that is asked for cannot be read, if a foreign checkpoint has such."""
+    """Raise the error of a selected tensor or value that cannot be read."""
     for name in (None,) if names is None else names:
         for found in _unreadable(saved, name):
             raise saved.unreadable[found]
 
 
 def _unreadable(saved: Catalog, name: str | None) -> list[str]:
-    return list(saved.unreadable) if name is None else _fitting(tuple(saved.unreadable), name)
+    return list(saved.unreadable) if name is None else _matching(tuple(saved.unreadable), name)
 
 
-def _fitting(known: Sequence[str], name: str) -> list[str]:
-    """What goes by this name or lies below it; if nothing does, what fits it as a pattern."""
-    return [n for n in known if n == name or n.startswith(f"{name}.")] or [n for n in known if fnmatchcase(n, name)]
+def _matching(known: Sequence[str], name: str) -> list[str]:
+    """List the names equal to this one or below it; if there are none, those that match it as a pattern."""
+    below = [other for other in known if other == name or other.startswith(f"{name}.")]
+    return below or [other for other in known if fnmatchcase(other, name)]
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
-    """What is taken: names of tensors and of values, and those that would be, but cannot be read."""
+class SelectedNames:
+    """The selected names of tensors and of values, and those that are selected but cannot be read."""
 
     tensors: list[str]
     values: list[str]
     unreadable: list[str]
 
-    def below(self, top: str) -> Chosen:
-        """What of it lies below a name; below ``""`` is everything."""
+    def below(self, top: str) -> SelectedNames:
+        """Keep what lies below a name; below ``""`` is everything."""
 
         def kept(names: list[str]) -> list[str]:
             return [name for name in names if not top or name.startswith(f"{top}.")]
 
-        return Chosen(kept(self.tensors), kept(self.values), kept(self.unreadable))
+        return SelectedNames(kept(self.tensors), kept(self.values), kept(self.unreadable))
 
 
-def chosen(saved: Catalog, select: Names, exclude: Names) -> Chosen:
-    """What is selected (None: all), and not excluded.
+def select_names(saved: Catalog, select: Names, exclude: Names) -> SelectedNames:
+    """Select names (None: all), without the excluded ones.
 
     Raises
     ------
@@ -95,22 +98,22 @@ def chosen(saved: Catalog, select: Names, exclude: Names) -> Chosen:
     less = _all_kinds(saved, exclude)
     gone = {*less.tensors, *less.values, *less.unreadable}
     kinds = (taken.tensors, taken.values, taken.unreadable)
-    return Chosen(*([name for name in names if name not in gone] for names in kinds))
+    return SelectedNames(*([name for name in names if name not in gone] for names in kinds))
 
 
-def _all_kinds(saved: Catalog, names: Names) -> Chosen:
-    each = listed(names)
+def _all_kinds(saved: Catalog, names: Names) -> SelectedNames:
+    each = as_list(names)
     unreadable = [found for name in ((None,) if each is None else each) for found in _unreadable(saved, name)]
-    return Chosen(*choose(saved, each), list(dict.fromkeys(unreadable)))
+    return SelectedNames(*match_names(saved, each), list(dict.fromkeys(unreadable)))
 
 
-def listed(names: Names) -> Sequence[str] | None:
-    """One name as a list of it."""
+def as_list(names: Names) -> Sequence[str] | None:
+    """Wrap one name in a list."""
     return [names] if isinstance(names, str) else names
 
 
 def cast_dtypes(saved: Catalog, tensors: Sequence[str], cast: Mapping[str, Any] | None) -> dict[str, str]:
-    """The dtypes that some of these tensors shall have: for each, what the first pattern says that fits it.
+    """Map tensors to the dtypes that they shall have; the first pattern that matches a tensor counts.
 
     Raises
     ------
@@ -120,7 +123,7 @@ def cast_dtypes(saved: Catalog, tensors: Sequence[str], cast: Mapping[str, Any] 
     dtypes: dict[str, str] = {}
     for pattern, wanted in (cast or {}).items():
         code = _floating_code(pattern, wanted)
-        fitting = set(tensors).intersection(_fitting(saved.names, pattern))
+        fitting = set(tensors).intersection(_matching(saved.names, pattern))
         found = [name for name in fitting if TORCH_DTYPES[saved.dtype(saved.index(name))].is_floating_point]
         if not found:
             raise UsageError(f"cast={{{pattern!r}: …}}: no tensor of such a name is floating-point; correct the pattern")
@@ -130,7 +133,7 @@ def cast_dtypes(saved: Catalog, tensors: Sequence[str], cast: Mapping[str, Any] 
 
 
 def _floating_code(pattern: str, wanted: Any) -> str:
-    """The code of a dtype that is given as torch's, by torch's name, or by the code."""
+    """Return the code of a dtype that is given as torch's, by torch's name, or by the code."""
     name = str(wanted).removeprefix("torch.")
     known = {code: str(dtype).removeprefix("torch.") for code, dtype in TORCH_DTYPES.items() if dtype.is_floating_point}
     for code, spelled in known.items():

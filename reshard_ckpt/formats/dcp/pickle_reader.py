@@ -1,13 +1,13 @@
-"""What plain data does a pickle describe? Read by a machine of its own that can make listed things only, and runs nothing.
+"""Reading the plain data in a pickle with a stack machine that makes only listed objects, and executes no code.
 
-Pickle is a small stack language. Its danger lies in two of its operations: one names any global of any module, the other calls
-it. Here a name is looked up in a table of stand-ins that the caller passes, and nothing else; no module is imported, and
-what is not in the table is an error that names it.
+Pickle is a small stack language. Two of its operations are dangerous: one names any global of any module, the other calls it.
+Here a name is looked up in a table of stand-ins that the caller passes, and nowhere else. No module is imported, and a name that
+is not in the table is an error with that name in it.
 
-A hostile stream must not exhaust the machine either, so every operation is cheap, and what is made takes memory in proportion
-to the stream: strings and numbers are no longer than the bytes that spell them, memo entries are counted, calls see a few small
-arguments, keys of dicts are strings or stand-ins (the hash of a nested tuple may take for ever, and numbers can be chosen to
-collide). Nothing is walked recursively, so depth costs nothing.
+A hostile stream must not exhaust the machine either, so every operation is cheap, and objects take memory in proportion to the
+stream. Strings and numbers are no longer than the bytes that spell them, memo entries are counted, and calls get a few small
+arguments. Keys of dicts are strings or stand-ins: the hash of a nested tuple may take for ever, and numbers can be chosen to
+collide. Nothing is walked recursively, so depth costs nothing.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ _UINT32 = struct.Struct("<I")
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """The stand-in of a class: instances are `Made`, and remember it."""
+class StandInClass:
+    """The stand-in of a class; its instances are `StandInObject`."""
 
     name: str
 
 
-class Made:
+class StandInObject:
     """An instance of a class that a stand-in names; `state` is what the pickle gave it, a dict or a tuple."""
 
     __slots__ = ("kind", "state")
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, kind: StandInClass) -> None:
         self.kind = kind
         self.state: Any = None
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class StandInFunction:
     """The stand-in of a function or class that is called: `make` gets the arguments, all of them data."""
 
     name: str
@@ -53,15 +53,15 @@ class Call:
 
 
 class PicklingError(Exception):
-    """What is wrong with a pickle; `read_pickle` says it with the name of the file."""
+    """A pickle that names what it may not; `read_pickle` adds the name of the file."""
 
 
 Table = Mapping[tuple[str, str], Any]
-"""``(module, name)`` to a `Kind`, a `Call` or a plain constant."""
+"""``(module, name)`` to a `StandInClass`, a `StandInFunction` or a plain constant."""
 
 
 def read_pickle(data: bytes | memoryview, table: Table, *, name: str, persistent: Callable[[Any], Any] | None = None) -> Any:
-    """The data that a pickle describes.
+    """Return the data that a pickle describes.
 
     Parameters
     ----------
@@ -100,7 +100,7 @@ class _Machine:
         self.memo: list[Any] = []
 
     def run(self) -> Any:
-        """Execute until the end; what is most frequent is written out here, the rest is in `_OPERATIONS`.
+        """Execute until the end; the most frequent operations are inlined here, the rest is in `_OPERATIONS`.
 
         Nearly all that is made is put into the memo by the next byte, and a class that is named is instantiated by the next two:
         these are looked for at once, which saves half of the rounds.
@@ -118,8 +118,8 @@ class _Machine:
                 else:
                     value = memo[number(data, at)[0]]
                     at += 4
-                if type(value) is Kind and data[at] == 0x29 and data[at + 1] == 0x81:  # EMPTY_TUPLE, NEWOBJ
-                    value = Made(value)
+                if type(value) is StandInClass and data[at] == 0x29 and data[at + 1] == 0x81:  # EMPTY_TUPLE, NEWOBJ
+                    value = StandInObject(value)
                     at += 2
                     if data[at] == 0x94:
                         at += 1
@@ -137,7 +137,7 @@ class _Machine:
                 push({})
             elif code == 0x62:  # BUILD
                 state, made = pop(), stack[-1]
-                if type(made) is not Made or made.state is not None or type(state) is not dict:
+                if type(made) is not StandInObject or made.state is not None or type(state) is not dict:
                     _build(made, state)
                 else:
                     made.state = state
@@ -149,7 +149,7 @@ class _Machine:
                 stack[-1] = (stack[-1], last)
             elif code == 0x52:  # REDUCE
                 arguments, call = pop(), stack[-1]
-                if type(call) is not Call or type(arguments) is not tuple or len(arguments) > MAX_ARGUMENTS:
+                if type(call) is not StandInFunction or type(arguments) is not tuple or len(arguments) > MAX_ARGUMENTS:
                     raise ValueError(f"calls {_shown(call)} with {_shown(arguments)}")
                 stack[-1] = call.make(*arguments)
             elif code == 0x75:  # SETITEMS
@@ -172,9 +172,9 @@ class _Machine:
                 low = marks.pop()
                 stack[low:] = (tuple(stack[low:]),)
             elif code == 0x81:  # NEWOBJ
-                if pop() != () or type(stack[-1]) is not Kind:
+                if pop() != () or type(stack[-1]) is not StandInClass:
                     raise ValueError(f"makes an instance of {_shown(stack[-1])}, with arguments")
-                stack[-1] = Made(stack[-1])
+                stack[-1] = StandInObject(stack[-1])
             elif code == 0x2E:  # STOP
                 (result,) = stack
                 return result
@@ -191,7 +191,7 @@ class _Machine:
                 remember(stack[-1])
 
     def take(self, size: int) -> bytes:
-        """The next bytes of the stream."""
+        """Return the next bytes of the stream."""
         low, self.at = self.at, self.at + size
         if size < 0 or self.at > len(self.data):
             raise ValueError("it ends too early")
@@ -201,14 +201,14 @@ class _Machine:
         return int.from_bytes(self.take(size), "little")
 
     def above_mark(self) -> list[Any]:
-        """Take what is above the last mark, and the mark."""
+        """Pop the last mark and what is above it."""
         low = self.marks.pop()
         values = self.stack[low:]
         del self.stack[low:]
         return values
 
     def look_up(self, module: Any, name: Any) -> Any:
-        """The stand-in of a global."""
+        """Return the stand-in of a global."""
         if not isinstance(module, str) or not isinstance(name, str):
             raise ValueError("the name of a global is no text")
         try:
@@ -224,7 +224,7 @@ def _tuple3(machine: _Machine) -> None:
 
 
 def _build(made: Any, state: Any) -> None:
-    if type(made) is Made:
+    if type(made) is StandInObject:
         if made.state is not None or not isinstance(state, dict | tuple):
             raise ValueError(f"gives {made.kind.name} a second state, or none that it can have")
         made.state = state
@@ -233,7 +233,7 @@ def _build(made: Any, state: Any) -> None:
 
 
 def _check_key(key: Any) -> Any:
-    if not isinstance(key, str | Made):
+    if not isinstance(key, str | StandInObject):
         raise ValueError(f"{_shown(key)} is the key of a dict")
     return key
 
@@ -268,7 +268,7 @@ def _append(machine: _Machine) -> None:
 
 
 def _shown(value: Any) -> str:
-    return value.name if isinstance(value, Kind | Call) else a(type(value).__name__)
+    return value.name if isinstance(value, StandInClass | StandInFunction) else a(type(value).__name__)
 
 
 def _text(size: int) -> Callable[[_Machine], None]:
@@ -290,7 +290,7 @@ def _long(machine: _Machine) -> None:
     machine.stack.append(int.from_bytes(machine.take(size), "little", signed=True))
 
 
-def _put(size: int) -> Callable[[_Machine], None]:
+def _move_into_place(size: int) -> Callable[[_Machine], None]:
     def operation(machine: _Machine) -> None:
         # Writers number what they remember, so that no index is far beyond what there is.
         index, memo = machine.number(size), machine.memo
@@ -356,6 +356,6 @@ _OPERATIONS: dict[int, Callable[[_Machine], None]] = {
     0x93: _stack_global,
     0x63: _global,
     0x51: _persistent,
-    0x71: _put(1),
-    0x72: _put(4),
+    0x71: _move_into_place(1),
+    0x72: _move_into_place(4),
 }

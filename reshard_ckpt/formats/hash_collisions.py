@@ -1,7 +1,8 @@
-"""Pickles that torch will read, looked at beforehand: numbers that were chosen to collide in a dict or a set
+"""A check of pickles before torch reads them: too many integers chosen to have the same hash are refused.
 
-``torch.load`` makes dicts of whatever keys a file holds (see `core.hashing`). Only integers of 61 bits and more collide with each
-other, and a pickle spells these with one operation, LONG1; few files have many. Tuples of smaller numbers are not looked at.
+``torch.load`` makes dicts of whatever keys a file holds, and keys of one hash make a dict slow. Only integers of 61 bits and more
+collide with each other. A pickle spells these with one operation, LONG1, and few files have many. Tuples of smaller numbers are
+not checked.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from ..core.hashing import MAX_ALIKE, too_many_alike
 from ..errors import CorruptError, UnsupportedError
 
 SMALL_BYTES = 4096
-"""Of a file that is too small for a harm that anybody would notice."""
+"""Files up to this size are too small to do harm."""
 
 _LONG1 = b"\x8a"
 
 
-def refuse_colliding(file: str | io.BytesIO, name: str) -> None:
-    """Refuse a file of ``torch.save`` whose pickle has too many integers of one hash; what is no such file, torch refuses.
+def refuse_hash_collisions(file: str | io.BytesIO, name: str) -> None:
+    """Refuse a file of ``torch.save`` whose pickle has too many integers of one hash; anything else is left for torch to refuse.
 
     Raises
     ------
@@ -42,9 +43,11 @@ def refuse_colliding(file: str | io.BytesIO, name: str) -> None:
 
 
 def _large(pickled: bytes) -> list[int]:
-    """The different integers of eight bytes and more."""
+    """List the distinct integers of eight bytes and more."""
     if pickled.count(_LONG1) <= MAX_ALIKE:
         return []
     found = (argument for code, argument, _ in pickletools.genops(pickled) if code.code == _LONG1.decode("latin-1"))
     large = (number for number in found if isinstance(number, int) and abs(number) >= 2**60)
-    return list({number.to_bytes(number.bit_length() // 8 + 1, "little", signed=True): number for number in large}.values())
+    # Keyed by bytes, whose hash is salted: a dict of the numbers themselves would be slow.
+    distinct = {number.to_bytes(number.bit_length() // 8 + 1, "little", signed=True): number for number in large}
+    return list(distinct.values())

@@ -1,7 +1,7 @@
-"""Errors as callers of DCP catch them: the error of this library, and torch's `CheckpointException` at once.
+"""Errors as callers of DCP catch them: an error of this library that is also torch's `CheckpointException`.
 
-torch's is no `Exception`; these are both, so that handlers of either see them. `failures` says which rank failed, as far as is
-known.
+torch's class is no `Exception`, so handlers of either kind must see the error. `failures` names the rank that failed, as far as
+is known.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ _OF_RANK = re.compile(r"rank (\d+): ")
 """How the message of an error begins that another rank raised."""
 
 
-def as_torch_raises(error: CheckpointError) -> CheckpointError:
-    """The same error, which is a `CheckpointException` as well."""
+def as_torch_error(error: CheckpointError) -> CheckpointError:
+    """Return the same error as a `CheckpointException` as well."""
     if isinstance(error, CheckpointException):
         return error
-    new = _rebuilt(type(error), error.args, {**vars(error), "_failures": _failures(error)})
+    new = _rebuild(type(error), error.args, {**vars(error), "_failures": _failures(error)})
     new.__cause__, new.__suppress_context__ = error.__cause__, error.__suppress_context__
     return new.with_traceback(error.__traceback__)
 
 
-def rank_said_by(error: CheckpointError) -> str:
-    """How the error's message begins if another rank raised it; nothing otherwise."""
+def rank_prefix(error: CheckpointError) -> str:
+    """Return the ``rank N: `` with which the message of another rank's error begins; else an empty string."""
     found = _OF_RANK.match(str(error))
     return found[0] if found else ""
 
@@ -37,29 +37,33 @@ def rank_said_by(error: CheckpointError) -> str:
 def _failures(error: CheckpointError) -> dict[int, tuple[BaseException, traceback.StackSummary]]:
     # Without code objects, which newer Pythons put there and no pickle takes.
     frames = [(f.filename, f.lineno or 0, f.name, f.line) for f in traceback.extract_tb(error.__traceback__)]
-    found = _OF_RANK.match(str(error))
-    own = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-    ranks = (int(found[1]),) if found else error.ranks if isinstance(error, PeerError) and error.ranks else (own,)
+    ranks: tuple[int, ...]
+    if found := _OF_RANK.match(str(error)):
+        ranks = (int(found[1]),)
+    elif isinstance(error, PeerError) and error.ranks:
+        ranks = error.ranks
+    else:
+        ranks = (dist.get_rank() if dist.is_available() and dist.is_initialized() else 0,)
     return dict.fromkeys(ranks, (error, traceback.StackSummary.from_list(frames)))
 
 
-def _rebuilt(kind: type[CheckpointError], args: tuple[Any, ...], fields: dict[str, Any]) -> CheckpointError:
-    combined = _combined(kind)
+def _rebuild(kind: type[CheckpointError], args: tuple[Any, ...], fields: dict[str, Any]) -> CheckpointError:
+    combined = _combined_class(kind)
     new = combined.__new__(combined, *args)
     new.args = args
     vars(new).update(fields)
     return new
 
 
-def _combined(kind: type[CheckpointError]) -> type[CheckpointError]:
-    """A class that is both, made once, so that errors of one kind are of one class."""
+def _combined_class(kind: type[CheckpointError]) -> type[CheckpointError]:
+    """Return a class that is both, made once, so that errors of one kind are of one class."""
     if kind in _COMBINED:
         return _COMBINED[kind]
     members = {
         "__module__": kind.__module__,
         "__doc__": kind.__doc__,
         "__str__": Exception.__str__,  # CheckpointException's shows failures alone
-        "__reduce__": lambda self: (_rebuilt, (kind, self.args, vars(self))),
+        "__reduce__": lambda self: (_rebuild, (kind, self.args, vars(self))),
     }
     return _COMBINED.setdefault(kind, type(kind.__name__, (kind, CheckpointException), members))
 
