@@ -55,7 +55,7 @@ def state(num_tensors: int, num_ranks: int, *, flat: bool) -> Catalog:
 
 
 def _place(rank: np.ndarray, num_bytes: np.ndarray, num_ranks: int) -> tuple[np.ndarray, np.ndarray]:
-    """Where each shard begins in its rank's file, and the sizes of the files: one after the other, behind a header."""
+    """Return where each shard begins in its rank's file, and the sizes of the files: one after the other, behind a header."""
     order = np.argsort(rank, kind="stable")
     ends = np.cumsum(num_bytes[order])
     first = np.searchsorted(rank[order], np.arange(num_ranks + 1))
@@ -85,7 +85,7 @@ def _file(rank: int, size: int) -> FileEntry:
 
 
 def fastest_s(call: Callable[[], object]) -> float:
-    """The fastest of a few rounds: the others met the machine's other work."""
+    """Return the fastest of a few rounds: the others met the machine's other work."""
     times = []
     for _ in range(ROUNDS):
         begin = time.perf_counter()

@@ -55,7 +55,7 @@ class Run:
             print(f"{name:>28}: {sample.wall_s:8.3f} s  {sample.cpu_s:7.2f} CPU s", flush=True)
 
     def new_path(self, *, kept: str | None = None) -> Path:
-        """A path where nothing is yet."""
+        """Return a path where nothing is yet."""
         self._count += 1
         return self.folder / (kept or f"n{self._count}")
 
@@ -82,7 +82,7 @@ class Run:
     # -- the parts --------------------------------------------------------------------------------------------------------
 
     def first_stall(self) -> None:
-        """The very first save of these processes: nothing is planned, staged or imported yet."""
+        """Return the very first save of these processes: nothing is planned, staged or imported yet."""
         held = self.state.held_bytes
         self.time("memcpy, untouched", lambda: limits.copy(self.state.locals(), limits.untouched(held)))
         self._async_save("eager, first", staging="eager")
@@ -130,7 +130,7 @@ class Run:
         limits.write_durably(path / f"raw{self.ranks.rank}", self.local_bytes(), num_bytes)
 
     def stalls(self) -> None:
-        """How long the caller is blocked, beside a copy of the bytes that each rank holds."""
+        """Return how long the caller is blocked, beside a copy of the bytes that each rank holds."""
         self._steady_stalls()
         held = self.state.held_bytes
         for _ in self.rounds("stalls into new memory", min(3, self.options.pairs), 0.1):

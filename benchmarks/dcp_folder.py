@@ -22,7 +22,7 @@ from .report import machine
 
 
 def best_us(call: Callable[[], object], num: int, rounds: int) -> float:
-    """The least time of some rounds, in microseconds for each of `num`."""
+    """Return the least time of some rounds, in microseconds for each of `num`."""
     times = []
     for _ in range(rounds):
         begin = time.perf_counter()

@@ -60,7 +60,7 @@ class Training:
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """How long work takes, with all that it queues on the device."""
+    """Return how long work takes, with all that it queues on the device."""
     torch.cuda.synchronize()
     begin = time.perf_counter()
     work()
@@ -69,7 +69,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def measure_copy(state: dict[str, Any], pairs: int) -> dict[str, float]:
-    """Bytes a second of a plain pinned copy, and of staging."""
+    """Return bytes a second of a plain pinned copy, and of staging."""
     captured = capture(state)
     local_shards = describe_local([(e.spec, e.memory) for e in captured.entries], captured.values, captured.mesh, 0)
     assignment = agree(SoloComm(), local_shards, before=PreviousCheckpoint(b"", frozenset())).assignment
@@ -88,7 +88,7 @@ def measure_copy(state: dict[str, Any], pairs: int) -> dict[str, float]:
 
 
 def run_loop(training: Training, options: argparse.Namespace, *, saves: bool) -> tuple[float, float]:
-    """The seconds of a whole loop, and of its longest step."""
+    """Return the seconds of a whole loop, and of its longest step."""
     folder = Path(options.folder)
     longest = 0.0
     handle = None

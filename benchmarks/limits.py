@@ -15,7 +15,7 @@ WRITE_BYTES = 1 << 20
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """A contiguous tensor's memory."""
+    """Return a contiguous tensor's memory."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 

@@ -27,7 +27,7 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def plain_write(path: Path, data: memoryview) -> None:
-    """The physical limit: the same bytes, written and synced by nobody's library."""
+    """Return the physical limit: the same bytes, written and synced by nobody's library."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()

@@ -56,7 +56,7 @@ def measure(job: Job, num_ranks: int) -> tuple[int, float]:
 
 
 def largest_within(job: Job, limit_s: float, num_ranks: int) -> tuple[int, float]:
-    """The largest measured size that ends within the limit: sizes double as long as the next is likely to."""
+    """Return the largest measured size that ends within the limit: sizes double as long as the next is likely to."""
     size, best = job.pp * job.tp, (0, 0.0)
     growth = 2.0
     while size <= num_ranks:

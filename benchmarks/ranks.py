@@ -149,7 +149,7 @@ class Samples:
         return name in self.by_name
 
     def least(self, name: str, what: str = "wall_s") -> float:
-        """The minimum over a run's samples."""
+        """Return the minimum over a run's samples."""
         return float(min(getattr(sample, what) for sample in self.by_name[name]))
 
     def median(self, name: str, what: str = "wall_s") -> float:

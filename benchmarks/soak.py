@@ -52,7 +52,7 @@ WRONG, SAID = 3, 4
 
 
 def whole(name: str, step: int) -> torch.Tensor:
-    """The tensor of a step: every byte depends on name, step and position."""
+    """Return the tensor of a step: every byte depends on name, step and position."""
     dtype, shape = DTYPES[name], SHAPES[name]
     num = int(np.prod(shape)) * dtype.itemsize
     if num == 0:
@@ -153,7 +153,7 @@ class Usage:
         return usage
 
     def grew_from(self, before: Usage) -> bool:
-        """Whether there are more threads or files."""
+        """Return whether there are more threads or files."""
         return self.threads > before.threads or self.files > before.files
 
 

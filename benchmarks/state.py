@@ -52,7 +52,7 @@ class Layout:
 
 
 def gpt(gb: float) -> list[Weight]:
-    """The parameters of a GPT whose training state has about this many gigabytes, over an even number of layers."""
+    """Return the parameters of a GPT whose training state has about this many gigabytes, over an even number of layers."""
     dim, vocab = (1024, 32768) if gb >= 1 else (512, 8192)
     layers = max(2, 2 * round((gb * 1e9 / BYTES_PER_PARAMETER - vocab * dim) / (24 * dim * dim)))
     weights = [Weight("embed.weight", (vocab, dim), 0)]
@@ -69,7 +69,7 @@ def gpt(gb: float) -> list[Weight]:
 
 
 def stage_of(weights: list[Weight], stage: int, stages: int) -> list[Weight]:
-    """The parameters of one pipeline stage: an equal share of the layers; embedding first, last norm last."""
+    """Return the parameters of one pipeline stage: an equal share of the layers; embedding first, last norm last."""
     num_layers = 1 + max(int(w.name.split(".")[1]) for w in weights if w.name.startswith("layers."))
 
     def belongs(weight: Weight) -> int:
@@ -126,12 +126,12 @@ class State:
 
 
 def bits(local: torch.Tensor) -> np.ndarray:
-    """A tensor's elements as integers."""
+    """Return a tensor's elements as integers."""
     return local.view(torch.int16 if local.dtype == torch.bfloat16 else torch.int32).numpy()
 
 
 def expected(name: str, offsets: tuple[int, ...], lengths: tuple[int, ...], dtype: torch.dtype) -> np.ndarray:
-    """The bits of a box of a tensor: finite positive numbers that differ from their neighbours."""
+    """Return the bits of a box of a tensor: finite positive numbers that differ from their neighbours."""
     out = np.full(lengths, zlib.crc32(name.encode()) & 0xFFFF, np.uint32)
     for dim, (offset, length, factor) in enumerate(zip(offsets, lengths, (2654435761, 40503), strict=False)):
         steps = (np.arange(offset, offset + length, dtype=np.uint64) * factor).astype(np.uint32)

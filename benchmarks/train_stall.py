@@ -145,7 +145,7 @@ class Training:
         return cpu_s() + sum(cpu_s_of(child.pid) for child in multiprocessing.active_children() if child.pid)
 
     def run(self) -> dict[str, Any]:
-        """All rounds; the first save of each mode is made before, apart."""
+        """Return all rounds; the first save of each mode is made before, apart."""
         for mode in MODES:
             self.stretch(mode, 2)
         stretches: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}

@@ -44,7 +44,7 @@ def write(buffer: torch.Tensor, folder: str, key: str) -> float:
 
 
 def serve(buffer: torch.Tensor, folder: str, pipe: Any) -> None:
-    """The process that writes when it is told a key."""
+    """Return the process that writes when it is told a key."""
     torch.set_num_threads(1)
     while (key := pipe.recv()) is not None:
         pipe.send(write(buffer, folder, key))
@@ -67,7 +67,7 @@ class Training:
 
 
 def measure(training: Training, steps: int, start: Callable[[], Callable[[], float]]) -> tuple[float, float]:
-    """The seconds of the loop, and of the writing beside it."""
+    """Return the seconds of the loop, and of the writing beside it."""
     begin = time.perf_counter()
     finish = start()
     for _ in range(steps):
@@ -121,7 +121,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def starter(mode: str, buffer: torch.Tensor, folder: str, key: str, pipe: Any) -> Callable[[], Callable[[], float]]:
-    """What begins the writing; it returns what waits for its end."""
+    """Return what begins the writing; it returns what waits for its end."""
     if mode == "nothing":
         return lambda: lambda: 0.0
     if mode == "thread":

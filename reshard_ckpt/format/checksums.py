@@ -43,7 +43,7 @@ class Digests:
 
 
 def num_blocks(file_size: int, block_bytes: int) -> int:
-    """How many blocks a file has.
+    """Return how many blocks a file has.
 
     >>> num_blocks(131073, 131072)
     2
@@ -52,12 +52,12 @@ def num_blocks(file_size: int, block_bytes: int) -> int:
 
 
 def digests_file_bytes(file_size: int, block_bytes: int = BLOCK_BYTES) -> int:
-    """The size of the digests file of a shard file of `file_size` bytes."""
+    """Return the size of the digests file of a shard file of `file_size` bytes."""
     return _HEADER.size + 8 * num_blocks(file_size, block_bytes)
 
 
 def digest128(data: Buffer) -> bytes:
-    """The XXH3-128 of `data`, 16 bytes in its canonical (big-endian) form.
+    """Return the XXH3-128 of `data`, 16 bytes in its canonical (big-endian) form.
 
     >>> digest128(b"").hex()
     '99aa06d3014798d86001c324468d497f'
@@ -66,7 +66,7 @@ def digest128(data: Buffer) -> bytes:
 
 
 def block_digest(*fragments: Buffer) -> int:
-    """The XXH3-64 of a block whose bytes lie in several places, in their order.
+    """Return the XXH3-64 of a block whose bytes lie in several places, in their order.
 
     >>> block_digest(b"ab", b"c") == block_digest(b"abc")
     True
@@ -136,19 +136,19 @@ class BlockHasher:
         self._open_bytes = 0
 
     def close(self) -> list[int]:
-        """The digests of all blocks; the last one ends with the bytes seen."""
+        """Return the digests of all blocks; the last one ends with the bytes seen."""
         if self._open_bytes:
             self._close_block()
         return self._digests
 
     def finish(self) -> bytes:
-        """The digests file of all bytes seen."""
+        """Return the digests file of all bytes seen."""
         size = self.num_bytes
         return encode_digests(self.close(), self._block_bytes, size)
 
 
 def wrong_blocks(parts: Iterable[Buffer], low: int, values: Sequence[int] | NDArray[np.uint64], block_bytes: int) -> list[int]:
-    """Where those blocks of a file begin whose digest is another than in `values`, which has that of every block.
+    """Return where those blocks of a file begin whose digest is another than in `values`, which has that of every block.
 
     Parameters
     ----------
@@ -173,7 +173,7 @@ def wrong_blocks(parts: Iterable[Buffer], low: int, values: Sequence[int] | NDAr
 
 
 def encode_digests(values: Iterable[int] | NDArray[np.uint64], block_bytes: int, file_size: int) -> bytes:
-    """The digests file: a header, then a little-endian uint64 for each block."""
+    """Return the digests file: a header, then a little-endian uint64 for each block."""
     column = values if isinstance(values, np.ndarray) else np.fromiter(values, np.uint64)
     return _HEADER.pack(_MAGIC, _VERSION, block_bytes, file_size) + column.astype("<u8").tobytes()
 

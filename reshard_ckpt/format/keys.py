@@ -17,17 +17,17 @@ SAVE_ID = re.compile(r"\d{8}T\d{6}Z-[0-9a-f]{8}")
 
 
 def timeline_key(save_id: str) -> str:
-    """Where the timeline of a save lies in the checkpoint."""
+    """Return where the timeline of a save lies in the checkpoint."""
     return f"{save_id}/timeline.json"
 
 
 def new_save_id() -> str:
-    """A name for one attempt to save: the time, for people, and chance, for uniqueness."""
+    """Return a name for one attempt to save: the time, for people, and chance, for uniqueness."""
     return f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(4)}"
 
 
 def file_key(save_id: str, rank: int, part: int) -> str:
-    """Where a rank's file lies in the checkpoint.
+    """Return where a rank's file lies in the checkpoint.
 
     >>> file_key("s1", 3, 0)
     's1/rank00003-0.safetensors'
@@ -36,7 +36,7 @@ def file_key(save_id: str, rank: int, part: int) -> str:
 
 
 def digests_key(key: str) -> str:
-    """Where the digests of a shard file lie."""
+    """Return where the digests of a shard file lie."""
     return key.removesuffix(".safetensors") + ".digests"
 
 
@@ -50,7 +50,7 @@ def manifest_key(save_id: str) -> str:
 
 
 def step_name(step: int) -> str:
-    """The folder of a step, below the root.
+    """Return the folder of a step, below the root.
 
     >>> step_name(100)
     'step_100'

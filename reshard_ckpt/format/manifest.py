@@ -18,7 +18,7 @@ _LINE = re.compile(r"([0-9a-f]{64}) [ *](.+)")
 
 
 def encode_manifest(digests: Mapping[str, bytes]) -> bytes:
-    """The text, in order of path."""
+    """Return the text, in order of path."""
     return "".join(f"{digests[key].hex()}  {key}\n" for key in sorted(digests)).encode()
 
 

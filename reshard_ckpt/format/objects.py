@@ -68,7 +68,7 @@ _CLASSES = {name: kind for kind, name in _NAMES.items()}
 
 
 def is_object(value: Any) -> bool:
-    """Whether a value is of one of these classes."""
+    """Return whether a value is of one of these classes."""
     return type(value) in _PLAIN or isinstance(value, Enum)
 
 
@@ -83,7 +83,7 @@ def parts_of(value: Any) -> tuple[str, str, Any] | None:
 
 
 def plain_key(key: Hashable) -> Hashable:
-    """What a key becomes in a program that has none of its classes.
+    """Return what a key becomes in a program that has none of its classes.
 
     >>> plain_key((pathlib.PurePosixPath("a"), 1))
     ('a', 1)
@@ -96,7 +96,7 @@ def plain_key(key: Hashable) -> Hashable:
 
 
 def rebuilt(module: str, name: str, plain: Any) -> Any:
-    """The object, or the plain value where this program has no such class, or the class no such member.
+    """Return the object, or the plain value where this program has no such class, or the class no such member.
 
     Raises
     ------
@@ -118,7 +118,7 @@ def rebuilt(module: str, name: str, plain: Any) -> Any:
 
 
 def _imported(module: str, name: str) -> Any:
-    """What has this name, without importing or calling anything: `getattr` would run code of modules and classes."""
+    """Return what has this name, without importing or calling anything: `getattr` would run code of modules and classes."""
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         if not isinstance(found, ModuleType | type):

@@ -70,7 +70,7 @@ class MemberKey:
 
 
 def escape(name: str) -> str:
-    """The name without characters that mean something in a member's name; `urllib.parse.unquote` undoes it.
+    """Return the name without characters that mean something in a member's name; `urllib.parse.unquote` undoes it.
 
     >>> escape("a@b%")
     'a%40b%25'
@@ -79,7 +79,7 @@ def escape(name: str) -> str:
 
 
 def sub_box(offsets: Ints, lengths: Ints, start: int, count: int) -> tuple[Ints, Ints] | None:
-    """The box of the global tensor that a run of a box is, or None where it is none.
+    """Return the box of the global tensor that a run of a box is, or None where it is none.
 
     >>> sub_box((10, 0), (4, 8), 8, 16)
     ((11, 0), (2, 8))
@@ -111,7 +111,7 @@ def _unravel(index: int, lengths: Ints) -> Ints:
 
 
 def member_name(name: str, shape: Ints, offsets: Ints, lengths: Ints, start: int, count: int) -> str:
-    """What the run ``[start, start + count)`` of a box of a tensor is called in a shard file.
+    """Return what the run ``[start, start + count)`` of a box of a tensor is called in a shard file.
 
     >>> member_name("w", (4, 8), (0, 0), (4, 8), 0, 32)
     'w'
@@ -124,7 +124,7 @@ def member_name(name: str, shape: Ints, offsets: Ints, lengths: Ints, start: int
 
 
 def make_member(name: str, dtype: str, shape: Ints, offsets: Ints, lengths: Ints, start: int, count: int) -> Member:
-    """The member that holds a run of a box: boxes keep their dims, what is no box is flat."""
+    """Return the member that holds a run of a box: boxes keep their dims, what is no box is flat."""
     num_bytes = count * ITEM_BYTES[dtype]
     box = sub_box(offsets, lengths, start, count)
     if box is None:
@@ -140,7 +140,7 @@ def _box_text(offsets: Ints, lengths: Ints) -> str:
 
 
 def blob_name(value_name: str, rank: int | None) -> str:
-    """What the bytes of a value are called in a shard file; `rank` where each rank has its own.
+    """Return what the bytes of a value are called in a shard file; `rank` where each rank has its own.
 
     >>> blob_name("extra.rng", 3)
     'extra.rng@[value,3]'
@@ -149,7 +149,7 @@ def blob_name(value_name: str, rank: int | None) -> str:
 
 
 def opaque_name(value_name: str) -> str:
-    """What the bytes of a value are called that another program encoded, and that are not looked into here.
+    """Return what the bytes of a value are called that another program encoded, and that are not looked into here.
 
     >>> opaque_name("extra.rng")
     'extra.rng@[torch.save]'
@@ -158,12 +158,12 @@ def opaque_name(value_name: str) -> str:
 
 
 def opaque_value(blob: str) -> str | None:
-    """The name of the value that `opaque_name` made a blob's name of; None for other blobs."""
+    """Return the name of the value that `opaque_name` made a blob's name of; None for other blobs."""
     return unquote(blob.removesuffix(_OPAQUE)) if blob.endswith(_OPAQUE) else None
 
 
 def parse_member_name(member: str) -> MemberKey:
-    """What a member's name says; names that no suffix of ours ends are whole tensors.
+    """Return what a member's name says; names that no suffix of ours ends are whole tensors.
 
     >>> parse_member_name("a%40b@[0:4,4:8]#[5:13]")
     MemberKey(name='a@b', box=((0, 4), (4, 8)), run=(5, 13), is_value=False, rank=None)
@@ -190,7 +190,7 @@ def header_cost(member: Member) -> int:
 
 
 def header(members: Sequence[Member], metadata: Mapping[str, str]) -> bytes:
-    """The beginning of a shard file, up to where the data of its members begin, one right after the other.
+    """Return the beginning of a shard file, up to where the data of its members begin, one right after the other.
 
     Parameters
     ----------
@@ -219,7 +219,7 @@ def header(members: Sequence[Member], metadata: Mapping[str, str]) -> bytes:
 
 
 def header_num_bytes(data: bytes | memoryview, *, name: str = "shard file") -> int:
-    """How many bytes to read for `parse_header`, from the first 8 of a file."""
+    """Return how many bytes to read for `parse_header`, from the first 8 of a file."""
     if len(data) < _LENGTH_BYTES:
         raise CorruptError(f"{name}: {len(data)} bytes, too short for safetensors; use another checkpoint")
     length = int.from_bytes(data[:_LENGTH_BYTES], "little")

@@ -20,7 +20,7 @@ _DIGITS = 6
 
 
 def encode_timeline(timeline: Timeline) -> bytes:
-    """A timeline as bytes; times are rounded to microseconds."""
+    """Return a timeline as bytes; times are rounded to microseconds."""
     mesh = timeline.mesh
     document = {
         "format": FORMAT,
@@ -38,7 +38,7 @@ def encode_timeline(timeline: Timeline) -> bytes:
 
 
 def decode_timeline(data: bytes, *, where: str) -> Timeline:
-    """The timeline that `encode_timeline` made.
+    """Return the timeline that `encode_timeline` made.
 
     Raises
     ------

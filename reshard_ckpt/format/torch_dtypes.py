@@ -39,7 +39,7 @@ _ADVICE = {
 
 
 def dtype_code(dtype: torch.dtype, name: str) -> str:
-    """The format's code of a torch dtype; `name` is for the message.
+    """Return the format's code of a torch dtype; `name` is for the message.
 
     >>> dtype_code(torch.bfloat16, "model.w")
     'BF16'

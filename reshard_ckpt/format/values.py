@@ -127,7 +127,7 @@ def decode_path(data: bytes | bytearray | memoryview) -> tuple[Any, ...]:
 
 
 def keys_of(steps: Iterable[Any]) -> tuple[Any, ...]:
-    """The keys of steps, of which those into an OrderedDict, Counter or defaultdict are one with that key."""
+    """Return the keys of steps, of which those into an OrderedDict, Counter or defaultdict are one with that key."""
     return tuple(next(iter(step)) if isinstance(step, dict) else step for step in steps)
 
 
@@ -181,7 +181,7 @@ def _encode_item(item: Any, place: _Place, step: Any) -> Any:
 
 
 def _is_leaf(item: Any) -> bool:
-    """Whether it needs no more work: the short way for what long lists are made of."""
+    """Return whether it needs no more work: the short way for what long lists are made of."""
     kind = type(item)
     if kind is int:
         return bool(_INT_MIN <= item <= _INT_MAX)

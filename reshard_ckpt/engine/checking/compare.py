@@ -56,7 +56,7 @@ class Side:
 
 
 def compare(names: Sequence[str], a: Side, b: Side, report: OnProgress = silent) -> list[TensorDifference]:
-    """The tensors that differ, by bytes; both sides have the same shapes, in the same order.
+    """Return the tensors that differ, by bytes; both sides have the same shapes, in the same order.
 
     Raises
     ------
@@ -76,7 +76,7 @@ def compare(names: Sequence[str], a: Side, b: Side, report: OnProgress = silent)
 
 
 def _common(a: torch.dtype, b: torch.dtype) -> torch.dtype:
-    """A dtype that holds the numbers of both, as far as there is one."""
+    """Return a dtype that holds the numbers of both, as far as there is one."""
     floats = [torch.float32 if dtype.is_floating_point and dtype.itemsize == 1 else dtype for dtype in (a, b)]
     unsigned = {torch.uint16, torch.uint32, torch.uint64}
     if floats[0] != floats[1] and unsigned & set(floats):
@@ -122,7 +122,7 @@ class _Pair:
             return np.abs(a - b), np.maximum(np.abs(a), np.abs(b))
 
     def difference(self, name: str) -> TensorDifference:
-        """What was found, under this name."""
+        """Return what was found, under this name."""
         return TensorDifference(name, self.a.count, self.num_different, self.max_abs, self.max_rel, self.num_nan)
 
 

@@ -36,7 +36,7 @@ def make_manifest(storage: Storage, catalog: Catalog, *, workers: int | None = N
 def check_manifest(
     storage: Storage, catalog: Catalog, *, workers: int | None = None, report: OnProgress = silent
 ) -> Iterator[str]:
-    """What is wrong: files that are not listed, are not there, or are not those that were listed.
+    """Yield what is wrong: files that are not listed, are not there, or are not those that were listed.
 
     Raises
     ------
@@ -62,14 +62,14 @@ def check_manifest(
 
 
 def _keys(catalog: Catalog) -> list[str]:
-    """The files that make up a checkpoint."""
+    """Return the files that make up a checkpoint."""
     return [CATALOG_KEY, *(key for file in catalog.files for key in (file.key, file.digests_key) if key)]
 
 
 def _hashes(
     storage: Storage, keys: Sequence[str], step: str, workers: int | None, report: OnProgress
 ) -> Iterator[tuple[str, bytes | CheckpointError]]:
-    """The SHA-256 of each file, or why it cannot be read, in order."""
+    """Yield the SHA-256 of each file, or why it cannot be read, in order."""
     sizes = [storage.size(key) or 0 for key in keys]
     tally = Tally(step, sum(sizes), report)
 

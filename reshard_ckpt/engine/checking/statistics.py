@@ -48,7 +48,7 @@ class TensorStats:
 
 
 def statistics(storage: Storage, catalog: Catalog, tensors: Sequence[int], report: OnProgress = silent) -> list[TensorStats]:
-    """The statistics of these tensors of the catalog, in one pass, every block proved."""
+    """Return the statistics of these tensors of the catalog, in one pass, every block proved."""
     found = {tensor: _Totals() for tensor in tensors}
     runs = [whole_run(catalog, tensor) for tensor in found]
     tally = Tally("read", sum(run.count * TORCH_DTYPES[catalog.dtype(run.tensor)].itemsize for run in runs), report)
@@ -68,7 +68,7 @@ def windows_of(storage: Storage, catalog: Catalog, runs: Sequence[Run]) -> Itera
 
 
 def as_numbers(data: memoryview, code: str) -> NDArray[Any]:
-    """Bytes as an array that numpy can count with; 8- and 16-bit floats become float32."""
+    """Return bytes as an array that numpy can count with; 8- and 16-bit floats become float32."""
     if code in _NUMPY and code != "F16":
         return np.frombuffer(data, _NUMPY[code])
     return torch.frombuffer(data, dtype=TORCH_DTYPES[code]).float().numpy()

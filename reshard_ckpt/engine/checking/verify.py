@@ -105,7 +105,7 @@ class _Check:
         self._local = threading.local()
 
     def windows(self) -> Iterator[_Window]:
-        """What is to be read of the files that are there; those that are not are problems already."""
+        """Yield what is to be read of the files that are there; those that are not are problems already."""
         for index, entry in enumerate(self.catalog.files):
             try:
                 check_files(self.storage, self.catalog, [index])
@@ -151,21 +151,21 @@ class _Check:
                 self.found.append(item)
 
     def problems(self) -> tuple[str, ...]:
-        """A line for each problem."""
-        holders = FileContents(self.catalog) if any(isinstance(item, _Damage) for item in self.found) else None
-        return tuple(item if isinstance(item, str) else self._line(item, holders) for item in self.found)
+        """Return a line for each problem."""
+        contents = FileContents(self.catalog) if any(isinstance(item, _Damage) for item in self.found) else None
+        return tuple(item if isinstance(item, str) else self._line(item, contents) for item in self.found)
 
-    def _line(self, damage: _Damage, holders: FileContents | None) -> str:
-        assert holders is not None
+    def _line(self, damage: _Damage, contents: FileContents | None) -> str:
+        assert contents is not None
         key, begin, end = self.catalog.files[damage.file].key, damage.begin, damage.end
-        holds = holders.text(damage.file, begin, end)
+        holds = contents.text(damage.file, begin, end)
         return f"{self.storage.url}: {key} is damaged in bytes {begin}:{end}, which hold {holds}"
 
 
 def _in_order(
     pool: ThreadPoolExecutor, task: Callable[[_Window], list[str | _Damage]], windows: Iterable[_Window], limit: int
 ) -> Iterator[list[str | _Damage]]:
-    """The results of a task, in order, with at most `limit` of them under way."""
+    """Yield the results of a task, in order, with at most `limit` of them under way."""
     pending: deque[Future[list[str | _Damage]]] = deque()
     for window in windows:
         pending.append(pool.submit(task, window))

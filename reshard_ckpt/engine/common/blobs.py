@@ -20,6 +20,6 @@ class Blob:
 
 
 def byte_blob(name: str, tensor: torch.Tensor, own: str | None = None) -> Blob:
-    """A blob over a 1-D uint8 tensor."""
+    """Return a blob over a 1-D uint8 tensor."""
     size = (tensor.numel(),)
     return Blob(TensorSpec(name, "U8", size, (box_piece((0,), size, 0, (1,)),), Replication.PLAIN), tensor, own)

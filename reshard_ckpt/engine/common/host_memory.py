@@ -16,7 +16,7 @@ ALIGN_BYTES = 2 << 20
 
 
 def allocate(num_bytes: int, *, pinned: bool) -> torch.Tensor:
-    """A 1-D uint8 host tensor, page-aligned; rounded up to whole large pages."""
+    """Return a 1-D uint8 host tensor, page-aligned; rounded up to whole large pages."""
     size = max(-(-num_bytes // ALIGN_BYTES), 1) * ALIGN_BYTES
     if pinned:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
@@ -36,7 +36,7 @@ class Pool:
         self._idle: dict[bool, torch.Tensor] = {}
 
     def take(self, num_bytes: int, *, pinned: bool) -> torch.Tensor:
-        """A buffer of at least this size: the idle one if it is large enough, else a new one in its place."""
+        """Return a buffer of at least this size: the idle one if it is large enough, else a new one in its place."""
         with self._lock:
             idle = self._idle.pop(pinned, None)
         if idle is not None and idle.numel() >= num_bytes:

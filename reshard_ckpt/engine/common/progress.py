@@ -25,7 +25,7 @@ PLAIN_PAUSE_S = 10.0
 
 
 def reporter(progress: bool | OnProgress) -> OnProgress:
-    """What the option ``progress=`` of public functions stands for: True is a line on stderr, False nothing."""
+    """Return what the option ``progress=`` of public functions stands for: True is a line on stderr, False nothing."""
     if progress is False:
         return silent
     return StatusLine() if progress is True else progress
@@ -67,7 +67,7 @@ class StatusLine:
         self._clock = clock
         self._rewrites = _is_terminal(self._stream)
         self._step: str | None = None
-        self._began = self._told = clock()
+        self._began = self._reported = clock()
         self._width = 0
         self._over = True
 
@@ -75,21 +75,21 @@ class StatusLine:
         now = self._clock()
         if step != self._step or done == 0:
             self._finish_line()
-            self._step, self._began, self._told, self._over = step, now, now, False
+            self._step, self._began, self._reported, self._over = step, now, now, False
         if done >= total and not self._over:
             self._over = True
             if now - self._began >= MOMENT_S:
-                self._tell(f"{step}: {size_text(done)} in {_seconds(now - self._began)}, {_rate(done, now - self._began)}", now)
+                self._show(f"{step}: {size_text(done)} in {_seconds(now - self._began)}, {_rate(done, now - self._began)}", now)
             self._finish_line()
         elif done < total and now - self._began >= MOMENT_S and self._is_due(now):
-            self._tell(_under_way(step, done, total, now - self._began), now)
+            self._show(_under_way(step, done, total, now - self._began), now)
 
     def _is_due(self, now: float) -> bool:
         pause = TERMINAL_PAUSE_S if self._rewrites else PLAIN_PAUSE_S
-        return self._told == self._began or now - self._told >= pause
+        return self._reported == self._began or now - self._reported >= pause
 
-    def _tell(self, text: str, now: float) -> None:
-        self._told = now
+    def _show(self, text: str, now: float) -> None:
+        self._reported = now
         padded = text.ljust(self._width)  # over what an earlier, longer line left
         self._width = len(text)
         self._write(f"\r{padded}" if self._rewrites else f"{text}\n")
@@ -122,7 +122,7 @@ def _rate(done: int, elapsed: float) -> str:
 
 
 def size_text(num_bytes: int) -> str:
-    """Bytes for people, in powers of 1000.
+    """Return bytes for people, in powers of 1000.
 
     >>> size_text(999), size_text(1_540_000), size_text(3_289_000_000)
     ('999 B', '1.54 MB', '3.29 GB')

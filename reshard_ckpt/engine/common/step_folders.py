@@ -20,14 +20,14 @@ _TEMPORARY = re.compile(r"\.catalog\.msgpack\.[0-9a-f]{32}\.tmp")
 
 
 def find_steps(root: Storage) -> tuple[list[int], list[int]]:
-    """The steps that are committed, and those that have a folder but no catalog; each in order."""
+    """Return the steps that are committed, and those that have a folder but no catalog; each in order."""
     steps = sorted(int(match[1]) for name in root.folders() if (match := _STEP.fullmatch(name)))
     committed = [step for step in steps if root.size(f"{step_name(step)}/{CATALOG_KEY}") is not None]
     return committed, sorted(set(steps) - set(committed))
 
 
 def describe_run(root: Storage) -> str | None:
-    """What to say of a path that holds a run's checkpoints, and is none itself; None where it holds none either."""
+    """Return what to say of a path that holds a run's checkpoints, and is none itself; None where it holds none either."""
     committed, begun = find_steps(root)
     if not committed and not begun:
         return None
@@ -99,7 +99,7 @@ def _is_ours(key: str) -> bool:
 
 
 def referred_keys(step: int, catalog: Catalog) -> Iterable[str]:
-    """The files, as keys from the root, that the catalog of a step needs of other checkpoints below this root."""
+    """Yield the files, as keys from the root, that the catalog of a step needs of other checkpoints below this root."""
     for file in catalog.files:
         if file.checkpoint:
             where = posixpath.normpath(posixpath.join(step_name(step), file.checkpoint))

@@ -1,9 +1,9 @@
 """How does a rank load? Find what it wants in the catalog, hear that all ranks can, read, and prove.
 
-1. `open_alike`: rank 0 reads the catalog and tells its digest, so that all ranks load the same save.
+1. `open_same`: rank 0 reads the catalog and tells its digest, so that all ranks load the same save.
 2. `resolve`: match wanted tensors with saved ones, and plan; no tensor changes yet.
 3. `vote` (in `vote.py`): problems of all ranks come together; either all ranks go on, or all raise the same error.
-4. `prove_ties`: where targets share memory, prove that they get the same bytes; all ranks go on, or none.
+4. `verify_ties`: where targets share memory, prove that they get the same bytes; all ranks go on, or none.
 5. `fetch`: check the files, then read and prove every byte.
 """
 
@@ -72,7 +72,7 @@ class Resolved:
     """What this rank will read: specs that have a source, their destinations and pieces, and what stands in the way, by kind."""
 
     specs: tuple[TensorSpec, ...]
-    dests: tuple[ReadTarget, ...]
+    targets: tuple[ReadTarget, ...]
     source: I64
     wanted: PieceColumns
     plan: LoadPlan
@@ -94,12 +94,12 @@ class Resolved:
 class Identified(Generic[T]):
     """Something that was opened, and bytes that are equal wherever the same was opened."""
 
-    what: T
+    value: T
     identity: bytes
 
 
 def read_catalog_bytes(storage: Storage) -> bytes:
-    """The bytes of the catalog.
+    """Return the bytes of the catalog.
 
     Raises
     ------
@@ -125,11 +125,11 @@ def _what_is_there(storage: Storage) -> str:
 
 def open_catalog(storage: Storage) -> Catalog:
     """Read and check the catalog, in one process."""
-    return identified_catalog(storage).what
+    return identified_catalog(storage).value
 
 
 def identified_catalog(storage: Storage) -> Identified[Catalog]:
-    """The catalog, and the digest of its bytes."""
+    """Return the catalog, and the digest of its bytes."""
     data = read_catalog_bytes(storage)
     return Identified(_decoded(storage, data), digest128(data))
 
@@ -141,7 +141,7 @@ def _decoded(storage: Storage, data: bytes) -> Catalog:
         raise CorruptError(f"{storage.url}: {error}") from error
 
 
-def open_alike(comm: Comm, where: str, read: Callable[[], Identified[T]]) -> T:
+def open_same(comm: Comm, where: str, read: Callable[[], Identified[T]]) -> T:
     """Open a checkpoint on every rank, and make sure that it is the same one; rank 0 first.
 
     Parameters
@@ -159,7 +159,7 @@ def open_alike(comm: Comm, where: str, read: Callable[[], Identified[T]]) -> T:
     if comm.rank == 0:
         opened = read()
         comm.broadcast(opened.identity)
-        return opened.what
+        return opened.value
     wanted = comm.broadcast(None)
     opened = read()
     if opened.identity != wanted:
@@ -167,7 +167,7 @@ def open_alike(comm: Comm, where: str, read: Callable[[], Identified[T]]) -> T:
             f"{where}: rank {comm.rank} reads another catalog than rank 0; load from a path that all ranks share, "
             "and not while a save replaces it"
         )
-    return opened.what
+    return opened.value
 
 
 def resolve(
@@ -208,7 +208,7 @@ def resolve(
     gaps = uncovered(catalog, kept, source, wanted, plan, faults)
     return Resolved(
         specs=kept,
-        dests=tuple(member.dest for member in members),
+        targets=tuple(member.dest for member in members),
         source=source,
         wanted=wanted,
         plan=plan,
@@ -253,7 +253,7 @@ def drop_refused(catalog: Catalog, resolved: Resolved, refused: frozenset[int]) 
     return replace(
         resolved,
         specs=specs,
-        dests=tuple(resolved.dests[i] for i in keep),
+        targets=tuple(resolved.targets[i] for i in keep),
         source=source,
         wanted=wanted,
         plan=plan_load(catalog, source, wanted, resolved.window_bytes),
@@ -261,7 +261,7 @@ def drop_refused(catalog: Catalog, resolved: Resolved, refused: frozenset[int]) 
     )
 
 
-def prove_ties(comm: Comm, storage: Storage, catalog: Catalog, ties: Sequence[Tie], options: LoadOptions) -> None:
+def verify_ties(comm: Comm, storage: Storage, catalog: Catalog, ties: Sequence[Tie], options: LoadOptions) -> None:
     """Prove that targets which share memory get the same bytes; to be called on all ranks if any of them has such.
 
     Raises
@@ -280,7 +280,7 @@ def refuse_conflicts(lines: Sequence[str]) -> None:
         raise MismatchError(summarize(lines, "untie them, or rename= one away"), lines)
 
 
-def verify_held(storage: Storage, catalog: Catalog, tensors: Sequence[int]) -> None:
+def check_whole(storage: Storage, catalog: Catalog, tensors: Sequence[int]) -> None:
     """Whole tensors of the catalog are there, as far as sizes tell; asked before any memory is taken for them.
 
     Raises
@@ -310,7 +310,7 @@ class Execute(Protocol):
         storage: Storage,
         catalog: Catalog,
         plan: LoadPlan,
-        dests: Sequence[ReadTarget],
+        targets: Sequence[ReadTarget],
         *,
         blocks: BlockDigests,
         copy: bool = True,
@@ -338,5 +338,5 @@ def fetch(
     blocks = open_files(storage, catalog, files, files if options.verify else [])
     bytes_read = 0
     if options.verify_first and options.verify:
-        bytes_read += run(storage, catalog, resolved.plan, resolved.dests, blocks=blocks, copy=False, report=report)
-    return bytes_read + run(storage, catalog, resolved.plan, resolved.dests, blocks=blocks, report=report)
+        bytes_read += run(storage, catalog, resolved.plan, resolved.targets, blocks=blocks, copy=False, report=report)
+    return bytes_read + run(storage, catalog, resolved.plan, resolved.targets, blocks=blocks, report=report)

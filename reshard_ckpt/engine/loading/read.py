@@ -23,10 +23,11 @@ from ...core.catalog.model import Catalog
 from ...core.geometry.runs import I64
 from ...core.planning.load_plan import LoadPlan
 from ...core.planning.read_plan import ReadPlan, item_spans, plan_reads
+from ...core.words import few
 from ...errors import CorruptError
 from ...format.checksums import Digests, decode_digests, digest128, digests_file_bytes, wrong_blocks
 from ...storage.protocol import MissingKey, Storage
-from ..common.file_contents import contents_from, few
+from ..common.file_contents import contents_from
 from ..common.progress import OnProgress, Tally, silent
 from ..common.tensor_bytes import RAW, region, storage_bytes
 
@@ -45,13 +46,13 @@ MAX_THREADS = 8
 class ReadTarget:
     """A tensor to fill, under the name that messages use, and the dtype its bytes have in the files.
 
-    One that is `passing` is a buffer of ours: messages do not speak of it as overwritten.
+    One that is `is_buffer` is a buffer of ours: messages do not speak of it as overwritten.
     """
 
     name: str
     tensor: torch.Tensor
     dtype: torch.dtype
-    passing: bool = False
+    is_buffer: bool = False
 
     @property
     def may_land(self) -> bool:
@@ -79,7 +80,7 @@ class BlockDigests:
     of_file: Mapping[int, Digests]
 
 
-MAX_ASKED = 16
+MAX_REQUESTS = 16
 """Requests under way at once for what is small, where a store's answer takes long and its bytes no time."""
 
 
@@ -95,7 +96,7 @@ def open_files(storage: Storage, catalog: Catalog, files: Sequence[int], digests
     """
     proved = [index for index in digests_of if catalog.files[index].digests_key]
     sizes = [partial(_check_size, storage, catalog, index) for index in files]
-    found = _together([*sizes, *(partial(_file_digests, storage, catalog, index) for index in proved)])
+    found = _request_all([*sizes, *(partial(_file_digests, storage, catalog, index) for index in proved)])
     return BlockDigests(
         {index: digests for index, digests in zip(proved, found[len(sizes) :], strict=True) if digests is not None}
     )
@@ -111,11 +112,11 @@ def open_blocks(storage: Storage, catalog: Catalog, files: Sequence[int]) -> Blo
     return open_files(storage, catalog, [], files)
 
 
-def _together(requests: Sequence[Callable[[], Digests | None]]) -> list[Digests | None]:
-    """The answers to all requests; of several errors, that of the first in order."""
+def _request_all(requests: Sequence[Callable[[], Digests | None]]) -> list[Digests | None]:
+    """Return the answers to all requests; of several errors, that of the first in order."""
     if len(requests) <= 1:
         return [request() for request in requests]
-    with ThreadPoolExecutor(min(MAX_ASKED, len(requests)), thread_name_prefix="reshard-ckpt-ask") as pool:
+    with ThreadPoolExecutor(min(MAX_REQUESTS, len(requests)), thread_name_prefix="reshard-ckpt-ask") as pool:
         return list(pool.map(lambda request: request(), requests))
 
 
@@ -153,7 +154,7 @@ def execute(
     storage: Storage,
     catalog: Catalog,
     plan: LoadPlan,
-    dests: Sequence[ReadTarget],
+    targets: Sequence[ReadTarget],
     *,
     blocks: BlockDigests,
     copy: bool = True,
@@ -173,9 +174,9 @@ def execute(
     CorruptError
         A block is damaged; the message names it, what wanted it, and the tensors that already have new values.
     """
-    reads = reads_of(catalog, plan, dests, blocks=blocks, copy=copy, join=JOIN_WINDOWS)
-    tally = Tally("load" if copy else "prove", reads.num_bytes, report)
-    reader = Reader(storage, catalog, plan, reads, dests, blocks=blocks, copy=copy, tally=tally)
+    reads = reads_of(catalog, plan, targets, blocks=blocks, copy=copy, join=JOIN_WINDOWS)
+    tally = Tally("load" if copy else "verify", reads.num_bytes, report)
+    reader = Reader(storage, catalog, plan, reads, targets, blocks=blocks, copy=copy, tally=tally)
     try:
         in_threads(reader.read_window, range(reads.num_windows))
     except Damage as damage:
@@ -187,19 +188,19 @@ def execute(
 def reads_of(
     catalog: Catalog,
     plan: LoadPlan,
-    dests: Sequence[ReadTarget],
+    targets: Sequence[ReadTarget],
     *,
     blocks: BlockDigests,
     copy: bool = True,
     group: I64 | None = None,
     join: int = 1,
 ) -> ReadPlan:
-    """The requests for all items of a plan (see `plan_reads`); whole blocks where there are digests of them."""
+    """Return the requests for all items of a plan (see `plan_reads`); whole blocks where there are digests of them."""
     block_bytes = np.zeros(len(catalog.files), np.int64)
     for index, digests in blocks.of_file.items():
         block_bytes[index] = digests.block_bytes
     sizes = np.array([entry.size for entry in catalog.files], np.int64)
-    may_land = np.array([copy and dest.may_land for dest in dests], bool)
+    may_land = np.array([copy and dest.may_land for dest in targets], bool)
     return plan_reads(plan, block_bytes, sizes, may_land, group, join=join)
 
 
@@ -219,7 +220,7 @@ def _item_lists(plan: LoadPlan, i: I64) -> CopyItems:
 
 
 def num_threads(tasks: int) -> int:
-    """How many threads read that many windows."""
+    """Return how many threads read that many windows."""
     return max(min(MAX_THREADS, tasks, 2 * (os.cpu_count() or 1)), 1)
 
 
@@ -278,13 +279,13 @@ class Reader:
         catalog: Catalog,
         plan: LoadPlan,
         reads: ReadPlan,
-        dests: Sequence[ReadTarget],
+        targets: Sequence[ReadTarget],
         *,
         blocks: BlockDigests,
         copy: bool,
         tally: Tally,
     ) -> None:
-        self.storage, self.catalog, self.dests, self.blocks, self.copy = storage, catalog, dests, blocks, copy
+        self.storage, self.catalog, self.targets, self.blocks, self.copy = storage, catalog, targets, blocks, copy
         self.plan, self.reads, self.tally = plan, reads, tally
         self.items = _item_lists(plan, reads.items)
         self.file = reads.file.tolist()
@@ -295,7 +296,7 @@ class Reader:
             reads.item_start.tolist(),
         )
         # Looked up before anything is read: a read empties the processor's caches, so between reads this would take far longer.
-        self._memories = {i: _memory_of(dests[i].tensor) for i in np.unique(plan.dest).tolist() if copy and dests[i].may_land}
+        self._memories = {i: _memory_of(targets[i].tensor) for i in np.unique(plan.dest).tolist() if copy and targets[i].may_land}
         self._landings = self._landing_views()
         self._local = threading.local()
         self._landed: list[int] = []
@@ -311,9 +312,9 @@ class Reader:
 
     def read_window(self, window: int) -> None:
         """Read, prove and place what one window holds."""
-        self.take_window(window, self.storage.read_into, prove=True)
+        self.take_window(window, self.storage.read_into, verify=True)
 
-    def take_window(self, window: int, read_into: ReadInto, *, prove: bool) -> None:
+    def take_window(self, window: int, read_into: ReadInto, *, verify: bool) -> None:
         """Place what one window holds, from wherever its bytes come."""
         file = self.file[window]
         key = self.catalog.files[file].key
@@ -336,8 +337,8 @@ class Reader:
             if at < high:
                 parts.append(buffer[at - origin : high - origin])
             read_into(key, low, parts)
-            if prove:
-                self.prove(file, low, parts, window)
+            if verify:
+                self.verify(file, low, parts, window)
             size += high - low
         if self.copy:
             self._copied.append(window)
@@ -353,7 +354,7 @@ class Reader:
         return buffer
 
     def _place(self, item: int, buffer: memoryview, origin: int) -> None:
-        items, dest = self.items, self.dests[self.items.dest[item]]
+        items, dest = self.items, self.targets[self.items.dest[item]]
         each, lengths, offset = items.item_bytes[item], items.lengths[item], items.src[item] - origin
         source = np.ndarray(lengths, RAW[each], buffer, offset, items.src_strides[item])
         if items.dest[item] in self._memories:
@@ -366,7 +367,7 @@ class Reader:
         values = torch.from_numpy(aligned).view(dest.dtype)
         region(dest.tensor, items.dst[item], lengths, items.dst_strides[item]).copy_(values)
 
-    def prove(self, file: int, low: int, parts: Sequence[memoryview], window: int) -> None:
+    def verify(self, file: int, low: int, parts: Sequence[memoryview], window: int) -> None:
         """Compare the blocks of an extent, where there are digests of them; `window` is the one that wants it."""
         digests = self.blocks.of_file.get(file)
         if digests is None:
@@ -375,7 +376,7 @@ class Reader:
             raise Damage(file, wrong, digests.block_bytes, window)
 
     def explain(self, damage: Damage) -> CorruptError:
-        """The error for a damaged block, with what it holds and what has been overwritten."""
+        """Return the error for a damaged block, with what it holds and what has been overwritten."""
         entry, low = self.catalog.files[damage.file], damage.low
         high = min(low + damage.size, entry.size)
         holds = few(self._names(self._dests_near(damage.window, low, high))) or "nothing that this rank wants"
@@ -389,7 +390,7 @@ class Reader:
         )
 
     def _dests_near(self, window: int, low: int, high: int) -> set[int]:
-        """The destinations that want some of these bytes of a window, or bytes around them."""
+        """Return the destinations that want some of these bytes of a window, or bytes around them."""
         runs, items = self._runs_of(window), self.reads.items[self._items_of(window)]
         run_src, src = self.reads.run_src[runs], self.plan.src[items]
         near_runs = (run_src < high) & (run_src + self.reads.run_bytes[runs] > low)
@@ -397,10 +398,10 @@ class Reader:
         return {*self.reads.run_dest[runs][near_runs].tolist(), *self.plan.dest[items[near_items]].tolist()}
 
     def _changed(self) -> list[str]:
-        """The names of destinations that have new values, wholly or in part."""
+        """Return the names of destinations that have new values, wholly or in part."""
         landed = {dest for window in self._landed for dest in self.reads.run_dest[self._runs_of(window)].tolist()}
         copied = {dest for window in self._copied for dest in self.plan.dest[self.reads.items[self._items_of(window)]].tolist()}
-        return self._names(dest for dest in landed | copied if not self.dests[dest].passing)
+        return self._names(dest for dest in landed | copied if not self.targets[dest].is_buffer)
 
     def _runs_of(self, window: int) -> slice:
         return slice(self.run_start[window], self.run_start[window + 1])
@@ -408,10 +409,10 @@ class Reader:
     def _items_of(self, window: int) -> slice:
         return slice(self.item_start[window], self.item_start[window + 1])
 
-    def _names(self, dests: Iterable[int]) -> list[str]:
-        return sorted({self.dests[dest].name for dest in dests})
+    def _names(self, targets: Iterable[int]) -> list[str]:
+        return sorted({self.targets[dest].name for dest in targets})
 
 
 def _memory_of(tensor: torch.Tensor) -> tuple[memoryview, int]:
-    """The bytes of a CPU tensor's storage, and where among them its first element begins."""
+    """Return the bytes of a CPU tensor's storage, and where among them its first element begins."""
     return storage_bytes(tensor), int(tensor.storage_offset()) * tensor.element_size()

@@ -45,7 +45,7 @@ def execute_once(
     storage: Storage,
     catalog: Catalog,
     plan: LoadPlan,
-    dests: Sequence[ReadTarget],
+    targets: Sequence[ReadTarget],
     *,
     blocks: BlockDigests,
     copy: bool = True,
@@ -63,7 +63,7 @@ def execute_once(
     CorruptError
         A block is damaged: on the rank that read it. The others hear of it by the session.
     """
-    reads = reads_of(catalog, plan, dests, blocks=blocks, copy=copy)
+    reads = reads_of(catalog, plan, targets, blocks=blocks, copy=copy)
     wants = wants_of(reads)
     schedule = share(_of_all_ranks(comm, wants), ROUND_BYTES)
     number = {key: i for i, key in enumerate(dict.fromkeys(zip(wants.file.tolist(), wants.window.tolist(), strict=True)))}
@@ -72,8 +72,8 @@ def execute_once(
     mine = [window for window in schedule.windows if window.owner == comm.rank]
     own_bytes = sum(_size(window.extents) for window in mine)
     own_bytes += int(sum(reads.high[e] - reads.low[e] for i in alone for e in range(*reads.extent_start[i : i + 2])))
-    tally = Tally("load" if copy else "prove", reads.num_bytes if copy else own_bytes, report)
-    reader = Reader(storage, catalog, plan, reads, dests, blocks=blocks, copy=copy, tally=tally)
+    tally = Tally("load" if copy else "verify", reads.num_bytes if copy else own_bytes, report)
+    reader = Reader(storage, catalog, plan, reads, targets, blocks=blocks, copy=copy, tally=tally)
     rounds = _Rounds(comm.rank, exchange, reader, number, schedule)
     try:
         if copy:
@@ -90,7 +90,7 @@ def execute_once(
 
 
 def wants_of(reads: ReadPlan) -> Wants:
-    """The extents that a rank would read, by window."""
+    """Return the extents that a rank would read, by window."""
     counts = np.diff(reads.extent_start)
     return Wants(np.repeat(reads.file, counts), np.repeat(reads.window, counts), reads.low, reads.high)
 
@@ -115,7 +115,7 @@ class _Rounds:
         self._num_rounds = schedule.num_rounds
         self._failure: BaseException | None = None
         self.stopped = False
-        self._held: dict[tuple[int, int], memoryview] = {}
+        self._windows: dict[tuple[int, int], memoryview] = {}
         self._to_read: dict[int, list[SharedWindow]] = defaultdict(list)
         self._done: dict[int, list[tuple[int, int]]] = defaultdict(list)
         # By round: the rank at the other end, the window, and its extents; in the order of windows on both sides.
@@ -158,7 +158,7 @@ class _Rounds:
         received = [1] * self._exchange.size
         for source, _, extents in self._receives[number]:
             received[source] += _size(extents)
-        incoming = self._exchange.swap(outgoing, sent, received).numpy().data
+        incoming = self._exchange.all_to_all(outgoing, sent, received).numpy().data
         starts = np.cumsum([0, *received[:-1]]).tolist()
         self.stopped = any(incoming[start] for start in starts)
         if not self.stopped:
@@ -173,7 +173,7 @@ class _Rounds:
                 self._failure = error
 
     def _read_for(self, number: int) -> list[memoryview]:
-        """The windows that this rank reads for a round, proved."""
+        """Return the windows that this rank reads for a round, proved."""
         windows = self._to_read[number]
         out: list[memoryview] = [memoryview(b"")] * len(windows)
 
@@ -184,19 +184,19 @@ class _Rounds:
         return out
 
     def read(self, window: SharedWindow) -> memoryview:
-        """The extents of a window, end to end, from storage and proved."""
+        """Return the extents of a window, end to end, from storage and proved."""
         data = torch.empty(_size(window.extents), dtype=torch.uint8).numpy().data
         at, reader = 0, self._reader
         number = self._number[window.file, window.window]
         for low, high in window.extents:
             part = data[at : at + high - low]
             reader.storage.read_into(reader.catalog.files[window.file].key, low, [part])
-            reader.prove(window.file, low, [part], number)
+            reader.verify(window.file, low, [part], number)
             at += high - low
         return data
 
     def _outgoing(self, number: int, ahead: Future[list[memoryview]]) -> tuple[torch.Tensor, list[int]]:
-        """What this rank sends in a round, once that is read and what this rank itself wants of it is placed."""
+        """Return what this rank sends in a round, once that is read and what this rank itself wants of it is placed."""
         self._attempt(lambda: self._take_own(number, ahead.result()))
         sent = [1] * self._exchange.size
         for dest, _, extents in self._sends[number]:
@@ -213,35 +213,35 @@ class _Rounds:
                 self._source(window).read_all(extents, view[place[dest] : place[dest] + size])
                 place[dest] += size
         for key in self._done[number]:
-            self._held.pop(key, None)
+            self._windows.pop(key, None)
         return outgoing, sent
 
     def _take_own(self, number: int, data: list[memoryview]) -> None:
-        for window, held in zip(self._to_read[number], data, strict=True):
-            self._held[window.file, window.window] = held
+        for window, window_data in zip(self._to_read[number], data, strict=True):
+            self._windows[window.file, window.window] = window_data
         in_threads(
             lambda i: self._place(self._to_read[number][i], self._source(self._to_read[number][i])),
             range(len(data)),
             self._placers,
         )
 
-    def _source(self, window: SharedWindow) -> _Held:
-        return _Held(window.extents, self._held[window.file, window.window])
+    def _source(self, window: SharedWindow) -> _ExtentsInMemory:
+        return _ExtentsInMemory(window.extents, self._windows[window.file, window.window])
 
     def _place_received(self, number: int, incoming: memoryview, starts: list[int]) -> None:
         place = [start + 1 for start in starts]
-        parts: list[tuple[SharedWindow, _Held]] = []
+        parts: list[tuple[SharedWindow, _ExtentsInMemory]] = []
         for source, window, extents in self._receives[number]:
             size = _size(extents)
-            parts.append((window, _Held(extents, incoming[place[source] : place[source] + size])))
+            parts.append((window, _ExtentsInMemory(extents, incoming[place[source] : place[source] + size])))
             place[source] += size
         in_threads(lambda i: self._place(*parts[i]), range(len(parts)), self._placers)
 
-    def _place(self, window: SharedWindow, source: _Held) -> None:
-        self._reader.take_window(self._number[window.file, window.window], source.read_into, prove=False)
+    def _place(self, window: SharedWindow, source: _ExtentsInMemory) -> None:
+        self._reader.take_window(self._number[window.file, window.window], source.read_into, verify=False)
 
 
-class _Held:
+class _ExtentsInMemory:
     """Extents of a file that lie end to end in memory, read as from a store."""
 
     def __init__(self, extents: Extents, data: memoryview) -> None:
@@ -259,7 +259,7 @@ class _Held:
         assert at <= self._starts[extent + 1]
 
     def read_all(self, extents: Extents, into: memoryview) -> None:
-        """Some of these extents, or parts of them, end to end."""
+        """Return some of these extents, or parts of them, end to end."""
         at = 0
         for low, high in extents:
             self.read_into("", low, [into[at : at + high - low]])

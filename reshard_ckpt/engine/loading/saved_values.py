@@ -16,7 +16,7 @@ from ...core.planning.local_metadata import piece_columns
 from ...format.values import decode_value
 from ...storage.protocol import Storage
 from ..common.blobs import byte_blob
-from .load import verify_held
+from .load import check_whole
 from .read import WINDOW_BYTES, ReadTarget, execute, open_blocks
 
 
@@ -29,7 +29,7 @@ class SavedValue:
 
 
 def open_values(storage: Storage, catalog: Catalog, prefixes: Iterable[str], *, verify: bool) -> dict[str, SavedValue]:
-    """All values at or below these names.
+    """Return all values at or below these names.
 
     Raises
     ------
@@ -75,8 +75,8 @@ def blob_reader(storage: Storage, catalog: Catalog, *, verify: bool) -> Callable
 
 
 def read_blob(storage: Storage, catalog: Catalog, index: int, verify: bool) -> memoryview:
-    """The bytes of a blob of the catalog."""
-    verify_held(storage, catalog, [index])
+    """Return the bytes of a blob of the catalog."""
+    check_whole(storage, catalog, [index])
     blob = byte_blob(catalog.tensors_table.names[index], torch.empty(catalog.shape(index), dtype=torch.uint8))
     plan = plan_load(catalog, np.array([index]), piece_columns([blob.spec], 1), WINDOW_BYTES)
     files = np.unique(plan.file).tolist()

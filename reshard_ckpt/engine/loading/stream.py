@@ -24,7 +24,7 @@ import torch
 
 from ...core.catalog.model import Catalog
 from ...core.catalog.specs import Ints, row_major_strides
-from ...core.geometry.runs import I64
+from ...core.geometry.runs import pad_rows
 from ...core.geometry.tiling import describe_region
 from ...core.planning.load_plan import plan_load
 from ...core.planning.local_metadata import PieceColumns
@@ -68,7 +68,7 @@ class Run:
 
 
 def whole_run(catalog: Catalog, tensor: int) -> Run:
-    """All of a tensor."""
+    """Return all of a tensor."""
     shape = catalog.shape(tensor)
     return Run(tensor, (0,) * len(shape), shape, 0, prod(shape))
 
@@ -76,7 +76,7 @@ def whole_run(catalog: Catalog, tensor: int) -> Run:
 def stream(
     storage: Storage, catalog: Catalog, runs: Sequence[Run], *, verify: bool = True, window_bytes: int = WINDOW_BYTES
 ) -> Iterator[memoryview]:
-    """The bytes of all runs, one after the other.
+    """Yield the bytes of all runs, one after the other.
 
     Parameters
     ----------
@@ -112,7 +112,7 @@ def check_covered(catalog: Catalog, runs: Iterable[Run]) -> None:
 
 
 def cut_windows(reader: RunReader, runs: Iterable[Run], window_bytes: int) -> Iterator[list[Run]]:
-    """The runs in order, cut where a window is full; one element may be larger than a window."""
+    """Yield the runs in order, cut where a window is full; one element may be larger than a window."""
     window: list[Run] = []
     room = window_bytes
     for run in runs:
@@ -139,11 +139,11 @@ class Window:
     sizes: Sequence[int]
 
     def parts(self) -> Iterator[memoryview]:
-        """The bytes of each run."""
+        """Return the bytes of each run."""
         return (self.data[at : at + size] for at, size in zip(self.begin, self.sizes, strict=True))
 
     def joined(self) -> Iterator[memoryview]:
-        """The bytes of all runs in order, in as few parts as alignment allows."""
+        """Yield the bytes of all runs in order, in as few parts as alignment allows."""
         low = high = 0
         for at, size in zip(self.begin, self.sizes, strict=True):
             if at != high:
@@ -168,15 +168,15 @@ class RunReader:
         self.bytes_read = 0
 
     def item_bytes(self, run: Run) -> int:
-        """Bytes of one element, as it comes out."""
+        """Return bytes of one element, as it comes out."""
         return TORCH_DTYPES[run.dtype or self._catalog.dtype(run.tensor)].itemsize
 
     def num_bytes(self, runs: Sequence[Run]) -> int:
-        """The size of a buffer for these runs."""
+        """Return the size of a buffer for these runs."""
         return sum(-(-run.count * self.item_bytes(run) // _ALIGN_BYTES) * _ALIGN_BYTES for run in runs)
 
     def batches(self, windows: Iterable[Sequence[Run]]) -> Iterator[list[Callable[[], Window]]]:
-        """What fills each window, a batch at a time; the buffer of a window is that of the one `AHEAD` windows before."""
+        """Yield what fills each window, a batch at a time; the buffer of a window is that of the one `AHEAD` windows before."""
         batch: list[Sequence[Run]] = []
         size = runs = 0
         for window in windows:
@@ -189,8 +189,8 @@ class RunReader:
             yield self._plan(batch)
 
     def _plan(self, windows: Sequence[Sequence[Run]]) -> list[Callable[[], Window]]:
-        """What fills each of these windows, in any order, and in several threads."""
-        empty, dests = zip(*(self._destinations(of_window) for of_window in windows), strict=True)
+        """Return what fills each of these windows, in any order, and in several threads."""
+        empty, targets = zip(*(self._destinations(of_window) for of_window in windows), strict=True)
         runs = [run for of_window in windows for run in of_window]
         wanted = pieces_of(self._catalog, runs)
         source = np.array([run.tensor for run in runs], np.int64)
@@ -199,7 +199,7 @@ class RunReader:
         files = np.unique(plan.file).tolist()
         blocks = self._blocks(files)
         group = np.repeat(np.arange(len(windows)), [len(of_window) for of_window in windows])[plan.dest]
-        into = list(chain.from_iterable(dests))
+        into = list(chain.from_iterable(targets))
         reads = reads_of(self._catalog, plan, into, blocks=blocks, group=group, join=JOIN_WINDOWS)
         tally = Tally("read", reads.num_bytes, silent)
         reader = Reader(self._storage, self._catalog, plan, reads, into, blocks=blocks, copy=True, tally=tally)
@@ -216,18 +216,18 @@ class RunReader:
         return self._buffers[which]
 
     def _destinations(self, runs: Sequence[Run]) -> tuple[Window, list[ReadTarget]]:
-        """A window to be filled, and the part of it for each run: typed, end to end as far as alignment allows."""
+        """Return a window to be filled, and the part of it for each run: typed, end to end as far as alignment allows."""
         buffer = self._buffer(self.num_bytes(runs))
-        dests, begin, at = [], [], 0
+        targets, begin, at = [], [], 0
         for run in runs:
             saved = self._catalog.dtype(run.tensor)
             dtype = TORCH_DTYPES[run.dtype or saved]
             at = -(-at // dtype.itemsize) * dtype.itemsize
             part = buffer[at : at + run.count * dtype.itemsize].view(dtype)
-            dests.append(ReadTarget(self._catalog.tensors_table.names[run.tensor], part, TORCH_DTYPES[saved], passing=True))
+            targets.append(ReadTarget(self._catalog.tensors_table.names[run.tensor], part, TORCH_DTYPES[saved], is_buffer=True))
             begin.append(at)
             at += part.nbytes
-        return Window(buffer.numpy().data, begin, [dest.tensor.nbytes for dest in dests]), dests
+        return Window(buffer.numpy().data, begin, [dest.tensor.nbytes for dest in targets]), targets
 
     def _blocks(self, files: Sequence[int]) -> BlockDigests:
         unseen = [file for file in files if file not in self._seen]
@@ -267,19 +267,15 @@ def _size(digests: Digests | None) -> int:
 def pieces_of(catalog: Catalog, runs: Sequence[Run]) -> PieceColumns:
     """Runs as wanted pieces: each lies in order, in a destination of its own."""
     width = max(catalog.boxes.offsets.shape[1], 1)
-
-    def padded(rows: Iterable[Ints], fill: int) -> I64:
-        return np.array([(fill,) * (width - len(row)) + row for row in rows], np.int64).reshape(len(runs), width)
-
     start = np.array([run.start for run in runs], np.int64)
     return PieceColumns(
         tensor=np.arange(len(runs)),
-        offsets=padded((run.offsets for run in runs), 0),
-        lengths=padded((run.lengths for run in runs), 1),
+        offsets=pad_rows((run.offsets for run in runs), width, 0),
+        lengths=pad_rows((run.lengths for run in runs), width, 1),
         start=start,
         count=np.array([run.count for run in runs], np.int64),
         base=-start,
-        strides=padded((row_major_strides(run.lengths) for run in runs), 0),
+        strides=pad_rows((row_major_strides(run.lengths) for run in runs), width, 0),
     )
 
 
@@ -319,7 +315,7 @@ def in_turn(reader: RunReader, windows: Iterable[Sequence[Run]], use: Callable[[
     filler, turns = _Filler(reader, windows), _Turns()
 
     def work() -> None:
-        with turns.or_nobody():
+        with turns.stop_on_error():
             for number in turns.numbers:
                 window = filler.fill(number)
                 if window is None or not turns.wait(number):
@@ -328,7 +324,7 @@ def in_turn(reader: RunReader, windows: Iterable[Sequence[Run]], use: Callable[[
                 turns.next()
                 after()
 
-    with ThreadPoolExecutor(AHEAD, thread_name_prefix="reshard-ckpt-stream") as pool, turns.or_nobody():
+    with ThreadPoolExecutor(AHEAD, thread_name_prefix="reshard-ckpt-stream") as pool, turns.stop_on_error():
         for worker in [pool.submit(work) for _ in range(AHEAD)]:
             worker.result()
 
@@ -354,7 +350,7 @@ class _Turns:
             self._changed.notify_all()
 
     @contextmanager
-    def or_nobody(self) -> Iterator[None]:
+    def stop_on_error(self) -> Iterator[None]:
         """Whoever leaves by an error ends all turns."""
         try:
             yield
@@ -375,7 +371,7 @@ class _Filler:
         self._lock = threading.Lock()
 
     def fill(self, number: int) -> Window | None:
-        """The window of that number, None behind the last; each is asked for once."""
+        """Return the window of that number, None behind the last; each is asked for once."""
         with self._lock:
             while number >= self._num_planned and (batch := next(self._batches, None)):
                 self._fills.update(enumerate(batch, self._num_planned))

@@ -58,7 +58,7 @@ class Tie:
 
 
 def find_ties(members: Sequence[Member], wanted: PieceColumns) -> tuple[Tie, ...]:
-    """The ties among all targets; `wanted` are their pieces."""
+    """Return the ties among all targets; `wanted` are their pieces."""
     number: dict[torch.device, int] = {}
     device = np.array([number.setdefault(m.dest.tensor.device, len(number)) for m in members], np.int64)
     address = np.array([m.address for m in members], np.int64)
@@ -68,18 +68,18 @@ def find_ties(members: Sequence[Member], wanted: PieceColumns) -> tuple[Tie, ...
 
 
 def conflicts(storage: Storage, catalog: Catalog, ties: Sequence[Tie], *, verify: bool) -> list[str]:
-    """A line for each tie for which the checkpoint holds different bytes; no target is changed.
+    """Return a line for each tie for which the checkpoint holds different bytes; no target is changed.
 
     Raises
     ------
     CorruptError
         A file or a block is damaged.
     """
-    proof = _Proof(storage, catalog, verify)
-    return list(dict.fromkeys(line for tie in ties if (line := proof.conflict(tie)) is not None))
+    checker = _TieChecker(storage, catalog, verify)
+    return list(dict.fromkeys(line for tie in ties if (line := checker.conflict(tie)) is not None))
 
 
-class _Proof:
+class _TieChecker:
     """Proofs over one checkpoint; the digests of each of its files are read once."""
 
     def __init__(self, storage: Storage, catalog: Catalog, verify: bool) -> None:
@@ -88,7 +88,7 @@ class _Proof:
         self._checked: set[int] = set()
 
     def conflict(self, tie: Tie) -> str | None:
-        """What is wrong with a tie, if anything."""
+        """Return what is wrong with a tie, if anything."""
         for member in tie.members:
             if member.address % member.dest.tensor.element_size():
                 return (
@@ -120,7 +120,7 @@ class _Proof:
         pieces = _pieces_within(member, low, out.numel() // dtype.itemsize)
         spec = replace(member.spec, pieces=tuple(pieces))
         plan = plan_load(self._catalog, np.array([member.source]), piece_columns([spec], width_of([spec])), WINDOW_BYTES)
-        dest = ReadTarget(member.spec.name, out.view(dtype), member.dest.dtype, passing=True)
+        dest = ReadTarget(member.spec.name, out.view(dtype), member.dest.dtype, is_buffer=True)
         execute(self._storage, self._catalog, plan, [dest], blocks=self._blocks(plan))
         return plan
 
@@ -137,7 +137,7 @@ def _line(first: Member, second: Member) -> str:
 
 
 def _written(plan: LoadPlan, size: int) -> torch.Tensor:
-    """Which of so many bytes a plan of one destination writes: all bits of those are set."""
+    """Return which of so many bytes a plan of one destination writes: all bits of those are set."""
     out = torch.zeros(size, dtype=torch.uint8)
     rows = zip(*(column.tolist() for column in (plan.item_bytes, plan.dst, plan.lengths, plan.dst_strides)), strict=True)
     for each, dst, lengths, strides in rows:
@@ -146,7 +146,7 @@ def _written(plan: LoadPlan, size: int) -> torch.Tensor:
 
 
 def _pieces_within(member: Member, low: int, count: int) -> Iterator[Piece]:
-    """The boxes of a target that lie in `count` elements from an address, which their places then count from."""
+    """Yield the boxes of a target that lie in `count` elements from an address, which their places then count from."""
     first = (low - member.address) // member.dest.tensor.element_size()  # a whole number: addresses were checked
     for piece in member.spec.pieces:
         for box in _cut(piece, range(len(piece.lengths)), piece.start, piece.count):
@@ -159,7 +159,7 @@ def _pieces_within(member: Member, low: int, count: int) -> Iterator[Piece]:
 
 
 def _cut(piece: Piece, dims: Sequence[int], start: int, count: int) -> list[Piece]:
-    """The boxes of a run of a piece's box, whose elements are counted with the dims in this order."""
+    """Return the boxes of a run of a piece's box, whose elements are counted with the dims in this order."""
     if count <= 0:
         return []
     cut = decompose(np.array([[piece.lengths[d] for d in dims]], np.int64).reshape(1, -1), np.array([start]), np.array([count]))

@@ -1,7 +1,7 @@
 """The vote of all ranks on a load: either each gets what it wants of the checkpoint, or all raise the same error.
 
 1. Each rank sends what stands in its way, by kind, and which saved tensors it wants.
-2. Rank 0 puts the lines together, adds what no rank wants, and says which known name may be meant by one that is not there.
+2. Rank 0 puts the lines together, adds what no rank wants, and says which known name may be suggested by one that is not there.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from ...core.catalog.param_groups import NO_GROUP
 from ...core.near import nearest
 from ...core.planning.match import MISSING, matches
 from ...core.report import MAX_NAMED, LoadReport, summarize_kinds
+from ...core.words import few
 from ...errors import MismatchError
 from ...format.shard_file import opaque_name
 from .load import LoadOptions, Resolved
@@ -31,7 +32,7 @@ _KINDS = ("missing", "shape", "dtype", "uncovered", "values", "kept")
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class VoteResult:
     """What all ranks together found, and the tensors of the catalog that none of them shall load."""
 
     report: LoadReport
@@ -64,7 +65,7 @@ class Wanted:
 
 def vote(
     comm: Comm, catalog: Catalog, resolved: Resolved, wanted: Wanted, options: LoadOptions, *, hints: Sequence[str] = ()
-) -> Verdict:
+) -> VoteResult:
     """Bring the problems of all ranks together. `hints` say what else may help; `catalog` has nothing of what is ignored.
 
     Raises
@@ -73,11 +74,11 @@ def vote(
         There is a problem, on any rank, and ``strict``.
     """
     values = [line for line in wanted.problems if not matches(_subject(line), options.ignore)]
-    allowed = [line for line in values if _is_missing(line) and matches(_lacking(line), options.allow_missing)]
+    allowed = [line for line in values if _is_missing(line) and matches(_missing_name(line), options.allow_missing)]
     values = [line for line in values if line not in allowed]
     kept = [line.partition("; ")[0] for line in allowed]  # without the advice of a problem
     named = resolved.named.union(catalog.index(name) for name in wanted.unplaced if name in catalog)
-    ballot = {
+    own = {
         "problems": {
             **resolved.problems,
             "values": values,
@@ -86,24 +87,24 @@ def vote(
         "named": sorted(named),
         "refused": sorted(resolved.refused),
         "has_ties": bool(resolved.ties),
-        "idle": idle_patterns(options, (*wanted.names, *map(_lacking, wanted.problems))),
+        "unused": unused_patterns(options, (*wanted.names, *map(_missing_name, wanted.problems))),
     }
-    gathered = comm.gather(msgpack.packb(ballot))
+    gathered = comm.gather(msgpack.packb(own))
     merged = None if gathered is None else _merge(catalog, [msgpack.unpackb(data) for data in gathered], wanted.prefixes)
     verdict = msgpack.unpackb(comm.broadcast(None if merged is None else msgpack.packb(merged)), use_list=False)
-    report = LoadReport(**verdict["said"])
+    report = LoadReport(**verdict["problems"])
     if options.strict and report.problems:
-        hints = [*hints, *(f"{idle} fits no name, so correct it" for idle in verdict["idle"])]
+        hints = [*hints, *(f"{unused} fits no name, so correct it" for unused in verdict["unused"])]
         advice = _advice(report) + "".join(f"; {hint}" for hint in hints) + _other_keys(catalog, wanted.prefixes)
-        meant = dict(verdict["meant"])
-        lines = {kind: [meant.get(line, line) for line in lines] for kind, lines in report.by_kind.items()}
+        suggested = dict(verdict["suggested"])
+        lines = {kind: [suggested.get(line, line) for line in lines] for kind, lines in report.by_kind.items()}
         raise MismatchError(summarize_kinds(lines, advice), report.problems)
-    return Verdict(report, frozenset(verdict["refused"]), verdict["has_ties"])
+    return VoteResult(report, frozenset(verdict["refused"]), verdict["has_ties"])
 
 
 def _advice(report: LoadReport) -> str:
     advice = "load with strict=False to load what fits and leave the rest as it is"
-    states = [_lacking(line) for line in report.values if _no_group(line)]
+    states = [_missing_name(line) for line in report.values if _no_group(line)]
     if report.missing or states:
         advice += ", with allow_missing=[patterns] where the checkpoint may lack some"
         advice += f", as {states[0]!r} does for hyperparameters" if states else ""
@@ -117,7 +118,7 @@ def _advice(report: LoadReport) -> str:
 
 
 def _subject(line: str) -> str:
-    """The name that a line is about."""
+    """Return the name that a line is about."""
     return line.partition(": ")[0]
 
 
@@ -129,8 +130,8 @@ def _no_group(line: str) -> bool:
     return line.partition(": ")[2].startswith(NO_GROUP)
 
 
-def _lacking(line: str) -> str:
-    """The name of what the checkpoint lacks; of a parameter without hyperparameters, that of its state."""
+def _missing_name(line: str) -> str:
+    """Return the name of what the checkpoint lacks; of a parameter without hyperparameters, that of its state."""
     name, _, what = line.partition(": ")
     if not _no_group(line):
         return name
@@ -138,8 +139,8 @@ def _lacking(line: str) -> str:
     return f"{name.partition('.param_groups')[0].partition('[')[0]}.state.{fqn}"
 
 
-def idle_patterns(options: LoadOptions, names: Sequence[str]) -> list[str]:
-    """The options' patterns that fit none of these names, spelled out for a message."""
+def unused_patterns(options: LoadOptions, names: Sequence[str]) -> list[str]:
+    """Return the options' patterns that fit none of these names, spelled out for a message."""
     given = {option: getattr(options, option) for option in ("cast", "allow_resize", "allow_missing", "ignore")}
     return [
         f"{option}=[{pattern!r}]"
@@ -156,19 +157,16 @@ def _other_keys(catalog: Catalog, prefixes: Sequence[str]) -> str:
     absent = [prefix for prefix in prefixes if prefix.split(".", 1)[0] not in saved]
     if not absent:
         return ""
-    return f" (the checkpoint has nothing under {_few(absent)}; its top-level keys are {_few(saved)}, which rename= can map)"
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    under, keys = few([repr(name) for name in absent]), few([repr(name) for name in saved])
+    return f" (the checkpoint has nothing under {under}; its top-level keys are {keys}, which rename= can map)"
 
 
 def _merge(catalog: Catalog, votes: Sequence[Mapping[str, Any]], prefixes: Sequence[str]) -> dict[str, Any]:
-    said = {kind: tuple(dict.fromkeys(line for one in votes for line in one["problems"].get(kind, ()))) for kind in _KINDS}
+    problems = {kind: tuple(dict.fromkeys(line for one in votes for line in one["problems"].get(kind, ()))) for kind in _KINDS}
     named = {index for one in votes for index in one["named"]}
     table = catalog.tensors_table
     below = tuple(f"{prefix}." for prefix in prefixes)
-    said["unexpected"] = tuple(
+    problems["unexpected"] = tuple(
         f"{name}: in the checkpoint, but not in the state passed"
         for i, name in enumerate(table.names)
         if table.kind[i] == TensorKind.TENSOR
@@ -177,29 +175,29 @@ def _merge(catalog: Catalog, votes: Sequence[Mapping[str, Any]], prefixes: Seque
         # A second name of a tensor that is loaded holds nothing of its own.
         and (table.alias[i] < 0 or int(table.alias[i]) not in named)
     )
-    idle = [pattern for pattern in votes[0]["idle"] if all(pattern in one["idle"] for one in votes)]
+    unused = [pattern for pattern in votes[0]["unused"] if all(pattern in one["unused"] for one in votes)]
     return {
-        "said": said,
+        "problems": problems,
         "refused": sorted({index for one in votes for index in one["refused"]}),
         "has_ties": any(one["has_ties"] for one in votes),
-        "idle": idle,
-        "meant": _meant(catalog, said, named),
+        "unused": unused,
+        "suggested": _suggestions(catalog, problems, named),
     }
 
 
-def _meant(catalog: Catalog, said: Mapping[str, Sequence[str]], named: set[int]) -> list[tuple[str, str]]:
-    """Lines of names that the checkpoint lacks, with the name that may be meant: of those that may be shown."""
-    lines = [line for kind in ("missing", "values") for line in said[kind][:MAX_NAMED] if line.endswith(f": {MISSING}")]
+def _suggestions(catalog: Catalog, problems: Mapping[str, Sequence[str]], named: set[int]) -> list[tuple[str, str]]:
+    """Lines of names that the checkpoint lacks, with the name that may be suggested: of those that may be shown."""
+    lines = [line for kind in ("missing", "values") for line in problems[kind][:MAX_NAMED] if line.endswith(f": {MISSING}")]
     if not lines:
         return []
     table = catalog.tensors_table
     left = (name for i, name in enumerate(table.names) if table.kind[i] == TensorKind.TENSOR and i not in named)
-    meant = nearest(map(_subject, lines), (*left, *catalog.value_names))
-    return [(line, f"{line} (did you mean {meant[name]}?)") for line in lines if (name := _subject(line)) in meant]
+    suggested = nearest(map(_subject, lines), (*left, *catalog.value_names))
+    return [(line, f"{line} (did you mean {suggested[name]}?)") for line in lines if (name := _subject(line)) in suggested]
 
 
 def missing_values(catalog: Catalog, names: Iterable[str]) -> list[str]:
-    """A line for each value that is wanted but not saved."""
+    """Return a line for each value that is wanted but not saved."""
     known = set(catalog.value_names)
     absent = [name for name in names if name not in known]
     blobs = set(catalog.tensors_table.names) if absent else set()
@@ -207,7 +205,7 @@ def missing_values(catalog: Catalog, names: Iterable[str]) -> list[str]:
 
 
 def unreadable(catalog: Catalog, prefixes: Iterable[str], *, strict: bool) -> list[str]:
-    """A line for each thing at or below these names that the checkpoint has, but that cannot be read.
+    """Return a line for each thing at or below these names that the checkpoint has, but that cannot be read.
 
     Raises
     ------
