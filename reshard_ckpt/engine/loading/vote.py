@@ -1,7 +1,7 @@
 """The vote of all ranks on a load: either each gets what it wants of the checkpoint, or all raise the same error.
 
-1. Each rank sends what stands in its way, by kind, and which saved tensors it wants.
-2. Rank 0 puts the lines together, adds what no rank wants, and says which known name may be suggested by one that is not there.
+1. Each rank sends its problems, a line each, by kind, and the saved tensors that it wants.
+2. Rank 0 merges the lines, adds a line for each saved tensor that no rank wants, and suggests known names for missing ones.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ _KINDS = ("missing", "shape", "dtype", "uncovered", "values", "kept")
 
 @dataclass(frozen=True, slots=True)
 class VoteResult:
-    """What all ranks together found, and the tensors of the catalog that none of them shall load."""
+    """The outcome of a vote: the problems of all ranks, and the tensors of the catalog that none of them loads."""
 
     report: LoadReport
     refused: frozenset[int]
     has_ties: bool
-    """Whether targets of any rank may share memory, so that all ranks wait for the proof that they may be loaded."""
+    """Whether targets of any rank may share memory, so that all ranks take part in the check that they may be loaded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What one rank wants besides tensors that resolve, and what stands in the way of it.
+    """What one rank wants besides tensors that resolve, and the problems with it.
 
     Attributes
     ----------
@@ -66,7 +66,14 @@ class Wanted:
 def vote(
     comm: Comm, catalog: Catalog, resolved: Resolved, wanted: Wanted, options: LoadOptions, *, hints: Sequence[str] = ()
 ) -> VoteResult:
-    """Bring the problems of all ranks together. `hints` say what else may help; `catalog` has nothing of what is ignored.
+    """Bring the problems of all ranks together.
+
+    Parameters
+    ----------
+    catalog
+        The checkpoint without what is ignored.
+    hints
+        Sentences that are added to the error: what else may help.
 
     Raises
     ------
@@ -78,28 +85,26 @@ def vote(
     values = [line for line in values if line not in allowed]
     kept = [line.partition("; ")[0] for line in allowed]  # without the advice of a problem
     named = resolved.named.union(catalog.index(name) for name in wanted.unplaced if name in catalog)
-    own = {
-        "problems": {
-            **resolved.problems,
-            "values": values,
-            "kept": (*resolved.kept, *kept),
-        },
+    own_vote = {
+        "problems": {**resolved.problems, "values": values, "kept": (*resolved.kept, *kept)},
         "named": sorted(named),
         "refused": sorted(resolved.refused),
         "has_ties": bool(resolved.ties),
         "unused": unused_patterns(options, (*wanted.names, *map(_missing_name, wanted.problems))),
     }
-    gathered = comm.gather(msgpack.packb(own))
-    merged = None if gathered is None else _merge(catalog, [msgpack.unpackb(data) for data in gathered], wanted.prefixes)
-    verdict = msgpack.unpackb(comm.broadcast(None if merged is None else msgpack.packb(merged)), use_list=False)
-    report = LoadReport(**verdict["problems"])
+    gathered = comm.gather(msgpack.packb(own_vote))
+    merged = None
+    if gathered is not None:
+        merged = msgpack.packb(_merge(catalog, [msgpack.unpackb(data) for data in gathered], wanted.prefixes))
+    result = msgpack.unpackb(comm.broadcast(merged), use_list=False)
+    report = LoadReport(**result["problems"])
     if options.strict and report.problems:
-        hints = [*hints, *(f"{unused} fits no name, so correct it" for unused in verdict["unused"])]
+        hints = [*hints, *(f"{pattern} fits no name, so correct it" for pattern in result["unused"])]
         advice = _advice(report) + "".join(f"; {hint}" for hint in hints) + _other_keys(catalog, wanted.prefixes)
-        suggested = dict(verdict["suggested"])
-        lines = {kind: [suggested.get(line, line) for line in lines] for kind, lines in report.by_kind.items()}
-        raise MismatchError(summarize_kinds(lines, advice), report.problems)
-    return VoteResult(report, frozenset(verdict["refused"]), verdict["has_ties"])
+        suggestions = dict(result["suggestions"])
+        shown = {kind: [suggestions.get(line, line) for line in lines] for kind, lines in report.by_kind.items()}
+        raise MismatchError(summarize_kinds(shown, advice), report.problems)
+    return VoteResult(report, frozenset(result["refused"]), result["has_ties"])
 
 
 def _advice(report: LoadReport) -> str:
@@ -118,7 +123,7 @@ def _advice(report: LoadReport) -> str:
 
 
 def _subject(line: str) -> str:
-    """Return the name that a line is about."""
+    """Extract the name that a line is about."""
     return line.partition(": ")[0]
 
 
@@ -131,7 +136,7 @@ def _no_group(line: str) -> bool:
 
 
 def _missing_name(line: str) -> str:
-    """Return the name of what the checkpoint lacks; of a parameter without hyperparameters, that of its state."""
+    """Extract the name of what the checkpoint lacks; of a parameter without hyperparameters, that of its state."""
     name, _, what = line.partition(": ")
     if not _no_group(line):
         return name
@@ -140,7 +145,7 @@ def _missing_name(line: str) -> str:
 
 
 def unused_patterns(options: LoadOptions, names: Sequence[str]) -> list[str]:
-    """Return the options' patterns that fit none of these names, spelled out for a message."""
+    """List the options' patterns that fit none of these names, spelled out for a message."""
     given = {option: getattr(options, option) for option in ("cast", "allow_resize", "allow_missing", "ignore")}
     return [
         f"{option}=[{pattern!r}]"
@@ -152,7 +157,7 @@ def unused_patterns(options: LoadOptions, names: Sequence[str]) -> list[str]:
 
 
 def _other_keys(catalog: Catalog, prefixes: Sequence[str]) -> str:
-    """Advice where the state has a top-level key that the checkpoint has not: often it was saved under another one."""
+    """Give advice where the state has a top-level key that the checkpoint lacks: often it was saved under another one."""
     saved = sorted({name.split(".", 1)[0] for name in (*catalog.names, *catalog.value_names)})
     absent = [prefix for prefix in prefixes if prefix.split(".", 1)[0] not in saved]
     if not absent:
@@ -162,7 +167,10 @@ def _other_keys(catalog: Catalog, prefixes: Sequence[str]) -> str:
 
 
 def _merge(catalog: Catalog, votes: Sequence[Mapping[str, Any]], prefixes: Sequence[str]) -> dict[str, Any]:
-    problems = {kind: tuple(dict.fromkeys(line for one in votes for line in one["problems"].get(kind, ()))) for kind in _KINDS}
+    problems = {}
+    for kind in _KINDS:
+        lines = dict.fromkeys(line for one in votes for line in one["problems"].get(kind, ()))  # each once, in order of rank
+        problems[kind] = tuple(lines)
     named = {index for one in votes for index in one["named"]}
     table = catalog.tensors_table
     below = tuple(f"{prefix}." for prefix in prefixes)
@@ -181,23 +189,23 @@ def _merge(catalog: Catalog, votes: Sequence[Mapping[str, Any]], prefixes: Seque
         "refused": sorted({index for one in votes for index in one["refused"]}),
         "has_ties": any(one["has_ties"] for one in votes),
         "unused": unused,
-        "suggested": _suggestions(catalog, problems, named),
+        "suggestions": _suggestions(catalog, problems, named),
     }
 
 
 def _suggestions(catalog: Catalog, problems: Mapping[str, Sequence[str]], named: set[int]) -> list[tuple[str, str]]:
-    """Lines of names that the checkpoint lacks, with the name that may be suggested: of those that may be shown."""
+    """Add the name that was probably meant to lines of missing names: to those lines that a message may show."""
     lines = [line for kind in ("missing", "values") for line in problems[kind][:MAX_NAMED] if line.endswith(f": {MISSING}")]
     if not lines:
         return []
     table = catalog.tensors_table
     left = (name for i, name in enumerate(table.names) if table.kind[i] == TensorKind.TENSOR and i not in named)
-    suggested = nearest(map(_subject, lines), (*left, *catalog.value_names))
-    return [(line, f"{line} (did you mean {suggested[name]}?)") for line in lines if (name := _subject(line)) in suggested]
+    meant = nearest(map(_subject, lines), (*left, *catalog.value_names))
+    return [(line, f"{line} (did you mean {meant[name]}?)") for line in lines if (name := _subject(line)) in meant]
 
 
 def missing_values(catalog: Catalog, names: Iterable[str]) -> list[str]:
-    """Return a line for each value that is wanted but not saved."""
+    """Describe each value that is wanted but not saved, a line each."""
     known = set(catalog.value_names)
     absent = [name for name in names if name not in known]
     blobs = set(catalog.tensors_table.names) if absent else set()
@@ -205,7 +213,7 @@ def missing_values(catalog: Catalog, names: Iterable[str]) -> list[str]:
 
 
 def unreadable(catalog: Catalog, prefixes: Iterable[str], *, strict: bool) -> list[str]:
-    """Return a line for each thing at or below these names that the checkpoint has, but that cannot be read.
+    """Describe, a line each, what the checkpoint has at or below these names, but what cannot be read.
 
     Raises
     ------
@@ -213,7 +221,8 @@ def unreadable(catalog: Catalog, prefixes: Iterable[str], *, strict: bool) -> li
         There is one, and ``strict``: the error says why.
     """
     at = tuple(prefixes)
-    found = {n: why for n, why in catalog.unreadable.items() if n in at or n.startswith(tuple(f"{prefix}." for prefix in at))}
+    below = tuple(f"{prefix}." for prefix in at)
+    found = {name: why for name, why in catalog.unreadable.items() if name in at or name.startswith(below)}
     if strict:
         for error in found.values():
             raise error
