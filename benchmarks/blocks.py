@@ -1,4 +1,4 @@
-"""How many bytes must a load read at the least, if it proves every block that it touches, and reads each of those once?"""
+"""The least bytes that a load must read if it verifies every block that it touches, and reads each of those once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does it cost to open a folder of DCP, and to look at the metadata of a save? Beside what DCP takes to unpickle its own.
+"""The time to open a folder of DCP, and to read the metadata of a save, beside the time that DCP takes to unpickle its own.
 
 python -m benchmarks.dcp_folder --tensors 50000
 """

@@ -1,4 +1,4 @@
-"""How fast does staging leave a GPU, and what does saving cost a training loop there?
+"""The rate of staging from a GPU, and the cost of saving for a training loop there.
 
 1. *Copy*: the state's bytes from the device into pinned memory, by one copy of one tensor (the limit) and by our staging of all
    tensors into the image of the file, in turn; the ratio of minima, to be at least 0.90.
@@ -107,7 +107,7 @@ def run_loop(training: Training, options: argparse.Namespace, *, saves: bool) ->
 
 
 def measure_training(training: Training, options: argparse.Namespace) -> dict[str, float]:
-    """Loops with and without saves, in turn."""
+    """Measure loops with and without saves, in turn."""
     run_loop(training, options, saves=True)  # allocates, plans, and compiles kernels
     plain, saving = [], []
     for _ in range(options.rounds):

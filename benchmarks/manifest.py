@@ -1,4 +1,4 @@
-"""What does a SHA-256 manifest cost? Saves with and without one, beside how fast this machine hashes and writes.
+"""The cost of a SHA-256 manifest: saves with and without one, beside the rates at which this machine hashes and writes.
 
 python -m benchmarks.manifest --mib 512 --folder /tmp
 """

@@ -1,4 +1,4 @@
-"""How long does rank 0 plan a save of a million shards, and how long does a rank plan its load?
+"""The time in which rank 0 plans a save of a million shards, and in which a rank plans its load.
 
 ``python -m benchmarks.planning --ranks 16384 --shards 1000000 --json planning.json``
 
@@ -6,10 +6,10 @@ One process plays rank 0, and encodes beforehand what all other ranks would send
 rounds; nothing is written or read but in memory. The limit printed beside each is one copy, in memory, of the bytes that it takes
 in and gives out.
 
-1. *Save plan*: all that rank 0 does between the first message and the last: decode, merge, plan, prove the tiling, encode.
+1. *Save plan*: all that rank 0 does between the first message and the last: decode, merge, plan, check the tiling, encode.
 2. *Unchanged layout*: the same for the next save, whose values have changed.
 3. *Catalog*: build and encode it, decode it again.
-4. *Load plan* of one rank of pp 8 × tp 16: match, plan, prove that what is saved tiles, plan the reads.
+4. *Load plan* of one rank of pp 8 × tp 16: match, plan, check that what is saved tiles, plan the reads.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Ranks:
 
 
 def agreement(ranks: Ranks, cache: PlanCache) -> tuple[float, Leader, int]:
-    """CPU seconds of rank 0, what it knows then, and the bytes that passed through it."""
+    """Run one agreement: CPU seconds of rank 0, what it knows then, and the bytes that passed through it."""
     states = ranks.states()
     gc.collect()
     begin = time.process_time()

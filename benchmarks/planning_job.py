@@ -1,4 +1,4 @@
-"""A synthetic training job at the scale of Llama 3.1 405B, as what its ranks would say: columns, no tensors.
+"""A synthetic training job at the scale of Llama 3.1 405B, as the columns that its ranks would send, without tensors.
 
 Ranks stand on pp × dp × tp. Weights are sharded over tp and replicated over dp. The three fp32 states of the optimizer are
 flat-sharded over dp as Megatron's distributed optimizer does it: the tp-local parameters of a stage are laid end to end, in
@@ -77,7 +77,7 @@ class Job:
         return stages
 
     def box(self, param: Param, tp: int) -> tuple[Ints, Ints]:
-        """Offsets and lengths of the tp-local shard."""
+        """Return offsets and lengths of the tp-local shard."""
         lengths = tuple(n // self.tp if d == param.tp_dim else n for d, n in enumerate(param.shape))
         return tuple(tp * n if d == param.tp_dim else 0 for d, n in enumerate(lengths)), lengths
 
@@ -134,14 +134,14 @@ class Job:
         ]
 
     def local_metadata(self, rank: int, step: int) -> LocalMetadata:
-        """Return what one rank says that it holds."""
+        """Make the local metadata that one rank sends."""
         values, blobs = local_values(self.values(rank, step), rank)
         specs = self.specs(rank)
         own = {len(specs) + i: blob.own for i, blob in enumerate(blobs) if blob.own is not None}
         return build_local_metadata([*specs, *(blob.spec for blob in blobs)], len(blobs), values, self.mesh, own)
 
     def num_rows(self) -> int:
-        """About how many rows its catalog has."""
+        """Estimate how many rows its catalog has."""
         rows = 0
         for stage, params in enumerate(self.stages):
             runs = sum(end - begin + self.dp - 1 for begin, end in self.buckets(stage))

@@ -1,4 +1,4 @@
-"""What did a run of `compare` show? A table of figures beside their bars, and a bar chart of the times."""
+"""The report of a run of `compare`: a table of figures beside their bars, and a bar chart of the times."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ COLOURS = {"limit": "#9aa0a6", "ours": "#1a73e8", "peer": "#e8a33d"}
 
 
 def draw(result: Result, path: Path) -> None:
-    """Least times as horizontal bars: grey is the limit, blue this library, orange the peers."""
+    """Draw least times as horizontal bars: grey is the limit, blue this library, orange the peers."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -2,7 +2,7 @@
 
 1. bf16 parameters are sharded over tp and replicated over dp; fp32 master weights and Adam moments are sharded over both, as
    FSDP2 over tensor parallelism shards them. A pipeline stage holds its own layers.
-2. An element's bits are a function of its tensor's name and its global position, so that a load is proved on any layout.
+2. An element's bits are a function of its tensor's name and its global position, so that a load is checked on any layout.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class State:
             local.fill_(-1.0)
 
     def wrong(self) -> list[str]:
-        """Names of the tensors with an element that is not what it should be."""
+        """List the tensors with an element that is not what it should be."""
         return [
             name
             for name, tensor in self.tensors.items()
@@ -141,7 +141,7 @@ def expected(name: str, offsets: tuple[int, ...], lengths: tuple[int, ...], dtyp
 
 
 def build(weights: list[Weight], layout: Layout, rank: int) -> State:
-    """This rank's part of the state on a layout of all ranks; its values are not yet set."""
+    """Build this rank's part of the state on a layout of all ranks; its values are not yet set."""
     mesh = init_device_mesh("cpu", (layout.pp, layout.dp, layout.tp), mesh_dim_names=("pp", "dp", "tp"))
     mine = stage_of(weights, rank // (layout.dp * layout.tp), layout.pp) if layout.pp > 1 else weights
     coordinates = rank // layout.tp % layout.dp, rank % layout.tp

@@ -1,4 +1,4 @@
-"""Who should write in the background, a thread or a process? What each takes from a training loop beside it.
+"""A thread or a process as the writer in the background: what each takes from a training loop beside it.
 
 The same work, hashing and writing a staged buffer durably as a save does, runs once in a thread of the training process, and once
 in another process that shares the buffer's memory; in turn with a loop beside which nothing runs. Two kinds of step: *small*, of
@@ -88,7 +88,7 @@ def in_thread(buffer: torch.Tensor, folder: str, key: str) -> Callable[[], float
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Rounds of all modes in turn, for both kinds of step."""
+    """Run rounds of all modes in turn, for both kinds of step."""
     torch.set_num_threads(1)
     buffer = torch.randint(0, 255, (options.megabytes << 20,), dtype=torch.uint8).share_memory_()
     folder = str(Path(options.folder).resolve())

@@ -1,4 +1,4 @@
-"""How often does a load wait for a store that answers slowly? Once for all files: what is small is asked for together."""
+"""A load waits for a slow store once for all files: small requests are under way together."""
 
 from __future__ import annotations
 
