@@ -254,8 +254,11 @@ class StoreComm:
             self._apply(self._store.get(self._key("decision")), "gather")
         self._clear_first_store()  # all have come here, so nobody looks there any more
         frames = {frame.rank: frame for frame in decode_frames(self._store.get(self._key("in")))}
-        others = (frames[rank] for rank in range(1, self.size))
-        return [bytes(own), *(self._take(self._key("from", f.rank)) if f.separate else f.payload for f in others)]
+        messages = [bytes(own)]
+        for rank in range(1, self.size):
+            frame = frames[rank]
+            messages.append(self._take(self._key("from", rank)) if frame.separate else frame.payload)
+        return messages
 
     def _decide(self, call: str, *, where: bytes = b"") -> None:
         """Let the step pass, on rank 0, unless a rank has refused it."""

@@ -101,7 +101,8 @@ class MemoryStorage:
     def list(self, prefix: str = "") -> list[tuple[str, int]]:
         start = self._root + "/".join((*folder_parts(prefix), ""))
         with _LOCK:
-            return sorted((path[len(self._root) :], len(data)) for path, data in _FILES.items() if path.startswith(start))
+            found = [(path, len(data)) for path, data in _FILES.items() if path.startswith(start)]
+        return sorted((path.removeprefix(self._root), size) for path, size in found)
 
     def free_bytes(self) -> int | None:
         return None

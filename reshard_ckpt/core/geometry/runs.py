@@ -128,9 +128,10 @@ def _cut(lengths: I64, start: I64, count: I64) -> Boxes:
     last = _digits(start + count, strides, lengths)
     # split: of each run the outermost dim on which its two ends differ; ``k`` in `decompose`.
     split = np.argmax(first != last, axis=1)
-    # begun[:, d]: the run starts inside a slice of dim d, so some digit after d is not 0.
+    # begun[:, d]: some digit of the run's start from dim d on is not 0, so the run starts inside a slice of dim d - 1.
     begun = np.zeros((num, dims + 1), dtype=bool)
-    begun[:, :dims] = np.logical_or.accumulate((first > 0)[:, ::-1], axis=1)[:, ::-1]
+    inner_first = (first > 0)[:, ::-1]
+    begun[:, :dims] = np.logical_or.accumulate(inner_first, axis=1)[:, ::-1]
     parents: list[I64] = []
     offsets: list[I64] = []
     sizes: list[I64] = []
@@ -148,12 +149,12 @@ def _cut(lengths: I64, start: I64, count: I64) -> Boxes:
         offsets.append(offset)
         sizes.append(size)
 
-    # In the order of the run: head, middle, tail. A slice that the run only begins in is the head's, not the middle's.
-    inside = begun[:, 1:]
+    # In the order of the run: head, middle, tail. next_whole: the first slice of a dim that the run has from its beginning.
+    next_whole = first + begun[:, 1:]
     for dim in range(dims - 1, 0, -1):
-        emit((dim > split) & begun[:, dim], dim, first, first[:, dim] + inside[:, dim], lengths[:, dim])
+        emit((dim > split) & begun[:, dim], dim, first, next_whole[:, dim], lengths[:, dim])
     for dim in range(dims):
-        emit(split == dim, dim, first, first[:, dim] + inside[:, dim], last[:, dim])
+        emit(split == dim, dim, first, next_whole[:, dim], last[:, dim])
     for dim in range(1, dims):
         emit(dim > split, dim, last, np.zeros_like(start), last[:, dim])
     parent = np.concatenate(parents)

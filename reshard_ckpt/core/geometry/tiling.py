@@ -86,10 +86,12 @@ def find_faults(
 
 
 def _bounds_of(boxes: tuple[I64, I64], box: I64, start: I64, count: I64) -> tuple[I64, I64]:
+    """Bound each run of a box by a box; returns their lowest and highest corners."""
     return bounds(boxes[0][box], boxes[1][box], start, count)
 
 
 def _overlap(tensor: int, rows: I64, around: tuple[I64, I64]) -> Fault:
+    """Make the fault of two runs that overlap: about the region where the boxes around them meet."""
     low = around[0].max(axis=0)
     high = np.maximum(around[1].min(axis=0), low)
     return Fault(tensor, tuple(rows.tolist()), tuple(low.tolist()), tuple(high.tolist()), missing=0)
@@ -107,7 +109,8 @@ def _box_faults(shapes: I64, boxes: tuple[I64, I64], joined: _Joined, reported: 
     whole = np.zeros(len(shapes), bool)
     single = np.flatnonzero(num == 1)
     at = first[single]
-    whole[single] = (low[at] == 0).all(axis=1) & (cut.lengths[at] == shapes[single]).all(axis=1)
+    at_origin = (low[at] == 0).all(axis=1)
+    whole[single] = at_origin & (cut.lengths[at] == shapes[single]).all(axis=1)
     verified: set[bytes] = set()
     for t in np.flatnonzero(((sizes > 0) | (num > 0)) & ~whole).tolist():
         if t in reported:
@@ -119,7 +122,8 @@ def _box_faults(shapes: I64, boxes: tuple[I64, I64], joined: _Joined, reported: 
         pair = find_overlap(low[part], cut.lengths[part])
         if pair is not None:
             run = cut.parent[part][list(pair)]
-            yield _overlap(t, joined.row[run], _bounds_of(boxes, joined.box[run], joined.start[run], joined.count[run]))
+            around = _bounds_of(boxes, joined.box[run], joined.start[run], joined.count[run])
+            yield _overlap(t, joined.row[run], around)
             continue
         missing = int(sizes[t] - volumes(cut.lengths[part]).sum())
         if missing:
@@ -200,7 +204,10 @@ def find_gap(shape: I64, offsets: I64, lengths: I64) -> tuple[tuple[int, ...], t
 
 def _face(low: I64, high: I64, begin: I64, end: I64) -> tuple[int, int]:
     """Find where to halve a region: a coordinate inside it where boxes begin or end, the middle one on the dim that has most."""
-    faces = [np.concatenate([b[b > lo], e[e < hi]]) for b, e, lo, hi in zip(begin.T, end.T, low, high, strict=True)]
+    faces = []
+    for dim in range(len(low)):
+        first, last = begin[:, dim], end[:, dim]
+        faces.append(np.concatenate([first[first > low[dim]], last[last < high[dim]]]))
     dim = max(range(len(faces)), key=lambda d: len(faces[d]))
     assert len(faces[dim]), "a box fills the region, so nothing of it is uncovered"
     middle = len(faces[dim]) // 2

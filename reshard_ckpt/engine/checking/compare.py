@@ -63,7 +63,9 @@ def compare(names: Sequence[str], a: Side, b: Side, report: OnProgress = silent)
     CorruptError
         A file of either is damaged.
     """
-    keys = [(a.catalog.source(ta), b.catalog.source(tb)) for ta, tb in zip(a.tensors, b.tensors, strict=True)]
+    sources_a = [a.catalog.source(tensor) for tensor in a.tensors]
+    sources_b = [b.catalog.source(tensor) for tensor in b.tensors]
+    keys = list(zip(sources_a, sources_b, strict=True))
     pairs = {key: _Pair(a.catalog, key[0], b.catalog, key[1]) for key in keys}  # tied names are compared once
     tally = Tally("compare", sum(pair.num_bytes for pair in pairs.values()), report)
     windows_a = windows_of(a.storage, a.catalog, [pair.a for pair in pairs.values()])

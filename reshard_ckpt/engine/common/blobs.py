@@ -22,4 +22,5 @@ class Blob:
 def byte_blob(name: str, tensor: torch.Tensor, own: str | None = None) -> Blob:
     """Make a blob over a 1-D uint8 tensor."""
     size = (tensor.numel(),)
-    return Blob(TensorSpec(name, "U8", size, (box_piece((0,), size, 0, (1,)),), Replication.PLAIN), tensor, own)
+    piece = box_piece((0,), size, 0, (1,))
+    return Blob(TensorSpec(name, "U8", size, (piece,), Replication.PLAIN), tensor, own)

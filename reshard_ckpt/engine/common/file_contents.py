@@ -30,7 +30,8 @@ class FileContents:
         last = int(np.searchsorted(self._begin[part], end))
         hit = np.flatnonzero(self._end[part][:last] > begin)
         names = self._catalog.tensors_table.names
-        return list(dict.fromkeys(self._values.get(i, names[i]) for i in self._owner[part][hit].tolist()))
+        owners = self._owner[part][hit].tolist()
+        return list(dict.fromkeys(self._values.get(i, names[i]) for i in owners))
 
     def text(self, file: int, begin: int, end: int) -> str:
         """Describe what lies in these bytes, in words."""

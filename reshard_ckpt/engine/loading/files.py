@@ -86,7 +86,7 @@ def _read_digests(storage: Storage, catalog: Catalog, index: int) -> Digests:
         wrong = "is damaged: it is too large"
     if wrong:
         raise CorruptError(
-            f"{storage.url}: {entry.digests_key} {wrong}; without it, nothing proves bytes 0:{entry.size} of {entry.key}, "
-            f"which hold {contents_from(catalog, index)}; use another checkpoint, or verify=False to load them unproved"
+            f"{storage.url}: {entry.digests_key} {wrong}; without it, nothing verifies bytes 0:{entry.size} of {entry.key}, "
+            f"which hold {contents_from(catalog, index)}; use another checkpoint, or verify=False to load them unverified"
         )
     return decode_digests(data, entry.size, name=f"{storage.url}: {entry.digests_key}")

@@ -198,9 +198,8 @@ class Reader:
         self._item_start = reads.item_start.tolist()
         # Looked up before anything is read: a read empties the processor's caches, so between reads this would take far longer.
         targets = task.targets
-        self._memories = {
-            i: _memory_of(targets[i].tensor) for i in np.unique(task.plan.dest).tolist() if task.copy and targets[i].may_land
-        }
+        used = np.unique(task.plan.dest).tolist() if task.copy else []
+        self._memories = {i: _memory_of(targets[i].tensor) for i in used if targets[i].may_land}
         self._landings = self._landing_views()
         self._local = threading.local()
         # The windows that have changed a target so far: by bytes that landed, and by items that were copied.
@@ -305,7 +304,9 @@ class Reader:
         run_src, src = self._reads.run_src[runs], self.task.plan.src[items]
         near_runs = (run_src < high) & (run_src + self._reads.run_bytes[runs] > low)
         near_items = (src < high) & (src + item_spans(self.task.plan)[items] > low)
-        return {*self._reads.run_dest[runs][near_runs].tolist(), *self.task.plan.dest[items[near_items]].tolist()}
+        landed = self._reads.run_dest[runs][near_runs].tolist()
+        copied = self.task.plan.dest[items[near_items]].tolist()
+        return {*landed, *copied}
 
     def _changed(self) -> list[str]:
         """Name the targets that have new values, wholly or in part."""

@@ -141,8 +141,8 @@ def _line(first: Member, second: Member) -> str:
 def _written(plan: LoadPlan, size: int) -> torch.Tensor:
     """Mark which of so many bytes a plan of one target writes: all bits of those are set."""
     out = torch.zeros(size, dtype=torch.uint8)
-    rows = zip(*(column.tolist() for column in (plan.item_bytes, plan.dst, plan.lengths, plan.dst_strides)), strict=True)
-    for each, dst, lengths, strides in rows:
+    columns = (plan.item_bytes, plan.dst, plan.lengths, plan.dst_strides)
+    for each, dst, lengths, strides in zip(*(column.tolist() for column in columns), strict=True):
         region(out.view(_INTS[each]), dst, tuple(lengths), tuple(strides)).fill_(-1)
     return out
 
@@ -166,12 +166,11 @@ def _cut(piece: Piece, dims: Sequence[int], start: int, count: int) -> list[Piec
     """Cut a run of a piece's box into boxes; its elements are counted with the dims in this order."""
     if count <= 0:
         return []
-    cut = decompose(np.array([[piece.lengths[d] for d in dims]], np.int64).reshape(1, -1), np.array([start]), np.array([count]))
-    back = np.argsort(np.array(dims, np.int64))
-    return [
-        _inner_box(piece, tuple(offsets), tuple(lengths))
-        for offsets, lengths in zip(cut.offsets[:, back].tolist(), cut.lengths[:, back].tolist(), strict=True)
-    ]
+    ordered = np.array([piece.lengths[d] for d in dims], np.int64)
+    cut = decompose(ordered[None], np.array([start]), np.array([count]))
+    back = np.argsort(np.array(dims, np.int64))  # the dims in their own order again
+    boxes = zip(cut.offsets[:, back].tolist(), cut.lengths[:, back].tolist(), strict=True)
+    return [_inner_box(piece, tuple(offsets), tuple(lengths)) for offsets, lengths in boxes]
 
 
 def _inner_box(piece: Piece, inner: Ints, lengths: Ints) -> Piece:
