@@ -1,4 +1,4 @@
-"""How many bytes must a load read at the least, if it proves every block that it touches, and reads each of those once?"""
+"""The least bytes that a load must read if it verifies every block that it touches, and reads each of those once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from reshard_ckpt.storage import open_storage
 
 
 def touched_bytes(path: Path, state: dict[str, Any]) -> int:
-    """Bytes of the blocks that this rank's load touches."""
+    """Return bytes of the blocks that this rank's load touches."""
     with open_storage(path) as storage:
         catalog = open_catalog(storage)
         target = prepare_load(state, catalog, rank=dist.get_rank(), size=dist.get_world_size())
@@ -28,7 +28,7 @@ def touched_bytes(path: Path, state: dict[str, Any]) -> int:
 
 
 def _runs(plan: LoadPlan, item: int) -> tuple[np.ndarray, int]:
-    """Where an item's runs begin in its file, and how long each is."""
+    """Return where an item's runs begin in its file, and how long each is."""
     size, starts = int(plan.item_bytes[item]), np.array([plan.src[item]])
     dims = list(zip(plan.lengths[item].tolist(), plan.src_strides[item].tolist(), strict=True))
     while dims and (dims[-1][0] == 1 or dims[-1][1] == size):

@@ -1,4 +1,4 @@
-"""How large is the catalog of a million shards, and how long does it take to write and read?
+"""The size of the catalog of a million shards, and the time to write and read it.
 
 ``python -m benchmarks.catalog_codec``; the limit printed beside each time is one copy of the same bytes in memory.
 """
@@ -21,7 +21,7 @@ CASES = ((4096, 256, False), (4096, 256, True), (256, 4096, False), (64, 16384, 
 
 
 def state(num_tensors: int, num_ranks: int, *, flat: bool) -> Catalog:
-    """Tensors of random sizes, each cut over all ranks: along dim 0 as FSDP does, or into flat ranges as ZeRO does."""
+    """Make tensors of random sizes, each cut over all ranks: along dim 0 as FSDP does, or into flat ranges as ZeRO does."""
     rng = np.random.default_rng(0)
     num_rows, num_cols = rng.integers(num_ranks * 4, num_ranks * 80, num_tensors), rng.integers(1, 64, num_tensors) * 128
     tensor, rank = np.repeat(np.arange(num_tensors), num_ranks), np.tile(np.arange(num_ranks), num_tensors)
@@ -55,7 +55,7 @@ def state(num_tensors: int, num_ranks: int, *, flat: bool) -> Catalog:
 
 
 def _place(rank: np.ndarray, num_bytes: np.ndarray, num_ranks: int) -> tuple[np.ndarray, np.ndarray]:
-    """Where each shard begins in its rank's file, and the sizes of the files: one after the other, behind a header."""
+    """Return where each shard begins in its rank's file, and the sizes of the files: one after the other, behind a header."""
     order = np.argsort(rank, kind="stable")
     ends = np.cumsum(num_bytes[order])
     first = np.searchsorted(rank[order], np.arange(num_ranks + 1))
@@ -85,7 +85,7 @@ def _file(rank: int, size: int) -> FileEntry:
 
 
 def fastest_s(call: Callable[[], object]) -> float:
-    """The fastest of a few rounds: the others met the machine's other work."""
+    """Return the fastest of a few rounds: the others met the machine's other work."""
     times = []
     for _ in range(ROUNDS):
         begin = time.perf_counter()

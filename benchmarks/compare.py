@@ -1,4 +1,4 @@
-"""How far from the machine's limits are saving, staging and loading, and where do the peers stand?
+"""Saving, staging and loading beside the machine's limits and the peers.
 
 ``python -m benchmarks.compare`` (``make bench`` runs it as it is quoted in docs/benchmarks.md).
 
@@ -55,7 +55,7 @@ class Run:
             print(f"{name:>28}: {sample.wall_s:8.3f} s  {sample.cpu_s:7.2f} CPU s", flush=True)
 
     def new_path(self, *, kept: str | None = None) -> Path:
-        """A path where nothing is yet."""
+        """Return a path where nothing is yet."""
         self._count += 1
         return self.folder / (kept or f"n{self._count}")
 
@@ -67,7 +67,7 @@ class Run:
         self.ranks.gather(None)
 
     def rounds(self, what: str, most: int, share: float) -> Iterator[int]:
-        """Numbers of rounds, until there have been that many or this part of the run has had its share of the time."""
+        """Yield numbers of rounds, until there were that many or this part of the run has used its share of the time."""
         until = time.monotonic() + share * 60 * self.options.minutes
         for number in range(most):
             # One rank's clock counts for all: each must run the same rounds.
@@ -82,13 +82,13 @@ class Run:
     # -- the parts --------------------------------------------------------------------------------------------------------
 
     def first_stall(self) -> None:
-        """The very first save of these processes: nothing is planned, staged or imported yet."""
+        """Return the very first save of these processes: nothing is planned, staged or imported yet."""
         held = self.state.held_bytes
         self.time("memcpy, untouched", lambda: limits.copy(self.state.locals(), limits.untouched(held)))
         self._async_save("eager, first", staging="eager")
 
     def saves(self) -> None:
-        """Durable saves beside write + fsync of the bytes that each rank writes."""
+        """Measure durable saves beside write + fsync of the bytes that each rank writes."""
         path = self.new_path()
         self.time("save", lambda: checkpoint.save(path, self.state.modules))
         mine = sum(file.stat().st_size for file in path.glob(f"*/rank{self.ranks.rank:05d}-*"))
@@ -130,7 +130,7 @@ class Run:
         limits.write_durably(path / f"raw{self.ranks.rank}", self.local_bytes(), num_bytes)
 
     def stalls(self) -> None:
-        """How long the caller is blocked, beside a copy of the bytes that each rank holds."""
+        """Return how long the caller is blocked, beside a copy of the bytes that each rank holds."""
         self._steady_stalls()
         held = self.state.held_bytes
         for _ in self.rounds("stalls into new memory", min(3, self.options.pairs), 0.1):
@@ -172,7 +172,7 @@ class Run:
         self.drop(path)
 
     def loads(self) -> None:
-        """Loads from the page cache, into the same layout and into others, beside a read of as many bytes."""
+        """Measure loads from the page cache, into the same layout and into others, beside a read of as many bytes."""
         ours, dcps, snapshot = (self.new_path(kept=name) for name in ("ours", "dcp", "torchsnapshot"))
         self.state.fill()
         checkpoint.save(ours, self.state.modules)
@@ -192,7 +192,7 @@ class Run:
             self.drop(path)
 
     def _targets(self) -> list[Layout]:
-        """tp grows to all ranks; dp does; pipeline stages appear."""
+        """List the layouts to load on: tp grows to all ranks; dp does; pipeline stages appear."""
         size = self.ranks.size
         return [layout for layout in (Layout(tp=size), Layout(dp=size), Layout(pp=2, tp=size // 2)) if layout != self.layout]
 

@@ -1,4 +1,4 @@
-"""What does it cost to open a folder of DCP, and to look at the metadata of a save? Beside what DCP takes to unpickle its own.
+"""The time to open a folder of DCP, and to read the metadata of a save, beside the time that DCP takes to unpickle its own.
 
 python -m benchmarks.dcp_folder --tensors 50000
 """
@@ -22,7 +22,7 @@ from .report import machine
 
 
 def best_us(call: Callable[[], object], num: int, rounds: int) -> float:
-    """The least time of some rounds, in microseconds for each of `num`."""
+    """Return the least time of some rounds, in microseconds for each of `num`."""
     times = []
     for _ in range(rounds):
         begin = time.perf_counter()

@@ -1,4 +1,4 @@
-"""How fast does staging leave a GPU, and what does saving cost a training loop there?
+"""The rate of staging from a GPU, and the cost of saving for a training loop there.
 
 1. *Copy*: the state's bytes from the device into pinned memory, by one copy of one tensor (the limit) and by our staging of all
    tensors into the image of the file, in turn; the ratio of minima, to be at least 0.90.
@@ -60,7 +60,7 @@ class Training:
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """How long work takes, with all that it queues on the device."""
+    """Return how long work takes, with all that it queues on the device."""
     torch.cuda.synchronize()
     begin = time.perf_counter()
     work()
@@ -69,7 +69,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def measure_copy(state: dict[str, Any], pairs: int) -> dict[str, float]:
-    """Bytes a second of a plain pinned copy, and of staging."""
+    """Return bytes a second of a plain pinned copy, and of staging."""
     captured = capture(state)
     local_shards = describe_local([(e.spec, e.memory) for e in captured.entries], captured.values, captured.mesh, 0)
     assignment = agree(SoloComm(), local_shards, before=PreviousCheckpoint(b"", frozenset())).assignment
@@ -88,7 +88,7 @@ def measure_copy(state: dict[str, Any], pairs: int) -> dict[str, float]:
 
 
 def run_loop(training: Training, options: argparse.Namespace, *, saves: bool) -> tuple[float, float]:
-    """The seconds of a whole loop, and of its longest step."""
+    """Return the seconds of a whole loop, and of its longest step."""
     folder = Path(options.folder)
     longest = 0.0
     handle = None
@@ -107,7 +107,7 @@ def run_loop(training: Training, options: argparse.Namespace, *, saves: bool) ->
 
 
 def measure_training(training: Training, options: argparse.Namespace) -> dict[str, float]:
-    """Loops with and without saves, in turn."""
+    """Measure loops with and without saves, in turn."""
     run_loop(training, options, saves=True)  # allocates, plans, and compiles kernels
     plain, saving = [], []
     for _ in range(options.rounds):

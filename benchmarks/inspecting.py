@@ -1,4 +1,4 @@
-"""How long does it take to look at the catalog of a million shards? Opening, summary and tree, then the text of it.
+"""The time to inspect the catalog of a million shards: opening, summary and tree, then the text of it.
 
 ``python -m benchmarks.inspecting``; imports are not counted. The limit printed beside it is one reading of the same bytes.
 """

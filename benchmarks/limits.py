@@ -1,4 +1,4 @@
-"""What can the machine do? The same bytes, moved by nothing but the system's own calls."""
+"""The limits of the machine: the same bytes, moved by nothing but the system's own calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WRITE_BYTES = 1 << 20
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """A contiguous tensor's memory."""
+    """Return a contiguous tensor's memory."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
@@ -62,5 +62,5 @@ def copy(sources: Iterable[torch.Tensor], out: torch.Tensor) -> None:
 
 
 def untouched(num_bytes: int) -> torch.Tensor:
-    """Memory of which the kernel has not yet made a single page."""
+    """Allocate memory of which the kernel has not yet made a single page."""
     return torch.frombuffer(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""What does a SHA-256 manifest cost? Saves with and without one, beside how fast this machine hashes and writes.
+"""The cost of a SHA-256 manifest: saves with and without one, beside the rates at which this machine hashes and writes.
 
 python -m benchmarks.manifest --mib 512 --folder /tmp
 """
@@ -27,7 +27,7 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def plain_write(path: Path, data: memoryview) -> None:
-    """The physical limit: the same bytes, written and synced by nobody's library."""
+    """Return the physical limit: the same bytes, written and synced by nobody's library."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()

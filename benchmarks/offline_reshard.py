@@ -1,4 +1,4 @@
-"""How long does an offline reshard take beside ``cp`` and fsync of the same bytes, and how much memory?
+"""The time and memory of an offline reshard, beside ``cp`` and fsync of the same bytes.
 
 ``python -m benchmarks.offline_reshard --gb 4 --out bench_out/offline_reshard.json``
 
@@ -95,12 +95,12 @@ def drop_cache(folder: Path) -> None:
 
 
 def cpu_s() -> float:
-    """Of this process and of the children that have ended."""
+    """Measure the CPU seconds of this process and of the children that have ended."""
     return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
 
 
 def copy(source: Path, target: Path) -> dict[str, float]:
-    """``cp -r`` and an fsync of each file."""
+    """Copy with ``cp -r`` and an fsync of each file."""
     began, cpu = time.perf_counter(), cpu_s()
     subprocess.run(["cp", "-r", str(source), str(target)], check=True)
     for path in files_below(target):
@@ -111,7 +111,7 @@ def copy(source: Path, target: Path) -> dict[str, float]:
 
 
 def reshard(source: Path, target: Path, *, verify: bool) -> dict[str, float]:
-    """In a process of its own: seconds of the call, of the whole process, and its peak memory."""
+    """Reshard in a process of its own: seconds of the call, of the whole process, and its peak memory."""
     began = time.perf_counter()
     command = [sys.executable, "-m", "benchmarks.offline_reshard", "--child", str(source), str(target), str(int(verify))]
     out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
@@ -119,7 +119,7 @@ def reshard(source: Path, target: Path, *, verify: bool) -> dict[str, float]:
 
 
 def peak_rss_mib() -> float:
-    """Of this program: the kernel counts what `getrusage` tells from before it was executed, too."""
+    """Measure the peak memory of this program alone: `getrusage` also counts the time before it was executed."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) / 1024
 

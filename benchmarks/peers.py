@@ -27,7 +27,7 @@ class DcpAsync:
         self._group = dist.new_group(backend="gloo")
 
     def save(self, state: dict[str, Any], path: Path, mode: str) -> Future[Any]:
-        """Returns once the state may change; the mode is ``"thread"`` or ``"process"``."""
+        """Save, and return once the state may change; the mode is ``"thread"`` or ``"process"``."""
         response = dcp.async_save(
             state,
             checkpoint_id=str(path),
@@ -46,7 +46,7 @@ class DcpAsync:
 
 
 def torchsnapshot_problem() -> str | None:
-    """Why torchsnapshot cannot run here; None if it can."""
+    """Explain why torchsnapshot cannot run here; None if it can."""
     try:
         import torchsnapshot  # noqa: F401
     except ImportError as error:
@@ -55,7 +55,7 @@ def torchsnapshot_problem() -> str | None:
 
 
 def torchsnapshot_save(state: State, path: Path) -> None:
-    """Each rank's local tensors (it knows no DTensor), made durable as the others' files are."""
+    """Save each rank's local tensors (it knows no DTensor), made durable as the others' files are."""
     from torchsnapshot import Snapshot, StateDict
 
     Snapshot.take(str(path), {"state": StateDict(**_local_tensors(state))})
@@ -68,7 +68,7 @@ def torchsnapshot_save(state: State, path: Path) -> None:
 
 
 def torchsnapshot_load(state: State, path: Path) -> None:
-    """Into the same layout; it supports no other."""
+    """Load into the same layout; it supports no other."""
     from torchsnapshot import Snapshot, StateDict
 
     Snapshot(str(path)).restore({"state": StateDict(**_local_tensors(state))})
@@ -79,7 +79,7 @@ def _local_tensors(state: State) -> dict[str, Any]:
 
 
 def torch_checkpointing_note() -> str:
-    """torch_checkpointing gathers its metadata through tensors on CUDA wherever there is more than one rank."""
+    """Explain why torch_checkpointing is left out: on several ranks it gathers its metadata through tensors on CUDA."""
     try:
         version = metadata.version("torch_checkpointing")
     except metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""How long does rank 0 plan a save of a million shards, and how long does a rank plan its load?
+"""The time in which rank 0 plans a save of a million shards, and in which a rank plans its load.
 
 ``python -m benchmarks.planning --ranks 16384 --shards 1000000 --json planning.json``
 
@@ -6,10 +6,10 @@ One process plays rank 0, and encodes beforehand what all other ranks would send
 rounds; nothing is written or read but in memory. The limit printed beside each is one copy, in memory, of the bytes that it takes
 in and gives out.
 
-1. *Save plan*: all that rank 0 does between the first message and the last: decode, merge, plan, prove the tiling, encode.
+1. *Save plan*: all that rank 0 does between the first message and the last: decode, merge, plan, check the tiling, encode.
 2. *Unchanged layout*: the same for the next save, whose values have changed.
 3. *Catalog*: build and encode it, decode it again.
-4. *Load plan* of one rank of pp 8 × tp 16: match, plan, prove that what is saved tiles, plan the reads.
+4. *Load plan* of one rank of pp 8 × tp 16: match, plan, check that what is saved tiles, plan the reads.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Ranks:
         self.plan_id = bytes(16)
 
     def change_values(self, step: int) -> None:
-        """What a step of training changes: the values, which depend on the stage alone."""
+        """Return what a step of training changes: the values, which depend on the stage alone."""
         stage_size = self.job.mesh.size // self.job.pp
         for stage in range(self.job.pp):
             values = encode_metadata(self.job.local_metadata(stage * stage_size, step)).values
@@ -69,12 +69,12 @@ class Ranks:
                 self.parts[rank][2] = values
 
     def states(self) -> list[bytes]:
-        """The first message of each rank."""
+        """Return the first message of each rank."""
         digest = {part: digest128(part) for parts in self.parts for part in parts}
         return [b"".join((*(digest[part] for part in parts), self.plan_id)) for parts in self.parts]
 
     def messages(self, leader: Leader) -> list[bytes]:
-        """The second message of each rank: what rank 0 asked for."""
+        """Return the second message of each rank: what rank 0 asked for."""
         asked = leader.answer.asked.T.tolist()
         return [
             msgpack.packb([p if a else None for p, a in zip(parts, row, strict=True)])
@@ -83,7 +83,7 @@ class Ranks:
 
 
 def agreement(ranks: Ranks, cache: PlanCache) -> tuple[float, Leader, int]:
-    """CPU seconds of rank 0, what it knows then, and the bytes that passed through it."""
+    """Run one agreement: CPU seconds of rank 0, what it knows then, and the bytes that passed through it."""
     states = ranks.states()
     gc.collect()
     begin = time.process_time()
@@ -100,7 +100,7 @@ def agreement(ranks: Ranks, cache: PlanCache) -> tuple[float, Leader, int]:
 
 
 def fastest(call: Callable[[], Result], rounds: int = ROUNDS) -> tuple[float, Result]:
-    """The least CPU time of some rounds: the others met the machine's other work."""
+    """Return the least CPU time of some rounds: the others met the machine's other work."""
     times = []
     for _ in range(rounds):
         gc.collect()
@@ -111,13 +111,13 @@ def fastest(call: Callable[[], Result], rounds: int = ROUNDS) -> tuple[float, Re
 
 
 def copy_s(num_bytes: int) -> float:
-    """The physical limit: one copy of so many bytes."""
+    """Return the physical limit: one copy of so many bytes."""
     source = np.ones(num_bytes, np.uint8)
     return fastest(source.copy, 5)[0]
 
 
 def carried_out(plan: SavePlan) -> tuple[WrittenItems, list[FileEntry]]:
-    """The plan as if every rank had written its items one after the other."""
+    """Return the plan as if every rank had written its items one after the other."""
     num_bytes = plan.count * item_bytes_of(plan.tables.dtype)[plan.tensor]
     ends = np.cumsum(num_bytes)
     first = np.searchsorted(plan.rank, np.arange(plan.num_ranks + 1))
@@ -141,7 +141,7 @@ def to_catalog(leader: Leader) -> Catalog:
 
 
 def load_plan(catalog: Catalog, job: Job, rank: int) -> Callable[[], int]:
-    """What a rank does between opening the catalog and its first read; gives the bytes that it would read."""
+    """Return what a rank does between opening the catalog and its first read; gives the bytes that it would read."""
     wanted = [(spec, torch.empty(0)) for spec in job.specs(rank)]
     block_bytes, sizes = np.full(len(catalog.files), BLOCK_BYTES), np.array([file.size for file in catalog.files], np.int64)
 
@@ -154,7 +154,7 @@ def load_plan(catalog: Catalog, job: Job, rank: int) -> Callable[[], int]:
 
 
 def measure(num_ranks: int, num_shards: int) -> dict[str, float]:
-    """All figures of this library."""
+    """Return all figures of this library."""
     job = sized_job(num_ranks, num_shards)
     print(
         f"pp {job.pp} × dp {job.dp} × tp {job.tp}, buckets of {job.bucket / 1e6:.0f} M elements; encoding all offers …",

@@ -18,7 +18,7 @@ from .planning_job import STATES, Job
 
 
 def local_plans(job: Job, num_ranks: int) -> list[planner.SavePlan]:
-    """Plans of the first ranks of a job that has no others."""
+    """Make the plans of the first ranks of a job that has no others."""
     small = Job(job.pp, max(num_ranks // (job.pp * job.tp), 1), job.tp, job.bucket)
     return [_local_plan(small, rank) for rank in range(small.mesh.size)]
 
@@ -42,7 +42,7 @@ def _local_plan(job: Job, rank: int) -> planner.SavePlan:
 
 
 def measure(job: Job, num_ranks: int) -> tuple[int, float]:
-    """Items, and CPU seconds of rank 0."""
+    """Measure items, and CPU seconds of rank 0."""
     gathered = [pickle.dumps(plan) for plan in local_plans(job, num_ranks)]
     begin = time.process_time()
     plans = [pickle.loads(data) for data in gathered]
@@ -56,7 +56,7 @@ def measure(job: Job, num_ranks: int) -> tuple[int, float]:
 
 
 def largest_within(job: Job, limit_s: float, num_ranks: int) -> tuple[int, float]:
-    """The largest measured size that ends within the limit: sizes double as long as the next is likely to."""
+    """Return the largest measured size that ends within the limit: sizes double as long as the next is likely to."""
     size, best = job.pp * job.tp, (0, 0.0)
     growth = 2.0
     while size <= num_ranks:

@@ -1,4 +1,4 @@
-"""A synthetic training job at the scale of Llama 3.1 405B, as what its ranks would say: columns, no tensors.
+"""A synthetic training job at the scale of Llama 3.1 405B, as the columns that its ranks would send, without tensors.
 
 Ranks stand on pp × dp × tp. Weights are sharded over tp and replicated over dp. The three fp32 states of the optimizer are
 flat-sharded over dp as Megatron's distributed optimizer does it: the tp-local parameters of a stage are laid end to end, in
@@ -77,12 +77,12 @@ class Job:
         return stages
 
     def box(self, param: Param, tp: int) -> tuple[Ints, Ints]:
-        """Offsets and lengths of the tp-local shard."""
+        """Return offsets and lengths of the tp-local shard."""
         lengths = tuple(n // self.tp if d == param.tp_dim else n for d, n in enumerate(param.shape))
         return tuple(tp * n if d == param.tp_dim else 0 for d, n in enumerate(lengths)), lengths
 
     def buckets(self, stage: int) -> list[tuple[int, int]]:
-        """The parameters of each bucket: from, to."""
+        """Return the parameters of each bucket: from, to."""
         out, begin, held = [], 0, 0
         for i, param in enumerate(self.stages[stage]):
             held += prod(self.box(param, 0)[1])
@@ -92,7 +92,7 @@ class Job:
         return out if begin == len(self.stages[stage]) else [*out, (begin, len(self.stages[stage]))]
 
     def runs(self, stage: int, dp: int) -> list[tuple[int, int, int]]:
-        """What a dp rank holds of each optimizer state: parameter, start and count in its tp-local shard."""
+        """Return what a dp rank holds of each optimizer state: parameter, start and count in its tp-local shard."""
         out = []
         for begin, end in self.buckets(stage):
             sizes = [prod(self.box(param, 0)[1]) for param in self.stages[stage][begin:end]]
@@ -106,7 +106,7 @@ class Job:
         return out
 
     def specs(self, rank: int) -> list[TensorSpec]:
-        """The tensors of one rank."""
+        """Return the tensors of one rank."""
         stage, dp, tp = self.mesh.coordinates(rank)
         params, specs = self.stages[stage], []
         for param in params:
@@ -121,7 +121,7 @@ class Job:
         return specs
 
     def values(self, rank: int, step: int) -> list[ValueSpec]:
-        """The step, the groups of the stage's parameters, and a state of random numbers of each rank's own."""
+        """Return the step, the groups of the stage's parameters, and a state of random numbers of each rank's own."""
         params = self.stages[self.mesh.coordinates(rank)[0]]
         groups = [
             {"lr": 1e-4 / step, "weight_decay": decay, "params": [p.name for p in params if (len(p.shape) > 1) == (decay > 0)]}
@@ -134,14 +134,14 @@ class Job:
         ]
 
     def local_metadata(self, rank: int, step: int) -> LocalMetadata:
-        """What one rank says that it holds."""
+        """Make the local metadata that one rank sends."""
         values, blobs = local_values(self.values(rank, step), rank)
         specs = self.specs(rank)
         own = {len(specs) + i: blob.own for i, blob in enumerate(blobs) if blob.own is not None}
         return build_local_metadata([*specs, *(blob.spec for blob in blobs)], len(blobs), values, self.mesh, own)
 
     def num_rows(self) -> int:
-        """About how many rows its catalog has."""
+        """Estimate how many rows its catalog has."""
         rows = 0
         for stage, params in enumerate(self.stages):
             runs = sum(end - begin + self.dp - 1 for begin, end in self.buckets(stage))
@@ -154,7 +154,7 @@ def _value(name: str, kind: ValueKind, value: object) -> ValueSpec:
 
 
 def sized_job(num_ranks: int, num_shards: int) -> Job:
-    """A job of pp 16 × tp 8 whose buckets are such that its catalog has about this many rows, or somewhat more."""
+    """Return a job of pp 16 × tp 8 whose buckets are such that its catalog has about this many rows, or somewhat more."""
     if num_ranks % 128:
         raise SystemExit(f"--ranks {num_ranks}: pp 16 × tp 8 needs a multiple of 128")
     jobs = [Job(16, num_ranks // 128, 8, bucket) for bucket in np.geomspace(1 << 20, 1 << 33, 200).astype(int).tolist()]

@@ -1,4 +1,4 @@
-"""What a read of `manager.preempted` costs: ``python -m benchmarks.preempted --ranks 4``.
+"""The cost of a read of `manager.preempted`: ``python -m benchmarks.preempted --ranks 4``.
 
 Every rank reads it in a loop with nothing else, before anybody is told to stop; then one rank gets SIGTERM, and the time of the
 one read that waits for the agreement is taken too. Without collectives between the reads, ranks are as far apart as they can be.
@@ -20,7 +20,7 @@ from tests.launch import run_ranks
 
 
 def reads(root: str, num_reads: int) -> tuple[float, float, float, int]:
-    """Seconds of a read on average and at most, of the longest one after the signal, and the read at which this rank stops."""
+    """Measure reads: seconds on average and at most, of the longest after the signal, and the read at which this rank stops."""
     with Manager(root) as manager:
         _ = manager.preempted
         dist.barrier()

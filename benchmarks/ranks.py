@@ -1,4 +1,4 @@
-"""How is an operation timed on several ranks at once? Barrier, clock, barrier; the slowest rank's time is the operation's.
+"""Timing of an operation on several ranks at once: barrier, clock, barrier; the slowest rank's time is the operation's.
 
 `launch` starts the ranks as processes of their own; `Ranks` is what one of them sees.
 """
@@ -83,7 +83,7 @@ class Ranks:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, on every rank."""
+        """Gather every rank's value, on every rank."""
         out: list[Any] = [None] * self.size
         dist.all_gather_object(out, value)
         return out
@@ -108,13 +108,13 @@ class Ranks:
 
 
 def cpu_s() -> float:
-    """CPU seconds of this process so far, all threads."""
+    """Measure the CPU seconds of this process so far, all threads."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
 
 
 def cpu_s_of(pid: int) -> float:
-    """CPU seconds of another process so far, all threads."""
+    """Measure the CPU seconds of another process so far, all threads."""
     after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return sum(map(int, after_name[11:13])) / os.sysconf("SC_CLK_TCK")
 
@@ -149,7 +149,7 @@ class Samples:
         return name in self.by_name
 
     def least(self, name: str, what: str = "wall_s") -> float:
-        """The minimum over a run's samples."""
+        """Return the minimum over a run's samples."""
         return float(min(getattr(sample, what) for sample in self.by_name[name]))
 
     def median(self, name: str, what: str = "wall_s") -> float:

@@ -1,4 +1,4 @@
-"""What did a run of `compare` show? A table of figures beside their bars, and a bar chart of the times."""
+"""The report of a run of `compare`: a table of figures beside their bars, and a bar chart of the times."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Result:
 
 
 def machine() -> dict[str, str]:
-    """Where and when a run was made."""
+    """Return where and when a run was made."""
     model = next((line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "unknown")
     memory = next((int(line.split()[1]) for line in _lines("/proc/meminfo") if line.startswith("MemTotal")), 0)
     return {
@@ -77,7 +77,7 @@ def _lines(path: str) -> list[str]:
 
 
 def figures_of(result: Result) -> list[Figure]:
-    """The figures of the parts that ran."""
+    """Return the figures of the parts that ran."""
     return [*_save_figures(result), *_stall_figures(result), *_load_figures(result)]
 
 
@@ -190,7 +190,7 @@ def show(path: Path) -> None:
 
 
 def markdown(path: Path) -> str:
-    """The table of a result file as docs/benchmarks.md holds it; what misses its bar is in bold."""
+    """Return the table of a result file as docs/benchmarks.md holds it; what misses its bar is in bold."""
     result = Result.from_json(json.loads(path.read_text()))
     rows = ["| figure | value | at most | made of (minima) |", "| --- | ---: | ---: | --- |"]
     for f in figures_of(result):
@@ -215,7 +215,7 @@ COLOURS = {"limit": "#9aa0a6", "ours": "#1a73e8", "peer": "#e8a33d"}
 
 
 def draw(result: Result, path: Path) -> None:
-    """Least times as horizontal bars: grey is the limit, blue this library, orange the peers."""
+    """Draw least times as horizontal bars: grey is the limit, blue this library, orange the peers."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""Does it hold for long? Jobs on ever other layouts save, load, fail and are killed, and what survives is compared bit for bit.
+"""A soak test: jobs on ever other layouts save, load, fail and are killed, and what survives is compared bit for bit.
 
 ``python -m benchmarks.soak --minutes 15 --out FILE``
 
@@ -52,7 +52,7 @@ WRONG, SAID = 3, 4
 
 
 def whole(name: str, step: int) -> torch.Tensor:
-    """The tensor of a step: every byte depends on name, step and position."""
+    """Return the tensor of a step: every byte depends on name, step and position."""
     dtype, shape = DTYPES[name], SHAPES[name]
     num = int(np.prod(shape)) * dtype.itemsize
     if num == 0:
@@ -86,7 +86,7 @@ class Shard:
         self.tensor = torch.zeros_like(self.of(0))
 
     def of(self, step: int) -> torch.Tensor:
-        """This rank's part of the tensor of a step."""
+        """Make this rank's part of the tensor of a step."""
         value = whole(self.name, step)
         if self.kind == "flat":
             return value.reshape(-1)[self.begin : self.end].clone()
@@ -146,14 +146,14 @@ class Usage:
 
     @classmethod
     def at_rest(cls, before: Usage) -> Usage:
-        """What it holds once it holds no more than before, or after some seconds: threads that are done take a moment to end."""
+        """Wait until it has no more than before, some seconds at most: threads that are done take a moment to end."""
         deadline = time.monotonic() + 5
         while (usage := cls.now()).grew_from(before) and time.monotonic() < deadline:
             time.sleep(0.01)
         return usage
 
     def grew_from(self, before: Usage) -> bool:
-        """Whether there are more threads or files."""
+        """Return whether there are more threads or files."""
         return self.threads > before.threads or self.files > before.files
 
 
@@ -169,7 +169,7 @@ class Job:
 
 
 def work(job: Job, rank: int, report: int) -> int:
-    """One rank's life; returns its exit code."""
+    """Run one rank; returns its exit code."""
     raw_write = os.write
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # torch prints a page for each peer that dies
 
@@ -242,7 +242,7 @@ def _train(job: Job, rank: int, say: Any) -> int:
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Bit for bit, where `torch.equal` would find no NaN equal to itself."""
+    """Compare bit for bit, where `torch.equal` would find no NaN equal to itself."""
     return a.shape == b.shape and torch.equal(_bytes(a), _bytes(b))
 
 
@@ -291,7 +291,7 @@ class Soak:
         self.tally.problems.append(text)
 
     def _run(self, job: Job, kill: str, after_lines: int, victim: int) -> tuple[list[str], list[int], set[int]]:
-        """Fork the ranks, kill once so many lines are said, wait; the lines, the exit codes, and who was killed while alive."""
+        """Fork the ranks, kill once so many lines are written, wait; returns lines, exit codes, and who was killed alive."""
         reading, writing = os.pipe()
         ranks = []
         for rank in range(job.size):
@@ -395,7 +395,7 @@ WARM_UP = 5
 
 
 def run(seed: int, *, minutes: float = 0, generations: int = 0) -> dict[str, Any]:
-    """Soak for some time, or for a number of generations; what was done and found."""
+    """Run for some time, or for a number of generations; returns what was done and found."""
     torch.set_num_threads(1)
     root = Path(tempfile.mkdtemp(prefix="soak"))
     soak, begin, count = Soak(root, seed), time.monotonic(), 0

@@ -2,7 +2,7 @@
 
 1. bf16 parameters are sharded over tp and replicated over dp; fp32 master weights and Adam moments are sharded over both, as
    FSDP2 over tensor parallelism shards them. A pipeline stage holds its own layers.
-2. An element's bits are a function of its tensor's name and its global position, so that a load is proved on any layout.
+2. An element's bits are a function of its tensor's name and its global position, so that a load is checked on any layout.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Layout:
 
 
 def gpt(gb: float) -> list[Weight]:
-    """The parameters of a GPT whose training state has about this many gigabytes, over an even number of layers."""
+    """Return the parameters of a GPT whose training state has about this many gigabytes, over an even number of layers."""
     dim, vocab = (1024, 32768) if gb >= 1 else (512, 8192)
     layers = max(2, 2 * round((gb * 1e9 / BYTES_PER_PARAMETER - vocab * dim) / (24 * dim * dim)))
     weights = [Weight("embed.weight", (vocab, dim), 0)]
@@ -69,7 +69,7 @@ def gpt(gb: float) -> list[Weight]:
 
 
 def stage_of(weights: list[Weight], stage: int, stages: int) -> list[Weight]:
-    """The parameters of one pipeline stage: an equal share of the layers; embedding first, last norm last."""
+    """Return the parameters of one pipeline stage: an equal share of the layers; embedding first, last norm last."""
     num_layers = 1 + max(int(w.name.split(".")[1]) for w in weights if w.name.startswith("layers."))
 
     def belongs(weight: Weight) -> int:
@@ -117,7 +117,7 @@ class State:
             local.fill_(-1.0)
 
     def wrong(self) -> list[str]:
-        """Names of the tensors with an element that is not what it should be."""
+        """List the tensors with an element that is not what it should be."""
         return [
             name
             for name, tensor in self.tensors.items()
@@ -126,12 +126,12 @@ class State:
 
 
 def bits(local: torch.Tensor) -> np.ndarray:
-    """A tensor's elements as integers."""
+    """Return a tensor's elements as integers."""
     return local.view(torch.int16 if local.dtype == torch.bfloat16 else torch.int32).numpy()
 
 
 def expected(name: str, offsets: tuple[int, ...], lengths: tuple[int, ...], dtype: torch.dtype) -> np.ndarray:
-    """The bits of a box of a tensor: finite positive numbers that differ from their neighbours."""
+    """Return the bits of a box of a tensor: finite positive numbers that differ from their neighbours."""
     out = np.full(lengths, zlib.crc32(name.encode()) & 0xFFFF, np.uint32)
     for dim, (offset, length, factor) in enumerate(zip(offsets, lengths, (2654435761, 40503), strict=False)):
         steps = (np.arange(offset, offset + length, dtype=np.uint64) * factor).astype(np.uint32)
@@ -141,7 +141,7 @@ def expected(name: str, offsets: tuple[int, ...], lengths: tuple[int, ...], dtyp
 
 
 def build(weights: list[Weight], layout: Layout, rank: int) -> State:
-    """This rank's part of the state on a layout of all ranks; its values are not yet set."""
+    """Build this rank's part of the state on a layout of all ranks; its values are not yet set."""
     mesh = init_device_mesh("cpu", (layout.pp, layout.dp, layout.tp), mesh_dim_names=("pp", "dp", "tp"))
     mine = stage_of(weights, rank // (layout.dp * layout.tp), layout.pp) if layout.pp > 1 else weights
     coordinates = rank // layout.tp % layout.dp, rank % layout.tp

@@ -1,4 +1,4 @@
-"""What does saving cost a training loop? Slowdown of the whole and the longest delay of a step, beside the loop without saves.
+"""The cost of saving for a training loop: slowdown of the whole and the longest delay of a step, beside the loop without saves.
 
 ``python -m benchmarks.train_stall`` trains a small GPT under FSDP2 with AdamW, on gloo.
 
@@ -92,7 +92,7 @@ class Training:
         self.shards += [t.to_local() for held in self.optimizer.state.values() for t in held.values() if t.ndim]
 
     def step(self) -> None:
-        """Forward, backward, update."""
+        """Take one step: forward, backward, update."""
         tokens = torch.randint(0, self.options.vocab, (1, self.options.tokens + 1))
         logits = self.model(tokens[:, :-1])
         F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
@@ -141,11 +141,11 @@ class Training:
 
     @staticmethod
     def _cpu_s() -> float:
-        """CPU seconds so far of this rank and of the processes that it started, such as DCP's."""
+        """Measure CPU seconds so far of this rank and of the processes that it started, such as DCP's."""
         return cpu_s() + sum(cpu_s_of(child.pid) for child in multiprocessing.active_children() if child.pid)
 
     def run(self) -> dict[str, Any]:
-        """All rounds; the first save of each mode is made before, apart."""
+        """Return all rounds; the first save of each mode is made before, apart."""
         for mode in MODES:
             self.stretch(mode, 2)
         stretches: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
@@ -162,7 +162,7 @@ class Training:
 
 
 def figures(stretches: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
-    """For each mode: what a save adds to a stretch of steps, to its longest step, and to the CPU seconds of all ranks."""
+    """Compute for each mode what a save adds to a stretch of steps, to its longest step, and to the CPU seconds of all ranks."""
 
     def least(mode: str, what: str) -> float:
         return min(row[what] for row in stretches[mode])
@@ -188,7 +188,7 @@ def figures(stretches: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
 
 
 def _of_dcp(modes: dict[str, dict[str, float]], key: str) -> float | None:
-    """Lazy's share of what DCP's better mode takes; None where that takes nothing."""
+    """Compute the share of lazy staging in what DCP's better mode takes; None where that takes nothing."""
     best = min(modes[mode][key] for mode in ("dcp thread", "dcp process"))
     return modes["lazy"][key] / best if best > 0 else None
 

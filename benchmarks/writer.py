@@ -1,4 +1,4 @@
-"""Who should write in the background, a thread or a process? What each takes from a training loop beside it.
+"""A thread or a process as the writer in the background: what each takes from a training loop beside it.
 
 The same work, hashing and writing a staged buffer durably as a save does, runs once in a thread of the training process, and once
 in another process that shares the buffer's memory; in turn with a loop beside which nothing runs. Two kinds of step: *small*, of
@@ -44,7 +44,7 @@ def write(buffer: torch.Tensor, folder: str, key: str) -> float:
 
 
 def serve(buffer: torch.Tensor, folder: str, pipe: Any) -> None:
-    """The process that writes when it is told a key."""
+    """Return the process that writes when it is told a key."""
     torch.set_num_threads(1)
     while (key := pipe.recv()) is not None:
         pipe.send(write(buffer, folder, key))
@@ -67,7 +67,7 @@ class Training:
 
 
 def measure(training: Training, steps: int, start: Callable[[], Callable[[], float]]) -> tuple[float, float]:
-    """The seconds of the loop, and of the writing beside it."""
+    """Return the seconds of the loop, and of the writing beside it."""
     begin = time.perf_counter()
     finish = start()
     for _ in range(steps):
@@ -88,7 +88,7 @@ def in_thread(buffer: torch.Tensor, folder: str, key: str) -> Callable[[], float
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Rounds of all modes in turn, for both kinds of step."""
+    """Run rounds of all modes in turn, for both kinds of step."""
     torch.set_num_threads(1)
     buffer = torch.randint(0, 255, (options.megabytes << 20,), dtype=torch.uint8).share_memory_()
     folder = str(Path(options.folder).resolve())
@@ -121,7 +121,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def starter(mode: str, buffer: torch.Tensor, folder: str, key: str, pipe: Any) -> Callable[[], Callable[[], float]]:
-    """What begins the writing; it returns what waits for its end."""
+    """Return what begins the writing; it returns what waits for its end."""
     if mode == "nothing":
         return lambda: lambda: 0.0
     if mode == "thread":

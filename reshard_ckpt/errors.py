@@ -1,4 +1,4 @@
-"""What can go wrong, grouped by what a handler would do about it.
+"""The errors of this package, grouped by what a handler would do about them.
 
 ::
 

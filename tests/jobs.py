@@ -71,4 +71,4 @@ def load_job(storage: Storage, tensors: Tensors, options: LoadOptions | None = N
     resolved = resolve(saved, tensors, options)
     assert not any(resolved.problems.values()), resolved.problems
     bytes_read = fetch(storage, saved, resolved, options)
-    return resolved, LoadReport().loaded(len(resolved.dests), resolved.plan.num_bytes, bytes_read)
+    return resolved, LoadReport().loaded(len(resolved.targets), resolved.plan.num_bytes, bytes_read)

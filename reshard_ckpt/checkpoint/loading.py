@@ -17,7 +17,7 @@ from ..core.report import LoadReport
 from ..engine.common.logs import RankLog
 from ..engine.common.progress import OnProgress, reporter, size_text
 from ..engine.common.rename import renamed, without
-from ..engine.loading.load import LoadOptions, drop_refused, fetch, prove_ties, resolve
+from ..engine.loading.load import LoadOptions, drop_refused, fetch, resolve, verify_ties
 from ..engine.loading.read import execute
 from ..engine.loading.read_once import execute_once
 from ..engine.loading.saved_values import SavedValue, blob_reader, open_values
@@ -82,7 +82,7 @@ def load(
         network to the other ranks is faster than storage. It takes up to 200 MiB of host memory a rank.
     progress
         True: rank 0 shows the bytes that it reads itself, as a line on stderr. A function is called on rank 0 instead, with
-        the step ("load", "prove"), the bytes done and the bytes in all.
+        the step ("load", "verify"), the bytes done and the bytes in all.
     process_group, timeout_s
         As for `save`.
 
@@ -151,7 +151,7 @@ def load_state(
         verdict = vote(comm, saved, resolved, wanted, options, hints=hints)
         resolved = drop_refused(saved, resolved, verdict.refused)
         if verdict.has_ties:
-            prove_ties(comm, storage, saved, resolved.ties, options)
+            verify_ties(comm, storage, saved, resolved.ties, options)
         exchange = open_exchange(process_group, timeout_s=timeout_s) if options.read_once else None
         run = execute if exchange is None else partial(execute_once, comm, exchange)
         report = reporter(progress if comm.rank == 0 else False)
@@ -163,14 +163,16 @@ def load_state(
         target.finish(values, [e.spec.name for e in target.entries if (e.spec.alias_of or e.spec.name) not in loaded])
         RankLog(comm.rank, target.mesh).info(
             "loaded %d tensors from %s in %.2f s, having read %s",
-            len(resolved.dests),
+            len(resolved.targets),
             storage.url,
             time.monotonic() - began,
             size_text(bytes_read),
         )
-    converted = [f"{d.name}: saved as {d.dtype}, loaded as {d.tensor.dtype}" for d in resolved.dests if d.dtype != d.tensor.dtype]
+    converted = [
+        f"{d.name}: saved as {d.dtype}, loaded as {d.tensor.dtype}" for d in resolved.targets if d.dtype != d.tensor.dtype
+    ]
     saved_as = [f"{name}: saved as {other}" for name, other in resolved.saved_as.items()]
-    return verdict.report.loaded(len(resolved.dests), resolved.plan.num_bytes, bytes_read, converted, saved_as), saved
+    return verdict.report.loaded(len(resolved.targets), resolved.plan.num_bytes, bytes_read, converted, saved_as), saved
 
 
 def _names(target: Target) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from ..core.timeline import Timeline
 from ..engine.checking.manifest import check_manifest, make_manifest
 from ..engine.checking.verify import VerifyReport, verify_all
 from ..engine.common.progress import OnProgress, reporter
-from ..engine.loading.load import LoadOptions, fetch, resolve, verify_held
+from ..engine.loading.load import LoadOptions, check_whole, fetch, resolve
 from ..engine.loading.saved_values import open_values
 from ..errors import CheckpointNotFound, CorruptError, MismatchError, UsageError
 from ..format.keys import timeline_key
@@ -155,7 +155,7 @@ def read(path: Path, names: Sequence[str] | None = None, *, progress: bool | OnP
         storage, saved = source.storage, source.catalog
         refuse_unreadable(saved, names)
         tensors, values = match_names(saved, names)
-        verify_held(storage, saved, [saved.index(name) for name in tensors])
+        check_whole(storage, saved, [saved.index(name) for name in tensors])
         whole = [_whole(saved, name) for name in tensors]
         resolved = resolve(saved, whole, LoadOptions())
         if any(resolved.problems.values()):

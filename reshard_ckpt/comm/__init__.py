@@ -1,4 +1,4 @@
-"""How do the ranks of one save or load agree? In a session, in which an error of one rank is raised on all."""
+"""Sessions, in which the ranks of one save or load exchange messages, and an error of one rank is raised on all."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from ..errors import PeerError
 from .exchange import Exchange, open_exchange
-from .group import Turns, current_group, launched_group
+from .group import SessionCounter, current_group, launched_group
 from .protocol import ALONE, Comm, SoloComm
-from .stopping import AgreedStop, LoneStop, Stop
+from .stopping import AgreedStop, SoloStop, Stop
 from .store import StoreComm, call_of
 
 if TYPE_CHECKING:
@@ -33,9 +33,9 @@ __all__ = [
 def open_session(
     kind: str, subject: str, *, process_group: ProcessGroup | None = None, timeout_s: float = 600
 ) -> AbstractContextManager[Comm]:
-    """A session of all ranks of a process group, to be used in a ``with`` block by one thread.
+    """Open a session of all ranks of a process group, to be used in a ``with`` block by one thread.
 
-    Which session it is, is settled by the order of these calls on each rank, not by when or in which thread the block is entered.
+    The order of these calls on each rank decides which session each is, not when or in which thread the block is entered.
     So open it in the thread that calls save or load, and do all that may fail inside of it: a rank that raises before this
     call leaves the others waiting for their deadline.
 
@@ -70,16 +70,16 @@ def open_session(
             group.size,
             title=f"{kind} {subject!r}",
             timeout_s=timeout_s,
-            elsewhere=group.elsewhere(number),
+            next_store=group.next_store(number),
         )
 
-    return _session(comm_of, group.turns, group.turns.take(), kind, subject)
+    return _session(comm_of, group.sessions, group.sessions.take(), kind, subject)
 
 
 def open_stop(
     name: str, wanted: Callable[[], bool], *, process_group: ProcessGroup | None = None, timeout_s: float = 600
 ) -> AbstractContextManager[Stop]:
-    """What tells all ranks of a process group to stop at the same step, once one of them is told to; for a ``with`` block.
+    """Open a `Stop` of a process group for a ``with`` block: all ranks stop at the same step, once one of them is told to.
 
     Parameters
     ----------
@@ -92,44 +92,48 @@ def open_stop(
     """
     group = current_group(process_group)
     if group is None:
-        return nullcontext(LoneStop(wanted))
+        return nullcontext(SoloStop(wanted))
     return AgreedStop(group.named(name), group.rank, group.size, wanted, timeout_s=timeout_s)
 
 
 @contextmanager
-def _session(comm_of: Callable[[int], StoreComm], turns: Turns, turn: int, kind: str, subject: str) -> Iterator[Comm]:
-    comm = comm_of(turns.number(turn))
-    before, turns.unopened, call = turns.unopened, call_of(kind, subject), call_of(kind, subject)
+def _session(comm_of: Callable[[int], StoreComm], sessions: SessionCounter, turn: int, kind: str, subject: str) -> Iterator[Comm]:
+    comm = comm_of(sessions.number(turn))
+    call = call_of(kind, subject)
+    before, sessions.unopened = sessions.unopened, call
     try:
         while not comm.open(kind, subject, before=before):
             comm.leave()
-            turns.pass_over()
-            comm, before = comm_of(turns.number(turn)), b""  # once: two ranks that call things crosswise must not go on for ever
-        turns.unopened = turns.late = b""
+            sessions.skip()
+            comm, before = (
+                comm_of(sessions.number(turn)),
+                b"",
+            )  # once: two ranks that call things crosswise must not go on for ever
+        sessions.unopened = sessions.late = b""
         yield comm
         comm.gather(b"")  # the vote: everyone has come through
     except BaseException as error:
         comm.abort(error)
         if comm.late:
-            _fall_in(comm_of, turns, turn, call)
+            _resynchronize(comm_of, sessions, turn, call)
         raise
     finally:
         comm.leave()
         comm.undo()
 
 
-def _fall_in(comm_of: Callable[[int], StoreComm], turns: Turns, turn: int, call: bytes) -> None:
-    """Do not stay behind for ever, after coming too late for a call that is made again and again, as to save to one path.
+def _resynchronize(comm_of: Callable[[int], StoreComm], sessions: SessionCounter, turn: int, call: bytes) -> None:
+    """Get back in step with the others, after coming too late for a call that is made again and again, as to save to one path.
 
-    Was this rank slow, so that its next call is the others' next? Or has it left one out, so that they will wait for it in vain
-    once more? At first it passes for slow. The second time in a row, it gives up the next session for all, and is in step.
+    Either this rank was slow, and its next call is the others' next; or it left a call out, and they will wait for it in vain
+    once more. The first time it counts as slow. The second time in a row, it gives up the next session for all, and is in step.
     """
-    again, turns.late = turns.late == call, call
+    again, sessions.late = sessions.late == call, call
     if not again:
         return
-    turns.late = b""
+    sessions.late = b""
     with suppress(PeerError):  # the store is gone, and the error at hand says more
         declined = False
         while not declined:
-            declined = comm_of(turns.number(turn + 1)).decline(call)
-            turns.pass_over()
+            declined = comm_of(sessions.number(turn + 1)).decline(call)
+            sessions.skip()

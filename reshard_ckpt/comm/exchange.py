@@ -1,4 +1,4 @@
-"""How do many bytes go from rank to rank? Over the job's process group, all at once, everyone with everyone.
+"""Bulk data from rank to rank: an all-to-all over the job's process group.
 
 The only collectives of this package. They are used where the caller asked for it (`load` with ``read_once=True``), in the
 caller's thread, so that they meet no collective of the training loop.
@@ -28,8 +28,8 @@ class Exchange:
         self._device = device_of(group)
         self.size = dist.get_world_size(group)
 
-    def swap(self, outgoing: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
-        """Send everyone a part, and get one from everyone. Collective.
+    def all_to_all(self, outgoing: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
+        """Send each rank a part, and receive one from each. Collective.
 
         Parameters
         ----------
@@ -64,7 +64,7 @@ class Exchange:
 
 
 def open_exchange(process_group: ProcessGroup | None, *, timeout_s: float) -> Exchange | None:
-    """The exchange among the ranks of a session; None where this process is on its own."""
+    """Open the exchange among the ranks of a session; None where this process is on its own."""
     if current_group(process_group) is None:
         return None
     group = dist.group.WORLD if process_group is None else process_group

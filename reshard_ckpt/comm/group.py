@@ -1,4 +1,4 @@
-"""The ranks that take part, and the store that they share: what is asked of torch.distributed, and nothing more.
+"""The ranks of a process group and the key-value store that they share; all that this package asks of torch.distributed.
 
 1. Ranks meet in the store that the job already has, so no collective runs. Only a job without a fit one (`FileStore` cannot
    append) gets another: rank 0 of the group starts it, and its address is spread once, by a broadcast of one small tensor.
@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from ..errors import UsageError
 from .protocol import ALONE
-from .store import Elsewhere, KeyValueStore
+from .store import KeyValueStore, NextStore
 
 # No call of ours waits in the store, so a reply that takes this long means that nobody is there.
 _REPLY_S = 120.0
@@ -45,7 +45,7 @@ _INHERITED: list[Any] = []
 
 
 def _after_fork() -> None:
-    """In a forked child: the process group is the parent's, whose connections a second speaker would break.
+    """Put away the parent's process group in a forked child: a second process on its connections would break them.
 
     It is kept for ever, and so are the stores: to close what the parent's threads serve would wait for threads that are not here.
     """
@@ -58,30 +58,30 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-class Turns:
-    """Which session comes next on this rank: its own calls so far, and the sessions of the others that it has passed over."""
+class SessionCounter:
+    """The number of this rank's next session: its own calls so far, and the sessions of the others that it skipped."""
 
     def __init__(self) -> None:
         self._calls = count()
         self._lock = threading.Lock()
-        self._passed = 0
+        self._skipped = 0
         self.unopened = b""
         """What this rank called last, where that did not open."""
         self.late = b""
         """The same, where it did not because this rank came too late."""
 
     def take(self) -> int:
-        """The turn of a call: their order on this rank, whatever their threads."""
+        """Take the turn of a call: the calls of this rank are numbered in order, whatever their threads."""
         return next(self._calls)
 
     def number(self, turn: int) -> int:
-        """The session that a turn belongs to, as far as is known by now."""
-        return turn + self._passed
+        """Return the session that a turn belongs to, as far as is known by now."""
+        return turn + self._skipped
 
-    def pass_over(self) -> None:
-        """A session of the others is none of this rank's: all its turns come one session later."""
+    def skip(self) -> None:
+        """Skip a session of the others that this rank does not join: all its turns come one session later."""
         with self._lock:
-            self._passed += 1
+            self._skipped += 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,19 +92,19 @@ class Group:
     size: int
     store: Any
     prefix: str
-    turns: Turns = field(default_factory=Turns)
+    sessions: SessionCounter = field(default_factory=SessionCounter)
     own: OwnStore | None = None
 
     def session(self, number: int) -> KeyValueStore:
-        """The store of a session: of the same number on every rank."""
+        """Return the store of a session: of the same number on every rank."""
         return self.named(str(number))
 
     def named(self, name: str) -> KeyValueStore:
-        """A store of the keys below a name."""
+        """Return a store of the keys below a name."""
         return cast(KeyValueStore, _STORES.PrefixStore(f"{self.prefix}/{name}", self.store))
 
-    def elsewhere(self, number: int) -> Elsewhere | None:
-        """Where a session goes on once its ranks have met; None where it stays."""
+    def next_store(self, number: int) -> NextStore | None:
+        """Return where a session goes on once its ranks have met; None where it stays."""
         return None if self.own is None else _InOwnStore(self.own, f"{self.prefix}/{number}")
 
 
@@ -123,7 +123,7 @@ class OwnStore:
         self._address = b""
 
     def address(self) -> bytes:
-        """On rank 0: where the store is, started if need be. Without a host: where the job's store is."""
+        """Return where the store is, started if need be, on rank 0. An address without a host is on that of the job's store."""
         with self._lock:
             if not self._address:
                 host = _own_address(self._host)
@@ -134,7 +134,7 @@ class OwnStore:
             return self._address
 
     def connect(self, address: bytes) -> Any:
-        """The store at the address that rank 0 gave."""
+        """Connect to the store at the address that rank 0 gave."""
         with self._lock:
             if address not in self._stores:
                 host, port = address.decode().split(" ")
@@ -151,15 +151,15 @@ class _InOwnStore:
     own: OwnStore
     prefix: str
 
-    def local_metadata(self) -> bytes:
+    def address(self) -> bytes:
         return self.own.address()
 
-    def store(self, where: bytes) -> KeyValueStore:
+    def connect(self, where: bytes) -> KeyValueStore:
         return cast(KeyValueStore, _STORES.PrefixStore(self.prefix, self.own.connect(where)))
 
 
 def current_group(process_group: Any) -> Group | None:
-    """The group to talk to; None where this process is on its own."""
+    """Return the group to talk to; None where this process is on its own."""
     if process_group is ALONE:
         return None
     if not dist.is_available() or not dist.is_initialized():
@@ -188,7 +188,7 @@ def current_group(process_group: Any) -> Group | None:
 
 @contextmanager
 def launched_group() -> Iterator[None]:
-    """A process group of all processes that ``torchrun`` started; nothing where this one is alone, or has one already."""
+    """Join a process group of all processes that ``torchrun`` started; nothing where this one is alone, or is in one already."""
     size = os.environ.get("WORLD_SIZE", "")
     if not dist.is_available() or dist.is_initialized() or not size.isdecimal() or int(size) <= 1:
         yield
@@ -212,13 +212,13 @@ def _refuse_forgotten_init(process_group: object) -> None:
 
 
 def _prefix(group: dist.ProcessGroup) -> str:
-    """The same on all ranks of the group, and only there: torch reuses a name for disjoint groups that it splits off together."""
+    """Make a prefix of keys for this group alone: torch gives disjoint groups that are split off together the same name."""
     ranks = ",".join(map(str, dist.get_process_group_ranks(group)))
     return f"reshard_ckpt/{group.group_name}/{hashlib.blake2s(ranks.encode(), digest_size=8).hexdigest()}"
 
 
 def _shared_store() -> Any:
-    """The job's own store where it will do, one connection for all groups: no call of ours waits in it."""
+    """Return the job's own store, None where it cannot append; one connection for all groups, as no call of ours waits in it."""
     world = dist.group.WORLD
     assert world is not None
     if world not in _CONNECTIONS:
@@ -227,7 +227,7 @@ def _shared_store() -> Any:
 
 
 def _connection() -> Any:
-    """A connection of our own to the store that the job was started with; None where that cannot append."""
+    """Open a connection of our own to the store that the job was started with; None where that cannot append."""
     store: Any = None
     with suppress(ImportError, ValueError, RuntimeError):
         # Private: torch has no public way to the store of a job that it started from the environment.
@@ -245,7 +245,7 @@ def _connection() -> Any:
 
 
 def _own_beside(store: Any) -> OwnStore | None:
-    """A store of the group's own beside the job's, where that may go with a rank's process group."""
+    """Make a store of the group's own beside the job's, where that may end with a rank's process group; else None."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     if not isinstance(store, _STORES.TCPStore):
@@ -255,7 +255,7 @@ def _own_beside(store: Any) -> OwnStore | None:
 
 
 def _own_store(group: dist.ProcessGroup) -> Any:
-    """A store that rank 0 of the group hosts. Collective, once in the life of the group."""
+    """Start a store that rank 0 of the group hosts, and connect to it. Collective, once in the life of the group."""
     hosts = dist.get_rank(group) == 0
     timeout = timedelta(seconds=_REPLY_S)
     address, store = "", None
@@ -274,14 +274,14 @@ def _own_store(group: dist.ProcessGroup) -> Any:
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
-    """Where the group's backend wants its tensors."""
+    """Return where the group's backend wants its tensors."""
     if any(name in dist.get_backend(group) for name in ("gloo", "mpi")):
         return torch.device("cpu")
     return torch.accelerator.current_accelerator() or torch.device("cpu")
 
 
 def _own_address(towards: str) -> str:
-    """This machine's address on the way to another: the one by which the others can reach it. No packet is sent."""
+    """Find this machine's address on the way to another: the one by which the others can reach it. No packet is sent."""
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:

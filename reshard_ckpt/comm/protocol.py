@@ -1,4 +1,4 @@
-"""What do ranks have to tell each other? Short messages: to rank 0, and from rank 0."""
+"""The protocol of control messages between ranks: short ones to rank 0, and from rank 0."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ class Comm(Protocol):
         """How many ranks the group has."""
 
     def gather(self, payload: bytes, *, undo: Callable[[], None] | None = None) -> list[bytes] | None:
-        """Everyone's payload, by rank, on rank 0; None on the others, also once all have arrived.
+        """Send a payload to rank 0. Returns all payloads by rank on rank 0, and None on the others, also once all have arrived.
 
         Parameters
         ----------
         undo
-            Run on this rank at the end of the session if this gather took place on no rank. Not run where that cannot be known.
+            Called at the end of the session if this gather took place on no rank; not called where that is not known.
         """
 
     def broadcast(self, payload: bytes | None) -> bytes:
-        """Rank 0's payload, on every rank; what the others pass is ignored."""
+        """Send rank 0's payload to every rank, and return it; what the others pass is ignored."""
 
     def scatter(self, payloads: Sequence[bytes] | None) -> bytes:
-        """On rank r, payload r of those that rank 0 passes; what the others pass is ignored."""
+        """Send payload r of those that rank 0 passes to rank r, and return it; what the others pass is ignored."""
 
 
 class SoloComm:
     """The `Comm` of a process on its own.
 
-    >>> SoloComm().gather(b"local_metadata")
-    [b'local_metadata']
+    >>> SoloComm().gather(b"plan")
+    [b'plan']
     """
 
     rank = 0

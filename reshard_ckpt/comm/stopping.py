@@ -1,10 +1,10 @@
-"""One stop for all ranks, at the same step, although every rank counts its steps by itself.
+"""A stop that all ranks make at the same step, although every rank counts its steps by itself.
 
-1. A rank counts its own steps (`AgreedStop.reached`). As long as nobody wants to stop, that asks no store and no rank.
-2. A thread of each rank looks into the store now and then. Where its own rank has been told to stop, it says so there.
-3. A thread that finds it said holds its own rank back from the next step, and posts how many steps that has begun. No rank has to
-   take a step for this, so none waits for another's training, however far they are apart.
-4. Whoever posts last decides: the step after the furthest one. Nobody has begun that, as all are held back.
+1. A rank counts its own steps (`AgreedStop.reached`). As long as no rank is to stop, that uses neither the store nor the network.
+2. A thread of each rank reads the key "wanted" of the store now and then, and sets it once its own rank is to stop.
+3. A thread that finds the key set keeps its own rank from the next step, and posts how many steps the rank has begun. No rank has
+   to take a step for this, so none waits for another's training, however far they are apart.
+4. The rank that posts last decides: the step after the furthest one. No rank has begun that, as all are held back.
 5. All ranks are let go, up to that step; rank 0 last, because its process may host the store.
 
 A rank that takes no further step has closed its stop and posted that. Then no stop is decided: the others have but the same steps
@@ -34,14 +34,14 @@ _NEVER = -1
 
 
 class Stop(Protocol):
-    """What a rank asks before each step."""
+    """The question of a rank before each step: stop here?"""
 
     def reached(self) -> bool:
-        """Count one step more; whether all ranks stop at this one, or have stopped before."""
+        """Count one step more, and tell whether all ranks stop at this one, or have stopped before."""
 
 
 @dataclass(frozen=True, slots=True)
-class LoneStop:
+class SoloStop:
     """The stop of a process on its own: at once."""
 
     wanted: Callable[[], bool]
@@ -85,11 +85,11 @@ class AgreedStop(AbstractContextManager["AgreedStop"]):
         with suppress(DistError):  # the others have ended, and the store with them
             self._post(_NEVER)
             if self._store.add("gone", 1) == self._size:
-                for key in ("wanted", "steps", "posted", "stop at", "told", "gone"):
+                for key in ("wanted", "steps", "posted", "stop at", "informed", "gone"):
                     self._store.delete_key(key)
 
     def reached(self) -> bool:
-        """Count one step more; whether all ranks stop at this one, or have stopped before.
+        """Count one step more, and tell whether all ranks stop at this one, or have stopped before.
 
         Raises
         ------
@@ -115,7 +115,7 @@ class AgreedStop(AbstractContextManager["AgreedStop"]):
                     return
         except DistError as error:
             self._error = PeerError(
-                f"the job's key-value store does not answer any more ({error}), so this rank cannot hear of a stop; "
+                f"the job's key-value store does not answer any more ({error}), so this rank cannot learn of a stop; "
                 "the process that hosts it, often rank 0, has probably ended: its log says why",
                 ranks=(0,),
             )
@@ -133,18 +133,18 @@ class AgreedStop(AbstractContextManager["AgreedStop"]):
                 return
             absent = sorted(set(range(self._size)) - self._all_posted().keys())
             self._error = PeerError(
-                f"a rank was told to stop, and {name_ranks(absent)} did not say within {self._timeout_s:g} s how far it is; "
+                f"a rank was told to stop, and {name_ranks(absent)} did not report within {self._timeout_s:g} s how far it is; "
                 "its own log says why",
                 ranks=absent,
             )
             return
         self._stop_at = int(self._store.get("stop at"))
-        self._store.add("told", 1)
+        self._store.add("informed", 1)
         if self._rank == 0:
-            self._wait(lambda: self._store.add("told", 0) + self._store.add("gone", 0) >= self._size, _FAREWELL_S)
+            self._wait(lambda: self._store.add("informed", 0) + self._store.add("gone", 0) >= self._size, _FAREWELL_S)
 
     def _post(self, num_steps: int) -> None:
-        """Say, once, how many steps this rank has begun; the last one to do so decides."""
+        """Post, once, how many steps this rank has begun; the last rank to do so decides."""
         if self._posted:
             return
         self._posted = True
@@ -158,7 +158,7 @@ class AgreedStop(AbstractContextManager["AgreedStop"]):
         return {int(rank): int(num_steps) for rank, num_steps in pairs}
 
     def _wait(self, done: Callable[[], bool], timeout_s: float) -> bool:
-        """Ask until it is so (True), or the time is over or nobody waits any more (False)."""
+        """Poll until it is done (True), or the time is over or this stop is closed (False)."""
         begin = time.monotonic()
         while not done():
             waited = time.monotonic() - begin

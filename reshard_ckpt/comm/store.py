@@ -1,21 +1,21 @@
-"""How do ranks talk over a key-value store, and all learn of a failure? Through one decision for each step.
+"""The `Comm` over a key-value store: ranks exchange messages in steps, and one decision for each step tells all of a failure.
 
 The calls of a session are its steps ``0, 1, 2, …``, the same ones on every rank. Each step has a *decision*, a key that is
 written once, by compare-and-set: "go on", by rank 0, or a refusal, by whichever rank failed. The first to write it wins, and
 every rank reads the same; so they all go on, or they all raise the same error. No rank waits for anything else.
 
 1. *To rank 0* (gather): a rank appends its message to the step's inbox, and whoever is the last rings the bell. Rank 0 waits for
-   the bell, not for each rank: one wait, one read, at any number of ranks. Then it decides.
+   the bell (a key), not for each rank: one wait, one read, at any number of ranks. Then it decides.
 2. *From rank 0* (broadcast, scatter): rank 0 puts the payload down, and then decides.
 3. *Failure*: a rank that raises writes its refusal into the first step that is not decided yet, and rings the bell of that step,
    in case rank 0 waits there. The session opens and ends with a gather, so that no failure inside it goes unseen.
 4. *Where*: the session opens in the job's store. With its first decision rank 0 may say where it goes on: in a store of its own,
-   which outlives the process group, and is gone when the last session that uses it is.
-5. *Deadline*: whoever has waited too long reads in the inbox who has not arrived, and refuses the step, naming them.
-6. *Leaving*: each rank counts itself out, rank 0 last, because its process may host the store. Whoever counts to the full number
-   deletes the session's keys: usually rank 0, or a rank that everyone else had given up.
+   which outlives the process group, and ends with the last session that uses it.
+5. *Deadline*: a rank that has waited too long reads in the inbox which ranks have not arrived, and refuses the step, naming them.
+6. *Leaving*: each rank counts itself out, rank 0 last, because its process may host the store. The rank that counts to the full
+   number deletes the session's keys: usually rank 0, or a rank that all others had given up.
 
-Waiting is asking again, at intervals of a tenth of the time waited so far. A blocking wait of the store could not be
+Waiting is polling, at intervals of a tenth of the time waited so far. A blocking wait of the store could not be
 interrupted, would hold the client's lock against every other user in this process, and prints warnings when its time is over.
 """
 
@@ -34,7 +34,7 @@ from torch.distributed import DistError
 from ..errors import PeerError
 from .wire import Frame, Refusal, decode_frames, encode_frame, name_ranks, refusal_of
 
-# How rank 0 lets a step pass: with the name of the call that it makes there itself.
+# The decisions that let a step pass: the name of the call that rank 0 itself makes there.
 _PASSED = (b"gather", b"broadcast", b"scatter")
 _LENGTH = struct.Struct("<Q")
 
@@ -45,11 +45,11 @@ _INLINE_BYTES = 64 << 10
 _FIRST_PAUSE_S = 0.0002
 _FAREWELL_S = 5.0
 _HOST_FAREWELL_S = 60.0
-"""Where rank 0's own process hosts the store, to leave before the others would make their save fail."""
+"""Where rank 0's own process hosts the store: if it left before the others, their save would fail."""
 
 
 class KeyValueStore(Protocol):
-    """What is used of `torch.distributed.Store`: its type stubs lack some of it."""
+    """The methods of `torch.distributed.Store` that are used here; its type stubs lack some of them."""
 
     def append(self, key: str, value: bytes, /) -> None: ...
     def add(self, key: str, amount: int, /) -> int: ...
@@ -61,25 +61,25 @@ class KeyValueStore(Protocol):
     def delete_key(self, key: str, /) -> bool: ...
 
 
-class Elsewhere(Protocol):
-    """A place for a session beside the job's store."""
+class NextStore(Protocol):
+    """The store to which a session moves once its ranks have met in the job's store."""
 
-    def local_metadata(self) -> bytes:
-        """On rank 0: where the session goes on; ``b""`` where it stays."""
+    def address(self) -> bytes:
+        """Return where the session goes on, on rank 0; ``b""`` where it stays."""
 
-    def store(self, where: bytes) -> KeyValueStore:
-        """The session's keys in the place that rank 0 offered."""
+    def connect(self, where: bytes) -> KeyValueStore:
+        """Connect to the session's keys at the address that rank 0 sent."""
 
 
 class StoreComm:
     """The `Comm` of one session whose keys nobody else uses."""
 
     def __init__(
-        self, store: KeyValueStore, rank: int, size: int, *, title: str, timeout_s: float, elsewhere: Elsewhere | None = None
+        self, store: KeyValueStore, rank: int, size: int, *, title: str, timeout_s: float, next_store: NextStore | None = None
     ) -> None:
         self._store, self.rank, self.size = store, rank, size
-        self._elsewhere = elsewhere
-        self._entrance: KeyValueStore | None = None
+        self._next_store = next_store
+        self._first_store: KeyValueStore | None = None
         """On rank 0, and while it has keys of this session: the store that the session has left."""
         self._has_moved = False
         self._title, self._timeout_s = title, timeout_s
@@ -97,7 +97,7 @@ class StoreComm:
         with self._reachable():
             self._arrive(payload)
             if self.rank:
-                self._obey("gather")
+                self._await_decision("gather")
                 return None
             messages = self._collect(payload)
             self._decide("gather")
@@ -108,7 +108,7 @@ class StoreComm:
             self._stop_if_over()
             key = self._key("all")
             if self.rank:
-                self._obey("broadcast")
+                self._await_decision("broadcast")
                 return self._load(key)
             assert payload is not None
             self._save({key: payload})
@@ -120,7 +120,7 @@ class StoreComm:
             self._stop_if_over()
             if self.rank:
                 key = self._key("to", self.rank)
-                self._obey("scatter")
+                self._await_decision("scatter")
                 return self._take(key)
             assert payloads is not None
             assert len(payloads) == self.size
@@ -131,7 +131,7 @@ class StoreComm:
     # --- the frame of a session ---
 
     def open(self, kind: str, subject: str, *, before: bytes = b"") -> bool:
-        """The first step: everyone is here, for the same thing.
+        """Take the first step: check that all ranks are here, for the same call.
 
         Parameters
         ----------
@@ -141,8 +141,8 @@ class StoreComm:
         Returns
         -------
         bool
-            False where this session is not the one that this call is for: the others have given this rank up in it, for
-            another call, which it left out; or they have come only now for what it called before. It belongs in the next.
+            False where this session is not the one of this call, which belongs in the next: either the others gave this rank up
+            in a session for another call, which it left out; or they have come only now for the call that it made before.
         """
         call = call_of(kind, subject)
         with self._reachable():
@@ -159,13 +159,13 @@ class StoreComm:
     def _meet(self, call: bytes) -> None:
         self._arrive(call, shown=True)
         if self.rank:
-            self._obey("gather")
+            self._await_decision("gather")
             return
         calls = self._collect(call)
         if len(set(calls)) > 1:
             self._refuse(_disagreement(calls))
             self._stop_if_over()
-        self._decide("gather", where=self._elsewhere.local_metadata() if self._elsewhere else b"")
+        self._decide("gather", where=self._next_store.address() if self._next_store else b"")
 
     @property
     def late(self) -> bool:
@@ -181,7 +181,7 @@ class StoreComm:
         return self.late or set(calls) == {before}
 
     def _others_calls(self) -> list[bytes]:
-        """What the others who came to this session in time called."""
+        """Return the calls of the other ranks that came to this session in time."""
         inbox = "0/in"
         if not self._store.check([inbox]):
             return []
@@ -202,10 +202,10 @@ class StoreComm:
         return counts == own
 
     def abort(self, error: BaseException) -> None:
-        """Tell the others of an error of this rank, unless it is theirs that it raises."""
+        """Tell the others of an error of this rank, unless it is one that they reported."""
         if self._refusal is not None:
             return
-        with suppress(DistError):  # without a store there is nobody to tell, and `error` says more
+        with suppress(DistError):  # without a store no rank can be reached, and `error` says more
             while self._refuse(refusal_of(error, self.rank)) is None:
                 self._step += 1
             for step in range(self._step):
@@ -220,10 +220,10 @@ class StoreComm:
                 self._wait(lambda: self._store.add("left", 0) >= present, min(farewell_s, self._timeout_s))
             if self._store.add("left", 1) == self.size:
                 self._delete_all()
-                self._clear_entrance()
+                self._clear_first_store()
 
     def undo(self) -> None:
-        """Take back what was done for a gather that did not take place: this step was refused, so no later one will."""
+        """Call the `undo` of a gather that did not take place: this step was refused, so no later one will."""
         if self._refusal is not None and self._undo is not None and self._step <= self._undo[0]:
             self._undo[1]()
 
@@ -235,40 +235,45 @@ class StoreComm:
     def _arrive(self, payload: bytes, *, shown: bool = False) -> None:
         """Put this rank's message into the step's inbox; the last one to do so rings."""
         self._stop_if_over()
-        aside = len(payload) > _INLINE_BYTES and self.rank != 0
-        if aside:
+        separate = len(payload) > _INLINE_BYTES and self.rank != 0
+        if separate:
             self._save({self._key("from", self.rank): payload})
-        # Rank 0 has its own payload already; that it has arrived is for the others to see, and sometimes (`shown`) for what.
-        frame = Frame(self.rank, aside, b"" if aside or (self.rank == 0 and not shown) else bytes(payload))
+        # Rank 0 keeps its own payload; its frame shows the others that it has arrived, and sometimes (`shown`) for which call.
+        is_empty = separate or (self.rank == 0 and not shown)
+        frame = Frame(self.rank, separate, b"" if is_empty else bytes(payload))
         self._store.append(self._key("in"), encode_frame(frame))
         if self._store.add(self._key("arrived"), 1) == self.size:
             self._store.set(self._key("bell"), b"")
 
     def _collect(self, own: bytes) -> list[bytes]:
-        """On rank 0: all messages of this step, by rank."""
+        """Wait for all messages of this step, on rank 0; returns them by rank."""
         bell = self._key("bell")
         if not self._wait(lambda: self._store.check([bell]), self._timeout_s):
             self._expire()
         if self._store.check([self._key("decision")]):
-            self._follow(self._store.get(self._key("decision")), "gather")
-        self._clear_entrance()  # all have come here, so nobody looks there any more
+            self._apply(self._store.get(self._key("decision")), "gather")
+        self._clear_first_store()  # all have come here, so nobody looks there any more
         frames = {frame.rank: frame for frame in decode_frames(self._store.get(self._key("in")))}
-        others = (frames[rank] for rank in range(1, self.size))
-        return [bytes(own), *(self._take(self._key("from", f.rank)) if f.aside else f.payload for f in others)]
+        messages = [bytes(own)]
+        for rank in range(1, self.size):
+            frame = frames[rank]
+            messages.append(self._take(self._key("from", rank)) if frame.separate else frame.payload)
+        return messages
 
     def _decide(self, call: str, *, where: bytes = b"") -> None:
-        """On rank 0: let the step pass, unless a rank has refused it."""
+        """Let the step pass, on rank 0, unless a rank has refused it."""
         decision = b" ".join((call.encode(), where)) if where else call.encode()
-        self._follow(self._store.compare_set(self._key("decision"), b"", decision), call)
+        self._apply(self._store.compare_set(self._key("decision"), b"", decision), call)
 
-    def _obey(self, call: str) -> None:
-        """On the others: wait for the step's decision."""
+    def _await_decision(self, call: str) -> None:
+        """Wait for the step's decision, on the other ranks, and apply it."""
         decision = self._key("decision")
         if not self._wait(lambda: self._store.check([decision]), self._timeout_s):
             self._expire()
-        self._follow(self._store.get(decision), call)
+        self._apply(self._store.get(decision), call)
 
-    def _follow(self, decision: bytes, call: str) -> None:
+    def _apply(self, decision: bytes, call: str) -> None:
+        """Go on to the next step, or raise the refusal that the decision is."""
         passed, where = _passed(decision)
         if not passed:
             self._refusal = Refusal.decode(decision)
@@ -284,18 +289,18 @@ class StoreComm:
             )
 
     def _move(self, where: bytes) -> None:
-        """Go on in the store that rank 0 said."""
-        assert self._elsewhere is not None
-        left, self._store = self._store, self._elsewhere.store(where)
-        self._has_moved, self._entrance = True, None if self.rank else left
+        """Move to the store at the address that rank 0 sent."""
+        assert self._next_store is not None
+        left, self._store = self._store, self._next_store.connect(where)
+        self._has_moved, self._first_store = True, None if self.rank else left
 
-    def _clear_entrance(self) -> None:
-        """On rank 0: delete what the session left in the job's store, and let go of it, so that it may end."""
-        entrance, self._entrance = self._entrance, None
-        if entrance is not None:
+    def _clear_first_store(self) -> None:
+        """Delete what the session left in the job's store, on rank 0, and drop it, so that it may end."""
+        first_store, self._first_store = self._first_store, None
+        if first_store is not None:
             with suppress(DistError):  # it may be gone by now, and its keys with it
                 for name in ("in", "arrived", "bell", "decision"):
-                    entrance.delete_key(f"0/{name}")
+                    first_store.delete_key(f"0/{name}")
 
     def _stop_if_over(self) -> None:
         if self._refusal is not None:
@@ -306,7 +311,7 @@ class StoreComm:
         return self._refusal
 
     def _refuse(self, refusal: Refusal) -> Refusal | None:
-        """Refuse this step; the refusal that counts (another rank may have been quicker), None where rank 0 let it pass."""
+        """Refuse this step; returns the refusal that counts, perhaps another rank's; None where rank 0 has let the step pass."""
         decision = self._store.compare_set(self._key("decision"), b"", refusal.encode())
         if _passed(decision)[0]:
             return None
@@ -315,7 +320,7 @@ class StoreComm:
         return self._refusal
 
     def _expire(self) -> None:
-        """The time is over: refuse the step and name who is missing, unless it is decided at this very moment."""
+        """Refuse the step, as the time is over, and name the ranks that are missing; unless it is decided at this very moment."""
         inbox = self._key("in")
         arrived = {frame.rank for frame in decode_frames(self._store.get(inbox))} if self._store.check([inbox]) else set()
         absent = tuple(rank for rank in range(self.size) if rank not in arrived) if arrived else (0,)
@@ -329,7 +334,7 @@ class StoreComm:
         self._refuse(Refusal("PeerError", message, absent, absent=absent))
 
     def _wait(self, done: Callable[[], bool], timeout_s: float) -> bool:
-        """Ask until it is so (True) or the time is over (False)."""
+        """Poll until it is done (True) or the time is over (False)."""
         begin = time.monotonic()
         while not done():
             waited = time.monotonic() - begin
@@ -341,14 +346,16 @@ class StoreComm:
     # --- payloads, in chunks: <key>/0 begins with the length of all ---
 
     def _save(self, payloads: Mapping[str, bytes]) -> None:
-        keys, values, held = list[str](), list[bytes](), 0
+        keys: list[str] = []
+        values: list[bytes] = []
+        num_bytes = 0
         for key, value in _chunked(payloads):
             keys.append(key)
             values.append(value)
-            held += len(value)
-            if held >= _CHUNK_BYTES:
+            num_bytes += len(value)
+            if num_bytes >= _CHUNK_BYTES:
                 self._store.multi_set(keys, values)
-                keys, values, held = [], [], 0
+                keys, values, num_bytes = [], [], 0
         if keys:
             self._store.multi_set(keys, values)
 
@@ -399,13 +406,13 @@ class StoreComm:
 
 
 def _passed(decision: bytes) -> tuple[str, bytes]:
-    """The call that a decision lets pass, "" if it is a refusal; and where the session goes on, if that is said."""
+    """Parse a decision: the call that it lets pass, "" if it is a refusal; and the address of the next store, if there is one."""
     call, _, where = decision.partition(b" ")
     return (call.decode(), where) if call in _PASSED else ("", b"")
 
 
 def call_of(kind: str, subject: str) -> bytes:
-    """What a session is opened for, as ranks compare it."""
+    """Encode what a session is opened for, as ranks compare it."""
     return json.dumps([kind, subject]).encode()
 
 
@@ -422,12 +429,12 @@ def _chunked(payloads: Mapping[str, bytes]) -> Iterator[tuple[str, bytes]]:
 
 
 def _disagreement(calls: Sequence[bytes]) -> Refusal:
-    """Ranks that make different calls: which ranks which, and those in the minority as the ones at fault."""
+    """Make the refusal of different calls: which ranks made which, and those in the minority as the ones at fault."""
     count = Counter(calls)
     usual = max(count, key=lambda call: (count[call], call == calls[0]))
     by_call = {call: [rank for rank, made in enumerate(calls) if made == call] for call in dict.fromkeys(calls)}
-    told = "; ".join(f"{name_ranks(ranks)}: {kind} {subject!r}" for (kind, subject), ranks in _spelled(by_call))
-    message = f"ranks called different things: {told}; every rank must make the same calls in the same order"
+    lines = "; ".join(f"{name_ranks(ranks)}: {kind} {subject!r}" for (kind, subject), ranks in _spelled(by_call))
+    message = f"ranks called different things: {lines}; every rank must make the same calls in the same order"
     return Refusal("PeerError", message, tuple(rank for rank, made in enumerate(calls) if made != usual))
 
 

@@ -1,4 +1,4 @@
-"""How do errors and small messages travel between ranks? Errors as JSON, messages as frames; never a pickle."""
+"""Encodings of errors and small messages between ranks: errors as JSON, messages as frames; never a pickle."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ _MAX_NAMED = 16
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One rank's message in an inbox; `aside` says that the payload is under a key of its own, and none is here."""
+    """One rank's message in an inbox; a `separate` one has its payload under a key of its own, and none here."""
 
     rank: int
-    aside: bool
+    separate: bool
     payload: bytes
 
 
 def encode_frame(frame: Frame) -> bytes:
-    return _FRAME.pack(frame.rank, frame.aside, len(frame.payload)) + frame.payload
+    return _FRAME.pack(frame.rank, frame.separate, len(frame.payload)) + frame.payload
 
 
 def decode_frames(inbox: bytes) -> Iterator[Frame]:
-    """The frames of an inbox, in order of arrival."""
+    """Yield the frames of an inbox, in order of arrival."""
     position = 0
     while position < len(inbox):
-        rank, aside, length = _FRAME.unpack_from(inbox, position)
+        rank, separate, length = _FRAME.unpack_from(inbox, position)
         position += _FRAME.size
-        yield Frame(rank, bool(aside), inbox[position : position + length])
+        yield Frame(rank, bool(separate), inbox[position : position + length])
         position += length
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a session ended early: what every rank that did not fail itself raises, and who never arrived."""
+    """The reason why a session ended early: what every rank that did not fail itself raises, and the ranks that never arrived."""
 
     kind: str
     message: str
@@ -70,7 +70,7 @@ class Refusal:
 
 
 def refusal_of(error: BaseException, rank: int) -> Refusal:
-    """What the other ranks shall raise for an error of this one: the same class where it is one of this package's."""
+    """Convert an error of this rank to what the other ranks raise: the same class where it is one of this package's."""
     if not isinstance(error, CheckpointError):
         # Not `str(error)`, which may itself raise for a class that is not ours.
         text = "".join(traceback.format_exception_only(type(error), error)).strip()
@@ -91,17 +91,17 @@ def _at_most(lines: Iterable[str], max_chars: int) -> Iterator[str]:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Ranks for people: runs joined, the first ones if there are many.
+    """Name ranks in a message: ranges joined, the first ones if there are many.
 
     >>> name_ranks([3]), name_ranks([0, 1, 2, 5])
     ('rank 3', 'ranks 0-2, 5')
     """
-    runs: list[list[int]] = []
+    ranges: list[list[int]] = []
     for rank in sorted(ranks):
-        if runs and runs[-1][-1] == rank - 1:
-            runs[-1][1:] = [rank]
+        if ranges and ranges[-1][-1] == rank - 1:
+            ranges[-1][1:] = [rank]
         else:
-            runs.append([rank])
-    shown = ", ".join("-".join(map(str, run)) for run in runs[:_MAX_NAMED])
-    more = " and more" if len(runs) > _MAX_NAMED else ""
+            ranges.append([rank])
+    shown = ", ".join("-".join(map(str, bounds)) for bounds in ranges[:_MAX_NAMED])
+    more = " and more" if len(ranges) > _MAX_NAMED else ""
     return f"rank{'s' if len(ranks) != 1 else ''} {shown}{more}"

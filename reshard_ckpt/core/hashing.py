@@ -1,4 +1,4 @@
-"""Keys that come from a file: at most a few may have the same hash
+"""A check that few of the keys that come from a file have the same hash
 
 Python salts the hashes of text and bytes; those of numbers and of tuples of numbers are the same in every process. An integer's
 hash is its remainder modulo 2^61 - 1, so a file can spell any number of keys with one hash, and to put n of these into a dict or
@@ -20,7 +20,7 @@ _SALTED = frozenset({str, bytes})
 
 
 def too_many_alike(keys: Collection[Hashable]) -> bool:
-    """Whether more than `MAX_ALIKE` of these have one hash.
+    """Return whether more than `MAX_ALIKE` of these have one hash.
 
     >>> too_many_alike(range(1000)), too_many_alike([i * (2**61 - 1) for i in range(1000)])
     (False, True)

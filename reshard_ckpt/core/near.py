@@ -1,4 +1,4 @@
-"""Which known name may a wrong one be meant as? Found in one pass over a hundred thousand.
+"""The known name that a wrong one was probably meant as, found in one pass over a hundred thousand.
 
 Two names are near if they differ in one step between dots, which is alike in both, or if one has one step more than the other.
 Numbers are never alike: another layer is not meant.
@@ -20,25 +20,25 @@ MAX_COMPARED = 300_000
 
 
 def nearest(wrong: Iterable[str], known: Iterable[str]) -> dict[str, str]:
-    """For each wrong name that is near a known one, the nearest.
+    """Find the nearest known name for each wrong one that is near any.
 
     >>> nearest(["model.layer.1.weight", "layers.1.weight", "step"], ["model.layers.0.weight", "model.layers.1.weight", "extra"])
     {'model.layer.1.weight': 'model.layers.1.weight', 'layers.1.weight': 'model.layers.1.weight'}
     """
     # One difference leaves about half of the steps as they are, before it or behind it: only such names are compared.
-    asked: dict[tuple[int, Steps], list[Steps]] = {}
+    by_half: dict[tuple[int, Steps], list[Steps]] = {}
     for name in wrong:
         steps = tuple(name.split("."))
         half = (len(steps) - 1) // 2 or len(steps) - 1
         for key in {(half, steps[:half]), (-half, steps[len(steps) - half :])}:
-            asked.setdefault(key, []).append(steps)
-    halves = {half for half, _ in asked}
+            by_half.setdefault(key, []).append(steps)
+    halves = {half for half, _ in by_half}
     found: dict[str, tuple[float, str]] = {}
     left = MAX_COMPARED
     for other in known:
         theirs = tuple(other.split("."))
         for half in halves:
-            near = asked.get((half, theirs[:half] if half >= 0 else theirs[half:]), [])
+            near = by_half.get((half, theirs[:half] if half >= 0 else theirs[half:]), [])
             left -= len(near)
             for steps in near if left > 0 else ():
                 score, name = _likeness(steps, theirs), ".".join(steps)
@@ -48,7 +48,7 @@ def nearest(wrong: Iterable[str], known: Iterable[str]) -> dict[str, str]:
 
 
 def _likeness(ours: Steps, theirs: Steps) -> float:
-    """From 0 to 1."""
+    """Rate how much two names are the same, from 0 to 1."""
     short, long = sorted((ours, theirs), key=len)
     if len(long) == len(short) + 1:
         return 0.9 if any(long[:i] + long[i + 1 :] == short for i in range(len(long))) else 0.0

@@ -1,4 +1,4 @@
-"""What a save and a load say that they did, and how many problems one message says."""
+"""Reports of saves and loads, and messages that list many problems."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MAX_NAMED = 10
 
 
 def summarize(problems: Sequence[str], advice: str) -> str:
-    """One message for all problems, and what to do next.
+    """Make one message of all problems, and of what to do next.
 
     >>> print(summarize(["w: missing"], "load with strict=False"))
     w: missing; load with strict=False
@@ -27,7 +27,7 @@ def summarize(problems: Sequence[str], advice: str) -> str:
 
 
 def summarize_kinds(problems: Mapping[str, Sequence[str]], advice: str) -> str:
-    """As `summarize`, of problems by kind: where not all are said, some of each kind are.
+    """Make one message of problems by kind: where not all are listed, some of each kind are.
 
     >>> lines = {"missing": [f"m{i}: not saved" for i in range(20)], "of another shape": ["s: larger"]}
     >>> print(summarize_kinds(lines, "load with strict=False"))  # doctest: +ELLIPSIS
@@ -42,13 +42,15 @@ def summarize_kinds(problems: Mapping[str, Sequence[str]], advice: str) -> str:
     if total <= MAX_NAMED:
         return summarize([line for lines in problems.values() for line in lines], advice)
     out = [f"{total} problems; {advice}:"]
-    left, num = MAX_NAMED, sum(bool(lines) for lines in problems.values())
+    left = MAX_NAMED
+    num = sum(bool(lines) for lines in problems.values())
     # The kinds with few lines take less than their part, which is left for the others.
     shown = {}
     for kind in sorted(problems, key=lambda kind: len(problems[kind])):
         if problems[kind]:
             shown[kind] = min(len(problems[kind]), max(left // num, 1))
-            left, num = left - shown[kind], num - 1
+            left -= shown[kind]
+            num -= 1
     for kind, lines in problems.items():
         out += [f"  {line}" for line in lines[: shown.get(kind, 0)]]
         if (more := len(lines) - shown.get(kind, 0)) > 0:
@@ -58,12 +60,12 @@ def summarize_kinds(problems: Mapping[str, Sequence[str]], advice: str) -> str:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SaveReport:
-    """What a save did on this rank, for metrics.
+    """Figures of one save on this rank, for metrics.
 
     Attributes
     ----------
     path, save_id
-        Where the checkpoint is, as the caller said it, and which save it is.
+        Where the checkpoint is, as the caller gave it, and which save it is.
     num_bytes
         Bytes that this rank wrote.
     total_bytes
@@ -89,7 +91,7 @@ class SaveReport:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What a load did.
+    """The outcome of a load on this rank, and the problems of all ranks.
 
     The tuples hold one line for each thing that did not load, on any rank; with ``strict=True`` they are empty.
 
@@ -150,6 +152,6 @@ class LoadReport:
         converted: Sequence[str] = (),
         saved_as: Sequence[str] = (),
     ) -> LoadReport:
-        """The same, with what this rank loaded."""
+        """Add what this rank loaded."""
         of_rank = {"converted": tuple(converted), "saved_as": tuple(saved_as)}
         return replace(self, num_tensors=num_tensors, num_bytes=num_bytes, bytes_read=bytes_read, **of_rank)

@@ -1,8 +1,9 @@
-"""Where did the time of a save go? The steps of every rank on one axis of time.
+"""The timeline of a save: the steps of every rank on one axis of time.
 
-Ranks have clocks of their own. `ClockBounds` holds what messages prove of two of them: none arrives before it is sent, so
+Ranks have clocks of their own. `ClockBounds` holds what messages show about two of them: none arrives before it is sent, so
 each one to rank 0 gives a lower bound of how far a rank's clock is ahead of rank 0's, and each one from rank 0 an upper bound.
-`offset` then believes the clocks, which is exact on one machine, as far as the messages allow it, and says how far it may be off.
+`offset` then trusts the clocks, which is exact on one machine, as far as the messages allow it; `uncertainty` says how far it may
+be off.
 """
 
 from __future__ import annotations
@@ -77,11 +78,11 @@ class Timeline:
         return max((step.end_s for step in self.steps), default=0.0)
 
     def label(self, rank: int) -> str:
-        """A rank and its coordinates, as in log lines: ``"rank 5 dp=1 tp=1"``."""
+        """Name a rank and its coordinates, as log lines do: ``"rank 5 dp=1 tp=1"``."""
         return rank_label(rank, self.mesh)
 
     def chrome_trace(self) -> dict[str, Any]:
-        """The same in the format that ``chrome://tracing`` and Perfetto open, to be written as JSON: a process for each rank."""
+        """Convert to the format that ``chrome://tracing`` and Perfetto open, to be written as JSON: a process for each rank."""
         threads = list(dict.fromkeys(step.thread for step in self.steps))
         events: list[dict[str, Any]] = []
         for rank in range(self.num_ranks):
@@ -105,7 +106,7 @@ class Timeline:
 
 
 def rank_label(rank: int, mesh: Mesh | None) -> str:
-    """A rank and its coordinates on a mesh of all ranks, for people.
+    """Name a rank and its coordinates on a mesh of all ranks.
 
     >>> rank_label(5, Mesh(("dp", "tp"), (4, 2)))
     'rank 5 dp=2 tp=1'

@@ -1,8 +1,9 @@
-"""Words of messages: articles, numbers with their nouns, and text that can be written at all"""
+"""Words of messages: articles, numbers with their nouns, shortened lists, and text that can be written at all"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from ..errors import UnsupportedError
 
@@ -10,7 +11,7 @@ _VOWEL = re.compile(r"[aeio]|u(?!int|ni|se|tf)", re.IGNORECASE)
 
 
 def a(noun: str) -> str:
-    """A noun with its article.
+    """Put its article before a noun.
 
     >>> a("torch.device"), a("argparse.Namespace"), a("uint8")
     ('a torch.device', 'an argparse.Namespace', 'a uint8')
@@ -19,12 +20,22 @@ def a(noun: str) -> str:
 
 
 def plural(count: int, one: str, more: str | None = None) -> str:
-    """A number and its noun.
+    """Put a number before its noun.
 
     >>> plural(1, "file"), plural(1200, "file"), plural(2, "entry", "entries")
     ('1 file', '1,200 files', '2 entries')
     """
     return f"{count:,} {one if count == 1 else more or one + 's'}"
+
+
+def few(names: Sequence[str], limit: int = 5) -> str:
+    """List the first of many names, and how many more there are.
+
+    >>> few(["a", "b"]), few(["a", "b", "c"], 2)
+    ('a, b', 'a, b and 1 more')
+    """
+    more = len(names) - limit
+    return ", ".join(names[:limit]) + (f" and {more} more" if more > 0 else "")
 
 
 def check_text(text: str, what: str) -> None:

@@ -1,8 +1,8 @@
-"""How is every byte of a shard file proved, also when only some of it is read?
+"""Block checksums of shard files, which verify any bytes of a file without reading all of it.
 
 1. The file is cut into blocks of `block_bytes` from byte 0, the last one as long as what is left; each has an XXH3-64.
 2. The digests of all blocks, behind a header that says what they are of, make the digests file beside the shard file.
-3. The catalog keeps one XXH3-128 of the digests file, so the chain of proof begins there.
+3. The catalog, which has checksums of its own, keeps one XXH3-128 of the digests file.
 
 A reader of a few bytes needs only the blocks that hold them: `block_digest` of each, compared with `Digests.values`.
 XXH3 finds damage; it does not keep out somebody who forges both the data and the catalog.
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer  # collections.abc has it from Python 3.12 on
 
 BLOCK_BYTES = 128 * 1024
-"""Small enough that a slice of a row proves little more than itself, large enough that digests are 1/16,384 of the data."""
+"""Small enough that to verify a slice of a row takes little more than the slice, large enough that digests are 1/16,384 of the
+data."""
 
 ALLOWED_BLOCK_BYTES = (64 * 1024, 128 * 1024, 256 * 1024)
 
@@ -43,7 +44,7 @@ class Digests:
 
 
 def num_blocks(file_size: int, block_bytes: int) -> int:
-    """How many blocks a file has.
+    """Compute how many blocks a file has.
 
     >>> num_blocks(131073, 131072)
     2
@@ -52,12 +53,12 @@ def num_blocks(file_size: int, block_bytes: int) -> int:
 
 
 def digests_file_bytes(file_size: int, block_bytes: int = BLOCK_BYTES) -> int:
-    """The size of the digests file of a shard file of `file_size` bytes."""
+    """Compute the size of the digests file of a shard file of `file_size` bytes."""
     return _HEADER.size + 8 * num_blocks(file_size, block_bytes)
 
 
 def digest128(data: Buffer) -> bytes:
-    """The XXH3-128 of `data`, 16 bytes in its canonical (big-endian) form.
+    """Compute the XXH3-128 of `data`, 16 bytes in its canonical (big-endian) form.
 
     >>> digest128(b"").hex()
     '99aa06d3014798d86001c324468d497f'
@@ -66,7 +67,7 @@ def digest128(data: Buffer) -> bytes:
 
 
 def block_digest(*fragments: Buffer) -> int:
-    """The XXH3-64 of a block whose bytes lie in several places, in their order.
+    """Compute the XXH3-64 of a block whose bytes lie in several places, in their order.
 
     >>> block_digest(b"ab", b"c") == block_digest(b"abc")
     True
@@ -96,7 +97,7 @@ class BlockHasher:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes seen so far."""
+        """Bytes hashed so far."""
         return len(self._digests) * self._block_bytes + self._open_bytes
 
     @property
@@ -120,7 +121,7 @@ class BlockHasher:
             self._open_bytes += view.nbytes - whole
 
     def _fill_open_block(self, view: memoryview) -> int:
-        """How many bytes of `view` went into a block begun before; afterwards no block is open unless `view` is used up."""
+        """Add to a block that is begun; returns how many bytes of `view` it took. It stays open only if `view` is used up."""
         if self._open_bytes == 0:
             return 0
         head = view[: self._block_bytes - self._open_bytes]
@@ -136,19 +137,19 @@ class BlockHasher:
         self._open_bytes = 0
 
     def close(self) -> list[int]:
-        """The digests of all blocks; the last one ends with the bytes seen."""
+        """End the last block with the bytes hashed so far; returns the digests of all blocks."""
         if self._open_bytes:
             self._close_block()
         return self._digests
 
     def finish(self) -> bytes:
-        """The digests file of all bytes seen."""
+        """Encode the digests file of all bytes hashed so far."""
         size = self.num_bytes
         return encode_digests(self.close(), self._block_bytes, size)
 
 
 def wrong_blocks(parts: Iterable[Buffer], low: int, values: Sequence[int] | NDArray[np.uint64], block_bytes: int) -> list[int]:
-    """Where those blocks of a file begin whose digest is another than in `values`, which has that of every block.
+    """Find the blocks whose digest is not the one in `values`; returns where they begin. `values` has the digests of all blocks.
 
     Parameters
     ----------
@@ -173,7 +174,7 @@ def wrong_blocks(parts: Iterable[Buffer], low: int, values: Sequence[int] | NDAr
 
 
 def encode_digests(values: Iterable[int] | NDArray[np.uint64], block_bytes: int, file_size: int) -> bytes:
-    """The digests file: a header, then a little-endian uint64 for each block."""
+    """Encode a digests file: a header, then a little-endian uint64 for each block."""
     column = values if isinstance(values, np.ndarray) else np.fromiter(values, np.uint64)
     return _HEADER.pack(_MAGIC, _VERSION, block_bytes, file_size) + column.astype("<u8").tobytes()
 
@@ -184,11 +185,11 @@ def decode_digests(data: bytes | memoryview, file_size: int, *, name: str = "dig
     Parameters
     ----------
     data
-        All of it; the caller proves it against the catalog's digest of it.
+        All of it; the caller checks it against the catalog's digest of it.
     file_size
         Bytes of the shard file that it must describe.
     name
-        What to call it in messages.
+        Its name in messages.
 
     Raises
     ------

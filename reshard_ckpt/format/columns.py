@@ -1,11 +1,11 @@
-"""How does a column of numbers or texts become bytes that are small, and quick and safe to read?
+"""Columns of numbers and texts as bytes that are small, and quick and safe to read.
 
 1. *Integers* are not negative; they are stored little-endian at the narrowest width of 1, 2, 4 or 8 bytes that holds the largest.
    A column whose entries are all alike stores one.
 2. *Texts* are one run of bytes, and a column of their lengths. All alike, they are stored once.
-3. A *table* is a msgpack map of columns. What a reader does not know in it, it passes over.
+3. A *table* is a msgpack map of columns. A reader ignores columns that it does not know.
 
-Entries are at fixed places, so a reader may take a few rows of a column without the rest. No count is believed before it is
+Entries are at fixed places, so a reader may take a few rows of a column without the rest. No count is trusted before it is
 compared with the bytes that are there.
 """
 
@@ -35,7 +35,7 @@ _MAX_MEMBERS = 256
 
 
 def pack_ints(values: I64 | NDArray[np.uint8] | Sequence[int]) -> list[Any]:
-    """A column of integers from 0 to 2⁶³ - 1, ready for msgpack.
+    """Encode a column of integers from 0 to 2⁶³ - 1, ready for msgpack.
 
     >>> pack_ints([7, 7, 7])
     ['u1', 3, b'\\x07']
@@ -52,12 +52,12 @@ def pack_ints(values: I64 | NDArray[np.uint8] | Sequence[int]) -> list[Any]:
 
 
 def pack_matrix(values: I64) -> list[Any]:
-    """The columns of a matrix, leftmost first."""
+    """Encode the columns of a matrix, leftmost first."""
     return [pack_ints(column) for column in values.T]
 
 
 def pack_bytes(values: Sequence[bytes]) -> list[Any]:
-    """A column of byte strings.
+    """Encode a column of byte strings.
 
     >>> pack_bytes([b"ab", b"", b"c"])
     [3, ['u1', 3, b'\\x02\\x00\\x01'], b'abc']
@@ -67,18 +67,18 @@ def pack_bytes(values: Sequence[bytes]) -> list[Any]:
 
 
 def pack_texts(values: Sequence[str]) -> list[Any]:
-    """A column of texts, in UTF-8."""
+    """Encode a column of texts, in UTF-8."""
     return pack_bytes([value.encode() for value in values])
 
 
 def pack_table(fields: Mapping[str, Any]) -> bytes:
-    """A table's section body."""
+    """Encode the body of a table's section."""
     packed: bytes = msgpack.packb(dict(fields))
     return packed
 
 
 def unpack_map(data: bytes | memoryview, name: str) -> dict[str, Any]:
-    """A msgpack map with text keys; no array or map in it may be large, so its headers cannot make us reserve much memory."""
+    """Decode a msgpack map with text keys; no array or map in it may be large, so that its headers cannot claim much memory."""
     try:
         node = msgpack.unpackb(data, max_array_len=_MAX_MEMBERS, max_map_len=_MAX_MEMBERS, max_ext_len=0)
     except (ValueError, TypeError, MemoryError, RecursionError, msgpack.UnpackException) as error:
@@ -100,18 +100,18 @@ class Table:
         return CorruptError(f"catalog: {self.name}.{field} {why}; use another checkpoint")
 
     def field(self, field: str, kind: type) -> Any:
-        """A field that is no column, of exactly this type."""
+        """Read a field that is no column, of exactly this type."""
         value = self.fields.get(field)
         if type(value) is not kind:
             raise self.corrupt(field, f"is {'missing' if field not in self.fields else 'no ' + kind.__name__}")
         return value
 
     def ints(self, field: str, count: int | None = None) -> I64:
-        """A column of integers."""
+        """Read a column of integers."""
         return self._ints(field, self.field(field, list), count)
 
     def matrix(self, field: str, count: int) -> I64:
-        """A (count, D) matrix."""
+        """Read a (count, D) matrix."""
         columns = self.field(field, list)
         if len(columns) > MAX_COLUMNS:
             raise self.corrupt(field, f"has {len(columns)} dims, over the {MAX_COLUMNS} that are read")
@@ -124,13 +124,13 @@ class Table:
         return out
 
     def byte_strings(self, field: str, count: int | None = None) -> list[bytes]:
-        """A column of byte strings."""
+        """Read a column of byte strings."""
         count, starts, data = self._pieces(field, self.field(field, list), count)
         strings = [data[begin:end] for begin, end in pairwise(starts)]
         return strings if len(strings) == count else strings * count
 
     def texts(self, field: str, count: int | None = None) -> list[str]:
-        """A column of texts, each at most `MAX_NAME_BYTES` of UTF-8."""
+        """Read a column of texts, each at most `MAX_NAME_BYTES` of UTF-8."""
         count, starts, data = self._pieces(field, self.field(field, list), count, longest=MAX_NAME_BYTES)
         try:
             text = data.decode()
@@ -156,7 +156,7 @@ class Table:
         return values if len(values) == stored_count else np.full(stored_count, values[0])
 
     def _pieces(self, field: str, node: Any, count: int | None, longest: int = 2**62) -> tuple[int, list[int], bytes]:
-        """How many strings there are, where in the bytes each that is stored begins and the last ends, and the bytes."""
+        """Read strings: how many there are, where in the bytes each stored one begins and the last ends, and the bytes."""
         if type(node) is not list or [type(part) for part in node] != [int, list, bytes]:
             raise self.corrupt(field, "is no column of strings")
         self._check_count(field, node[0], count)

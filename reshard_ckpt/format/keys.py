@@ -10,24 +10,23 @@ import secrets
 import time
 
 CATALOG_KEY = "catalog.msgpack"
-"""Where the catalog lies: below the checkpoint's folder."""
-
+"""The key of the catalog."""
 
 SAVE_ID = re.compile(r"\d{8}T\d{6}Z-[0-9a-f]{8}")
 
 
 def timeline_key(save_id: str) -> str:
-    """Where the timeline of a save lies in the checkpoint."""
+    """Return the key of the timeline of a save."""
     return f"{save_id}/timeline.json"
 
 
 def new_save_id() -> str:
-    """A name for one attempt to save: the time, for people, and chance, for uniqueness."""
+    """Make an id for one attempt to save: the time, for people, and random digits, for uniqueness."""
     return f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(4)}"
 
 
 def file_key(save_id: str, rank: int, part: int) -> str:
-    """Where a rank's file lies in the checkpoint.
+    """Return the key of a rank's shard file.
 
     >>> file_key("s1", 3, 0)
     's1/rank00003-0.safetensors'
@@ -36,12 +35,12 @@ def file_key(save_id: str, rank: int, part: int) -> str:
 
 
 def digests_key(key: str) -> str:
-    """Where the digests of a shard file lie."""
+    """Return the key of the digests of a shard file."""
     return key.removesuffix(".safetensors") + ".digests"
 
 
 def manifest_key(save_id: str) -> str:
-    """Where the manifest of a save lies: with its files, so that it belongs to the catalog that names this save, and to no other.
+    """Return the key of the manifest of a save: beside its files, so that it belongs to the catalog that names this save alone.
 
     >>> manifest_key("20260102T030405Z-0123abcd")
     '20260102T030405Z-0123abcd/manifest.sha256'
@@ -50,7 +49,7 @@ def manifest_key(save_id: str) -> str:
 
 
 def step_name(step: int) -> str:
-    """The folder of a step, below the root.
+    """Return the name of the folder of a step, below the root.
 
     >>> step_name(100)
     'step_100'

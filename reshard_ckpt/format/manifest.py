@@ -1,7 +1,7 @@
-"""Has anybody changed a checkpoint on purpose? A manifest lists the SHA-256 of its files, in the form of ``sha256sum -c``.
+"""The manifest of a checkpoint: the SHA-256 of its files, in the form of ``sha256sum -c``.
 
-One line a file: 64 hexadecimal digits, two spaces, and the path below the checkpoint's folder. Block checksums find accidents;
-who wants to find forgery signs this one small text with a tool of his own, and checks the signature and then the files.
+One line a file: 64 hexadecimal digits, two spaces, and the path below the checkpoint's folder. Block checksums find
+accidents. To find forgery too, sign this one small text with a tool of your own; check the signature first, and then the files.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ _LINE = re.compile(r"([0-9a-f]{64}) [ *](.+)")
 
 
 def encode_manifest(digests: Mapping[str, bytes]) -> bytes:
-    """The text, in order of path."""
+    """Encode a manifest, in order of path."""
     return "".join(f"{digests[key].hex()}  {key}\n" for key in sorted(digests)).encode()
 
 
 def decode_manifest(data: bytes, *, where: str) -> dict[str, bytes]:
-    """Digests by path.
+    """Decode a manifest to digests by path.
 
     Raises
     ------
     CorruptError
-        A line is no such line, or a path is listed twice.
+        A line has another form, or a path is listed twice.
     """
     try:
         lines = data.decode().splitlines()

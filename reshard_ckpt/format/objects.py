@@ -1,4 +1,4 @@
-"""Objects of classes: each is a class, by its name, and a plain value that says all of it
+"""Encoding of objects of classes as the name of the class and a plain value.
 
 A reader that has the class makes the object again; any other gives the plain value. So a checkpoint with an enum of the program
 that saved it opens everywhere, and classes may be added to the list without a new version of the format.
@@ -26,7 +26,7 @@ _NO_MEMBER = object()
 
 
 def _datetime_text(value: datetime.datetime | datetime.time) -> str | None:
-    """ISO 8601; None for what it does not say: a named time zone, the second of two equal hours."""
+    """Spell a time in ISO 8601; None where that would lose something: a named time zone, the second of two equal hours."""
     zone = value.tzinfo
     if value.fold or (zone is not None and (type(zone) is not datetime.timezone or _zone_text(zone) is None)):
         return None
@@ -68,12 +68,12 @@ _CLASSES = {name: kind for kind, name in _NAMES.items()}
 
 
 def is_object(value: Any) -> bool:
-    """Whether a value is of one of these classes."""
+    """Tell whether a value is of one of these classes."""
     return type(value) in _PLAIN or isinstance(value, Enum)
 
 
 def parts_of(value: Any) -> tuple[str, str, Any] | None:
-    """Module, class and plain value of an object; None where `rebuilt` would not make the same of these in this program."""
+    """Take an object apart: module, class and plain value; None where `rebuilt` would not make it again in this program."""
     kind = type(value)
     if isinstance(value, Enum):
         module, name, plain = kind.__module__, kind.__qualname__, value._value_
@@ -83,7 +83,7 @@ def parts_of(value: Any) -> tuple[str, str, Any] | None:
 
 
 def plain_key(key: Hashable) -> Hashable:
-    """What a key becomes in a program that has none of its classes.
+    """Convert a key to what it becomes in a program that has none of its classes.
 
     >>> plain_key((pathlib.PurePosixPath("a"), 1))
     ('a', 1)
@@ -96,7 +96,7 @@ def plain_key(key: Hashable) -> Hashable:
 
 
 def rebuilt(module: str, name: str, plain: Any) -> Any:
-    """The object, or the plain value where this program has no such class, or the class no such member.
+    """Make the object again, or give the plain value where this program has no such class, or the class no such member.
 
     Raises
     ------
@@ -118,7 +118,7 @@ def rebuilt(module: str, name: str, plain: Any) -> Any:
 
 
 def _imported(module: str, name: str) -> Any:
-    """What has this name, without importing or calling anything: `getattr` would run code of modules and classes."""
+    """Look up a name without importing or calling anything: `getattr` would run code of modules and classes."""
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         if not isinstance(found, ModuleType | type):
@@ -128,7 +128,7 @@ def _imported(module: str, name: str) -> Any:
 
 
 def _member(kind: type[Enum], plain: Any) -> Any:
-    """The member of this value, or the flags that make it up. Not by calling the class, which may run its ``_missing_``."""
+    """Find the member of this value, or join the flags that make it up; to call the class could run its ``_missing_``."""
     members: list[Any] = list(kind.__members__.values())
     for member in members:
         if type(member._value_) is type(plain) and _equal(member._value_, plain):

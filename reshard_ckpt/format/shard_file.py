@@ -1,4 +1,4 @@
-"""What does one shard file look like? Stock safetensors, whose tensor names tell which part of which tensor each one is.
+"""Shard files: stock safetensors, in which the name of a member tells which part of which tensor it is.
 
 1. A tensor that is whole in the file is stored under its own name, so a one-process checkpoint opens with any safetensors tool.
 2. A box is stored as ``<escaped name>@[0:4,8:16]``, a begin and an end for each dim.
@@ -40,7 +40,7 @@ _SUFFIX = re.compile(r"@\[(?:(?P<value>value)(?:,(?P<rank>\d+))?|(?P<box>(?:\d+:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One tensor of a shard file, as the file calls it."""
+    """One tensor of a shard file, under its name there."""
 
     name: str
     dtype: str
@@ -60,7 +60,7 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class MemberKey:
-    """What a member's name says; `box` is None for a whole tensor or a value, `run` for a whole box."""
+    """A parsed member name; `box` is None for a whole tensor or a value, `run` for a whole box."""
 
     name: str
     box: tuple[tuple[int, int], ...] | None = None
@@ -70,7 +70,7 @@ class MemberKey:
 
 
 def escape(name: str) -> str:
-    """The name without characters that mean something in a member's name; `urllib.parse.unquote` undoes it.
+    """Escape the characters of a name that mean something in a member's name; `urllib.parse.unquote` undoes it.
 
     >>> escape("a@b%")
     'a%40b%25'
@@ -79,7 +79,7 @@ def escape(name: str) -> str:
 
 
 def sub_box(offsets: Ints, lengths: Ints, start: int, count: int) -> tuple[Ints, Ints] | None:
-    """The box of the global tensor that a run of a box is, or None where it is none.
+    """Convert a run of a box to the box of the global tensor that it is; None where it is none.
 
     >>> sub_box((10, 0), (4, 8), 8, 16)
     ((11, 0), (2, 8))
@@ -111,7 +111,7 @@ def _unravel(index: int, lengths: Ints) -> Ints:
 
 
 def member_name(name: str, shape: Ints, offsets: Ints, lengths: Ints, start: int, count: int) -> str:
-    """What the run ``[start, start + count)`` of a box of a tensor is called in a shard file.
+    """Make the member name of the run ``[start, start + count)`` of a box of a tensor.
 
     >>> member_name("w", (4, 8), (0, 0), (4, 8), 0, 32)
     'w'
@@ -124,7 +124,7 @@ def member_name(name: str, shape: Ints, offsets: Ints, lengths: Ints, start: int
 
 
 def make_member(name: str, dtype: str, shape: Ints, offsets: Ints, lengths: Ints, start: int, count: int) -> Member:
-    """The member that holds a run of a box: boxes keep their dims, what is no box is flat."""
+    """Make the member that holds a run of a box: boxes keep their dims, what is no box is flat."""
     num_bytes = count * ITEM_BYTES[dtype]
     box = sub_box(offsets, lengths, start, count)
     if box is None:
@@ -140,7 +140,7 @@ def _box_text(offsets: Ints, lengths: Ints) -> str:
 
 
 def blob_name(value_name: str, rank: int | None) -> str:
-    """What the bytes of a value are called in a shard file; `rank` where each rank has its own.
+    """Make the member name of the bytes of a value; `rank` where each rank has its own.
 
     >>> blob_name("extra.rng", 3)
     'extra.rng@[value,3]'
@@ -149,7 +149,7 @@ def blob_name(value_name: str, rank: int | None) -> str:
 
 
 def opaque_name(value_name: str) -> str:
-    """What the bytes of a value are called that another program encoded, and that are not looked into here.
+    """Make the member name of the bytes of a value that another program encoded, and that are not decoded here.
 
     >>> opaque_name("extra.rng")
     'extra.rng@[torch.save]'
@@ -158,12 +158,12 @@ def opaque_name(value_name: str) -> str:
 
 
 def opaque_value(blob: str) -> str | None:
-    """The name of the value that `opaque_name` made a blob's name of; None for other blobs."""
+    """Parse a name that `opaque_name` made to the name of its value; None for other blobs."""
     return unquote(blob.removesuffix(_OPAQUE)) if blob.endswith(_OPAQUE) else None
 
 
 def parse_member_name(member: str) -> MemberKey:
-    """What a member's name says; names that no suffix of ours ends are whole tensors.
+    """Parse a member name; one without a suffix of the forms above is a whole tensor.
 
     >>> parse_member_name("a%40b@[0:4,4:8]#[5:13]")
     MemberKey(name='a@b', box=((0, 4), (4, 8)), run=(5, 13), is_value=False, rank=None)
@@ -185,12 +185,12 @@ def _interval(text: str) -> tuple[int, int]:
 
 
 def header_cost(member: Member) -> int:
-    """At most how many bytes of header one member takes: keeps the members of a file below `MAX_HEADER_BYTES`."""
+    """Bound the bytes of header that one member takes, to keep the header of a file below `MAX_HEADER_BYTES`."""
     return len(json.dumps(member.name, ensure_ascii=False).encode()) + 21 * (len(member.shape) + 2) + 64
 
 
 def header(members: Sequence[Member], metadata: Mapping[str, str]) -> bytes:
-    """The beginning of a shard file, up to where the data of its members begin, one right after the other.
+    """Encode the beginning of a shard file, up to where the data of its members begin, one right after the other.
 
     Parameters
     ----------
@@ -219,7 +219,7 @@ def header(members: Sequence[Member], metadata: Mapping[str, str]) -> bytes:
 
 
 def header_num_bytes(data: bytes | memoryview, *, name: str = "shard file") -> int:
-    """How many bytes to read for `parse_header`, from the first 8 of a file."""
+    """Read from the first 8 bytes of a file how many bytes `parse_header` needs."""
     if len(data) < _LENGTH_BYTES:
         raise CorruptError(f"{name}: {len(data)} bytes, too short for safetensors; use another checkpoint")
     length = int.from_bytes(data[:_LENGTH_BYTES], "little")
@@ -267,7 +267,7 @@ def _is_size(value: Any) -> bool:
 
 
 def _member(key: str, entry: Any, name: str) -> tuple[int, Member]:
-    """One entry of the header and where its data begin, counted from the end of the header."""
+    """Parse one entry of the header; also returns where its data begin, counted from the end of the header."""
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise CorruptError(f"{name}: {key!r:.200} has not exactly dtype, shape and data_offsets; use another checkpoint")
     dtype, shape, span = entry["dtype"], entry["shape"], entry["data_offsets"]

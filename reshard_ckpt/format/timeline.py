@@ -1,4 +1,4 @@
-"""How is a timeline kept? As JSON, one row a step, so that any tool can read it; what is read is checked as other people's."""
+"""Timelines as JSON, one row a step, so that any tool can read them; a file that is read is not trusted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DIGITS = 6
 
 
 def encode_timeline(timeline: Timeline) -> bytes:
-    """A timeline as bytes; times are rounded to microseconds."""
+    """Encode a timeline; times are rounded to microseconds."""
     mesh = timeline.mesh
     document = {
         "format": FORMAT,
@@ -38,12 +38,12 @@ def encode_timeline(timeline: Timeline) -> bytes:
 
 
 def decode_timeline(data: bytes, *, where: str) -> Timeline:
-    """The timeline that `encode_timeline` made.
+    """Decode what `encode_timeline` made.
 
     Raises
     ------
     CorruptError
-        It is none, or of another version.
+        It is no timeline, or of another version.
     """
     try:
         document = json.loads(data)

@@ -1,4 +1,4 @@
-"""What may an encoded value hold, and what does each part of it come back as? The reading half of `values`.
+"""Decoding of plain values: the reading half of `values`.
 
 Every part is checked before anything is made of it; whatever is wrong is a `CorruptError` or one of the builtin errors that
 `decode_value` turns into one.
@@ -37,7 +37,7 @@ TENSOR_DTYPES = frozenset(
 
 
 def decode_node(node: Any, depth: int) -> Any:
-    """The value that a msgpack node stands for; containers may nest `depth` levels below it."""
+    """Decode the value that a msgpack node stands for; containers may nest `depth` levels below it."""
     kind = type(node)
     if kind in _LEAVES:
         return node
@@ -54,7 +54,7 @@ def decode_node(node: Any, depth: int) -> Any:
 
 
 def _typed(body: Any, *kinds: type) -> tuple[Any, ...]:
-    """The items of a fixed-length list, each of exactly the type wanted."""
+    """Check the items of a fixed-length list, each of exactly the type wanted, and return them."""
     if type(body) is not list or [type(item) for item in body] != list(kinds):
         raise CorruptError("a value's parts are not what its kind has")
     return tuple(body)

@@ -1,4 +1,4 @@
-"""How does a value that is no tensor of the state become bytes, and come back the same, without pickle?
+"""Encoding of plain values, which come back the same, without pickle.
 
 A value is a tree. Its leaves and lists are msgpack's own; everything else is a map of one entry, ``{tag: body}``
 (``docs/format.md``, section 6, lists the tags), so any msgpack reader can walk it.
@@ -39,7 +39,7 @@ _PLAIN_KEYS = _LEAVES | {str, int, float}
 
 @dataclass(slots=True)
 class _Place:
-    """Where in the value the encoder is; made for containers only, read for messages only."""
+    """The place of the encoder in the value; made for containers only, used for messages only."""
 
     name: str
     parent: _Place | None = None
@@ -71,7 +71,7 @@ def encode_value(value: Any, name: str) -> bytes:
         defaultdict of a builtin, numpy arrays, scalars and dtypes, torch dtypes, sizes, devices and dense tensors, members of
         enums, dates, times, time spans and paths, nested.
     name
-        What the value is called in messages.
+        The name of the value in messages.
 
     Returns
     -------
@@ -127,7 +127,7 @@ def decode_path(data: bytes | bytearray | memoryview) -> tuple[Any, ...]:
 
 
 def keys_of(steps: Iterable[Any]) -> tuple[Any, ...]:
-    """The keys of steps, of which those into an OrderedDict, Counter or defaultdict are one with that key."""
+    """Extract the keys of steps; a step into an OrderedDict, Counter or defaultdict is a dict of one key."""
     return tuple(next(iter(step)) if isinstance(step, dict) else step for step in steps)
 
 
@@ -181,7 +181,7 @@ def _encode_item(item: Any, place: _Place, step: Any) -> Any:
 
 
 def _is_leaf(item: Any) -> bool:
-    """Whether it needs no more work: the short way for what long lists are made of."""
+    """Tell whether an item is encoded as itself: the short way for what long lists are made of."""
     kind = type(item)
     if kind is int:
         return bool(_INT_MIN <= item <= _INT_MAX)

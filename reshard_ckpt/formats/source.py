@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from ..comm.protocol import Comm
 from ..core.catalog.model import Catalog
 from ..engine.common.step_folders import describe_run, reading
-from ..engine.loading.load import Identified, identified_catalog, open_alike
+from ..engine.loading.load import Identified, identified_catalog, open_same
 from ..errors import CheckpointNotFound
 from ..format.catalog import encode_catalog
 from ..format.checksums import digest128
@@ -59,14 +59,14 @@ def open_source(path: Path, formats: Sequence[ForeignFormat] = FORMATS) -> Itera
         It is damaged.
     """
     with ExitStack() as stack:
-        yield _open(path, stack, formats, lock=True).what
+        yield _open(path, stack, formats, lock=True).value
 
 
 @contextmanager
 def open_shared_source(comm: Comm, path: Path, formats: Sequence[ForeignFormat] = FORMATS) -> Iterator[Source]:
     """Open what a path holds on every rank of a job, and check that it is the same; rank 0 keeps it from being removed."""
     with ExitStack() as stack:
-        yield open_alike(comm, str(path), lambda: _open(path, stack, formats, lock=comm.rank == 0))
+        yield open_same(comm, str(path), lambda: _open(path, stack, formats, lock=comm.rank == 0))
 
 
 def _open(path: Path, stack: ExitStack, formats: Sequence[ForeignFormat], *, lock: bool) -> Identified[Source]:
@@ -78,7 +78,7 @@ def _open(path: Path, stack: ExitStack, formats: Sequence[ForeignFormat], *, loc
         opened = identified_catalog(storage)
     except CheckpointNotFound as error:
         return _open_foreign(path_text(path), storage, stack, formats, error)
-    return Identified(Source(storage, opened.what), opened.identity)
+    return Identified(Source(storage, opened.value), opened.identity)
 
 
 def _unknown_file(url: str) -> str:

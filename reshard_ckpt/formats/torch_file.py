@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ..core.catalog.model import FileEntry, ValueEntry
-from ..core.catalog.specs import TensorSpec, row_major_strides
+from ..core.catalog.specs import TensorSpec, is_row_major
 from ..core.words import a
 from ..errors import CorruptError, NameCollisionError, UnsupportedError
 from ..state.capture import capture
@@ -162,8 +162,7 @@ class _TensorPlacer:
 def _is_in_order(spec: TensorSpec) -> bool:
     """Return whether the bytes of a tensor lie one after the other, in row-major order."""
     (piece,) = spec.pieces
-    dims = zip(piece.lengths, piece.strides, row_major_strides(piece.lengths), strict=True)
-    return all(length == 1 or stride == wanted for length, stride, wanted in dims)
+    return is_row_major(piece.lengths, piece.strides)
 
 
 def _foreign(storage: Storage, captured: Captured, mapped: Mapping[str, MappedFile]) -> Foreign:

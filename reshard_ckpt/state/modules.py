@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from ..core.catalog.specs import Replication
 from ..core.catalog.wrappers import MODULE, WRAPPED
+from ..core.words import few
 from ..errors import MismatchError, NameCollisionError, UnsupportedError
 from .declared import parts_of
 from .scan import Path, name_of
@@ -118,9 +119,9 @@ def _refuse_meta(module: nn.Module, raw: Mapping[str, Any], name: str) -> None:
     if not meta:
         return
     unsaved = [key for key, buffer in module.named_buffers() if buffer.is_meta and key not in raw]
-    again = f"set the buffers again that no checkpoint holds ({_few(unsaved)}), and " if unsaved else ""
+    again = f"set the buffers again that no checkpoint holds ({few(unsaved, 3)}), and " if unsaved else ""
     raise UnsupportedError(
-        f"{name}: {len(meta)} of {len(tensors)} tensors are on the meta device and have no data ({_few(meta)}); give them "
+        f"{name}: {len(meta)} of {len(tensors)} tensors are on the meta device and have no data ({few(meta, 3)}); give them "
         "memory, and load into that:\n"
         f'    {name}.to_empty(device="cuda")  # or "cpu"\n'
         f'    checkpoint.load(path, {{"{name}": {name}}})\n'
@@ -131,11 +132,6 @@ def _refuse_meta(module: nn.Module, raw: Mapping[str, Any], name: str) -> None:
 def _is_meta(tensor: torch.Tensor) -> bool:
     # A `ShardedTensor` of several local shards answers for none; where these are on the meta device, they are refused later.
     return not hasattr(tensor, "local_shards") and tensor.is_meta
-
-
-def _few(names: Sequence[str]) -> str:
-    """Some names, and how many more there are."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _claim(value: TensorLike, at: ModulePlace) -> Replication:

@@ -1,4 +1,4 @@
-"""Where do checkpoints live? Keys and bytes: a folder, the memory of this process, later object stores."""
+"""Stores of checkpoints, as bytes under keys: a folder, or the memory of this process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(/+)")
 
 
 def path_text(path: str | os.PathLike[str]) -> str:
-    """A path as text, a leading ``~`` expanded as a shell does it.
+    """Convert a path to text, a leading ``~`` expanded as a shell does it.
 
     Raises
     ------
@@ -50,7 +50,7 @@ def path_text(path: str | os.PathLike[str]) -> str:
 
 
 def resolved_path(path: str | os.PathLike[str]) -> str:
-    """A path for later: the same place after the process has changed its working folder.
+    """Make a path absolute, so that it stays the same place when the process changes its working folder.
 
     >>> resolved_path("/ckpt/./run/"), resolved_path("memory://run")
     ('/ckpt/run', 'memory://run')
@@ -60,7 +60,7 @@ def resolved_path(path: str | os.PathLike[str]) -> str:
 
 
 def open_storage(path: str | os.PathLike[str]) -> Storage:
-    """The store that a path names: a folder, ``file:///folder`` or ``memory://name``.
+    """Open the store that a path names: a folder, ``file:///folder`` or ``memory://name``.
 
     >>> open_storage("memory://run/step_100").url
     'memory://run/step_100'
@@ -80,7 +80,7 @@ def open_storage(path: str | os.PathLike[str]) -> Storage:
 
 
 def _file_path(url: str) -> str:
-    """The path in a file URL (RFC 8089)."""
+    """Extract the path from a file URL (RFC 8089)."""
     host, slash, path = url[len("file://") :].partition("/")
     if host not in ("", "localhost") or not path:
         raise UsageError(f"{url!r}: a file URL reads file:///absolute/folder, without a host")

@@ -1,4 +1,4 @@
-"""How do checkpoints live in a file system? As files below one folder, local or shared between nodes.
+"""The store in a file system: files below one folder, local or shared between nodes.
 
 1. *Write*: folders are walked from the root by descriptor and no symbolic link below the root is followed, so that a link that
    somebody placed there cannot send a write elsewhere. Reading follows links: a user may have moved a file to another disk.
@@ -49,7 +49,7 @@ _FILE_MODE, _FOLDER_MODE = 0o664, 0o775
 """The umask takes away from these; no umask makes a checkpoint writable for everybody."""
 
 _WRITE_OUT_BYTES = 8 << 20
-"""So often the kernel is asked to begin writing out what it holds of a file, so that little is left to do for the last fsync."""
+"""After so many bytes the kernel is asked to begin writing them to disk, so that little is left to do for the last fsync."""
 
 _NO_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _MAX_OPEN_FILES = 64
@@ -82,19 +82,19 @@ class LocalStorage:
         return LocalWriter(self, key, path, fd)
 
     def _create(self, folders: Sequence[str], name: str) -> int:
-        for more in reversed(range(_TRIES)):
+        for tries_left in reversed(range(_TRIES)):
             try:
                 with self._folder(folders, make=True) as folder:
                     return os.open(name, _NEW_FILE, _FILE_MODE, dir_fd=folder)
             except FileNotFoundError:
                 # Another rank that cleans up may remove the folder, as it is empty, just after this one found or made it.
-                if not more:
+                if not tries_left:
                     raise
         raise AssertionError
 
     @contextmanager
     def _folder(self, folders: Sequence[str], *, make: bool = False) -> Iterator[int]:
-        """A descriptor of a folder below the root, reached without following a link below it."""
+        """Open a folder below the root, without following a link below it; gives its descriptor."""
         if make and not (self._has_root and os.path.isdir(self._root)):
             _make_root(self._root)
             self._has_root = True
@@ -156,20 +156,22 @@ class LocalStorage:
     def folders(self, prefix: str = "") -> tuple[str, ...]:
         parts = folder_parts(prefix)
         with Explained("list", self._path(parts)), suppress(*_NO_FILE):
-            return tuple(sorted(entry.name for entry in os.scandir(self._path(parts)) if entry.is_dir(follow_symlinks=False)))
+            entries = os.scandir(self._path(parts))
+            return tuple(sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False)))
         return ()
 
     def lock(self, key: str, *, shared: bool = False, make: bool = False) -> FileLock | None:
         *folders, name = parts = key_parts(key)
         path = self._path(parts)
         # A network file system gives an exclusive lock only to who may write; a shared one must do on a read-only one.
-        flags = (os.O_RDONLY if shared else os.O_RDWR) | (os.O_CREAT if make else 0) | os.O_NOFOLLOW | os.O_CLOEXEC
-        flags |= os.O_NONBLOCK  # or a pipe would be waited for
+        access = os.O_RDONLY if shared else os.O_RDWR
+        # O_NONBLOCK: or a pipe would be waited for.
+        flags = access | (os.O_CREAT if make else 0) | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
         with Explained("lock", path):
             try:
                 with self._folder(folders, make=make) as folder:
                     lock = lock_file(os.open(name, flags, _FILE_MODE, dir_fd=folder), path, shared=shared)
-                    # Between opening and locking, who held it may have deleted the file.
+                    # Between opening and locking, another process that had it locked may have deleted the file.
                     if lock is not None and not _is_same(name, folder, lock.fd):
                         lock.release()
                         raise missing(path)
@@ -179,7 +181,8 @@ class LocalStorage:
 
     def publish(self, key: str, data: bytes, *, expected: bytes | None = None) -> None:
         *folders, name = parts = key_parts(key)
-        path, temporary = self._path(parts), f".{name}.{uuid.uuid4().hex}.tmp"
+        path = self._path(parts)
+        temporary = f".{name}.{uuid.uuid4().hex}.tmp"
         with Explained("publish", path), self._folder(folders, make=True) as folder, locked(folder):
             try:
                 self._compare(path, expected)
@@ -275,7 +278,7 @@ class LocalWriter:
         if self._done:
             return
         self._done = True
-        # The reason to abort is what the caller wants to hear of, not that the clean-up failed too.
+        # The caller raises the reason for this abort; that the clean-up failed too must not hide it.
         with suppress(OSError):
             self._close()
         with suppress(StorageError):
@@ -296,7 +299,7 @@ class LocalWriter:
 
 
 def _is_same(name: str, folder: int, fd: int) -> bool:
-    """Whether the file of that name is still the one that is open."""
+    """Tell whether the file of that name is still the one that is open."""
     try:
         return os.path.samestat(os.stat(name, dir_fd=folder, follow_symlinks=False), os.fstat(fd))
     except FileNotFoundError:
@@ -321,13 +324,13 @@ def _make_root(path: str) -> None:
         _make_root(above)
         with suppress(FileExistsError):
             os.mkdir(path, _FOLDER_MODE)
-    # Also where it is there: who made it may have been killed before this. A folder above that may not be read is not ours.
+    # Also where it is there: its maker may have been killed before this. A folder that may not be read is not ours.
     with suppress(PermissionError):
         sync_folder(above)
 
 
 def _remove_temporaries(folder: int, name: str) -> None:
-    """Remove what killed publishers of this name left; whoever publishes holds the folder's lock, so none of them is alive."""
+    """Remove temporary files of killed publishers of this name; to publish takes the folder's lock, so none of them is alive."""
     stray = re.compile(rf"\.{re.escape(name)}\.[0-9a-f]{{32}}\.tmp")
     with suppress(OSError):  # it is published: what cannot be removed now is no reason to fail
         for found in os.listdir(folder):

@@ -1,4 +1,4 @@
-"""Who may touch a file? Advisory locks that the system releases when their holder dies.
+"""Advisory locks on files, which the system releases when the process that has them dies.
 
 They are `flock` locks, so they also exclude other openings within this process. A forked child would share its parent's lock, and
 keep it when the parent has died; so it closes its copies at once.
@@ -15,7 +15,7 @@ from types import TracebackType
 from ..errors import StorageError
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.EBADF)
-_HELD: weakref.WeakSet[FileLock] = weakref.WeakSet()
+_LIVE_LOCKS: weakref.WeakSet[FileLock] = weakref.WeakSet()
 
 
 class LocksUnsupported(StorageError):
@@ -27,7 +27,7 @@ class FileLock:
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
-        _HELD.add(self)
+        _LIVE_LOCKS.add(self)
 
     @property
     def fd(self) -> int:
@@ -35,13 +35,13 @@ class FileLock:
         return self._fd
 
     def release(self) -> None:
-        """Let go; once released, this does nothing."""
+        """Release the lock; once released, this does nothing."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
 
     def note(self, text: bytes) -> None:
-        """Leave a word in the locked file for whoever finds it locked."""
+        """Replace the contents of the locked file by a note for whoever finds it locked."""
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, text, 0)
 
@@ -77,7 +77,7 @@ def lock_file(fd: int, path: str, *, shared: bool) -> FileLock | None:
 
 
 def _drop_inherited() -> None:
-    for lock in list(_HELD):
+    for lock in list(_LIVE_LOCKS):
         lock.release()
 
 

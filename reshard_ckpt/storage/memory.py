@@ -1,4 +1,4 @@
-"""How do checkpoints live in memory? As bytes under ``memory://name``, shared by the whole process.
+"""The store in memory: bytes under ``memory://name``, shared by the whole process.
 
 All `MemoryStorage` of one name see the same files, and one of ``run`` sees those of ``run/step_100`` below it, as a folder does
 on a disk. Files that are deleted take no memory.
@@ -18,7 +18,7 @@ _LOCK = threading.Lock()
 
 
 def _after_fork() -> None:
-    """In a forked child: a thread that is gone may hold the lock."""
+    """Make a new lock in a forked child: a thread that is gone may hold the old one."""
     global _LOCK
     _LOCK = threading.Lock()
 
@@ -62,7 +62,7 @@ class MemoryStorage:
         return MemoryWriter(self, key)
 
     def _refuse_mixed(self, key: str) -> None:
-        """A name is a file or a folder, never both, as on a disk."""
+        """Refuse a key that would make a file a folder too, or a folder a file, as a disk does."""
         path = self._root + key
         above = [path[:at] for at, letter in enumerate(path) if letter == "/" and path[:at] in _FILES]
         if above:
@@ -78,7 +78,8 @@ class MemoryStorage:
         if data is None:
             raise missing(self._where(key))
         views = [flat_bytes(buffer) for buffer in buffers]
-        wanted, source = sum(map(len, views)), memoryview(data)[offset:]
+        wanted = sum(map(len, views))
+        source = memoryview(data)[offset:]
         if len(source) < wanted:
             raise short_file(self._where(key), offset, wanted, len(source))
         for view in views:
@@ -100,7 +101,8 @@ class MemoryStorage:
     def list(self, prefix: str = "") -> list[tuple[str, int]]:
         start = self._root + "/".join((*folder_parts(prefix), ""))
         with _LOCK:
-            return sorted((path[len(self._root) :], len(data)) for path, data in _FILES.items() if path.startswith(start))
+            found = [(path, len(data)) for path, data in _FILES.items() if path.startswith(start)]
+        return sorted((path.removeprefix(self._root), size) for path, size in found)
 
     def free_bytes(self) -> int | None:
         return None
@@ -116,10 +118,10 @@ class MemoryStorage:
                 raise missing(self._where(key))
             self._put(key, b"")
         with _LOCK:
-            holders = _LOCKS.setdefault(self._root + key, [])
-            if any(not (shared and other) for other in holders):
+            others = _LOCKS.setdefault(self._root + key, [])
+            if any(not (shared and other) for other in others):
                 return None
-            holders.append(shared)
+            others.append(shared)
         return MemoryLock(self, key, shared)
 
     def publish(self, key: str, data: bytes, *, expected: bytes | None = None) -> None:

@@ -1,4 +1,4 @@
-"""How are system calls made whole? Short reads and writes continued, descriptors kept and closed, errors explained."""
+"""System calls made whole: short reads and writes continued, descriptors kept and closed, errors explained."""
 
 from __future__ import annotations
 
@@ -81,13 +81,13 @@ def write_all(fd: int, data: memoryview) -> None:
     """Write all of `data`: the system takes at most 2 GiB in one call."""
     while len(data):
         written = os.write(fd, data)
-        if written == 0:  # to ask again would be to ask for ever
+        if written == 0:  # trying again might go on for ever
             raise OSError(errno.EIO, "the system wrote nothing and gave no reason")
         data = data[written:]
 
 
 def free_bytes_at(path: str) -> int | None:
-    """What a file system has left for this user, at a folder that need not be there yet; None where it does not say."""
+    """Count the bytes that a file system has left for this user, at a folder that may not exist yet; None where unknown."""
     while not os.path.isdir(path):
         path = os.path.dirname(path)
     status = os.statvfs(path)
@@ -108,18 +108,19 @@ def begin_write_out(fd: int, offset: int, num_bytes: int) -> None:
 
 def preadv_all(file: OpenFile, views: list[memoryview], offset: int) -> int:
     """Fill the views from `offset` on; the number of bytes read, less than wanted only where the file ends."""
-    views, total = [view for view in views if len(view)], 0
+    views = [view for view in views if len(view)]
+    total = 0
     while views:
         got = os.preadv(file.fd, views[:_MAX_BUFFERS], offset + total)
         if got == 0:
             break
         total += got
-        views = _after(views, got)
+        views = _remaining(views, got)
     return total
 
 
-def _after(views: list[memoryview], filled: int) -> list[memoryview]:
-    """What remains of the views after that many bytes."""
+def _remaining(views: list[memoryview], filled: int) -> list[memoryview]:
+    """Drop that many bytes from the front of the views."""
     for i, view in enumerate(views):
         if filled < len(view):
             return [view[filled:], *views[i + 1 :]]
@@ -145,7 +146,7 @@ def open_to_read(path: str) -> int:
 
 
 def read_at_most(path: str, limit: int) -> bytes:
-    """The first `limit` bytes of a file; the memory taken grows with what is there, not with the limit."""
+    """Read the first `limit` bytes of a file; the memory taken grows with what is there, not with the limit."""
     fd = open_to_read(path)
     data = bytearray()
     try:
@@ -158,7 +159,7 @@ def read_at_most(path: str, limit: int) -> bytes:
 
 @contextmanager
 def locked(fd: int) -> Iterator[None]:
-    """Exclude others who lock the same file or folder; where the file system has no locks, exclude nobody."""
+    """Lock a file or folder against others who lock it; where the file system has no locks, exclude nobody."""
     with suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_EX)
     try:
@@ -169,7 +170,7 @@ def locked(fd: int) -> Iterator[None]:
 
 
 class OpenFile:
-    """A descriptor that is closed when nobody holds this object any more, so not under a thread that still reads."""
+    """A descriptor that is closed when nothing refers to this object any more, so not under a thread that still reads."""
 
     __slots__ = ("fd",)
 
@@ -186,7 +187,7 @@ _ALL_OPEN: WeakSet[OpenFiles] = WeakSet()
 
 
 class OpenFiles:
-    """The files read last, kept open: at most so many at rest, and those in use."""
+    """A cache of the files read last, kept open: at most `max_files`, besides those in use."""
 
     def __init__(self, max_files: int) -> None:
         self._max_files = max_files
@@ -216,7 +217,7 @@ class OpenFiles:
 
 
 def _after_fork() -> None:
-    """In a forked child: a thread that is gone may hold the locks."""
+    """Make new locks in a forked child: a thread that is gone may hold the old ones."""
     for files in _ALL_OPEN:
         files._lock = threading.Lock()
 

@@ -1,4 +1,4 @@
-"""What does a place that holds checkpoints have to do? Keep bytes under keys, and replace one key atomically.
+"""The protocol of stores: bytes under keys, of which any one can be replaced atomically.
 
 A key is a relative posix path. Shard files are written once, front to back, and then only read, by ranges; small documents (the
 catalog) are read whole and replaced whole with `publish`, which is the only operation that must be atomic.
@@ -44,13 +44,13 @@ class Writer(Protocol):
 
 
 class Lock(Protocol):
-    """A lock that is held, until it is released, its ``with`` block is left, or the process dies."""
+    """A lock on a file, until it is released, its ``with`` block is left, or the process dies."""
 
     def release(self) -> None:
-        """Let go; once released, this does nothing."""
+        """Release the lock; once released, this does nothing."""
 
     def note(self, text: bytes) -> None:
-        """Replace what the locked file holds by a word for whoever finds it locked; for files made to be locked alone."""
+        """Replace the contents of the locked file by a note for whoever finds it locked; for files that only serve as locks."""
 
     def __enter__(self) -> Lock: ...
 
@@ -86,7 +86,7 @@ class Storage(Protocol):
         """
 
     def read(self, key: str, limit: int) -> bytes:
-        """The whole file.
+        """Read the whole file.
 
         Raises
         ------
@@ -97,19 +97,19 @@ class Storage(Protocol):
         """
 
     def size(self, key: str) -> int | None:
-        """The file's size in bytes; None where there is no such file."""
+        """Look up the file's size in bytes; None where there is no such file."""
 
     def list(self, prefix: str = "") -> list[tuple[str, int]]:
-        """Keys and sizes of all files in the folder `prefix` and below, in order of key."""
+        """List the keys and sizes of all files in the folder `prefix` and below, in order of key."""
 
     def free_bytes(self) -> int | None:
-        """How many bytes can still be written here, now and by this user; None where the store cannot tell."""
+        """Count the bytes that this user can still write here; None where the store cannot tell."""
 
     def folders(self, prefix: str = "") -> tuple[str, ...]:
-        """Names of the folders right below the folder `prefix`, in order."""
+        """List the names of the folders right below the folder `prefix`, in order."""
 
     def lock(self, key: str, *, shared: bool = False, make: bool = False) -> Lock | None:
-        """Lock a file, against everybody else or (`shared`) against those who want it for themselves; never waits.
+        """Lock a file, exclusively or (`shared`) against exclusive locks alone; never waits.
 
         Parameters
         ----------
@@ -119,7 +119,7 @@ class Storage(Protocol):
         Returns
         -------
         Lock or None
-            None where a lock that somebody else holds excludes this one.
+            None where another lock excludes this one.
 
         Raises
         ------
@@ -144,10 +144,10 @@ class Storage(Protocol):
         """
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove files, and then the folders that held them and are empty now, except the root; missing files are no error."""
+        """Remove files, and then their folders that are empty now, except the root; missing files are no error."""
 
     def close(self) -> None:
-        """Let go of open files; a later call opens them again."""
+        """Close open files; a later call opens them again."""
 
     def __enter__(self) -> Storage: ...
 
@@ -155,7 +155,7 @@ class Storage(Protocol):
 
 
 def key_parts(key: str) -> tuple[str, ...]:
-    """The names that a key is made of, proved to stay below the root.
+    """Split a key into the names of its folders and file; refuses one that would leave the root.
 
     >>> key_parts("0a1b/rank00003-0.safetensors")
     ('0a1b', 'rank00003-0.safetensors')
@@ -169,12 +169,12 @@ def key_parts(key: str) -> tuple[str, ...]:
 
 
 def folder_parts(prefix: str) -> tuple[str, ...]:
-    """Like `key_parts`, where "" is the root."""
+    """Split the name of a folder as `key_parts` does; "" is the root."""
     return key_parts(prefix) if prefix else ()
 
 
 def folders_above(keys: Iterable[str]) -> list[tuple[str, ...]]:
-    """All folders that these keys are in, deepest first; the root, above all, is ``()``.
+    """List all folders that these keys are in, deepest first; the root, above all, is ``()``.
 
     >>> folders_above(["a/b/1", "a/b/2", "c"])
     [('a', 'b'), ('a',), ()]
@@ -194,7 +194,7 @@ def _is_utf8(text: str) -> bool:
 
 
 def flat_bytes(data: Buffer) -> memoryview:
-    """The same memory, as single bytes."""
+    """View the same memory as single bytes."""
     view = memoryview(data)
     if view.nbytes == 0:
         return memoryview(bytearray())  # an empty view of several dims cannot be cast
@@ -202,7 +202,7 @@ def flat_bytes(data: Buffer) -> memoryview:
 
 
 def short_file(where: str, offset: int, wanted: int, got: int) -> CorruptError:
-    """The error of a file that ends too early."""
+    """Make the error of a file that ends too early."""
     return CorruptError(
         f"{where}: wanted {wanted} bytes from byte {offset} on, but the file ends after {got} of them; "
         "it was truncated, so use another checkpoint"
@@ -210,24 +210,24 @@ def short_file(where: str, offset: int, wanted: int, got: int) -> CorruptError:
 
 
 def too_large(where: str, limit: int) -> CorruptError:
-    """The error of a document beyond its hard limit."""
+    """Make the error of a document beyond its hard limit."""
     return CorruptError(
         f"{where}: larger than {limit} bytes, the limit for such a file; it is damaged, so use another checkpoint"
     )
 
 
 def missing(where: str) -> MissingKey:
-    """The error of a file that is not there."""
+    """Make the error of a file that is not there."""
     return MissingKey(f"{where}: no such file")
 
 
 def exists(where: str) -> StorageError:
-    """The error of a file that is there and must not be."""
+    """Make the error of a file that is there and must not be."""
     return StorageError(f"{where}: already exists; shard files are never overwritten, so remove it or save to another path")
 
 
 def conflict(where: str, expected: bytes, current: bytes) -> PublishConflict:
-    """The error of a compare-and-replace that found something else."""
+    """Make the error of a compare-and-replace that found something else."""
     if current == b"":
         return PublishConflict(f"{where}: disappeared during this save; somebody deletes here: save to a path that is left alone")
     found = "appeared" if expected == b"" else "changed"

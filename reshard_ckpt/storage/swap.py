@@ -1,4 +1,4 @@
-"""How does one thing take another's place, with no moment in which neither is there? The system swaps their names, if it can."""
+"""An atomic swap of two files or folders, so that there is no moment in which neither is there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _CANNOT = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EPERM)
-"""What is said by a kernel that knows no such call, a file system that knows no such flag, and a sandbox that knows neither."""
+"""Errors of a kernel without this call, of a file system without this flag, and of a sandbox that allows neither."""
 
 
 def swap(one: str, other: str) -> bool:

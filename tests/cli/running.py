@@ -1,4 +1,4 @@
-"""How do tests run a command? In this process, by the application itself; or as a process of its own, as a user does."""
+"""Running a command in tests: in this process, by the application itself; or as a process of its own, as a user does."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def test_a_rank_that_does_not_answer_is_named(server: Server):
     for rank in (0, 2):
         assert isinstance(found[rank], PeerError)
         assert found[rank].ranks == (1,)
-        assert "rank 1 did not say" in str(found[rank])
+        assert "rank 1 did not report" in str(found[rank])
 
 
 def test_a_store_that_is_gone_is_an_error_by_name(server: Server):

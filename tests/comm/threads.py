@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from reshard_ckpt.comm import StoreComm, _session
-from reshard_ckpt.comm.group import Turns
+from reshard_ckpt.comm.group import SessionCounter
 
 Body = Callable[[StoreComm], Any]
 
@@ -48,7 +48,7 @@ def run_session(
 
         start.wait()
         try:
-            with _session(comm_of, Turns(), 0, *call(rank)) as comm:
+            with _session(comm_of, SessionCounter(), 0, *call(rank)) as comm:
                 outcomes[rank] = body(comm)
         except BaseException as error:
             outcomes[rank] = error

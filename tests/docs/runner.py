@@ -1,4 +1,4 @@
-"""How are documents kept true? Their blocks are run in order, in one folder, and what they show is compared.
+"""The runner of documents: their blocks are run in order, in one folder, and what they show is compared.
 
 - ``pycon``: a session, as doctest runs it; one namespace for the whole document.
 - ``python`` that begins with ``# name.py``: that file; other ``python`` is run in the session.

@@ -1,4 +1,4 @@
-"""How often does a load wait for a store that answers slowly? Once for all files: what is small is asked for together."""
+"""A load waits for a slow store once for all files: small requests are under way together."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from reshard_ckpt.core.catalog.specs import TensorSpec
+from reshard_ckpt.engine.loading.files import open_files
 from reshard_ckpt.engine.loading.load import open_catalog
-from reshard_ckpt.engine.loading.read import open_files
 from reshard_ckpt.engine.loading.stream import stream, whole_run
 from reshard_ckpt.errors import CorruptError
 from reshard_ckpt.storage.memory import MemoryStorage

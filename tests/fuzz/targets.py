@@ -1,4 +1,4 @@
-"""What is fuzzed? One function for each decoder: it may return or raise a `CheckpointError`, and nothing else.
+"""The targets of fuzzing: one function for each decoder: it may return or raise a `CheckpointError`, and nothing else.
 
 Each target has seeds, made by real encoders, and some a mutator that knows their structure, as checksums and lengths would stop
 nearly all that chance alone makes.

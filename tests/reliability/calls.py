@@ -1,4 +1,4 @@
-"""Which system calls does a save make, and what if the process dies after the n-th of them?
+"""The system calls that a save makes, and a process that dies after the n-th of them.
 
 `Calls` stands between the package and `os`: it records each call that changes something below a folder, in order, with its bytes;
 and it can let the process die after any of them: then no later call happens, whatever handlers still run.

@@ -1,4 +1,4 @@
-"""What can a disk hold after a power cut? A model of a file system that keeps only what was synced, and perhaps some of the rest.
+"""What a disk may hold after a power cut: a model of a file system that keeps only what was synced, and perhaps some of the rest.
 
 1. A file has bytes as programs see them, and bytes as of its last fsync. After a cut it may hold either, a beginning of the new
    ones, or nonsense of their length.

@@ -1,4 +1,4 @@
-"""What would somebody send who knows the format? Files with right checksums, right sizes and wrong contents.
+"""Files of an attacker who knows the format: right checksums, right sizes and wrong contents.
 
 `mutated_catalog` changes a real catalog field by field and seals it again, so that no checksum stops it at the door.
 """

@@ -1,4 +1,4 @@
-"""What is saved, over and over, and which one of these states does a path hold?
+"""The states that are saved, over and over, and the check which of them a path holds.
 
 Every value depends on the state's number, and on its own place; so neither a mixture of two states nor a wrong byte goes unseen.
 """

@@ -1,4 +1,4 @@
-"""What does a process really ask of the system, and what if it is killed after the n-th change?
+"""The calls that a process makes as the kernel sees them, and a process that is killed after the n-th change.
 
 `Traced` runs a function in a forked child and follows all of its threads by ptrace(2), as strace does: it sees each system call
 that changes something below a folder, counts those that succeed, and sends SIGKILL as soon as the n-th has. No Python code of the

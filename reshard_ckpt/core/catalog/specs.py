@@ -130,6 +130,16 @@ def row_major_strides(lengths: Ints) -> Ints:
     return tuple(reversed(strides))
 
 
+def is_row_major(lengths: Ints, strides: Ints) -> bool:
+    """Tell whether consecutive elements of a box are consecutive in memory; the stride of a dim of length 1 does not matter.
+
+    >>> is_row_major((2, 1, 3), (3, 99, 1)), is_row_major((2, 3), (1, 2))
+    (True, False)
+    """
+    dims = zip(lengths, strides, row_major_strides(lengths), strict=True)
+    return all(length <= 1 or stride == wanted for length, stride, wanted in dims)
+
+
 def box_piece(offsets: Ints, lengths: Ints, base: int, strides: Ints) -> Piece:
     """The piece that is a whole box."""
     return Piece(offsets, lengths, 0, prod(lengths), base, strides)

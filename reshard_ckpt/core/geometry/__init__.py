@@ -1,1 +1,1 @@
-"""Runs of boxes: what shards share, whether they tile a tensor, in which order they come."""
+"""Geometry of shards: boxes and runs, overlaps, tiling of a tensor, order, and dtypes."""

@@ -1,6 +1,6 @@
-"""Which ranges of one dim are left, after mesh axes have cut it in turn? As ``torch.chunk`` cuts, also uneven sizes.
+"""Ranges of one dim, cut by one mesh axis after the other as ``torch.chunk`` cuts, uneven sizes too.
 
-What a rank holds of a dim is a list of ranges ``(first, length)``, in the order in which they lie in its local tensor: one where
+A rank's part of a dim is a list of ranges ``(first, length)``, in the order in which they lie in its local tensor: one where
 plain shards are cut, several where sections of the dim (fused QKV) are cut each on its own, or groups (strided placements).
 """
 
@@ -12,7 +12,7 @@ Range = tuple[int, int]
 
 
 def chunk(ranges: Sequence[Range], num: int, index: int) -> list[Range]:
-    """The part of the concatenated ranges that ``torch.chunk`` into `num` gives to coordinate `index`.
+    """Cut the concatenated ranges: the part that ``torch.chunk`` into `num` gives to coordinate `index`.
 
     >>> chunk([(0, 5), (10, 5)], 4, 1), chunk([(0, 5)], 4, 3)
     ([(3, 2), (10, 1)], [])
@@ -23,10 +23,12 @@ def chunk(ranges: Sequence[Range], num: int, index: int) -> list[Range]:
 
 
 def narrow(ranges: Sequence[Range], start: int, stop: int) -> list[Range]:
-    """Elements ``[start, stop)`` of the concatenated ranges."""
-    out, position = [], 0
+    """Return elements ``[start, stop)`` of the concatenated ranges."""
+    out: list[Range] = []
+    position = 0
     for first, length in ranges:
-        low, high = max(start, position), min(stop, position + length)
+        low = max(start, position)
+        high = min(stop, position + length)
         if low < high:
             out.append((first + low - position, high - low))
         position += length
@@ -34,7 +36,7 @@ def narrow(ranges: Sequence[Range], start: int, stop: int) -> list[Range]:
 
 
 def joined(ranges: Sequence[Range]) -> list[Range]:
-    """The same, where a range that begins at the end of the one before it is one with it.
+    """Merge each range with the one before it where it begins at that one's end.
 
     >>> joined([(0, 2), (2, 3), (7, 1)])
     [(0, 5), (7, 1)]

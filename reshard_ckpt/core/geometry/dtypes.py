@@ -1,4 +1,4 @@
-"""Which element types exist, and how many bytes is one? Names and sizes are those of the safetensors format."""
+"""Element types and their sizes in bytes, under the names of the safetensors format."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ CODES: tuple[str, ...] = tuple(sorted(ITEM_BYTES))
 
 
 def item_bytes_of(dtype: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """Bytes of one element, for each dtype code."""
+    """Return the bytes of one element, for each dtype code."""
     return np.array([ITEM_BYTES[code] for code in CODES], np.int64)[dtype]

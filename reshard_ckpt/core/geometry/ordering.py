@@ -1,4 +1,4 @@
-"""In what order do many rows come, and which of them are equal? Lexicographic order over several columns, fast.
+"""Lexicographic order and equality of many rows over several columns.
 
 1. Rows that are in order already are left as they are: what one step of a planner has sorted, the next need not sort again.
 2. The columns of a row are packed into one integer, and the row's number into its low bits: numpy sorts plain integers some ten
@@ -19,7 +19,7 @@ _WORD_BITS = 63
 
 
 def lex_order(*columns: I64) -> I64:
-    """The stable order of rows by their columns, the first column being the most significant.
+    """Sort rows, stably, by their columns, the first column being the most significant.
 
     >>> lex_order(np.array([1, 0, 1]), np.array([5, 9, 4])).tolist()
     [1, 2, 0]
@@ -27,6 +27,7 @@ def lex_order(*columns: I64) -> I64:
     num = len(columns[0])
     if _in_order(columns):
         return np.arange(num)
+    # The columns taken so far, as one key of `bits` bits; `room` is what the row's number leaves of a word.
     room = _WORD_BITS - (num - 1).bit_length()
     key, bits = _spread(columns[0])
     for column in columns[1:]:
@@ -59,7 +60,7 @@ def group_ids(columns: I64) -> tuple[I64, I64]:
 
 
 def is_new(*columns: I64) -> NDArray[np.bool_]:
-    """For each row whether it differs from the one before it.
+    """Mark each row that differs from the one before it.
 
     >>> is_new(np.array([3, 3, 4])).tolist()
     [True, False, True]
@@ -73,6 +74,7 @@ def is_new(*columns: I64) -> NDArray[np.bool_]:
 
 
 def _in_order(columns: Sequence[I64]) -> bool:
+    # tied: rows that equal the one before them in all columns so far.
     tied = np.ones(max(len(columns[0]) - 1, 0), bool)
     for column in columns:
         before, after = column[:-1], column[1:]
@@ -83,13 +85,13 @@ def _in_order(columns: Sequence[I64]) -> bool:
 
 
 def _spread(column: I64) -> tuple[I64, int]:
-    """The column counted from its smallest value, and the bits that it takes."""
+    """Count the column from its smallest value; returns it, and the bits that it takes."""
     low = int(column.min())
     return column - low if low else column, (int(column.max()) - low).bit_length()
 
 
 def _sorted(key: I64, bits: int) -> tuple[I64, I64]:
-    """The column in order, and its stable order."""
+    """Sort the column; returns it in order, and its stable order."""
     index_bits = (len(key) - 1).bit_length()
     if bits + index_bits > _WORD_BITS:
         order = np.argsort(key, kind="stable")
@@ -101,19 +103,20 @@ def _sorted(key: I64, bits: int) -> tuple[I64, I64]:
 
 
 def _dense(key: I64, bits: int) -> tuple[I64, int]:
-    """The place of each value among the distinct ones, and the bits that these places take."""
+    """Replace each value by its place among the distinct ones; returns the places, and the bits that they take."""
     ordered, order = _sorted(key, bits)
     return _places(order, is_new(ordered))
 
 
 def _dense_pair(key: I64, bits: int, part: I64, width: int) -> tuple[I64, int]:
-    """The same for pairs, `key` being the more significant of the two."""
+    """Do as `_dense` for pairs, `key` being the more significant of the two."""
     minor = _sorted(part, width)[1]
     order = minor[_sorted(key[minor], bits)[1]]
     return _places(order, is_new(key[order], part[order]))
 
 
 def _places(order: I64, new: NDArray[np.bool_]) -> tuple[I64, int]:
+    # place: in sorted order; dense: in the order of the rows that came in.
     place = np.cumsum(new) - 1
     dense = np.empty_like(place)
     dense[order] = place

@@ -1,4 +1,4 @@
-"""What if ranks hold overlapping, unequal runs of one box? Cut where any of them begins or ends: then equal ones are replicas.
+"""Overlapping, unequal runs of one box, cut where any of them begins or ends: what is equal then is a replica.
 
 A flat optimizer over tensor-parallel ranks does this: a weight that all of them replicate lies at another place in each one's
 buffer where their other shards differ in size, so each cuts it elsewhere.
@@ -36,7 +36,7 @@ def cut_overlaps(tensor: I64, box: I64, start: I64, count: I64, may_cut: NDArray
 
     Returns
     -------
-    Cut or None
+    CutRuns or None
         None where nothing is to be cut. Runs that are not cut are among the others, as they were.
 
     Examples
@@ -51,14 +51,18 @@ def cut_overlaps(tensor: I64, box: I64, start: I64, count: I64, may_cut: NDArray
     if len(tensor) == 0:
         return None
     end = start + count
+    # group: numbers the boxes of tensors. unequal: runs that differ from the one before them in their box.
     first = is_new(tensor, box)
     group = np.cumsum(first) - 1
     unequal = ~first & is_new(start, count)
     # Starts do not fall within a group, so a run that overlaps any earlier one begins before the largest end so far.
-    reach = np.maximum.accumulate(end + group * (int(end.max()) + 1)) - group * (int(end.max()) + 1)
+    # One running maximum serves all groups: each is shifted beyond the ends of the one before it.
+    shift = group * (int(end.max()) + 1)
+    reach = np.maximum.accumulate(end + shift) - shift
     clash = unequal[1:] & (start[1:] < reach[:-1])
     if not clash.any():
         return None
+    # chosen: the groups to cut, all runs of them, so that equal parts of any two runs become equal runs.
     chosen = np.zeros(int(group[-1]) + 1, bool)
     chosen[group[1:][clash]] = True
     chosen[group[~may_cut]] = False
@@ -66,17 +70,22 @@ def cut_overlaps(tensor: I64, box: I64, start: I64, count: I64, may_cut: NDArray
     if len(rows) == 0:
         return None
     rest = np.flatnonzero(~chosen[group])
-    source, low, high = _elementary(rows, group[rows], start[rows], end[rows])
-    return CutRuns(np.concatenate([rest, source]), np.concatenate([start[rest], low]), np.concatenate([count[rest], high - low]))
+    source, low, high = _cut_at_bounds(rows, group[rows], start[rows], end[rows])
+    return CutRuns(
+        source=np.concatenate([rest, source]),
+        start=np.concatenate([start[rest], low]),
+        count=np.concatenate([count[rest], high - low]),
+    )
 
 
-def _elementary(rows: I64, group: I64, start: I64, end: I64) -> tuple[I64, I64, I64]:
-    """The runs between neighbouring bounds of their group that each row covers."""
-    number = np.cumsum(is_new(group)) - 1
-    step = int(end.max()) + 1
-    bounds = np.unique(np.concatenate([number * step + start, number * step + end]))
-    low, high = np.searchsorted(bounds, number * step + start), np.searchsorted(bounds, number * step + end)
+def _cut_at_bounds(rows: I64, group: I64, start: I64, end: I64) -> tuple[I64, I64, I64]:
+    """Cut each row into the runs between neighbouring bounds of its group; returns their rows, starts and ends."""
+    # All groups on one axis, one behind the other, so that one sorted array has the bounds of all.
+    base = (np.cumsum(is_new(group)) - 1) * (int(end.max()) + 1)
+    bounds = np.unique(np.concatenate([base + start, base + end]))
+    low = np.searchsorted(bounds, base + start)
+    high = np.searchsorted(bounds, base + end)
+    # owner: of each part, the row that it is cut from; at: the bound where it begins.
     owner, offset = ranges(high - low)
     at = low[owner] + offset
-    base = number[owner] * step
-    return rows[owner], bounds[at] - base, bounds[at + 1] - base
+    return rows[owner], bounds[at] - base[owner], bounds[at + 1] - base[owner]

@@ -1,17 +1,16 @@
-"""Which elements do a run of a box and another box share? Everything here is vectorized over many runs at once.
+"""Runs of boxes, cut into boxes and bounded by boxes; everything is vectorized over many runs at once.
 
 A *run* is the elements ``[start, start + count)`` of the row-major order of a box. Runs are the one geometry of this package: a
 plain shard is the run that is its whole box, a flat optimizer range is a run of the tensor it flattens, a replica's part and
-a window of a file are runs again. Two steps answer every question about them:
-
-1. `decompose` cuts each run into at most ``2 D - 1`` boxes, each of them contiguous in the run;
-2. `intersect` meets boxes with boxes.
+a window of a file are runs again. `decompose` cuts each run into at most ``2 D - 1`` boxes, each of them contiguous in the run;
+what is asked about runs is then asked about boxes.
 
 Arrays are ``(N, D)`` int64, one run or box a row; tensors of fewer dims are padded on the left with offset 0 and length 1.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,8 +29,18 @@ def pad_left(rows: I64, width: int, fill: int) -> I64:
     return rows if missing == 0 else np.pad(rows, ((0, 0), (missing, 0)), constant_values=fill)
 
 
+def pad_rows(rows: Iterable[tuple[int, ...]], width: int, fill: int) -> I64:
+    """Make ``(N, width)`` of rows of different lengths, each with leading entries of ``fill``.
+
+    >>> pad_rows([(5, 6), (7,)], 2, 1).tolist()
+    [[5, 6], [1, 7]]
+    """
+    padded = [(fill,) * (width - len(row)) + row for row in rows]
+    return np.array(padded, np.int64).reshape(len(padded), width)
+
+
 def strides_of(lengths: I64) -> I64:
-    """Row-major element strides of each box.
+    """Return the row-major element strides of each box.
 
     >>> strides_of(np.array([[2, 3, 4]])).tolist()
     [[12, 4, 1]]
@@ -44,7 +53,7 @@ def strides_of(lengths: I64) -> I64:
 
 
 def volumes(lengths: I64) -> I64:
-    """The number of elements of each box."""
+    """Return the number of elements of each box."""
     total = np.ones(len(lengths), np.int64)
     for column in lengths.T:
         total *= column
@@ -95,6 +104,7 @@ def decompose(lengths: I64, start: I64, count: I64) -> Boxes:
     cut = _cut(lengths[partial], start[partial], count[partial])
     keep = np.flatnonzero(whole)
     parent = np.concatenate([keep, partial[cut.parent]])
+    # Stable, so that the boxes of a run stay in the order of the run.
     order = np.argsort(parent, kind="stable")
     return Boxes(
         parent[order],
@@ -104,42 +114,51 @@ def decompose(lengths: I64, start: I64, count: I64) -> Boxes:
 
 
 def _digits(position: I64, strides: I64, lengths: I64) -> I64:
-    """Mixed-radix digits; the outermost may equal its length, at the end of the box."""
+    """Write positions as mixed-radix digits; the outermost may equal its length, at the end of the box."""
     digits = position[:, None] // strides
     digits[:, 1:] %= lengths[:, 1:]
     return digits
 
 
 def _cut(lengths: I64, start: I64, count: I64) -> Boxes:
-    """`decompose` for runs that are not empty."""
+    """Decompose runs that are not empty."""
     num, dims = lengths.shape
     strides = strides_of(lengths)
-    first, last = _digits(start, strides, lengths), _digits(start + count, strides, lengths)
+    first = _digits(start, strides, lengths)
+    last = _digits(start + count, strides, lengths)
+    # split: of each run the outermost dim on which its two ends differ; ``k`` in `decompose`.
     split = np.argmax(first != last, axis=1)
-    # begun[:, d]: the run starts inside a slice of dim d, so some digit after d is not 0.
+    # begun[:, d]: some digit of the run's start from dim d on is not 0, so the run starts inside a slice of dim d - 1.
     begun = np.zeros((num, dims + 1), dtype=bool)
-    begun[:, :dims] = np.logical_or.accumulate((first > 0)[:, ::-1], axis=1)[:, ::-1]
+    inner_first = (first > 0)[:, ::-1]
+    begun[:, :dims] = np.logical_or.accumulate(inner_first, axis=1)[:, ::-1]
     parents: list[I64] = []
     offsets: list[I64] = []
     sizes: list[I64] = []
 
     def emit(mask: NDArray[np.bool_], dim: int, digits: I64, low: I64, high: I64) -> None:
+        """Add a box of the masked runs: one index on the dims before `dim`, ``low … high`` along it, all of those after."""
         rows = np.flatnonzero(mask & (high > low))
-        offset, size = digits[rows].copy(), np.ones((len(rows), dims), dtype=np.int64)
-        offset[:, dim], size[:, dim] = low[rows], (high - low)[rows]
-        offset[:, dim + 1 :], size[:, dim + 1 :] = 0, lengths[rows, dim + 1 :]
+        offset = digits[rows].copy()
+        offset[:, dim] = low[rows]
+        offset[:, dim + 1 :] = 0
+        size = np.ones((len(rows), dims), dtype=np.int64)
+        size[:, dim] = (high - low)[rows]
+        size[:, dim + 1 :] = lengths[rows, dim + 1 :]
         parents.append(rows)
         offsets.append(offset)
         sizes.append(size)
 
-    inside = begun[:, 1:]
+    # In the order of the run: head, middle, tail. next_whole: the first slice of a dim that the run has from its beginning.
+    next_whole = first + begun[:, 1:]
     for dim in range(dims - 1, 0, -1):
-        emit((dim > split) & begun[:, dim], dim, first, first[:, dim] + inside[:, dim], lengths[:, dim])
+        emit((dim > split) & begun[:, dim], dim, first, next_whole[:, dim], lengths[:, dim])
     for dim in range(dims):
-        emit(split == dim, dim, first, first[:, dim] + inside[:, dim], last[:, dim])
+        emit(split == dim, dim, first, next_whole[:, dim], last[:, dim])
     for dim in range(1, dims):
         emit(dim > split, dim, last, np.zeros_like(start), last[:, dim])
     parent = np.concatenate(parents)
+    # Stable, so that each run keeps the order in which its boxes were added.
     order = np.argsort(parent, kind="stable")
     return Boxes(parent[order], np.concatenate(offsets)[order], np.concatenate(sizes)[order])
 
@@ -162,6 +181,7 @@ def as_boxes(offsets: I64, lengths: I64, start: I64, count: I64) -> tuple[I64, I
     if len(partial) == 0:
         return offsets, lengths, start, count
     offsets, lengths, start = offsets.copy(), lengths.copy(), start.copy()
+    # From here on, size, strides, begin, num and done have a row for each partial run.
     size = lengths.take(partial, axis=0)
     strides = strides_of(size)
     begin, num = start[partial], count[partial]
@@ -184,7 +204,7 @@ def as_boxes(offsets: I64, lengths: I64, start: I64, count: I64) -> tuple[I64, I
 
 
 def bounds(offsets: I64, lengths: I64, start: I64, count: I64) -> tuple[I64, I64]:
-    """A box around each run: its own box, narrowed along the outermost dim that is longer than 1.
+    """Bound each run by a box: its own box, narrowed along the outermost dim that is longer than 1.
 
     Returns
     -------
@@ -198,17 +218,20 @@ def bounds(offsets: I64, lengths: I64, start: I64, count: I64) -> tuple[I64, I64
     size = lengths[partial]
     dim = np.argmax(size > 1, axis=1)
     stride = strides_of(size)[np.arange(len(partial)), dim]
-    first, last = start[partial] // stride, -(-(start[partial] + count[partial]) // stride)
+    # The slices of that dim in which the run begins and behind which it ends.
+    first = start[partial] // stride
+    last = -(-(start[partial] + count[partial]) // stride)
     high[partial, dim] = low[partial, dim] + last
     low[partial, dim] += first
     return low, high
 
 
 def ranges(lengths: I64) -> tuple[I64, I64]:
-    """For each ``i`` the numbers ``0 … lengths[i] - 1``, end to end, and the ``i`` of each.
+    """Count ``0 … lengths[i] - 1`` for each ``i``, end to end; returns the ``i`` of each number, and the numbers.
 
     >>> [a.tolist() for a in ranges(np.array([2, 0, 3]))]
     [[0, 0, 2, 2, 2], [0, 1, 0, 1, 2]]
     """
     owner = np.repeat(np.arange(len(lengths)), lengths)
-    return owner, np.arange(len(owner)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    first = np.cumsum(lengths) - lengths
+    return owner, np.arange(len(owner)) - np.repeat(first, lengths)

@@ -1,8 +1,8 @@
-"""Do these runs cover a tensor exactly once? Proves it for all tensors, or says where it fails.
+"""Checks that runs cover their tensors exactly once, and finds where they do not.
 
 1. Runs of one box are lined up: consecutive runs join, an overlap is a fault. A box that its runs fill counts as a box.
-2. The boxes of a tensor tile it if no two overlap and their volumes add up to its size. Tensors with the same shape and boxes are
-   proved once: layers alike share one proof.
+2. The boxes of a tensor tile it if no two overlap and their volumes add up to its size. Tensors with the same shape and boxes,
+   such as those of equal layers, are checked once.
 3. What is left of partly filled boxes is cut into boxes first (`decompose`).
 """
 
@@ -51,7 +51,7 @@ class _Joined:
 def find_faults(
     shapes: I64, box_offsets: I64, box_lengths: I64, tensor: I64, box: I64, start: I64, count: I64
 ) -> Iterator[Fault]:
-    """Every tensor that its runs do not tile.
+    """Yield the faults of every tensor that its runs do not tile.
 
     Parameters
     ----------
@@ -66,13 +66,16 @@ def find_faults(
     order = order[count[order] > 0]
     tensor, box, start, count = tensor[order], box[order], start[order], count[order]
     boxes = box_offsets, box_lengths
-    same, ends = ~is_new(tensor, box)[1:], start + count
+    ends = start + count
+    # Between neighbours: whether they are runs of one box, and how many elements lie between them; negative where they overlap.
+    same = ~is_new(tensor, box)[1:]
     gap = start[1:] - ends[:-1]
     clash = np.flatnonzero(same & (gap < 0))
     clashing, one = np.unique(tensor[clash], return_index=True)  # one overlap of each tensor says enough
     for i in clash[one].tolist():
         pair = np.array([i, i + 1])
         yield _overlap(int(tensor[i]), order[pair], _bounds_of(boxes, box[pair], start[pair], count[pair]))
+    # Runs that follow each other without a gap are joined: first and last are the ends of each row of them.
     new = np.append(True, ~(same & (gap == 0))) if len(order) else np.zeros(0, bool)
     first = np.flatnonzero(new)
     last = np.append(first[1:], len(order))[: len(first)] - 1
@@ -83,17 +86,21 @@ def find_faults(
 
 
 def _bounds_of(boxes: tuple[I64, I64], box: I64, start: I64, count: I64) -> tuple[I64, I64]:
+    """Bound each run of a box by a box; returns their lowest and highest corners."""
     return bounds(boxes[0][box], boxes[1][box], start, count)
 
 
 def _overlap(tensor: int, rows: I64, around: tuple[I64, I64]) -> Fault:
-    low, high = around[0].max(axis=0), around[1].min(axis=0)
-    return Fault(tensor, tuple(rows.tolist()), tuple(low.tolist()), tuple(np.maximum(high, low).tolist()), 0)
+    """Make the fault of two runs that overlap: about the region where the boxes around them meet."""
+    low = around[0].max(axis=0)
+    high = np.maximum(around[1].min(axis=0), low)
+    return Fault(tensor, tuple(rows.tolist()), tuple(low.tolist()), tuple(high.tolist()), missing=0)
 
 
-def _box_faults(shapes: I64, boxes: tuple[I64, I64], joined: _Joined, told: frozenset[int]) -> Iterator[Fault]:
-    """The faults of all tensors but those that have been told of."""
+def _box_faults(shapes: I64, boxes: tuple[I64, I64], joined: _Joined, reported: frozenset[int]) -> Iterator[Fault]:
+    """Yield the faults of all tensors but those that were reported already."""
     cut = decompose(boxes[1][joined.box], joined.start, joined.count)
+    # Boxes stay in order of tensor: those of tensor t are first[t] to first[t + 1].
     tensor = joined.tensor[cut.parent]
     low = boxes[0][joined.box[cut.parent]] + cut.offsets
     first = np.searchsorted(tensor, np.arange(len(shapes) + 1))
@@ -102,42 +109,45 @@ def _box_faults(shapes: I64, boxes: tuple[I64, I64], joined: _Joined, told: froz
     whole = np.zeros(len(shapes), bool)
     single = np.flatnonzero(num == 1)
     at = first[single]
-    whole[single] = (low[at] == 0).all(axis=1) & (cut.lengths[at] == shapes[single]).all(axis=1)
-    proved: set[bytes] = set()
+    at_origin = (low[at] == 0).all(axis=1)
+    whole[single] = at_origin & (cut.lengths[at] == shapes[single]).all(axis=1)
+    verified: set[bytes] = set()
     for t in np.flatnonzero(((sizes > 0) | (num > 0)) & ~whole).tolist():
-        if t in told:
+        if t in reported:
             continue
         part = slice(first[t], first[t + 1])
         layout = shapes[t].tobytes() + low[part].tobytes() + cut.lengths[part].tobytes()
-        if layout in proved:
+        if layout in verified:
             continue
         pair = find_overlap(low[part], cut.lengths[part])
         if pair is not None:
             run = cut.parent[part][list(pair)]
-            yield _overlap(t, joined.row[run], _bounds_of(boxes, joined.box[run], joined.start[run], joined.count[run]))
+            around = _bounds_of(boxes, joined.box[run], joined.start[run], joined.count[run])
+            yield _overlap(t, joined.row[run], around)
             continue
         missing = int(sizes[t] - volumes(cut.lengths[part]).sum())
         if missing:
             gap_low, gap_high = find_gap(shapes[t], low[part], cut.lengths[part])
             yield Fault(t, (), gap_low, gap_high, missing)
             continue
-        proved.add(layout)
+        verified.add(layout)
 
 
 def find_overlap(offsets: I64, lengths: I64) -> tuple[int, int] | None:
-    """Two boxes that share an element, or None.
+    """Find two boxes that share an element; None where no two do.
 
     Boxes are swept along the dim on which the fewest pairs meet.
     """
     if len(offsets) < 2:
         return None
-    best = min(range(offsets.shape[1]), key=lambda dim: int(_meeting(offsets, lengths, dim)[1].sum()))
-    order, meets = _meeting(offsets, lengths, best)
+    sweeps = (_sweep(offsets, lengths, dim) for dim in range(offsets.shape[1]))
+    order, meets = min(sweeps, key=lambda sweep: int(sweep[1].sum()))
     if meets.sum() > MAX_SWEPT:
         raise UnsupportedError(
-            f"{len(offsets)} shards of one tensor lie so that it takes too long to prove that none overlap; use fewer ones"
+            f"{len(offsets)} shards of one tensor lie so that it takes too long to check that none overlap; use fewer ones"
         )
     for part in _batches(meets, MAX_PAIRS):
+        # Each box beside each of the following ones that it meets on this dim; do they meet on all dims?
         owner, step = ranges(meets[part])
         left = order[owner + part.start]
         right = order[owner + part.start + 1 + step]
@@ -148,8 +158,8 @@ def find_overlap(offsets: I64, lengths: I64) -> tuple[int, int] | None:
     return None
 
 
-def _meeting(offsets: I64, lengths: I64, dim: int) -> tuple[I64, I64]:
-    """Boxes by their beginning along a dim, and how many of the following ones begin before each ends."""
+def _sweep(offsets: I64, lengths: I64, dim: int) -> tuple[I64, I64]:
+    """Order boxes by their beginning along a dim, and count how many of the following ones begin before each ends."""
     order = np.argsort(offsets[:, dim], kind="stable")
     begin = offsets[order, dim]
     until = np.searchsorted(begin, begin + lengths[order, dim], side="left")
@@ -157,7 +167,7 @@ def _meeting(offsets: I64, lengths: I64, dim: int) -> tuple[I64, I64]:
 
 
 def _batches(sizes: I64, limit: int) -> Iterator[slice]:
-    """Consecutive slices whose sizes add up to about the limit."""
+    """Yield consecutive slices whose sizes add up to about the limit."""
     total = np.cumsum(sizes)
     begin = 0
     while begin < len(sizes):
@@ -168,7 +178,7 @@ def _batches(sizes: I64, limit: int) -> Iterator[slice]:
 
 
 def find_gap(shape: I64, offsets: I64, lengths: I64) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """A box of the tensor that none of these disjoint boxes touches, found by halving the tensor.
+    """Find a box of the tensor that none of these disjoint boxes touches, by halving the tensor.
 
     >>> find_gap(np.array([4, 2]), np.array([[0, 0], [3, 0]]), np.array([[2, 2], [1, 2]]))
     ((2, 0), (3, 2))
@@ -193,8 +203,11 @@ def find_gap(shape: I64, offsets: I64, lengths: I64) -> tuple[tuple[int, ...], t
 
 
 def _face(low: I64, high: I64, begin: I64, end: I64) -> tuple[int, int]:
-    """A dim and a coordinate strictly inside ``low … high`` where boxes begin or end: the middle one of the dim that has most."""
-    faces = [np.concatenate([b[b > lo], e[e < hi]]) for b, e, lo, hi in zip(begin.T, end.T, low, high, strict=True)]
+    """Find where to halve a region: a coordinate inside it where boxes begin or end, the middle one on the dim that has most."""
+    faces = []
+    for dim in range(len(low)):
+        first, last = begin[:, dim], end[:, dim]
+        faces.append(np.concatenate([first[first > low[dim]], last[last < high[dim]]]))
     dim = max(range(len(faces)), key=lambda d: len(faces[d]))
     assert len(faces[dim]), "a box fills the region, so nothing of it is uncovered"
     middle = len(faces[dim]) // 2
@@ -202,7 +215,7 @@ def _face(low: I64, high: I64, begin: I64, end: I64) -> tuple[int, int]:
 
 
 def describe_region(low: Sequence[int], high: Sequence[int], ndim: int) -> str:
-    """A region as people write it, without padding.
+    """Spell a region as people write it, without padding.
 
     >>> describe_region((0, 2, 0), (1, 3, 4), 2)
     '[2:3, 0:4]'

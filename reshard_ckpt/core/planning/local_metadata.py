@@ -13,7 +13,7 @@ from ..catalog.model import TensorKind
 from ..catalog.specs import AxisPlacement, Mesh, TensorSpec, ValueKind
 from ..geometry.dtypes import CODES
 from ..geometry.ordering import group_ids
-from ..geometry.runs import I64, volumes
+from ..geometry.runs import I64, pad_rows, volumes
 
 U8 = NDArray[np.uint8]
 Placement = tuple[AxisPlacement, ...]
@@ -36,25 +36,20 @@ def piece_columns(specs: Sequence[TensorSpec], width: int) -> PieceColumns:
     """The pieces of all specs, padded to ``width`` dims; ``tensor`` is the spec's index."""
     pieces = [(i, piece) for i, spec in enumerate(specs) for piece in spec.pieces]
 
-    def padded(rows: list[tuple[int, ...]], fill: int) -> I64:
-        flat = [(fill,) * (width - len(row)) + row for row in rows]
-        return np.array(flat, dtype=np.int64).reshape(len(rows), width)
-
     return PieceColumns(
         tensor=np.array([i for i, _ in pieces], dtype=np.int64),
-        offsets=padded([p.offsets for _, p in pieces], 0),
-        lengths=padded([p.lengths for _, p in pieces], 1),
+        offsets=pad_rows([p.offsets for _, p in pieces], width, 0),
+        lengths=pad_rows([p.lengths for _, p in pieces], width, 1),
         start=np.array([p.start for _, p in pieces], dtype=np.int64),
         count=np.array([p.count for _, p in pieces], dtype=np.int64),
         base=np.array([p.base for _, p in pieces], dtype=np.int64),
-        strides=padded([p.strides for _, p in pieces], 0),
+        strides=pad_rows([p.strides for _, p in pieces], width, 0),
     )
 
 
 def shape_columns(specs: Sequence[TensorSpec], width: int) -> I64:
     """Global shapes, padded to ``width`` dims."""
-    rows = [(1,) * (width - len(spec.shape)) + spec.shape for spec in specs]
-    return np.array(rows, dtype=np.int64).reshape(len(specs), width)
+    return pad_rows([spec.shape for spec in specs], width, 1)
 
 
 def width_of(specs: Sequence[TensorSpec]) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..catalog.specs import Ints, Mesh
 from ..geometry.chunks import Range, chunk, joined
-from ..geometry.runs import I64
+from ..geometry.runs import I64, pad_rows
 from .local_metadata import JobMetadata, TensorColumns
 from .target_placement import TargetPlacement
 
@@ -193,16 +193,12 @@ class _TargetRowsBuilder:
 def as_job_metadata(table: TensorColumns, held: TargetRows, boxes: Sequence[Box], num_ranks: int) -> JobMetadata:
     """The pieces of all ranks as their offers, which all know the same tensors."""
     width = table.shape.shape[1]
-
-    def padded(rows: Sequence[Ints], fill: int) -> I64:
-        return np.array([(fill,) * (width - len(row)) + row for row in rows], np.int64).reshape(len(rows), width)
-
     begin = np.searchsorted(held.rank, np.arange(num_ranks))
     return JobMetadata(
         tables=(table,),
         table=np.zeros(num_ranks, np.int64),
-        box_offsets=padded([offsets for offsets, _ in boxes], 0),
-        box_lengths=padded([lengths for _, lengths in boxes], 1),
+        box_offsets=pad_rows([offsets for offsets, _ in boxes], width, 0),
+        box_lengths=pad_rows([lengths for _, lengths in boxes], width, 1),
         rank=held.rank,
         local=np.arange(len(held.rank)) - begin[held.rank],
         tensor=held.tensor,

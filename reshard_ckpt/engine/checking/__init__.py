@@ -1,1 +1,1 @@
-"""What is said of a checkpoint without loading it: verified, compared, measured."""
+"""Checks of checkpoints that load nothing: verify, compare, statistics, manifest."""

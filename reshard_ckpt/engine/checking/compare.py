@@ -1,4 +1,4 @@
-"""How far apart are the tensors of two checkpoints? Both are streamed side by side, whatever their layouts.
+"""Differences between the tensors of two checkpoints, which are streamed side by side, whatever their layouts.
 
 Bytes are compared first: equal ones, the usual case, cost no arithmetic. Numbers are compared only where bytes differ.
 """
@@ -48,7 +48,7 @@ class TensorDifference:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One of the two: where its bytes are, its catalog, and its tensors, in an order that both sides share."""
+    """One of two checkpoints that are compared: its store, its catalog, and its tensors, in an order that both sides share."""
 
     storage: Storage
     catalog: Catalog
@@ -56,14 +56,16 @@ class Side:
 
 
 def compare(names: Sequence[str], a: Side, b: Side, report: OnProgress = silent) -> list[TensorDifference]:
-    """The tensors that differ, by bytes; both sides have the same shapes, in the same order.
+    """Find the tensors whose bytes differ; both sides have the same shapes, in the same order.
 
     Raises
     ------
     CorruptError
         A file of either is damaged.
     """
-    keys = [(a.catalog.source(ta), b.catalog.source(tb)) for ta, tb in zip(a.tensors, b.tensors, strict=True)]
+    sources_a = [a.catalog.source(tensor) for tensor in a.tensors]
+    sources_b = [b.catalog.source(tensor) for tensor in b.tensors]
+    keys = list(zip(sources_a, sources_b, strict=True))
     pairs = {key: _Pair(a.catalog, key[0], b.catalog, key[1]) for key in keys}  # tied names are compared once
     tally = Tally("compare", sum(pair.num_bytes for pair in pairs.values()), report)
     windows_a = windows_of(a.storage, a.catalog, [pair.a for pair in pairs.values()])
@@ -76,7 +78,7 @@ def compare(names: Sequence[str], a: Side, b: Side, report: OnProgress = silent)
 
 
 def _common(a: torch.dtype, b: torch.dtype) -> torch.dtype:
-    """A dtype that holds the numbers of both, as far as there is one."""
+    """Choose a dtype that holds the numbers of both, as far as there is one."""
     floats = [torch.float32 if dtype.is_floating_point and dtype.itemsize == 1 else dtype for dtype in (a, b)]
     unsigned = {torch.uint16, torch.uint32, torch.uint64}
     if floats[0] != floats[1] and unsigned & set(floats):
@@ -85,12 +87,13 @@ def _common(a: torch.dtype, b: torch.dtype) -> torch.dtype:
 
 
 class _Pair:
-    """Two tensors to read whole, in one dtype, so that both are cut alike; and what has been seen to differ."""
+    """Two tensors to read whole, in one dtype, so that both are cut alike; and the differences found so far."""
 
     def __init__(self, a: Catalog, tensor_a: int, b: Catalog, tensor_b: int) -> None:
         codes = a.dtype(tensor_a), b.dtype(tensor_b)
         common = None if codes[0] == codes[1] else dtype_code(_common(*(TORCH_DTYPES[code] for code in codes)), "")
-        self.a, self.b = replace(whole_run(a, tensor_a), dtype=common), replace(whole_run(b, tensor_b), dtype=common)
+        self.a = replace(whole_run(a, tensor_a), dtype=common)
+        self.b = replace(whole_run(b, tensor_b), dtype=common)
         self.code = common or codes[0]
         self.num_bytes = self.a.count * TORCH_DTYPES[self.code].itemsize
         self.num_different = self.num_nan = 0
@@ -106,12 +109,13 @@ class _Pair:
         self.num_different += len(differs)
         a, b = (as_numbers(side, self.code)[differs] for side in (x, y))
         apart, largest = _integers_apart(a, b) if a.dtype.kind in "iub" else self._floats_apart(a, b)
-        if len(apart):
-            self.max_abs = max(self.max_abs, float(apart.max()))
-            some = np.flatnonzero(apart > 0)
-            with np.errstate(invalid="ignore"):  # infinity by infinity: then it is as far as can be
-                relative = apart[some] / largest[some]
-            self.max_rel = max(self.max_rel, float(np.nan_to_num(relative, nan=np.inf).max(initial=0.0)))
+        if len(apart) == 0:
+            return
+        self.max_abs = max(self.max_abs, float(apart.max()))
+        some = np.flatnonzero(apart > 0)
+        with np.errstate(invalid="ignore"):  # infinity by infinity is NaN, and counts as the largest difference
+            relative = np.nan_to_num(apart[some] / largest[some], nan=np.inf)
+        self.max_rel = max(self.max_rel, float(relative.max(initial=0.0)))
 
     def _floats_apart(self, a: NDArray[Any], b: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
         wide = np.complex128 if np.iscomplexobj(a) else np.float64
@@ -122,14 +126,15 @@ class _Pair:
             return np.abs(a - b), np.maximum(np.abs(a), np.abs(b))
 
     def difference(self, name: str) -> TensorDifference:
-        """What was found, under this name."""
+        """Report the differences found, under this name."""
         return TensorDifference(name, self.a.count, self.num_different, self.max_abs, self.max_rel, self.num_nan)
 
 
 def _integers_apart(a: NDArray[Any], b: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Exactly, also where the difference of two int64 needs 64 bits."""
+    """Subtract exactly, also where the difference of two int64 needs 64 bits; returns that, and the larger magnitudes."""
     if a.dtype.kind == "b":
         a, b = a.astype(np.uint8), b.astype(np.uint8)
     unsigned = np.dtype(f"u{a.dtype.itemsize}")
     apart = np.maximum(a, b).view(unsigned) - np.minimum(a, b).view(unsigned)
-    return apart.astype(np.float64), np.maximum(np.abs(a.astype(np.float64)), np.abs(b.astype(np.float64)))
+    largest = np.maximum(np.abs(a.astype(np.float64)), np.abs(b.astype(np.float64)))
+    return apart.astype(np.float64), largest

@@ -1,4 +1,4 @@
-"""How does a checkpoint get its manifest, and does it match? Hashed while it is written, or read again afterwards.
+"""Manifests of checkpoints: made of the files as they are, and compared with them.
 
 1. A save hashes each file as it writes it; the digests travel with the receipts. Rank 0 adds that of the catalog to be, writes
    the manifest into the save's own folder, and only then publishes that catalog: so wherever a save is cut off, the catalog in
@@ -36,12 +36,12 @@ def make_manifest(storage: Storage, catalog: Catalog, *, workers: int | None = N
 def check_manifest(
     storage: Storage, catalog: Catalog, *, workers: int | None = None, report: OnProgress = silent
 ) -> Iterator[str]:
-    """What is wrong: files that are not listed, are not there, or are not those that were listed.
+    """Yield a line for each problem: files that are not listed, are not there, or are not those that were listed.
 
     Raises
     ------
     CorruptError
-        There is no manifest, or it is none.
+        There is no manifest, or the file is not one.
     """
     key = manifest_key(catalog.save_id)
     where = f"{storage.url}: {key}"
@@ -62,14 +62,14 @@ def check_manifest(
 
 
 def _keys(catalog: Catalog) -> list[str]:
-    """The files that make up a checkpoint."""
+    """List the files that make up a checkpoint."""
     return [CATALOG_KEY, *(key for file in catalog.files for key in (file.key, file.digests_key) if key)]
 
 
 def _hashes(
     storage: Storage, keys: Sequence[str], step: str, workers: int | None, report: OnProgress
 ) -> Iterator[tuple[str, bytes | CheckpointError]]:
-    """The SHA-256 of each file, or why it cannot be read, in order."""
+    """Hash each file, in several threads; yields its key and SHA-256, or the error of reading it, in order."""
     sizes = [storage.size(key) or 0 for key in keys]
     tally = Tally(step, sum(sizes), report)
 

@@ -1,4 +1,4 @@
-"""What are the numbers in some tensors like? One pass over their bytes, a window at a time."""
+"""Statistics of the numbers in saved tensors, in one pass over their bytes, a window at a time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NUMPY = {
 
 @dataclass(frozen=True, slots=True)
 class TensorStats:
-    """What the numbers of one tensor are like.
+    """Statistics of one tensor.
 
     Attributes
     ----------
@@ -48,7 +48,7 @@ class TensorStats:
 
 
 def statistics(storage: Storage, catalog: Catalog, tensors: Sequence[int], report: OnProgress = silent) -> list[TensorStats]:
-    """The statistics of these tensors of the catalog, in one pass, every block proved."""
+    """Compute the statistics of these tensors of the catalog, in one pass, and verify every block."""
     found = {tensor: _Totals() for tensor in tensors}
     runs = [whole_run(catalog, tensor) for tensor in found]
     tally = Tally("read", sum(run.count * TORCH_DTYPES[catalog.dtype(run.tensor)].itemsize for run in runs), report)
@@ -60,7 +60,7 @@ def statistics(storage: Storage, catalog: Catalog, tensors: Sequence[int], repor
 
 
 def windows_of(storage: Storage, catalog: Catalog, runs: Sequence[Run]) -> Iterator[tuple[Sequence[Run], Window]]:
-    """The bytes of some runs, a window at a time, beside the runs that each window has: parts of those that were given."""
+    """Yield the bytes of some runs, a window at a time, and before each window the parts of runs that are in it."""
     check_covered(catalog, runs)
     reader = RunReader(storage, catalog, verify=True)
     windows = list(cut_windows(reader, runs, WINDOW_BYTES))
@@ -68,14 +68,14 @@ def windows_of(storage: Storage, catalog: Catalog, runs: Sequence[Run]) -> Itera
 
 
 def as_numbers(data: memoryview, code: str) -> NDArray[Any]:
-    """Bytes as an array that numpy can count with; 8- and 16-bit floats become float32."""
+    """Convert bytes to an array that numpy can compute with; 8- and 16-bit floats become float32."""
     if code in _NUMPY and code != "F16":
         return np.frombuffer(data, _NUMPY[code])
     return torch.frombuffer(data, dtype=TORCH_DTYPES[code]).float().numpy()
 
 
 class _Totals:
-    """What has been seen of one tensor."""
+    """The totals of one tensor so far."""
 
     def __init__(self) -> None:
         self.low: Any = inf
@@ -87,10 +87,9 @@ class _Totals:
         if np.iscomplexobj(numbers):
             numbers = np.abs(numbers)
         low, high = numbers.min(), numbers.max()
-        if not (
-            np.isfinite(low) and np.isfinite(high)
-        ):  # both show a NaN; most tensors have none, and are read twice, not thrice
-            numbers = self._without_others(numbers)
+        # The least and the largest show any NaN or infinity. Most tensors have none, so a third pass over them is seldom needed.
+        if not (np.isfinite(low) and np.isfinite(high)):
+            numbers = self._finite(numbers)
             if len(numbers) == 0:
                 return
             low, high = numbers.min(), numbers.max()
@@ -98,7 +97,8 @@ class _Totals:
         self.sum += float(numbers.sum(dtype=np.float64))
         self.num_finite += len(numbers)
 
-    def _without_others(self, numbers: NDArray[Any]) -> NDArray[Any]:
+    def _finite(self, numbers: NDArray[Any]) -> NDArray[Any]:
+        """Count what is not finite, and return the rest."""
         self.num_nan += int(np.isnan(numbers).sum())
         self.num_inf += int(np.isinf(numbers).sum())
         finite: NDArray[Any] = numbers[np.isfinite(numbers)]

@@ -1,4 +1,4 @@
-"""Is every byte of a checkpoint as it was written? Reads all files, block by block, and says what is wrong where.
+"""Verification of a checkpoint: reads all files, block by block, and names what is not as it was written.
 
 1. The rows of every tensor must tile it, and every file be there, whole.
 2. Windows of all files are read and hashed by several threads. Only a few are under way at any time, and digests are opened file
@@ -24,21 +24,22 @@ from ...format.checksums import Digests, wrong_blocks
 from ...storage.protocol import Storage
 from ..common.file_contents import FileContents
 from ..common.progress import OnProgress, Tally, silent
-from ..loading.read import REQUEST_BYTES, check_files, num_threads, open_blocks
+from ..loading.files import check_files, open_blocks
+from ..loading.read import REQUEST_BYTES, num_threads
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What `verify` found.
+    """The result of `checkpoint.verify`.
 
     Attributes
     ----------
     problems
         One line for each thing that is wrong: the file, the bytes, and the tensors or values that these hold.
     num_files, num_bytes
-        What was looked at.
+        The files of the checkpoint and their bytes.
     bytes_unproved
-        Of them, bytes of files that have no checksums, as those of other formats: nothing but their sizes was looked at.
+        Of them, bytes of files that have no checksums, as those of other formats: nothing but their sizes was checked.
     """
 
     problems: tuple[str, ...]
@@ -61,18 +62,23 @@ def verify_all(storage: Storage, catalog: Catalog, *, workers: int | None = None
         Threads that read and hash, each with a buffer of `REQUEST_BYTES`; as many as a load uses, by default.
     """
     check = _Check(storage, catalog, Tally("verify", sum(entry.size for entry in catalog.files), report))
-    check.found += [*_structure(catalog), *(str(why) for why in catalog.unreadable.values() if isinstance(why, CorruptError))]
-    windows = check.windows()
-    count = num_threads(sum(-(-entry.size // REQUEST_BYTES) for entry in catalog.files)) if workers is None else workers
-    with ThreadPoolExecutor(count, thread_name_prefix="reshard-ckpt-verify") as pool:
-        for damages in _in_order(pool, check.window, windows, 2 * count):
-            check.add(damages)
-    sizes = [(entry.size, bool(entry.digests_key)) for entry in catalog.files]
-    unproved = sum(size for size, proved in sizes if not proved)
-    return VerifyReport(check.problems(), len(catalog.files), sum(size for size, _ in sizes), unproved)
+    check.found += _structure(catalog)
+    check.found += [str(why) for why in catalog.unreadable.values() if isinstance(why, CorruptError)]
+    if workers is None:
+        workers = num_threads(sum(-(-entry.size // REQUEST_BYTES) for entry in catalog.files))
+    with ThreadPoolExecutor(workers, thread_name_prefix="reshard-ckpt-verify") as pool:
+        for found in _in_order(pool, check.window, check.windows(), 2 * workers):
+            check.add(found)
+    return VerifyReport(
+        problems=check.problems(),
+        num_files=len(catalog.files),
+        num_bytes=sum(entry.size for entry in catalog.files),
+        bytes_unproved=sum(entry.size for entry in catalog.files if not entry.digests_key),
+    )
 
 
 def _structure(catalog: Catalog) -> Iterator[str]:
+    """Yield a line for each tensor that its rows do not tile."""
     table = catalog.tensors_table
     for fault in faults_of(catalog, np.arange(len(table.names))):
         region = describe_region(fault.low, fault.high, int(table.ndim[fault.tensor]))
@@ -97,7 +103,7 @@ class _Damage:
 
 
 class _Check:
-    """One verification: what has been found so far, problems in words and damage as ranges, in order of the files."""
+    """One verification: the findings so far, in order of the files, damage as ranges and other problems as messages."""
 
     def __init__(self, storage: Storage, catalog: Catalog, tally: Tally) -> None:
         self.storage, self.catalog, self.tally = storage, catalog, tally
@@ -105,7 +111,7 @@ class _Check:
         self._local = threading.local()
 
     def windows(self) -> Iterator[_Window]:
-        """What is to be read of the files that are there; those that are not are problems already."""
+        """Yield what is to be read of the files that are there; a file that is not becomes a problem here."""
         for index, entry in enumerate(self.catalog.files):
             try:
                 check_files(self.storage, self.catalog, [index])
@@ -113,14 +119,14 @@ class _Check:
             except CheckpointError as error:
                 self.found.append(str(error))
                 digests = None
-            if digests is None:  # a foreign file has no checksums: that it is there, whole, is all that can be said
+            if digests is None:  # a foreign file has no checksums: that it is there, whole, is all that can be checked
                 self.tally.add(entry.size)
                 continue
             for low in range(0, entry.size, REQUEST_BYTES):
                 yield _Window(index, low, digests)
 
     def window(self, window: _Window) -> list[str | _Damage]:
-        """Read and prove one window; runs in the pool's threads."""
+        """Read and verify one window; runs in the pool's threads."""
         entry = self.catalog.files[window.file]
         size = min(REQUEST_BYTES, entry.size - window.low)
         data = self._buffer()[:size]
@@ -142,7 +148,7 @@ class _Check:
         return buffer
 
     def add(self, found: Iterable[str | _Damage]) -> None:
-        """Take what a window has; damage that goes on where the last one ended is the same."""
+        """Add the findings of a window; damage that goes on where the last one ended is joined with it."""
         for item in found:
             last = self.found[-1] if self.found else None
             if isinstance(item, _Damage) and isinstance(last, _Damage) and (last.file, last.end) == (item.file, item.begin):
@@ -151,21 +157,21 @@ class _Check:
                 self.found.append(item)
 
     def problems(self) -> tuple[str, ...]:
-        """A line for each problem."""
-        holders = FileContents(self.catalog) if any(isinstance(item, _Damage) for item in self.found) else None
-        return tuple(item if isinstance(item, str) else self._line(item, holders) for item in self.found)
+        """Describe each problem, a line each."""
+        contents = FileContents(self.catalog) if any(isinstance(item, _Damage) for item in self.found) else None
+        return tuple(item if isinstance(item, str) else self._line(item, contents) for item in self.found)
 
-    def _line(self, damage: _Damage, holders: FileContents | None) -> str:
-        assert holders is not None
+    def _line(self, damage: _Damage, contents: FileContents | None) -> str:
+        assert contents is not None
         key, begin, end = self.catalog.files[damage.file].key, damage.begin, damage.end
-        holds = holders.text(damage.file, begin, end)
+        holds = contents.text(damage.file, begin, end)
         return f"{self.storage.url}: {key} is damaged in bytes {begin}:{end}, which hold {holds}"
 
 
 def _in_order(
     pool: ThreadPoolExecutor, task: Callable[[_Window], list[str | _Damage]], windows: Iterable[_Window], limit: int
 ) -> Iterator[list[str | _Damage]]:
-    """The results of a task, in order, with at most `limit` of them under way."""
+    """Yield the results of a task, in order, with at most `limit` of them under way."""
     pending: deque[Future[list[str | _Damage]]] = deque()
     for window in windows:
         pending.append(pool.submit(task, window))

@@ -1,1 +1,1 @@
-"""What saves, loads and reshards all use: memory, progress, logs, timings."""
+"""Parts that saves, loads and reshards share: host memory, bytes of tensors, progress, logs, timings, step folders."""

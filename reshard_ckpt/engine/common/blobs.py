@@ -1,4 +1,4 @@
-"""Values kept as bytes in the shard files: their tensors."""
+"""Values that are kept as bytes in shard files, each as a tensor of bytes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ class Blob:
     spec: TensorSpec
     tensor: torch.Tensor
     own: str | None = None
-    """The name of the value, where every rank has one of its own."""
+    """The name of the value, where every rank has its own; else None."""
 
 
 def byte_blob(name: str, tensor: torch.Tensor, own: str | None = None) -> Blob:
-    """A blob over a 1-D uint8 tensor."""
+    """Make a blob over a 1-D uint8 tensor."""
     size = (tensor.numel(),)
-    return Blob(TensorSpec(name, "U8", size, (box_piece((0,), size, 0, (1,)),), Replication.PLAIN), tensor, own)
+    piece = box_piece((0,), size, 0, (1,))
+    return Blob(TensorSpec(name, "U8", size, (piece,), Replication.PLAIN), tensor, own)

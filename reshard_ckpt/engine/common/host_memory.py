@@ -1,4 +1,4 @@
-"""Where is staged memory kept? In buffers that are allocated once and reused, in as few pages as can be.
+"""Host memory for staging: buffers that are allocated once and reused, in as few pages as can be.
 
 Memory that was never touched costs several times a plain copy the first time, since the kernel makes each page on the first
 touch; large pages (`MADV_HUGEPAGE`) make that cheaper, and reuse makes it happen once. For CUDA the buffer is pinned, so that the
@@ -16,13 +16,13 @@ ALIGN_BYTES = 2 << 20
 
 
 def allocate(num_bytes: int, *, pinned: bool) -> torch.Tensor:
-    """A 1-D uint8 host tensor, page-aligned; rounded up to whole large pages."""
+    """Allocate a 1-D uint8 host tensor, page-aligned; rounded up to whole large pages."""
     size = max(-(-num_bytes // ALIGN_BYTES), 1) * ALIGN_BYTES
     if pinned:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) if hasattr(mmap, "MAP_PRIVATE") else None
-    if memory is None:
+    if not hasattr(mmap, "MAP_PRIVATE"):
         return torch.empty(size, dtype=torch.uint8)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
@@ -36,7 +36,7 @@ class Pool:
         self._idle: dict[bool, torch.Tensor] = {}
 
     def take(self, num_bytes: int, *, pinned: bool) -> torch.Tensor:
-        """A buffer of at least this size: the idle one if it is large enough, else a new one in its place."""
+        """Take a buffer of at least this size: the idle one if it is large enough, else a new one in its place."""
         with self._lock:
             idle = self._idle.pop(pinned, None)
         if idle is not None and idle.numel() >= num_bytes:
@@ -53,12 +53,12 @@ class Pool:
                 self._idle[pinned] = buffer
 
     def clear(self) -> None:
-        """Let go of the idle buffers."""
+        """Free the idle buffers."""
         with self._lock:
             self._idle.clear()
 
     def forked(self) -> None:
-        """In a forked child: a thread that is gone may hold the lock."""
+        """Begin anew in a forked child: a thread that is gone may hold the lock."""
         self._lock, self._idle = threading.Lock(), {}
 
 

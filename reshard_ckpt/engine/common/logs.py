@@ -1,4 +1,4 @@
-"""Which of a thousand ranks says this? Log lines begin with the rank and its mesh coordinates."""
+"""Log lines that begin with the rank and its mesh coordinates."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""How is work not done again whose input is the same as last time? By keeping the last inputs whole, and comparing them whole.
+"""A memo of results by their inputs: the last inputs are kept whole, and compared whole.
 
 For inputs that are slow to hash but quick to compare: most of what describes a state is, from save to save, the same objects,
-which Python compares by identity first. Nothing is reused unless all that it follows from is equal.
+which Python compares by identity first. A result is reused only where all of its input is equal.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ Value = TypeVar("Value")
 class Memo(Generic[Key, Value]):
     """The values of the last few keys; safe in threads.
 
-    >>> recent = Memo(2)
-    >>> [recent.get(key, lambda: key * 10) for key in (1, 2, 1)]
+    >>> memo = Memo(2)
+    >>> [memo.get(key, lambda: key * 10) for key in (1, 2, 1)]
     [10, 20, 10]
     """
 
@@ -26,13 +26,30 @@ class Memo(Generic[Key, Value]):
         self._items: tuple[tuple[Key, Value], ...] = ()
 
     def get(self, key: Key, make: Callable[[], Value]) -> Value:
-        """The value of a key that is equal to this one, or else what `make` gives."""
+        """Return the value of a key that is equal to this one, or make it and keep it."""
+        found = self._find(key)
+        if found is not None:
+            return found[0]
+        value = make()
+        self.keep(key, value)
+        return value
+
+    def find(self, key: Key) -> Value | None:
+        """Return the value of a key that is equal to this one; None where there is none."""
+        found = self._find(key)
+        return None if found is None else found[0]
+
+    def keep(self, key: Key, value: Value) -> None:
+        """Keep a value, in place of the one of an equal key, or of the one that was not used for longest."""
+        others = [item for item in self._items if item[0] != key]
+        self._items = ((key, value), *others[: self._limit - 1])
+
+    def _find(self, key: Key) -> tuple[Value] | None:
+        # Without a lock: another thread sees the old tuple or the new one. If two write at once, an entry is lost and made again.
         items = self._items
         for i, (known, value) in enumerate(items):
             if known == key:
                 if i:
-                    self._items = ((known, value), *items[:i], *items[i + 1 :])
-                return value
-        value = make()
-        self._items = ((key, value), *items[: self._limit - 1])  # a tuple at a time: another thread sees the old or the new one
-        return value
+                    self._items = (items[i], *items[:i], *items[i + 1 :])
+                return (value,)
+        return None

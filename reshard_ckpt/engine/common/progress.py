@@ -1,8 +1,8 @@
-"""How far is it? Bytes, rate and time left, to whoever asked: a function of the caller's, or a line on stderr.
+"""Progress of long work: bytes, rate and time left, for a function of the caller, or as a line on stderr.
 
 1. Work that takes a while counts its bytes with a `Tally`, from any of its threads.
-2. The tally tells an `OnProgress`: the name of the step, bytes done, bytes in all; once at 0, last with all of them.
-3. `StatusLine` makes lines of that: rewritten on a terminal, new ones now and then elsewhere, none for a moment's work.
+2. The tally calls an `OnProgress` with the name of the step, bytes done and bytes in all; first with 0 done, last with all.
+3. `StatusLine` makes lines of that: rewritten on a terminal, new ones now and then in a log, none for a moment's work.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from contextlib import suppress
 from typing import TextIO
 
 OnProgress = Callable[[str, int, int], None]
-"""Is told the name of a step, the bytes done and the bytes in all. What it raises ends the work."""
+"""Called with the name of a step, the bytes done and the bytes in all. An exception that it raises ends the work."""
 
 MOMENT_S = 1.0
-"""Work that is over before has no line."""
+"""Work that takes less time has no line."""
 
 TERMINAL_PAUSE_S = 0.2
 PLAIN_PAUSE_S = 10.0
 
 
 def reporter(progress: bool | OnProgress) -> OnProgress:
-    """What the option ``progress=`` of public functions stands for: True is a line on stderr, False nothing."""
+    """Convert the option ``progress=`` of public functions: True is a line on stderr, False nothing."""
     if progress is False:
         return silent
     return StatusLine() if progress is True else progress
 
 
 def silent(step: str, done: int, total: int) -> None:
-    """Tell nobody."""
+    """Do nothing: the `OnProgress` of callers that want none."""
 
 
 class Tally:
-    """Counts the bytes of one step, in any number of threads, and tells of them one at a time."""
+    """Counts the bytes of one step, in any number of threads, and reports them, one thread at a time."""
 
     def __init__(self, step: str, total: int, report: OnProgress = silent) -> None:
         self._step, self._total, self._report = step, total, report
@@ -45,14 +45,14 @@ class Tally:
         report(step, 0, total)
 
     def add(self, num_bytes: int) -> None:
-        """So many bytes more are done."""
+        """Count and report that so many more bytes are done."""
         with self._lock:
             self._done += num_bytes
             self._report(self._step, self._done, self._total)
 
 
 class StatusLine:
-    """An `OnProgress` that people read.
+    """An `OnProgress` that writes a line for people.
 
     Parameters
     ----------
@@ -67,7 +67,7 @@ class StatusLine:
         self._clock = clock
         self._rewrites = _is_terminal(self._stream)
         self._step: str | None = None
-        self._began = self._told = clock()
+        self._began = self._reported = clock()
         self._width = 0
         self._over = True
 
@@ -75,21 +75,21 @@ class StatusLine:
         now = self._clock()
         if step != self._step or done == 0:
             self._finish_line()
-            self._step, self._began, self._told, self._over = step, now, now, False
+            self._step, self._began, self._reported, self._over = step, now, now, False
         if done >= total and not self._over:
             self._over = True
             if now - self._began >= MOMENT_S:
-                self._tell(f"{step}: {size_text(done)} in {_seconds(now - self._began)}, {_rate(done, now - self._began)}", now)
+                self._show(f"{step}: {size_text(done)} in {_seconds(now - self._began)}, {_rate(done, now - self._began)}", now)
             self._finish_line()
         elif done < total and now - self._began >= MOMENT_S and self._is_due(now):
-            self._tell(_under_way(step, done, total, now - self._began), now)
+            self._show(_under_way(step, done, total, now - self._began), now)
 
     def _is_due(self, now: float) -> bool:
         pause = TERMINAL_PAUSE_S if self._rewrites else PLAIN_PAUSE_S
-        return self._told == self._began or now - self._told >= pause
+        return self._reported == self._began or now - self._reported >= pause
 
-    def _tell(self, text: str, now: float) -> None:
-        self._told = now
+    def _show(self, text: str, now: float) -> None:
+        self._reported = now
         padded = text.ljust(self._width)  # over what an earlier, longer line left
         self._width = len(text)
         self._write(f"\r{padded}" if self._rewrites else f"{text}\n")
@@ -122,7 +122,7 @@ def _rate(done: int, elapsed: float) -> str:
 
 
 def size_text(num_bytes: int) -> str:
-    """Bytes for people, in powers of 1000.
+    """Spell a number of bytes for people, in powers of 1000.
 
     >>> size_text(999), size_text(1_540_000), size_text(3_289_000_000)
     ('999 B', '1.54 MB', '3.29 GB')

@@ -1,7 +1,7 @@
-"""What lies under a root that holds a run's checkpoints, one folder a step, and how does one of them go?
+"""The step folders below the root of a run: finding them, naming them, and removing one.
 
 A checkpoint is removed catalog first: before that it is whole, after it it is no checkpoint. Its other files follow, except those
-that another committed catalog refers to. Who reads a checkpoint holds a shared lock on its catalog, so that it cannot be removed.
+that another committed catalog refers to. A reader has a shared lock on the catalog meanwhile, so that it cannot be removed.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _TEMPORARY = re.compile(r"\.catalog\.msgpack\.[0-9a-f]{32}\.tmp")
 
 
 def find_steps(root: Storage) -> tuple[list[int], list[int]]:
-    """The steps that are committed, and those that have a folder but no catalog; each in order."""
+    """Find the steps that are committed, and those that have a folder but no catalog; each in order."""
     steps = sorted(int(match[1]) for name in root.folders() if (match := _STEP.fullmatch(name)))
     committed = [step for step in steps if root.size(f"{step_name(step)}/{CATALOG_KEY}") is not None]
     return committed, sorted(set(steps) - set(committed))
 
 
 def describe_run(root: Storage) -> str | None:
-    """What to say of a path that holds a run's checkpoints, and is none itself; None where it holds none either."""
+    """Describe a path that holds a run's checkpoints, and is none itself; None where it holds none either."""
     committed, begun = find_steps(root)
     if not committed and not begun:
         return None
@@ -41,7 +41,7 @@ def describe_run(root: Storage) -> str | None:
 
 
 def name_steps(steps: Sequence[int], limit: int = 6) -> str:
-    """Steps for people: the first and the last ones, if there are many.
+    """Name steps in a message: the first and the last ones, if there are many.
 
     >>> name_steps([1, 2]), name_steps(range(10))
     ('step_1, step_2', 'step_0, step_1, step_2, …, step_7, step_8, step_9 (10 in all)')
@@ -57,13 +57,13 @@ def reading(storage: Storage) -> Iterator[None]:
     try:
         lock = storage.lock(CATALOG_KEY, shared=True)
     except (MissingKey, LocksUnsupported):
-        lock = None  # what is missing is for the reader to say
+        lock = None  # the reader raises that it is missing
     with lock or nullcontext():
         yield
 
 
 def remove_step(root: Storage, step: int, referred: frozenset[str]) -> bool:
-    """Remove one checkpoint; False, and nothing done, where somebody reads it.
+    """Remove one checkpoint; False, and nothing removed, while it is being read.
 
     Parameters
     ----------
@@ -88,7 +88,7 @@ def remove_step(root: Storage, step: int, referred: frozenset[str]) -> bool:
 
 
 def remove_files(root: Storage, step: int, referred: frozenset[str]) -> None:
-    """Remove what saves have left in the folder of a step that has no catalog; files that are not theirs stay."""
+    """Remove the files of saves from the folder of a step that has no catalog; other files stay."""
     keys = [key for key, _ in root.list(step_name(step)) if _is_ours(key) and key not in referred]
     root.delete(keys)
 
@@ -99,7 +99,7 @@ def _is_ours(key: str) -> bool:
 
 
 def referred_keys(step: int, catalog: Catalog) -> Iterable[str]:
-    """The files, as keys from the root, that the catalog of a step needs of other checkpoints below this root."""
+    """Yield the keys, from the root, of the files of other checkpoints that the catalog of a step refers to."""
     for file in catalog.files:
         if file.checkpoint:
             where = posixpath.normpath(posixpath.join(step_name(step), file.checkpoint))

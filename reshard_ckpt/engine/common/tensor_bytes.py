@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ...core.catalog.specs import Ints, Piece, row_major_strides
+from ...core.catalog.specs import Ints, Piece, is_row_major
 from ...core.geometry.runs import decompose
 
 
@@ -47,8 +47,7 @@ RAW = {size: np.dtype(name) for size, name in ((1, "u1"), (2, "i2"), (4, "i4"), 
 
 def is_in_order(piece: Piece) -> bool:
     """Whether consecutive elements of the run are consecutive in memory."""
-    natural = row_major_strides(piece.lengths)
-    return all(n <= 1 or s == w for n, s, w in zip(piece.lengths, piece.strides, natural, strict=True))
+    return is_row_major(piece.lengths, piece.strides)
 
 
 def bytes_in_place(held: LocalPiece, start: int, count: int) -> memoryview | None:

@@ -1,10 +1,10 @@
-"""How does a rank load? Find what it wants in the catalog, hear that all ranks can, read, and prove.
+"""The steps of a load on one rank: open, resolve, vote, verify, read.
 
-1. `open_alike`: rank 0 reads the catalog and tells its digest, so that all ranks load the same save.
+1. `open_same`: rank 0 reads the catalog and sends its digest, so that all ranks load the same save.
 2. `resolve`: match wanted tensors with saved ones, and plan; no tensor changes yet.
 3. `vote` (in `vote.py`): problems of all ranks come together; either all ranks go on, or all raise the same error.
-4. `prove_ties`: where targets share memory, prove that they get the same bytes; all ranks go on, or none.
-5. `fetch`: check the files, then read and prove every byte.
+4. `verify_ties`: where targets share memory, check that they get the same bytes; all ranks go on, or none.
+5. `fetch`: check the files, then read and verify every byte.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import msgpack
 import numpy as np
@@ -35,7 +35,8 @@ from ...format.torch_dtypes import TORCH_DTYPES
 from ...storage.protocol import Storage
 from ..common.progress import OnProgress, silent
 from ..common.step_folders import describe_run
-from .read import REQUEST_BYTES, WINDOW_BYTES, BlockDigests, ReadTarget, check_files, execute, open_files
+from .files import check_files, open_files
+from .read import REQUEST_BYTES, WINDOW_BYTES, ReadTarget, ReadTask, execute
 from .ties import Member, Tie, conflicts, find_ties
 
 T = TypeVar("T")
@@ -43,7 +44,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """What the caller of `load` allows; see there."""
+    """The options of `checkpoint.load`, as documented there."""
 
     strict: bool = True
     verify: bool = True
@@ -69,10 +70,10 @@ class LoadOptions:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """What this rank will read: specs that have a source, their destinations and pieces, and what stands in the way, by kind."""
+    """What this rank will read: specs that have a source, their targets and pieces, and the problems, by kind."""
 
     specs: tuple[TensorSpec, ...]
-    dests: tuple[ReadTarget, ...]
+    targets: tuple[ReadTarget, ...]
     source: I64
     wanted: PieceColumns
     plan: LoadPlan
@@ -87,19 +88,19 @@ class Resolved:
     refused: frozenset[int]
     """Tensors of the catalog of which a part that this rank wants is covered by no saved shard."""
     window_bytes: int
-    """Of the plan."""
+    """The size of windows of the plan."""
 
 
 @dataclass(frozen=True, slots=True)
 class Identified(Generic[T]):
     """Something that was opened, and bytes that are equal wherever the same was opened."""
 
-    what: T
+    value: T
     identity: bytes
 
 
 def read_catalog_bytes(storage: Storage) -> bytes:
-    """The bytes of the catalog.
+    """Read the bytes of the catalog.
 
     Raises
     ------
@@ -112,7 +113,7 @@ def read_catalog_bytes(storage: Storage) -> bytes:
 
 
 def _what_is_there(storage: Storage) -> str:
-    # First, as to list all files of a run may take long.
+    # Asked first: to list all files of a run may take long.
     if (run := describe_run(storage)) is not None:
         return run
     keys = [key for key, _ in storage.list()]
@@ -125,11 +126,11 @@ def _what_is_there(storage: Storage) -> str:
 
 def open_catalog(storage: Storage) -> Catalog:
     """Read and check the catalog, in one process."""
-    return identified_catalog(storage).what
+    return identified_catalog(storage).value
 
 
 def identified_catalog(storage: Storage) -> Identified[Catalog]:
-    """The catalog, and the digest of its bytes."""
+    """Read and check the catalog; its identity is the digest of its bytes."""
     data = read_catalog_bytes(storage)
     return Identified(_decoded(storage, data), digest128(data))
 
@@ -141,15 +142,15 @@ def _decoded(storage: Storage, data: bytes) -> Catalog:
         raise CorruptError(f"{storage.url}: {error}") from error
 
 
-def open_alike(comm: Comm, where: str, read: Callable[[], Identified[T]]) -> T:
+def open_same(comm: Comm, where: str, read: Callable[[], Identified[T]]) -> T:
     """Open a checkpoint on every rank, and make sure that it is the same one; rank 0 first.
 
     Parameters
     ----------
     where
-        What it is called in messages.
+        Its name in messages.
     read
-        Opens it, and gives its identity.
+        Opens it and identifies it.
 
     Raises
     ------
@@ -159,7 +160,7 @@ def open_alike(comm: Comm, where: str, read: Callable[[], Identified[T]]) -> T:
     if comm.rank == 0:
         opened = read()
         comm.broadcast(opened.identity)
-        return opened.what
+        return opened.value
     wanted = comm.broadcast(None)
     opened = read()
     if opened.identity != wanted:
@@ -167,7 +168,7 @@ def open_alike(comm: Comm, where: str, read: Callable[[], Identified[T]]) -> T:
             f"{where}: rank {comm.rank} reads another catalog than rank 0; load from a path that all ranks share, "
             "and not while a save replaces it"
         )
-    return opened.what
+    return opened.value
 
 
 def resolve(
@@ -175,7 +176,7 @@ def resolve(
     tensors: Sequence[tuple[TensorSpec, torch.Tensor]],
     options: LoadOptions,
 ) -> Resolved:
-    """Match and plan what this rank wants; problems are collected, not raised.
+    """Match wanted tensors with saved ones, and plan their reading; problems are collected, not raised.
 
     Raises
     ------
@@ -183,17 +184,17 @@ def resolve(
         Saved shards of a wanted tensor overlap, so the catalog is not one that a save made.
     """
     specs = [spec for spec, _ in tensors]
-    tied = options.tied_under_one_name
     found = match(
         specs,
         catalog,
         cast=options.cast,
         allow_resize=options.allow_resize,
         allow_missing=options.allow_missing,
-        tied_under_one_name=tied,
+        tied_under_one_name=options.tied_under_one_name,
     )
     members = [_member(*tensors[i], source, catalog) for i, source in _without_shared(specs, found, catalog)]
-    kept, source = tuple(member.spec for member in members), np.array([member.source for member in members], np.int64)
+    kept = tuple(member.spec for member in members)
+    source = np.array([member.source for member in members], np.int64)
     wanted = piece_columns(kept, width_of(kept))
     # Windows that ranks exchange do not join, so that each is a request to storage.
     window_bytes = REQUEST_BYTES if options.read_once else WINDOW_BYTES
@@ -201,14 +202,14 @@ def resolve(
     faults = faults_of(catalog, source)
     for fault in faults:
         if fault.rows:
-            name, ndim = catalog.tensors_table.names[fault.tensor], int(catalog.tensors_table.ndim[fault.tensor])
-            raise CorruptError(
-                f"{name}: saved shards overlap at {describe_region(fault.low, fault.high, ndim)}; use another checkpoint"
-            )
+            name = catalog.tensors_table.names[fault.tensor]
+            at = describe_region(fault.low, fault.high, int(catalog.tensors_table.ndim[fault.tensor]))
+            raise CorruptError(f"{name}: saved shards overlap at {at}; use another checkpoint")
+    saved_names = [found.saved_as.get(spec.name, spec.name) for spec in specs]
     gaps = uncovered(catalog, kept, source, wanted, plan, faults)
     return Resolved(
         specs=kept,
-        dests=tuple(member.dest for member in members),
+        targets=tuple(member.target for member in members),
         source=source,
         wanted=wanted,
         plan=plan,
@@ -221,9 +222,7 @@ def resolve(
         },
         kept=found.kept,
         saved_as=found.saved_as,
-        named=frozenset(
-            catalog.index(name) for name in (found.saved_as.get(spec.name, spec.name) for spec in specs) if name in catalog
-        ),
+        named=frozenset(catalog.index(name) for name in saved_names if name in catalog),
         refused=frozenset(gaps),
         window_bytes=window_bytes,
     )
@@ -234,7 +233,7 @@ def _member(spec: TensorSpec, memory: torch.Tensor, source: int, catalog: Catalo
 
 
 def _without_shared(specs: Sequence[TensorSpec], found: Match, catalog: Catalog) -> Iterator[tuple[int, int]]:
-    """The targets to load, and their sources, without those that lie just where another lies that loads from the same bytes."""
+    """Yield the targets to load and their sources, but one alone of those that share memory and load from the same bytes."""
     source_of = dict(zip(found.specs, found.source.tolist(), strict=True))
     by_name = {specs[i].name: i for i in reversed(found.specs)}
     for i, source in source_of.items():
@@ -244,7 +243,7 @@ def _without_shared(specs: Sequence[TensorSpec], found: Match, catalog: Catalog)
 
 
 def drop_refused(catalog: Catalog, resolved: Resolved, refused: frozenset[int]) -> Resolved:
-    """Without the tensors that some rank cannot load whole, so that with ``strict=False`` none loads on some ranks alone."""
+    """Drop the tensors that some rank cannot load whole, so that with ``strict=False`` none loads on some ranks alone."""
     if not refused:
         return resolved
     keep = [i for i, index in enumerate(resolved.source.tolist()) if index not in refused]
@@ -253,7 +252,7 @@ def drop_refused(catalog: Catalog, resolved: Resolved, refused: frozenset[int]) 
     return replace(
         resolved,
         specs=specs,
-        dests=tuple(resolved.dests[i] for i in keep),
+        targets=tuple(resolved.targets[i] for i in keep),
         source=source,
         wanted=wanted,
         plan=plan_load(catalog, source, wanted, resolved.window_bytes),
@@ -261,8 +260,8 @@ def drop_refused(catalog: Catalog, resolved: Resolved, refused: frozenset[int]) 
     )
 
 
-def prove_ties(comm: Comm, storage: Storage, catalog: Catalog, ties: Sequence[Tie], options: LoadOptions) -> None:
-    """Prove that targets which share memory get the same bytes; to be called on all ranks if any of them has such.
+def verify_ties(comm: Comm, storage: Storage, catalog: Catalog, ties: Sequence[Tie], options: LoadOptions) -> None:
+    """Check that targets which share memory get the same bytes; to be called on all ranks if any of them has such.
 
     Raises
     ------
@@ -270,8 +269,11 @@ def prove_ties(comm: Comm, storage: Storage, catalog: Catalog, ties: Sequence[Ti
         They would not, on any rank; nothing was changed.
     """
     gathered = comm.gather(msgpack.packb(conflicts(storage, catalog, ties, verify=options.verify)))
-    lines = () if gathered is None else tuple(dict.fromkeys(line for data in gathered for line in msgpack.unpackb(data)))
-    refuse_conflicts(msgpack.unpackb(comm.broadcast(None if gathered is None else msgpack.packb(lines))))
+    merged = None
+    if gathered is not None:
+        lines = dict.fromkeys(line for data in gathered for line in msgpack.unpackb(data))
+        merged = msgpack.packb(list(lines))
+    refuse_conflicts(msgpack.unpackb(comm.broadcast(merged)))
 
 
 def refuse_conflicts(lines: Sequence[str]) -> None:
@@ -280,8 +282,8 @@ def refuse_conflicts(lines: Sequence[str]) -> None:
         raise MismatchError(summarize(lines, "untie them, or rename= one away"), lines)
 
 
-def verify_held(storage: Storage, catalog: Catalog, tensors: Sequence[int]) -> None:
-    """Whole tensors of the catalog are there, as far as sizes tell; asked before any memory is taken for them.
+def check_whole(storage: Storage, catalog: Catalog, tensors: Sequence[int]) -> None:
+    """Check, as far as sizes show, that whole tensors are there, before any memory is allocated for them.
 
     Raises
     ------
@@ -292,30 +294,19 @@ def verify_held(storage: Storage, catalog: Catalog, tensors: Sequence[int]) -> N
     sources = np.array([catalog.source(index) for index in tensors], np.int64)
     files = [np.zeros(0, np.int64)]
     for index, begin, end in zip(sources, table.row_start[sources], table.row_start[sources + 1], strict=True):
-        shape, held = catalog.shape(index), int(rows.count[begin:end].sum())
-        if held < prod(shape):
+        shape = catalog.shape(index)
+        num_saved = int(rows.count[begin:end].sum())
+        if num_saved < prod(shape):
             raise CorruptError(
-                f"{table.names[index]}: no saved shard holds some of it, {held} of {prod(shape)} elements in all, global shape "
-                f"{shape}; use another checkpoint"
+                f"{table.names[index]}: no saved shard holds some of it, {num_saved} of {prod(shape)} elements in all, "
+                f"global shape {shape}; use another checkpoint"
             )
         files.append(rows.file[begin:end])
     check_files(storage, catalog, np.unique(np.concatenate(files)).tolist())
 
 
-class Execute(Protocol):
-    """How the items of a plan are read: `read.execute`, or together with other ranks."""
-
-    def __call__(
-        self,
-        storage: Storage,
-        catalog: Catalog,
-        plan: LoadPlan,
-        dests: Sequence[ReadTarget],
-        *,
-        blocks: BlockDigests,
-        copy: bool = True,
-        report: OnProgress = silent,
-    ) -> int: ...
+Execute = Callable[[ReadTask, OnProgress], int]
+"""Reads the items of a plan: `read.execute`, or `read_once.execute_once` together with other ranks."""
 
 
 def fetch(
@@ -327,7 +318,7 @@ def fetch(
     report: OnProgress = silent,
     run: Execute = execute,
 ) -> int:
-    """Check the files, then read all, by `run`; returns the bytes read. Ties have been proved before.
+    """Check the files, then read everything by `run`; returns the bytes read. Ties were checked before.
 
     Raises
     ------
@@ -336,7 +327,8 @@ def fetch(
     """
     files = np.unique(resolved.plan.file).tolist()
     blocks = open_files(storage, catalog, files, files if options.verify else [])
+    task = ReadTask(storage, catalog, resolved.plan, resolved.targets, blocks)
     bytes_read = 0
     if options.verify_first and options.verify:
-        bytes_read += run(storage, catalog, resolved.plan, resolved.dests, blocks=blocks, copy=False, report=report)
-    return bytes_read + run(storage, catalog, resolved.plan, resolved.dests, blocks=blocks, report=report)
+        bytes_read += run(replace(task, copy=False), report)
+    return bytes_read + run(task, report)

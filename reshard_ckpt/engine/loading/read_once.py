@@ -1,10 +1,10 @@
-"""How do ranks that want the same bytes load them without reading them twice? One reads, proves and sends them to the others.
+"""Loading with each byte read from storage once: of several ranks that need it, one reads, verifies and sends it to the others.
 
-1. Ranks tell each other which extents of which windows they want, and each works out the same schedule (`core.sharing`).
-2. What only one rank wants, it reads as it always does.
-3. What several want is read and proved by one of them, and then sent, round by round, to the others, who place it as if they had
-   read it. While one round is sent, the next is read. Both stay within a few times `ROUND_BYTES` of memory,
-   and a window for each thread.
+1. Ranks exchange lists of the extents that they need, and each works out the same schedule (`core.planning.shared_reads`).
+2. Bytes that one rank alone needs, it reads as in any load.
+3. Bytes that several need are read and verified by one of them, and sent to the others round by round; these put them in place as
+   if they had read them. While one round is sent, the next is read. Both stay within a few times `ROUND_BYTES` of memory, and a
+   window for each thread.
 4. Every part of a round says whether its sender has failed. So all ranks stop after the same round, none waits in a collective
    that another one never enters, and the session then raises the error on all of them.
 """
@@ -23,60 +23,46 @@ import torch
 
 from ...comm import Exchange
 from ...comm.protocol import Comm
-from ...core.catalog.model import Catalog
-from ...core.planning.load_plan import LoadPlan
 from ...core.planning.read_plan import ReadPlan
 from ...core.planning.shared_reads import Extents, Schedule, SharedWindow, Wants, share
 from ...errors import PeerError
-from ...storage.protocol import Storage
 from ..common.progress import OnProgress, Tally, silent
-from .read import MAX_THREADS, BlockDigests, Damage, Reader, ReadTarget, in_threads, reads_of
+from .read import MAX_THREADS, Damage, Reader, ReadTask, in_threads, reads_of
 
 ROUND_BYTES = 16 << 20
-"""What a rank sends in one round, and what it receives, at most, or one window."""
+"""The most that a rank sends in one round, and that it receives; or one window, if that is larger."""
 
 PLACERS = 4
-"""Threads that place what was received: each has a buffer as large as a window."""
+"""Threads that put received bytes in place: each has a buffer as large as a window."""
 
 
-def execute_once(
-    comm: Comm,
-    exchange: Exchange,
-    storage: Storage,
-    catalog: Catalog,
-    plan: LoadPlan,
-    dests: Sequence[ReadTarget],
-    *,
-    blocks: BlockDigests,
-    copy: bool = True,
-    report: OnProgress = silent,
-) -> int:
-    """Read all items of the plans of all ranks together; returns the number of bytes that this one read from storage. Collective.
-
-    Parameters
-    ----------
-    copy
-        False proves the blocks and changes no destination.
+def execute_once(comm: Comm, exchange: Exchange, task: ReadTask, report: OnProgress = silent) -> int:
+    """Read the items of the plans of all ranks together; returns how many bytes this rank read from storage. Collective.
 
     Raises
     ------
     CorruptError
-        A block is damaged: on the rank that read it. The others hear of it by the session.
+        A block is damaged: on the rank that read it. The session raises it on the others.
     """
-    reads = reads_of(catalog, plan, dests, blocks=blocks, copy=copy)
+    reads = reads_of(task)
     wants = wants_of(reads)
     schedule = share(_of_all_ranks(comm, wants), ROUND_BYTES)
-    number = {key: i for i, key in enumerate(dict.fromkeys(zip(wants.file.tolist(), wants.window.tolist(), strict=True)))}
+    # A window is known to all ranks by its file and its number there; the reader counts this rank's windows in their order.
+    keys = dict.fromkeys(zip(wants.file.tolist(), wants.window.tolist(), strict=True))
+    number = {key: i for i, key in enumerate(keys)}
     shared = {(window.file, window.window) for window in schedule.windows}
     alone = [i for key, i in number.items() if key not in shared]
     mine = [window for window in schedule.windows if window.owner == comm.rank]
     own_bytes = sum(_size(window.extents) for window in mine)
-    own_bytes += int(sum(reads.high[e] - reads.low[e] for i in alone for e in range(*reads.extent_start[i : i + 2])))
-    tally = Tally("load" if copy else "prove", reads.num_bytes if copy else own_bytes, report)
-    reader = Reader(storage, catalog, plan, reads, dests, blocks=blocks, copy=copy, tally=tally)
+    for i in alone:
+        extents = slice(reads.extent_start[i], reads.extent_start[i + 1])
+        own_bytes += int((reads.high[extents] - reads.low[extents]).sum())
+    # Without copying, bytes of other ranks are not received, so they do not count.
+    tally = Tally("load", reads.num_bytes, report) if task.copy else Tally("verify", own_bytes, report)
+    reader = Reader(task, reads, tally)
     rounds = _Rounds(comm.rank, exchange, reader, number, schedule)
     try:
-        if copy:
+        if task.copy:
             rounds.run(alone)
         else:
             in_threads(reader.read_window, alone)
@@ -84,19 +70,19 @@ def execute_once(
     except Damage as damage:
         raise reader.explain(damage) from None
     if rounds.stopped:
-        comm.gather(b"")  # raises what the rank raised that failed
+        comm.gather(b"")  # raises the error of the rank that failed
         raise PeerError("another rank gave up this load without saying why; its log may")
     return own_bytes
 
 
 def wants_of(reads: ReadPlan) -> Wants:
-    """The extents that a rank would read, by window."""
+    """List the extents that a rank would read, by window."""
     counts = np.diff(reads.extent_start)
     return Wants(np.repeat(reads.file, counts), np.repeat(reads.window, counts), reads.low, reads.high)
 
 
 def _of_all_ranks(comm: Comm, wants: Wants) -> list[Wants]:
-    """Everyone's wants, on every rank."""
+    """Gather the wants of all ranks, on every rank."""
     # Differences of columns of windows that follow each other compress to next to nothing.
     table = np.diff(np.stack([wants.file, wants.window, wants.low, wants.high]), prepend=0, axis=1)
     gathered = comm.gather(zlib.compress(table.astype("<i8").tobytes(), 1))
@@ -106,7 +92,7 @@ def _of_all_ranks(comm: Comm, wants: Wants) -> list[Wants]:
 
 
 class _Rounds:
-    """This rank's part of the rounds."""
+    """This rank's part of the rounds: the windows that it reads, sends and receives in each."""
 
     def __init__(
         self, rank: int, exchange: Exchange, reader: Reader, number: dict[tuple[int, int], int], schedule: Schedule
@@ -115,7 +101,8 @@ class _Rounds:
         self._num_rounds = schedule.num_rounds
         self._failure: BaseException | None = None
         self.stopped = False
-        self._held: dict[tuple[int, int], memoryview] = {}
+        # The bytes of windows that this rank has read and has not yet sent to all.
+        self._windows: dict[tuple[int, int], memoryview] = {}
         self._to_read: dict[int, list[SharedWindow]] = defaultdict(list)
         self._done: dict[int, list[tuple[int, int]]] = defaultdict(list)
         # By round: the rank at the other end, the window, and its extents; in the order of windows on both sides.
@@ -132,7 +119,7 @@ class _Rounds:
                     self._receives[message.round].append((window.owner, window, message.extents))
 
     def run(self, alone: Sequence[int]) -> None:
-        """Read what this rank wants alone, and go through all rounds; raises what failed on this rank."""
+        """Read what this rank alone needs, and take part in all rounds; raises what failed on this rank."""
         try:
             in_threads(self._reader.read_window, alone)
         except BaseException as error:
@@ -148,7 +135,7 @@ class _Rounds:
                 message = self._outgoing(number, ahead)
                 ahead = one.submit(self._read_for, number + 1)
                 self._swap(number, *message)
-                del message  # or it would be there beside the next one
+                del message  # or it would take memory beside the next one
                 if self.stopped:
                     break
         if self._failure is not None:
@@ -158,14 +145,14 @@ class _Rounds:
         received = [1] * self._exchange.size
         for source, _, extents in self._receives[number]:
             received[source] += _size(extents)
-        incoming = self._exchange.swap(outgoing, sent, received).numpy().data
+        incoming = self._exchange.all_to_all(outgoing, sent, received).numpy().data
         starts = np.cumsum([0, *received[:-1]]).tolist()
         self.stopped = any(incoming[start] for start in starts)
         if not self.stopped:
             self._attempt(lambda: self._place_received(number, incoming, starts))
 
     def _attempt(self, work: Callable[[], None]) -> None:
-        """Do it, unless something has failed; a failure is for the next round to tell."""
+        """Do some work, unless something has failed; the next round tells the others of a failure."""
         if self._failure is None:
             try:
                 work()
@@ -173,7 +160,7 @@ class _Rounds:
                 self._failure = error
 
     def _read_for(self, number: int) -> list[memoryview]:
-        """The windows that this rank reads for a round, proved."""
+        """Read the windows that this rank reads for a round, and verify them."""
         windows = self._to_read[number]
         out: list[memoryview] = [memoryview(b"")] * len(windows)
 
@@ -184,19 +171,21 @@ class _Rounds:
         return out
 
     def read(self, window: SharedWindow) -> memoryview:
-        """The extents of a window, end to end, from storage and proved."""
+        """Read the extents of a window, end to end, and verify them."""
         data = torch.empty(_size(window.extents), dtype=torch.uint8).numpy().data
-        at, reader = 0, self._reader
+        task = self._reader.task
+        key = task.catalog.files[window.file].key
         number = self._number[window.file, window.window]
+        at = 0
         for low, high in window.extents:
             part = data[at : at + high - low]
-            reader.storage.read_into(reader.catalog.files[window.file].key, low, [part])
-            reader.prove(window.file, low, [part], number)
+            task.storage.read_into(key, low, [part])
+            self._reader.verify(window.file, low, [part], number)
             at += high - low
         return data
 
     def _outgoing(self, number: int, ahead: Future[list[memoryview]]) -> tuple[torch.Tensor, list[int]]:
-        """What this rank sends in a round, once that is read and what this rank itself wants of it is placed."""
+        """Make the message of a round, once its windows are read and what this rank itself needs of them is in place."""
         self._attempt(lambda: self._take_own(number, ahead.result()))
         sent = [1] * self._exchange.size
         for dest, _, extents in self._sends[number]:
@@ -204,7 +193,7 @@ class _Rounds:
         outgoing = torch.zeros(sum(sent), dtype=torch.uint8)
         view = outgoing.numpy().data
         place = np.cumsum([0, *sent[:-1]]).tolist()
-        for start in place:
+        for start in place:  # the first byte of each part says whether this rank has failed
             view[start] = self._failure is not None
         if self._failure is None:
             place = [start + 1 for start in place]
@@ -213,36 +202,33 @@ class _Rounds:
                 self._source(window).read_all(extents, view[place[dest] : place[dest] + size])
                 place[dest] += size
         for key in self._done[number]:
-            self._held.pop(key, None)
+            self._windows.pop(key, None)
         return outgoing, sent
 
     def _take_own(self, number: int, data: list[memoryview]) -> None:
-        for window, held in zip(self._to_read[number], data, strict=True):
-            self._held[window.file, window.window] = held
-        in_threads(
-            lambda i: self._place(self._to_read[number][i], self._source(self._to_read[number][i])),
-            range(len(data)),
-            self._placers,
-        )
+        windows = self._to_read[number]
+        for window, window_data in zip(windows, data, strict=True):
+            self._windows[window.file, window.window] = window_data
+        in_threads(lambda i: self._place(windows[i], self._source(windows[i])), range(len(data)), self._placers)
 
-    def _source(self, window: SharedWindow) -> _Held:
-        return _Held(window.extents, self._held[window.file, window.window])
+    def _source(self, window: SharedWindow) -> _ExtentsInMemory:
+        return _ExtentsInMemory(window.extents, self._windows[window.file, window.window])
 
     def _place_received(self, number: int, incoming: memoryview, starts: list[int]) -> None:
         place = [start + 1 for start in starts]
-        parts: list[tuple[SharedWindow, _Held]] = []
+        parts: list[tuple[SharedWindow, _ExtentsInMemory]] = []
         for source, window, extents in self._receives[number]:
             size = _size(extents)
-            parts.append((window, _Held(extents, incoming[place[source] : place[source] + size])))
+            parts.append((window, _ExtentsInMemory(extents, incoming[place[source] : place[source] + size])))
             place[source] += size
         in_threads(lambda i: self._place(*parts[i]), range(len(parts)), self._placers)
 
-    def _place(self, window: SharedWindow, source: _Held) -> None:
-        self._reader.take_window(self._number[window.file, window.window], source.read_into, prove=False)
+    def _place(self, window: SharedWindow, source: _ExtentsInMemory) -> None:
+        self._reader.take_window(self._number[window.file, window.window], source.read_into, verify=False)
 
 
-class _Held:
-    """Extents of a file that lie end to end in memory, read as from a store."""
+class _ExtentsInMemory:
+    """Extents of a file that lie end to end in memory, and are read as from a store."""
 
     def __init__(self, extents: Extents, data: memoryview) -> None:
         self._lows = [low for low, _ in extents]
@@ -259,7 +245,7 @@ class _Held:
         assert at <= self._starts[extent + 1]
 
     def read_all(self, extents: Extents, into: memoryview) -> None:
-        """Some of these extents, or parts of them, end to end."""
+        """Copy some of these extents, or parts of them, end to end."""
         at = 0
         for low, high in extents:
             self.read_into("", low, [into[at : at + high - low]])

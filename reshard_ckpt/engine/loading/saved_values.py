@@ -1,4 +1,4 @@
-"""How do values come back? Small ones are in the catalog; a large one is read at once, a per-rank one when it is asked for."""
+"""Values of a checkpoint: small ones are in the catalog; a large one is read when opened, a per-rank one when it is used."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from ...core.planning.local_metadata import piece_columns
 from ...format.values import decode_value
 from ...storage.protocol import Storage
 from ..common.blobs import byte_blob
-from .load import verify_held
-from .read import WINDOW_BYTES, ReadTarget, execute, open_blocks
+from .files import open_blocks
+from .load import check_whole
+from .read import WINDOW_BYTES, ReadTarget, ReadTask, execute
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class SavedValue:
 
 
 def open_values(storage: Storage, catalog: Catalog, prefixes: Iterable[str], *, verify: bool) -> dict[str, SavedValue]:
-    """All values at or below these names.
+    """Open all values at or below these names.
 
     Raises
     ------
@@ -55,7 +56,7 @@ def _value(storage: Storage, catalog: Catalog, entry: ValueEntry, verify: bool) 
 
 
 class _RankValues(Sequence[Any]):
-    """The values of all ranks, each read when it is asked for: of a thousand ranks, a rank reads its own."""
+    """The values of all ranks, each read when it is used: of a thousand values, a rank reads its own alone."""
 
     def __init__(self, storage: Storage, catalog: Catalog, entry: ValueEntry, verify: bool) -> None:
         self._storage, self._catalog, self._entry, self._verify = storage, catalog, entry, verify
@@ -80,11 +81,12 @@ def blob_reader(storage: Storage, catalog: Catalog, *, verify: bool) -> Callable
 
 
 def read_blob(storage: Storage, catalog: Catalog, index: int, verify: bool) -> memoryview:
-    """The bytes of a blob of the catalog."""
-    verify_held(storage, catalog, [index])
+    """Read the bytes of a blob of the catalog."""
+    check_whole(storage, catalog, [index])
     blob = byte_blob(catalog.tensors_table.names[index], torch.empty(catalog.shape(index), dtype=torch.uint8))
     plan = plan_load(catalog, np.array([index]), piece_columns([blob.spec], 1), WINDOW_BYTES)
     files = np.unique(plan.file).tolist()
     blocks = open_blocks(storage, catalog, files if verify else [])
-    execute(storage, catalog, plan, [ReadTarget(blob.spec.name, blob.tensor, torch.uint8)], blocks=blocks)
+    target = ReadTarget(blob.spec.name, blob.tensor, torch.uint8)
+    execute(ReadTask(storage, catalog, plan, [target], blocks))
     return blob.tensor.numpy().data

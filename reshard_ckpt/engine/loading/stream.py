@@ -1,9 +1,9 @@
-"""How does one process go through a checkpoint of any size? As a stream: runs of saved tensors, one after the other, proved.
+"""Streams of saved bytes: one process goes through runs of saved tensors of any size, in bounded memory, and verifies them.
 
-1. The runs are cut into *windows* of few bytes: what is read, proved, gathered, hashed and written of one window stays in the
-   processor's cache meanwhile.
-2. Some windows at a time, a *batch*, are one load plan: their runs are the wanted pieces, buffers that go round are the memory
-   (`core.load_plan`, `engine.read`). Runs of one window that need the same bytes of a file read them once.
+1. The runs are cut into *windows* of few bytes, so that a window stays in the processor's cache while it is read, verified,
+   gathered, hashed and written.
+2. Some windows at a time, a *batch*, are one load plan: their runs are the wanted pieces, and a few buffers that are used in turn
+   are the targets. Runs of one window that need the same bytes of a file read them once.
 3. Threads fill the next windows while the caller uses this one.
 """
 
@@ -24,7 +24,7 @@ import torch
 
 from ...core.catalog.model import Catalog
 from ...core.catalog.specs import Ints, row_major_strides
-from ...core.geometry.runs import I64
+from ...core.geometry.runs import pad_rows
 from ...core.geometry.tiling import describe_region
 from ...core.planning.load_plan import plan_load
 from ...core.planning.local_metadata import PieceColumns
@@ -34,23 +34,24 @@ from ...format.checksums import Digests
 from ...format.torch_dtypes import TORCH_DTYPES
 from ...storage.protocol import Storage
 from ..common.progress import Tally, silent
-from .read import JOIN_WINDOWS, BlockDigests, Damage, Reader, ReadTarget, open_files, reads_of
+from .files import BlockDigests, open_files
+from .read import JOIN_WINDOWS, Damage, Reader, ReadTarget, ReadTask, reads_of
 from .read import WINDOW_BYTES as FILE_WINDOW_BYTES
 
 WINDOW_BYTES = 4 << 20
-"""Bytes that are made at once: two of these and what they are made of fit the cache that cores share."""
+"""Bytes of a window: two windows, and the file bytes that they are made of, fit the cache that cores share."""
 
 BATCH_BYTES = 64 << 20
-"""Bytes that are planned at once: a plan takes as long for one window as for many."""
+"""Bytes of a batch: a plan takes as long for one window as for many."""
 
 MAX_RUNS = 1 << 14
 """Runs in one window, and in all but the last of a batch; bounds the memory of a plan."""
 
 DIGESTS_BYTES = 32 << 20
-"""Digests of the files read last, kept: those of half a terabyte."""
+"""The cache of digests of the files read last; it takes those of half a terabyte."""
 
 AHEAD = 2
-"""Windows in memory: the one in use, and those that are being read."""
+"""Windows in memory: one in use, the others being read."""
 
 _ALIGN_BYTES = 8
 
@@ -68,7 +69,7 @@ class Run:
 
 
 def whole_run(catalog: Catalog, tensor: int) -> Run:
-    """All of a tensor."""
+    """Make the run that is all of a tensor."""
     shape = catalog.shape(tensor)
     return Run(tensor, (0,) * len(shape), shape, 0, prod(shape))
 
@@ -76,21 +77,21 @@ def whole_run(catalog: Catalog, tensor: int) -> Run:
 def stream(
     storage: Storage, catalog: Catalog, runs: Sequence[Run], *, verify: bool = True, window_bytes: int = WINDOW_BYTES
 ) -> Iterator[memoryview]:
-    """The bytes of all runs, one after the other.
+    """Yield the bytes of all runs, one after the other.
 
     Parameters
     ----------
     runs
         Of tensors of the catalog; an alias stands for the tensor that has its bytes.
     verify
-        Prove the checksum of every block that is read.
+        Verify the checksum of every block that is read.
     window_bytes
-        Bytes made at once; memory is bounded by a few times that.
+        Bytes of a window; memory is bounded by a few times that.
 
     Yields
     ------
     memoryview
-        Bytes, valid until the next are asked for. Never empty; where one begins or ends means nothing.
+        Bytes, valid until the next ones are yielded. Never empty; where one begins or ends means nothing.
 
     Raises
     ------
@@ -112,7 +113,7 @@ def check_covered(catalog: Catalog, runs: Iterable[Run]) -> None:
 
 
 def cut_windows(reader: RunReader, runs: Iterable[Run], window_bytes: int) -> Iterator[list[Run]]:
-    """The runs in order, cut where a window is full; one element may be larger than a window."""
+    """Cut runs into windows, in order, wherever a window is full; one element may be larger than a window."""
     window: list[Run] = []
     room = window_bytes
     for run in runs:
@@ -139,11 +140,11 @@ class Window:
     sizes: Sequence[int]
 
     def parts(self) -> Iterator[memoryview]:
-        """The bytes of each run."""
+        """Yield the bytes of each run."""
         return (self.data[at : at + size] for at, size in zip(self.begin, self.sizes, strict=True))
 
     def joined(self) -> Iterator[memoryview]:
-        """The bytes of all runs in order, in as few parts as alignment allows."""
+        """Yield the bytes of all runs in order, in as few parts as alignment allows."""
         low = high = 0
         for at, size in zip(self.begin, self.sizes, strict=True):
             if at != high:
@@ -156,11 +157,11 @@ class Window:
 
 
 class RunReader:
-    """Plans the reading of windows of runs; what it has proved of files is kept for the next. One thread at a time."""
+    """Plans the reading of windows of runs; what it has checked of files is not checked again. One thread at a time."""
 
     def __init__(self, storage: Storage, catalog: Catalog, *, verify: bool) -> None:
         self._storage, self._catalog, self._verify = storage, catalog, verify
-        self._seen: set[int] = set()
+        self._checked: set[int] = set()
         self._digests: OrderedDict[int, Digests | None] = OrderedDict()
         self._digests_bytes = 0
         self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(AHEAD)]
@@ -168,15 +169,15 @@ class RunReader:
         self.bytes_read = 0
 
     def item_bytes(self, run: Run) -> int:
-        """Bytes of one element, as it comes out."""
+        """Return the bytes of one element of the stream."""
         return TORCH_DTYPES[run.dtype or self._catalog.dtype(run.tensor)].itemsize
 
     def num_bytes(self, runs: Sequence[Run]) -> int:
-        """The size of a buffer for these runs."""
+        """Compute the size of a buffer for these runs."""
         return sum(-(-run.count * self.item_bytes(run) // _ALIGN_BYTES) * _ALIGN_BYTES for run in runs)
 
     def batches(self, windows: Iterable[Sequence[Run]]) -> Iterator[list[Callable[[], Window]]]:
-        """What fills each window, a batch at a time; the buffer of a window is that of the one `AHEAD` windows before."""
+        """Plan windows, a batch at a time; yields functions that fill them, each in the buffer of that `AHEAD` windows before."""
         batch: list[Sequence[Run]] = []
         size = runs = 0
         for window in windows:
@@ -189,51 +190,56 @@ class RunReader:
             yield self._plan(batch)
 
     def _plan(self, windows: Sequence[Sequence[Run]]) -> list[Callable[[], Window]]:
-        """What fills each of these windows, in any order, and in several threads."""
-        empty, dests = zip(*(self._destinations(of_window) for of_window in windows), strict=True)
+        """Plan these windows; returns functions that fill one each, in any order, and in several threads."""
+        empty, targets = zip(*(self._targets(of_window) for of_window in windows), strict=True)
         runs = [run for of_window in windows for run in of_window]
         wanted = pieces_of(self._catalog, runs)
         source = np.array([run.tensor for run in runs], np.int64)
         plan = plan_load(self._catalog, source, wanted, FILE_WINDOW_BYTES)
-        assert np.array_equal(plan.covered, wanted.count), "the rows were proved to cover every tensor"
-        files = np.unique(plan.file).tolist()
-        blocks = self._blocks(files)
-        group = np.repeat(np.arange(len(windows)), [len(of_window) for of_window in windows])[plan.dest]
-        into = list(chain.from_iterable(dests))
-        reads = reads_of(self._catalog, plan, into, blocks=blocks, group=group, join=JOIN_WINDOWS)
-        tally = Tally("read", reads.num_bytes, silent)
-        reader = Reader(self._storage, self._catalog, plan, reads, into, blocks=blocks, copy=True, tally=tally)
+        assert np.array_equal(plan.covered, wanted.count), "the rows were checked to cover every tensor"
+        blocks = self._blocks(np.unique(plan.file).tolist())
+        task = ReadTask(self._storage, self._catalog, plan, list(chain.from_iterable(targets)), blocks)
+        # group: of each item the window of its run. Requests do not join over groups, so each group is read apart.
+        sizes = [len(of_window) for of_window in windows]
+        group = np.repeat(np.arange(len(windows)), sizes)[plan.dest]
+        reads = reads_of(task, group=group, join=JOIN_WINDOWS)
+        reader = Reader(task, reads, Tally("read", reads.num_bytes, silent))
         self.bytes_read += reads.num_bytes
-        bounds = pairwise(np.searchsorted(reads.group, np.arange(len(windows) + 1)).tolist())
-        return [partial(_fill, reader, range(*numbers), window) for numbers, window in zip(bounds, empty, strict=True)]
+        # The requests of window i are those from number first[i] to first[i + 1].
+        first = np.searchsorted(reads.group, np.arange(len(windows) + 1)).tolist()
+        return [partial(_fill, reader, range(*numbers), window) for numbers, window in zip(pairwise(first), empty, strict=True)]
 
     def _buffer(self, size: int) -> torch.Tensor:
-        """Memory for the next window."""
+        """Take the memory for the next window."""
         which = self._num_planned % AHEAD
         self._num_planned += 1
         if self._buffers[which].numel() < size:
             self._buffers[which] = torch.empty(size, dtype=torch.uint8)
         return self._buffers[which]
 
-    def _destinations(self, runs: Sequence[Run]) -> tuple[Window, list[ReadTarget]]:
-        """A window to be filled, and the part of it for each run: typed, end to end as far as alignment allows."""
+    def _targets(self, runs: Sequence[Run]) -> tuple[Window, list[ReadTarget]]:
+        """Make a window to be filled, and a target in it for each run: typed, end to end as far as alignment allows."""
         buffer = self._buffer(self.num_bytes(runs))
-        dests, begin, at = [], [], 0
+        targets: list[ReadTarget] = []
+        begin: list[int] = []
+        at = 0
         for run in runs:
             saved = self._catalog.dtype(run.tensor)
             dtype = TORCH_DTYPES[run.dtype or saved]
             at = -(-at // dtype.itemsize) * dtype.itemsize
             part = buffer[at : at + run.count * dtype.itemsize].view(dtype)
-            dests.append(ReadTarget(self._catalog.tensors_table.names[run.tensor], part, TORCH_DTYPES[saved], passing=True))
+            name = self._catalog.tensors_table.names[run.tensor]
+            targets.append(ReadTarget(name, part, TORCH_DTYPES[saved], is_buffer=True))
             begin.append(at)
             at += part.nbytes
-        return Window(buffer.numpy().data, begin, [dest.tensor.nbytes for dest in dests]), dests
+        return Window(buffer.numpy().data, begin, [dest.tensor.nbytes for dest in targets]), targets
 
     def _blocks(self, files: Sequence[int]) -> BlockDigests:
-        unseen = [file for file in files if file not in self._seen]
+        """Check files that are new, and return the digests of all, from the cache where they are in it."""
+        unchecked = [file for file in files if file not in self._checked]
         lacking = [file for file in files if file not in self._digests] if self._verify else []
-        opened = open_files(self._storage, self._catalog, unseen, lacking).of_file
-        self._seen.update(files)
+        opened = open_files(self._storage, self._catalog, unchecked, lacking).of_file
+        self._checked.update(files)
         if not self._verify:
             return BlockDigests({})
         for file in lacking:
@@ -251,7 +257,7 @@ class RunReader:
 
 
 def _fill(reader: Reader, numbers: Iterable[int], window: Window) -> Window:
-    """Read what a window is made of."""
+    """Read the bytes of a window."""
     try:
         for number in numbers:
             reader.read_window(number)
@@ -265,31 +271,27 @@ def _size(digests: Digests | None) -> int:
 
 
 def pieces_of(catalog: Catalog, runs: Sequence[Run]) -> PieceColumns:
-    """Runs as wanted pieces: each lies in order, in a destination of its own."""
+    """Convert runs to wanted pieces: each lies in order, in a target of its own."""
     width = max(catalog.boxes.offsets.shape[1], 1)
-
-    def padded(rows: Iterable[Ints], fill: int) -> I64:
-        return np.array([(fill,) * (width - len(row)) + row for row in rows], np.int64).reshape(len(runs), width)
-
     start = np.array([run.start for run in runs], np.int64)
     return PieceColumns(
         tensor=np.arange(len(runs)),
-        offsets=padded((run.offsets for run in runs), 0),
-        lengths=padded((run.lengths for run in runs), 1),
+        offsets=pad_rows((run.offsets for run in runs), width, 0),
+        lengths=pad_rows((run.lengths for run in runs), width, 1),
         start=start,
         count=np.array([run.count for run in runs], np.int64),
         base=-start,
-        strides=padded((row_major_strides(run.lengths) for run in runs), 0),
+        strides=pad_rows((row_major_strides(run.lengths) for run in runs), width, 0),
     )
 
 
 def read_ahead(reader: RunReader, windows: Iterable[Sequence[Run]]) -> Iterator[Window]:
-    """The bytes of the runs of each window; threads read the next windows meanwhile, and ask for the runs of those after them.
+    """Yield the bytes of each window; threads read the next windows meanwhile, and take from `windows` as they need them.
 
     Yields
     ------
     Window
-        Valid until the next one is asked for.
+        Valid until the next one is yielded.
     """
     filler = _Filler(reader, windows)
     with ThreadPoolExecutor(AHEAD - 1, thread_name_prefix="reshard-ckpt-stream") as pool:
@@ -306,10 +308,10 @@ def read_ahead(reader: RunReader, windows: Iterable[Sequence[Run]]) -> Iterator[
 
 
 def in_turn(reader: RunReader, windows: Iterable[Sequence[Run]], use: Callable[[Window], Callable[[], None]]) -> None:
-    """Use the bytes of the runs of each window, one window after the other, each in the thread that read it.
+    """Use the bytes of each window, one window after the other, each in the thread that read it.
 
-    What a thread has just read and copied is in its processor's cache, and in no other's; so it goes on with it, while other
-    threads read the next windows.
+    Bytes that a thread has just read and copied are in the cache of its processor alone; so this thread goes on with them, while
+    other threads read the next windows.
 
     Parameters
     ----------
@@ -319,7 +321,7 @@ def in_turn(reader: RunReader, windows: Iterable[Sequence[Run]], use: Callable[[
     filler, turns = _Filler(reader, windows), _Turns()
 
     def work() -> None:
-        with turns.or_nobody():
+        with turns.stop_on_error():
             for number in turns.numbers:
                 window = filler.fill(number)
                 if window is None or not turns.wait(number):
@@ -328,13 +330,13 @@ def in_turn(reader: RunReader, windows: Iterable[Sequence[Run]], use: Callable[[
                 turns.next()
                 after()
 
-    with ThreadPoolExecutor(AHEAD, thread_name_prefix="reshard-ckpt-stream") as pool, turns.or_nobody():
+    with ThreadPoolExecutor(AHEAD, thread_name_prefix="reshard-ckpt-stream") as pool, turns.stop_on_error():
         for worker in [pool.submit(work) for _ in range(AHEAD)]:
             worker.result()
 
 
 class _Turns:
-    """Whose turn it is, by number; nobody's, once somebody failed."""
+    """The number of the window whose turn it is; no window's, once a thread failed."""
 
     def __init__(self) -> None:
         self.numbers = count()
@@ -342,20 +344,20 @@ class _Turns:
         self._changed = threading.Condition()
 
     def wait(self, number: int) -> bool:
-        """Until it is this one's turn; False if that will never be."""
+        """Wait for the turn of this number; False if that will never be."""
         with self._changed:
             return self._changed.wait_for(lambda: self._now in (number, None)) and self._now is not None
 
     def next(self) -> None:
-        """It is the next one's turn."""
+        """Give the turn to the next number."""
         with self._changed:
             if self._now is not None:
                 self._now += 1
             self._changed.notify_all()
 
     @contextmanager
-    def or_nobody(self) -> Iterator[None]:
-        """Whoever leaves by an error ends all turns."""
+    def stop_on_error(self) -> Iterator[None]:
+        """End all turns if the ``with`` block raises."""
         try:
             yield
         except BaseException:
@@ -375,7 +377,7 @@ class _Filler:
         self._lock = threading.Lock()
 
     def fill(self, number: int) -> Window | None:
-        """The window of that number, None behind the last; each is asked for once."""
+        """Fill the window of that number, each once; None behind the last."""
         with self._lock:
             while number >= self._num_planned and (batch := next(self._batches, None)):
                 self._fills.update(enumerate(batch, self._num_planned))

@@ -1,10 +1,10 @@
-"""Targets that share memory: proof that the checkpoint has the same bytes for all of them, before one is written.
+"""Targets that share memory, and the check that the checkpoint has the same bytes for all of them, before one is written.
 
 1. `find_ties` names the targets that may share bytes, and the addresses where they may; see `core.planning.same_memory`.
-2. `conflicts` goes through these addresses a window at a time. What each target would get there is read into memory of our own,
-   and compared with what the ones before it got at the same addresses.
+2. `conflicts` goes through these addresses a window at a time. The bytes that each target would get there are read into a buffer,
+   and compared with those that the targets before it got at the same addresses.
 
-So any overlap is proved, whatever the shapes, strides and dtypes of the targets. It takes four windows of host memory.
+So any overlap is checked, whatever the shapes, strides and dtypes of the targets. It takes four windows of host memory.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from ...core.planning.same_memory import find_shared
 from ...format.checksums import Digests
 from ...storage.protocol import Storage
 from ..common.tensor_bytes import region
-from .read import WINDOW_BYTES, BlockDigests, ReadTarget, execute, open_files
+from .files import BlockDigests, open_files
+from .read import WINDOW_BYTES, ReadTarget, ReadTask, execute
 
 TIE_BYTES = 16 << 20
-"""Addresses that are proved at a time; a multiple of every size of an element."""
+"""Addresses that are checked at a time; a multiple of every size of an element."""
 
 _UNIT = 16
 
@@ -40,12 +41,12 @@ class Member:
     """A target that shares memory with others, and the index of its source in the catalog."""
 
     spec: TensorSpec
-    dest: ReadTarget
+    target: ReadTarget
     source: int
 
     @property
     def address(self) -> int:
-        return self.dest.tensor.data_ptr()
+        return self.target.tensor.data_ptr()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,29 +59,29 @@ class Tie:
 
 
 def find_ties(members: Sequence[Member], wanted: PieceColumns) -> tuple[Tie, ...]:
-    """The ties among all targets; `wanted` are their pieces."""
+    """Find the ties among all targets; `wanted` are their pieces."""
     number: dict[torch.device, int] = {}
-    device = np.array([number.setdefault(m.dest.tensor.device, len(number)) for m in members], np.int64)
+    device = np.array([number.setdefault(m.target.tensor.device, len(number)) for m in members], np.int64)
     address = np.array([m.address for m in members], np.int64)
-    each = np.array([m.dest.tensor.element_size() for m in members], np.int64)
+    each = np.array([m.target.tensor.element_size() for m in members], np.int64)
     found = find_shared(wanted, device, address, each)
     return tuple(Tie(tuple(members[i] for i in shared.targets), shared.low, shared.high) for shared in found)
 
 
 def conflicts(storage: Storage, catalog: Catalog, ties: Sequence[Tie], *, verify: bool) -> list[str]:
-    """A line for each tie for which the checkpoint holds different bytes; no target is changed.
+    """Describe each tie for which the checkpoint holds different bytes, a line each; no target is changed.
 
     Raises
     ------
     CorruptError
         A file or a block is damaged.
     """
-    proof = _Proof(storage, catalog, verify)
-    return list(dict.fromkeys(line for tie in ties if (line := proof.conflict(tie)) is not None))
+    checker = _TieChecker(storage, catalog, verify)
+    return list(dict.fromkeys(line for tie in ties if (line := checker.conflict(tie)) is not None))
 
 
-class _Proof:
-    """Proofs over one checkpoint; the digests of each of its files are read once."""
+class _TieChecker:
+    """Checks of ties over one checkpoint; the digests of each of its files are read once."""
 
     def __init__(self, storage: Storage, catalog: Catalog, verify: bool) -> None:
         self._storage, self._catalog, self._verify = storage, catalog, verify
@@ -88,9 +89,9 @@ class _Proof:
         self._checked: set[int] = set()
 
     def conflict(self, tie: Tie) -> str | None:
-        """What is wrong with a tie, if anything."""
+        """Describe what is wrong with a tie, if anything."""
         for member in tie.members:
-            if member.address % member.dest.tensor.element_size():
+            if member.address % member.target.tensor.element_size():
                 return (
                     f"{member.spec.name}: shares memory with other tensors, at an address that is no multiple of its element size"
                 )
@@ -100,6 +101,7 @@ class _Proof:
 
     def _conflict_in(self, tie: Tie, low: int, size: int) -> str | None:
         size = -(-size // _UNIT) * _UNIT
+        # image: the bytes that the targets so far get; known: all bits of those bytes set; fresh: the bytes of one target.
         image, known, fresh = (torch.zeros(size, dtype=torch.uint8) for _ in range(3))
         before: list[tuple[Member, LoadPlan]] = []
         for member in tie.members:
@@ -115,13 +117,13 @@ class _Proof:
         return None
 
     def _read(self, member: Member, low: int, out: torch.Tensor) -> LoadPlan:
-        """Read what a target would get at these addresses; returns the plan, whose places count from the first of them."""
-        dtype = member.dest.tensor.dtype
+        """Read the bytes that a target would get at these addresses; returns the plan, whose places count from the first one."""
+        dtype = member.target.tensor.dtype
         pieces = _pieces_within(member, low, out.numel() // dtype.itemsize)
         spec = replace(member.spec, pieces=tuple(pieces))
         plan = plan_load(self._catalog, np.array([member.source]), piece_columns([spec], width_of([spec])), WINDOW_BYTES)
-        dest = ReadTarget(member.spec.name, out.view(dtype), member.dest.dtype, passing=True)
-        execute(self._storage, self._catalog, plan, [dest], blocks=self._blocks(plan))
+        target = ReadTarget(member.spec.name, out.view(dtype), member.target.dtype, is_buffer=True)
+        execute(ReadTask(self._storage, self._catalog, plan, [target], self._blocks(plan)))
         return plan
 
     def _blocks(self, plan: LoadPlan) -> BlockDigests:
@@ -137,37 +139,38 @@ def _line(first: Member, second: Member) -> str:
 
 
 def _written(plan: LoadPlan, size: int) -> torch.Tensor:
-    """Which of so many bytes a plan of one destination writes: all bits of those are set."""
+    """Mark which of so many bytes a plan of one target writes: all bits of those are set."""
     out = torch.zeros(size, dtype=torch.uint8)
-    rows = zip(*(column.tolist() for column in (plan.item_bytes, plan.dst, plan.lengths, plan.dst_strides)), strict=True)
-    for each, dst, lengths, strides in rows:
+    columns = (plan.item_bytes, plan.dst, plan.lengths, plan.dst_strides)
+    for each, dst, lengths, strides in zip(*(column.tolist() for column in columns), strict=True):
         region(out.view(_INTS[each]), dst, tuple(lengths), tuple(strides)).fill_(-1)
     return out
 
 
 def _pieces_within(member: Member, low: int, count: int) -> Iterator[Piece]:
-    """The boxes of a target that lie in `count` elements from an address, which their places then count from."""
-    first = (low - member.address) // member.dest.tensor.element_size()  # a whole number: addresses were checked
+    """Yield the boxes of a target that lie in `count` elements from an address on; their places count from that address."""
+    first = (low - member.address) // member.target.tensor.element_size()  # a whole number: addresses were checked
     for piece in member.spec.pieces:
         for box in _cut(piece, range(len(piece.lengths)), piece.start, piece.count):
             # In order of stride, the elements of a box are in order of address, so a window is one run of them.
             dims = sorted(range(len(box.lengths)), key=lambda d: (box.lengths[d] > 1, -box.strides[d]))
-            lengths, strides = ([of[d] for d in dims] for of in (box.lengths, box.strides))
-            begin, end = (_num_before(at - box.base, lengths, strides) for at in (first, first + count))
+            lengths = [box.lengths[d] for d in dims]
+            strides = [box.strides[d] for d in dims]
+            begin = _num_before(first - box.base, lengths, strides)
+            end = _num_before(first + count - box.base, lengths, strides)
             for part in _cut(box, dims, begin, end - begin):
                 yield replace(part, base=part.base - first)
 
 
 def _cut(piece: Piece, dims: Sequence[int], start: int, count: int) -> list[Piece]:
-    """The boxes of a run of a piece's box, whose elements are counted with the dims in this order."""
+    """Cut a run of a piece's box into boxes; its elements are counted with the dims in this order."""
     if count <= 0:
         return []
-    cut = decompose(np.array([[piece.lengths[d] for d in dims]], np.int64).reshape(1, -1), np.array([start]), np.array([count]))
-    back = np.argsort(np.array(dims, np.int64))
-    return [
-        _inner_box(piece, tuple(offsets), tuple(lengths))
-        for offsets, lengths in zip(cut.offsets[:, back].tolist(), cut.lengths[:, back].tolist(), strict=True)
-    ]
+    ordered = np.array([piece.lengths[d] for d in dims], np.int64)
+    cut = decompose(ordered[None], np.array([start]), np.array([count]))
+    back = np.argsort(np.array(dims, np.int64))  # the dims in their own order again
+    boxes = zip(cut.offsets[:, back].tolist(), cut.lengths[:, back].tolist(), strict=True)
+    return [_inner_box(piece, tuple(offsets), tuple(lengths)) for offsets, lengths in boxes]
 
 
 def _inner_box(piece: Piece, inner: Ints, lengths: Ints) -> Piece:
@@ -177,7 +180,7 @@ def _inner_box(piece: Piece, inner: Ints, lengths: Ints) -> Piece:
 
 
 def _num_before(at: int, lengths: Sequence[int], strides: Sequence[int]) -> int:
-    """How many elements of a box lie before a place; strides fall, and each is larger than all that the next ones reach over.
+    """Count the elements of a box before a place. Strides fall, and each is larger than all that the next ones reach over.
 
     >>> [_num_before(at, [2, 3], [10, 2]) for at in (-1, 0, 1, 5, 10, 11, 99)]
     [0, 0, 1, 3, 3, 4, 6]
@@ -188,8 +191,10 @@ def _num_before(at: int, lengths: Sequence[int], strides: Sequence[int]) -> int:
             return num
         if length == 1:
             continue
-        inner, whole = prod(lengths[dim + 1 :]), at // stride
+        inner = prod(lengths[dim + 1 :])
+        whole = at // stride
         if whole >= length:
             return num + length * inner
-        num, at = num + whole * inner, at - whole * stride
+        num += whole * inner
+        at -= whole * stride
     return num + (at > 0)

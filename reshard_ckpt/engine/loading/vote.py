@@ -1,7 +1,7 @@
 """The vote of all ranks on a load: either each gets what it wants of the checkpoint, or all raise the same error.
 
-1. Each rank sends what stands in its way, by kind, and which saved tensors it wants.
-2. Rank 0 puts the lines together, adds what no rank wants, and says which known name may be meant by one that is not there.
+1. Each rank sends its problems, a line each, by kind, and the saved tensors that it wants.
+2. Rank 0 merges the lines, adds a line for each saved tensor that no rank wants, and suggests known names for missing ones.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from ...core.catalog.param_groups import NO_GROUP
 from ...core.near import nearest
 from ...core.planning.match import MISSING, matches
 from ...core.report import MAX_NAMED, LoadReport, summarize_kinds
+from ...core.words import few
 from ...errors import MismatchError
 from ...format.shard_file import opaque_name
 from .load import LoadOptions, Resolved
@@ -31,18 +32,18 @@ _KINDS = ("missing", "shape", "dtype", "uncovered", "values", "kept")
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """What all ranks together found, and the tensors of the catalog that none of them shall load."""
+class VoteResult:
+    """The outcome of a vote: the problems of all ranks, and the tensors of the catalog that none of them loads."""
 
     report: LoadReport
     refused: frozenset[int]
     has_ties: bool
-    """Whether targets of any rank may share memory, so that all ranks wait for the proof that they may be loaded."""
+    """Whether targets of any rank may share memory, so that all ranks take part in the check that they may be loaded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What one rank wants besides tensors that resolve, and what stands in the way of it.
+    """What one rank wants besides tensors that resolve, and the problems with it.
 
     Attributes
     ----------
@@ -64,8 +65,15 @@ class Wanted:
 
 def vote(
     comm: Comm, catalog: Catalog, resolved: Resolved, wanted: Wanted, options: LoadOptions, *, hints: Sequence[str] = ()
-) -> Verdict:
-    """Bring the problems of all ranks together. `hints` say what else may help; `catalog` has nothing of what is ignored.
+) -> VoteResult:
+    """Bring the problems of all ranks together.
+
+    Parameters
+    ----------
+    catalog
+        The checkpoint without what is ignored.
+    hints
+        Sentences that are added to the error: what else may help.
 
     Raises
     ------
@@ -73,37 +81,35 @@ def vote(
         There is a problem, on any rank, and ``strict``.
     """
     values = [line for line in wanted.problems if not matches(_subject(line), options.ignore)]
-    allowed = [line for line in values if _is_missing(line) and matches(_lacking(line), options.allow_missing)]
+    allowed = [line for line in values if _is_missing(line) and matches(_missing_name(line), options.allow_missing)]
     values = [line for line in values if line not in allowed]
     kept = [line.partition("; ")[0] for line in allowed]  # without the advice of a problem
     named = resolved.named.union(catalog.index(name) for name in wanted.unplaced if name in catalog)
-    ballot = {
-        "problems": {
-            **resolved.problems,
-            "values": values,
-            "kept": (*resolved.kept, *kept),
-        },
+    own_vote = {
+        "problems": {**resolved.problems, "values": values, "kept": (*resolved.kept, *kept)},
         "named": sorted(named),
         "refused": sorted(resolved.refused),
         "has_ties": bool(resolved.ties),
-        "idle": idle_patterns(options, (*wanted.names, *map(_lacking, wanted.problems))),
+        "unused": unused_patterns(options, (*wanted.names, *map(_missing_name, wanted.problems))),
     }
-    gathered = comm.gather(msgpack.packb(ballot))
-    merged = None if gathered is None else _merge(catalog, [msgpack.unpackb(data) for data in gathered], wanted.prefixes)
-    verdict = msgpack.unpackb(comm.broadcast(None if merged is None else msgpack.packb(merged)), use_list=False)
-    report = LoadReport(**verdict["said"])
+    gathered = comm.gather(msgpack.packb(own_vote))
+    merged = None
+    if gathered is not None:
+        merged = msgpack.packb(_merge(catalog, [msgpack.unpackb(data) for data in gathered], wanted.prefixes))
+    result = msgpack.unpackb(comm.broadcast(merged), use_list=False)
+    report = LoadReport(**result["problems"])
     if options.strict and report.problems:
-        hints = [*hints, *(f"{idle} fits no name, so correct it" for idle in verdict["idle"])]
+        hints = [*hints, *(f"{pattern} fits no name, so correct it" for pattern in result["unused"])]
         advice = _advice(report) + "".join(f"; {hint}" for hint in hints) + _other_keys(catalog, wanted.prefixes)
-        meant = dict(verdict["meant"])
-        lines = {kind: [meant.get(line, line) for line in lines] for kind, lines in report.by_kind.items()}
-        raise MismatchError(summarize_kinds(lines, advice), report.problems)
-    return Verdict(report, frozenset(verdict["refused"]), verdict["has_ties"])
+        suggestions = dict(result["suggestions"])
+        shown = {kind: [suggestions.get(line, line) for line in lines] for kind, lines in report.by_kind.items()}
+        raise MismatchError(summarize_kinds(shown, advice), report.problems)
+    return VoteResult(report, frozenset(result["refused"]), result["has_ties"])
 
 
 def _advice(report: LoadReport) -> str:
     advice = "load with strict=False to load what fits and leave the rest as it is"
-    states = [_lacking(line) for line in report.values if _no_group(line)]
+    states = [_missing_name(line) for line in report.values if _no_group(line)]
     if report.missing or states:
         advice += ", with allow_missing=[patterns] where the checkpoint may lack some"
         advice += f", as {states[0]!r} does for hyperparameters" if states else ""
@@ -117,7 +123,7 @@ def _advice(report: LoadReport) -> str:
 
 
 def _subject(line: str) -> str:
-    """The name that a line is about."""
+    """Extract the name that a line is about."""
     return line.partition(": ")[0]
 
 
@@ -129,8 +135,8 @@ def _no_group(line: str) -> bool:
     return line.partition(": ")[2].startswith(NO_GROUP)
 
 
-def _lacking(line: str) -> str:
-    """The name of what the checkpoint lacks; of a parameter without hyperparameters, that of its state."""
+def _missing_name(line: str) -> str:
+    """Extract the name of what the checkpoint lacks; of a parameter without hyperparameters, that of its state."""
     name, _, what = line.partition(": ")
     if not _no_group(line):
         return name
@@ -138,8 +144,8 @@ def _lacking(line: str) -> str:
     return f"{name.partition('.param_groups')[0].partition('[')[0]}.state.{fqn}"
 
 
-def idle_patterns(options: LoadOptions, names: Sequence[str]) -> list[str]:
-    """The options' patterns that fit none of these names, spelled out for a message."""
+def unused_patterns(options: LoadOptions, names: Sequence[str]) -> list[str]:
+    """List the options' patterns that fit none of these names, spelled out for a message."""
     given = {option: getattr(options, option) for option in ("cast", "allow_resize", "allow_missing", "ignore")}
     return [
         f"{option}=[{pattern!r}]"
@@ -151,24 +157,24 @@ def idle_patterns(options: LoadOptions, names: Sequence[str]) -> list[str]:
 
 
 def _other_keys(catalog: Catalog, prefixes: Sequence[str]) -> str:
-    """Advice where the state has a top-level key that the checkpoint has not: often it was saved under another one."""
+    """Give advice where the state has a top-level key that the checkpoint lacks: often it was saved under another one."""
     saved = sorted({name.split(".", 1)[0] for name in (*catalog.names, *catalog.value_names)})
     absent = [prefix for prefix in prefixes if prefix.split(".", 1)[0] not in saved]
     if not absent:
         return ""
-    return f" (the checkpoint has nothing under {_few(absent)}; its top-level keys are {_few(saved)}, which rename= can map)"
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    under, keys = few([repr(name) for name in absent]), few([repr(name) for name in saved])
+    return f" (the checkpoint has nothing under {under}; its top-level keys are {keys}, which rename= can map)"
 
 
 def _merge(catalog: Catalog, votes: Sequence[Mapping[str, Any]], prefixes: Sequence[str]) -> dict[str, Any]:
-    said = {kind: tuple(dict.fromkeys(line for one in votes for line in one["problems"].get(kind, ()))) for kind in _KINDS}
+    problems = {}
+    for kind in _KINDS:
+        lines = dict.fromkeys(line for one in votes for line in one["problems"].get(kind, ()))  # each once, in order of rank
+        problems[kind] = tuple(lines)
     named = {index for one in votes for index in one["named"]}
     table = catalog.tensors_table
     below = tuple(f"{prefix}." for prefix in prefixes)
-    said["unexpected"] = tuple(
+    problems["unexpected"] = tuple(
         f"{name}: in the checkpoint, but not in the state passed"
         for i, name in enumerate(table.names)
         if table.kind[i] == TensorKind.TENSOR
@@ -177,19 +183,19 @@ def _merge(catalog: Catalog, votes: Sequence[Mapping[str, Any]], prefixes: Seque
         # A second name of a tensor that is loaded holds nothing of its own.
         and (table.alias[i] < 0 or int(table.alias[i]) not in named)
     )
-    idle = [pattern for pattern in votes[0]["idle"] if all(pattern in one["idle"] for one in votes)]
+    unused = [pattern for pattern in votes[0]["unused"] if all(pattern in one["unused"] for one in votes)]
     return {
-        "said": said,
+        "problems": problems,
         "refused": sorted({index for one in votes for index in one["refused"]}),
         "has_ties": any(one["has_ties"] for one in votes),
-        "idle": idle,
-        "meant": _meant(catalog, said, named),
+        "unused": unused,
+        "suggestions": _suggestions(catalog, problems, named),
     }
 
 
-def _meant(catalog: Catalog, said: Mapping[str, Sequence[str]], named: set[int]) -> list[tuple[str, str]]:
-    """Lines of names that the checkpoint lacks, with the name that may be meant: of those that may be shown."""
-    lines = [line for kind in ("missing", "values") for line in said[kind][:MAX_NAMED] if line.endswith(f": {MISSING}")]
+def _suggestions(catalog: Catalog, problems: Mapping[str, Sequence[str]], named: set[int]) -> list[tuple[str, str]]:
+    """Add the name that was probably meant to lines of missing names: to those lines that a message may show."""
+    lines = [line for kind in ("missing", "values") for line in problems[kind][:MAX_NAMED] if line.endswith(f": {MISSING}")]
     if not lines:
         return []
     table = catalog.tensors_table
@@ -199,7 +205,7 @@ def _meant(catalog: Catalog, said: Mapping[str, Sequence[str]], named: set[int])
 
 
 def missing_values(catalog: Catalog, names: Iterable[str]) -> list[str]:
-    """A line for each value that is wanted but not saved."""
+    """Describe each value that is wanted but not saved, a line each."""
     known = set(catalog.value_names)
     absent = [name for name in names if name not in known]
     blobs = set(catalog.tensors_table.names) if absent else set()
@@ -207,7 +213,7 @@ def missing_values(catalog: Catalog, names: Iterable[str]) -> list[str]:
 
 
 def unreadable(catalog: Catalog, prefixes: Iterable[str], *, strict: bool) -> list[str]:
-    """A line for each thing at or below these names that the checkpoint has, but that cannot be read.
+    """Describe, a line each, what the checkpoint has at or below these names, but what cannot be read.
 
     Raises
     ------
@@ -215,7 +221,8 @@ def unreadable(catalog: Catalog, prefixes: Iterable[str], *, strict: bool) -> li
         There is one, and ``strict``: the error says why.
     """
     at = tuple(prefixes)
-    found = {n: why for n, why in catalog.unreadable.items() if n in at or n.startswith(tuple(f"{prefix}." for prefix in at))}
+    below = tuple(f"{prefix}." for prefix in at)
+    found = {name: why for name, why in catalog.unreadable.items() if name in at or name.startswith(below)}
     if strict:
         for error in found.values():
             raise error

@@ -16,8 +16,6 @@ from the layouts, in order of rank, and from nothing else; so process groups tha
 from __future__ import annotations
 
 import secrets
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
@@ -32,6 +30,7 @@ from ...core.planning.save_plan import SavePlan, plan_save
 from ...format.checksums import digest128
 from ...format.keys import new_save_id
 from ...format.shard_file import blob_name
+from ..common.memo import Memo
 from .messages import Assignment, decode_assignment, decode_metadata, decode_values, encode_assignments, encode_metadata
 from .values import merge_values
 from .write import LocalShards
@@ -73,27 +72,6 @@ class _Kept(Generic[Item]):
     item: Item
 
 
-class _RecentPlans(Generic[Item]):
-    """What was used last, by key; safe in threads."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit, self._lock = limit, threading.Lock()
-        self._items: OrderedDict[bytes, _Kept[Item]] = OrderedDict()
-
-    def get(self, key: bytes) -> _Kept[Item] | None:
-        with self._lock:
-            if key in self._items:
-                self._items.move_to_end(key)
-            return self._items.get(key)
-
-    def keep(self, key: bytes, kept: _Kept[Item]) -> None:
-        with self._lock:
-            self._items[key] = kept
-            self._items.move_to_end(key)
-            while len(self._items) > self._limit:
-                self._items.popitem(last=False)
-
-
 class PlanCache:
     """What a process keeps of earlier agreements: plans, where it was rank 0, and its own assignments, by layout."""
 
@@ -101,9 +79,9 @@ class PlanCache:
         self.forked()
 
     def forked(self) -> None:
-        """Begin with nothing; in a forked child a thread that is gone may hold the locks."""
-        self.plans: _RecentPlans[SavePlan] = _RecentPlans(MAX_PLANS)
-        self.assignments: _RecentPlans[Assignment] = _RecentPlans(MAX_ASSIGNMENTS)
+        """Begin with nothing, in a forked child too."""
+        self.plans: Memo[bytes, _Kept[SavePlan]] = Memo(MAX_PLANS)
+        self.assignments: Memo[bytes, _Kept[Assignment]] = Memo(MAX_ASSIGNMENTS)
 
 
 PLANS = PlanCache()
@@ -157,7 +135,7 @@ def agree(
     parts = (local_metadata.tensors, local_metadata.rows, local_metadata.values)
     digests = [digest128(part) for part in parts]
     layout = b"".join(digests[:_LAYOUT_PARTS])
-    kept = cache.assignments.get(layout)
+    kept = cache.assignments.find(layout)
     states = comm.gather(b"".join((*digests, kept.plan_id if kept else _NO_PLAN)))
     leader = None if states is None else Leader(states, cache, accept)
     said = comm.broadcast(None if leader is None else leader.answer.encode())
@@ -192,7 +170,7 @@ class Leader:
         self._cache = cache
         self._states = states
         self._layouts = digest128(np.ascontiguousarray(table[:, :_LAYOUT_PARTS]).data)
-        kept = cache.plans.get(self._layouts)
+        kept = cache.plans.find(self._layouts)
         self._accept = accept
         self._plan = None if kept is None else kept.item
         if self._plan is not None:

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from ...core.catalog.specs import Ints, row_major_strides
+from ...core.catalog.specs import Ints, is_row_major, row_major_strides
 from ...core.words import a
 from ...errors import CorruptError, UnsupportedError
 from ...format.torch_dtypes import TORCH_DTYPES
@@ -57,8 +57,7 @@ class TensorLayout:
     @property
     def is_row_major(self) -> bool:
         """Whether its bytes are those of a row-major tensor."""
-        wanted = row_major_strides(self.shape)
-        return all(n == 1 or s == w for n, s, w in zip(self.shape, self.strides, wanted, strict=True))
+        return is_row_major(self.shape, self.strides)
 
 
 @dataclass(frozen=True, slots=True)

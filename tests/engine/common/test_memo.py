@@ -126,3 +126,15 @@ def test_recent_keeps_the_last_ones_alone() -> None:
 
     assert [get(key) for key in (1, 2, 1, 3, 1, 2)] == [1, 2, 1, 3, 1, 2]
     assert made == [1, 2, 3, 2]
+
+
+def test_what_is_kept_is_found_until_newer_ones_take_its_place() -> None:
+    memo: Memo[bytes, str] = Memo(2)
+    assert memo.find(b"a") is None
+    memo.keep(b"a", "first")
+    memo.keep(b"a", "second")
+    memo.keep(b"b", "other")
+    assert (memo.find(b"a"), memo.find(b"b")) == ("second", "other")
+    memo.find(b"a")
+    memo.keep(b"c", "new")
+    assert (memo.find(b"a"), memo.find(b"b"), memo.find(b"c")) == ("second", None, "new")

@@ -66,13 +66,13 @@ def test_elsewhere_lines_are_few_and_whole() -> None:
 def test_second_step_begins_anew_after_one_that_was_cut_off() -> None:
     stream, clock = Terminal(), Clock()
     line = StatusLine(stream, clock)
-    line("prove", 0, 100)
+    line("verify", 0, 100)
     clock.now += 2
-    line("prove", 50, 100)
+    line("verify", 50, 100)
     line("load", 0, 100)
     clock.now += 2
     line("load", 100, 100)
-    assert stream.getvalue() == "\rprove: 50 B of 100 B (50%), 25 B/s, 2.0 s left\n\rload: 100 B in 2.0 s, 50 B/s\n"
+    assert stream.getvalue() == "\rverify: 50 B of 100 B (50%), 25 B/s, 2.0 s left\n\rload: 100 B in 2.0 s, 50 B/s\n"
 
 
 def test_broken_stream_does_not_stop_the_work() -> None:
@@ -139,7 +139,7 @@ def test_load_and_read_tell_every_byte_that_they_read(tmp_path: Path) -> None:
     report = checkpoint.load(tmp_path, {"w": into}, verify_first=True, progress=told)
     assert torch.equal(into, w)
     totals = told.totals()
-    assert set(totals) == {"prove", "load"}
+    assert set(totals) == {"verify", "load"}
     assert sum(totals.values()) == report.bytes_read
     told = Told()
     assert torch.equal(checkpoint.read(tmp_path, progress=told)["w"], w)

@@ -1,4 +1,4 @@
-"""When may an optimizer step again? Not before all is copied, by whatever way it steps; and what comes through is found."""
+"""An optimizer steps again only when all is copied, by whatever way it steps; and a step that comes through is found."""
 
 from __future__ import annotations
 

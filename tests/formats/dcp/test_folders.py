@@ -1,4 +1,4 @@
-"""Do folders that torch.distributed.checkpoint wrote load as they are? One process; other layouts are in tests/distributed."""
+"""Folders that torch.distributed.checkpoint wrote load as they are. One process; other layouts are in tests/distributed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does training go on bit for bit from a folder of DCP, whatever form its optimizer state has? One process."""
+"""Training goes on bit for bit from a folder of DCP, whatever form its optimizer state has. One process."""
 
 from __future__ import annotations
 

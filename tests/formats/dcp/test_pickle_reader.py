@@ -1,4 +1,4 @@
-"""Is a pickle read without running it, whatever it holds? Against torch's and Python's own writers, and hostile ones by hand."""
+"""A pickle is read without running it, whatever it holds: against torch's and Python's own writers, and hostile ones by hand."""
 
 from __future__ import annotations
 

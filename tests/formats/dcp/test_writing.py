@@ -1,4 +1,4 @@
-"""Does torch.distributed.checkpoint load what is written for it? One process; jobs of several ranks are in tests/distributed."""
+"""torch.distributed.checkpoint loads what is written for it. One process; jobs of several ranks are in tests/distributed."""
 
 from __future__ import annotations
 
