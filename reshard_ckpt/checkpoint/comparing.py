@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
+from operator import eq
 from typing import Any
 
 from ..core.catalog.model import Catalog
+from ..core.catalog.placements import same_placement
 from ..core.catalog.specs import AxisPlacement, ValueKind
 from ..core.words import plural
 from ..engine.checking.compare import Side, TensorDifference, compare
@@ -106,7 +109,10 @@ def diff(a: Path, b: Path, *, values: bool = False, progress: bool | OnProgress 
             kind=tuple(_kinds(first, second)),
             shape=tuple(_changes(tensors, *(lambda name, c=c: c.shape(c.index(name)) for c in (first, second)))),
             dtype=tuple(_changes(tensors, *(lambda name, c=c: c.dtype(c.index(name)) for c in (first, second)))),
-            placement=(*_changes(tensors, *(lambda name, c=c: _placement(c, name) for c in (first, second))), *ranks),
+            placement=(
+                *_changes(tensors, partial(_placement, first), partial(_placement, second), same_placement),
+                *ranks,
+            ),
             values=tuple(change for change in found if isinstance(change, ValueChange)),
             tensors=tuple(compare(comparable, left, right, reporter(progress))) if values else (),
             num_compared=len(comparable) if values else 0,
@@ -117,10 +123,10 @@ def _all_names(catalog: Catalog) -> set[str]:
     return {*catalog.names, *catalog.value_names}
 
 
-def _changes(names: Sequence[str], of_a: Any, of_b: Any) -> Iterator[Change]:
+def _changes(names: Sequence[str], of_a: Any, of_b: Any, same: Callable[[Any, Any], bool] = eq) -> Iterator[Change]:
     for name in names:
         a, b = of_a(name), of_b(name)
-        if a != b:
+        if not same(a, b):
             yield Change(name, a, b)
 
 

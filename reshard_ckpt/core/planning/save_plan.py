@@ -26,10 +26,11 @@ from ..geometry.overlaps import cut_overlaps
 from ..geometry.runs import I64, as_boxes, strides_of
 from ..geometry.tiling import Fault, describe_region, find_faults
 from ..report import summarize
+from .axis_cuts import Placement
 from .balance import Assigned, ReplicaGroup, assign
 from .local_metadata import U8, JobMetadata
 from .merge import MergedBoxes, MergedRows, MergedTables, NameOwn, merge_metadata
-from .placement import PieceTable, Placement, derive
+from .placement import PieceTable, derive
 
 SPLIT_BYTES = 1 << 20
 """A replica up to this size is written whole by one rank."""
@@ -259,7 +260,7 @@ def _placements(
     holding = PieceTable(tensor[keep], rows.rank[keep], rows.box[keep], runs.of_row[keep])
     declared = [tables.declared[i] for i in chosen.tolist()]
     table: dict[Placement, int] = {}
-    derived = derive(mesh, declared, tables.ndim[chosen], holding, boxes.offsets)
+    derived = derive(mesh, declared, tables.shape[chosen], tables.ndim[chosen], holding, boxes.offsets, boxes.lengths)
     number[chosen] = [table.setdefault(placement, len(table)) for placement in derived]
     aliases = np.flatnonzero(tables.alias >= 0)
     number[aliases] = number[tables.alias[aliases]]

@@ -1,8 +1,8 @@
 """What would a job of another topology have saved? The plan of that save, made from a catalog alone.
 
-1. `core.topology` places each tensor on the new mesh, `core.plan_reshard` says which pieces each new rank would have captured.
-2. The planner of saves (`core.save_plan`) divides replicas over the new ranks, as it would in that job.
-3. Each new rank's files are laid out by the writer of saves (`write.lay_out`), so they are what that rank would have written.
+1. `target_placement` places each tensor on the new mesh, `target_pieces` says which pieces each new rank would have captured.
+2. The planner of saves (`save_plan`) divides replicas over the new ranks, as it would in that job.
+3. Each new rank's files are laid out by the writer of saves (`lay_out_members`), so they are what that rank would have written.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import numpy as np
 import torch
 
 from ...core.catalog.model import Catalog, TensorKind, ValueEntry
+from ...core.catalog.placements import Box
 from ...core.catalog.specs import AxisPlacement, Mesh, Piece, Replication, TensorSpec, ValueKind
 from ...core.geometry.dtypes import CODES, ITEM_BYTES
 from ...core.geometry.runs import I64
 from ...core.planning.local_metadata import LocalMetadata, RowColumns, TensorColumns, shape_columns, width_of
 from ...core.planning.save_plan import Checks, SavePlan, plan_save
-from ...core.planning.target_pieces import Box, TargetRows, as_job_metadata, target_rows
+from ...core.planning.target_pieces import TargetRows, as_job_metadata, target_rows
 from ...core.planning.target_placement import TargetPlacement, TargetTopology, place
 from ...format.checksums import digest128
 from ...format.shard_file import blob_name
@@ -166,10 +167,10 @@ def _tensors(
 
 
 def _declared(placed: TargetPlacement) -> tuple[AxisPlacement, ...]:
-    """What a job would declare; of flat state it declares nothing, and on which ranks anything is, its pieces show."""
+    """List what a job would declare: nothing of flat state, and nothing of which ranks hold a tensor, as pieces show both."""
     if placed.follows is not None or placed.flat_axis is not None:
         return ()
-    return tuple(p for p in placed.axes if p.kind in ("shard", "replicate"))
+    return tuple(p for p in placed.axes if p.kind not in ("flat", "resident"))
 
 
 def _table(specs: Sequence[TensorSpec], num_tensors: int, mesh: Mesh) -> TensorColumns:
