@@ -30,48 +30,60 @@ Hypothesis = tuple[tuple[int, ...], Ints]
 
 @dataclass(frozen=True, slots=True)
 class HeldBounds:
-    """Where pieces of tensors lie: a row a piece, its tensor, rank and bounds (N, D); dims are padded on the left."""
+    """Where pieces of tensors lie: tensor, rank and box of each piece, and the bounds of each box, (B, D), left-padded."""
 
     tensor: I64
     rank: I64
+    box: I64
     low: I64
     high: I64
 
 
-def with_cuts(mesh: Mesh, placements: Sequence[Placement], shape: I64, ndim: I64, held: HeldBounds) -> list[Placement]:
-    """The placements, with turns and sections where they have none and the pieces show them.
+@dataclass(frozen=True, slots=True)
+class PlacementTable:
+    """Distinct placements, and for each tensor the number of its own."""
+
+    placements: Sequence[Placement]
+    of_tensor: I64
+
+
+def with_cuts(mesh: Mesh, table: PlacementTable, shape: I64, ndim: I64, held: HeldBounds) -> PlacementTable:
+    """Add turns and sections to placements on axes of the mesh, where they have none and the pieces show them.
 
     Parameters
     ----------
-    placements
-        Of each tensor, on axes of the mesh.
     shape : (T, D), ndim : (T,)
     held
         What all ranks hold, in order of tensor.
     """
-    out = list(placements)
-    wanted = {p: dims for p in dict.fromkeys(placements) if (dims := open_dims(p))}
+    wanted = {i: dims for i, p in enumerate(table.placements) if (dims := open_dims(p))}
     if not wanted:
-        return out
-    asked = np.array([p in wanted for p in placements], bool)
+        return table
+    asked = np.isin(table.of_tensor, list(wanted))
     coordinates = np.stack(np.unravel_index(np.arange(mesh.size), mesh.sizes), axis=1)
-    fits = _inner_first_fits(mesh, placements, asked, shape, ndim, held, coordinates)
-    known: dict[object, Placement] = {}
-    for t in np.flatnonzero(asked).tolist():
-        dims = wanted[placements[t]]
-        key: object = placements[t]
-        if not fits[t]:
-            rows = slice(*np.searchsorted(held.tensor, [t, t + 1]).tolist())
-            # Layers alike lie alike; only their names differ.
-            parts = (held.rank[rows], held.low[rows], held.high[rows], shape[t])
-            key = (placements[t], *(part.tobytes() for part in parts))
+    fits = _inner_first_fits(mesh, table, asked, shape, ndim, held, coordinates)
+    placements, of_tensor = list(table.placements), table.of_tensor.copy()
+    number = {placement: i for i, placement in reversed(list(enumerate(placements)))}
+    known: dict[object, int] = {}
+    for t in np.flatnonzero(asked & ~fits).tolist():
+        rows = slice(*np.searchsorted(held.tensor, [t, t + 1]).tolist())
+        rank, box = held.rank[rows], held.box[rows]
+        # Layers alike lie alike; only their names differ.
+        key = (int(of_tensor[t]), shape[t].tobytes(), rank.tobytes(), box.tobytes())
         if key not in known:
-            found: dict[int, Hypothesis] = {dim: (_inner_first(mesh, placements[t], dim), ()) for dim in dims}
-            if not fits[t]:
-                found = _search(mesh, dims, shape[t], int(ndim[t]), coordinates[held.rank[rows]], held.low[rows], held.high[rows])
-            known[key] = _filled(mesh, placements[t], found)
-        out[t] = known[key]
-    return out
+            old = placements[of_tensor[t]]
+            found = _search(mesh, wanted[key[0]], shape[t], int(ndim[t]), coordinates[rank], held.low[box], held.high[box])
+            new = _filled(mesh, old, found)
+            known[key] = number.setdefault(new, len(placements))
+            placements += [new] if known[key] == len(placements) else []
+        of_tensor[t] = known[key]
+    for i in np.unique(table.of_tensor[fits]).tolist():
+        found = {dim: (_inner_first(mesh, placements[i], dim), ()) for dim in wanted[i]}
+        new = _filled(mesh, placements[i], found)
+        at = number.setdefault(new, len(placements))
+        placements += [new] if at == len(placements) else []
+        of_tensor[fits & (table.of_tensor == i)] = at
+    return PlacementTable(placements, of_tensor)
 
 
 def open_dims(placement: Placement) -> dict[int, list[str]]:
@@ -101,35 +113,25 @@ def _filled(mesh: Mesh, placement: Placement, found: Mapping[int, Hypothesis]) -
 
 
 def _inner_first_fits(
-    mesh: Mesh,
-    placements: Sequence[Placement],
-    asked: NDArray[np.bool_],
-    shape: I64,
-    ndim: I64,
-    held: HeldBounds,
-    coordinates: I64,
+    mesh: Mesh, table: PlacementTable, asked: NDArray[np.bool_], shape: I64, ndim: I64, held: HeldBounds, coordinates: I64
 ) -> NDArray[np.bool_]:
-    """Of each tensor that is asked for, whether its pieces lie where they would if inner axes cut first."""
-    number = {p: i for i, p in enumerate(dict.fromkeys(placements))}
-    of_tensor = np.array([number[p] for p in placements], np.int64)
-    # (distinct placements, axes): the dim that an axis shards, counted without padding, or -1.
-    dims = np.full((len(number), len(mesh.axes)), -1, np.int64)
-    for p, i in number.items():
-        for on_axis in p:
-            if on_axis.kind == "shard" and on_axis.dim is not None:
-                dims[i, mesh.axes.index(on_axis.axis)] = on_axis.dim
+    """Tell of each tensor that is asked for whether its pieces lie where they would if inner axes cut first."""
+    # (placements, axes): the dim that an axis shards, counted without padding, or -1.
+    dims = np.full((len(table.placements), len(mesh.axes)), -1, np.int64)
+    for i, placement in enumerate(table.placements):
+        for p in placement:
+            if p.kind == "shard" and p.dim is not None:
+                dims[i, mesh.axes.index(p.axis)] = p.dim
     rows = np.flatnonzero(asked[held.tensor])
     cutting = [axis for axis in range(len(mesh.axes)) if (dims[:, axis] >= 0).any()]
-    where = coordinates[held.rank[rows]]
     # Rows come in order of tensor and box; ranks that differ only on axes that cut nothing have to be looked at once.
-    columns = (*(where[:, axis] for axis in cutting), held.tensor[rows], *held.low[rows].T, *held.high[rows].T)
-    new = np.flatnonzero(is_new(*columns))
-    rows, where = rows[new], where[new]
-    tensor = held.tensor[rows]
+    rank = held.rank[rows]
+    rows = rows[is_new(held.tensor[rows], held.box[rows], *(coordinates[rank, axis] for axis in cutting))]
+    where, tensor, box = coordinates[held.rank[rows]], held.tensor[rows], held.box[rows]
     # What each row's rank has of its tensor: all of it, before any axis cuts.
     first, length = np.zeros((len(rows), shape.shape[1]), np.int64), shape[tensor]
     for axis in reversed(cutting):
-        dim = dims[of_tensor[tensor], axis]
+        dim = dims[table.of_tensor[tensor], axis]
         at = np.flatnonzero(dim >= 0)
         column = dim[at] + shape.shape[1] - ndim[tensor[at]]
         # As torch.chunk cuts: parts of one size, but for the last ones.
@@ -137,7 +139,7 @@ def _inner_first_fits(
         skipped = np.minimum(where[at, axis] * step, length[at, column])
         first[at, column] += skipped
         length[at, column] = np.minimum(step, length[at, column] - skipped)
-    outside: NDArray[np.bool_] = ((held.low[rows] < first) | (held.high[rows] > first + length)).any(axis=1)
+    outside: NDArray[np.bool_] = ((held.low[box] < first) | (held.high[box] > first + length)).any(axis=1)
     fits: NDArray[np.bool_] = asked.copy()
     fits[tensor[outside]] = False
     return fits

@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..catalog.specs import AxisPlacement, Mesh
-from ..geometry.ordering import is_new, lex_order
+from ..geometry.ordering import group_ids, is_new, lex_order
 from ..geometry.runs import I64
-from .axis_cuts import HeldBounds, Placement, with_cuts
+from .axis_cuts import HeldBounds, Placement, PlacementTable, with_cuts
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class _AxisColumns:
 
 def derive(
     mesh: Mesh, declared: Sequence[Placement], shape: I64, ndim: I64, holding: PieceTable, box_offsets: I64, box_lengths: I64
-) -> list[Placement]:
+) -> PlacementTable:
     """Find the placement of each tensor on every axis of the mesh, in the mesh's order.
 
     Parameters
@@ -58,28 +58,34 @@ def derive(
     box_offsets, box_lengths : (B, D)
         Of the boxes that `holding` numbers.
     """
+    # Few tensors differ in what is declared: all that declare alike share one tuple.
+    declarations = {id(said): said for said in declared}
+    number = dict(zip(declarations, range(len(declarations)), strict=True))
+    said = np.array([number[id(one)] for one in declared], np.int64)
     shown = [_spell(axis, _shown_on(mesh, i, len(declared), ndim, holding, box_offsets)) for i, axis in enumerate(mesh.axes)]
-    derived = []
-    for said, *found in zip(declared, *shown, strict=True):
-        by_axis = {p.axis: p for p in said}
-        derived.append(tuple(by_axis.get(p.axis, p) for p in found) if said else tuple(found))
-    low = box_offsets[holding.box]
-    return with_cuts(mesh, derived, shape, ndim, HeldBounds(holding.tensor, holding.rank, low, low + box_lengths[holding.box]))
+    # (T, 1 + axes): numbers of what is declared and of what is shown on each axis; equal rows have equal placements.
+    of_tensor, first = group_ids(np.stack([said, *(numbers for _, numbers in shown)], axis=1))
+    placements = []
+    for t in first.tolist():
+        by_axis = {p.axis: p for p in declared[t]}
+        found = (spelled[numbers[t]] for spelled, numbers in shown)
+        placements.append(tuple(by_axis.get(p.axis, p) for p in found))
+    held = HeldBounds(holding.tensor, holding.rank, holding.box, box_offsets, box_offsets + box_lengths)
+    return with_cuts(mesh, PlacementTable(placements, of_tensor), shape, ndim, held)
 
 
-def _spell(axis: str, shown: _AxisColumns) -> list[AxisPlacement]:
-    """The placement of each tensor; alike ones are made once."""
+def _spell(axis: str, shown: _AxisColumns) -> tuple[list[AxisPlacement], I64]:
+    """Spell the distinct placements on an axis, and number that of each tensor."""
     kind = np.where(shown.same, np.where(shown.present.all(axis=1), 0, 1), np.where(shown.flat, 2, 3))
-    made: dict[tuple[int, int, bytes], AxisPlacement] = {}
-    out = []
-    for which, dim, present in zip(kind.tolist(), shown.dim.tolist(), shown.present, strict=True):
-        key = which, dim if which == 3 else 0, present.tobytes() if which == 1 else b""
-        if key not in made:
-            coords = tuple(np.flatnonzero(present).tolist()) if which == 1 else ()
-            kinds = ("replicate", "resident", "flat", "shard")
-            made[key] = AxisPlacement(axis, kinds[which], dim if which == 3 else None, coords)
-        out.append(made[key])
-    return out
+    # Only what a kind has to say counts: the dim of a shard, the coordinates of what is resident.
+    columns = [kind, np.where(kind == 3, shown.dim, 0), *np.where(kind[:, None] == 1, shown.present, 0).T.astype(np.int64)]
+    numbers, first = group_ids(np.stack(columns, axis=1))
+    spelled = []
+    for t in first.tolist():
+        coords = tuple(np.flatnonzero(shown.present[t]).tolist()) if kind[t] == 1 else ()
+        name = ("replicate", "resident", "flat", "shard")[int(kind[t])]
+        spelled.append(AxisPlacement(axis, name, int(shown.dim[t]) if kind[t] == 3 else None, coords))
+    return spelled, numbers
 
 
 def _shown_on(mesh: Mesh, axis: int, num_tensors: int, ndim: I64, holding: PieceTable, box_offsets: I64) -> _AxisColumns:

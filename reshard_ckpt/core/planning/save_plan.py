@@ -259,9 +259,14 @@ def _placements(
     keep = tensor >= 0
     holding = PieceTable(tensor[keep], rows.rank[keep], rows.box[keep], runs.of_row[keep])
     declared = [tables.declared[i] for i in chosen.tolist()]
-    table: dict[Placement, int] = {}
     derived = derive(mesh, declared, tables.shape[chosen], tables.ndim[chosen], holding, boxes.offsets, boxes.lengths)
-    number[chosen] = [table.setdefault(placement, len(table)) for placement in derived]
+    # Catalogs list placements in the order in which tensors, by name, first have them.
+    used, first = np.unique(derived.of_tensor, return_index=True)
+    table: dict[Placement, int] = {}
+    place_of = np.zeros(len(derived.placements), np.int64)
+    for i in used[np.argsort(first)].tolist():
+        place_of[i] = table.setdefault(derived.placements[i], len(table))
+    number[chosen] = place_of[derived.of_tensor]
     aliases = np.flatnonzero(tables.alias >= 0)
     number[aliases] = number[tables.alias[aliases]]
     return tuple(table), number

@@ -11,7 +11,7 @@ import numpy as np
 from ..catalog.model import Catalog
 from ..catalog.placements import KINDS
 from ..geometry.runs import I64, bounds, pad_left
-from .axis_cuts import HeldBounds, Placement, open_dims, with_cuts
+from .axis_cuts import HeldBounds, Placement, PlacementTable, open_dims, with_cuts
 
 
 class SavedRows:
@@ -40,10 +40,14 @@ class SavedRows:
         low, high = bounds(boxes.offsets[rows.box], boxes.lengths[rows.box], rows.start, rows.count)
         tensor = np.repeat(np.arange(len(table.names)), np.diff(table.row_start))
         width = max(low.shape[1], table.shape.shape[1])
-        held = HeldBounds(tensor, self._rank[rows.file], pad_left(low, width, 0), pad_left(high, width, 1))
-        found = with_cuts(mesh, said, pad_left(table.shape, width, 1), table.ndim, held)
+        held = HeldBounds(
+            tensor, self._rank[rows.file], np.arange(len(rows.box)), pad_left(low, width, 0), pad_left(high, width, 1)
+        )
+        number = {placement: i for i, placement in enumerate(dict.fromkeys(said))}
+        numbered = PlacementTable(list(number), np.array([number[placement] for placement in said], np.int64))
+        found = with_cuts(mesh, numbered, pad_left(table.shape, width, 1), table.ndim, held)
         # An alias has no rows of its own, and lies as its source does.
-        return tuple(found[self._catalog.source(t)] for t in range(len(found)))
+        return tuple(found.placements[found.of_tensor[self._catalog.source(t)]] for t in range(len(said)))
 
     def _ranks(self, tensor: int) -> I64:
         start, source = self._catalog.tensors_table.row_start, self._catalog.source(tensor)

@@ -131,7 +131,8 @@ def test_what_is_recorded_gives_each_rank_what_it_held(job: tuple[Mesh, list[Lay
         for rank in range(mesh.size)
     }
     whole = {t for t in range(len(tensors)) if all(all(held[t, rank]) for rank in range(mesh.size))}
-    found = derive(mesh, declared, shape, ndim, holding, offsets, lengths)
+    table = derive(mesh, declared, shape, ndim, holding, offsets, lengths)
+    found = [table.placements[i] for i in table.of_tensor.tolist()]
     for t, placement in enumerate(found):
         if not declares and t not in whole:
             continue

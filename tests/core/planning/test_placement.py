@@ -84,7 +84,8 @@ def test_placements_are_what_sets_of_runs_show(case: tuple[Mesh, list[tuple[Plac
     ndim = np.array([n for _, n, _ in tensors], np.int64)
     shape = np.full((len(tensors), 2), 2, np.int64)
     declared = [said for said, _, _ in tensors]
-    found = derive(mesh, declared, shape, ndim, holding, OFFSETS, np.ones_like(OFFSETS))
+    table = derive(mesh, declared, shape, ndim, holding, OFFSETS, np.ones_like(OFFSETS))
+    found = [table.placements[i] for i in table.of_tensor.tolist()]
     for (said, n, held), placement in zip(tensors, found, strict=True):
         plain = tuple(replace(p, turn=None, sections=()) for p in placement)
         assert plain == tuple(naive(mesh, axis, said, held, n) for axis in range(len(mesh.axes)))
