@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from operator import eq
 from typing import Any
 
 from ..core.catalog.model import Catalog
+from ..core.catalog.placements import same_placement
 from ..core.catalog.specs import AxisPlacement, Ints, ValueKind
 from ..core.words import plural
 from ..engine.checking.compare import Side, TensorDifference, compare
@@ -110,7 +112,7 @@ def diff(a: Path, b: Path, *, values: bool = False, progress: bool | OnProgress 
             kind=tuple(_kinds(first, second)),
             shape=shapes,
             dtype=tuple(_changes(tensors, first, second, _dtype)),
-            placement=(*_changes(tensors, first, second, _placement), *ranks),
+            placement=(*_changes(tensors, first, second, _placement, same_placement), *ranks),
             values=tuple(change for change in found if isinstance(change, ValueChange)),
             tensors=tuple(compare(comparable, left, right, reporter(progress))) if values else (),
             num_compared=len(comparable) if values else 0,
@@ -121,10 +123,16 @@ def _all_names(catalog: Catalog) -> set[str]:
     return {*catalog.names, *catalog.value_names}
 
 
-def _changes(names: Sequence[str], a: Catalog, b: Catalog, property_of: Callable[[Catalog, str], Any]) -> Iterator[Change]:
+def _changes(
+    names: Sequence[str],
+    a: Catalog,
+    b: Catalog,
+    property_of: Callable[[Catalog, str], Any],
+    same: Callable[[Any, Any], bool] = eq,
+) -> Iterator[Change]:
     for name in names:
         in_a, in_b = property_of(a, name), property_of(b, name)
-        if in_a != in_b:
+        if not same(in_a, in_b):
             yield Change(name, in_a, in_b)
 
 

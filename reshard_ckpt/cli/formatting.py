@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from ..core.catalog.name_tree import spans
+from ..core.catalog.placements import spell_axis
 from ..core.catalog.specs import AxisPlacement, Mesh
 from ..core.words import plural as plural
 
@@ -40,15 +40,24 @@ def mesh(of: Mesh | None) -> str:
 
 
 def placement(of: Sequence[AxisPlacement] | None) -> str:
-    """Write a placement axis by axis, as torch names placements; ``on`` lists the coordinates that hold it.
+    """Spell a placement axis by axis, as torch names placements; ``on`` lists the coordinates that hold it.
+
+    Axes that cut one dim do so in the order that is shown; none is shown where the inner ones cut first, as FSDP2 does over tp.
 
     >>> placement([AxisPlacement("pp", "resident", coords=(0, 1, 3)), AxisPlacement("tp", "shard", dim=0)])
     'pp=on(0-1,3) tp=shard(0)'
+    >>> placement([AxisPlacement("dp", "shard", 0, turn=0), AxisPlacement("tp", "shard", 0, turn=1, sections=(8, 4))])
+    'dp=shard(0) tp=shard(0; 8+4) order=dp,tp'
     """
-    return "" if of is None else " ".join(map(_axis, of))
+    return "" if of is None else " ".join([*map(spell_axis, of), *_order(of)])
 
 
-def _axis(of: AxisPlacement) -> str:
-    if of.kind == "shard":
-        return f"{of.axis}=shard({of.dim})"
-    return f"{of.axis}=on({spans(of.coords)})" if of.kind == "resident" else f"{of.axis}={of.kind}"
+def _order(of: Sequence[AxisPlacement]) -> Iterator[str]:
+    by_dim: dict[int | None, list[AxisPlacement]] = {}
+    for p in reversed(of):
+        if p.turn is not None:
+            by_dim.setdefault(p.dim, []).append(p)
+    for inner_first in by_dim.values():
+        first_to_last = sorted(inner_first, key=lambda p: p.turn or 0)
+        if first_to_last != inner_first:
+            yield f"order={','.join(p.axis for p in first_to_last)}"

@@ -34,7 +34,7 @@ MAX_CATALOG_BYTES = 1 << 30
 
 _SECTIONS: dict[str, frozenset[str]] = {
     "info": frozenset({"save_id", "created_s", "mesh", "metadata", "critical"}),
-    "placements": frozenset({"num_axes", "axis", "kind", "dim", "num_coords", "coords"}),
+    "placements": frozenset({"num_axes", "axis", "kind", "dim", "num_coords", "coords", "turn", "num_sections", "sections"}),
     "files": frozenset({"key", "size", "digests_key", "digest", "save_id", "rank", "checkpoint"}),
     "tensors": frozenset({"name", "dtypes", "dtype", "kind", "ndim", "shape", "alias", "placement", "num_rows"}),
     "boxes": frozenset({"count", "offsets", "lengths"}),
@@ -135,6 +135,9 @@ def _encode_placements(placements: tuple[tuple[AxisPlacement, ...], ...]) -> byt
             "dim": pack_ints([0 if axis.dim is None else axis.dim + 1 for axis in axes]),
             "num_coords": pack_ints([len(axis.coords) for axis in axes]),
             "coords": pack_ints([c for axis in axes for c in axis.coords]),
+            "turn": pack_ints([0 if axis.turn is None else axis.turn + 1 for axis in axes]),
+            "num_sections": pack_ints([len(axis.sections) for axis in axes]),
+            "sections": pack_ints([size for axis in axes for size in axis.sections]),
         }
     )
 
@@ -279,7 +282,14 @@ def _decode_placements(table: Table) -> tuple[tuple[AxisPlacement, ...], ...]:
     count = len(axis)
     coords = _split(table, "num_coords", table.ints("num_coords", count), table.ints("coords").tolist())
     kind, dim = table.texts("kind", count), table.ints("dim", count).tolist()
-    axes = [AxisPlacement(axis[i], kind[i], dim[i] - 1 if dim[i] else None, coords[i]) for i in range(count)]
+    turn, sections = [0] * count, [()] * count  # what version 1 does not say
+    if "turn" in table.fields:
+        turn = table.ints("turn", count).tolist()
+        sections = _split(table, "num_sections", table.ints("num_sections", count), table.ints("sections").tolist())
+    axes = [
+        AxisPlacement(axis[i], kind[i], dim[i] - 1 if dim[i] else None, coords[i], turn[i] - 1 if turn[i] else None, sections[i])
+        for i in range(count)
+    ]
     return tuple(_split(table, "num_axes", num_axes, axes))
 
 

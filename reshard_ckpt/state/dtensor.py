@@ -1,29 +1,33 @@
-"""Which boxes of the global tensor does the local tensor of a DTensor hold?
+"""The layout of a DTensor: which boxes of the global tensor its local tensor holds.
 
 torch's own helpers answer this wrongly where FSDP2 meets tensor parallelism on sizes that do not divide, so the answer is worked
 out here, and checked against the local tensor's shape:
 
-1. Along each dim start from the whole range and let the mesh axes that shard it cut, each as ``torch.chunk`` does.
-2. The axes cut in *shard order*: ``_StridedShard(dim, split_factor)`` on an axis means that later axes, whose sizes multiply to
-   the split factor, cut before it. FSDP2 over tp 2 is ``_StridedShard(0, 2), Shard(0)``: tp cuts first.
-3. Where no order explains the split factors (a flattened view can make such), the placement is strided in earnest: each axis,
-   left to right, cuts what it is given into split-factor groups and takes its chunk of each group. That gives several ranges.
-4. The boxes are the products of the ranges of all dims.
+1. Each placement of a mesh axis is recognized, by torch's kinds here or by one of `core.catalog.placements` that another
+   package added.
+2. Axes that shard one dim get their *turns* from torch's split factors: ``_StridedShard(dim, split_factor)`` on an axis means
+   that later axes, whose sizes multiply to the split factor, cut before it. FSDP2 over tp 2 is ``_StridedShard(0, 2), Shard(0)``:
+   tp cuts first.
+3. Where no order explains the split factors (a flattened view can make such), the axes cut left to right, each of them in as many
+   *sections* as its split factor says.
+4. `local_region` cuts the tensor, axis by axis; what is left are the boxes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, product
+from math import prod
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
+from ..core.catalog.placements import KINDS, cut_ranges, local_region
 from ..core.catalog.specs import AxisPlacement, Ints, Replication
-from ..core.geometry.chunks import Range, chunk, joined
+from ..core.geometry.chunks import Range, chunk
 from ..errors import LayoutError, UnsupportedError, UsageError
 from .layouts import Layout, LocalBox
 from .mesh import axis_names
@@ -97,64 +101,91 @@ def _layout(
     coordinate: Ints | None,
 ) -> Layout:
     """The layout, worked out once for all tensors alike: a model's layers are, and a save should not wait for each."""
-    placement = tuple(_axis_placement(axis, p, len(shape)) for axis, p in zip(axes, placements, strict=True))
-    if coordinate is None:
-        return Layout(shape, local_shape, (), Replication.DECLARED, placement)
-    cuts: list[list[AxisCut]] = [[] for _ in shape]
-    for axis, p in enumerate(placements):
-        dim = placement[axis].dim
-        if dim is not None:
-            cuts[dim].append(AxisCut(sizes[axis], coordinate[axis], int(getattr(p, "split_factor", 1))))
-    ranges = [local_ranges(size, c) for size, c in zip(shape, cuts, strict=True)]
-    expected = tuple(sum(length for _, length in r) for r in ranges)
+    # A rank outside of the mesh declares what the first one inside does, so that all ranks declare the same.
+    where = coordinate if coordinate is not None else (0,) * len(sizes)
+    placement = _placement(shape, axes, placements, sizes, where)
+    nothing = Layout(shape, local_shape, (), Replication.DECLARED, placement)
+    region = None if coordinate is None else local_region(shape, placement, sizes, where)
+    if region is None:
+        return nothing
+    if region.flat is not None:
+        return _flat_layout(shape, local_shape, list(region.boxes()), region.flat, placement)
+    expected = tuple(sum(length for _, length in ranges) for ranges in region.ranges)
     if 0 in expected and 0 in local_shape:  # FSDP2 gives an empty shard other sizes in the other dims
-        return Layout(shape, local_shape, (), Replication.DECLARED, placement)
+        return nothing
     if expected != local_shape:
         raise LayoutError(
             f"placements {placements} on a mesh of {sizes} give coordinate {coordinate} a local shape of {expected} of {shape}, "
             f"but the local tensor has {local_shape}; pass a LocalShard that says what it holds"
         )
-    return Layout(shape, local_shape, _boxes(ranges), Replication.DECLARED, placement)
+    return Layout(shape, local_shape, _boxes(region.ranges), Replication.DECLARED, placement)
 
 
-def local_ranges(size: int, cuts: Sequence[AxisCut]) -> list[Range]:
-    """The ranges ``(first, length)`` of ``[0, size)`` that remain, in the order in which they lie in the local tensor.
+def _flat_layout(
+    shape: Ints, local_shape: Ints, boxes: Sequence[tuple[Ints, Ints]], flat: Range, placement: tuple[AxisPlacement, ...]
+) -> Layout:
+    """The layout of a tensor that an axis cuts flattened."""
+    if prod(local_shape) != flat[1]:
+        raise LayoutError(
+            f"placements {placement} give it {flat[1]} elements of {shape}, but the local tensor has {local_shape}; pass a "
+            "FlatShard that says what it holds"
+        )
+    local_boxes = tuple(LocalBox((), offsets, lengths) for offsets, lengths in boxes)
+    return Layout(shape, local_shape, local_boxes, Replication.DECLARED, placement, flat_start=flat[0])
 
-    `cuts` are in the order of the mesh's axes.
 
-    >>> local_ranges(13, [AxisCut(3, 2, split_factor=2), AxisCut(2, 0)])  # FSDP2 on 3, over tp 2: row 6 alone
-    [(6, 1)]
-    >>> local_ranges(12, [AxisCut(2, 1, split_factor=3)])  # the second half of each of three groups
-    [(2, 2), (6, 2), (10, 2)]
+def _placement(
+    shape: Ints, axes: tuple[str, ...], placements: tuple[Placement, ...], sizes: Ints, where: Ints
+) -> tuple[AxisPlacement, ...]:
+    """What the placements of a DTensor declare, with the turn of each axis that shards a dim."""
+    found = [_axis_placement(axis, p, shape) for axis, p in zip(axes, placements, strict=True)]
+    for dim, size in enumerate(shape):
+        cutting = [i for i, p in enumerate(found) if p.kind == "shard" and p.dim == dim]
+        cuts = [AxisCut(sizes[i], where[i], int(getattr(placements[i], "split_factor", 1))) for i in cutting]
+        for i, (turn, sections) in zip(cutting, dim_cuts(size, cuts), strict=True):
+            found[i] = replace(found[i], turn=turn, sections=sections)
+    return tuple(found)
+
+
+def dim_cuts(size: int, cuts: Sequence[AxisCut]) -> list[tuple[int, Ints]]:
+    """The turn of each axis that shards a dim, and the sections that it cuts each on its own; axes come in the mesh's order.
+
+    >>> dim_cuts(13, [AxisCut(3, 2, split_factor=2), AxisCut(2, 0)])  # FSDP2 over tp: the inner axis cuts first
+    [(1, ()), (0, ())]
+    >>> dim_cuts(12, [AxisCut(2, 1, split_factor=3)])  # half of each of three groups
+    [(0, (4, 4, 4))]
     """
-    ranges = [(0, size)]
     order = shard_order(cuts)
-    for cut in cuts if order is None else [cuts[i] for i in order]:
-        ranges = chunk(ranges, cut.num, cut.index) if order is not None else _strided_chunk(ranges, cut)
-    return joined(ranges)
+    if order is not None:
+        return [(order.index(axis), ()) for axis in range(len(cuts))]
+    out: list[tuple[int, Ints]] = []
+    ranges: Sequence[Range] = [(0, size)]
+    for turn, cut in enumerate(cuts):
+        given = [(0, sum(length for _, length in ranges))]
+        groups = (chunk(given, cut.split_factor, group) for group in range(cut.split_factor))
+        sections = tuple(length for group in groups for _, length in group) if cut.split_factor > 1 else ()
+        out.append((turn, sections))
+        ranges = cut_ranges(ranges, sections, cut.num, cut.index)
+    return out
 
 
 def shard_order(cuts: Sequence[AxisCut]) -> list[int] | None:
     """The order in which the axes cut, first to last, or None where no order explains the split factors.
 
-    Read from the last axis to the first, each axis goes in where the axes before it multiply to its split factor.
+    Read from the last axis to the first, each axis goes in where the axes before it multiply to its split factor. Inner axes of
+    size 1 change nothing, and count as first: on another mesh, FSDP2 over tensor parallelism has them so.
 
     >>> shard_order([AxisCut(3, 0, split_factor=2), AxisCut(2, 0)])
     [1, 0]
     """
     order: list[int] = []
     for axis in reversed(range(len(cuts))):
-        products = accumulate((cuts[i].num for i in order), lambda a, b: a * b, initial=1)
-        at = next((k for k, p in enumerate(products) if p == cuts[axis].split_factor), None)
-        if at is None:
+        products = list(accumulate((cuts[i].num for i in order), lambda a, b: a * b, initial=1))
+        fitting = [k for k, p in enumerate(products) if p == cuts[axis].split_factor]
+        if not fitting:
             return None
-        order.insert(at, axis)
+        order.insert(fitting[-1], axis)
     return order
-
-
-def _strided_chunk(ranges: list[Range], cut: AxisCut) -> list[Range]:
-    groups = (chunk(ranges, cut.split_factor, group) for group in range(cut.split_factor))
-    return [r for group in groups for r in chunk(group, cut.num, cut.index)]
 
 
 def _boxes(ranges: Sequence[Sequence[Range]]) -> tuple[LocalBox, ...]:
@@ -167,7 +198,8 @@ def _boxes(ranges: Sequence[Sequence[Range]]) -> tuple[LocalBox, ...]:
     return tuple(out)
 
 
-def _axis_placement(axis: str, placement: Placement, ndim: int) -> AxisPlacement:
+def _axis_placement(axis: str, placement: Placement, shape: Ints) -> AxisPlacement:
+    """What a placement of torch, or of a package that added a kind, is here."""
     if placement.is_partial():
         raise UnsupportedError(
             f"{placement!r} on axis {axis!r} is a reduction not yet done; redistribute the DTensor to Replicate() or "
@@ -179,8 +211,14 @@ def _axis_placement(axis: str, placement: Placement, ndim: int) -> AxisPlacement
     # by torch 2.13 no subclass of Shard any more.
     if type(placement) is Shard or type(placement).__name__ == "_StridedShard":
         dim: int = placement.dim  # type: ignore[attr-defined]
-        return AxisPlacement(axis, "shard", dim % ndim)
-    raise UnsupportedError(f"placement {placement!r} on axis {axis!r} is unknown here; pass a LocalShard that says what it holds")
+        return AxisPlacement(axis, "shard", dim % len(shape))
+    added = (kind.recognize(axis, placement, shape) for kind in KINDS.values() if kind.recognize is not None)
+    found = next((p for p in added if p is not None), None)
+    if found is None:
+        raise UnsupportedError(
+            f"placement {placement!r} on axis {axis!r} is unknown here; pass a LocalShard that says what it holds"
+        )
+    return found
 
 
 def local_tensor(tensor: DTensor) -> torch.Tensor:

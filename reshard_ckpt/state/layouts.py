@@ -1,4 +1,4 @@
-"""Where do the elements of one local tensor belong in the global one, whatever its memory looks like?
+"""Layouts: where the elements of a local tensor belong in the global one, whatever its memory looks like.
 
 A `Layout` is geometry only, so that optimizer state with other strides than its parameter can share the parameter's. Together
 with a tensor it gives the pieces of `core.state`:

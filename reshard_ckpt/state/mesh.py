@@ -1,6 +1,6 @@
-"""On which mesh do the ranks of the job stand?
+"""The mesh of the job.
 
-In this order: what the caller says; the mesh of a DTensor that spans all ranks, or that such a mesh was cut from; one axis
+It is, in this order: what the caller says; the mesh of a DTensor that spans all ranks, or that such a mesh was cut from; one axis
 ``dp`` where DDP is used; nothing that anyone knows.
 """
 

@@ -1,4 +1,4 @@
-"""How does a framework of its own say what its tensors and values are?
+"""What a framework of its own declares of its tensors and values.
 
 `LocalShard` and `FlatShard` declare which part of a global tensor a local one is; `PerRank` a value that each rank has of its
 own. All three stand in the state wherever a tensor or a value could.

@@ -131,7 +131,7 @@ def _catalog(tensors, placed, offsets, entries, values) -> Catalog:
             row_start=_column(np.searchsorted([t for t, _ in placed], np.arange(len(tensors) + 1))),
         ),
         placements=(
-            (AxisPlacement("pp", "resident", coords=(0, 1)), AxisPlacement("dp", "shard", dim=0)),
+            (AxisPlacement("pp", "resident", coords=(0, 1)), AxisPlacement("dp", "shard", dim=0, turn=0, sections=(2, 1))),
             (AxisPlacement("pp", "replicate"), AxisPlacement("dp", "flat")),
         ),
         boxes=BoxTable(*(_column([box[i] for box in boxes]).reshape(len(boxes), width) for i in range(2))),

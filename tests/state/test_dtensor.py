@@ -9,7 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard_ckpt.state.dtensor import AxisCut, local_ranges, shard_order
+from reshard_ckpt.core.catalog.placements import local_region
+from reshard_ckpt.core.catalog.specs import AxisPlacement
+from reshard_ckpt.state.dtensor import AxisCut, dim_cuts, shard_order
 
 
 def chunk(indices: list[int], num: int, index: int) -> list[int]:
@@ -19,6 +21,14 @@ def chunk(indices: list[int], num: int, index: int) -> list[int]:
 
 def spelled(ranges: list[tuple[int, int]]) -> list[int]:
     return [i for first, length in ranges for i in range(first, first + length)]
+
+
+def local_ranges(size: int, cuts: list[AxisCut]) -> list[tuple[int, int]]:
+    """The ranges of a dim that the axes which shard it leave to a rank, by what is recorded of them."""
+    axes = [AxisPlacement("", "shard", 0, turn=turn, sections=sections) for turn, sections in dim_cuts(size, cuts)]
+    region = local_region((size,), axes, tuple(cut.num for cut in cuts), tuple(cut.index for cut in cuts))
+    assert region is not None
+    return list(region.ranges[0])
 
 
 @st.composite

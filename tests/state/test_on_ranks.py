@@ -174,8 +174,8 @@ def assert_equal(saved: Saved, expected: Saved, what: str) -> None:
 def test_fsdp_tp_and_both_on_any_size_are_the_plain_model_and_placements_are_recorded():
     mesh, weight, replication, norm, table, sliced = run_ranks(dtensor_job, 6)[4]
     assert mesh == Mesh(("dp", "tp"), (3, 2))
-    assert weight == (AxisPlacement("dp", "shard", 0), AxisPlacement("tp", "shard", 0))
-    assert norm == (AxisPlacement("dp", "shard", 0),)
+    assert weight == (AxisPlacement("dp", "shard", 0, turn=1), AxisPlacement("tp", "shard", 0, turn=0))
+    assert norm == (AxisPlacement("dp", "shard", 0, turn=0),)
     assert (replication, table) == (Replication.DECLARED, Replication.PLAIN)
     assert sliced == Mesh(("dp", "tp"), (2, 3)), "the mesh that the tp mesh was sliced from"
 

@@ -56,13 +56,17 @@ class AxisPlacement:
     """How a tensor is laid out along one mesh axis.
 
     ``kind`` is ``"shard"`` (along ``dim``), ``"replicate"``, ``"flat"`` (ranges of the flattened shard) or ``"resident"``
-    (only the coordinates ``coords`` hold it).
+    (only the coordinates ``coords`` hold it); `placements` says what each kind means.
     """
 
     axis: str
     kind: str
     dim: int | None = None
     coords: Ints = ()
+    turn: int | None = None
+    """Of the axes that shard one dim, how many cut it before this one; None where nobody recorded it."""
+    sections: Ints = ()
+    """Sizes of the parts of what this axis is given that it cuts each on its own (fused QKV); none: it cuts all at once."""
 
 
 @dataclass(frozen=True, slots=True)

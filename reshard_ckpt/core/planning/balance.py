@@ -1,4 +1,4 @@
-"""Which rank of a replica group writes what, so that all write nearly the same number of bytes?
+"""Balancing: what each rank of a replica group writes, so that all write nearly the same number of bytes.
 
 1. What only one rank holds is written by it.
 2. What may not be split goes whole, largest first, to the rank of its group that has least so far.

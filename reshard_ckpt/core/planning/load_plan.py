@@ -1,4 +1,4 @@
-"""Which bytes of which files go where? The exact overlap of what is wanted with what the catalog has.
+"""The plan of a load: the exact overlap of what is wanted with what the catalog has, as bytes of files.
 
 1. Every wanted piece is cut into boxes.
 2. Each meets the rows of its tensor whose bounds touch it.
@@ -127,61 +127,74 @@ def _pair_batches(catalog: Catalog, boxes: _WantedBoxes) -> Iterator[slice]:
         begin = end
 
 
+@dataclass(frozen=True, slots=True)
+class _Pairs:
+    """Pairs of a wanted box and a row of its tensor: the part of the row that is looked at, and bytes of an element."""
+
+    box: I64
+    row: I64
+    start: I64
+    count: I64
+    item_bytes: I64
+
+    def take(self, at: I64) -> _Pairs:
+        """The pairs at these indices."""
+        return _Pairs(self.box[at], self.row[at], self.start[at], self.count[at], self.item_bytes[at])
+
+
 def _meet(catalog: Catalog, boxes: _WantedBoxes, part: slice, item_bytes: I64, window_bytes: int, width: int) -> tuple[I64, ...]:
     """Items of some wanted boxes: box, file, window, src, global offsets, lengths, source strides."""
     row_start, rows = catalog.tensors_table.row_start, catalog.rows
     tensor = boxes.tensor[part]
     owner, step = ranges(row_start[tensor + 1] - row_start[tensor])
     row, box = row_start[tensor][owner] + step, owner + part.start
-    box, row = _touching(boxes, box, row, *_row_runs(catalog, row, width))
-    each = item_bytes[boxes.tensor[box]]
-    pair, start, count = _cut_at_windows(rows.offset[row], rows.start[row], rows.count[row], each, window_bytes)
-    box, row, each = box[pair], row[pair], each[pair]
-    row_offsets, row_lengths, _, _ = _row_runs(catalog, row, width)
-    hit = _touch_mask(boxes, box, row_offsets, row_lengths, start, count)
-    box, row, each, start, count = box[hit], row[hit], each[hit], start[hit], count[hit]
-    row_offsets, row_lengths = row_offsets[hit], row_lengths[hit]
-    cut = decompose(row_lengths, start, count)
-    box, row, each = box[cut.parent], row[cut.parent], each[cut.parent]
-    origin, strides = row_offsets[cut.parent], strides_of(row_lengths)[cut.parent]
-    low = np.maximum(origin + cut.offsets, boxes.offsets[box])
-    high = np.minimum(origin + cut.offsets + cut.lengths, boxes.offsets[box] + boxes.lengths[box])
+    pairs = _Pairs(box, row, rows.start[row], rows.count[row], item_bytes[boxes.tensor[box]])
+    pairs = pairs.take(_touching(boxes, pairs, *_row_boxes(catalog, pairs.row, width)))
+    # From here on a pair is of one window: a row that lies in several is in as many pairs, each with its part of the row.
+    pairs = _cut_at_windows(pairs, rows.offset[pairs.row], window_bytes)
+    offsets, lengths = _row_boxes(catalog, pairs.row, width)
+    # A part may miss the wanted box that its row meets.
+    hit = _touching(boxes, pairs, offsets, lengths)
+    pairs, offsets, lengths = pairs.take(hit), offsets[hit], lengths[hit]
+    # From here on a pair is of one box of its part: `cut.offsets` count from the row's box, whose own are `origin`.
+    cut = decompose(lengths, pairs.start, pairs.count)
+    pairs, origin, strides = pairs.take(cut.parent), offsets[cut.parent], strides_of(lengths)[cut.parent]
+    low = np.maximum(origin + cut.offsets, boxes.offsets[pairs.box])
+    high = np.minimum(origin + cut.offsets + cut.lengths, boxes.offsets[pairs.box] + boxes.lengths[pairs.box])
     keep = np.flatnonzero((low < high).all(axis=1))
-    box, row, each, low, high, strides = box[keep], row[keep], each[keep], low[keep], high[keep], strides[keep]
-    position = ((low - origin[keep]) * strides).sum(axis=1) - rows.start[row]
-    window = (rows.offset[row] + (start[cut.parent[keep]] - rows.start[row]) * each) // window_bytes
-    src = rows.offset[row] + position * each
-    return box, rows.file[row], window, src, low, high - low, strides * each[:, None]
+    pairs, origin, strides, low, high = pairs.take(keep), origin[keep], strides[keep], low[keep], high[keep]
+    # In elements of the row, of which the first stands at its offset in the file.
+    position = ((low - origin) * strides).sum(axis=1) - rows.start[pairs.row]
+    offset, each = rows.offset[pairs.row], pairs.item_bytes
+    window = (offset + (pairs.start - rows.start[pairs.row]) * each) // window_bytes
+    return pairs.box, rows.file[pairs.row], window, offset + position * each, low, high - low, strides * each[:, None]
 
 
-def _row_runs(catalog: Catalog, row: I64, width: int) -> tuple[I64, I64, I64, I64]:
+def _row_boxes(catalog: Catalog, row: I64, width: int) -> tuple[I64, I64]:
     box = catalog.rows.box[row]
-    offsets, lengths = catalog.boxes.offsets[box], catalog.boxes.lengths[box]
-    return pad_left(offsets, width, 0), pad_left(lengths, width, 1), catalog.rows.start[row], catalog.rows.count[row]
+    return pad_left(catalog.boxes.offsets[box], width, 0), pad_left(catalog.boxes.lengths[box], width, 1)
 
 
-def _touching(boxes: _WantedBoxes, box: I64, row: I64, offsets: I64, lengths: I64, start: I64, count: I64) -> tuple[I64, I64]:
-    hit = _touch_mask(boxes, box, offsets, lengths, start, count)
-    return box[hit], row[hit]
+def _touching(boxes: _WantedBoxes, pairs: _Pairs, offsets: I64, lengths: I64) -> I64:
+    """Indices of the pairs where the bounds of the part meet the wanted box."""
+    low, high = bounds(offsets, lengths, pairs.start, pairs.count)
+    want_low = boxes.offsets[pairs.box]
+    meets = (low < want_low + boxes.lengths[pairs.box]) & (want_low < high)
+    return np.flatnonzero(meets.all(axis=1) & (pairs.count > 0))
 
 
-def _touch_mask(boxes: _WantedBoxes, box: I64, offsets: I64, lengths: I64, start: I64, count: I64) -> I64:
-    """Indices of the pairs where the bounds of the run meet the wanted box."""
-    low, high = bounds(offsets, lengths, start, count)
-    want_low = boxes.offsets[box]
-    meets = (low < want_low + boxes.lengths[box]) & (want_low < high)
-    return np.flatnonzero(meets.all(axis=1) & (count > 0))
-
-
-def _cut_at_windows(offset: I64, start: I64, count: I64, each: I64, window_bytes: int) -> tuple[I64, I64, I64]:
-    """Cut runs where their bytes cross a window; an element belongs to the window in which it begins."""
+def _cut_at_windows(pairs: _Pairs, offset: I64, window_bytes: int) -> _Pairs:
+    """Cut rows, which begin at `offset` of their file, at windows; an element belongs to the window in which it begins."""
+    each, count = pairs.item_bytes, pairs.count
     first = offset // window_bytes
     last = (offset + count * each - 1) // window_bytes
     if float((last - first + 1).sum(dtype=np.float64)) > MAX_WINDOWS + 2 * len(first):
         raise CorruptError(f"rows of {int((count * each).max())} bytes are no shards that one rank reads; use another checkpoint")
-    run, step = ranges(last - first + 1)
-    bound = (first[run] + step) * window_bytes - offset[run]
-    low = np.clip(-(-bound // each[run]), 0, count[run])
-    high = np.clip(-(-(bound + window_bytes) // each[run]), 0, count[run])
+    # One entry for each window that a row reaches into, and where that window begins, in bytes from the row's first.
+    of_pair, step = ranges(last - first + 1)
+    bound = (first[of_pair] + step) * window_bytes - offset[of_pair]
+    low = np.clip(-(-bound // each[of_pair]), 0, count[of_pair])
+    high = np.clip(-(-(bound + window_bytes) // each[of_pair]), 0, count[of_pair])
     keep = np.flatnonzero(high > low)
-    return run[keep], (start[run] + low)[keep], (high - low)[keep]
+    of_pair, low, high = of_pair[keep], low[keep], high[keep]
+    return _Pairs(pairs.box[of_pair], pairs.row[of_pair], pairs.start[of_pair] + low, high - low, each[of_pair])

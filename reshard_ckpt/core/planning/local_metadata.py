@@ -1,4 +1,4 @@
-"""What does one rank offer to save? Its pieces and values as columns, ready to be sent and merged."""
+"""What one rank holds: its pieces and values as columns, ready to be sent and merged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does the checkpoint have what is wanted? Pairs each wanted tensor with its source, or names what is wrong."""
+"""Matching: pairs each wanted tensor with its source in the checkpoint, or names what is wrong."""
 
 from __future__ import annotations
 

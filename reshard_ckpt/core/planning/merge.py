@@ -1,4 +1,4 @@
-"""What do all ranks hold together? Their offers as one table of tensors and one of rows.
+"""The local metadata of all ranks, merged into one table of tensors and one of rows.
 
 1. Tensors merge by name, once for each distinct table; ranks that disagree about a dtype or a shape are an error. A blob of
    each rank's own becomes a tensor for each rank.
@@ -53,7 +53,7 @@ class MergedBoxes:
 
 @dataclass(frozen=True, slots=True)
 class MergedRows:
-    """Every piece of every rank that is not an alias, sorted; `local` is its row in its rank's offer."""
+    """Every piece of every rank that is not an alias, sorted; `local` is its row in its rank's metadata."""
 
     tensor: I64
     box: I64
@@ -90,12 +90,12 @@ def merge_metadata(job_metadata: JobMetadata, name_own: NameOwn) -> tuple[Merged
     tensor, replication, own = _look_up(job_metadata, ids)
     mine = np.flatnonzero(own)
     tables.shape[tensor[mine]] = pad_left(job_metadata.box_lengths, tables.shape.shape[1], 1)[job_metadata.box[mine]]
-    hollow = (tables.shape == 0).any(axis=1)
+    empty_tensor = (tables.shape == 0).any(axis=1)
     # An empty piece says nothing, unless its tensor is empty: then one must stand for it.
-    keep = (tables.alias < 0)[tensor] & ((job_metadata.count > 0) | hollow[tensor])
-    boxes, box = _merge_boxes(job_metadata, tables, hollow, tensor)
+    keep = (tables.alias < 0)[tensor] & ((job_metadata.count > 0) | empty_tensor[tensor])
+    boxes, box = _merge_boxes(job_metadata, tables, empty_tensor, tensor)
     chosen = np.flatnonzero(keep)
-    start = np.where(hollow[tensor], 0, job_metadata.start) if hollow.any() else job_metadata.start
+    start = np.where(empty_tensor[tensor], 0, job_metadata.start) if empty_tensor.any() else job_metadata.start
     tensor, box, start, count = (c if keep.all() else c[chosen] for c in (tensor, box, start, job_metadata.count))
     # Not by count: runs that begin alike but differ in length overlap, which no order makes right.
     order = lex_order(tensor, box, start)
@@ -116,7 +116,7 @@ def merge_metadata(job_metadata: JobMetadata, name_own: NameOwn) -> tuple[Merged
 
 
 def _look_up(job_metadata: JobMetadata, ids: _Ids) -> tuple[I64, U8, U8]:
-    """Of each row its tensor in the merged table, its claim, and whether it is its rank's own."""
+    """Look up the tensor of each row in the merged table, its replication, and whether it is its rank's own."""
     entry = ids.first[job_metadata.table][job_metadata.rank] + job_metadata.tensor
     tensor = ids.value[entry]
     own = np.concatenate([table.own for table in job_metadata.tables])[entry]
@@ -125,16 +125,16 @@ def _look_up(job_metadata: JobMetadata, ids: _Ids) -> tuple[I64, U8, U8]:
     return tensor, np.concatenate([table.replication for table in job_metadata.tables])[entry], own
 
 
-def _merge_boxes(job_metadata: JobMetadata, tables: MergedTables, hollow: I64, tensor: I64) -> tuple[MergedBoxes, I64]:
+def _merge_boxes(job_metadata: JobMetadata, tables: MergedTables, empty_tensor: I64, tensor: I64) -> tuple[MergedBoxes, I64]:
     """The distinct boxes, and that of each row; pieces of an empty tensor all are the one box that is the tensor."""
     width = tables.shape.shape[1]
-    empty = np.flatnonzero(hollow)
+    empty = np.flatnonzero(empty_tensor)
     offsets = np.vstack([pad_left(job_metadata.box_offsets, width, 0), np.zeros((len(empty), width), np.int64)])
     lengths = np.vstack([pad_left(job_metadata.box_lengths, width, 1), tables.shape[empty]])
     ids, first = group_ids(np.hstack([offsets, lengths]))
     box = ids[job_metadata.box]
     if len(empty):
-        rows = np.flatnonzero(hollow[tensor])
+        rows = np.flatnonzero(empty_tensor[tensor])
         box[rows] = ids[len(job_metadata.box_offsets) + np.searchsorted(empty, tensor[rows])]
     return MergedBoxes(offsets[first], lengths[first]), box
 

@@ -1,4 +1,4 @@
-"""Which pipeline stage holds a tensor? The layer numbers in the names say it.
+"""The pipeline stage that holds a tensor, by the layer numbers in the names.
 
 1. The first part of a dotted name that is a number is its *layer*; what stands before it names the *stack*. A stack has at least
    as many layers as there are stages; a number in anything smaller means nothing here.

@@ -1,11 +1,13 @@
-"""How is each tensor laid out on the mesh? What the state declares, and for other axes what the ranks' pieces show.
+"""The placement of each tensor on the mesh: what the state declares, and for other axes what the ranks' pieces show.
 
 For an axis that nothing declares, compare ranks that differ in that coordinate alone (a *line*: those that agree on all other
 axes with the lowest rank of the tensor's first run):
 
 1. all hold the same pieces: replicated if every coordinate has them, resident on those that do otherwise;
 2. they hold different runs of the same boxes: flat;
-3. they hold different boxes: sharded along the first dim in which these differ.
+3. they hold different boxes: sharded along the first dim in which one coordinate has other ranges than another.
+
+In which order axes cut a dim that several shard, and in which sections, follows from the pieces too (`axis_cuts`).
 """
 
 from __future__ import annotations
@@ -17,10 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..catalog.specs import AxisPlacement, Mesh
-from ..geometry.ordering import is_new, lex_order
+from ..geometry.ordering import group_ids, is_new, lex_order
 from ..geometry.runs import I64
-
-Placement = tuple[AxisPlacement, ...]
+from .axis_cuts import HeldBounds, Placement, PlacementTable, with_cuts
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +36,8 @@ class PieceTable:
 
 @dataclass(frozen=True, slots=True)
 class _AxisColumns:
-    """Of each tensor what the pieces show on one axis: whether ranks hold the same, whether they share boxes, the first dim that
-    differs, and which coordinates have any."""
+    """What the pieces of each tensor show on one axis: whether ranks hold the same, whether they share boxes, the first dim in
+    which coordinates differ, and which coordinates have any (T, size)."""
 
     same: NDArray[np.bool_]
     flat: NDArray[np.bool_]
@@ -44,43 +45,53 @@ class _AxisColumns:
     present: NDArray[np.bool_]
 
 
-def derive(mesh: Mesh, declared: Sequence[Placement], ndim: I64, holding: PieceTable, box_offsets: I64) -> list[Placement]:
-    """The placement of each tensor on every axis of the mesh, in its order.
+def derive(
+    mesh: Mesh, declared: Sequence[Placement], shape: I64, ndim: I64, holding: PieceTable, box_offsets: I64, box_lengths: I64
+) -> PlacementTable:
+    """Find the placement of each tensor on every axis of the mesh, in the mesh's order.
 
     Parameters
     ----------
     declared
         Of each tensor; wins over what its pieces show.
-    ndim : (T,)
-    box_offsets : (B, D)
+    shape : (T, D), ndim : (T,)
+    box_offsets, box_lengths : (B, D)
         Of the boxes that `holding` numbers.
     """
+    # Few tensors differ in what is declared: all that declare alike share one tuple.
+    declarations = {id(said): said for said in declared}
+    number = dict(zip(declarations, range(len(declarations)), strict=True))
+    said = np.array([number[id(one)] for one in declared], np.int64)
     shown = [_spell(axis, _shown_on(mesh, i, len(declared), ndim, holding, box_offsets)) for i, axis in enumerate(mesh.axes)]
-    derived = []
-    for said, *found in zip(declared, *shown, strict=True):
-        by_axis = {p.axis: p for p in said}
-        derived.append(tuple(by_axis.get(p.axis, p) for p in found) if said else tuple(found))
-    return derived
+    # (T, 1 + axes): numbers of what is declared and of what is shown on each axis; equal rows have equal placements.
+    of_tensor, first = group_ids(np.stack([said, *(numbers for _, numbers in shown)], axis=1))
+    placements = []
+    for t in first.tolist():
+        by_axis = {p.axis: p for p in declared[t]}
+        found = (spelled[numbers[t]] for spelled, numbers in shown)
+        placements.append(tuple(by_axis.get(p.axis, p) for p in found))
+    held = HeldBounds(holding.tensor, holding.rank, holding.box, box_offsets, box_offsets + box_lengths)
+    return with_cuts(mesh, PlacementTable(placements, of_tensor), shape, ndim, held)
 
 
-def _spell(axis: str, shown: _AxisColumns) -> list[AxisPlacement]:
-    """The placement of each tensor; alike ones are made once."""
+def _spell(axis: str, shown: _AxisColumns) -> tuple[list[AxisPlacement], I64]:
+    """Spell the distinct placements on an axis, and number that of each tensor."""
     kind = np.where(shown.same, np.where(shown.present.all(axis=1), 0, 1), np.where(shown.flat, 2, 3))
-    made: dict[tuple[int, int, bytes], AxisPlacement] = {}
-    out = []
-    for which, dim, present in zip(kind.tolist(), shown.dim.tolist(), shown.present, strict=True):
-        key = which, dim if which == 3 else 0, present.tobytes() if which == 1 else b""
-        if key not in made:
-            coords = tuple(np.flatnonzero(present).tolist()) if which == 1 else ()
-            kinds = ("replicate", "resident", "flat", "shard")
-            made[key] = AxisPlacement(axis, kinds[which], dim if which == 3 else None, coords)
-        out.append(made[key])
-    return out
+    # Only what a kind has to say counts: the dim of a shard, the coordinates of what is resident.
+    columns = [kind, np.where(kind == 3, shown.dim, 0), *np.where(kind[:, None] == 1, shown.present, 0).T.astype(np.int64)]
+    numbers, first = group_ids(np.stack(columns, axis=1))
+    spelled = []
+    for t in first.tolist():
+        coords = tuple(np.flatnonzero(shown.present[t]).tolist()) if kind[t] == 1 else ()
+        name = ("replicate", "resident", "flat", "shard")[int(kind[t])]
+        spelled.append(AxisPlacement(axis, name, int(shown.dim[t]) if kind[t] == 3 else None, coords))
+    return spelled, numbers
 
 
 def _shown_on(mesh: Mesh, axis: int, num_tensors: int, ndim: I64, holding: PieceTable, box_offsets: I64) -> _AxisColumns:
     size, stride = mesh.sizes[axis], int(np.prod(mesh.sizes[axis + 1 :], dtype=np.int64))
     coordinate = np.arange(mesh.size) // stride % size
+    # A line is named by its rank of coordinate 0: ranks that differ on this axis alone have the same name.
     line_of = np.arange(mesh.size) - coordinate * stride
     present = np.zeros((num_tensors, size), bool)
     present[holding.tensor, coordinate[holding.rank]] = True
@@ -90,17 +101,17 @@ def _shown_on(mesh: Mesh, axis: int, num_tensors: int, ndim: I64, holding: Piece
     own_line[some] = line_of[holding.rank[first[some]]]
     on_line = np.flatnonzero(line_of[holding.rank] == own_line[holding.tensor])
     tensor, run, box = holding.tensor[on_line], holding.run[on_line], holding.box[on_line]
-    shift = box_offsets.shape[1] - ndim
-    offsets = box_offsets[box]
-    begins = np.flatnonzero(is_new(tensor))
+    where = coordinate[holding.rank[on_line]]
+    same = _hold_alike(tensor, run, where, num_tensors)
+    flat = _count_distinct(tensor, box, num_tensors) < _count_distinct(tensor, run, num_tensors)
     dim = np.zeros(num_tensors, np.int64)
-    if len(begins):
-        reference = offsets[np.repeat(begins, np.diff(np.append(begins, len(tensor))))]
-        differs = np.logical_or.reduceat(offsets != reference, begins, axis=0)
-        dim[tensor[begins]] = np.maximum(np.argmax(differs, axis=1) - shift[tensor[begins]], 0)
-    num_runs = _count_distinct(tensor, run, num_tensors)
-    same = _same_runs(tensor, run, coordinate[holding.rank[on_line]], num_runs, num_tensors)
-    return _AxisColumns(same, _count_distinct(tensor, box, num_tensors) < num_runs, dim, present)
+    sharded = np.flatnonzero(~(same | flat)[tensor])
+    tensor, offsets, where = tensor[sharded], box_offsets[box[sharded]], where[sharded]
+    # From the inside out, so that the outermost dim that differs is what stays.
+    for column in reversed(range(offsets.shape[1])):
+        differs = ~_hold_alike(tensor, offsets[:, column], where, num_tensors)
+        dim[differs] = np.maximum(column - (offsets.shape[1] - ndim[differs]), 0)
+    return _AxisColumns(same, flat, dim, present)
 
 
 def _count_distinct(tensor: I64, number: I64, num_tensors: int) -> I64:
@@ -109,16 +120,16 @@ def _count_distinct(tensor: I64, number: I64, num_tensors: int) -> I64:
     return np.bincount(tensor[order][is_new(tensor[order], number[order])], minlength=num_tensors)
 
 
-def _same_runs(tensor: I64, run: I64, coordinate: I64, num_runs: I64, num_tensors: int) -> NDArray[np.bool_]:
-    """Whether every coordinate that has runs of a tensor has all of them: then, and only then, all have the same."""
+def _hold_alike(tensor: I64, number: I64, coordinate: I64, num_tensors: int) -> NDArray[np.bool_]:
+    """Whether all coordinates that have anything of a tensor have the same numbers of it: then each has all that there are."""
     if not len(tensor):
         return np.ones(num_tensors, bool)
-    order = lex_order(tensor, coordinate, run)
-    tensor, coordinate, run = tensor[order], coordinate[order], run[order]
-    pairs = np.bincount(tensor[is_new(tensor, coordinate, run)], minlength=num_tensors)
+    order = lex_order(tensor, coordinate, number)
+    tensor, coordinate, number = tensor[order], coordinate[order], number[order]
+    pairs = np.bincount(tensor[is_new(tensor, coordinate, number)], minlength=num_tensors)
     coordinates = np.bincount(tensor[is_new(tensor, coordinate)], minlength=num_tensors)
-    same: NDArray[np.bool_] = pairs == coordinates * num_runs
-    return same
+    alike: NDArray[np.bool_] = pairs == coordinates * _count_distinct(tensor, number, num_tensors)
+    return alike
 
 
 def agreed(declared: Sequence[Placement]) -> Placement:

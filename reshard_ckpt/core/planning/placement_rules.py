@@ -1,4 +1,4 @@
-"""What does the user say about how tensors are to lie on a new mesh? Patterns of names, with a placement for each axis.
+"""Rules for how tensors are to lie on a new mesh: patterns of names, with a placement for each axis.
 
 A rule is a pattern and what it says of some axes, as in ::
 
@@ -19,13 +19,14 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from ...errors import UsageError
+from ..catalog.placements import KINDS
 from ..catalog.specs import AxisPlacement, Ints, Mesh
 
 SECTIONS = "sections"
 ORDER = "order"
 
-_CALL = re.compile(r"\s*(shard|resident|on)\s*\(\s*(-?\d+(?:\s*,\s*-?\d+)*)\s*\)\s*")
-_WORDS = ("replicate", "flat")
+_CALL = re.compile(r"\s*(\w+)\s*(?:\(\s*(-?\d+(?:\s*,\s*-?\d+)*)\s*\))?\s*")
+_OTHER_WORDS = {"on": "resident"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ def parse_rules(raw: Any, mesh: Mesh) -> tuple[Rule, ...]:
     --------
     >>> (rule,) = parse_rules({"model.*": {"tp": "shard(-1)"}}, Mesh(("tp",), (2,)))
     >>> rule.axes["tp"]
-    AxisPlacement(axis='tp', kind='shard', dim=-1, coords=())
+    AxisPlacement(axis='tp', kind='shard', dim=-1, coords=(), turn=None, sections=())
     """
     if raw is None:
         return ()
@@ -88,20 +89,15 @@ def _size(where: str, axis: Any, mesh: Mesh) -> int:
 
 def _placement(where: str, axis: Any, text: Any, mesh: Mesh) -> AxisPlacement:
     size = _size(where, axis, mesh)
-    word = str(text).strip()
-    if word in _WORDS:
-        return AxisPlacement(axis, word)
-    match = _CALL.fullmatch(word)
-    if match is None:
-        raise UsageError(f"{where}: {axis}: {text!r} is no placement; write shard(dim), replicate, flat or resident(i, …)")
-    numbers = tuple(int(n) for n in match[2].split(","))
-    if match[1] == "shard":
-        if len(numbers) != 1:
-            raise UsageError(f"{where}: {axis}: {word}: an axis shards one dim")
-        return AxisPlacement(axis, "shard", numbers[0])
-    if any(not 0 <= n < size for n in numbers):
-        raise UsageError(f"{where}: {axis}: {word}: coordinates of this axis are 0 to {size - 1}")
-    return AxisPlacement(axis, "resident", None, tuple(sorted(set(numbers))))
+    match = _CALL.fullmatch(str(text))
+    kind = KINDS.get(_OTHER_WORDS.get(match[1], match[1])) if match is not None else None
+    try:
+        if match is None or kind is None:
+            *forms, last = (known.form for known in KINDS.values())
+            raise ValueError(f"write {', '.join(forms)} or {last}")
+        return kind.parse(axis, tuple(int(n) for n in (match[2] or "").split(",") if n), size)
+    except ValueError as error:
+        raise UsageError(f"{where}: {axis}: {text!r} is no placement: {error}") from None
 
 
 def _sections(where: str, raw: Any) -> dict[int, Ints]:

@@ -1,4 +1,4 @@
-"""Which byte ranges are read, so that every wanted byte comes once and few others do?
+"""The plan of the reads of a load: byte ranges, so that every wanted byte comes once and few others do.
 
 1. An item touches byte runs of its file; runs that lie close together count as one, so that a slice of short rows is one read.
 2. Where blocks are verified, ranges grow to whole blocks.

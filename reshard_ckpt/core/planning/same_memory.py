@@ -1,4 +1,4 @@
-"""Which targets lie in the same memory, wholly or in part?
+"""Targets that lie in the same memory, wholly or in part.
 
 Two targets that overlap would both be written, and the last one wins. This finds them before anything is read:
 

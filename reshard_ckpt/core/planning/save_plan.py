@@ -1,11 +1,11 @@
-"""Which rank writes which bytes? From the offers of all ranks to one plan that covers every tensor exactly once.
+"""The plan of a save: from the local metadata of all ranks to what each writes, so that every tensor is covered exactly once.
 
 1. Tables and rows merge (`merge`); ranks that disagree about a dtype or a shape are an error.
 2. Equal runs of a tensor are one *replica group*, after cutting where runs of one box overlap (`overlaps`); aliases (tied
-   weights) offer nothing of their own.
+   weights) have no runs of their own.
 3. `balance.assign` divides the groups over their ranks; what may not be split stays whole.
 4. The runs must tile every tensor (`tiling`), or the save is refused.
-5. Each member of a replica group is told to fingerprint it, so that what only claims to be a replica is found.
+5. Each member of a replica group fingerprints it, so that what is no replica is found.
 
 Rows and runs stay in the order of their tensor, box and start throughout, so no step sorts again what an earlier one has sorted.
 """
@@ -26,10 +26,11 @@ from ..geometry.overlaps import cut_overlaps
 from ..geometry.runs import I64, as_boxes, strides_of
 from ..geometry.tiling import Fault, describe_region, find_faults
 from ..report import summarize
+from .axis_cuts import Placement
 from .balance import Assigned, ReplicaGroup, assign
 from .local_metadata import U8, JobMetadata
 from .merge import MergedBoxes, MergedRows, MergedTables, NameOwn, merge_metadata
-from .placement import PieceTable, Placement, derive
+from .placement import PieceTable, derive
 
 SPLIT_BYTES = 1 << 20
 """A replica up to this size is written whole by one rank."""
@@ -37,7 +38,7 @@ SPLIT_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Runs:
-    """The distinct runs, sorted. Those of the rows that offer run r, one for each rank, are ``holder[begin[r] : begin[r + 1]]``,
+    """The distinct runs, sorted. The rows that hold run r, one for each rank, are ``holder[begin[r] : begin[r + 1]]``,
     in order of rank; ``of_row`` is the run of each row; ``replication`` is the weakest."""
 
     tensor: I64
@@ -52,7 +53,7 @@ class _Runs:
 
 @dataclass(frozen=True, slots=True)
 class Checks:
-    """Which runs claim to be the same: members of one `group` must fingerprint alike; `replication` is the group's weakest."""
+    """Runs that are declared to be the same: members of one `group` must fingerprint alike; `replication` is the weakest."""
 
     group: I64
     rank: I64
@@ -67,7 +68,7 @@ class Checks:
 class SavePlan:
     """One entry a write item, sorted by the rank that writes it and then in the order of its files.
 
-    ``local, part_start, part_count`` say what to write (a run of the rank's own offered box), ``tensor, offsets, lengths, start,
+    ``local, part_start, part_count`` say what to write (a run of a row of the rank's own), ``tensor, offsets, lengths, start,
     count`` where it belongs in the global tensor.
     """
 
@@ -98,7 +99,7 @@ class SavePlan:
 
 
 def plan_save(job_metadata: JobMetadata, name_own: NameOwn) -> SavePlan:
-    """Plan one save from the offers of all ranks.
+    """Plan one save from the local metadata of all ranks.
 
     Raises
     ------
@@ -236,7 +237,7 @@ def _describe_fault(fault: Fault, tables: MergedTables, ranks: I64) -> str:
 
 
 def _checks(rows: MergedRows, runs: _Runs) -> Checks:
-    """Rows of all runs that more than one piece offers."""
+    """Find the rows of all runs that more than one piece holds."""
     several = (np.bincount(runs.of_row, minlength=len(runs.count)) > 1) & (runs.count > 0)
     members = np.flatnonzero(several[runs.of_row])
     run = runs.of_row[members]
@@ -258,9 +259,14 @@ def _placements(
     keep = tensor >= 0
     holding = PieceTable(tensor[keep], rows.rank[keep], rows.box[keep], runs.of_row[keep])
     declared = [tables.declared[i] for i in chosen.tolist()]
+    derived = derive(mesh, declared, tables.shape[chosen], tables.ndim[chosen], holding, boxes.offsets, boxes.lengths)
+    # Catalogs list placements in the order in which tensors, by name, first have them.
+    used, first = np.unique(derived.of_tensor, return_index=True)
     table: dict[Placement, int] = {}
-    derived = derive(mesh, declared, tables.ndim[chosen], holding, boxes.offsets)
-    number[chosen] = [table.setdefault(placement, len(table)) for placement in derived]
+    place_of = np.zeros(len(derived.placements), np.int64)
+    for i in used[np.argsort(first)].tolist():
+        place_of[i] = table.setdefault(derived.placements[i], len(table))
+    number[chosen] = place_of[derived.of_tensor]
     aliases = np.flatnonzero(tables.alias >= 0)
     number[aliases] = number[tables.alias[aliases]]
     return tuple(table), number

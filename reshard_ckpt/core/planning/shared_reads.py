@@ -1,4 +1,4 @@
-"""Which rank reads what for whom, so that bytes that several ranks want are read from storage once?
+"""Shared reads: which rank reads what for whom, so that bytes that several ranks want are read from storage once.
 
 1. The unit is a window of a file. All that any rank wants of it is read by one of those that want some of it: the one that has
    the least to read so far.

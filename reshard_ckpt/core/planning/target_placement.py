@@ -1,4 +1,4 @@
-"""How is each saved tensor to lie on another mesh? From its placement in the catalog, the names, and the user's rules.
+"""The placement of each saved tensor on another mesh: from its placement in the catalog, the names, and the user's rules.
 
 For each tensor and each axis of the new mesh, the first of these that says something counts:
 
@@ -8,6 +8,8 @@ For each tensor and each axis of the new mesh, the first of these that says some
    that were divided over an axis (as ZeRO does) are divided anew: as one vector if any of them was cut, else by size;
 4. replicated: so is everything on an axis that the checkpoint does not know. What an axis cut that the new mesh does not have, is
    whole again.
+
+Axes that shard one dim cut it in the order, and in the sections, that a rule gives or that the catalog recorded.
 """
 
 from __future__ import annotations
@@ -19,12 +21,13 @@ from itertools import pairwise
 from math import prod
 
 from ...errors import UsageError
-from ..catalog.evidence import Cuts, Evidence
 from ..catalog.families import Family, experts_of, families_of, spread
 from ..catalog.model import Catalog
+from ..catalog.placements import KINDS
 from ..catalog.specs import AxisPlacement, Ints, Mesh
 from .pipeline_stages import stages_of
 from .placement_rules import Rule, first_saying, unmatched
+from .saved_rows import SavedRows
 
 PIPELINE = "pp"
 EXPERTS = "ep"
@@ -36,15 +39,12 @@ _GIVEN_BY_NAMES = (PIPELINE, EXPERTS)
 class TargetPlacement:
     """How one tensor lies on a mesh.
 
-    ``axes`` is a placement for each axis of the mesh. ``order`` are the axes that cut dims, first to last, as indices of
-    the mesh; ``sections`` the sizes of the parts of a dim that are each cut on their own. A tensor that is flat alone is cut
-    into equal runs; one of a ``vector`` (number, place in it) is cut with the others of it as if they were one. What ``follows``
-    another tensor is on the ranks that hold a part of that.
+    ``axes`` is a placement for each axis of the mesh; of those that shard, each has its turn. A tensor that is flat alone is
+    cut into equal runs; one of a ``vector`` (number, place in it) is cut with the others of it as if they were one. What
+    ``follows`` another tensor is on the ranks that hold a part of that.
     """
 
     axes: tuple[AxisPlacement, ...]
-    order: Ints
-    sections: tuple[tuple[int, Ints], ...] = ()
     vector: tuple[int, int] | None = None
     follows: str | None = None
 
@@ -52,6 +52,10 @@ class TargetPlacement:
     def flat_axis(self) -> int | None:
         """The axis along which it is flat."""
         return next((i for i, p in enumerate(self.axes) if p.kind == "flat"), None)
+
+    def without_flat(self) -> TargetPlacement:
+        """How it lies before any axis cuts it flattened."""
+        return replace(self, axes=tuple(AxisPlacement(p.axis, "replicate") if KINDS[p.kind].flattens else p for p in self.axes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +89,12 @@ class _Placer:
         self.groups = topology.groups or {}
         self.families = families_of(names, self.groups)
         self.shapes = {name: catalog.shape(catalog.index(name)) for name in names}
-        self.saved = {name: {p.axis: p for p in self._placement(name)} for name in names}
+        self.rows = SavedRows(catalog)
+        placements = self.rows.placements()
+        self.saved = {name: {p.axis: p for p in placements[catalog.index(name)]} for name in names}
         self.saved_sizes = {} if catalog.mesh is None else dict(zip(catalog.mesh.axes, catalog.mesh.sizes, strict=True))
-        self.evidence = Evidence(catalog)
         self.by_name: dict[str, Mapping[str, Ints]] = {}
         self.divided_on = self._divided_on()
-
-    def _placement(self, name: str) -> tuple[AxisPlacement, ...]:
-        number = int(self.catalog.tensors_table.placement[self.catalog.index(name)])
-        return () if number < 0 else self.catalog.placements[number]
 
     def run(self) -> dict[str, TargetPlacement]:
         slips = unmatched(self.topology.rules, self.names)
@@ -145,19 +146,26 @@ class _Placer:
         return self.catalog.source(self.catalog.index(param)) if param in self.shapes else param
 
     def _place(self, name: str) -> TargetPlacement:
-        axes = tuple(self._on_axis(name, axis, size) for axis, size in zip(self.mesh.axes, self.mesh.sizes, strict=True))
-        cuts = self._cuts(name, axes)
-        sections = self._sections(name, axes, cuts)
-        return TargetPlacement(axes, self._order(name, axes, cuts), sections)
+        axes = [self._on_axis(name, axis, size) for axis, size in zip(self.mesh.axes, self.mesh.sizes, strict=True)]
+        recorded = self._recorded_cuts(name, axes)
+        order, sections = self._order(name, axes, recorded), self._sections(name, axes, recorded)
+        cut: dict[int, int] = {}
+        for i in order:
+            dim = axes[i].dim
+            assert dim is not None
+            turn = cut.get(dim, 0)
+            cut[dim] = turn + 1
+            axes[i] = replace(axes[i], turn=turn, sections=sections.get(dim, ()) if turn == 0 else ())
+        return TargetPlacement(tuple(axes))
 
-    def _cuts(self, name: str, axes: Sequence[AxisPlacement]) -> Cuts:
-        """How a tensor was cut; state like its parameter, whose rows show it best, unless more axes cut the state."""
+    def _recorded_cuts(self, name: str, axes: Sequence[AxisPlacement]) -> Mapping[str, AxisPlacement]:
+        """How axes cut a tensor when saved: state as its parameter, whose pieces show it best, unless more axes cut the state."""
         parameter = self._parameter_of_same_shape(name)
-        witness = name
         if parameter is not None:
             known = {axis for axis, p in self.saved[parameter].items() if p.kind == "shard"}
-            witness = parameter if all(p.axis in known for p in axes if p.kind == "shard") else name
-        return self.evidence.cuts(self.catalog.index(witness), tuple(self.saved[witness].values()))
+            if all(p.axis in known for p in axes if p.kind == "shard"):
+                return self.saved[parameter]
+        return self.saved[name]
 
     def _ruled(self, name: str, axis: str) -> AxisPlacement | None:
         """What the rules say of a tensor on an axis: its own, or its parameter's if it is laid out like that."""
@@ -229,28 +237,29 @@ class _Placer:
             )
         return replace(said, dim=said.dim % ndim)
 
-    def _sections(self, name: str, axes: Sequence[AxisPlacement], cuts: Cuts) -> tuple[tuple[int, Ints], ...]:
+    def _sections(self, name: str, axes: Sequence[AxisPlacement], recorded: Mapping[str, AxisPlacement]) -> dict[int, Ints]:
+        """The sections of each dim, as a rule says, else as the axis that has them cut them when saved."""
         shape = self.shapes[name]
         names = [name, self._parameter_of_same_shape(name)]
         rules = [rule for n in names if n is not None for rule in first_saying(self.topology.rules, n) if rule.sections]
-        sections = dict(cuts.sections)
-        if rules:
-            sections = {dim % len(shape) if shape else dim: sizes for dim, sizes in rules[0].sections.items()}
-            for dim, sizes in sections.items():
-                if dim >= len(shape) or sum(sizes) != shape[dim]:
-                    raise UsageError(f"rules: {name}: sections {list(sizes)} of dim {dim} do not add up to its shape {shape}")
-        cut = {p.dim for p in axes if p.kind == "shard"}
-        return tuple(sorted((dim, sizes) for dim, sizes in sections.items() if dim in cut))
+        if not rules:
+            kept = [recorded[p.axis] for p in axes if p.kind == "shard" and p.axis in recorded]
+            return {p.dim: p.sections for p in kept if p.dim is not None and p.turn == 0 and sum(p.sections) == shape[p.dim]}
+        sections = {dim % len(shape) if shape else dim: sizes for dim, sizes in rules[0].sections.items()}
+        for dim, sizes in sections.items():
+            if dim >= len(shape) or sum(sizes) != shape[dim]:
+                raise UsageError(f"rules: {name}: sections {list(sizes)} of dim {dim} do not add up to its shape {shape}")
+        return sections
 
-    def _order(self, name: str, axes: Sequence[AxisPlacement], cuts: Cuts) -> Ints:
-        """Axes that shard, first to last: as the rules say, else as the rows show, else the inner ones first."""
+    def _order(self, name: str, axes: Sequence[AxisPlacement], recorded: Mapping[str, AxisPlacement]) -> list[int]:
+        """The axes that shard, first to last: as a rule says, else as recorded, else the inner ones first."""
         inner_first = sorted((i for i, p in enumerate(axes) if p.kind == "shard"), reverse=True)
         said = next((rule.order for rule in first_saying(self.topology.rules, name) if rule.order), None)
-        known = said or tuple(axis for order in cuts.order.values() for axis in order)
-        if said is None and not {axes[i].axis for i in inner_first} <= set(known):
-            return tuple(inner_first)
-        place = {axis: i for i, axis in enumerate(known)}
-        return tuple(sorted(inner_first, key=lambda i: place.get(axes[i].axis, len(place))))
+        if said is not None:
+            place = {axis: i for i, axis in enumerate(said)}
+            return sorted(inner_first, key=lambda i: place.get(axes[i].axis, len(place)))
+        turns = {i: p.turn for i in inner_first if (p := recorded.get(axes[i].axis)) is not None and p.turn is not None}
+        return sorted(inner_first, key=lambda i: turns[i]) if len(turns) == len(inner_first) else inner_first
 
     def _divide_again(self, axis: str, placed: dict[str, TargetPlacement]) -> None:
         """Divide anew, over an axis, what is flat there or was whole on some coordinates only."""
@@ -294,7 +303,7 @@ class _Placer:
         """
         out: dict[tuple[Ints, ...], list[int]] = {}
         for name in names:
-            out.setdefault(self._home(name), []).append(self.evidence.first_coordinate(self.catalog.index(name), axis))
+            out.setdefault(self._home(name), []).append(self.rows.first_coordinate(self.catalog.index(name), axis))
         return out
 
     def _home(self, name: str) -> tuple[Ints, ...]:
@@ -306,7 +315,7 @@ class _Placer:
         axis = self.mesh.axes[at]
         if any(self._ruled(name, axis) is not None or placed[name].axes[at].kind != "flat" for name in members):
             return False
-        return not any(self.evidence.first_coordinate(self.catalog.index(name), axis) for name in members)
+        return not any(self.rows.first_coordinate(self.catalog.index(name), axis) for name in members)
 
     def _in_order(self, members: Sequence[str], axis: str) -> list[str]:
         """The tensors of one vector, in its order: the optimizer's, forwards or backwards, if the rows agree with it."""
@@ -314,7 +323,7 @@ class _Placer:
         for names in (ordered, ordered[::-1]):
             if all(map(_ascending, self._firsts(names, axis).values())):
                 return names
-        return sorted(ordered, key=lambda n: (self._home(n), self.evidence.first_coordinate(self.catalog.index(n), axis)))
+        return sorted(ordered, key=lambda n: (self._home(n), self.rows.first_coordinate(self.catalog.index(n), axis)))
 
     def _by_group(self, members: Sequence[str]) -> list[str]:
         """In the order in which their optimizer lists its parameters."""

@@ -1,40 +1,36 @@
-"""What would a job of another topology have saved? The plan of that save, made from a catalog alone.
+"""The plan of an offline reshard: the save that a job of the new topology would have made, planned from a catalog alone.
 
-1. `core.topology` places each tensor on the new mesh, `core.plan_reshard` says which pieces each new rank would have captured.
-2. The planner of saves (`core.save_plan`) divides replicas over the new ranks, as it would in that job.
-3. Each new rank's files are laid out by the writer of saves (`write.lay_out`), so they are what that rank would have written.
+1. `target_placement` places each tensor on the new mesh, `target_pieces` says which pieces each new rank would have captured.
+2. The planner of saves (`save_plan`) divides replicas over the new ranks, as it would in that job.
+3. Each new rank's files are laid out by the writer of saves (`lay_out_members`), so they are what that rank would have written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 
 from ...core.catalog.model import Catalog, TensorKind, ValueEntry
-from ...core.catalog.specs import AxisPlacement, Mesh, Piece, Replication, TensorSpec, ValueKind
+from ...core.catalog.placements import Box
+from ...core.catalog.specs import AxisPlacement, Mesh, Replication, TensorSpec, ValueKind
 from ...core.geometry.dtypes import CODES, ITEM_BYTES
 from ...core.geometry.runs import I64
-from ...core.planning.local_metadata import LocalMetadata, RowColumns, TensorColumns, shape_columns, width_of
+from ...core.planning.local_metadata import TensorColumns, shape_columns, width_of
 from ...core.planning.save_plan import Checks, SavePlan, plan_save
-from ...core.planning.target_pieces import Box, TargetRows, as_job_metadata, target_rows
+from ...core.planning.target_pieces import TargetRows, as_job_metadata, target_rows
 from ...core.planning.target_placement import TargetPlacement, TargetTopology, place
 from ...format.checksums import digest128
-from ...format.shard_file import blob_name
-from ..common.tensor_bytes import LocalPiece
+from ...format.shard_file import Member, blob_name, make_member
 from ..loading.stream import Run
-from ..saving.messages import Assignment, RunColumns
-from ..saving.write import FileLayout, LocalShards, lay_out
+from ..saving.write import FileLayout, lay_out_members
 from .write_order import Item
-
-_NOTHING = torch.empty(0)
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What of a checkpoint is taken: names of tensors and of values, and the dtypes of tensors that are converted."""
+    """The part of a checkpoint that is resharded: names of tensors and values, and dtypes of tensors that are converted."""
 
     tensors: Sequence[str]
     values: Sequence[str]
@@ -61,45 +57,43 @@ class ReshardPlan:
     specs: tuple[TensorSpec, ...]
     placed: tuple[TargetPlacement, ...]
     sources: tuple[ByteSource, ...]
-    offered: TensorColumns
     held: TargetRows
     boxes: Sequence[Box]
 
-    def assignment(self, rank: int, save_id: str) -> Assignment:
-        """What a new rank writes."""
-        items, none = self.plan.items_of(rank), np.zeros(0, np.int64)
-        columns = (self.plan.local[items], self.plan.part_start[items], self.plan.part_count[items])
-        return Assignment(save_id, *columns, RunColumns(none, none, none))
-
     def layouts(self, rank: int, save_id: str) -> list[FileLayout]:
-        """The files of a new rank."""
-        rows = slice(*np.searchsorted(self.held.rank, [rank, rank + 1]).tolist())
-        pieces = [
-            (t, LocalPiece(_NOTHING, self._piece(row))) for row, t in enumerate(self.held.tensor[rows].tolist(), rows.start)
-        ]
-        none = np.zeros(0, np.int64)
-        local_metadata = LocalMetadata(self.offered, RowColumns(none, none, none, none, none, none), ())
-        return lay_out(LocalShards(self.specs, pieces, local_metadata), self.assignment(rank, save_id), rank)
+        """Lay out the files of a new rank."""
+        return lay_out_members([self._member(*item) for item in self._items(rank)], save_id, rank)
 
-    def _piece(self, row: int) -> Piece:
-        offsets, lengths = self.boxes[int(self.held.box[row])]
-        return Piece(offsets, lengths, int(self.held.start[row]), int(self.held.count[row]), 0, ())
+    def _items(self, rank: int) -> Iterator[tuple[int, int, int, int]]:
+        """List a rank's write items: the tensor's number in the plan, the row of `held`, first element and count."""
+        items, first_row = self.plan.items_of(rank), int(np.searchsorted(self.held.rank, rank))
+        # `local` counts a rank's own rows; `held` has those of all ranks, in order of rank.
+        columns = (
+            self.plan.tensor[items],
+            first_row + self.plan.local[items],
+            self.plan.part_start[items],
+            self.plan.part_count[items],
+        )
+        return zip(*(column.tolist() for column in columns), strict=True)
+
+    def _member(self, _: int, row: int, start: int, count: int) -> Member:
+        spec = self.specs[int(self.held.tensor[row])]
+        if int(self.held.tensor[row]) >= len(self.placed):  # a blob
+            return Member(spec.name, spec.dtype, spec.shape, count)
+        return make_member(spec.name, spec.dtype, spec.shape, *self.boxes[int(self.held.box[row])], start, count)
 
     def items(self, rank: int) -> list[Item]:
-        """A new rank's write items, in the order of its files."""
-        items = self.plan.items_of(rank)
-        begin = int(np.searchsorted(self.held.rank, rank))
-        columns = (self.plan.tensor[items], self.plan.local[items], self.plan.part_start[items], self.plan.part_count[items])
+        """List a new rank's write items, in the order of its files."""
         out = []
-        for tensor, local, start, count in zip(*(column.tolist() for column in columns), strict=True):
-            index = int(self.held.tensor[begin + local])
-            source, box = self.sources[index], self.boxes[int(self.held.box[begin + local])]
-            each = ITEM_BYTES[self.specs[index].dtype]
-            out.append(Item((-each, tensor), Run(source.tensor, *box, start, count, source.dtype), each))
+        for tensor, row, start, count in self._items(rank):
+            index = int(self.held.tensor[row])
+            source, each = self.sources[index], ITEM_BYTES[self.specs[index].dtype]
+            run = Run(source.tensor, *self.boxes[int(self.held.box[row])], start, count, source.dtype)
+            out.append(Item((-each, tensor), run, each))
         return out
 
     def digest(self) -> bytes:
-        """A digest of all that decides what the files of the result hold, but for the bytes of the source."""
+        """Digest all that decides what the files of the result hold, but for the bytes of the source."""
         plan, tables = self.plan, self.plan.tables
         columns = (tables.dtype, tables.kind, tables.shape, tables.alias, plan.tensor, plan.rank, plan.offsets, plan.lengths)
         parts = ["\0".join(tables.names).encode(), *(np.ascontiguousarray(c).tobytes() for c in columns)]
@@ -139,7 +133,7 @@ def plan_reshard(catalog: Catalog, choice: Choice, topology: TargetTopology) -> 
     index = {name: i for i, name in enumerate(plan.tables.names)}
     values = tuple(_value(value, index) for value in entries)
     where = tuple(placed[name] for name in names[:tensors])
-    return ReshardPlan(catalog, plan, values, topology.mesh, tuple(specs), where, tuple(sources), offered, held, boxes)
+    return ReshardPlan(catalog, plan, values, topology.mesh, tuple(specs), where, tuple(sources), held, boxes)
 
 
 def _new_rank(old: int, num_old: int, num_new: int) -> int:
@@ -166,10 +160,10 @@ def _tensors(
 
 
 def _declared(placed: TargetPlacement) -> tuple[AxisPlacement, ...]:
-    """What a job would declare; of flat state it declares nothing, and on which ranks anything is, its pieces show."""
+    """List what a job would declare: nothing of flat state, and nothing of which ranks hold a tensor, as pieces show both."""
     if placed.follows is not None or placed.flat_axis is not None:
         return ()
-    return tuple(p for p in placed.axes if p.kind in ("shard", "replicate"))
+    return tuple(p for p in placed.axes if p.kind not in ("flat", "resident"))
 
 
 def _table(specs: Sequence[TensorSpec], num_tensors: int, mesh: Mesh) -> TensorColumns:

@@ -1,4 +1,4 @@
-"""Does a file hold what was written to it? It is read back through the store, block by block, just behind the writer.
+"""Reading back: whether a file holds what was written to it. It is read through the store, just behind the writer.
 
 What was written a moment ago is in the processor's cache, so this costs little more than a copy. What a store does not show
 before a file is finished is read then. A file system may answer from its own cache: what is proved is that the right bytes were

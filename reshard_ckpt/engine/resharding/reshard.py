@@ -1,9 +1,9 @@
-"""How is a checkpoint written anew, for another topology? By any number of processes, each for some of the new ranks.
+"""Offline resharding: a checkpoint is written anew for another topology, by any number of processes.
 
-1. Every process makes the same plan from the same catalog (`recut`); the save's id follows from both, so that a reshard which
+1. Every process makes the same plan from the same catalog (`plan`); the save's id follows from both, so that a reshard which
    was killed finds its own files again.
-2. The new ranks' files are divided over the processes; each writes its own in lockstep (`lockstep`), from a stream of the old
-   ones (`stream`), and reads back what it wrote (`read_back`).
+2. The new ranks' files are divided over the processes; each writes its own side by side (`write_order`), from a stream of the
+   old ones (`stream`), and reads back what it wrote (`read_back`).
 3. Process 0 sees all files, and publishes the catalog, as for any save.
 """
 
@@ -62,9 +62,9 @@ class ProcessReport:
     bytes_kept: int
 
 
-def save_id_of(catalog: Catalog, recut: ReshardPlan) -> str:
+def save_id_of(catalog: Catalog, plan: ReshardPlan) -> str:
     """The id of the result: the same again for the same bytes and the same plan."""
-    digest = digest128(digest128(encode_catalog(catalog)) + recut.digest()).hex()
+    digest = digest128(digest128(encode_catalog(catalog)) + plan.digest()).hex()
     when = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(max(catalog.created_s, 0)))
     return f"{when}-{digest[:8]}"
 
@@ -98,16 +98,16 @@ class ProcessShare:
         return sum(layout.num_bytes for layouts in self.layouts.values() for layout in layouts)
 
 
-def share_of(recut: ReshardPlan, save_id: str, process: int, num_processes: int) -> ProcessShare:
+def share_of(plan: ReshardPlan, save_id: str, process: int, num_processes: int) -> ProcessShare:
     """What one of several processes writes."""
-    shapes = [spec.shape for spec in recut.specs[: len(recut.placed)]]
-    groups = group_ranks(recut.mesh, shared_axes(recut.mesh, shapes, recut.placed))
-    mine = divide(groups, recut.plan.bytes_by_rank().tolist(), num_processes)[process]
-    return ProcessShare(mine, {rank: recut.layouts(rank, save_id) for group in mine for rank in group})
+    shapes = [spec.shape for spec in plan.specs[: len(plan.placed)]]
+    groups = group_ranks(plan.mesh, shared_axes(plan.mesh, shapes, plan.placed))
+    mine = divide(groups, plan.plan.bytes_by_rank().tolist(), num_processes)[process]
+    return ProcessShare(mine, {rank: plan.layouts(rank, save_id) for group in mine for rank in group})
 
 
 def write_share(
-    source: Storage, target: Storage, recut: ReshardPlan, save_id: str, share: ProcessShare, options: Options
+    source: Storage, target: Storage, plan: ReshardPlan, save_id: str, share: ProcessShare, options: Options
 ) -> ProcessReport:
     """Write the files of some new ranks, and make them durable.
 
@@ -116,13 +116,13 @@ def write_share(
     CorruptError
         The source is damaged, or what was written reads back otherwise. Files that are finished stay, for the next attempt.
     """
-    reader = RunReader(source, recut.catalog, verify=options.verify)
+    reader = RunReader(source, plan.catalog, verify=options.verify)
     tally = Tally("reshard", share.num_bytes, options.report)
     kept, receipts = 0, {}
     proof = ReadBack(target, enabled=options.verify)
     for group in share.groups:
         outputs = [_RankOutput(target, share.layouts[rank], tally) for rank in group]
-        _write_group(reader, recut, group, outputs, proof, options.window_bytes)
+        _write_group(reader, plan, group, outputs, proof, options.window_bytes)
         receipts.update({rank: output.receipt() for rank, output in zip(group, outputs, strict=True)})
         kept += sum(output.bytes_kept for output in outputs)
     if receipts:
@@ -132,15 +132,15 @@ def write_share(
 
 def _write_group(
     reader: RunReader,
-    recut: ReshardPlan,
+    plan: ReshardPlan,
     ranks: Sequence[int],
     outputs: Sequence[_RankOutput],
     proof: ReadBack,
     window_bytes: int,
 ) -> None:
     """Write the files of some ranks at once."""
-    items = [output.missing(recut.items(rank)) for rank, output in zip(ranks, outputs, strict=True)]
-    check_covered(recut.catalog, [item.run for of_output in items for item in of_output])
+    items = [output.missing(plan.items(rank)) for rank, output in zip(ranks, outputs, strict=True)]
+    check_covered(plan.catalog, [item.run for of_output in items for item in of_output])
     under_way: deque[list[Slice]] = deque()
 
     def runs() -> Iterator[list[Run]]:
@@ -262,7 +262,7 @@ def finished_file(storage: Storage, layout: FileLayout) -> WrittenFile | None:
 
 
 def commit(
-    comm: Comm, target: Storage, recut: ReshardPlan, save_id: str, done: ProcessReport, before: PreviousCheckpoint | None
+    comm: Comm, target: Storage, plan: ReshardPlan, save_id: str, done: ProcessReport, before: PreviousCheckpoint | None
 ) -> ProcessReport:
     """Publish the catalog, once all processes have written their share; what all of them did, without receipts."""
     packed = [[rank, encode_receipt(receipt)] for rank, receipt in done.receipts.items()]
@@ -273,13 +273,13 @@ def commit(
         receipts = {rank: decode_receipt(data) for part in parts for rank, data in part[0]}
         publish(
             target,
-            recut.plan,
-            recut.values,
-            [receipts[rank] for rank in range(recut.mesh.size)],
+            plan.plan,
+            plan.values,
+            [receipts[rank] for rank in range(plan.mesh.size)],
             save_id=save_id,
-            metadata=encode_value(recut.catalog.metadata, "metadata"),
+            metadata=encode_value(plan.catalog.metadata, "metadata"),
             before=before,
-            created_s=recut.catalog.created_s,
+            created_s=plan.catalog.created_s,
         )
         total = msgpack.packb([sum(part[1] for part in parts), sum(part[2] for part in parts)])
     return ProcessReport({}, *msgpack.unpackb(comm.broadcast(total)))
@@ -306,10 +306,10 @@ class RankShare:
     sources: tuple[int, ...]
 
 
-def rank_share(recut: ReshardPlan, rank: int, save_id: str) -> RankShare:
+def rank_share(plan: ReshardPlan, rank: int, save_id: str) -> RankShare:
     """What is written for a new rank, and from what."""
-    catalog, layouts = recut.catalog, recut.layouts(rank, save_id)
-    runs = [item.run for item in recut.items(rank)]
+    catalog, layouts = plan.catalog, plan.layouts(rank, save_id)
+    runs = [item.run for item in plan.items(rank)]
     source = np.array([run.tensor for run in runs], np.int64)
     files = np.unique(plan_load(catalog, source, pieces_of(catalog, runs), _WHOLE_FILES).file).tolist() if runs else []
     each = item_bytes_of(catalog.tensors_table.dtype)

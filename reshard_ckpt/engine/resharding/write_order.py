@@ -1,7 +1,7 @@
-"""In what order are many new files written at once, so that their source is read once? Tensor by tensor, all files side by side.
+"""The order in which new files are written: tensor by tensor, many files side by side, so that their source is read once.
 
 New ranks that hold different columns of one tensor draw on the same rows of the same files: read for each of them alone, these
-rows would be read as often as there are such ranks. So they are written in *lockstep*, a group at a time.
+rows would be read as often as there are such ranks. So a group of such files is written at once.
 
 1. Ranks are in one group if they differ only on axes that cut an inner dim of some tensor.
 2. A group's write items are taken tensor by tensor, in the order that all its files have; those of one tensor that share rows and
@@ -51,7 +51,7 @@ def shared_axes(mesh: Mesh, shapes: Sequence[Ints], placed: Sequence[TargetPlace
 
 
 def group_ranks(mesh: Mesh, shared: frozenset[int]) -> list[list[int]]:
-    """The ranks of the mesh in groups that are written in lockstep."""
+    """The ranks of the mesh in groups whose files are written at once."""
     groups: dict[Ints, list[int]] = {}
     for rank in range(mesh.size):
         key = tuple(c for i, c in enumerate(mesh.coordinates(rank)) if i not in shared)
@@ -101,11 +101,11 @@ def windows(outputs: Sequence[Sequence[Item]], window_bytes: int) -> Iterator[li
 
 
 Batch = list[tuple[int, list[Item]]]
-"""Lanes, and their items of one tensor."""
+"""Files, as indices, and their items of one tensor."""
 
 
 def _batches(outputs: Sequence[Sequence[Item]]) -> Iterator[Batch]:
-    """What is taken at once: of each tensor, the items of lanes that share rows; lanes with rows of their own go one by one."""
+    """Group what is taken at once: of a tensor, the items of files that share rows; others go one by one."""
     by_key: dict[tuple[int, int], dict[int, list[Item]]] = {}
     for output, items in enumerate(outputs):
         for item in items:

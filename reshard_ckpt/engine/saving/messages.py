@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields
 from typing import Any
 
 import msgpack
@@ -126,14 +126,14 @@ def encode_metadata(local_metadata: LocalMetadata) -> EncodedMetadata:
 
 def _encode_tensors(tensors: TensorColumns) -> bytes:
     message = {field.name: getattr(tensors, field.name) for field in fields(tensors)}
-    message["placements"] = [[[p.axis, p.kind, p.dim, p.coords] for p in placement] for placement in tensors.placements]
+    message["placements"] = [[astuple(p) for p in placement] for placement in tensors.placements]
     message["mesh"] = None if tensors.mesh is None else [tensors.mesh.axes, tensors.mesh.sizes]
     return _pack(message)
 
 
 def _decode_tensors(data: bytes) -> TensorColumns:
     m = _unpack(data)
-    placements = tuple(tuple(AxisPlacement(axis, kind, dim, coords) for axis, kind, dim, coords in p) for p in m["placements"])
+    placements = tuple(tuple(AxisPlacement(*p) for p in placement) for placement in m["placements"])
     wide = {name: _wide(m[name]) for name in ("ndim", "shape", "alias", "placement")}
     return TensorColumns(**{**m, **wide, "placements": placements, "mesh": None if m["mesh"] is None else Mesh(*m["mesh"])})
 

@@ -1,0 +1,221 @@
+"""The kinds of placement on a mesh axis: a table of what each means.
+
+A placement takes away from what a rank holds of a tensor, one mesh axis after another:
+
+1. At first a rank holds the whole tensor: one range of each dim.
+2. Axes that cut dims take their part, in the order of their `turn`.
+3. Axes that cut the flattened rest come last. What is left then is boxes in row-major order, and of these, laid end to end, one
+   flat range.
+
+Everything that depends on the kind of a placement is in its `PlacementKind`, so a new kind is one more entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, product
+from math import prod
+from typing import Any
+
+from ..geometry.chunks import Range, chunk, joined, narrow
+from .name_tree import spans
+from .specs import AxisPlacement, Ints
+
+Box = tuple[Ints, Ints]
+"""Offsets and lengths."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalRegion:
+    """What is left of a tensor: the product of some ranges of each dim, and of its elements, in row-major order, a flat range."""
+
+    ranges: tuple[tuple[Range, ...], ...]
+    flat: Range | None = None
+    """None: all elements."""
+
+    @property
+    def num_elements(self) -> int:
+        """The elements of all boxes, of which a flat range has a part."""
+        return prod(sum(length for _, length in of_dim) for of_dim in self.ranges)
+
+    def boxes(self) -> Iterator[Box]:
+        """The boxes, in row-major order of their ranges; none of them is empty."""
+        for chosen in product(*self.ranges):
+            yield tuple(first for first, _ in chosen), tuple(length for _, length in chosen)
+
+    def runs(self) -> Iterator[tuple[Box, int, int]]:
+        """The part of each box that is within the flat range: the box, first element and count."""
+        first, length = self.flat or (0, self.num_elements)
+        position = 0
+        for box in self.boxes():
+            size = prod(box[1])
+            start, stop = max(first - position, 0), min(first + length - position, size)
+            if start < stop:
+                yield box, start, stop - start
+            position += size
+
+
+def whole_region(shape: Ints) -> LocalRegion:
+    """All of a tensor."""
+    return LocalRegion(tuple(((0, size),) for size in shape))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementKind:
+    """What one kind of placement means.
+
+    Parameters
+    ----------
+    name
+        Its word in catalogs and in rules.
+    form
+        How a rule writes it: ``shard(dim)``.
+    cut
+        What coordinate `index` of `num` keeps of a region, from ``(region, placement, num, index)``; None if it holds nothing,
+        not even an empty tensor.
+    parse
+        The placement that a rule means, from ``(axis, numbers, num)``, the numbers in its parentheses and the size of the axis.
+        A ValueError says what is wrong with the numbers.
+    spell
+        The placement in words, as in ``shard(0)``.
+    flattens
+        Whether it cuts the flattened region, and so comes after all that cut dims.
+    recognize
+        From ``(axis, placement, shape)``, where the placement is of a DTensor: what it is here, or None if it is of another kind.
+    """
+
+    name: str
+    form: str
+    cut: Callable[[LocalRegion, AxisPlacement, int, int], LocalRegion | None]
+    parse: Callable[[str, Ints, int], AxisPlacement]
+    spell: Callable[[AxisPlacement], str]
+    flattens: bool = False
+    recognize: Callable[[str, Any, Ints], AxisPlacement | None] | None = None
+
+
+def local_region(shape: Ints, axes: Sequence[AxisPlacement], sizes: Ints, where: Ints) -> LocalRegion | None:
+    """What the rank at some coordinates of a mesh holds of a tensor; None: nothing at all.
+
+    Parameters
+    ----------
+    axes, sizes, where
+        Of each axis of the mesh the placement, the size, and the rank's coordinate.
+
+    Examples
+    --------
+    FSDP2 on 3 over tensor parallelism on 2: tp cuts 13 rows first, and rank 4 holds row 6 alone.
+
+    >>> axes = AxisPlacement("dp", "shard", 0, turn=1), AxisPlacement("tp", "shard", 0, turn=0)
+    >>> local_region((13,), axes, (3, 2), (2, 0))
+    LocalRegion(ranges=(((6, 1),),), flat=None)
+    """
+    region: LocalRegion | None = whole_region(shape)
+    for i in cut_order(axes):
+        if region is not None:
+            region = KINDS[axes[i].kind].cut(region, axes[i], sizes[i], where[i])
+    return region
+
+
+def cut_order(axes: Sequence[AxisPlacement]) -> list[int]:
+    """The axes, as indices, in the order in which they cut; inner ones first where no turn is recorded, as FSDP2 does over tp."""
+    return sorted(range(len(axes)), key=lambda i: (KINDS[axes[i].kind].flattens, axes[i].turn or 0, -i))
+
+
+def cut_ranges(ranges: Sequence[Range], sections: Ints, num: int, index: int) -> tuple[Range, ...]:
+    """Cut the ranges of a dim, end to end, as ``torch.chunk`` does: all at once, or each of some sections.
+
+    >>> cut_ranges([(0, 12)], (6, 3, 3), 3, 0)
+    ((0, 2), (6, 1), (9, 1))
+    """
+    if not sections:
+        return tuple(joined(chunk(ranges, num, index)))
+    parts = (narrow(ranges, end - size, end) for end, size in zip(accumulate(sections), sections, strict=True))
+    return tuple(joined([r for part in parts for r in chunk(part, num, index)]))
+
+
+def same_placement(a: Sequence[AxisPlacement] | None, b: Sequence[AxisPlacement] | None) -> bool:
+    """Whether two placements are the same, as far as both are recorded: version 1 of the format has no order and no sections."""
+    if a is None or b is None or len(a) != len(b):
+        return a == b
+    unsaid = [x.turn is None or y.turn is None for x, y in zip(a, b, strict=True)]
+    return all(
+        x == y or (none and replace(x, turn=None, sections=()) == replace(y, turn=None, sections=()))
+        for x, y, none in zip(a, b, unsaid, strict=True)
+    )
+
+
+def spell_axis(placement: AxisPlacement) -> str:
+    """A placement on one axis in words; of a kind that is not known here, the kind."""
+    kind = KINDS.get(placement.kind)
+    return f"{placement.axis}={placement.kind if kind is None else kind.spell(placement)}"
+
+
+# --- the table ------------------------------------------------------------------------------------------------------------------
+
+
+def _keep(region: LocalRegion, placement: AxisPlacement, num: int, index: int) -> LocalRegion:
+    return region
+
+
+def _cut_dim(region: LocalRegion, placement: AxisPlacement, num: int, index: int) -> LocalRegion:
+    dim = placement.dim
+    assert dim is not None, placement
+    ranges = cut_ranges(region.ranges[dim], placement.sections, num, index)
+    return replace(region, ranges=(*region.ranges[:dim], ranges, *region.ranges[dim + 1 :]))
+
+
+def _cut_flat(region: LocalRegion, placement: AxisPlacement, num: int, index: int) -> LocalRegion:
+    kept = chunk([region.flat or (0, region.num_elements)], num, index)
+    return replace(region, flat=kept[0] if kept else (0, 0))
+
+
+def _if_resident(region: LocalRegion, placement: AxisPlacement, num: int, index: int) -> LocalRegion | None:
+    return region if index in placement.coords else None
+
+
+def _parse_word(kind: str) -> Callable[[str, Ints, int], AxisPlacement]:
+    def parse(axis: str, numbers: Ints, num: int) -> AxisPlacement:
+        if numbers:
+            raise ValueError(f"{kind} takes no numbers")
+        return AxisPlacement(axis, kind)
+
+    return parse
+
+
+def _parse_shard(axis: str, numbers: Ints, num: int) -> AxisPlacement:
+    if len(numbers) != 1:
+        raise ValueError("an axis shards one dim; write shard(dim)")
+    return AxisPlacement(axis, "shard", numbers[0])
+
+
+def _parse_resident(axis: str, numbers: Ints, num: int) -> AxisPlacement:
+    if not numbers or any(not 0 <= n < num for n in numbers):
+        raise ValueError(f"coordinates of this axis are 0 to {num - 1}")
+    return AxisPlacement(axis, "resident", None, tuple(sorted(set(numbers))))
+
+
+def _spell_shard(placement: AxisPlacement) -> str:
+    sections = f"; {'+'.join(map(str, placement.sections))}" if placement.sections else ""
+    return f"shard({placement.dim}{sections})"
+
+
+_KINDS = (
+    PlacementKind(name="shard", form="shard(dim)", cut=_cut_dim, parse=_parse_shard, spell=_spell_shard),
+    PlacementKind(
+        name="replicate", form="replicate", cut=_keep, parse=_parse_word("replicate"), spell=lambda placement: "replicate"
+    ),
+    PlacementKind(
+        name="flat", form="flat", cut=_cut_flat, parse=_parse_word("flat"), spell=lambda placement: "flat", flattens=True
+    ),
+    PlacementKind(
+        name="resident",
+        form="resident(i, …)",
+        cut=_if_resident,
+        parse=_parse_resident,
+        spell=lambda placement: f"on({spans(placement.coords)})",
+    ),
+)
+
+KINDS: dict[str, PlacementKind] = {kind.name: kind for kind in _KINDS}
+"""Every kind that is known, by its name. Another package adds its own before it saves or loads."""
