@@ -140,7 +140,7 @@ def _inner_first_fits(
         first[at, column] += skipped
         length[at, column] = np.minimum(step, length[at, column] - skipped)
     outside: NDArray[np.bool_] = ((held.low[box] < first) | (held.high[box] > first + length)).any(axis=1)
-    fits: NDArray[np.bool_] = asked.copy()
+    fits = np.array(asked, bool)
     fits[tensor[outside]] = False
     return fits
 

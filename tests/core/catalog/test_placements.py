@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from reshard_ckpt import checkpoint
-from reshard_ckpt.cli.words import placement as spell
+from reshard_ckpt.cli.formatting import placement as spell
 from reshard_ckpt.core.catalog.placements import KINDS, LocalRegion, PlacementKind, local_region
 from reshard_ckpt.core.catalog.specs import AxisPlacement, Ints, Mesh, Replication, TensorSpec
 from reshard_ckpt.core.planning.placement_rules import parse_rules
