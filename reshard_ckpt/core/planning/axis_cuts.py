@@ -139,9 +139,9 @@ def _inner_first_fits(
         skipped = np.minimum(where[at, axis] * step, length[at, column])
         first[at, column] += skipped
         length[at, column] = np.minimum(step, length[at, column] - skipped)
-    outside: NDArray[np.bool_] = ((held.low[box] < first) | (held.high[box] > first + length)).any(axis=1)
+    within = (held.low[box] >= first) & (held.high[box] <= first + length)
     fits = np.array(asked, bool)
-    fits[tensor[outside]] = False
+    fits[tensor[np.flatnonzero(~within.all(axis=1))]] = False
     return fits
 
 
