@@ -76,6 +76,9 @@ def _tensors(shape: np.ndarray, row_start: np.ndarray) -> TensorTable:
         alias=np.full(num, -1),
         placement=np.zeros(num, np.int64),
         row_start=row_start,
+        optimizer=np.ones(num, np.int64),
+        key=np.ones(num, np.int64),
+        parameter=np.full(num, -1),
     )
 
 

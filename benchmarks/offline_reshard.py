@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from reshard_ckpt import checkpoint
-from reshard_ckpt.core.catalog.specs import AxisPlacement, Mesh, Replication, TensorSpec, box_piece, row_major_strides
+from reshard_ckpt.core.catalog.specs import AxisPlacement, Mesh, Replication, StateLink, TensorSpec, box_piece, row_major_strides
 from reshard_ckpt.engine.saving.agreement import plan_from_metadata
 from reshard_ckpt.engine.saving.commit import describe_local, look, publish
 from reshard_ckpt.engine.saving.messages import decode_assignment, encode_assignments, encode_metadata
@@ -70,7 +70,8 @@ def make_source(folder: Path, layers: int) -> None:
                 size = rows * shape[1] * TORCH_DTYPES[dtype].itemsize
                 begin = (number * 7919 + rank * 104729 + len(key)) * 4096 % (noise.numel() - size)
                 memory = noise[begin : begin + size].view(TORCH_DTYPES[dtype])
-                held.append((TensorSpec(full, dtype, shape, (piece,), Replication.DECLARED, placed), memory))
+                link = StateLink("optimizer", name, key[1:], f"model.{name}") if key else None
+                held.append((TensorSpec(full, dtype, shape, (piece,), Replication.DECLARED, placed, link=link), memory))
         local_shards.append(describe_local(held, (), Mesh(("dp", "tp"), (RANKS, 1)), rank))
     job_metadata = [encode_metadata(h.local_metadata) for h in local_shards]
     plan = plan_from_metadata(

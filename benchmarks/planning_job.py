@@ -20,6 +20,7 @@ from reshard_ckpt.core.catalog.specs import (
     Mesh,
     Piece,
     Replication,
+    StateLink,
     TensorSpec,
     ValueKind,
     ValueSpec,
@@ -117,7 +118,8 @@ class Job:
             param = params[i]
             offsets, lengths = self.box(param, tp)
             piece = Piece(offsets, lengths, start, count, -start, row_major_strides(lengths))
-            specs.append(TensorSpec(f"optimizer.state.{param.name}.{state}", "F32", param.shape, (piece,), Replication.DECLARED))
+            link = StateLink("optimizer", param.name, state, f"model.{param.name}")
+            specs.append(TensorSpec(link.name, "F32", param.shape, (piece,), Replication.DECLARED, link=link))
         return specs
 
     def values(self, rank: int, step: int) -> list[ValueSpec]:

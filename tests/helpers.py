@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from reshard_ckpt.core.catalog.links import link_columns
 from reshard_ckpt.core.catalog.model import BoxTable, Catalog, RowTable, TensorKind, TensorTable, ValueEntry
 from reshard_ckpt.core.catalog.param_groups import merge
-from reshard_ckpt.core.catalog.specs import Piece, ValueKind
+from reshard_ckpt.core.catalog.specs import Piece, StateLink, ValueKind
 from reshard_ckpt.core.geometry.dtypes import CODES
 from reshard_ckpt.errors import MismatchError
 from reshard_ckpt.format.torch_dtypes import TORCH_DTYPES
@@ -88,7 +89,8 @@ def save(captures: Sequence[Captured]) -> Saved:
     holes = [name for name, seen in covered.items() if not bool(seen.all())]
     assert not holes, f"not covered: {holes}"
     values, table = _values(captures)
-    return Saved(_catalog(tensors, aliases, table), tensors, values, aliases)
+    links = {e.spec.name: e.spec.link for e in entries}
+    return Saved(_catalog(tensors, aliases, links, table), tensors, values, aliases)
 
 
 def _values(captures: Sequence[Captured]) -> tuple[dict[str, Any], list[ValueEntry]]:
@@ -104,10 +106,15 @@ def _values(captures: Sequence[Captured]) -> tuple[dict[str, Any], list[ValueEnt
         else:
             assert len({s.data for c in captures for s in c.values if s.name == name}) == 1, name
             values[name] = next(v[0] for v in by_rank if v)
-    return values, [ValueEntry(spec.name, spec.path, spec.kind, spec.data) for spec in specs.values()]
+    return values, [ValueEntry(spec.name, spec.path, spec.kind, spec.data, link=spec.link) for spec in specs.values()]
 
 
-def _catalog(tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, str], values: Sequence[ValueEntry]) -> Catalog:
+def _catalog(
+    tensors: Mapping[str, torch.Tensor],
+    aliases: Mapping[str, str],
+    links: Mapping[str, StateLink | None],
+    values: Sequence[ValueEntry],
+) -> Catalog:
     names = sorted(tensors)
     codes = {dtype: code for code, dtype in TORCH_DTYPES.items()}
     width = max([tensors[name].ndim for name in names], default=0)
@@ -127,6 +134,7 @@ def _catalog(tensors: Mapping[str, torch.Tensor], aliases: Mapping[str, str], va
             alias=np.array([names.index(aliases[n]) if n in aliases else -1 for n in names], dtype=np.int64),
             placement=np.full(len(names), -1, dtype=np.int64),
             row_start=np.zeros(len(names) + 1, dtype=np.int64),
+            **link_columns(names, [links[name] for name in names], {name: i for i, name in enumerate(names)}),
         ),
         placements=(),
         boxes=BoxTable(none.reshape(0, width), none.reshape(0, width)),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
+from reshard_ckpt.core.catalog.links import links_from_names
 from reshard_ckpt.core.catalog.model import Catalog, ValueEntry
 from reshard_ckpt.core.catalog.specs import Mesh, TensorSpec, ValueSpec
 from reshard_ckpt.core.planning.save_plan import SavePlan
@@ -53,7 +55,9 @@ def save_job(
 ) -> Catalog:
     """Save what each rank holds; returns the published catalog. Ranks write in the given order."""
     before = look(storage)
-    local_shards = [describe_local(tensors, values[rank] if values else (), mesh, rank) for rank, tensors in enumerate(ranks)]
+    links = links_from_names(dict.fromkeys(spec.name for tensors in ranks for spec, _ in tensors), {})
+    linked = [[(replace(spec, link=links.get(spec.name)), memory) for spec, memory in tensors] for tensors in ranks]
+    local_shards = [describe_local(tensors, values[rank] if values else (), mesh, rank) for rank, tensors in enumerate(linked)]
     plan, merged, assignments = plan_job(local_shards)
     receipt_of = {
         rank: decode_receipt(encode_receipt(write_assignment(storage, local_shards[rank], assignments[rank], rank)))

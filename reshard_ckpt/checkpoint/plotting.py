@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Mapping
 from types import ModuleType
 
+from ..core.catalog.links import optimizer_of
 from ..core.planning.target_placement import group_orders
 from ..core.timeline import Timeline
 from ..engine.loading.saved_values import open_values
@@ -117,7 +118,7 @@ def _cuts(path: Path, name: str, to: Mapping[str, int] | None, suffix: str) -> b
         plotting, wanted = _plotting(), []
         if mesh is not None:
             values = open_values(
-                source.storage, saved, [n for n in saved.value_names if n.endswith(".param_groups")], verify=True
+                source.storage, saved, [n for n in saved.value_names if optimizer_of(n) is not None], verify=True
             )
             groups = dict(group_orders({n: value.value for n, value in values.items()}))
             wanted = plotting.wanted_on(saved, name, mesh, groups)

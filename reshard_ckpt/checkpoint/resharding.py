@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..comm import Comm, SoloComm, open_session
+from ..core.catalog.links import optimizer_of
 from ..core.catalog.model import Catalog
 from ..core.catalog.specs import AxisPlacement, Mesh
 from ..core.planning.placement_rules import parse_rules
@@ -242,7 +243,7 @@ def _choice(catalog: Catalog, select: Names, exclude: Names, drop: Names, cast: 
 
 def _group_orders(source: Source, catalog: Catalog, choice: Choice) -> dict[str, list[str]]:
     """Return the parameters of each optimizer in the order of its groups."""
-    names = [name for name in choice.values if name.endswith(".param_groups")]
+    names = [name for name in choice.values if optimizer_of(name) is not None]
     values = open_values(source.storage, catalog, names, verify=True)
     return dict(group_orders({name: value.value for name, value in values.items()}))
 

@@ -6,15 +6,16 @@ the plan verifies that the boxes tile every tensor.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
+from ..core.catalog.links import links_from_names
 from ..core.catalog.model import Catalog
-from ..core.catalog.specs import Ints, Piece, TensorSpec, ValueKind, box_piece, row_major_strides
+from ..core.catalog.specs import Ints, Piece, StateLink, TensorSpec, ValueKind, box_piece, row_major_strides
 from ..core.planning.local_metadata import LocalMetadata, LocalValue, build_local_metadata
 from ..core.planning.save_plan import SavePlan
 from ..core.report import summarize
@@ -23,6 +24,7 @@ from ..engine.saving.commit import publish
 from ..engine.saving.messages import Receipt, WrittenFile, encode_metadata
 from ..engine.saving.values import merge_values
 from ..errors import LayoutError
+from ..format.links import listed_parameters
 from ..format.shard_file import blob_name
 from ..format.values import decode_value, encode_path, encode_value
 from ..storage.protocol import Storage
@@ -79,11 +81,14 @@ def commit_written(
     ranks = [[data for data in of_rank if isinstance(data, Stored)] for of_rank in payloads]
     _check_all_there(metadata, ranks)
     written = _distinct(ranks)
-    encoded = [encode_metadata(_local_metadata(rows)) for rows in written]
+    local_values = _values(metadata, ranks)
+    names = (*metadata.state_dict_metadata, *(value.name for value in local_values))
+    links = links_from_names(dict.fromkeys(names), listed_parameters(local_values))
+    encoded = [encode_metadata(_local_metadata(rows, links)) for rows in written]
     plan = plan_from_metadata([one.tensors for one in encoded], [one.rows for one in encoded])
     of_ranks = [next((data for data in of_rank if isinstance(data, RankMetadata)), None) for of_rank in payloads]
     plan = with_placements(plan, of_ranks)
-    values = merge_values([(0, _values(metadata, ranks))], plan.tables)
+    values = merge_values([(0, [replace(value, link=links.get(value.name)) for value in local_values])], plan.tables)
     receipts = [_receipt(plan, rank, rows) for rank, rows in enumerate(written)]
     return publish(storage, plan, values, receipts, save_id=save_id, metadata=encode_value(None, "metadata"), before=before)
 
@@ -110,7 +115,7 @@ def _distinct(ranks: Sequence[Sequence[Stored]]) -> list[list[Stored]]:
     return written
 
 
-def _local_metadata(rows: Sequence[Stored]) -> LocalMetadata:
+def _local_metadata(rows: Sequence[Stored], links: Mapping[str, StateLink]) -> LocalMetadata:
     """Describe what a rank wrote, with rows in this order."""
     specs: dict[str, TensorSpec] = {}
     for stored in rows:
@@ -121,7 +126,7 @@ def _local_metadata(rows: Sequence[Stored]) -> LocalMetadata:
                 f"{name}: {known.dtype} {known.shape} and {stored.dtype} {stored.shape} in one plan; correct the planner"
             )
         pieces = (*known.pieces, stored.piece) if known is not None else (stored.piece,)
-        specs[name] = TensorSpec(name, stored.dtype, stored.shape, pieces)
+        specs[name] = TensorSpec(name, stored.dtype, stored.shape, pieces, link=links.get(name))
     num_blobs = len({stored.blob for stored in rows if stored.blob is not None})
     return build_local_metadata(list(specs.values()), num_blobs, [], None)
 

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
+from ..core.catalog.links import GROUPS, STATE
 from ..core.catalog.specs import ValueKind, ValueSpec
 from ..format.values import encode_path, encode_value
-from ..state.flattened import GROUPS, STATE, is_flattened
+from ..formats.dcp.names import flat_groups, taken_apart
+from ..state.flattened import is_flattened
 from ..state.scan import Index, Path, name_of, path_keys
 from .state_dicts import nested
 
@@ -35,27 +35,11 @@ class Leaf:
 
 def leaves(path: tuple[str | int, ...], value: Any, kind: ValueKind) -> Iterator[Leaf]:
     """Yield the parts of a saved value under DCP's names."""
-    yield from _leaves(path, value)
+    found = taken_apart(path, value)
+    # DCP has no entry for an empty dict.
+    yield from (Leaf(at, part) for at, part in found if not isinstance(part, Mapping))
     if kind is ValueKind.PARAM_GROUPS:
-        for group in value:
-            for fqn in group["params"]:
-                yield from (Leaf((*path[:-1], f"{path[-1]}.{fqn}.{key}"), item) for key, item in group.items() if key != "params")
-
-
-def _leaves(path: tuple[str | int, ...], value: Any) -> Iterator[Leaf]:
-    if isinstance(value, Mapping):
-        for key, child in value.items():
-            yield from _leaves((*path, str(key)), child)
-    elif _is_flattened_list(value):
-        for index, child in enumerate(value):
-            yield from _leaves((*path, index), child)
-    else:
-        yield Leaf(path, value)
-
-
-def _is_flattened_list(value: Any) -> bool:
-    """Return whether DCP names the elements of a value: a list that holds dicts or tensors, at any depth of lists."""
-    return isinstance(value, list) and any(isinstance(v, Mapping | torch.Tensor) or _is_flattened_list(v) for v in value)
+        yield from (Leaf(at, part) for at, part in flat_groups(path[:-1], value))
 
 
 def dcp_path(path: Path) -> tuple[str | int, ...]:

@@ -24,9 +24,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
+from ..core.catalog.links import GROUPS, STATE
 from ..errors import UsageError
 from ..state import flattened as flattened_optimizers
-from ..state.flattened import GROUPS, STATE, is_flattened
+from ..state.flattened import is_flattened
 from ..state.numbered import Literal, is_numbered
 from ..state.scan import Verbatim
 

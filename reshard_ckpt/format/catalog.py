@@ -1,7 +1,7 @@
-"""How does a catalog become one small file that is quick to read and cannot mislead a reader?
+"""The catalog as one file: encoding, and decoding that nothing in the file can mislead.
 
 1. *Encode*: each table of the catalog is a section of columns (`columns`); sections with their digests make one msgpack map.
-2. *Decode*: digests are proved first, then each column is read into an array, then the whole is checked (`catalog_check`),
+2. *Decode*: digests are verified first, then each column is read into an array, then the whole is checked (`catalog_check`),
    so that nothing behind this module need doubt an index or a range.
 3. *Newer writers* may add sections and fields, which this reader passes over, unless they list them as critical.
 
@@ -17,29 +17,36 @@ from typing import Any
 import msgpack
 import numpy as np
 
+from ..core.catalog.links import divided, link_columns
 from ..core.catalog.model import I64, BoxTable, Catalog, FileEntry, RowTable, TensorTable, ValueEntry
-from ..core.catalog.specs import AxisPlacement, Mesh, ValueKind
+from ..core.catalog.specs import AxisPlacement, Mesh, StateLink, ValueKind
 from ..core.geometry.dtypes import CODES
 from ..errors import CorruptError, UnsupportedError
-from .catalog_check import bombs, problems
+from .catalog_check import bombs, link_problems, problems
 from .checksums import digest128
 from .columns import Table, pack_bytes, pack_ints, pack_matrix, pack_table, pack_texts, unpack_map
+from .links import linked
 from .values import decode_value, encode_value
 
 FORMAT = "reshard_ckpt.catalog"
-VERSION = 1
+VERSION = 2
+
+FIRST_WITH_LINKS = 2
+"""Catalogs of version 1 name the state of optimizers, and do not say of which parameters it is."""
 
 MAX_CATALOG_BYTES = 1 << 30
 """The largest catalog that is read: some 30 million rows."""
+
+_LINK = ("optimizer", "key", "parameter")
 
 _SECTIONS: dict[str, frozenset[str]] = {
     "info": frozenset({"save_id", "created_s", "mesh", "metadata", "critical"}),
     "placements": frozenset({"num_axes", "axis", "kind", "dim", "num_coords", "coords", "turn", "num_sections", "sections"}),
     "files": frozenset({"key", "size", "digests_key", "digest", "save_id", "rank", "checkpoint"}),
-    "tensors": frozenset({"name", "dtypes", "dtype", "kind", "ndim", "shape", "alias", "placement", "num_rows"}),
+    "tensors": frozenset({"name", "dtypes", "dtype", "kind", "ndim", "shape", "alias", "placement", "num_rows", *_LINK}),
     "boxes": frozenset({"count", "offsets", "lengths"}),
     "rows": frozenset({"box", "start", "count", "file", "offset"}),
-    "values": frozenset({"name", "path", "kind", "inline", "data", "num_blobs", "blobs"}),
+    "values": frozenset({"name", "path", "kind", "inline", "data", "num_blobs", "blobs", *_LINK}),
 }
 _KNOWN = frozenset(_SECTIONS) | {f"{section}.{field}" for section, fields in _SECTIONS.items() for field in fields}
 
@@ -82,14 +89,15 @@ def decode_catalog(data: bytes | memoryview) -> Catalog:
     """
     if len(data) > MAX_CATALOG_BYTES:
         raise CorruptError(f"catalog: {len(data)} bytes, over the {MAX_CATALOG_BYTES} that are read; use another checkpoint")
-    catalog = _decode_sections(_open_sections(data))
+    version, open_section = _open_sections(data)
+    catalog = _decode_sections(version, open_section)
     for problem in chain(problems(catalog), bombs(catalog, len(data))):
         raise CorruptError(f"catalog: {problem}; use another checkpoint")
     # Only the files of foreign formats have none, and those have no catalog file: what claims to be ours must be provable.
     unproved = next((file.key for file in catalog.files if not file.digests_key), None)
     if unproved is not None:
         raise CorruptError(f"catalog: file {unproved} has no digests; use another checkpoint")
-    return catalog
+    return linked(catalog) if version < FIRST_WITH_LINKS else catalog
 
 
 def section_digest(name: str, body: bytes) -> bytes:
@@ -108,7 +116,7 @@ def _encode_sections(catalog: Catalog) -> dict[str, bytes]:
         "tensors": _encode_tensors(catalog.tensors_table),
         "boxes": _encode_boxes(catalog.boxes),
         "rows": _encode_rows(catalog.rows),
-        "values": _encode_values(catalog.values_table),
+        "values": _encode_values(catalog),
     }
 
 
@@ -169,6 +177,9 @@ def _encode_tensors(table: TensorTable) -> bytes:
             "alias": pack_ints(table.alias + 1),
             "placement": pack_ints(table.placement + 1),
             "num_rows": pack_ints(np.diff(table.row_start)),
+            "optimizer": pack_ints(table.optimizer),
+            "key": pack_ints(table.key),
+            "parameter": pack_ints(table.parameter + 1),
         }
     )
 
@@ -182,7 +193,9 @@ def _encode_rows(rows: RowTable) -> bytes:
     return pack_table({name: pack_ints(column) for name, column in columns.items()})
 
 
-def _encode_values(values: tuple[ValueEntry, ...]) -> bytes:
+def _encode_values(catalog: Catalog) -> bytes:
+    values, tensors = catalog.values_table, {name: catalog.index(name) for name in catalog.names}
+    links = link_columns(catalog.value_names, [value.link for value in values], tensors)
     return pack_table(
         {
             "name": pack_texts([value.name for value in values]),
@@ -192,6 +205,9 @@ def _encode_values(values: tuple[ValueEntry, ...]) -> bytes:
             "data": pack_bytes([value.data for value in values if value.data is not None]),
             "num_blobs": pack_ints([len(value.blobs) for value in values]),
             "blobs": pack_ints([blob for value in values for blob in value.blobs]),
+            "optimizer": pack_ints(links["optimizer"]),
+            "key": pack_ints(links["key"]),
+            "parameter": pack_ints(links["parameter"] + 1),
         }
     )
 
@@ -199,8 +215,8 @@ def _encode_values(values: tuple[ValueEntry, ...]) -> bytes:
 # --- decoding -------------------------------------------------------------------------------------------------------------------
 
 
-def _open_sections(data: bytes | memoryview) -> Callable[[str], Table]:
-    """Prove format, version and digests; what comes back opens a section by its name."""
+def _open_sections(data: bytes | memoryview) -> tuple[int, Callable[[str], Table]]:
+    """Verify format, version and digests; give the version, and what opens a section by its name."""
     envelope = unpack_map(data, "catalog")
     if envelope.get("format") != FORMAT:
         raise CorruptError(f"catalog: its format is {envelope.get('format')!r:.80}, not {FORMAT!r}; use another checkpoint")
@@ -226,14 +242,14 @@ def _open_sections(data: bytes | memoryview) -> Callable[[str], Table]:
         # Where there are many rows, some columns differ from each to the next, and take 4 bytes of each at least.
         return Table(name, unpack_map(body, f"catalog: {name}"), max_count=len(data) // 4 + 4096)
 
-    return open_section
+    return version, open_section
 
 
-def _decode_sections(open_section: Callable[[str], Table]) -> Catalog:
+def _decode_sections(version: int, open_section: Callable[[str], Table]) -> Catalog:
     info = open_section("info")  # first: what it calls critical decides whether the rest can be read
     _check_critical(info)
     placements = _decode_placements(open_section("placements"))
-    tensors = _decode_tensors(open_section("tensors"))
+    tensors = _decode_tensors(open_section("tensors"), version)
     return Catalog(
         save_id=info.field("save_id", str),
         created_s=info.field("created_s", float),
@@ -244,7 +260,7 @@ def _decode_sections(open_section: Callable[[str], Table]) -> Catalog:
         boxes=_decode_boxes(open_section("boxes")),
         rows=_decode_rows(open_section("rows")),
         files=_decode_files(open_section("files")),
-        values_table=_decode_values(open_section("values")),
+        values_table=_decode_values(open_section("values"), version, tensors.names),
     )
 
 
@@ -315,7 +331,15 @@ def _decode_files(table: Table) -> tuple[FileEntry, ...]:
     return tuple(FileEntry(*entry) for entry in zip(*columns, strict=True))
 
 
-def _decode_tensors(table: Table) -> TensorTable:
+def _decode_links(table: Table, count: int, version: int) -> dict[str, I64]:
+    """The columns that link state of optimizers; in catalogs of version 1, as if there were none."""
+    if version < FIRST_WITH_LINKS:
+        return link_columns([""] * count, [None] * count, {})
+    optimizer, key, parameter = (table.ints(field, count) for field in _LINK)
+    return {"optimizer": optimizer, "key": key, "parameter": parameter - 1}
+
+
+def _decode_tensors(table: Table, version: int) -> TensorTable:
     names = table.texts("name")
     count = len(names)
     row_start = np.zeros(count + 1, np.int64)
@@ -332,6 +356,7 @@ def _decode_tensors(table: Table) -> TensorTable:
         alias=table.ints("alias", count) - 1,
         placement=table.ints("placement", count) - 1,
         row_start=row_start,
+        **_decode_links(table, count, version),
     )
 
 
@@ -358,7 +383,7 @@ def _decode_rows(table: Table) -> RowTable:
     return RowTable(box, *(table.ints(field, len(box)) for field in ("start", "count", "file", "offset")))
 
 
-def _decode_values(table: Table) -> tuple[ValueEntry, ...]:
+def _decode_values(table: Table, version: int, tensors: Sequence[str]) -> tuple[ValueEntry, ...]:
     names = table.texts("name")
     count = len(names)
     _refuse_repeated(table, "name", names)
@@ -370,6 +395,15 @@ def _decode_values(table: Table) -> tuple[ValueEntry, ...]:
     blobs = _split(table, "num_blobs", table.ints("num_blobs", count), table.ints("blobs").tolist())
     if any(len(item) > 1 for item in data):
         raise table.corrupt("inline", "is neither 0 nor 1")
+    links = _value_links(table, names, _decode_links(table, count, version), tensors)
     return tuple(
-        ValueEntry(names[i], paths[i], ValueKind(kinds[i]), data[i][0] if data[i] else None, blobs[i]) for i in range(count)
+        ValueEntry(names[i], paths[i], ValueKind(kinds[i]), data[i][0] if data[i] else None, blobs[i], links[i])
+        for i in range(count)
     )
+
+
+def _value_links(table: Table, names: Sequence[str], columns: dict[str, I64], tensors: Sequence[str]) -> list[StateLink | None]:
+    for problem in link_problems(names, **columns, num_tensors=len(tensors)):
+        raise CorruptError(f"catalog: {table.name}: {problem}; use another checkpoint")
+    rows = zip(names, *(columns[field].tolist() for field in _LINK), strict=True)
+    return [divided(name, o, k, None if p < 0 else tensors[p]) if k else None for name, o, k, p in rows]

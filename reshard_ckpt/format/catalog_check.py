@@ -1,21 +1,22 @@
-"""Is a catalog one that a save could have made? Every index, length and range in it is checked, as whole columns.
+"""The check of a catalog: every index, length and range in it is one that a save could have made, as whole columns.
 
 Each function yields what is wrong, worst first; only the first is ever taken, because a later check trusts what an earlier
-one has proved (an index in range, a product without overflow). Whether the rows of a tensor tile it is not asked here: a load
-asks that of the regions that it wants.
+one has made sure of (an index in range, a product without overflow). Whether the rows of a tensor tile it is not checked here:
+a load checks that of the regions that it wants.
 """
 
 from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from math import isfinite, prod
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..core.catalog.links import STATE
 from ..core.catalog.model import I64, BoxTable, Catalog, TensorKind, TensorTable
 from ..core.catalog.specs import ValueKind
 from ..core.geometry.dtypes import CODES, ITEM_BYTES
@@ -39,6 +40,7 @@ def problems(catalog: Catalog) -> Iterator[str]:
     yield from _files(catalog)
     yield from _tensors(catalog.tensors_table, len(catalog.placements), len(catalog.rows.box))
     yield from _aliases(catalog.tensors_table)
+    yield from _links(catalog.tensors_table)
     yield from _boxes(catalog.boxes, catalog.tensors_table)
     yield from _rows(catalog)
     yield from _values(catalog)
@@ -165,6 +167,32 @@ def _aliases(table: TensorTable) -> Iterator[str]:
     bad = _first(np.diff(table.row_start)[here] != 0)
     if bad is not None:
         yield f"{table.names[here[bad]]}: is an alias, but has rows of its own"
+
+
+def _links(table: TensorTable) -> Iterator[str]:
+    yield from link_problems(table.names, table.optimizer, table.key, table.parameter, len(table.names))
+    for label, index in (("is state", np.flatnonzero(table.key)), ("has state", table.parameter[table.key > 0])):
+        index = index[index >= 0]
+        bad = _first(table.kind[index] == TensorKind.BLOB)
+        if bad is not None:
+            yield f"{table.names[index[bad]]}: {label} of an optimizer, but holds a value"
+
+
+def link_problems(names: Sequence[str], optimizer: I64, key: I64, parameter: I64, num_tensors: int) -> Iterator[str]:
+    """What is wrong with the links of tensors or values of these names."""
+    if {len(optimizer), len(key), len(parameter)} != {len(names)}:
+        yield f"{len(names)} entries have {len(optimizer)}, {len(key)} and {len(parameter)} of what links them"
+    bad = _first((optimizer < 0) | (key < 0) | (parameter < -1) | (parameter >= num_tensors))
+    if bad is not None:
+        yield f"{names[bad]}: is linked by {int(optimizer[bad])} and {int(key[bad])} parts to tensor {int(parameter[bad])}"
+    bad = _first((key == 0) & ((optimizer != 0) | (parameter >= 0)))
+    if bad is not None:
+        yield f"{names[bad]}: has a parameter, but no key of state"
+    linked = np.flatnonzero(key)
+    for i, first, last in zip(linked.tolist(), optimizer[linked].tolist(), key[linked].tolist(), strict=True):
+        parts = names[i].split(".")
+        if len(parts) < first + last + 2 or parts[first] != STATE:
+            yield f"{names[i]}: does not divide into an optimizer of {first} parts, {STATE!r}, a parameter and a key of {last}"
 
 
 def _boxes(boxes: BoxTable, table: TensorTable) -> Iterator[str]:

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from ..core.catalog.links import link_columns
 from ..core.catalog.model import BoxTable, Catalog, FileEntry, RowTable, TensorKind, TensorTable, ValueEntry
-from ..core.catalog.specs import Ints
+from ..core.catalog.specs import Ints, StateLink
 from ..core.geometry.dtypes import CODES
 from ..core.geometry.ordering import group_ids
 from ..core.geometry.runs import I64
@@ -37,12 +38,13 @@ class ForeignTensor:
     shape: Ints
     parts: tuple[FilePart, ...]
     alias_of: str | None = None
+    link: StateLink | None = None
 
 
-def whole(name: str, dtype: str, shape: Ints, file: int, offset: int) -> ForeignTensor:
+def whole(name: str, dtype: str, shape: Ints, file: int, offset: int, link: StateLink | None = None) -> ForeignTensor:
     """Describe a tensor that lies whole, in row-major order, at one place."""
     part = FilePart((0,) * len(shape), shape, file, offset)
-    return ForeignTensor(name, dtype, shape, (part,) if prod(shape) else ())
+    return ForeignTensor(name, dtype, shape, (part,) if prod(shape) else (), link=link)
 
 
 def foreign_file(key: str, size: int, format: str) -> FileEntry:
@@ -98,6 +100,7 @@ def build_catalog(
             alias=_column([-1 if tensor.alias_of is None else index[tensor.alias_of] for tensor in ordered]),
             placement=np.full(len(ordered), -1, np.int64),
             row_start=_column(np.cumsum([0, *(len(tensor.parts) for tensor in ordered)])),
+            **link_columns([tensor.name for tensor in ordered], [tensor.link for tensor in ordered], index),
         ),
         placements=(),
         boxes=BoxTable(offsets[first], lengths[first]),

@@ -20,6 +20,7 @@ from math import prod
 from ..core.catalog.model import Catalog
 from ..core.catalog.specs import Ints
 from ..errors import CorruptError, UsageError
+from ..format.links import linked
 from ..format.shard_file import Header, Member, header_num_bytes, parse_header
 from ..storage import Storage
 from .catalog_builder import FilePart, ForeignTensor, build_catalog, foreign_file, whole
@@ -84,7 +85,7 @@ def _catalog(storage: Storage, weights: WeightFiles) -> Catalog:
         for member, part in _parts(header, number, names, _parse_sharding(sharding, where), where):
             sharded.setdefault(member.name, []).append((member, part))
     tensors += [_join_parts(name, parts, storage.url) for name, parts in sharded.items()]
-    return build_catalog(tensors, files, format="safetensors", metadata=metadata or None, where=storage.url)
+    return linked(build_catalog(tensors, files, format="safetensors", metadata=metadata or None, where=storage.url))
 
 
 def _parse_sharding(sharding: str, where: str) -> Mapping[str, Ints]:

@@ -146,11 +146,11 @@ class _TensorPlacer:
     def place(self, entry: NamedTensor) -> ForeignTensor:
         spec = entry.spec
         if spec.alias_of is not None or not spec.pieces:
-            return ForeignTensor(spec.name, spec.dtype, spec.shape, (), spec.alias_of)
+            return ForeignTensor(spec.name, spec.dtype, spec.shape, (), spec.alias_of, spec.link)
         found = self.mappings.find(entry.memory)
         if found is None or not _is_in_order(spec):
             found = self._add(entry.memory.detach()), 0
-        return whole(spec.name, spec.dtype, spec.shape, *found)
+        return whole(spec.name, spec.dtype, spec.shape, *found, spec.link)
 
     def _add(self, tensor: torch.Tensor) -> int:
         key = f"strided/{len(self.strided)}"
@@ -170,6 +170,6 @@ def _foreign(storage: Storage, captured: Captured, mapped: Mapping[str, MappedFi
     placer = _TensorPlacer(files, MappedFiles(list(mapped.values())))
     tensors = [placer.place(entry) for entry in captured.entries]
     ordered = sorted(captured.values, key=lambda value: value.name)
-    values = [ValueEntry(value.name, value.path, value.kind, value.data) for value in ordered]
+    values = [ValueEntry(value.name, value.path, value.kind, value.data, link=value.link) for value in ordered]
     catalog = build_catalog(tensors, placer.files, values, format="torch", where=storage.url)
     return Foreign(StridedStorage(storage.url, placer.strided), catalog, "torch")

@@ -23,8 +23,9 @@ from typing import Any
 
 import torch
 
+from ..core.catalog.links import GROUPS, STATE, groups_name, optimizer_of
 from ..core.catalog.model import Catalog, ValueEntry
-from ..core.catalog.specs import ValueKind, row_major_strides
+from ..core.catalog.specs import StateLink, ValueKind, row_major_strides
 from ..errors import NameCollisionError, StorageError, UnsupportedError
 from ..format.torch_dtypes import TORCH_DTYPES
 from ..format.values import check_keys, decode_path
@@ -37,7 +38,6 @@ _ZIP64_BYTES = 20
 """The field of 64-bit sizes, which each record has, as its size is unknown when its header is written."""
 
 _ROOT = "archive"
-GROUPS, STATE = ".param_groups", ".state."
 
 
 @dataclass(slots=True)
@@ -177,10 +177,15 @@ class _Optimizer:
     numbers: Mapping[str, int]
     tied: frozenset[str]
 
-    def path(self, name: str) -> tuple[Any, ...] | None:
+    @property
+    def above(self) -> tuple[str, ...]:
+        """Return where the optimizer goes."""
+        return tuple(self.name.split(".")) if self.name else ()
+
+    def path(self, link: StateLink) -> tuple[Any, ...] | None:
         """Return where a part of its state goes; None if it is there under another name."""
-        fqn, _, key = name.removeprefix(f"{self.name}{STATE}").rpartition(".")
-        return None if fqn in self.tied else (*self.name.split("."), "state", self.numbers.get(fqn, fqn), key)
+        fqn = link.fqn
+        return None if fqn in self.tied else (*self.above, STATE, self.numbers.get(fqn, fqn), *link.key.split("."))
 
     def numbered(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return its groups as ``optimizer.state_dict()`` has them."""
@@ -204,31 +209,29 @@ def _optimizers(catalog: Catalog, values: Mapping[str, Any]) -> list[_Optimizer]
             fqns = [fqn for group in values[entry.name] for fqn in group["params"]]
             tied = frozenset(fqn for fqn in fqns if below.get(fqn) in fqns)
             numbers = {fqn: number for number, fqn in enumerate(fqn for fqn in fqns if fqn not in tied)}
-            found.append(_Optimizer(entry.name.removesuffix(GROUPS), numbers, tied))
+            found.append(_Optimizer(optimizer_of(entry.name) or "", numbers, tied))
     return found
 
 
 def _state(catalog: Catalog, values: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[Any, Any]:
     """Build the state as nested dicts: the keys of the state, and below them names as modules have them."""
-    optimizers = _optimizers(catalog, values)
+    optimizers = {one.name: one for one in _optimizers(catalog, values)}
+    links = {name: link for name, link in catalog.links().items() if link.optimizer in optimizers}
     tree = _Tree()
-
-    def owner(name: str) -> _Optimizer | None:
-        return next((one for one in optimizers if name.startswith(f"{one.name}{STATE}")), None)
-
     for name, tensor in tensors.items():
-        path = _path(name) if (one := owner(name)) is None else one.path(name)
+        path = _path(name) if (link := links.get(name)) is None else optimizers[link.optimizer].path(link)
         if path is not None:
             tree.put(path, tensor)
     check_keys(decode_path(entry.path) for entry in catalog.values_table)
     for entry in catalog.values_table:
-        path = _value_path(entry) if (one := owner(entry.name)) is None else one.path(entry.name)
+        path = _value_path(entry) if (link := links.get(entry.name)) is None else optimizers[link.optimizer].path(link)
         if path is not None and entry.kind is not ValueKind.PARAM_GROUPS:
             tree.put(path, values[entry.name])
-    for one in optimizers:
-        tree.put((*one.name.split("."), "param_groups"), one.numbered(values[f"{one.name}{GROUPS}"]))
-        if not any(name.startswith(f"{one.name}{STATE}") for name in (*tensors, *values)):
-            tree.put((*one.name.split("."), "state"), {})
+    having = {link.optimizer for link in links.values()}
+    for one in optimizers.values():
+        tree.put((*one.above, GROUPS), one.numbered(values[groups_name(one.name)]))
+        if one.name not in having:
+            tree.put((*one.above, STATE), {})
     return tree.root
 
 

@@ -1,10 +1,10 @@
-"""What does this rank's state hold, and how is it filled again? The two doors of the adapters.
+"""What this rank's state holds, and how it is filled again: the two entry points of this room.
 
 *Saving*, `capture`: scan the state, and describe every tensor as pieces and every value as bytes.
 
 *Loading*, `prepare_load`: the same scan gives the same names. It changes nothing: it says which tensors and values are wanted,
 and hands back `Target.check`, to be called with the values before any tensor changes, and `Target.finish`, to be called after all
-tensors are in place and proved.
+tensors are in place and verified.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..core.catalog.links import STATE, find_parameters
 from ..core.catalog.model import Catalog
 from ..core.catalog.param_groups import merge
-from ..core.catalog.specs import AxisPlacement, Mesh, ValueKind
+from ..core.catalog.specs import AxisPlacement, Mesh, StateLink, ValueKind
 from ..format.values import check_keys, decode_steps, keys_of
 from .collector import Collector
 from .entries import Captured, NamedTensor, Target
@@ -76,12 +77,13 @@ def capture(
     with torch.no_grad():  # once for all tensors, which takes longer than what it is around of each
         for tree in opened.trees:
             out.steps = Steps(tree.path, tree.root)
+            optimizers = {*opened.numbered, *(name_of(item.path[:-1]) for item in tree.items if isinstance(item, GroupsItem))}
             for item in tree.items:
-                _capture_item(out, item, opened)
+                _capture_item(out, item, opened, _tree_link(item.path, optimizers))
     found = declared or found_mesh(opened.meshes(), group, ddp_groups=opened.ddp_groups())
     kept: dict[int, bool] = {}  # by identity: few placements, each shared by many entries, which hold them
     entries = []
-    for entry in out.entries:
+    for entry in _with_parameters(out.entries):
         placement = entry.spec.placement
         if id(placement) not in kept:
             kept[id(placement)] = _is_in_terms_of(found, placement)
@@ -89,12 +91,31 @@ def capture(
     return Captured(tuple(entries), tuple(out.values), found, opened.warnings())
 
 
-def _capture_item(out: Collector, item: Item, opened: OpenedState) -> None:
+def _tree_link(path: Path, optimizers: set[str]) -> StateLink | None:
+    """The link of what lies in a dict of the form of an optimizer's ``state_dict()``; `optimizers` names all such dicts."""
+    for i in range(len(path) - 3, -1, -1) if optimizers else ():
+        if path[i] == STATE and name_of(path[:i]) in optimizers:
+            return StateLink(name_of(path[:i]), str(path[i + 1]), name_of(path[i + 2 :]))
+    return None
+
+
+def _with_parameters(entries: list[NamedTensor]) -> Iterator[NamedTensor]:
+    """The entries; state that was found in dicts, where parameters go by their FQN alone, gets the parameter of that FQN."""
+    unknown = {e.spec.link.fqn for e in entries if e.spec.link is not None and e.spec.link.parameter is None}
+    found = find_parameters(unknown, (e.spec.name for e in entries if e.spec.link is None))
+    for entry in entries:
+        link = entry.spec.link
+        if link is not None and link.parameter is None and link.fqn in found:
+            entry = NamedTensor(replace(entry.spec, link=replace(link, parameter=found[link.fqn])), entry.memory)
+        yield entry
+
+
+def _capture_item(out: Collector, item: Item, opened: OpenedState, link: StateLink | None) -> None:
     path, name = item.path, name_of(item.path)
     if isinstance(item, TensorItem):
-        out.add(name, path, local_tensor_of(item.value, name))
+        out.add(name, path, local_tensor_of(item.value, name), link)
     elif isinstance(item, ValueItem):
-        out.add_value(path, path, ValueKind.PLAIN, item.value)
+        out.add_value(path, path, ValueKind.PLAIN, item.value, link)
     elif isinstance(item, PerRankItem):
         value = item.holder.value
         out.add_value(path, path, ValueKind.PER_RANK, value.state_dict() if is_stateful(value) else value)
@@ -120,12 +141,13 @@ def _capture_optimizers(out: Collector, path: Path, opened: OpenedState) -> None
     for view in opened.views[path]:
         for owner, key, value in saved_state(view):
             for fqn in owner.fqns:
-                where = (*path, "state", fqn, key)
+                where = (*path, STATE, fqn, key)
                 name = name_of(where)
+                link = StateLink(name_of(path), fqn, key, f"{owner.key}.{fqn}" if owner.key else None)
                 if is_tensor_like(value):
-                    out.add(name, path, state_tensor(value, owner, name))
+                    out.add(name, path, state_tensor(value, owner, name), link)
                 else:
-                    out.add_value(where, path, ValueKind.PLAIN, state_value(value, owner, name))
+                    out.add_value(where, path, ValueKind.PLAIN, state_value(value, owner, name), link)
     groups = (*path, "param_groups")
     out.add_value(groups, path, ValueKind.PARAM_GROUPS, saved_groups(name_of(groups), opened.views[path]))
 
@@ -164,11 +186,12 @@ def prepare_load(state: Mapping[Any, Any], catalog: Catalog, *, rank: int, size:
     saved = {v.name: ValueOrigin(saved_path(keys_of(paths[v.name])), v.kind, paths[v.name]) for v in catalog.values_table}
     below = Below((*catalog.names, *saved))
     out = Collector()
+    links = catalog.links()
     parts: list[ValueTarget] = []
     with torch.no_grad():  # as for saving
         for tree in opened.trees:
             for item in tree.items:
-                parts += _want_item(out, item, opened, catalog)
+                parts += _want_item(out, item, opened, catalog, links)
     # Trees of objects last, inner before outer: what they give back holds the modules and tensors that are done by then.
     parts += [TreeTarget(tree, saved, below, Job(rank, size), adds=adds) for tree in reversed(opened.trees)]
     router = Router(parts, tuple(str(step) for step in steps(state)))
@@ -177,7 +200,9 @@ def prepare_load(state: Mapping[Any, Any], catalog: Catalog, *, rank: int, size:
     return Target(tuple(out.entries), router.values, unplaced, router.prefixes, router.check, router.finish, mesh, opened.hints)
 
 
-def _want_item(out: Collector, item: Item, opened: OpenedState, catalog: Catalog) -> Iterator[ValueTarget]:
+def _want_item(
+    out: Collector, item: Item, opened: OpenedState, catalog: Catalog, links: Mapping[str, StateLink]
+) -> Iterator[ValueTarget]:
     """Collect the tensors that an item wants, and give what fills it afterwards; values in trees are the tree's to fill."""
     path = item.path
     if isinstance(item, TensorItem):
@@ -189,7 +214,7 @@ def _want_item(out: Collector, item: Item, opened: OpenedState, catalog: Catalog
         yield ModulesTarget(path, opened.modules[path])
     elif isinstance(item, OptimizersItem | NumberedItem):
         beside = beside_numbers(item.tree).get("state", {}) if isinstance(item, NumberedItem) else {}
-        target = OptimizersTarget(path, opened.views[path], catalog, map(str, beside))
+        target = OptimizersTarget(path, opened.views[path], catalog, links, map(str, beside))
         for wanted in target.wanted:
             _want(out, path, wanted.name, wanted.value, wanted.leaf)
         yield target

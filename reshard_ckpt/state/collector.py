@@ -1,4 +1,4 @@
-"""Which names are taken, and which tensors are the same memory?
+"""Collects the tensors and values of a state under unique names, and finds those that share memory.
 
 A name belongs to the item of the state that it came from. The same name again from that item is a replica on this rank (two
 pipeline stages that hold one tensor); from another item it is a collision. A tensor that lies exactly where an earlier one does
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..core.catalog.specs import Ints, Piece, ValueKind, ValueSpec
+from ..core.catalog.specs import Ints, Piece, StateLink, ValueKind, ValueSpec
 from ..core.words import check_text
 from ..errors import LayoutError, NameCollisionError
 from ..format.values import encode_path, encode_value
@@ -44,7 +44,7 @@ class Collector:
     _first: dict[tuple[torch.device, int], list[tuple[_Place, str]]] = field(default_factory=dict)
     _by_name: dict[str, Any] = field(default_factory=dict)
 
-    def add(self, name: str, source: Path, leaf: LocalTensor) -> None:
+    def add(self, name: str, source: Path, leaf: LocalTensor, link: StateLink | None = None) -> None:
         """Add a tensor; a second one of the same source and name is a replica on this rank."""
         spec = leaf.spec(name)
         place = _Place(leaf.memory.device, leaf.memory.data_ptr(), leaf.memory.dtype, spec.shape, spec.pieces)
@@ -59,6 +59,8 @@ class Collector:
                 return
         elif spec.pieces and (first := self._first_at(place, name)) != name:
             spec = replace(spec, alias_of=first)
+        if link is not None:
+            spec = replace(spec, link=link)
         self._by_name.setdefault(name, place)
         self.entries.append(NamedTensor(spec, leaf.memory))
 
@@ -72,14 +74,14 @@ class Collector:
         near.append((place, name))
         return name
 
-    def add_value(self, path: Path, source: Path, kind: ValueKind, value: Any) -> None:
+    def add_value(self, path: Path, source: Path, kind: ValueKind, value: Any, link: StateLink | None = None) -> None:
         name = name_of(path)
         check_text(name, "a name")
         data = encode_value(value, name)
         known = self._register_name(name, source)
         if known is None:
             self._by_name[name] = data
-            self.values.append(ValueSpec(name, encode_path(self.steps(path)), kind, data))
+            self.values.append(ValueSpec(name, encode_path(self.steps(path)), kind, data, link))
         elif known != data:
             raise LayoutError(f"{name}: two stages on this rank have different values of this name; give them distinct names")
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
+from ..core.catalog.links import GROUPS, STATE
 from ..core.catalog.param_groups import comparable
-
-STATE, GROUPS = "state", "param_groups"
 
 
 def is_flattened(value: Any) -> bool:

@@ -1,6 +1,6 @@
-"""How is saved state put into an optimizer, which may never have stepped?
+"""Loads saved state into an optimizer, which may never have stepped.
 
-1. For each parameter, the names in the checkpoint say which state it has. What the optimizer holds already is loaded in place;
+1. For each parameter, the links of the catalog say which state it has. What the optimizer holds already is loaded in place;
    the rest is allocated like the parameter, or as a scalar, but not yet put into the optimizer.
 2. Before anything changes, each group finds its hyperparameters by the FQNs of its parameters.
 3. After the tensors are in place, new state is put into the optimizer, state that the checkpoint knows not to exist is taken out,
@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
+from ..core.catalog.links import groups_name
 from ..core.catalog.model import Catalog
 from ..core.catalog.param_groups import NOT_SAVED, SWITCHES, Groups, Selection, are_groups
-from ..core.catalog.specs import Ints
+from ..core.catalog.specs import Ints, StateLink
 from ..format.torch_dtypes import TORCH_DTYPES
 from .modules import is_nothing
 from .optimizers import Held, View, state_tensor
@@ -49,16 +50,16 @@ class ParamPlan:
 
 
 class SavedState:
-    """Which state keys the checkpoint holds for which FQN below one optimizer's key."""
+    """Which state keys the checkpoint holds for which FQN of one optimizer.
 
-    def __init__(self, name: str, catalog: Catalog) -> None:
-        self.prefix = f"{name}.state."
+    Torch's optimizers have no keys with dots; such a one is left, and unexpected.
+    """
+
+    def __init__(self, name: str, catalog: Catalog, links: Mapping[str, StateLink]) -> None:
         self._keys: dict[str, dict[str, bool]] = {}
-        for is_tensor, names in ((True, catalog.names), (False, catalog.value_names)):
-            for full in names:
-                if full.startswith(self.prefix):
-                    fqn, _, key = full[len(self.prefix) :].rpartition(".")
-                    self._keys.setdefault(fqn, {})[key] = is_tensor
+        for full, link in links.items():
+            if link.optimizer == name and "." not in link.key:
+                self._keys.setdefault(link.fqn, {})[link.key] = full in catalog
 
     def of(self, fqn: str) -> Mapping[str, bool]:
         """Its state keys, and whether each is a tensor."""
@@ -80,17 +81,25 @@ class OptimizersTarget:
         Saved tensors that the optimizer should have, with why nobody knows their place on this rank.
     """
 
-    def __init__(self, path: Path, views: Sequence[View], catalog: Catalog, beside: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        path: Path,
+        views: Sequence[View],
+        catalog: Catalog,
+        links: Mapping[str, StateLink],
+        beside: Iterable[str] = (),
+    ) -> None:
         self.name = name_of(path)
         self._views = views
         self._beside = tuple(beside)
         self._catalog = catalog
+        self._links = links
         self.unplaced: dict[str, str] = {}
-        saved = SavedState(self.name, catalog)
+        saved = SavedState(self.name, catalog, links)
         self._plans = [self._plan(view, held, saved) for view in views for held in view.held]
         self._selections: list[tuple[View, dict[str, Any], Selection]] = []
         self._groups = Groups([])
-        self.groups_name = f"{self.name}.param_groups"
+        self.groups_name = groups_name(self.name)
 
     @property
     def wanted(self) -> tuple[WantedState, ...]:
@@ -110,9 +119,8 @@ class OptimizersTarget:
         values: dict[str, tuple[str, ...]] = {}
         new: set[str] = set()
         for key, kind in is_tensor.items():
-            names = tuple(f"{saved.prefix}{fqn}.{key}" for fqn in fqns if key in saved.of(fqn)) or (
-                f"{saved.prefix}{fqns[0]}.{key}",
-            )
+            having = [fqn for fqn in fqns if key in saved.of(fqn)] or fqns[:1]
+            names = tuple(StateLink(self.name, fqn, key).name for fqn in having)
             if not kind:
                 values[key] = names
                 continue
@@ -191,7 +199,8 @@ class OptimizersTarget:
 
     def _of_other_rank(self, name: str) -> bool:
         """Whether a value is the state of a parameter that is not on this rank, so that others judge it."""
-        return name.removeprefix(f"{self.name}.state.").rpartition(".")[0] in self._groups
+        link = self._links.get(name)
+        return link is not None and link.optimizer == self.name and link.fqn in self._groups
 
     def _known_fqn(self, owner: Owner) -> str:
         return next((fqn for fqn in owner.fqns if fqn in self._groups), owner.fqns[0])

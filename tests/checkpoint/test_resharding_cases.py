@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import save_file
 
 from reshard_ckpt import checkpoint
-from reshard_ckpt.core.catalog.families import spread
 from reshard_ckpt.core.catalog.model import Catalog
 from reshard_ckpt.core.catalog.specs import AxisPlacement, Mesh, Replication, TensorSpec
+from reshard_ckpt.core.planning.experts import spread
 from reshard_ckpt.core.planning.pipeline_stages import stages_of
 from reshard_ckpt.engine.loading.load import open_catalog
 from reshard_ckpt.errors import UsageError

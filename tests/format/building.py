@@ -10,8 +10,9 @@ from math import prod
 import numpy as np
 from hypothesis import strategies as st
 
+from reshard_ckpt.core.catalog.links import link_columns
 from reshard_ckpt.core.catalog.model import BoxTable, Catalog, FileEntry, RowTable, TensorKind, TensorTable, ValueEntry
-from reshard_ckpt.core.catalog.specs import AxisPlacement, Mesh, ValueKind
+from reshard_ckpt.core.catalog.specs import AxisPlacement, Mesh, StateLink, ValueKind
 from reshard_ckpt.core.geometry.dtypes import CODES, ITEM_BYTES
 from reshard_ckpt.format.checksums import BlockHasher, digest128
 from reshard_ckpt.format.shard_file import Member, blob_name, header, make_member
@@ -42,6 +43,7 @@ class Tensor:
     runs: tuple[Run, ...] = ()
     alias_of: str | None = None
     kind: int = TensorKind.TENSOR
+    link: StateLink | None = None
 
     def run_bytes(self, run: Run) -> bytes:
         """What a file holds of it, by plain indexing."""
@@ -129,6 +131,7 @@ def _catalog(tensors, placed, offsets, entries, values) -> Catalog:
             alias=_column([-1 if tensor.alias_of is None else names.index(tensor.alias_of) for tensor in tensors]),
             placement=_column([t % 3 - 1 for t in range(len(tensors))]),
             row_start=_column(np.searchsorted([t for t, _ in placed], np.arange(len(tensors) + 1))),
+            **link_columns(names, [tensor.link for tensor in tensors], {name: i for i, name in enumerate(names)}),
         ),
         placements=(
             (AxisPlacement("pp", "resident", coords=(0, 1)), AxisPlacement("dp", "shard", dim=0, turn=0, sections=(2, 1))),

@@ -69,12 +69,30 @@ def read_rows(root, catalog, t, out):
         out[tuple(c + o for c, o in zip(coordinates, here, strict=True))] = run if out.ndim else run[0]
 
 
-def read(folder):
-    root = Path(folder)
+def sections(root):
     outer = msgpack.unpackb((root / "catalog.msgpack").read_bytes())
-    assert (outer["format"], outer["version"]) == ("reshard_ckpt.catalog", 1)
+    assert (outer["format"], outer["version"]) in (("reshard_ckpt.catalog", 1), ("reshard_ckpt.catalog", 2))
     catalog = {name: msgpack.unpackb(section["body"]) for name, section in outer["sections"].items()}
     assert not catalog["info"]["critical"]
+    return catalog
+
+
+def links(folder):
+    """Optimizer, FQN, key and the parameter's tensor, for every tensor and value that is state (section 5.8)."""
+    catalog, found = sections(Path(folder)), {}
+    tensors = [*strings(catalog["tensors"]["name"]), None]
+    for table in (catalog["tensors"], catalog["values"]):
+        columns = (ints(table[field]) for field in ("optimizer", "key", "parameter"))
+        for name, first, last, of in zip(strings(table["name"]), *columns, strict=True):
+            parts = name.split(".")
+            texts = (parts[:first], parts[first + 1 : len(parts) - last], parts[len(parts) - last :])
+            found |= {name: (*map(".".join, texts), tensors[of - 1])} if last else {}
+    return found
+
+
+def read(folder):
+    root = Path(folder)
+    catalog = sections(root)
     table, found = catalog["tensors"], []
     names, dtypes = strings(table["name"]), strings(table["dtypes"])
     shapes, ndim, alias = matrix(table["shape"], len(names)), ints(table["ndim"]), ints(table["alias"])

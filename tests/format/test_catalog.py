@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reshard_ckpt.core.catalog.model import BoxTable, Catalog, FileEntry, RowTable
-from reshard_ckpt.core.catalog.specs import Mesh, ValueKind
+from reshard_ckpt.core.catalog.specs import Mesh, StateLink, ValueKind
 from reshard_ckpt.core.geometry.dtypes import CODES
 from reshard_ckpt.errors import CorruptError, UnsupportedError
 from reshard_ckpt.format.catalog import decode_catalog, encode_catalog, section_digest
@@ -273,6 +273,72 @@ def test_a_lie_is_found_and_cannot_be_written(lie: str):
         encode_catalog(make())
 
 
+LINKED = build(
+    [
+        Tensor("model.a", "U8", (1,), b"a", (Run((0,), (1,), 0, 1, 0),)),
+        Tensor(
+            "o.p.state.state.w.m.n",
+            "U8",
+            (1,),
+            b"b",
+            (Run((0,), (1,), 0, 1, 0),),
+            link=StateLink("o.p", "state.w", "m.n", "model.a"),
+        ),
+    ],
+    values={"o.p.state.state.w.step": 1},
+    per_rank=[0],
+).catalog
+BLOB, PLAIN, STATE = (
+    next(i for i, name in enumerate(LINKED.tensors_table.names) if name.startswith(begin)) for begin in ("extra", "model", "o.p")
+)
+
+
+def relinked(tensor: int, **columns: int) -> Catalog:
+    table = LINKED.tensors_table
+    changed = {name: at(getattr(table, name), tensor, value) for name, value in columns.items()}
+    return dataclasses.replace(LINKED, tensors_table=dataclasses.replace(table, **changed), _index={})
+
+
+def test_links_read_back():
+    link = StateLink("o.p", "state.w", "step", "model.a")
+    value = dataclasses.replace(LINKED.values_table[0], link=link)
+    catalog = dataclasses.replace(LINKED, values_table=(value, *LINKED.values_table[1:]), _index={})
+    decoded = decode_catalog(encode_catalog(catalog))
+    assert decoded.links() == {
+        "o.p.state.state.w.m.n": StateLink("o.p", "state.w", "m.n", "model.a"),
+        "o.p.state.state.w.step": link,
+    }
+
+
+@pytest.mark.parametrize(
+    ("lie", "message"),
+    [
+        ((PLAIN, {"optimizer": 0, "key": 1}), "model.a: does not divide"),
+        ((STATE, {"optimizer": 1}), "does not divide"),
+        ((STATE, {"key": 4}), "does not divide"),
+        ((STATE, {"key": 2**62}), "does not divide"),
+        ((STATE, {"optimizer": 2**62}), "does not divide"),
+        ((STATE, {"key": -1}), "is linked by 2 and -1 parts"),
+        ((STATE, {"optimizer": -1}), "is linked by -1"),
+        ((STATE, {"parameter": 3}), "to tensor 3"),
+        ((STATE, {"parameter": BLOB}), "has state of an optimizer, but holds a value"),
+        ((STATE, {"key": 0}), "no key of state"),
+        ((PLAIN, {"parameter": 0}), "no key of state"),
+    ],
+)
+def test_a_link_that_its_name_does_not_show_is_refused(lie: tuple[int, dict[str, int]], message: str):
+    with pytest.raises(UnsupportedError, match=message):
+        encode_catalog(relinked(lie[0], **lie[1]))
+
+
+def test_links_of_values_are_checked_as_those_of_tensors():
+    for fields in ({"key": ["u1", 2, b"\x09"]}, {"parameter": ["u1", 2, b"\x63"], "key": ["u1", 2, b"\x01"]}):
+        envelope, bodies = unseal(encode_catalog(LINKED))
+        body = msgpack.packb({**msgpack.unpackb(bodies["values"]), **fields})
+        with pytest.raises(CorruptError, match="values: .*(does not divide|to tensor 98)"):
+            decode_catalog(reseal(envelope, {**bodies, "values": body}))
+
+
 def test_files_that_nothing_proves_are_refused():
     data = encode_catalog(file(digests_key="", digest=b""))
     with pytest.raises(CorruptError, match="has no digests"):
@@ -363,7 +429,7 @@ def test_what_is_critical_and_known_is_read():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 2}, "version 2, written by a newer version"),
+        ({"version": 3}, "version 3, written by a newer version"),
         ({"version": 0}, "its version is 0"),
         ({"version": "1"}, "its version is '1'"),
         ({"format": "safetensors"}, "its format is 'safetensors'"),

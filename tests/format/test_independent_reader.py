@@ -44,6 +44,11 @@ def test_reader_finds_every_element_and_value(built: Built):
     assert values == built.values
 
 
+def test_reader_finds_links():
+    links = independent_reader.links(Path(__file__).parent.parent / "data" / "v2")
+    assert links == {"optimizer.state.up.exp_avg": ("optimizer", "up", "exp_avg", "model.up")}
+
+
 @settings(max_examples=50, deadline=None)
 @given(built=checkpoints())
 def test_reader_finds_members_where_the_parser_does(built: Built):
@@ -97,7 +102,7 @@ def test_reader_is_written_from_the_specification_alone():
     roots = {alias.name.split(".")[0] for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     roots |= {(node.module or "").split(".")[0] for node in nodes if isinstance(node, ast.ImportFrom)}
     assert roots - set(sys.stdlib_module_names) == {"msgpack", "numpy"}
-    assert len(source.splitlines()) < 100
+    assert len(source.splitlines()) < 120
 
 
 def test_one_process_checkpoint_opens_with_safetensors(tmp_path: Path):

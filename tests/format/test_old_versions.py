@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from reshard_ckpt import LocalShard, checkpoint
+from reshard_ckpt.core.catalog.specs import StateLink
 from tests.data.make import expected
 
 DATA = Path(__file__).parent.parent / "data"
@@ -23,7 +24,7 @@ def same(one: object, other: object) -> bool:
 
 
 def test_there_is_a_checkpoint_of_each_version() -> None:
-    assert VERSIONS == ["v1"]
+    assert VERSIONS == ["v1", "v2"]
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -67,5 +68,8 @@ def test_a_committed_catalog_says_where_everything_was(version: str) -> None:
     assert placed["model.up"] == [("dp", "replicate", None), ("tp", "shard", 0)]
     assert placed["model.down"] == [("dp", "replicate", None), ("tp", "shard", 1)]
     assert placed["optimizer.state.up.exp_avg"] == [("dp", "flat", None), ("tp", "shard", 0)]
+    assert catalog.links() == {
+        "optimizer.state.up.exp_avg": StateLink("optimizer", "up", "exp_avg", "model.up"),
+    }
     assert catalog.tensor("model.untied").alias_of == "model.tied"
     assert {shard.file.rank for name in catalog.names for shard in catalog.tensor(name).shards} == {0, 1, 2, 3}

@@ -1,4 +1,4 @@
-"""What does a checkpoint hold, and where? The catalog, as columns.
+"""The catalog: what a checkpoint holds, and where, as columns.
 
 Everything that grows with the number of shards is a numpy column, so that a million shards cost milliseconds:
 
@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 
 from ...errors import CheckpointError
 from ..geometry.dtypes import CODES, ITEM_BYTES
-from .specs import AxisPlacement, Ints, Mesh, ValueKind
+from .links import divided
+from .specs import AxisPlacement, Ints, Mesh, StateLink, ValueKind
 
 I64 = NDArray[np.int64]
 
@@ -59,11 +60,16 @@ class ValueEntry:
     kind: ValueKind
     data: bytes | None
     blobs: Ints = ()
+    link: StateLink | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TensorTable:
-    """Columns over tensors; `shape` is (T, D) left-padded, `alias` is the index of the tensor that holds the bytes, or -1."""
+    """Columns over tensors; `shape` is (T, D) left-padded, `alias` is the index of the tensor that holds the bytes, or -1.
+
+    `optimizer` and `key` say how many dotted parts of the name are the optimizer and the state key (see `links`); a `key` of 0
+    stands for what is no state of an optimizer. `parameter` is the index of the tensor whose state it is, or -1.
+    """
 
     names: tuple[str, ...]
     dtype: NDArray[np.uint8]
@@ -73,6 +79,9 @@ class TensorTable:
     alias: I64
     placement: I64
     row_start: I64
+    optimizer: I64
+    key: I64
+    parameter: I64
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +187,19 @@ class Catalog:
         """The tensor that holds the bytes of this one: itself, unless it is an alias."""
         alias = int(self.tensors_table.alias[index])
         return index if alias < 0 else alias
+
+    def link(self, index: int) -> StateLink | None:
+        """Which optimizer, parameter and key a tensor is the state of; None if it is no state."""
+        table = self.tensors_table
+        optimizer, key, parameter = int(table.optimizer[index]), int(table.key[index]), int(table.parameter[index])
+        return divided(table.names[index], optimizer, key, None if parameter < 0 else table.names[parameter]) if key else None
+
+    def links(self) -> dict[str, StateLink]:
+        """The links of all tensors and values that are state of an optimizer, by name."""
+        table = self.tensors_table
+        state = np.flatnonzero((table.key > 0) & (table.kind == TensorKind.TENSOR)).tolist()
+        of_tensors = {table.names[i]: link for i in state if (link := self.link(i)) is not None}
+        return of_tensors | {value.name: value.link for value in self.values_table if value.link is not None}
 
     def tensor(self, name: str) -> TensorView:
         """Everything that is known of one tensor."""

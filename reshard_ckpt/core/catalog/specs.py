@@ -1,4 +1,4 @@
-"""What does one rank hold? Tensors as pieces of global boxes, and values, as plain data.
+"""Specs: the tensors of one rank as pieces of global boxes, and its values, as plain data.
 
 One description serves every kind of shard. A *piece* is a run of a box: the elements ``[start, start + count)`` of the
 row-major order of the box ``offsets, lengths`` of the global tensor. A plain shard is one piece that is its whole box; a fused
@@ -70,6 +70,25 @@ class AxisPlacement:
 
 
 @dataclass(frozen=True, slots=True)
+class StateLink:
+    """What an entry of an optimizer's state belongs to."""
+
+    optimizer: str
+    """The name of the optimizer in the state that was saved, such as ``"optimizer"``; "" if it is that state itself."""
+    fqn: str
+    """The parameter, as the optimizer's groups list it."""
+    key: str
+    """Of the state, such as ``"exp_avg"``; keys of nested dicts are joined by dots."""
+    parameter: str | None = None
+    """The name of the parameter's tensor in the same checkpoint; None where that was not saved along."""
+
+    @property
+    def name(self) -> str:
+        """The name of the entry."""
+        return f"{self.optimizer}.state.{self.fqn}.{self.key}" if self.optimizer else f"state.{self.fqn}.{self.key}"
+
+
+@dataclass(frozen=True, slots=True)
 class TensorSpec:
     """One tensor of which a rank holds (saving) or wants (loading) some pieces.
 
@@ -85,6 +104,7 @@ class TensorSpec:
     placement: tuple[AxisPlacement, ...] = ()
     alias_of: str | None = None
     """On the same rank, an earlier name whose memory this one shares exactly (tied weights)."""
+    link: StateLink | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +115,7 @@ class ValueSpec:
     path: bytes
     kind: ValueKind
     data: bytes
+    link: StateLink | None = None
 
 
 @dataclass(frozen=True, slots=True)

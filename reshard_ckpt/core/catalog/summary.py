@@ -1,4 +1,4 @@
-"""What does a checkpoint hold, in a few numbers? Counted over columns, so that a million shards take milliseconds."""
+"""A checkpoint in a few numbers, counted over columns, so that a million shards take milliseconds."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def summarize_catalog(catalog: Catalog, step: int | None = None) -> Summary:
         mesh=catalog.mesh,
         num_tensors=int(is_tensor.sum()),
         num_aliases=int((is_tensor & (table.alias >= 0)).sum()),
-        num_parameters=int(elements[own & ~_optimizer_state(catalog)].sum()),
+        num_parameters=int(elements[own & (table.key == 0)].sum()),
         num_bytes=int(sizes[own].sum()),
         num_shards=int(np.diff(table.row_start)[own].sum()),
         num_values=len(catalog.values_table),
@@ -100,17 +100,6 @@ def summarize_catalog(catalog: Catalog, step: int | None = None) -> Summary:
         dtypes={CODES[code]: share(is_tensor & (table.dtype == code)) for code in codes},
         roots={name: share(is_tensor & (root == i)) for i, name in enumerate(root_names)},
     )
-
-
-def _optimizer_state(catalog: Catalog) -> NDArray[np.bool_]:
-    """Which tensors are state of an optimizer: those beside its ``param_groups``."""
-    marks = [value.name for value in catalog.values_table]
-    below = tuple({mark[: mark.index("param_groups")] + "state." for mark in marks if _has_groups(mark)})
-    return np.array([bool(below) and name.startswith(below) for name in catalog.tensors_table.names], bool)
-
-
-def _has_groups(name: str) -> bool:
-    return name.startswith("param_groups") or ".param_groups" in name
 
 
 def step_of(metadata: object, values: Sequence[tuple[str, object]]) -> int | None:

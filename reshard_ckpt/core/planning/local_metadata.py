@@ -9,8 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import LayoutError
+from ..catalog.links import link_columns
 from ..catalog.model import TensorKind
-from ..catalog.specs import AxisPlacement, Mesh, TensorSpec, ValueKind
+from ..catalog.specs import AxisPlacement, Mesh, StateLink, TensorSpec, ValueKind
 from ..geometry.dtypes import CODES
 from ..geometry.ordering import group_ids
 from ..geometry.runs import I64, pad_rows, volumes
@@ -65,6 +66,7 @@ class LocalValue:
     path: bytes
     kind: ValueKind
     data: bytes | None
+    link: StateLink | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,8 @@ class TensorColumns:
     """The tensors that one rank holds parts of; what many ranks have alike.
 
     ``alias`` is the index of an earlier tensor, or -1; ``placement`` an index of the distinct ``placements``. A tensor that is
-    ``own`` is a blob whose name stands for another one on each rank, and whose shape is that of its row's box.
+    ``own`` is a blob whose name stands for another one on each rank, and whose shape is that of its row's box. ``optimizer``,
+    ``key`` and ``parameter`` link state of an optimizer, as in `TensorTable`.
     """
 
     names: tuple[str, ...]
@@ -86,6 +89,9 @@ class TensorColumns:
     placements: tuple[Placement, ...]
     placement: I64
     mesh: Mesh | None
+    optimizer: I64
+    key: I64
+    parameter: I64
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,10 +183,18 @@ def build_local_metadata(
         placements=tuple(placements),
         placement=np.array([placements[spec.placement] for spec in specs], np.int64),
         mesh=mesh,
+        **links_of(specs),
     )
     box, first = group_ids(np.hstack([pieces.offsets, pieces.lengths]))
     rows = RowColumns(pieces.offsets[first], pieces.lengths[first], pieces.tensor, box, pieces.start, pieces.count)
     return LocalMetadata(tensors, rows, tuple(values))
+
+
+def links_of(specs: Sequence[TensorSpec]) -> dict[str, I64]:
+    """The columns that link state of optimizers to parameters among the same specs."""
+    names = [spec.name for spec in specs]
+    index = {name: i for i, name in reversed(list(enumerate(names)))}
+    return link_columns(names, [spec.link for spec in specs], index)
 
 
 def _aliases(specs: Sequence[TensorSpec]) -> I64:

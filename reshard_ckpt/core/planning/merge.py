@@ -39,6 +39,9 @@ class MergedTables:
     shape: I64
     alias: I64
     declared: tuple[Placement, ...]
+    optimizer: I64
+    key: I64
+    parameter: I64
     own: Mapping[str, I64]
     """Of each blob that ranks have of their own, the index of every rank's; -1 for those that have none."""
 
@@ -209,6 +212,7 @@ def _fill(job_metadata: JobMetadata, ids: _Ids, names: tuple[str, ...], own: Map
         dtype=dtype[owner],
         kind=kind[owner],
         ndim=ndim[owner],
+        **_merge_links(job_metadata, ids, len(names)),
     )
 
 
@@ -246,6 +250,20 @@ def _merge_aliases(job_metadata: JobMetadata, ids: _Ids, num: int) -> I64:
     alias = np.where(low == high, high, none)
     alias[(alias >= 0) & (alias[alias] >= 0)] = none
     return alias
+
+
+def _merge_links(job_metadata: JobMetadata, ids: _Ids, num: int) -> dict[str, I64]:
+    """The links of state to parameters. A rank may have state without its parameter; so the most that any rank says counts."""
+    optimizer, key, said = (_concatenate(job_metadata, column) for column in ("optimizer", "key", "parameter"))
+    entries = np.flatnonzero((key > 0) & (ids.value >= 0))
+    first = np.repeat(ids.first[:-1], np.diff(ids.first))[entries]
+    tensor = ids.value[entries]
+    parameter = np.full(num, -1, np.int64)
+    np.maximum.at(parameter, tensor, np.where(said[entries] >= 0, ids.value[said[entries] + first], -1))
+    # Both counts as one number, so that both are of one rank.
+    divided = np.zeros(num, np.int64)
+    np.maximum.at(divided, tensor, (optimizer[entries] << 32) + key[entries])
+    return {"optimizer": divided >> 32, "key": divided & 0xFFFFFFFF, "parameter": parameter}
 
 
 def _merge_placements(job_metadata: JobMetadata, ids: _Ids, num: int) -> tuple[Placement, ...]:

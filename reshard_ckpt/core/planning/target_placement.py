@@ -21,10 +21,11 @@ from itertools import pairwise
 from math import prod
 
 from ...errors import UsageError
-from ..catalog.families import Family, experts_of, families_of, spread
+from ..catalog.links import optimizer_of
 from ..catalog.model import Catalog
 from ..catalog.placements import KINDS
-from ..catalog.specs import AxisPlacement, Ints, Mesh
+from ..catalog.specs import AxisPlacement, Ints, Mesh, StateLink
+from .experts import experts_of, spread
 from .pipeline_stages import stages_of
 from .placement_rules import Rule, first_saying, unmatched
 from .saved_rows import SavedRows
@@ -87,7 +88,7 @@ class _Placer:
     def __init__(self, catalog: Catalog, names: Sequence[str], topology: TargetTopology) -> None:
         self.catalog, self.names, self.topology, self.mesh = catalog, names, topology, topology.mesh
         self.groups = topology.groups or {}
-        self.families = families_of(names, self.groups)
+        self.links = {name: self._link(name, frozenset(names)) for name in names}
         self.shapes = {name: catalog.shape(catalog.index(name)) for name in names}
         self.rows = SavedRows(catalog)
         placements = self.rows.placements()
@@ -95,6 +96,13 @@ class _Placer:
         self.saved_sizes = {} if catalog.mesh is None else dict(zip(catalog.mesh.axes, catalog.mesh.sizes, strict=True))
         self.by_name: dict[str, Mapping[str, Ints]] = {}
         self.divided_on = self._divided_on()
+
+    def _link(self, name: str, chosen: frozenset[str]) -> StateLink:
+        """The link of a tensor; of what is no state of an optimizer, one to itself with no optimizer."""
+        link = self.catalog.link(self.catalog.index(name))
+        if link is None:
+            return StateLink("", name, "", name)
+        return link if link.parameter in chosen else replace(link, parameter=None)
 
     def run(self) -> dict[str, TargetPlacement]:
         slips = unmatched(self.topology.rules, self.names)
@@ -117,7 +125,7 @@ class _Placer:
             return self._stages(size, saved_size)
         if size == saved_size:
             return {name: p.coords for name, saved in self.saved.items() if (p := saved.get(axis)) and p.kind == "resident"}
-        owner = {name: self.families[name].parameter or self.families[name].fqn for name in self.names}
+        owner = {name: self.links[name].parameter or self.links[name].fqn for name in self.names}
         experts = experts_of(sorted(set(owner.values())), size)
         return {name: (experts[param],) for name, param in owner.items() if param in experts}
 
@@ -126,7 +134,7 @@ class _Placer:
         if size == 1:
             return {}
         ruled = {name for name in self.names if self._ruled(name, PIPELINE) is not None}
-        owner = {name: self.families[name].parameter or self.families[name].fqn for name in self.names if name not in ruled}
+        owner = {name: self.links[name].parameter or self.links[name].fqn for name in self.names if name not in ruled}
         known: dict[str, Ints] = {}
         for name in sorted(owner, key=lambda n: n != owner[n]):  # parameters speak for themselves
             p = self.saved[name].get(PIPELINE)
@@ -171,7 +179,7 @@ class _Placer:
         """What the rules say of a tensor on an axis: its own, or its parameter's if it is laid out like that."""
         own = next((rule.axes[axis] for rule in first_saying(self.topology.rules, name) if axis in rule.axes), None)
         told = axis in _GIVEN_BY_NAMES  # there all state of a parameter is where it is, of whatever shape
-        parameter = self.families[name].parameter if told else self._parameter_of_same_shape(name)
+        parameter = self.links[name].parameter if told else self._parameter_of_same_shape(name)
         if own is not None or parameter is None:
             return own
         if not told and axis in self.saved[name] and self.saved[name][axis].kind in ("flat", "resident"):
@@ -179,7 +187,7 @@ class _Placer:
         return next((rule.axes[axis] for rule in first_saying(self.topology.rules, parameter) if axis in rule.axes), None)
 
     def _parameter_of_same_shape(self, name: str) -> str | None:
-        parameter = self.families[name].parameter
+        parameter = self.links[name].parameter
         if parameter is None or parameter == name or self.shapes[parameter] != self.shapes[name]:
             return None
         return parameter
@@ -197,7 +205,7 @@ class _Placer:
     def _saved_on(self, name: str, axis: str) -> AxisPlacement | None:
         """What the catalog says of a tensor on an axis; for state of which it says nothing of its own, its parameter's."""
         saved = self.saved[name].get(axis)
-        family = self.families[name]
+        family = self.links[name]
         # An axis of one coordinate shows nothing. And where one vector is cut, the cut goes through what lies along other axes,
         # too: these then seem flat, or on some coordinates only, by chance.
         by_chance = (
@@ -218,7 +226,7 @@ class _Placer:
         """Of each optimizer the axis over which its state is divided: where most of it is flat, or on some coordinates only."""
         counts: dict[str, Counter[str]] = {}
         for name in self.names:
-            optimizer = self.families[name].optimizer
+            optimizer = self.links[name].optimizer
             for axis, p in self.saved[name].items():
                 if optimizer and p.kind in ("flat", "resident") and axis not in _GIVEN_BY_NAMES:
                     counts.setdefault(optimizer, Counter())[axis] += 2 if p.kind == "flat" else 1
@@ -267,7 +275,7 @@ class _Placer:
         divided: dict[tuple[str, str], list[str]] = {}
         for name, p in placed.items():
             if p.axes[at].kind == "flat" or self._was_divided(name, axis):
-                family = self.families[name]
+                family = self.links[name]
                 divided.setdefault((family.optimizer, family.key), []).append(name)
         flat = {key for key, members in divided.items() if self._is_vector(members, axis, at, placed)}
         vectors = {key for key in flat if not self._each_alone(divided[key], at, placed)}
@@ -290,11 +298,11 @@ class _Placer:
         """Whether these tensors were cut as one vector, or each flat: some are cut, or all lie in the optimizer's order."""
         if any(placed[name].axes[at].kind == "flat" for name in members):
             return True
-        if all(self.shapes[name] == () for name in members) or not self.families[members[0]].optimizer:
+        if all(self.shapes[name] == () for name in members) or not self.links[members[0]].optimizer:
             return False
         firsts = self._firsts(self._by_group(members), axis)
         several = any(len(set(coordinates)) > 1 for coordinates in firsts.values())
-        return self.families[members[0]].optimizer in self.groups and several and all(map(_ascending, firsts.values()))
+        return self.links[members[0]].optimizer in self.groups and several and all(map(_ascending, firsts.values()))
 
     def _firsts(self, names: Sequence[str], axis: str) -> dict[tuple[Ints, ...], list[int]]:
         """The first coordinate of each tensor on an axis, in the order given, by pipeline stage and experts' rank.
@@ -327,17 +335,17 @@ class _Placer:
 
     def _by_group(self, members: Sequence[str]) -> list[str]:
         """In the order in which their optimizer lists its parameters."""
-        family: Family = self.families[members[0]]
+        family = self.links[members[0]]
         place = {fqn: i for i, fqn in enumerate(self.groups.get(family.optimizer, ()))}
-        return sorted(members, key=lambda name: place.get(self.families[name].fqn, len(place)))
+        return sorted(members, key=lambda name: place.get(self.links[name].fqn, len(place)))
 
     def _follow(self, axis: str, at: int, whole: Sequence[str], flat: set[str], placed: dict[str, TargetPlacement]) -> list[str]:
         """Put whole state with the flat state of the same parameter; what has none to follow is returned."""
-        leader = {(self.families[name].optimizer, self.families[name].fqn): name for name in sorted(flat)}
+        leader = {(self.links[name].optimizer, self.links[name].fqn): name for name in sorted(flat)}
         # Where one parameter's state was cut, its step count was on all ranks that had a part, so perhaps on all.
-        kinds = {(self.families[name].optimizer, self.families[name].key) for name in whole}
+        kinds = {(self.links[name].optimizer, self.links[name].key) for name in whole}
         for name in self.names:
-            family = self.families[name]
+            family = self.links[name]
             leads = leader.get((family.optimizer, family.fqn))
             if leads is not None and name not in flat and (family.optimizer, family.key) in kinds:
                 placed[name] = replace(_with_axis(placed[name], at, AxisPlacement(axis, "replicate")), follows=leads)
@@ -357,7 +365,7 @@ class _Placer:
             placed[name] = _with_axis(placed[name], at, _resident(axis, (chosen[self._unit(name)],), size))
 
     def _unit(self, name: str) -> str:
-        family = self.families[name]
+        family = self.links[name]
         return f"{family.optimizer}.{family.fqn}"
 
 
@@ -377,7 +385,8 @@ def _ascending(numbers: Sequence[int]) -> bool:
 def group_orders(values: Mapping[str, object]) -> Iterator[tuple[str, list[str]]]:
     """From decoded values named ``….param_groups``: each optimizer with the FQNs of its parameters, in order."""
     for name, groups in values.items():
-        if name.endswith(".param_groups") and isinstance(groups, list | tuple):
+        optimizer = optimizer_of(name)
+        if optimizer is not None and isinstance(groups, list | tuple):
             fqns = [fqn for group in groups if isinstance(group, Mapping) for fqn in group.get("params", ())]
             if all(isinstance(fqn, str) for fqn in fqns):
-                yield name.removesuffix(".param_groups"), fqns
+                yield optimizer, fqns

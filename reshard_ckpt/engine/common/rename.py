@@ -1,23 +1,39 @@
-"""How does a catalog look under other names? The same rows and files; only the names that a load goes by change."""
+"""Catalogs under other names: the same rows and files; only the names that a load goes by change.
+
+1. Each name is passed through the user's mapping or function.
+2. State of an optimizer that this leaves alone follows its parameter, which its link knows: ``model.old.w`` to ``model.new.w``
+   takes ``optimizer.state.old.w.exp_avg`` along.
+3. Links follow the names, and groups list the parameters as the state goes by now.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+from ...core.catalog.links import (
+    find_parameters,
+    groups_name,
+    link_columns,
+    links_from_names,
+    num_parts,
+    optimizer_of,
+    state_name,
+)
 from ...core.catalog.model import Catalog, TensorKind, ValueEntry
 from ...core.catalog.param_groups import are_groups
-from ...core.catalog.specs import ValueKind
+from ...core.catalog.specs import StateLink, ValueKind
 from ...core.planning.match import matches
 from ...core.words import check_text
 from ...errors import NameCollisionError
 from ...format.values import decode_value, encode_path, encode_value
 
-GROUPS_SUFFIX = ".param_groups"
+Rename = Mapping[str, str] | Callable[[str], str]
 
 
 def by_mapping(names: Mapping[str, str]) -> Callable[[str], str]:
-    """A function that renames a name, or the longest dotted prefix of it, that the mapping has.
+    """Make a function that renames a name, or the longest dotted prefix of it, that the mapping has.
 
     >>> by_mapping({"model.old": "model.new"})("model.old.weight")
     'model.new.weight'
@@ -35,10 +51,8 @@ def by_mapping(names: Mapping[str, str]) -> Callable[[str], str]:
     return rename
 
 
-def renamed(
-    catalog: Catalog, rename: Mapping[str, str] | Callable[[str], str], *, read: Callable[[ValueEntry], bytes] | None = None
-) -> Catalog:
-    """The catalog with every saved name passed through `rename`.
+def renamed(catalog: Catalog, rename: Rename, *, read: Callable[[ValueEntry], bytes] | None = None) -> Catalog:
+    """Pass every saved name through `rename`; state of optimizers follows its parameters, unless `rename` changes it itself.
 
     Parameters
     ----------
@@ -50,29 +64,164 @@ def renamed(
     NameCollisionError
         Two saved names become one.
     """
-    any_name = by_mapping(rename) if isinstance(rename, Mapping) else rename
+    names = _NewNames(catalog, rename)
+    groups = {value.name: found for value in catalog.values_table if (found := _groups_of(value, read)) is not None}
+    listed = {value: names.listed(optimizer_of(value) or "", found) for value, found in groups.items()}
+    links = names.links({names[value]: [fqn for each in found for fqn in each] for value, found in listed.items()})
+    table, is_tensor = catalog.tensors_table, catalog.tensors_table.kind == TensorKind.TENSOR
+    new = tuple(names[name] if own else name for name, own in zip(table.names, is_tensor.tolist(), strict=True))
+    values = tuple(_renamed_value(value, names[value.name], groups, listed, links) for value in catalog.values_table)
+    owner: dict[str, str] = {}
+    old_names = [*table.names, *(value.name for value in catalog.values_table)]
+    for old, name in zip(old_names, [*new, *(value.name for value in values)], strict=True):
+        if owner.setdefault(name, old) != old:
+            raise NameCollisionError(f"rename= gives {owner[name]} and {old} the same name {name}; map them to different names")
+    tensors = {name: i for i, name in enumerate(new) if is_tensor[i]}
+    columns = link_columns(new, [links.get(name) if own else None for name, own in zip(new, is_tensor, strict=True)], tensors)
+    unreadable = {names[name]: why for name, why in catalog.unreadable.items()}
+    tensors_table = replace(table, names=new, optimizer=columns["optimizer"], key=columns["key"], parameter=columns["parameter"])
+    return replace(catalog, tensors_table=tensors_table, values_table=values, unreadable=unreadable, _index={})
 
-    def new_name(name: str) -> str:
-        new = any_name(name)
+
+@dataclass(slots=True)
+class _NewNames:
+    """The new name of every tensor and value, and what becomes of the links between them."""
+
+    catalog: Catalog
+    rename: Rename
+    _old: dict[str, StateLink] = field(default_factory=dict)
+    _new: dict[str, str] = field(default_factory=dict)
+    _links: dict[str, StateLink] = field(default_factory=dict)
+    _fqns: dict[tuple[str, str], str] = field(default_factory=dict)
+    """The new FQN of each parameter of each optimizer, under the old names of both."""
+
+    def __post_init__(self) -> None:
+        self._old = self.catalog.links()
+        for name in (*self.catalog.names, *self.catalog.value_names):
+            self._new[name] = self._explicit(name)
+        for name, link in self._old.items():
+            new = self._moved(name, link) if self._new[name] != name else self._following(link)
+            if new is not None:
+                self._new[name], self._links[new.name] = new.name, new
+                self._fqns.setdefault((link.optimizer, link.fqn), new.fqn)
+
+    def __getitem__(self, name: str) -> str:
+        return self._new[name] if name in self._new else self._explicit(name)
+
+    def _explicit(self, name: str) -> str:
+        """What the user's mapping or function makes of a name."""
+        new = by_mapping(self.rename)(name) if isinstance(self.rename, Mapping) else self.rename(name)
         check_text(new, "a name")
         return new
 
-    table = catalog.tensors_table
-    names = tuple(
-        new_name(name) if kind == TensorKind.TENSOR else name for name, kind in zip(table.names, table.kind.tolist(), strict=True)
-    )
-    values = tuple(_renamed_value(value, new_name, read) for value in catalog.values_table)
-    owner: dict[str, str] = {}
-    old_names = [*table.names, *(value.name for value in catalog.values_table)]
-    for old, new in zip(old_names, [*names, *(value.name for value in values)], strict=True):
-        if owner.setdefault(new, old) != old:
-            raise NameCollisionError(f"rename= gives {owner[new]} and {old} the same name {new}; map them to different names")
-    unreadable = {new_name(name): why for name, why in catalog.unreadable.items()}
-    return replace(catalog, tensors_table=replace(table, names=names), values_table=values, unreadable=unreadable, _index={})
+    def _optimizer(self, optimizer: str) -> str:
+        """The new name of an optimizer: what its groups go by."""
+        old = groups_name(optimizer)
+        new = optimizer_of(self[old])
+        return optimizer if new is None else new
+
+    def _moved(self, name: str, link: StateLink) -> StateLink | None:
+        """The link of state that was renamed itself, if its new name is that of an optimizer's state.
+
+        The name of the optimizer and the key, or else how the parameter alone is renamed, leave one way to divide it.
+        """
+        optimizer, new = self._optimizer(link.optimizer), self._new[name]
+        head, tail = state_name(optimizer), f".{link.key}"
+        parameter = None if link.parameter is None else self._new[link.parameter]
+        if new.startswith(head) and new.endswith(tail) and len(new) > len(head) + len(tail):
+            return StateLink(optimizer, new[len(head) : -len(tail)], link.key, parameter)
+        entry = self._explicit(state_name(link.optimizer, link.fqn))
+        if entry.startswith(head) and new.startswith(f"{entry}."):
+            return StateLink(optimizer, entry[len(head) :], new[len(entry) + 1 :], parameter)
+        return None
+
+    def _following(self, link: StateLink) -> StateLink:
+        """The link of state that was not renamed itself, and goes where its parameter goes."""
+        if link.parameter is None:
+            return link
+        parameter = self._new[link.parameter]
+        return replace(link, fqn=self._fqn(link.parameter, parameter, link.fqn), parameter=parameter)
+
+    def _fqn(self, old: str, new: str, fqn: str) -> str:
+        """The FQN of a parameter under its new name; what is above the FQN may have been renamed as well."""
+        if old == new or not f".{old}".endswith(f".{fqn}"):
+            return fqn
+        root = old.removesuffix(fqn).removesuffix(".")
+        moved = self._explicit(root) if isinstance(self.rename, Mapping) and root else root
+        if not moved:
+            return new
+        if new.startswith(f"{moved}."):
+            return new[len(moved) + 1 :]
+        if f".{new}".endswith(f".{fqn}"):  # it is called the same, below something else
+            return fqn
+        parts = new.split(".")
+        return ".".join(parts[num_parts(root) :]) or new
+
+    def listed(self, optimizer: str, groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+        """The new FQNs of the parameters in an optimizer's groups: those of their state, else those of the parameters."""
+        stateless = {str(p) for group in groups for p in group["params"]} - {fqn for o, fqn in self._fqns if o == optimizer}
+        parameters = find_parameters(stateless, (name for name in self.catalog.names if name not in self._old))
+        head = state_name(self._optimizer(optimizer))
+
+        def new_fqn(fqn: str) -> str:
+            if (optimizer, fqn) in self._fqns:
+                return self._fqns[optimizer, fqn]
+            old = state_name(optimizer, fqn)
+            new = self._explicit(old)
+            if new == old and fqn in parameters:
+                return self._fqn(parameters[fqn], self._new[parameters[fqn]], fqn)
+            return new.removeprefix(head)
+
+        return [[new_fqn(str(param)) for param in group["params"]] for group in groups]
+
+    def links(self, groups: Mapping[str, Sequence[str]]) -> dict[str, StateLink]:
+        """The links under the new names; what became state of another optimizer only now is linked by its name.
+
+        Parameters
+        ----------
+        groups
+            The new FQNs of all groups, by their new name.
+        """
+        links = dict(self._links)
+        changed = {new for name, new in self._new.items() if new != name}
+        if not changed.issubset(links):
+            known = {optimizer: fqns for name, fqns in groups.items() if (optimizer := optimizer_of(name)) is not None}
+            links |= {n: link for n, link in links_from_names(self._new.values(), known).items() if n in changed - links.keys()}
+        # State by number has a parameter only now that it has a name.
+        unknown = {link.fqn for name, link in links.items() if link.parameter is None and name in changed}
+        found = find_parameters(unknown, (name for name in self._new.values() if name not in links))
+        return {name: replace(link, parameter=link.parameter or found.get(link.fqn)) for name, link in links.items()}
+
+
+def _groups_of(value: ValueEntry, read: Callable[[ValueEntry], bytes] | None) -> list[Any] | None:
+    """The groups that a value holds; those of a state dict by number are a plain value."""
+    may_be = value.kind is ValueKind.PARAM_GROUPS or (value.kind is ValueKind.PLAIN and optimizer_of(value.name) is not None)
+    data = value.data if value.data is not None or read is None or not may_be else read(value)
+    groups = decode_value(data, name=value.name) if may_be and data is not None else None
+    return groups if are_groups(groups) else None
+
+
+def _renamed_value(
+    value: ValueEntry,
+    name: str,
+    groups: Mapping[str, Sequence[Mapping[str, Any]]],
+    listed: Mapping[str, Sequence[Sequence[str]]],
+    links: Mapping[str, StateLink],
+) -> ValueEntry:
+    link = links.get(name)
+    if value.name in groups:
+        old, new = groups[value.name], listed[value.name]
+        if new != [[str(param) for param in group["params"]] for group in old]:  # else numbers stay numbers
+            kept = [{key: item for key, item in group.items() if key != "param_names"} for group in old]
+            data = encode_value([{**group, "params": own} for group, own in zip(kept, new, strict=True)], name)
+            value = replace(value, kind=ValueKind.PARAM_GROUPS, data=data, blobs=())
+    if name == value.name:
+        return value if link == value.link else replace(value, link=link)
+    return replace(value, name=name, path=encode_path(name.split(".")), link=link)
 
 
 def without(catalog: Catalog, patterns: Sequence[str]) -> Catalog:
-    """The catalog as if it had nothing of the names that fit any of the patterns."""
+    """Give the catalog as if it had nothing of the names that fit any of the patterns."""
     table = catalog.tensors_table
     kind = table.kind.copy()
     kind[[i for i, name in enumerate(table.names) if matches(name, patterns) and kind[i] == TensorKind.TENSOR]] = (
@@ -85,20 +234,3 @@ def without(catalog: Catalog, patterns: Sequence[str]) -> Catalog:
         unreadable={name: why for name, why in catalog.unreadable.items() if not matches(name, patterns)},
         _index={},
     )
-
-
-def _renamed_value(value: ValueEntry, rename: Callable[[str], str], read: Callable[[ValueEntry], bytes] | None) -> ValueEntry:
-    name = rename(value.name)
-    may_be_groups = value.kind is ValueKind.PARAM_GROUPS or (
-        value.kind is ValueKind.PLAIN and value.name.endswith(GROUPS_SUFFIX)  # those of a state dict by number
-    )
-    data = value.data if value.data is not None or read is None or not may_be_groups else read(value)
-    if may_be_groups and data is not None and are_groups(groups := decode_value(data, name=value.name)):
-        # The groups name parameters without the optimizer's prefix; they follow the names of its state.
-        old, new = (n.removesuffix(GROUPS_SUFFIX) + ".state." for n in (value.name, name))
-        names = [[rename(f"{old}{param}").removeprefix(new) for param in group["params"]] for group in groups]
-        if names != [[str(param) for param in group["params"]] for group in groups]:  # else numbers stay numbers
-            kept = [{key: item for key, item in group.items() if key != "param_names"} for group in groups]
-            groups = [{**group, "params": own} for group, own in zip(kept, names, strict=True)]
-            value = replace(value, kind=ValueKind.PARAM_GROUPS, data=encode_value(groups, name), blobs=())
-    return value if name == value.name else replace(value, name=name, path=encode_path(name.split(".")))

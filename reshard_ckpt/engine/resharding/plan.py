@@ -17,7 +17,7 @@ from ...core.catalog.placements import Box
 from ...core.catalog.specs import AxisPlacement, Mesh, Replication, TensorSpec, ValueKind
 from ...core.geometry.dtypes import CODES, ITEM_BYTES
 from ...core.geometry.runs import I64
-from ...core.planning.local_metadata import TensorColumns, shape_columns, width_of
+from ...core.planning.local_metadata import TensorColumns, links_of, shape_columns, width_of
 from ...core.planning.save_plan import Checks, SavePlan, plan_save
 from ...core.planning.target_pieces import TargetRows, as_job_metadata, target_rows
 from ...core.planning.target_placement import TargetPlacement, TargetTopology, place
@@ -154,7 +154,8 @@ def _tensors(
         dtype = choice.dtypes.get(name, saved)
         main = first.setdefault((catalog.source(index), dtype), name)
         alias = None if main == name else main
-        specs.append(TensorSpec(name, dtype, catalog.shape(index), (), Replication.DECLARED, _declared(placed[main]), alias))
+        shape, declared = catalog.shape(index), _declared(placed[main])
+        specs.append(TensorSpec(name, dtype, shape, (), Replication.DECLARED, declared, alias, catalog.link(index)))
         sources.append(ByteSource(index, None if dtype == saved else dtype))
     return specs, sources
 
@@ -183,6 +184,7 @@ def _table(specs: Sequence[TensorSpec], num_tensors: int, mesh: Mesh) -> TensorC
         placements=tuple(placements),
         placement=np.array([placements[spec.placement] for spec in specs], np.int64),
         mesh=mesh,
+        **links_of(specs),
     )
 
 

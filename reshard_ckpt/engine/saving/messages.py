@@ -16,7 +16,7 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
-from ...core.catalog.specs import AxisPlacement, Mesh, ValueKind
+from ...core.catalog.specs import AxisPlacement, Mesh, StateLink, ValueKind
 from ...core.geometry.ordering import lex_order
 from ...core.geometry.runs import I64, pad_left, ranges
 from ...core.planning.local_metadata import JobMetadata, LocalMetadata, LocalValue, RowColumns, TensorColumns
@@ -27,6 +27,7 @@ _ROWS_HEAD = struct.Struct("<BBxxII")
 """Bytes an item, dims of a box; how many boxes and rows follow."""
 
 _FORMAT_BYTES = 2
+_WIDE = ("ndim", "shape", "alias", "placement", "optimizer", "key", "parameter")
 _ASSIGNMENT_HEAD = struct.Struct("<BxxxI")
 
 
@@ -134,18 +135,22 @@ def _encode_tensors(tensors: TensorColumns) -> bytes:
 def _decode_tensors(data: bytes) -> TensorColumns:
     m = _unpack(data)
     placements = tuple(tuple(AxisPlacement(*p) for p in placement) for placement in m["placements"])
-    wide = {name: _wide(m[name]) for name in ("ndim", "shape", "alias", "placement")}
+    wide = {name: _wide(m[name]) for name in _WIDE}
     return TensorColumns(**{**m, **wide, "placements": placements, "mesh": None if m["mesh"] is None else Mesh(*m["mesh"])})
 
 
 def _encode_values(values: Sequence[LocalValue]) -> bytes:
-    packed: bytes = msgpack.packb([[v.name, v.path, int(v.kind), v.data] for v in values])
+    links = ((None if v.link is None else [v.link.optimizer, v.link.fqn, v.link.key, v.link.parameter]) for v in values)
+    packed: bytes = msgpack.packb([[v.name, v.path, int(v.kind), v.data, link] for v, link in zip(values, links, strict=True)])
     return packed
 
 
 def decode_values(data: bytes) -> tuple[LocalValue, ...]:
     """The values of one rank."""
-    return tuple(LocalValue(name, path, ValueKind(kind), raw) for name, path, kind, raw in msgpack.unpackb(data))
+    return tuple(
+        LocalValue(name, path, ValueKind(kind), raw, None if link is None else StateLink(*link))
+        for name, path, kind, raw, link in msgpack.unpackb(data)
+    )
 
 
 def _encode_rows(rows: RowColumns) -> bytes:

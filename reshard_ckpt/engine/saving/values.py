@@ -14,7 +14,7 @@ import torch
 
 from ...core.catalog import param_groups
 from ...core.catalog.model import ValueEntry
-from ...core.catalog.specs import ValueKind, ValueSpec
+from ...core.catalog.specs import StateLink, ValueKind, ValueSpec
 from ...core.planning.local_metadata import LocalValue
 from ...core.planning.merge import MergedTables
 from ...core.report import summarize
@@ -34,7 +34,7 @@ def local_values(values: Sequence[ValueSpec], rank: int) -> tuple[list[LocalValu
     for value in values:
         own = value.kind is ValueKind.PER_RANK
         aside = own or (value.kind is ValueKind.PLAIN and len(value.data) > INLINE_BYTES)
-        offered.append(LocalValue(value.name, value.path, value.kind, None if aside else value.data))
+        offered.append(LocalValue(value.name, value.path, value.kind, None if aside else value.data, value.link))
         if aside:
             data = torch.frombuffer(bytearray(value.data), dtype=torch.uint8)
             blobs.append(byte_blob(blob_name(value.name, rank if own else None), data, value.name if own else None))
@@ -87,9 +87,15 @@ def _merge(name: str, held: Sequence[tuple[int, LocalValue]], tables: MergedTabl
             problems.append(f"{name}: a PerRank value is missing on ranks {absent}; save PerRank(None) there")
         return ValueEntry(name, first.path, first.kind, None, tuple(blobs.tolist()))
     if first.data is not None:
-        return ValueEntry(name, first.path, first.kind, first.data)
+        return ValueEntry(name, first.path, first.kind, first.data, link=_link(held))
     # The names are sorted, and that of the blob is among them.
-    return ValueEntry(name, first.path, first.kind, None, (bisect_left(tables.names, blob_name(name, None)),))
+    return ValueEntry(name, first.path, first.kind, None, (bisect_left(tables.names, blob_name(name, None)),), _link(held))
+
+
+def _link(held: Sequence[tuple[int, LocalValue]]) -> StateLink | None:
+    """What the value is state of; a rank may have that without the parameter."""
+    links = [value.link for _, value in held if value.link is not None]
+    return next((link for link in links if link.parameter is not None), links[0] if links else None)
 
 
 def _show(value: LocalValue) -> str:

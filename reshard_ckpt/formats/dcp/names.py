@@ -14,18 +14,20 @@ Three things differ:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
+from ...core.catalog.links import GROUPS, STATE
 from ...core.catalog.param_groups import NOT_SAVED, comparable
+from ...core.catalog.specs import StateLink
 from ...core.catalog.wrappers import unwrapped
 from .metadata import Key, Metadata
 
 MODEL = "model"
 OPTIMIZER = "optimizer"
-GROUPS = "param_groups"
-STATE = "state"
 
 KeyPath = tuple[Key, ...]
 
@@ -143,6 +145,37 @@ def groups_from_entries(entries: Mapping[str, GroupEntry], values: Mapping[str, 
     if (flat and nested) or not all(isinstance(group, dict) for group in (*flat.values(), *nested.values())):
         return None
     return OptimizerGroups(_by_parameter(flat), {}) if flat else groups_from_list([nested[i] for i in sorted(nested)])
+
+
+def flat_groups(optimizer: KeyPath, groups: Iterable[Mapping[str, Any]]) -> Iterator[tuple[KeyPath, Any]]:
+    """Name every hyperparameter of every parameter, as with ``flatten_optimizer_state_dict=True``."""
+    for group in groups:
+        for fqn in group["params"]:
+            yield from (((*optimizer, f"{GROUPS}.{fqn}.{key}"), value) for key, value in group.items() if key != "params")
+
+
+def state_path(link: StateLink, form: str) -> KeyPath:
+    """Give the path of an entry of an optimizer's state, in the nested or the flat form."""
+    above = tuple(link.optimizer.split(".")) if link.optimizer else ()
+    return (*above, STATE, link.fqn, link.key) if form == "nested" else (*above, f"{STATE}.{link.fqn}.{link.key}")
+
+
+def taken_apart(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any]]:
+    """Flatten a value as DCP does: dicts always, lists where a dict or a tensor is inside."""
+    if isinstance(value, Mapping) and value:
+        for key, child in value.items():
+            yield from taken_apart((*path, str(key)), child)
+    elif isinstance(value, list) and not _is_terminal(value):
+        for index, child in enumerate(value):
+            yield from taken_apart((*path, index), child)
+    else:
+        yield path, value
+
+
+def _is_terminal(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(_is_terminal(child) for child in value)
+    return not isinstance(value, Mapping | torch.Tensor)
 
 
 class NestedBuilder:

@@ -17,9 +17,11 @@ from typing import Any
 
 import torch
 
+from ...core.catalog.links import GROUPS
 from ...core.catalog.model import Catalog, ValueEntry
 from ...core.catalog.specs import ValueKind
 from ...errors import CheckpointError, CorruptError
+from ...format.links import linked
 from ...format.torch_dtypes import dtype_code
 from ...format.values import decode_value, encode_path, encode_value
 from ...storage.protocol import Storage
@@ -30,7 +32,6 @@ from .chunks import locate as locate_chunks
 from .folder import FolderMetadata, is_folder, read_folder
 from .metadata import Metadata, SavedTensor
 from .names import (
-    GROUPS,
     GroupEntry,
     KeyPath,
     Names,
@@ -156,7 +157,7 @@ class _Folder:
             self._take_whole_groups(fqn, by_number)
         tensors = [found for fqn, path in self._paths.items() if (found := self._tensor(fqn, path)) is not None]
         self._add_values()
-        catalog = build_catalog(tensors, self._located.files, self._entries, format=FORMAT, where=self._storage.url)
+        catalog = linked(build_catalog(tensors, self._located.files, self._entries, format=FORMAT, where=self._storage.url))
         return replace(catalog, unreadable=self._unreadable)
 
     def _tensor(self, fqn: str, path: KeyPath) -> ForeignTensor | None:

@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 
+from ...core.catalog.links import optimizer_of
 from ...core.catalog.model import Catalog
 from ...core.catalog.specs import Ints, ValueKind
 from ...engine.loading.stream import Run, whole_run
@@ -27,7 +29,7 @@ from ...storage.protocol import Storage, Writer
 from ..tensor_stream import ByteStream
 from .metadata import METADATA_KEY, Chunk, Extent, SavedTensor
 from .metadata_writer import metadata_bytes
-from .names import GROUPS, STATE, KeyPath, dotted
+from .names import KeyPath, dotted, flat_groups, state_path, taken_apart
 from .tensor_zip import write_tensor
 
 CHUNK_BYTES = 256 << 20
@@ -208,7 +210,8 @@ def lay_out(catalog: Catalog, values: Mapping[str, Any], optimizer: str) -> Fold
     """Name everything as DCP would have done if it had saved the same state."""
     entries = catalog.values_table
     check_keys(decode_path(entry.path) for entry in entries)
-    optimizers = tuple(e.name.removesuffix(f".{GROUPS}") for e in entries if e.kind is ValueKind.PARAM_GROUPS)
+    optimizers = {optimizer_of(entry.name) for entry in entries if entry.kind is ValueKind.PARAM_GROUPS}
+    links = {name: link for name, link in catalog.links().items() if link.optimizer in optimizers}
     paths: dict[str, KeyPath] = {}
     flat: dict[str, Any] = {}
 
@@ -223,49 +226,27 @@ def lay_out(catalog: Catalog, values: Mapping[str, Any], optimizer: str) -> Fold
         path = tuple(int(key) if isinstance(key, Index) else str(key) for key in keys)
         value = values[entry.name]
         if entry.kind is ValueKind.PARAM_GROUPS and optimizer == "flat":
-            pairs = _flat_groups(path[:-1], value)
+            pairs = flat_groups(path[:-1], value)
         elif entry.kind is ValueKind.PARAM_GROUPS:
-            pairs = _flatten(path, _without_tied_names(catalog, entry.name.removesuffix(GROUPS), value))
+            pairs = taken_apart(path, _without_tied_names(catalog, optimizer_of(entry.name), value))
+        elif (link := links.get(entry.name)) is not None:
+            pairs = taken_apart(state_path(link, optimizer), value)
         else:
-            pairs = _flatten(path, list(value) if entry.kind is ValueKind.PER_RANK else value)
+            pairs = taken_apart(path, list(value) if entry.kind is ValueKind.PER_RANK else value)
         for where, leaf in pairs:
-            add(_optimizer_path(where, optimizers, optimizer), leaf)
+            add(where, leaf)
     dicts = {path[:i] for path in paths.values() for i in range(1, len(path))}
     tensors = {name: catalog.index(name) for name in catalog.names}
-    paths.update({name: _optimizer_path(_tensor_path(name, dicts), optimizers, optimizer) for name in tensors})
+    for name in tensors:
+        paths[name] = state_path(links[name], optimizer) if name in links else _tensor_path(name, dicts)
     return FolderLayout(tensors, flat, paths)
 
 
-def _flat_groups(optimizer: KeyPath, groups: Iterable[Mapping[str, Any]]) -> Iterator[tuple[KeyPath, Any]]:
-    for group in groups:
-        for fqn in group["params"]:
-            yield from (((*optimizer, f"{GROUPS}.{fqn}.{key}"), value) for key, value in group.items() if key != "params")
-
-
-def _without_tied_names(catalog: Catalog, prefix: str, groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _without_tied_names(catalog: Catalog, optimizer: str | None, groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """List each tied weight of a group once, under the name that its state has: DCP counts the parameters of a group."""
-    state, table = f"{prefix}{STATE}.", catalog.tensors_table
-    shared = (name for name, alias in zip(table.names, table.alias.tolist(), strict=True) if alias >= 0)
-    second = {name.removeprefix(state).rpartition(".")[0] for name in shared if name.startswith(state)}
+    shared = (link for i in np.flatnonzero(catalog.tensors_table.alias >= 0).tolist() if (link := catalog.link(i)) is not None)
+    second = {link.fqn for link in shared if link.optimizer == optimizer}
     return [{**group, "params": [fqn for fqn in group["params"] if fqn not in second]} for group in groups]
-
-
-def _flatten(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, Any]]:
-    """Flatten a value as DCP does: dicts always, lists where a dict or a tensor is inside."""
-    if isinstance(value, Mapping) and value:
-        for key, child in value.items():
-            yield from _flatten((*path, str(key)), child)
-    elif isinstance(value, list) and not _is_terminal(value):
-        for index, child in enumerate(value):
-            yield from _flatten((*path, index), child)
-    else:
-        yield path, value
-
-
-def _is_terminal(value: Any) -> bool:
-    if isinstance(value, list):
-        return all(_is_terminal(child) for child in value)
-    return not isinstance(value, Mapping | torch.Tensor)
 
 
 def _tensor_path(name: str, dicts: set[KeyPath]) -> KeyPath:
@@ -277,14 +258,3 @@ def _tensor_path(name: str, dicts: set[KeyPath]) -> KeyPath:
     while above < len(keys) - 1 and tuple(keys[: above + 1]) in dicts:
         above += 1
     return (*keys[:above], ".".join(keys[above:])) if len(keys) > above else tuple(keys)
-
-
-def _optimizer_path(path: KeyPath, optimizers: Iterable[str], form: str) -> KeyPath:
-    """Return the path of an optimizer's state in the wanted form; anything else keeps its path."""
-    name = dotted(path)
-    for optimizer in optimizers:
-        if name.startswith(f"{optimizer}.{STATE}."):
-            fqn, _, key = name.removeprefix(f"{optimizer}.{STATE}.").rpartition(".")
-            above = tuple(optimizer.split("."))
-            return (*above, STATE, fqn, key) if form == "nested" else (*above, f"{STATE}.{fqn}.{key}")
-    return path

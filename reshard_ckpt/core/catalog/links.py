@@ -1,0 +1,195 @@
+"""Links from an optimizer's state to its parameters: how they are kept as columns, and how they are found in mere names.
+
+State is named ``<optimizer>.state.<FQN>.<key>``. Each of the three may have dots in it, and a parameter may be called
+``state.x.exp_avg``, so where such a name divides is recorded when it is saved: as the number of its dotted parts that are the
+optimizer, and of those that are the key. Files that hold names alone are linked once, when they are opened (`links_from_names`).
+No other module divides such a name by looking at it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from ..geometry.runs import I64
+from .specs import StateLink
+
+STATE, GROUPS = "state", "param_groups"
+MAX_PARTS = 256
+"""Names of more parts are not searched: to try every way to divide them would take a reader of hostile names too long."""
+
+_BETWEEN = f".{STATE}."
+
+
+def groups_name(optimizer: str) -> str:
+    """The name of an optimizer's groups.
+
+    >>> groups_name("optimizer"), groups_name("")
+    ('optimizer.param_groups', 'param_groups')
+    """
+    return f"{optimizer}.{GROUPS}" if optimizer else GROUPS
+
+
+def state_name(optimizer: str, fqn: str = "") -> str:
+    """What the names of a parameter's state begin with; of all state of the optimizer, without an FQN.
+
+    >>> state_name("optimizer", "w"), state_name("optimizer")
+    ('optimizer.state.w', 'optimizer.state.')
+    """
+    return StateLink(optimizer, fqn, "").name[:-1]
+
+
+def optimizer_of(groups: str) -> str | None:
+    """The optimizer whose groups are a value of this name; None if it is called otherwise.
+
+    >>> optimizer_of("optimizer.param_groups"), optimizer_of("param_groups"), optimizer_of("extra.lr")
+    ('optimizer', '', None)
+    """
+    optimizer, _, last = groups.rpartition(".")
+    return optimizer if last == GROUPS else None
+
+
+def num_parts(text: str) -> int:
+    """How many dotted parts a name has; none, if it is empty."""
+    return text.count(".") + 1 if text else 0
+
+
+def divided(name: str, optimizer: int, key: int, parameter: str | None = None) -> StateLink:
+    """The link of a name whose first `optimizer` parts and last `key` parts are the optimizer and the key.
+
+    >>> divided("optimizer.state.state.x.exp_avg.exp_avg", 1, 1).fqn
+    'state.x.exp_avg'
+    """
+    parts = name.split(".")
+    return StateLink(".".join(parts[:optimizer]), ".".join(parts[optimizer + 1 : -key]), ".".join(parts[-key:]), parameter)
+
+
+def link_columns(names: Sequence[str], links: Sequence[StateLink | None], tensors: Mapping[str, int]) -> dict[str, I64]:
+    """The columns `optimizer`, `key` and `parameter` of entries; a link that its entry's name does not show is left out.
+
+    Parameters
+    ----------
+    tensors
+        The index of each tensor, by name; a parameter that is not among them was not saved along, and is -1.
+    """
+    columns = np.zeros((len(names), 3), np.int64)
+    columns[:, 2] = -1
+    for i, (name, link) in enumerate(zip(names, links, strict=True)):
+        if link is not None and link.name == name:
+            columns[i] = num_parts(link.optimizer), num_parts(link.key), tensors.get(link.parameter or "", -1)
+    return dict(zip(("optimizer", "key", "parameter"), columns.T, strict=True))
+
+
+def links_from_names(names: Iterable[str], groups: Mapping[str, Iterable[str]]) -> dict[str, StateLink]:
+    """Find which names are state of which parameter; a name that may divide in several ways is left out.
+
+    A name is state of an optimizer that has groups if some way to divide it gives a parameter of these groups; keys without dots
+    go before others, as torch's optimizers have no others. Where the groups do not list it, the last part is the key. A name of
+    something without groups is state if a parameter of that name stands elsewhere, and all below it is state.
+
+    Parameters
+    ----------
+    names
+        Of all tensors, and of values, which may be state too.
+    groups
+        For each optimizer, the parameters that its groups list.
+
+    Examples
+    --------
+    >>> links_from_names(["model.w", "opt.state.w.exp_avg"], {"opt": ["w"]})
+    {'opt.state.w.exp_avg': StateLink(optimizer='opt', fqn='w', key='exp_avg', parameter='model.w')}
+    """
+    names = [name for name in names if name.count(".") < MAX_PARTS]
+    listed = {optimizer: frozenset(fqns) for optimizer, fqns in groups.items()}
+    found: dict[str, StateLink] = {}
+    others: dict[str, list[StateLink]] = {}
+    for name in names:
+        ways = list(_ways(name))
+        known = [way for optimizer, rest in ways if optimizer in listed for way in _listed(optimizer, rest, listed[optimizer])]
+        link = _only([way for way in known if "." not in way.key]) or _only(known)
+        if link is None and not known:
+            plain = [StateLink(optimizer, *_last(rest)) for optimizer, rest in ways if "." in rest]
+            link = _only([way for way in plain if way.optimizer in listed])
+            if link is None and plain:
+                others[name] = plain
+        if link is not None:
+            found[name] = link
+    found |= _without_groups(names, found, others, listed)
+    parameters = find_parameters({link.fqn for link in found.values()}, (name for name in names if name not in found))
+    return {name: StateLink(way.optimizer, way.fqn, way.key, parameters.get(way.fqn)) for name, way in found.items()}
+
+
+def _ways(name: str) -> Iterator[tuple[str, str]]:
+    """Each way to take a name for an optimizer and what is below its state."""
+    below = "." + name
+    at = below.find(_BETWEEN)
+    while at >= 0:
+        yield below[1:at], below[at + len(_BETWEEN) :]
+        at = below.find(_BETWEEN, at + 1)
+
+
+def _last(rest: str) -> tuple[str, str]:
+    fqn, _, key = rest.rpartition(".")
+    return fqn, key
+
+
+def _listed(optimizer: str, rest: str, fqns: frozenset[str]) -> Iterator[StateLink]:
+    """Each way to divide the rest of a name into a listed parameter and a key."""
+    at = rest.find(".")
+    while at >= 0:
+        if rest[:at] in fqns:
+            yield StateLink(optimizer, rest[:at], rest[at + 1 :])
+        at = rest.find(".", at + 1)
+
+
+def _only(ways: Sequence[StateLink]) -> StateLink | None:
+    return ways[0] if len(ways) == 1 else None
+
+
+def _without_groups(
+    names: Sequence[str],
+    found: Mapping[str, StateLink],
+    others: Mapping[str, Sequence[StateLink]],
+    listed: Mapping[str, frozenset[str]],
+) -> dict[str, StateLink]:
+    """The links of names whose optimizer has no groups in the checkpoint."""
+    if not others:
+        return {}
+    # What the groups of an optimizer list is a parameter, whatever it is called.
+    trained = set(find_parameters(frozenset().union(*listed.values()), (name for name in names if name not in found)).values())
+    others = {name: ways for name, ways in others.items() if name not in trained}
+    optimizers = {way.optimizer for ways in others.values() for way in ways} - listed.keys()
+    for name in names:
+        parts = name.split(".")
+        for i in range(len(parts)) if optimizers else ():
+            if parts[i] not in (STATE, GROUPS) or name in trained:
+                optimizers.discard(".".join(parts[:i]))
+    state = {name: link for name, ways in others.items() if (link := _only([way for way in ways if way.optimizer in optimizers]))}
+    parameters = find_parameters({link.fqn for link in state.values()}, (n for n in names if n not in state and n not in found))
+    return {name: link for name, link in state.items() if link.fqn in parameters}
+
+
+def find_parameters(fqns: Iterable[str], names: Iterable[str]) -> dict[str, str]:
+    """Find the name of each parameter: the one closest to the root that ends in its FQN.
+
+    So ``norm.weight`` is ``model.norm.weight``, not that of a layer. Of several as close, one below ``model`` is taken, or none.
+    A number is no FQN here: optimizers that were made without names number their parameters.
+
+    >>> find_parameters(["w", "v"], ["a.w", "model.w", "a.v", "b.v", "model.layer.w"])
+    {'w': 'model.w'}
+    """
+    wanted = {fqn for fqn in fqns if not fqn.isdecimal()}
+    nearest: dict[str, tuple[int, list[str]]] = {}
+    for name in names if wanted else ():
+        suffix, depth = name, 0
+        while suffix:
+            if suffix in wanted:
+                least, several = nearest.setdefault(suffix, (depth, []))
+                if depth < least:
+                    nearest[suffix] = depth, [name]
+                elif depth == least:
+                    several.append(name)
+            suffix, depth = suffix.partition(".")[2] if depth < MAX_PARTS else "", depth + 1
+    chosen = {fqn: [n for n in many if n == f"model.{fqn}"] if len(many) > 1 else many for fqn, (_, many) in nearest.items()}
+    return {fqn: many[0] for fqn, many in chosen.items() if many}
