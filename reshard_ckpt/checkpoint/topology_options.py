@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..core.catalog.links import optimizer_of, state_name
 from ..core.catalog.model import Catalog
 from ..core.catalog.specs import AxisPlacement, Mesh
 from ..core.words import check_text
-from ..engine.common.rename import GROUPS_SUFFIX
 from ..errors import UsageError
 
 MAX_RANKS = 1 << 17
@@ -124,9 +124,7 @@ def check_rename(catalog: Catalog, rename: Any) -> None:
     known = {*catalog.names, *catalog.value_names, *catalog.unreadable}
     known |= {".".join(parts[:i]) for parts in (name.split(".") for name in known) for i in range(1, len(parts))}
     # An optimizer's groups name parameters too, of which some have no state.
-    optimizers = tuple(
-        f"{name.removesuffix(GROUPS_SUFFIX)}.state." for name in catalog.value_names if name.endswith(GROUPS_SUFFIX)
-    )
+    optimizers = tuple(state_name(optimizer) for name in catalog.value_names if (optimizer := optimizer_of(name)) is not None)
     for old in rename:
         if old not in known and not old.startswith(optimizers):
             raise UsageError(f"rename={{{old!r}: …}}: the checkpoint has no such name, nor any below it; correct it")
