@@ -16,7 +16,7 @@ import torch
 
 from ..core.catalog.specs import ValueKind, ValueSpec
 from ..format.values import encode_path, encode_value
-from ..state.flattened import GROUPS, STATE, is_flattened
+from ..state.optimizer_dicts import GROUPS, STATE, is_flattened
 from ..state.scan import Index, Path, name_of, path_keys
 from .forms import nested
 

@@ -33,7 +33,7 @@ from ..engine.common.recorder import Recorder
 from ..engine.common.tensor_bytes import LocalPiece, chunks
 from ..engine.saving.agreement import PreviousCheckpoint
 from ..engine.saving.commit import look
-from ..engine.saving.messages import Assignment, Receipt, RunColumns
+from ..engine.saving.messages import Receipt
 from ..engine.saving.write import WRITE_BYTES, FileLayout, lay_out_members, write_files
 from ..errors import CheckpointError, LayoutError, UnsupportedError
 from ..format.keys import new_save_id
@@ -148,7 +148,7 @@ class ReshardWriter(StorageWriter):
         with open_storage(self._at) as storage:
             save_id = _TURNS.take(turn.save_id)
             layouts = lay_out_members([part.member for part in job.parts], save_id, turn.rank)
-            receipt = write_files(storage, job.assignment(save_id), layouts, job.chunks_of, np.zeros(0, np.uint64), Recorder())
+            receipt = write_files(storage, layouts, job.chunks_of, np.zeros(0, np.uint64), Recorder())
         future: Future[list[WriteResult]] = Future()
         future.set_result([*job.results(receipt), *_where_tensors_lie(planner, turn.rank)])
         return future
@@ -240,11 +240,6 @@ class _Job:
                 "reshard_ckpt.dcp.save, which works layouts out by itself"
             )
         return tensor
-
-    def assignment(self, save_id: str) -> Assignment:
-        """These parts as what a rank of a save is told to write; none is to be compared with another rank's."""
-        none, each = np.zeros(0, np.int64), np.zeros(len(self.parts), np.int64)
-        return Assignment(save_id, each, each, each, RunColumns(none, none, none))
 
     def results(self, receipt: Receipt) -> list[WriteResult]:
         """What DCP is told, with what the coordinator has to know."""

@@ -22,9 +22,10 @@ import torch
 from ..core.catalog.model import FileEntry, ValueEntry
 from ..core.catalog.specs import TensorSpec, row_major_strides
 from ..core.words import a
+from ..engine.common.tensor_bytes import LocalTensor
 from ..errors import CorruptError, NameCollisionError, UnsupportedError
 from ..state.capture import capture
-from ..state.entries import Captured, NamedTensor
+from ..state.entries import Captured
 from ..state.modules import EXTRA_STATE
 from ..state.scan import Verbatim
 from ..storage import LocalStorage, Storage
@@ -144,7 +145,7 @@ class _Placing:
     mappings: Mappings
     strided: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    def place(self, entry: NamedTensor) -> ForeignTensor:
+    def place(self, entry: LocalTensor) -> ForeignTensor:
         spec = entry.spec
         if spec.alias_of is not None or not spec.pieces:
             return ForeignTensor(spec.name, spec.dtype, spec.shape, (), spec.alias_of)
@@ -170,7 +171,7 @@ def _is_in_order(spec: TensorSpec) -> bool:
 def _foreign(storage: Storage, captured: Captured, mapped: Mapping[str, Mapped]) -> Foreign:
     files = [foreign_file(key, one.size, "torch") for key, one in mapped.items()]
     placing = _Placing(files, Mappings(list(mapped.values())))
-    tensors = [placing.place(entry) for entry in captured.entries]
+    tensors = [placing.place(entry) for entry in captured.tensors]
     ordered = sorted(captured.values, key=lambda value: value.name)
     values = [ValueEntry(value.name, value.path, value.kind, value.data) for value in ordered]
     catalog = build(tensors, placing.files, values, format="torch", where=storage.url)

@@ -1,4 +1,4 @@
-"""How is work not done again whose input is the same as last time? By keeping the last inputs whole, and comparing them whole.
+"""A cache of the last results of slow work, by inputs that are kept and compared whole.
 
 For inputs that are slow to hash but quick to compare: most of what describes a state is, from save to save, the same objects,
 which Python compares by identity first. Nothing is reused unless all that it follows from is equal.
@@ -26,7 +26,7 @@ class Memo(Generic[Key, Value]):
         self._items: tuple[tuple[Key, Value], ...] = ()
 
     def get(self, key: Key, make: Callable[[], Value]) -> Value:
-        """The value of a key that is equal to this one, or else what `make` gives."""
+        """Return the value of a key that is equal to this one, or else what `make` gives."""
         items = self._items
         for i, (known, value) in enumerate(items):
             if known == key:

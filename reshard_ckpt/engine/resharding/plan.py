@@ -11,25 +11,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 
 from ...core.catalog.model import Catalog, TensorKind, ValueEntry
-from ...core.catalog.specs import AxisPlacement, Mesh, Piece, Replication, TensorSpec, ValueKind
+from ...core.catalog.specs import AxisPlacement, Mesh, Replication, TensorSpec, ValueKind
 from ...core.geometry.dtypes import CODES, ITEM_BYTES
 from ...core.geometry.runs import I64
-from ...core.planning.local_metadata import LocalMetadata, RowColumns, TensorColumns, shape_columns, width_of
+from ...core.planning.local_metadata import TensorColumns, shape_columns, width_of
 from ...core.planning.save_plan import Checks, SavePlan, plan_save
 from ...core.planning.target_pieces import Box, TargetRows, as_job_metadata, target_rows
 from ...core.planning.target_placement import TargetPlacement, TargetTopology, place
 from ...format.checksums import digest128
 from ...format.shard_file import blob_name
-from ..common.tensor_bytes import LocalPiece
 from ..loading.stream import Run
-from ..saving.messages import Assignment, RunColumns
-from ..saving.write import FileLayout, LocalShards, lay_out
+from ..saving.write import FileLayout, lay_out_members, member_of
 from .write_order import Item
-
-_NOTHING = torch.empty(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,25 +60,16 @@ class ReshardPlan:
     held: TargetRows
     boxes: Sequence[Box]
 
-    def assignment(self, rank: int, save_id: str) -> Assignment:
-        """What a new rank writes."""
-        items, none = self.plan.items_of(rank), np.zeros(0, np.int64)
-        columns = (self.plan.local[items], self.plan.part_start[items], self.plan.part_count[items])
-        return Assignment(save_id, *columns, RunColumns(none, none, none))
-
     def layouts(self, rank: int, save_id: str) -> list[FileLayout]:
-        """The files of a new rank."""
-        rows = slice(*np.searchsorted(self.held.rank, [rank, rank + 1]).tolist())
-        pieces = [
-            (t, LocalPiece(_NOTHING, self._piece(row))) for row, t in enumerate(self.held.tensor[rows].tolist(), rows.start)
-        ]
-        none = np.zeros(0, np.int64)
-        local_metadata = LocalMetadata(self.offered, RowColumns(none, none, none, none, none, none), ())
-        return lay_out(LocalShards(self.specs, pieces, local_metadata), self.assignment(rank, save_id), rank)
-
-    def _piece(self, row: int) -> Piece:
-        offsets, lengths = self.boxes[int(self.held.box[row])]
-        return Piece(offsets, lengths, int(self.held.start[row]), int(self.held.count[row]), 0, ())
+        """Lay out the files of a new rank."""
+        items, first = self.plan.items_of(rank), int(np.searchsorted(self.held.rank, rank))
+        columns = (self.plan.local[items], self.plan.part_start[items], self.plan.part_count[items])
+        members = []
+        for local, start, count in zip(*(column.tolist() for column in columns), strict=True):
+            index, box = int(self.held.tensor[first + local]), self.boxes[int(self.held.box[first + local])]
+            is_blob = self.offered.kind[index] == TensorKind.BLOB
+            members.append(member_of(self.specs[index], *box, start, count, is_blob=is_blob))
+        return lay_out_members(members, save_id, rank)
 
     def items(self, rank: int) -> list[Item]:
         """A new rank's write items, in the order of its files."""
