@@ -20,7 +20,7 @@ def touched_bytes(path: Path, state: dict[str, Any]) -> int:
     with open_storage(path) as storage:
         catalog = open_catalog(storage)
         target = prepare_load(state, catalog, rank=dist.get_rank(), size=dist.get_world_size())
-        plan = resolve(catalog, [(entry.spec, entry.memory) for entry in target.entries], LoadOptions()).plan
+        plan = resolve(catalog, target.tensors, LoadOptions()).plan
     marks = _Marks([file.size for file in catalog.files])
     for item in range(len(plan.src)):
         marks.mark(int(plan.file[item]), *_runs(plan, item))

@@ -26,7 +26,7 @@ from reshard_ckpt import checkpoint
 from reshard_ckpt.comm import SoloComm
 from reshard_ckpt.engine.saving.agreement import PreviousCheckpoint, agree
 from reshard_ckpt.engine.saving.async_save import take_ring
-from reshard_ckpt.engine.saving.commit import describe_local
+from reshard_ckpt.engine.saving.local_shards import describe_local
 from reshard_ckpt.engine.saving.staging import Staging
 from reshard_ckpt.engine.saving.write import lay_out
 from reshard_ckpt.state.capture import capture
@@ -71,7 +71,7 @@ def seconds(work: Callable[[], object]) -> float:
 def measure_copy(state: dict[str, Any], pairs: int) -> dict[str, float]:
     """Return bytes a second of a plain pinned copy, and of staging."""
     captured = capture(state)
-    local_shards = describe_local([(e.spec, e.memory) for e in captured.entries], captured.values, captured.mesh, 0)
+    local_shards = describe_local(captured.tensors, captured.values, captured.mesh, 0)
     assignment = agree(SoloComm(), local_shards, before=PreviousCheckpoint(b"", frozenset())).assignment
     layouts = lay_out(local_shards, assignment, 0)
     ring = take_ring(local_shards, layouts, None)

@@ -29,7 +29,8 @@ import torch
 from reshard_ckpt import checkpoint
 from reshard_ckpt.core.catalog.specs import AxisPlacement, Mesh, Replication, StateLink, TensorSpec, box_piece, row_major_strides
 from reshard_ckpt.engine.saving.agreement import plan_from_metadata
-from reshard_ckpt.engine.saving.commit import describe_local, look, publish
+from reshard_ckpt.engine.saving.commit import look, publish
+from reshard_ckpt.engine.saving.local_shards import describe_local
 from reshard_ckpt.engine.saving.messages import decode_assignment, encode_assignments, encode_metadata
 from reshard_ckpt.engine.saving.write import write_assignment
 from reshard_ckpt.format.keys import new_save_id

@@ -92,7 +92,7 @@ def agreement(ranks: Ranks, cache: PlanCache) -> tuple[float, Leader, int]:
     used_s = time.process_time() - begin
     sent = ranks.messages(leader) if leader.answer.asked.any() else None
     begin = time.process_time()
-    leader.hear(ranks.parts[0], sent)
+    leader.take_parts(ranks.parts[0], sent)
     assignments = leader.assignments() if leader.answer.assigns else []
     used_s += time.process_time() - begin
     ranks.plan_id = leader.answer.plan_id

@@ -28,7 +28,7 @@ from reshard_ckpt.core.catalog.specs import (
     row_major_strides,
 )
 from reshard_ckpt.core.planning.local_metadata import LocalMetadata, build_local_metadata
-from reshard_ckpt.engine.saving.values import local_values
+from reshard_ckpt.engine.saving.local_shards import local_values
 from reshard_ckpt.format.values import encode_value
 
 LAYERS, HIDDEN, FFN, KV, VOCAB = 126, 16384, 53248, 1024, 128256

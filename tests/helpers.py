@@ -22,7 +22,7 @@ from reshard_ckpt.core.geometry.dtypes import CODES
 from reshard_ckpt.errors import MismatchError
 from reshard_ckpt.format.torch_dtypes import TORCH_DTYPES
 from reshard_ckpt.format.values import decode_value
-from reshard_ckpt.state import Captured, NamedTensor, PerRankValues, prepare_load
+from reshard_ckpt.state import Captured, LocalTensor, PerRankValues, prepare_load
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def flat_index(coordinates: tuple[np.ndarray, ...], shape: Sequence[int]) -> tor
 
 def save(captures: Sequence[Captured]) -> Saved:
     """The checkpoint of what each rank captured."""
-    entries = [entry for captured in captures for entry in captured.entries]
+    entries = [entry for captured in captures for entry in captured.tensors]
     tensors: dict[str, torch.Tensor] = {}
     covered: dict[str, torch.Tensor] = {}
     aliases = {e.spec.name: e.spec.alias_of for e in entries if e.spec.alias_of is not None}
@@ -154,22 +154,22 @@ def load(
     target = prepare_load(state, saved.catalog, rank=rank, size=size)
     below = [n for n in (*saved.tensors, *saved.values) if any(n == p or n.startswith(f"{p}.") for p in target.prefixes)]
     mine = {name: value for name, value in saved.values.items() if name in below}
-    bad = {e.spec.name: why for e in target.entries if (why := _mismatch(saved, e))}
+    bad = {e.spec.name: why for e in target.tensors if (why := _mismatch(saved, e))}
     problems = [*bad.values(), *(f"{name}: missing value" for name in target.values if name not in saved.values)]
     if wanted is not None:
-        known = wanted | {e.spec.name for e in target.entries}
+        known = wanted | {e.spec.name for e in target.tensors}
         problems += [f"{name}: unexpected" for name in below if name in saved.tensors and name not in known]
     problems += target.check(mine)
     if strict and problems:
         raise MismatchError("\n".join(problems), problems)
-    for entry in target.entries:
+    for entry in target.tensors:
         if entry.spec.name not in bad:
             fill(entry, saved.tensors[entry.spec.name])
     target.finish(mine, frozenset(bad))
     return problems
 
 
-def _mismatch(saved: Saved, entry: NamedTensor) -> str | None:
+def _mismatch(saved: Saved, entry: LocalTensor) -> str | None:
     spec, whole = entry.spec, saved.tensors.get(entry.spec.name)
     if whole is None:
         return f"{spec.name}: missing"
@@ -178,7 +178,7 @@ def _mismatch(saved: Saved, entry: NamedTensor) -> str | None:
     return None if whole.dtype == entry.memory.dtype else f"{spec.name}: dtype {whole.dtype}, wanted {entry.memory.dtype}"
 
 
-def fill(entry: NamedTensor, whole: torch.Tensor) -> None:
+def fill(entry: LocalTensor, whole: torch.Tensor) -> None:
     for piece in entry.spec.pieces:
         at, coordinates = places(piece)
         memory, where = elements(entry.memory, at)

@@ -14,7 +14,8 @@ from reshard_ckpt.core.planning.save_plan import SavePlan
 from reshard_ckpt.core.report import LoadReport
 from reshard_ckpt.engine.loading.load import LoadOptions, Resolved, fetch, open_catalog, resolve
 from reshard_ckpt.engine.saving.agreement import plan_from_metadata
-from reshard_ckpt.engine.saving.commit import describe_local, look, publish
+from reshard_ckpt.engine.saving.commit import look, publish
+from reshard_ckpt.engine.saving.local_shards import LocalShards, describe_local
 from reshard_ckpt.engine.saving.messages import (
     Assignment,
     decode_assignment,
@@ -25,7 +26,7 @@ from reshard_ckpt.engine.saving.messages import (
     encode_receipt,
 )
 from reshard_ckpt.engine.saving.values import merge_values
-from reshard_ckpt.engine.saving.write import LocalShards, write_assignment
+from reshard_ckpt.engine.saving.write import write_assignment
 from reshard_ckpt.format.keys import new_save_id
 from reshard_ckpt.format.values import encode_value
 from reshard_ckpt.storage.protocol import Storage

@@ -33,7 +33,7 @@ ALLOWED = {
     "engine/loading": _BYTES | {"engine/common"},
     "engine/checking": _BYTES | {"engine/common", "engine/loading"},
     "engine/resharding": _BYTES | {"engine/common", "engine/loading", "engine/saving"},
-    "state": _BYTES,
+    "state": _BYTES | {"engine/common"},
     "formats": _FORMATS,
     "plotting": _CORE | {"engine/common"},
     "checkpoint": _FORMATS | {"plotting"},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..core.report import LoadReport, SaveReport
 from ..core.timeline import Timeline
 from ..engine.checking.verify import VerifyReport
-from ..engine.saving.async_save import SaveHandle
+from ..engine.saving.handle import SaveHandle
 from ..manager.manager import LoadedStep, Manager
 from ..state.shards import PerRank
 from .comparing import Diff, diff

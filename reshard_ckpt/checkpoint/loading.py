@@ -22,7 +22,7 @@ from ..engine.loading.read import execute
 from ..engine.loading.read_once import execute_once
 from ..engine.loading.saved_values import SavedValue, blob_reader, open_values
 from ..engine.loading.vote import Wanted, missing_values, unreadable, vote
-from ..engine.saving.async_save import SAVES
+from ..engine.saving.handle import SAVES
 from ..formats.foreign import FORMATS, ForeignFormat
 from ..formats.source import NATIVE, Path, open_shared_source
 from ..state.capture import prepare_load
@@ -142,7 +142,7 @@ def load_state(
             ignored = (*_names(target), *saved.names, *saved.value_names)
             target, saved = _without_ignored(target, options.ignore), without(saved, options.ignore)
         values = _plain_values(open_values(storage, saved, target.prefixes, verify=options.verify))
-        resolved = resolve(saved, [(e.spec, e.memory) for e in target.entries], options)
+        resolved = resolve(saved, target.tensors, options)
         # Names below one that is wanted are wanted as well: some rank may have nothing there.
         prefixes = _names(target) if only_wanted else target.prefixes
         unfit = unreadable(saved, prefixes, strict=options.strict) + missing_values(saved, target.values) + target.check(values)
@@ -160,7 +160,7 @@ def load_state(
         comm.gather(b"")
         # What is tied is loaded under one of its names, and there for all.
         loaded = {spec.alias_of or spec.name for spec in resolved.specs}
-        target.finish(values, [e.spec.name for e in target.entries if (e.spec.alias_of or e.spec.name) not in loaded])
+        target.finish(values, [e.spec.name for e in target.tensors if (e.spec.alias_of or e.spec.name) not in loaded])
         RankLog(comm.rank, target.mesh).info(
             "loaded %d tensors from %s in %.2f s, having read %s",
             len(resolved.targets),
@@ -176,16 +176,16 @@ def load_state(
 
 
 def _names(target: Target) -> tuple[str, ...]:
-    return (*target.values, *(e.spec.name for e in target.entries))
+    return (*target.values, *(e.spec.name for e in target.tensors))
 
 
 def _without_ignored(target: Target, ignore: Sequence[str]) -> Target:
     """Drop ignored names from the target; its `finish` treats them as not loaded."""
-    ignored = [e.spec.name for e in target.entries if matches(e.spec.name, ignore)]
+    ignored = [e.spec.name for e in target.tensors if matches(e.spec.name, ignore)]
     kept = set(ignored)
     return replace(
         target,
-        entries=tuple(e for e in target.entries if e.spec.name not in kept),
+        tensors=tuple(e for e in target.tensors if e.spec.name not in kept),
         values=tuple(name for name in target.values if not matches(name, ignore)),
         unplaced=tuple(name for name in target.unplaced if not matches(name, ignore)),
         finish=lambda values, skipped: target.finish(values, [*skipped, *ignored]),

@@ -1,4 +1,4 @@
-"""How does a state get to disk? `save` at once, `async_save` while training goes on; `prepare` before the first."""
+"""The public functions that save: `save` at once, `async_save` while training goes on, `prepare` before the first."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from ..engine.common.logs import RankLog
 from ..engine.common.progress import OnProgress, reporter
 from ..engine.common.recorder import Recorder, TimedComm
 from ..engine.saving.agreement import agree
-from ..engine.saving.async_save import SAVES, SaveHandle, launch, take_ring
-from ..engine.saving.commit import begin, commit, describe_local
-from ..engine.saving.write import LocalShards, lay_out, write_assignment
-from ..errors import UsageError
+from ..engine.saving.async_save import launch, take_ring
+from ..engine.saving.commit import begin, commit
+from ..engine.saving.handle import SAVES, SaveHandle
+from ..engine.saving.local_shards import LocalShards, describe_local
+from ..engine.saving.options import SaveJob, SaveOptions
+from ..engine.saving.step_guard import GuardedState
+from ..engine.saving.write import lay_out, write_assignment
 from ..format.values import encode_value
 from ..formats.source import Path
 from ..state.capture import capture
@@ -77,19 +80,15 @@ def save(
     PeerError
         Another rank failed or did not arrive.
     """
-    recorder = Recorder()
-    with open_session("save", str(path), process_group=process_group, timeout_s=timeout_s) as session:
-        comm = _observed(session, recorder, progress)
-        _wait_turn(recorder, when_busy="wait")
-        said = encode_value(metadata, "metadata")
-        local_shards = _captured(state, mesh, process_group, comm.rank, recorder)
-        with open_storage(path) as storage:
-            with recorder.step("agree"):
-                agreed = begin(comm, storage, local_shards)
-            receipt = write_assignment(storage, local_shards, agreed.assignment, comm.rank, recorder=recorder, sha256=sha256)
-            total = commit(comm, storage, agreed, receipt, said, recorder, timeline=timeline, sha256=sha256)
-    seconds = recorder.now() - recorder.began
-    return SaveReport(str(path), agreed.assignment.save_id, receipt.num_bytes, total, seconds, seconds)
+    options = SaveOptions(mesh, process_group, metadata, timeline, sha256, progress, timeout_s)
+    with ExitStack() as session:
+        job = _agreed_job(session, path, state, options)
+        receipt = write_assignment(
+            job.storage, job.local_shards, job.agreed.assignment, job.comm.rank, recorder=job.recorder, sha256=sha256
+        )
+        total = commit(job, receipt)
+    seconds = job.recorder.now() - job.recorder.began
+    return SaveReport(job.path, job.save_id, receipt.num_bytes, total, seconds, seconds)
 
 
 def async_save(
@@ -136,70 +135,35 @@ def async_save(
     CheckpointError
         As for `save`, as far as known before this returns; or the previous save failed in the background.
     """
-    _check_option("staging", staging, ("eager", "lazy"))
-    _check_option("when_busy", when_busy, ("wait", "error"))
-    return begin_save(
-        path,
-        state,
-        staging=staging,
-        host_buffer_bytes=host_buffer_bytes,
-        when_busy=when_busy,
-        mesh=mesh,
-        timeline=timeline,
-        sha256=sha256,
-        progress=progress,
-        process_group=process_group,
-        metadata=metadata,
-        timeout_s=timeout_s,
+    options = SaveOptions(
+        mesh, process_group, metadata, timeline, sha256, progress, timeout_s, staging, host_buffer_bytes, when_busy
     )
+    return begin_save(path, state, options)
 
 
-def begin_save(
-    path: Path,
-    state: Mapping[str, Any],
-    *,
-    staging: str,
-    host_buffer_bytes: int | None = None,
-    when_busy: str = "wait",
-    mesh: Any = None,
-    timeline: bool = True,
-    sha256: bool = False,
-    progress: bool | OnProgress = False,
-    process_group: Any = None,
-    metadata: Any = None,
-    timeout_s: float = 600.0,
-) -> SaveHandle:
-    """As `async_save`; with ``staging="promised"`` all is copied in the background, for the caller waits for ``staged()``."""
-    recorder = Recorder()
-    with ExitStack() as stack:
-        session = stack.enter_context(open_session("save", str(path), process_group=process_group, timeout_s=timeout_s))
-        comm = _observed(session, recorder, progress)
-        _wait_turn(recorder, when_busy=when_busy)
-        said = encode_value(metadata, "metadata")
-        local_shards = _captured(state, mesh, process_group, comm.rank, recorder)
-        storage = stack.enter_context(open_storage(path))
-        with recorder.step("agree"):
-            agreed = begin(comm, storage, local_shards)
-        handle = SaveHandle(str(path), agreed.assignment.save_id)
-        guarded, owned = held_back(state) if staging == "lazy" else ([], [])
-        launch(
-            handle,
-            stack,
-            comm,
-            storage,
-            local_shards,
-            agreed,
-            said,
-            host_buffer_bytes=host_buffer_bytes,
-            guarded=guarded,
-            owned=owned,
-            recorder=recorder,
-            timeline=timeline,
-            sha256=sha256,
-            promised=staging == "promised",
-        )
+def begin_save(path: Path, state: Mapping[str, Any], options: SaveOptions) -> SaveHandle:
+    """Begin a save as `async_save` does, with options as one value."""
+    with ExitStack() as session:
+        job = _agreed_job(session, path, state, options)
+        guarded = GuardedState(*held_back(state)) if options.staging == "lazy" else GuardedState()
+        handle = launch(job, session, guarded)
         SAVES.join(handle)
     return handle
+
+
+def _agreed_job(session: ExitStack, path: Path, state: Mapping[str, Any], options: SaveOptions) -> SaveJob:
+    """Meet the other ranks, wait for the save before, capture the state, and agree on what each rank writes."""
+    recorder = Recorder()
+    opened = open_session("save", str(path), process_group=options.process_group, timeout_s=options.timeout_s)
+    comm = _observed(session.enter_context(opened), recorder, options.progress)
+    with recorder.step("turn"):
+        SAVES.wait_turn(when_busy=options.when_busy)
+    metadata = encode_value(options.metadata, "metadata")
+    local_shards = _captured(state, options.mesh, options.process_group, comm.rank, recorder)
+    storage = session.enter_context(open_storage(path))
+    with recorder.step("agree"):
+        agreed = begin(comm, storage, local_shards)
+    return SaveJob(str(path), comm, storage, recorder, options, metadata, local_shards, agreed)
 
 
 def prepare(
@@ -223,28 +187,18 @@ def prepare(
 
 
 def _observed(session: Comm, recorder: Recorder, progress: bool | OnProgress) -> Comm:
-    """The session, just opened, as the recorder sees it; rank 0 alone shows progress."""
+    """Have the recorder note the calls of a session that was just opened; rank 0 alone shows progress."""
     recorder.add("meet", recorder.began)
     recorder.log = RankLog(session.rank, None)
     recorder.report = reporter(progress if session.rank == 0 else False)
     return TimedComm(session, recorder)
 
 
-def _wait_turn(recorder: Recorder, *, when_busy: str) -> None:
-    with recorder.step("turn"):
-        SAVES.wait_turn(when_busy=when_busy)
-
-
 def _captured(state: Mapping[str, Any], mesh: Any, process_group: Any, rank: int, recorder: Recorder) -> LocalShards:
-    """What this rank has to offer; from here on, log lines can say where on the mesh it is."""
+    """Describe what this rank has to save; from here on, log lines can say where on the mesh it is."""
     with recorder.step("capture"):
         captured = capture(state, mesh=mesh, process_group=process_group)
         for text in captured.warnings if rank == 0 else ():
             warnings.warn(text, stacklevel=4)
         recorder.log = RankLog(rank, captured.mesh)
-        return describe_local([(e.spec, e.memory) for e in captured.entries], captured.values, captured.mesh, rank)
-
-
-def _check_option(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise UsageError(f"{name}={value!r}: pass one of {', '.join(map(repr, known))}")
+        return describe_local(captured.tensors, captured.values, captured.mesh, rank)

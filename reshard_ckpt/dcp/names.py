@@ -16,7 +16,7 @@ from ..core.catalog.links import GROUPS, STATE
 from ..core.catalog.specs import ValueKind, ValueSpec
 from ..format.values import encode_path, encode_value
 from ..formats.dcp.names import flat_groups, taken_apart
-from ..state.flattened import is_flattened
+from ..state.optimizer_dicts import is_flattened
 from ..state.scan import Index, Path, name_of, path_keys
 from .state_dicts import nested
 

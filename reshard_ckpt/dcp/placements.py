@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 
 from ..core.planning.save_plan import SavePlan
 from ..engine.saving.agreement import plan_from_metadata
-from ..engine.saving.commit import describe_local
+from ..engine.saving.local_shards import describe_local
 from ..engine.saving.messages import encode_metadata
 from ..errors import CheckpointError
 from ..state.capture import capture
@@ -41,9 +41,7 @@ def rank_metadata(planner: SavePlanner, rank: int) -> RankMetadata | None:
         return None
     try:
         captured = capture(Verbatim({name: value for name, value in state.items() if isinstance(value, torch.Tensor)}))
-        local_metadata = encode_metadata(
-            describe_local([(e.spec, e.memory) for e in captured.entries], (), captured.mesh, rank).local_metadata
-        )
+        local_metadata = encode_metadata(describe_local(captured.tensors, (), captured.mesh, rank).local_metadata)
     except Exception:  # a DTensor that came from another process may have a mesh that is none here, which raises anything
         return None
     return RankMetadata(local_metadata.tensors, local_metadata.rows)

@@ -13,7 +13,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 from ..checkpoint.saving import begin_save
 from ..checkpoint.saving import save as save_checkpoint
 from ..comm import open_session
-from ..engine.saving.async_save import SaveHandle, tell
+from ..core.report import SaveReport
+from ..engine.saving.handle import RunningSave
+from ..engine.saving.options import SaveOptions
 from ..errors import CheckpointError
 from ..storage import resolved_path
 from .arguments import Path, check_collective, group_of, named_path, save_path, uses_async_staging
@@ -157,18 +159,18 @@ def async_save(
         return path, saving_form(call_state_dicts(state_dict, in_order=False)), uses_async_staging(async_stager)
 
     path, form, later = share_errors("save", named_path(checkpoint_id, storage_writer), group, make)
-    handle = begin_save(path, form, staging="promised" if later else "eager", process_group=group)
-    staging, upload = _futures(handle, path)
-    # Torch annotates the result of the second as None, and makes it the metadata.
-    return AsyncSaveResponse(staging_completion=staging, upload_completion=upload) if later else upload  # type: ignore[arg-type]
+    save = begin_save(path, form, SaveOptions(process_group=group, waits_for_staging=later)).running
+    upload = _upload(save, path)
+    # Torch says that the result of the second is None, and makes it the metadata.
+    return AsyncSaveResponse(staging_completion=save.staged, upload_completion=upload) if later else upload  # type: ignore[arg-type]
 
 
 class SaveFuture(Future[Metadata]):
     """The future of a save. Asking it for its error counts as handled; otherwise the next save raises the error."""
 
-    def __init__(self, handle: SaveHandle) -> None:
+    def __init__(self, save: RunningSave) -> None:
         super().__init__()
-        self._handle = handle
+        self._save = save
         self.set_running_or_notify_cancel()
 
     def result(self, timeout: float | None = None) -> Metadata:
@@ -177,24 +179,23 @@ class SaveFuture(Future[Metadata]):
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         error = super().exception(timeout)
-        self._handle.untold()
+        self._save.take_error()
         return error
 
 
-def _futures(handle: SaveHandle, path: Path) -> tuple[Future[None], SaveFuture]:
-    staging: Future[None] = Future()
-    staging.set_running_or_notify_cancel()
-    upload = SaveFuture(handle)
+def _upload(save: RunningSave, path: Path) -> SaveFuture:
+    upload = SaveFuture(save)
     at = resolved_path(path)  # now: the process may change its working folder
 
-    def done(save_id: str, error: BaseException | None) -> None:
+    def done(committed: Future[SaveReport]) -> None:
+        error = committed.exception()
         if error is None:
-            upload.set_result(SavedMetadata.of(path, at, save_id))
+            upload.set_result(SavedMetadata.of(path, at, save.save_id))
         else:
             upload.set_exception(as_torch_error(error) if isinstance(error, CheckpointError) else error)
 
-    tell(handle, staged=lambda: staging.set_result(None), done=done)
-    return staging, upload
+    save.committed.add_done_callback(done)
+    return upload
 
 
 def share_errors(kind: str, path: Path | None, group: Any, make: Callable[[], Made]) -> Made:

@@ -26,9 +26,8 @@ from torch.distributed.tensor import DTensor
 
 from ..core.catalog.links import GROUPS, STATE
 from ..errors import UsageError
-from ..state import flattened as flattened_optimizers
-from ..state.flattened import is_flattened
-from ..state.numbered import Literal, is_numbered
+from ..state import optimizer_dicts
+from ..state.optimizer_dicts import PlainDict, is_flattened, is_numbered
 from ..state.scan import Verbatim
 
 Make = Callable[[torch.Tensor], torch.Tensor]
@@ -72,7 +71,7 @@ def _form(value: Any, make: Make, *, merged: bool) -> Any:
             return nested(value, make, merged=merged)
         children = {key: _form(child, make, merged=merged) for key, child in value.items()}
         # DCP's names are the keys: an optimizer that is numbered stays so.
-        return Literal(children) if is_numbered(value) else children
+        return PlainDict(children) if is_numbered(value) else children
     if type(value) in (list, tuple):
         items = [_form(child, make, merged=merged) for child in value]
         return value if all(a is b for a, b in zip(items, value, strict=True)) else type(value)(items)
@@ -122,12 +121,12 @@ def nested(flat: Mapping[str, Any], make: Make, *, merged: bool) -> dict[str, An
     merged
         Parameters with the same hyperparameters form one group; otherwise, each is a group.
     """
-    tree = flattened_optimizers.nested({name: _form(value, make, merged=merged) for name, value in flat.items()})
+    tree = optimizer_dicts.nested({name: _form(value, make, merged=merged) for name, value in flat.items()})
     groups = tree[GROUPS]
     return {STATE: tree[STATE], GROUPS: groups.together() if merged else list(groups)}
 
 
 def flattened(flat: Mapping[str, Any], form: Mapping[str, Any]) -> dict[str, Any]:
     """Flatten a loaded optimizer state dict to the keys of the flattened one that it was made of."""
-    loaded = flattened_optimizers.flattened(flat, form)
+    loaded = optimizer_dicts.flattened(flat, form)
     return {name: restore(flat[name], value) if name.startswith(f"{STATE}.") else value for name, value in loaded.items()}

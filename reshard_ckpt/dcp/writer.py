@@ -33,7 +33,7 @@ from ..engine.common.recorder import Recorder
 from ..engine.common.tensor_bytes import LocalPiece, chunks
 from ..engine.saving.agreement import PreviousCheckpoint
 from ..engine.saving.commit import look
-from ..engine.saving.messages import Assignment, Receipt, RunColumns
+from ..engine.saving.messages import Receipt
 from ..engine.saving.write import WRITE_BYTES, FileLayout, lay_out_members, write_files
 from ..errors import CheckpointError, LayoutError, UnsupportedError
 from ..format.keys import new_save_id
@@ -148,7 +148,7 @@ class ReshardWriter(StorageWriter):
         with open_storage(self._at) as storage:
             save_id = _USED_SAVE_IDS.take(ticket.save_id)
             layouts = lay_out_members([part.member for part in job.parts], save_id, ticket.rank)
-            receipt = write_files(storage, job.assignment(save_id), layouts, job.chunks_of, np.zeros(0, np.uint64), Recorder())
+            receipt = write_files(storage, layouts, job.chunks_of, np.zeros(0, np.uint64), Recorder())
         future: Future[list[WriteResult]] = Future()
         future.set_result([*job.results(receipt), *_placement_results(planner, ticket.rank)])
         return future
@@ -241,11 +241,6 @@ class _Job:
                 "reshard_ckpt.dcp.save, which works layouts out by itself"
             )
         return tensor
-
-    def assignment(self, save_id: str) -> Assignment:
-        """Make the assignment of a save from these parts; none is to be compared with another rank's."""
-        none, each = np.zeros(0, np.int64), np.zeros(len(self.parts), np.int64)
-        return Assignment(save_id, each, each, each, RunColumns(none, none, none))
 
     def results(self, receipt: Receipt) -> list[WriteResult]:
         """Return the results for DCP, with what the coordinator needs to commit."""

@@ -22,9 +22,10 @@ import torch
 from ..core.catalog.model import FileEntry, ValueEntry
 from ..core.catalog.specs import TensorSpec, is_row_major
 from ..core.words import a
+from ..engine.common.tensor_bytes import LocalTensor
 from ..errors import CorruptError, NameCollisionError, UnsupportedError
 from ..state.capture import capture
-from ..state.entries import Captured, NamedTensor
+from ..state.entries import Captured
 from ..state.modules import EXTRA_STATE
 from ..state.scan import Verbatim
 from ..storage import LocalStorage, Storage
@@ -143,7 +144,7 @@ class _TensorPlacer:
     mappings: MappedFiles
     strided: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    def place(self, entry: NamedTensor) -> ForeignTensor:
+    def place(self, entry: LocalTensor) -> ForeignTensor:
         spec = entry.spec
         if spec.alias_of is not None or not spec.pieces:
             return ForeignTensor(spec.name, spec.dtype, spec.shape, (), spec.alias_of, spec.link)
@@ -168,7 +169,7 @@ def _is_in_order(spec: TensorSpec) -> bool:
 def _foreign(storage: Storage, captured: Captured, mapped: Mapping[str, MappedFile]) -> Foreign:
     files = [foreign_file(key, one.size, "torch") for key, one in mapped.items()]
     placer = _TensorPlacer(files, MappedFiles(list(mapped.values())))
-    tensors = [placer.place(entry) for entry in captured.entries]
+    tensors = [placer.place(entry) for entry in captured.tensors]
     ordered = sorted(captured.values, key=lambda value: value.name)
     values = [ValueEntry(value.name, value.path, value.kind, value.data, link=value.link) for value in ordered]
     catalog = build_catalog(tensors, placer.files, values, format="torch", where=storage.url)

@@ -8,8 +8,9 @@ from typing import Any
 from ..errors import CheckpointError
 from ..format.torch_dtypes import dtype_code
 from ..format.values import encode_value
-from ..state.scan import is_optimizer_tree, name_of
-from ..state.tensors import is_tensor_like, local_tensor_of
+from ..state.optimizer_dicts import is_optimizer_tree
+from ..state.scan import name_of
+from ..state.tensors import is_tensor_like, local_memory
 
 Path = tuple[Any, ...]
 
@@ -39,7 +40,7 @@ def _prune(node: Mapping[Any, Any], path: Path, unreadable: dict[str, Checkpoint
 def _read_error(leaf: Any, name: str) -> CheckpointError | None:
     try:
         if is_tensor_like(leaf):
-            dtype_code(local_tensor_of(leaf, name).memory.dtype, name)
+            dtype_code(local_memory(leaf, name).memory.dtype, name)
         elif not isinstance(leaf, list | tuple):  # those may hold tensors, and are no value then
             encode_value(leaf, name)
     except CheckpointError as error:

@@ -25,8 +25,8 @@ from ..comm import Stop, open_session, open_stop
 from ..core.report import LoadReport, SaveReport
 from ..engine.common.step_folders import find_steps, name_steps, remove_files, remove_step
 from ..engine.loading.load import open_catalog
-from ..engine.saving.async_save import SaveHandle
 from ..engine.saving.commit import clean_up
+from ..engine.saving.handle import SaveHandle
 from ..errors import CheckpointError, CheckpointNotFound, CorruptError, StorageError, UsageError
 from ..format.keys import step_name
 from ..formats.source import Path
@@ -301,7 +301,7 @@ class Manager:
             return
         try:
             self._wait()
-            error = None if self._pending is None else self._pending.untold()
+            error = None if self._pending is None else self._pending.running.take_error()
             if error is not None:
                 raise error
         finally:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 
 from ..engine.common.logs import LOGGER
-from ..engine.saving.async_save import SaveHandle
+from ..engine.saving.handle import SaveHandle
 from ..errors import UsageError
 
 _POLL_S = 0.02

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from ..engine.common.tensor_bytes import LocalTensor
 from .capture import capture, prepare_load
-from .entries import Captured, NamedTensor, Target
+from .entries import Captured, Target
 from .shards import FlatShard, LocalShard, PerRank, PerRankValues
 
 __all__ = [
     "Captured",
     "FlatShard",
     "LocalShard",
-    "NamedTensor",
+    "LocalTensor",
     "PerRank",
     "PerRankValues",
     "Target",

@@ -1,4 +1,4 @@
-"""What this rank's state holds, and how it is filled again: the two entry points of this room.
+"""Capturing a state for a save, and preparing it for a load.
 
 *Saving*, `capture`: scan the state, and describe every tensor as pieces and every value as bytes.
 
@@ -9,7 +9,7 @@ tensors are in place and verified.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,17 +19,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..core.catalog.links import STATE, find_parameters
 from ..core.catalog.model import Catalog
 from ..core.catalog.param_groups import merge
-from ..core.catalog.specs import AxisPlacement, Mesh, StateLink, ValueKind
+from ..core.catalog.specs import StateLink, ValueKind
+from ..engine.common.tensor_bytes import LocalTensor
 from ..format.values import check_keys, decode_steps, keys_of
-from .collector import Collector
-from .entries import Captured, NamedTensor, Target
-from .flattened import Apart
+from .collector import Collector, NamedValue
+from .entries import Captured, Target
 from .mesh import RankSet, declared_mesh, found_mesh, group_of
 from .modules import ModulesTarget
-from .numbered import beside_numbers
 from .opened import OpenedState, open_state
+from .optimizer_dicts import saved_groups
 from .optimizer_target import OptimizersTarget
-from .optimizers import saved_groups, saved_state, state_tensor, state_value
+from .optimizers import optimizer_contents
 from .router import Below, Router, ValueTarget
 from .scan import (
     GroupsItem,
@@ -47,7 +47,7 @@ from .scan import (
     steps,
 )
 from .steps import Steps
-from .tensors import LocalTensor, TensorLike, check_writable, is_tensor_like, local_tensor_of
+from .tensors import LocalMemory, TensorLike, check_writable
 from .tree_target import Job, TreeTarget, ValueOrigin
 
 
@@ -73,92 +73,66 @@ def capture(
     group = group_of(process_group)
     declared = None if mesh is None else declared_mesh(mesh, group)
     opened = open_state(state)
-    out = Collector()
+    found = declared or found_mesh(opened.meshes, group, ddp_groups=opened.ddp_groups)
+    out = Collector(found)
     with torch.no_grad():  # once for all tensors, which takes longer than what it is around of each
         for tree in opened.trees:
-            out.steps = Steps(tree.path, tree.root)
-            optimizers = {*opened.numbered, *(name_of(item.path[:-1]) for item in tree.items if isinstance(item, GroupsItem))}
+            saved_keys = Steps(tree.path, tree.root)
+            optimizers = {*opened.unnamed, *(name_of(item.path[:-1]) for item in tree.items if isinstance(item, GroupsItem))}
             for item in tree.items:
-                _capture_item(out, item, opened, _tree_link(item.path, optimizers))
-    found = declared or found_mesh(opened.meshes(), group, ddp_groups=opened.ddp_groups())
-    kept: dict[int, bool] = {}  # by identity: few placements, each shared by many entries, which hold them
-    entries = []
-    for entry in _with_parameters(out.entries):
-        placement = entry.spec.placement
-        if id(placement) not in kept:
-            kept[id(placement)] = _is_in_terms_of(found, placement)
-        entries.append(entry if kept[id(placement)] else NamedTensor(replace(entry.spec, placement=()), entry.memory))
-    return Captured(tuple(entries), tuple(out.values), found, opened.warnings())
+                link = _tree_link(item.path, optimizers)
+                for content in _contents(item, opened, saved_keys, link):
+                    out.add(item.name, content)
+    return Captured(_with_parameters(out.tensors), tuple(out.values), found, opened.warnings)
 
 
 def _tree_link(path: Path, optimizers: set[str]) -> StateLink | None:
-    """The link of what lies in a dict of the form of an optimizer's ``state_dict()``; `optimizers` names all such dicts."""
+    """Link what lies in a dict of the form of an optimizer's ``state_dict()``; `optimizers` names all such dicts."""
     for i in range(len(path) - 3, -1, -1) if optimizers else ():
         if path[i] == STATE and name_of(path[:i]) in optimizers:
             return StateLink(name_of(path[:i]), str(path[i + 1]), name_of(path[i + 2 :]))
     return None
 
 
-def _with_parameters(entries: list[NamedTensor]) -> Iterator[NamedTensor]:
-    """The entries; state that was found in dicts, where parameters go by their FQN alone, gets the parameter of that FQN."""
-    unknown = {e.spec.link.fqn for e in entries if e.spec.link is not None and e.spec.link.parameter is None}
-    found = find_parameters(unknown, (e.spec.name for e in entries if e.spec.link is None))
-    for entry in entries:
-        link = entry.spec.link
-        if link is not None and link.parameter is None and link.fqn in found:
-            entry = NamedTensor(replace(entry.spec, link=replace(link, parameter=found[link.fqn])), entry.memory)
-        yield entry
+def _with_parameters(tensors: Sequence[LocalTensor]) -> tuple[LocalTensor, ...]:
+    """Name the parameters of state that was found in dicts, where parameters go by their FQN alone."""
+    unknown = {t.spec.link.fqn for t in tensors if t.spec.link is not None and t.spec.link.parameter is None}
+    if not unknown:
+        return tuple(tensors)
+    found = find_parameters(unknown, (t.spec.name for t in tensors if t.spec.link is None))
+
+    def complete(tensor: LocalTensor) -> LocalTensor:
+        link = tensor.spec.link
+        if link is None or link.parameter is not None or link.fqn not in found:
+            return tensor
+        return LocalTensor(replace(tensor.spec, link=replace(link, parameter=found[link.fqn])), tensor.memory)
+
+    return tuple(map(complete, tensors))
 
 
-def _capture_item(out: Collector, item: Item, opened: OpenedState, link: StateLink | None) -> None:
-    path, name = item.path, name_of(item.path)
+def _contents(item: Item, opened: OpenedState, saved_keys: Steps, link: StateLink | None) -> Iterator[LocalTensor | NamedValue]:
+    """Yield the tensors and values of one item, under their names; `link` is that of a tensor or value in a dict."""
+    name = item.name
     if isinstance(item, TensorItem):
-        out.add(name, path, local_tensor_of(item.value, name), link)
+        yield opened.memories.of(item.value, name).named(name, link)
     elif isinstance(item, ValueItem):
-        out.add_value(path, path, ValueKind.PLAIN, item.value, link)
+        yield NamedValue(name, saved_keys(item.path), ValueKind.PLAIN, item.value, link)
     elif isinstance(item, PerRankItem):
         value = item.holder.value
-        out.add_value(path, path, ValueKind.PER_RANK, value.state_dict() if is_stateful(value) else value)
+        yield NamedValue(name, saved_keys(item.path), ValueKind.PER_RANK, value.state_dict() if is_stateful(value) else value)
     elif isinstance(item, GroupsItem):
-        groups = item.groups.together() if isinstance(item.groups, Apart) else item.groups
-        out.add_value(path, path, ValueKind.PARAM_GROUPS, merge([(name, groups)], name=name))
+        groups = merge([(name, saved_groups(item.groups))], name=name)
+        yield NamedValue(name, saved_keys(item.path), ValueKind.PARAM_GROUPS, groups)
     elif isinstance(item, ModulesItem):
-        _capture_modules(out, path, opened)
+        for state in opened.modules[item.path]:
+            for tensor in state.tensors:
+                full = f"{name}.{tensor.fqn}"
+                yield opened.memories.of(tensor.value, full, tensor.replication).named(full)
+            for module_value in state.values:
+                path = (*item.path, module_value.fqn)
+                yield NamedValue(f"{name}.{module_value.fqn}", saved_keys(path), ValueKind.PLAIN, module_value.value)
     elif isinstance(item, OptimizersItem | NumberedItem):
-        _capture_optimizers(out, path, opened)
-
-
-def _capture_modules(out: Collector, path: Path, opened: OpenedState) -> None:
-    for state in opened.modules[path]:
-        for tensor in state.tensors:
-            name = name_of((*path, tensor.fqn))
-            out.add(name, path, opened.local_tensor_of(tensor, name))
-        for value in state.values:
-            out.add_value((*path, value.fqn), path, ValueKind.PLAIN, value.value)
-
-
-def _capture_optimizers(out: Collector, path: Path, opened: OpenedState) -> None:
-    for view in opened.views[path]:
-        for owner, key, value in saved_state(view):
-            for fqn in owner.fqns:
-                where = (*path, STATE, fqn, key)
-                name = name_of(where)
-                link = StateLink(name_of(path), fqn, key, f"{owner.key}.{fqn}" if owner.key else None)
-                if is_tensor_like(value):
-                    out.add(name, path, state_tensor(value, owner, name), link)
-                else:
-                    out.add_value(where, path, ValueKind.PLAIN, state_value(value, owner, name), link)
-    groups = (*path, "param_groups")
-    out.add_value(groups, path, ValueKind.PARAM_GROUPS, saved_groups(name_of(groups), opened.views[path]))
-
-
-def _is_in_terms_of(mesh: Mesh | None, placement: tuple[AxisPlacement, ...]) -> bool:
-    """Whether a placement names axes of the job's mesh; one that does not is left out."""
-    axes = tuple(p.axis for p in placement)
-    if not axes:
-        return True
-    unnamed = axes == tuple(f"axis{i}" for i in range(len(axes)))
-    return mesh is not None and set(axes) <= set(mesh.axes) and (not unnamed or len(axes) == len(mesh.axes))
+        yield from optimizer_contents(name, item.path, opened.views[item.path], saved_keys)
 
 
 def prepare_load(state: Mapping[Any, Any], catalog: Catalog, *, rank: int, size: int, adds: bool = True) -> Target:
@@ -185,8 +159,9 @@ def prepare_load(state: Mapping[Any, Any], catalog: Catalog, *, rank: int, size:
     check_keys(map(keys_of, paths.values()))
     saved = {v.name: ValueOrigin(saved_path(keys_of(paths[v.name])), v.kind, paths[v.name]) for v in catalog.values_table}
     below = Below((*catalog.names, *saved))
-    out = Collector()
     links = catalog.links()
+    mesh = found_mesh(opened.meshes, RankSet(tuple(range(size)), rank), ddp_groups=opened.ddp_groups)
+    out = Collector(mesh)
     parts: list[ValueTarget] = []
     with torch.no_grad():  # as for saving
         for tree in opened.trees:
@@ -196,30 +171,29 @@ def prepare_load(state: Mapping[Any, Any], catalog: Catalog, *, rank: int, size:
     parts += [TreeTarget(tree, saved, below, Job(rank, size), adds=adds) for tree in reversed(opened.trees)]
     router = Router(parts, tuple(str(step) for step in steps(state)))
     unplaced = tuple(name for part in parts if isinstance(part, OptimizersTarget) for name in part.unplaced)
-    mesh = found_mesh(opened.meshes(), RankSet(tuple(range(size)), rank), ddp_groups=opened.ddp_groups())
-    return Target(tuple(out.entries), router.values, unplaced, router.prefixes, router.check, router.finish, mesh, opened.hints)
+    return Target(tuple(out.tensors), router.values, unplaced, router.prefixes, router.check, router.finish, mesh, opened.hints)
 
 
 def _want_item(
     out: Collector, item: Item, opened: OpenedState, catalog: Catalog, links: Mapping[str, StateLink]
 ) -> Iterator[ValueTarget]:
     """Collect the tensors that an item wants, and give what fills it afterwards; values in trees are the tree's to fill."""
-    path = item.path
+    name = item.name
     if isinstance(item, TensorItem):
-        _want(out, path, name_of(path), item.value, local_tensor_of(item.value, name_of(path)))
+        _want(out, name, name, item.value, opened.memories.of(item.value, name))
     elif isinstance(item, ModulesItem):
-        for tensor in (t for s in opened.modules[path] for t in s.tensors):
-            name = name_of((*path, tensor.fqn))
-            _want(out, path, name, tensor.value, opened.local_tensor_of(tensor, name))
-        yield ModulesTarget(path, opened.modules[path])
+        for tensor in (t for s in opened.modules[item.path] for t in s.tensors):
+            full = f"{name}.{tensor.fqn}"
+            _want(out, name, full, tensor.value, opened.memories.of(tensor.value, full, tensor.replication))
+        yield ModulesTarget(name, opened.modules[item.path])
     elif isinstance(item, OptimizersItem | NumberedItem):
-        beside = beside_numbers(item.tree).get("state", {}) if isinstance(item, NumberedItem) else {}
-        target = OptimizersTarget(path, opened.views[path], catalog, links, map(str, beside))
+        beside = item.beside.get("state", {}) if isinstance(item, NumberedItem) else {}
+        target = OptimizersTarget(name, opened.views[item.path], catalog, links, map(str, beside))
         for wanted in target.wanted:
-            _want(out, path, wanted.name, wanted.value, wanted.leaf)
+            _want(out, name, wanted.name, wanted.value, wanted.memory)
         yield target
 
 
-def _want(out: Collector, source: Path, name: str, value: TensorLike, leaf: LocalTensor) -> None:
-    check_writable(value, leaf.memory, name)
-    out.add(name, source, leaf)
+def _want(out: Collector, source: str, name: str, value: TensorLike, local: LocalMemory) -> None:
+    check_writable(value, local.memory, name)
+    out.add(source, local.named(name))

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -44,31 +44,42 @@ def parts_of(value: TensorLike, name: str) -> tuple[TensorLike, ...]:
         return (value,)  # nearly all
     if isinstance(value, LocalShard | FlatShard):
         return (value,)
-    if isinstance(value, DTensor):
-        # Private, but `to_local` makes an autograd node and waits for what is under way, for every tensor of every save.
-        local = getattr(value, "_local_tensor", None)
-        local = value.to_local() if local is None else local
-        return _named(name, _wrapped(local, tuple(value.shape))) if hasattr(local, "local_shards") else (value,)
-    if hasattr(value, _FIELDS[0]):
-        return _named(name, _checkpointable(value))
-    if hasattr(value, "local_shards") and hasattr(value, "metadata"):
-        return _named(name, _sharded(value))
-    if any(hasattr(value, replication) for replication in _CLAIMS):
-        raise UnsupportedError(
-            f"{name}: {type(value).__name__} plans by itself for DCP which part of a tensor it is, which is unknown here; pass a "
-            "LocalShard that says what it holds"
-        )
-    return (value,)
-
-
-def _named(name: str, shards: Iterator[LocalShard]) -> tuple[LocalShard, ...]:
     try:
-        return tuple(shards)
+        parts = _parts(value)
+        return (value,) if parts is None else tuple(LocalShard(*part[:-1], pieces=part.pieces) for part in parts)
     except UsageError as error:
         raise type(error)(f"{name}: {error}") from None
 
 
-def _checkpointable(tensor: Any) -> Iterator[LocalShard]:
+class _Part(NamedTuple):
+    """What a `LocalShard` is made of."""
+
+    tensor: torch.Tensor
+    shape: tuple[int, ...]
+    offsets: Any = None
+    pieces: Any = None
+
+
+def _parts(value: torch.Tensor) -> list[_Part] | None:
+    """Return the parts that a tensor says it is made of; None for one that says nothing."""
+    if isinstance(value, DTensor):
+        # Private, but `to_local` makes an autograd node and waits for what is under way, for every tensor of every save.
+        local = getattr(value, "_local_tensor", None)
+        local = value.to_local() if local is None else local
+        return list(_wrapped(local, tuple(value.shape))) if hasattr(local, "local_shards") else None
+    if hasattr(value, _FIELDS[0]):
+        return list(_checkpointable(value))
+    if hasattr(value, "local_shards") and hasattr(value, "metadata"):
+        return list(_sharded(value))
+    if any(hasattr(value, replication) for replication in _CLAIMS):
+        raise UnsupportedError(
+            f"{type(value).__name__} plans by itself for DCP which part of a tensor it is, which is unknown here; pass a "
+            "LocalShard that says what it holds"
+        )
+    return None
+
+
+def _checkpointable(tensor: Any) -> Iterator[_Part]:
     missing = [field for field in _FIELDS if not hasattr(tensor, field)]
     if missing:
         raise UnsupportedError(
@@ -84,12 +95,12 @@ def _checkpointable(tensor: Any) -> Iterator[LocalShard]:
     offsets, local_offsets, sizes = boxes
     if tensor.ndim == len(shape):
         # One shard of the tensor itself, so that an optimizer's parameter is still that object.
-        yield LocalShard(tensor, shape, pieces=list(zip(local_offsets, offsets, sizes, strict=True)))
+        yield _Part(tensor, shape, pieces=list(zip(local_offsets, offsets, sizes, strict=True)))
         return
     for at, first, size in zip(offsets, local_offsets, sizes, strict=True):
-        yield LocalShard(_unmerged(tensor, tuple(first), tuple(size)), shape, at)
+        yield _Part(_unmerged(tensor, tuple(first), tuple(size)), shape, at)
     if not offsets:
-        yield LocalShard(tensor.new_empty((0,) * len(shape)), shape, pieces=[])
+        yield _Part(tensor.new_empty((0,) * len(shape)), shape, pieces=[])
 
 
 def _unmerged(tensor: torch.Tensor, first: tuple[int, ...], size: tuple[int, ...]) -> torch.Tensor:
@@ -105,7 +116,7 @@ def _unmerged(tensor: torch.Tensor, first: tuple[int, ...], size: tuple[int, ...
     return tensor.detach().narrow(0, first[0], rows).view(size)  # to split a dim never copies
 
 
-def _sharded(tensor: Any) -> Iterator[LocalShard]:
+def _sharded(tensor: Any) -> Iterator[_Part]:
     metadata, shards = tensor.metadata(), tensor.local_shards()
     yield from _shards(
         tuple(metadata.size),
@@ -114,13 +125,13 @@ def _sharded(tensor: Any) -> Iterator[LocalShard]:
     )
 
 
-def _wrapped(local: Any, shape: tuple[int, ...]) -> Iterator[LocalShard]:
+def _wrapped(local: Any, shape: tuple[int, ...]) -> Iterator[_Part]:
     shards = list(zip(local.local_shards(), local.local_offsets(), strict=True))
     yield from _shards(shape, shards, local.dtype)
 
 
-def _shards(shape: tuple[int, ...], shards: list[tuple[torch.Tensor, Any]], dtype: torch.dtype) -> Iterator[LocalShard]:
+def _shards(shape: tuple[int, ...], shards: list[tuple[torch.Tensor, Any]], dtype: torch.dtype) -> Iterator[_Part]:
     for tensor, offsets in shards:
-        yield LocalShard(tensor, shape, offsets)
+        yield _Part(tensor, shape, offsets)
     if not shards:  # this rank holds nothing, and still knows the shape
-        yield LocalShard(torch.empty((0,) * len(shape), dtype=dtype), shape, pieces=[])
+        yield _Part(torch.empty((0,) * len(shape), dtype=dtype), shape, pieces=[])

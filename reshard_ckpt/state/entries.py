@@ -1,4 +1,4 @@
-"""What do the adapters hand to the engine? One rank's tensors and values, saving and loading."""
+"""What one rank hands to the engine: its tensors and values, saving and loading."""
 
 from __future__ import annotations
 
@@ -6,28 +6,19 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from ..core.catalog.specs import Mesh, TensorSpec, ValueSpec
-
-
-@dataclass(frozen=True, slots=True)
-class NamedTensor:
-    """A tensor of this rank: its description, and the local memory that its pieces lie in (any device, any strides)."""
-
-    spec: TensorSpec
-    memory: torch.Tensor
+from ..core.catalog.specs import Mesh, ValueSpec
+from ..engine.common.tensor_bytes import LocalTensor
 
 
 @dataclass(frozen=True, slots=True)
 class Captured:
     """All that one rank has to save.
 
-    Two entries may have one name: two stages on this rank hold the same tensor. `warnings` say what the user should know of how
+    Two tensors may have one name: two stages on this rank hold the same tensor. `warnings` say what the user should know of how
     it is saved.
     """
 
-    entries: tuple[NamedTensor, ...]
+    tensors: tuple[LocalTensor, ...]
     values: tuple[ValueSpec, ...]
     mesh: Mesh | None
     warnings: tuple[str, ...] = ()
@@ -39,8 +30,8 @@ class Target:
 
     Attributes
     ----------
-    entries
-        The tensors, to be written in place.
+    tensors
+        To be written in place.
     values
         The names of values that must be in the checkpoint.
     unplaced
@@ -52,14 +43,14 @@ class Target:
         `PerRankValues`. Returns what disagrees, one line for each. To be called once, before any tensor changes.
     finish
         Takes the same values, and the names of tensors that were not loaded (with ``strict=False``). To be called once, after
-        `check` and after all tensors are in place and proved. Until then the objects of the state are as they were.
+        `check` and after all tensors are in place and verified. Until then the objects of the state are as they were.
     mesh
         The mesh of the job, where the state shows it.
     hints
         Takes the values as `check` does; says what else may help where something disagrees.
     """
 
-    entries: tuple[NamedTensor, ...]
+    tensors: tuple[LocalTensor, ...]
     values: tuple[str, ...]
     unplaced: tuple[str, ...]
     prefixes: tuple[str, ...]

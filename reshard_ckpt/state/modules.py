@@ -1,4 +1,4 @@
-"""Which tensors and values does a module have, and what are they called without its wrappers?
+"""The tensors and values of a module, under the names that they have without its wrappers.
 
 1. ``state_dict(keep_vars=True)`` says what belongs to the module. It also puts an FSDP2 module that an eval forward left
    unsharded back to its shards, so it is called before any optimizer is looked at.
@@ -26,7 +26,6 @@ from ..core.catalog.wrappers import MODULE, WRAPPED
 from ..core.words import few
 from ..errors import MismatchError, NameCollisionError, UnsupportedError
 from .declared import parts_of
-from .scan import Path, name_of
 from .tensors import TensorLike, is_tensor_like
 
 EXTRA_STATE = "_extra_state"
@@ -72,8 +71,8 @@ class ModulePlace:
     under_ddp: bool
 
 
-def read_module(module: nn.Module, path: Path) -> ModuleState:
-    """The state of one module.
+def read_module(module: nn.Module, name: str) -> ModuleState:
+    """Read the state of the module of this name.
 
     Raises
     ------
@@ -82,7 +81,6 @@ def read_module(module: nn.Module, path: Path) -> ModuleState:
     NameCollisionError
         Two keys have one clean name.
     """
-    name = name_of(path)
     for prefix, child in module.named_modules():
         if isinstance(child, FullyShardedDataParallel):
             raise UnsupportedError(
@@ -102,7 +100,7 @@ def read_module(module: nn.Module, path: Path) -> ModuleState:
             raise NameCollisionError(f"{name}.{at.fqn}: both {seen[at.fqn]} and {key} of the module have this name; rename one")
         if is_tensor_like(value) and not key.endswith(EXTRA_STATE):
             parts = parts_of(value, f"{name}.{at.fqn}")
-            tensors += [ModuleTensor(at.fqn, key, part, _claim(value, at), id(value) in own) for part in parts]
+            tensors += [ModuleTensor(at.fqn, key, part, _replication(value, at), id(value) in own) for part in parts]
         else:
             values.append(ModuleValue(at.fqn, key, value, at.owner if key.endswith(EXTRA_STATE) else None))
     return ModuleState(module, raw, tuple(tensors), tuple(values))
@@ -134,14 +132,14 @@ def _is_meta(tensor: torch.Tensor) -> bool:
     return not hasattr(tensor, "local_shards") and tensor.is_meta
 
 
-def _claim(value: TensorLike, at: ModulePlace) -> Replication:
+def _replication(value: TensorLike, at: ModulePlace) -> Replication:
     if not at.under_ddp:
         return Replication.PLAIN
     return Replication.DECLARED if isinstance(value, nn.Parameter) else Replication.BUFFER
 
 
 def _state_dict(module: nn.Module) -> Mapping[str, Any]:
-    """Its state dict, with its parameters themselves where it can give them."""
+    """Return its state dict, with its parameters themselves where it can give them."""
     try:
         inspect.signature(module.state_dict).bind(keep_vars=True)
     except TypeError:  # a class's own, without torch's arguments
@@ -172,7 +170,7 @@ def locate(root: nn.Module, key: str) -> ModulePlace:
 
 
 def _enter(module: nn.Module, step: str) -> tuple[nn.Module, bool, bool]:
-    """The module past all wrappers up to one that the step names; whether the step named one; and whether one was DDP."""
+    """Return the module past all wrappers up to one that the step names, whether the step named one, and whether one was DDP."""
     ddp = False
     while (inner := _inner(module)) is not None and (step == inner or not _has(module, step)):
         ddp = ddp or isinstance(module, DistributedDataParallel)
@@ -195,8 +193,8 @@ def _inner(module: nn.Module) -> str | None:
 class ModulesTarget:
     """The modules under one key, being loaded: `values` names what else than tensors they want."""
 
-    def __init__(self, path: Path, states: Iterable[ModuleState]) -> None:
-        self.name = name_of(path)
+    def __init__(self, name: str, states: Iterable[ModuleState]) -> None:
+        self.name = name
         self._states = tuple(states)
         self._slots = {f"{self.name}.{v.fqn}": v for state in self._states for v in state.values}
         self._here = {f"{self.name}.{t.fqn}".rpartition(".")[0] for state in self._states for t in state.tensors}
@@ -234,5 +232,5 @@ class ModulesTarget:
 
 
 def is_nothing(value: Any) -> bool:
-    """Whether a value stands for a module or optimizer that some rank does not have: None or an empty container."""
+    """Tell whether a value stands for a module or optimizer that some rank does not have: None or an empty container."""
     return value is None or (isinstance(value, list | tuple | dict) and not value)

@@ -1,4 +1,4 @@
-"""Which memory do only the optimizers change, and only in their steps? What lazy staging may copy after the call has returned."""
+"""The memory that only optimizers change, and only in their steps: lazy staging may copy it after the call has returned."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from .numbered import optimizers_of
+from .watched import optimizers_of
 
 
 def optimizers_in(state: Any) -> Iterator[Optimizer]:

@@ -22,27 +22,27 @@ from ..core.catalog.param_groups import NOT_SAVED, SWITCHES, Groups, Selection, 
 from ..core.catalog.specs import Ints, StateLink
 from ..format.torch_dtypes import TORCH_DTYPES
 from .modules import is_nothing
-from .optimizers import Held, View, state_tensor
+from .optimizers import state_memory
 from .owners import Owner
-from .scan import Path, name_of
-from .tensors import LocalTensor, TensorLike, is_tensor_like
+from .tensors import LocalMemory, TensorLike, is_tensor_like
+from .views import OptimizerView, ParamSlot
 
 
 @dataclass(frozen=True, slots=True)
 class WantedState:
-    """A tensor that an optimizer wants under one name: the thing it is kept as, and its leaf."""
+    """A tensor that an optimizer wants under one name: what it is kept as, and its memory."""
 
     name: str
     value: TensorLike
-    leaf: LocalTensor
+    memory: LocalMemory
 
 
 @dataclass(frozen=True, slots=True)
 class ParamPlan:
     """What becomes of one parameter's state: `tensors` and `values` by state key, under every name that they are saved as."""
 
-    view: View
-    held: Held
+    view: OptimizerView
+    slot: ParamSlot
     tensors: Mapping[str, tuple[WantedState, ...]]
     values: Mapping[str, tuple[str, ...]]
     new: frozenset[str]
@@ -83,21 +83,21 @@ class OptimizersTarget:
 
     def __init__(
         self,
-        path: Path,
-        views: Sequence[View],
+        name: str,
+        views: Sequence[OptimizerView],
         catalog: Catalog,
         links: Mapping[str, StateLink],
         beside: Iterable[str] = (),
     ) -> None:
-        self.name = name_of(path)
+        self.name = name
         self._views = views
         self._beside = tuple(beside)
         self._catalog = catalog
         self._links = links
         self.unplaced: dict[str, str] = {}
         saved = SavedState(self.name, catalog, links)
-        self._plans = [self._plan(view, held, saved) for view in views for held in view.held]
-        self._selections: list[tuple[View, dict[str, Any], Selection]] = []
+        self._plans = [self._plan(view, slot, saved) for view in views for slot in view.slots]
+        self._selections: list[tuple[OptimizerView, dict[str, Any], Selection]] = []
         self._groups = Groups([])
         self.groups_name = groups_name(self.name)
 
@@ -109,8 +109,8 @@ class OptimizersTarget:
     def values(self) -> tuple[str, ...]:
         return (self.groups_name, *(name for plan in self._plans for names in plan.values.values() for name in names))
 
-    def _plan(self, view: View, held: Held, saved: SavedState) -> ParamPlan:
-        owner, existing = held.owner, view.state.get(held.key, {})
+    def _plan(self, view: OptimizerView, slot: ParamSlot, saved: SavedState) -> ParamPlan:
+        owner, existing = slot.owner, view.state.get(slot.key, {})
         fqns = [fqn for fqn in owner.fqns if saved.of(fqn)]
         is_tensor = {key: kind for fqn in fqns for key, kind in saved.of(fqn).items()}
         if fqns:  # what the optimizer has besides is asked for too, so that its absence is found and named
@@ -126,13 +126,13 @@ class OptimizersTarget:
                 continue
             value = existing.get(key)
             if not is_tensor_like(value):
-                value = self._allocate(owner, held.group, names[0])
+                value = self._allocate(owner, slot.group, names[0])
                 new.add(key)
             if value is None:
                 self.unplaced.update(dict.fromkeys(names, self.unplaced[names[0]]))
             else:
-                tensors[key] = tuple(WantedState(name, value, state_tensor(value, owner, name)) for name in names)
-        return ParamPlan(view, held, tensors, values, frozenset(new & tensors.keys()))
+                tensors[key] = tuple(WantedState(name, value, state_memory(value, owner, name)) for name in names)
+        return ParamPlan(view, slot, tensors, values, frozenset(new & tensors.keys()))
 
     def _allocate(self, owner: Owner, group: Mapping[str, Any], name: str) -> torch.Tensor | None:
         """Memory for a saved state tensor that the optimizer does not have; None, and a problem, where nobody knows its place."""
@@ -216,7 +216,7 @@ class OptimizersTarget:
                     _set_hyperparameters(follower, selection.hyperparameters)
 
     def _put(self, plan: ParamPlan, values: Mapping[str, Any], skipped: frozenset[str]) -> None:
-        state, param, owner = plan.view.state, plan.held.key, plan.held.owner
+        state, param, owner = plan.view.state, plan.slot.key, plan.slot.owner
         if not plan.tensors and not plan.values:
             if param in state and any(fqn in self._groups for fqn in owner.fqns):
                 del state[param]  # the checkpoint knows the parameter, and that it had no state yet

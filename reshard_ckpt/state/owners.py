@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from ..core.catalog.specs import Replication
 from ..core.catalog.wrappers import unwrapped
-from .layouts import Layout
+from .layouts import Layout, whole
 from .shards import FlatShard, LocalShard
-from .tensors import TensorLike, local_tensor_of
+from .tensors import LocalMemories, TensorLike, local_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,42 +46,53 @@ class _Tensor(NamedTuple):
     def tensor(self) -> torch.Tensor:
         return self.value.tensor if isinstance(self.value, LocalShard | FlatShard) else self.value
 
-    @property
-    def layout(self) -> Layout:
-        return local_tensor_of(self.value, f"{self.key}.{self.fqn}", self.replication).layout
+    def _layout(self) -> Layout:
+        return local_memory(self.value, f"{self.key}.{self.fqn}", lambda shape: whole(shape, self.replication)).layout
+
+    def owner(self, param: torch.Tensor, fqns: tuple[str, ...]) -> Owner:
+        """Return the owner of a parameter that has the layout of this tensor."""
+        return Owner(param, fqns, self.key, self._layout())
 
 
 class Owners:
     """The parameters of the state.
 
     A parameter that lies under several keys of the state belongs to the first; within one key it may have several FQNs.
+
+    Parameters
+    ----------
+    tensors
+        Every tensor of modules and of plain dicts: the key of the state that it is under, its FQN below that, itself, and
+        whether it is replicated.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tensors: Iterable[tuple[str, str, TensorLike, Replication]], memories: LocalMemories) -> None:
         self._by_id: dict[int, Owner] = {}
         self._others: list[_Tensor] = []
         self._by_place: dict[tuple[torch.device, int], list[_Tensor]] | None = None
         self._by_name: dict[str, list[Owner | _Tensor]] | None = None
+        with torch.no_grad():
+            for key, fqn, value, replication in tensors:
+                param = value.tensor if isinstance(value, LocalShard | FlatShard) else value
+                if isinstance(param, torch.nn.Parameter) or param.requires_grad:  # an optimizer may have it
+                    self._add(param, fqn, key, memories.of(value, f"{key}.{fqn}", replication).layout)
+                else:  # no parameter, but it may be the memory of one
+                    self._others.append(_Tensor(value, fqn, key, replication))
 
-    def add(self, param: torch.Tensor, fqn: str, key: str, layout: Layout) -> None:
-        """Add a parameter."""
+    def _add(self, param: torch.Tensor, fqn: str, key: str, layout: Layout) -> None:
         known = self._by_id.get(id(param))
         if known is None:
             self._by_id[id(param)] = Owner(param, (fqn,), key, layout)
         elif known.key == key and fqn not in known.fqns:
             self._by_id[id(param)] = Owner(param, (*known.fqns, fqn), key, layout)
 
-    def add_other(self, value: TensorLike, fqn: str, key: str, replication: Replication) -> None:
-        """Add a tensor that is no parameter, but may be the memory of one."""
-        self._others.append(_Tensor(value, fqn, key, replication))
-
     def of(self, param: torch.Tensor) -> Owner | None:
-        """The owner of a parameter, if the state holds it."""
+        """Find the owner of a parameter, if the state holds it."""
         known = self._by_id.get(id(param))
         if known is None and (found := [other for other in self._near(param) if _is_memory_of(other.tensor, param)]):
             first = found[0]
             fqns = dict.fromkeys(other.fqn for other in found if other.key == first.key)
-            known = self._by_id[id(param)] = Owner(param, tuple(fqns), first.key, first.layout)
+            known = self._by_id[id(param)] = first.owner(param, tuple(fqns))
         return known
 
     def _near(self, param: torch.Tensor) -> list[_Tensor]:
@@ -91,8 +102,8 @@ class Owners:
                 self._by_place.setdefault(_place(other.tensor), []).append(other)
         return self._by_place.get(_place(param), [])
 
-    def named(self, said: str) -> Owner:
-        """The owner of a parameter that is known by its name."""
+    def named(self, param_name: str) -> Owner:
+        """Find the owner of a parameter that is known by its name."""
         if self._by_name is None:
             self._by_name = {}
             for owner in self._by_id.values():
@@ -101,7 +112,7 @@ class Owners:
             for other in self._others:
                 for suffix in _suffixes(other.fqn):
                     self._by_name.setdefault(suffix, []).append(other)
-        name = unwrapped(said)
+        name = unwrapped(param_name)
         for fqn in (name, name.removeprefix("module.")):  # DDP's own names of its parameters
             if fqn in self._by_name:
                 return _agreed(fqn, self._by_name[fqn])
@@ -109,7 +120,7 @@ class Owners:
 
 
 def _suffixes(fqn: str) -> Iterator[str]:
-    """A name, and what is left of it below each of its containers."""
+    """Yield a name, and what is left of it below each of its containers."""
     yield fqn
     while "." in fqn:
         fqn = fqn.partition(".")[2]
@@ -117,8 +128,8 @@ def _suffixes(fqn: str) -> Iterator[str]:
 
 
 def _agreed(fqn: str, found: Iterable[Owner | _Tensor]) -> Owner:
-    """The owner of a name that several tensors may have, of which nobody says which one it is."""
-    owners = [each if isinstance(each, Owner) else Owner(each.tensor, (fqn,), each.key, each.layout) for each in found]
+    """Return the owner of a name that several tensors may have, of which nobody says which one it is."""
+    owners = [each if isinstance(each, Owner) else each.owner(each.tensor, (fqn,)) for each in found]
     first = owners[0]
     if len({(type(o.param) is DTensor, o.layout and (o.layout.shape, o.layout.local_shape)) for o in owners}) > 1:
         return Owner(None, (fqn,), first.key, None)
@@ -136,7 +147,7 @@ def _place(tensor: torch.Tensor) -> tuple[torch.device, int]:
 
 
 def _is_memory_of(tensor: torch.Tensor, param: torch.Tensor) -> bool:
-    """Whether a tensor is the very memory of a parameter, also where that is empty."""
+    """Tell whether a tensor is the very memory of a parameter, also where that is empty."""
     if isinstance(tensor, DTensor) != isinstance(param, DTensor):
         return False
     if isinstance(tensor, DTensor) and isinstance(param, DTensor) and tensor.placements != param.placements:

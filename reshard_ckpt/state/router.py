@@ -1,4 +1,4 @@
-"""Which part of the target does a saved value go to?
+"""Routing saved values to the parts of the target.
 
 The part whose name is the longest one that leads to the value's: a value below an object's own tree is that object's, and not the
 surrounding dict's.

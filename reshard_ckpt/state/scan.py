@@ -1,4 +1,4 @@
-"""What is in the state that a user passes, and under which names?
+"""What is in the state that a user passes, and under which names.
 
 The state is a tree of dicts and lists. Saving and loading both see it as the same flat list of items, so that a name means one
 thing:
@@ -7,14 +7,14 @@ thing:
    value, as are empty containers.
 2. A module, an optimizer, or a list of either is one item, which is opened elsewhere.
 3. An object with ``state_dict`` and ``load_state_dict`` opens a tree of its own, which is given back to it whole after loading.
-   So does an optimizer whose ``state_dict`` may say something else than its state, such as one that wraps others.
+   So does an optimizer whose ``state_dict`` may return something else than its state, such as one that wraps others.
 4. An optimizer's state dict by number is one item too, wherever it lies, beside what else is in it. A flattened one opens a tree.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,10 +27,10 @@ from ..core.words import a, check_text
 from ..errors import NameCollisionError, UnsupportedError, UsageError
 from ..format.values import MAX_STEPS
 from .declared import parts_of
-from .flattened import Flattened, is_flattened
-from .numbered import Literal, Watched, beside_numbers, is_numbered
+from .optimizer_dicts import Flattened, PlainDict, beside_numbers, form_of
 from .shards import PerRank
 from .tensors import TensorLike, is_tensor_like
+from .watched import Watched
 
 Path = tuple[Any, ...]
 
@@ -56,54 +56,55 @@ class Verbatim(dict[Any, Any]):
 
 
 @dataclass(frozen=True, slots=True)
-class TensorItem:
+class _Item:
+    """Something at a path of the state, and the name that this gives it."""
+
     path: Path
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class TensorItem(_Item):
     value: TensorLike
 
 
 @dataclass(frozen=True, slots=True)
-class ValueItem:
-    path: Path
+class ValueItem(_Item):
     value: Any
 
 
 @dataclass(frozen=True, slots=True)
-class PerRankItem:
-    path: Path
+class PerRankItem(_Item):
     holder: PerRank
 
 
 @dataclass(frozen=True, slots=True)
-class GroupsItem:
+class GroupsItem(_Item):
     """The ``param_groups`` of something shaped like an optimizer's state dict by FQN."""
 
-    path: Path
     groups: list[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class ModulesItem:
-    path: Path
+class ModulesItem(_Item):
     modules: tuple[nn.Module, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class OptimizersItem:
-    path: Path
+class OptimizersItem(_Item):
     optimizers: tuple[Optimizer, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class NumberedItem:
-    """An optimizer's state dict by number."""
+class NumberedItem(_Item):
+    """An optimizer's state dict by number; `beside` is what it holds besides its groups and the state of their parameters."""
 
-    path: Path
     tree: Mapping[str, Any]
+    beside: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class StatefulItem:
-    path: Path
+class StatefulItem(_Item):
     obj: Any
 
 
@@ -126,7 +127,7 @@ class Tree:
 
 
 def name_of(path: Path) -> str:
-    """The name of what lies at a path.
+    """Return the name of what lies at a path.
 
     >>> name_of(("model", "layers.0.weight"))
     'model.layers.0.weight'
@@ -135,7 +136,7 @@ def name_of(path: Path) -> str:
 
 
 def path_keys(path: Path) -> list[Any]:
-    """A path as it is saved: a step into a list is a tuple of the one index; a key that looks like one is put in a tuple again.
+    """Return a path as it is saved: a step into a list is a tuple of its index; a key that looks like one is put in a tuple.
 
     >>> path_keys(("extra", 7, Index(0), (0,)))
     ['extra', 7, (0,), ((0,),)]
@@ -152,22 +153,22 @@ def _saved_step(step: Any) -> Any:
 
 
 def _is_wrapped(key: Any) -> bool:
-    """Whether a saved key is an index, or a key that was put into a tuple so as not to look like one."""
+    """Tell whether a saved key is an index, or a key that was put into a tuple so as not to look like one."""
     return type(key) is tuple and len(key) == 1 and (type(key[0]) is int or _is_wrapped(key[0]))
 
 
 def own_key(step: Any) -> Any:
-    """What a container itself calls a step of a path."""
+    """Return what a container itself calls a step of a path."""
     return step.key if isinstance(step, Unwrapped) else step
 
 
 def saved_path(keys: tuple[Any, ...]) -> Path:
-    """The inverse of `path_keys`."""
+    """Make a path of its saved keys, as the inverse of `path_keys`."""
     return tuple(key if not _is_wrapped(key) else Index(key[0]) if type(key[0]) is int else key[0] for key in keys)
 
 
 def scan(state: Mapping[Any, Any]) -> tuple[Tree, ...]:
-    """The trees of the state: itself first, then one for each object with a state of its own.
+    """Return the trees of the state: itself first, then one for each object with a state of its own.
 
     Raises
     ------
@@ -186,7 +187,7 @@ def scan(state: Mapping[Any, Any]) -> tuple[Tree, ...]:
 
 
 def opened_objects(trees: Sequence[Tree], steps_of: StepsOf | None = None) -> list[Tree]:
-    """The trees of the objects in these trees, and of the objects in those."""
+    """Open the trees of the objects in these trees, and of the objects in those."""
     waiting = [item for tree in trees for item in tree.items if isinstance(item, StatefulItem)]
     found: list[Tree] = []
     while waiting:
@@ -198,7 +199,7 @@ def opened_objects(trees: Sequence[Tree], steps_of: StepsOf | None = None) -> li
 
 
 def tree_of(obj: Any, path: Path, steps_of: StepsOf | None = None) -> Tree:
-    """The tree of what an object says that its state is."""
+    """Open the tree of what an object returns as its state."""
     steps_of = steps_of or steps
     if isinstance(obj, torch.Generator):
         return Tree(path, state := obj.get_state(), tuple(_items(state, path, (), steps_of)), obj.set_state)
@@ -207,49 +208,65 @@ def tree_of(obj: Any, path: Path, steps_of: StepsOf | None = None) -> Tree:
 
 
 def by_number(item: NumberedItem) -> tuple[Item, ...]:
-    """The items of an optimizer's state dict whose numbers nobody can name: it is saved as any dict is."""
-    beside = beside_numbers(item.tree).get("state", {})
+    """Return the items of an optimizer's state dict whose numbers nobody can name: it is saved as any dict is."""
+    beside = item.beside.get("state", {})
     state = {key: entry for key, entry in item.tree["state"].items() if key not in beside}
-    return tuple(_items(Literal(state=state, param_groups=item.tree["param_groups"]), item.path, (), steps))
+    return tuple(_items(PlainDict(state=state, param_groups=item.tree["param_groups"]), item.path, (), steps))
 
 
 def _items(value: Any, path: Path, above: tuple[int, ...], steps_of: StepsOf, *, whole: bool = False) -> Iterator[Item]:
-    """The items at and below a value; `whole` says that it is the state itself, which is never a value."""
+    """Yield the items at and below a value; `whole` says that it is the state itself, which is never a value."""
+    name = name_of(path)
     _check_depth(path, above)
     if is_tensor_like(value):
-        yield from (TensorItem(path, part) for part in parts_of(value, name_of(path)))
+        yield from (TensorItem(path, name, part) for part in parts_of(value, name))
     elif isinstance(value, PerRank):
-        yield PerRankItem(path, value)
+        yield PerRankItem(path, name, value)
     elif (modules := _modules(value)) is not None:
-        yield ModulesItem(path, modules)
+        yield ModulesItem(path, name, modules)
     elif (optimizers := _optimizers(value)) is not None:
-        yield OptimizersItem(path, optimizers)
+        yield OptimizersItem(path, name, optimizers)
     elif is_stateful(value):
-        yield StatefulItem(path, value)
+        yield StatefulItem(path, name, value)
     elif isinstance(value, Mapping) and (value or whole):
         _check_cycle(value, path, above)
-        if is_flattened(value):
-            yield StatefulItem(path, Flattened(value))  # type: ignore[arg-type]
-            return
+        yield from _items_of_dict(value, path, (*above, id(value)), steps_of)
+    elif isinstance(value, list | tuple) and not all(type(child) in _PLAIN for child in value):
+        _check_cycle(value, path, above)
         above = (*above, id(value))
-        if is_numbered(value):
-            yield NumberedItem(path, value)
-            value = beside_numbers(value)
-        groups = value["param_groups"] if is_optimizer_tree(value) else None
-        for step, child in zip(steps_of(value), value.values(), strict=True):
-            if groups is not None and child is groups:
-                yield GroupsItem((*path, step), groups)
-            else:
-                yield from _items(child, (*path, step), above, steps_of)
-    elif isinstance(value, list | tuple) and _has_more_than_values(value, path, above):
-        for index, child in enumerate(value):
-            yield from _items(child, (*path, Index(index)), (*above, id(value)), steps_of)
+        inside = [item for i, child in enumerate(value) for item in _items(child, (*path, Index(i)), above, steps_of)]
+        if all(isinstance(item, ValueItem | GroupsItem) for item in inside):
+            yield ValueItem(path, name, value)
+        else:
+            yield from inside
     else:
-        yield ValueItem(path, value)
+        yield ValueItem(path, name, value)
+
+
+_PLAIN = frozenset((bool, int, float, str, bytes, type(None)))
+"""Types of most values in lists, which may be long; nothing is inside of them."""
+
+
+def _items_of_dict(value: Mapping[Any, Any], path: Path, above: tuple[int, ...], steps_of: StepsOf) -> Iterator[Item]:
+    form = form_of(value)
+    if form == "flattened":
+        yield StatefulItem(path, name_of(path), Flattened(value))  # type: ignore[arg-type]
+        return
+    if form == "by number":
+        beside = beside_numbers(value)
+        yield NumberedItem(path, name_of(path), value, beside)
+        value = beside
+    groups = value["param_groups"] if form == "by FQN" else None
+    for step, child in zip(steps_of(value), value.values(), strict=True):
+        below = (*path, step)
+        if groups is not None and child is groups:
+            yield GroupsItem(below, name_of(below), groups)
+        else:
+            yield from _items(child, below, above, steps_of)
 
 
 def steps(value: Mapping[Any, Any]) -> list[Any]:
-    """The steps to the children of a dict, in order: its keys; of a dict of tensors, without what wrappers put into them.
+    """Return the steps to the children of a dict, in order: its keys; of a dict of tensors, without what wrappers put into them.
 
     ``model.state_dict()`` of a compiled or DDP model has the names of the plain one then, as the model itself has. Keys that
     would collide stay as they are.
@@ -270,17 +287,6 @@ def _unwrapped_step(name: str, key: str) -> Unwrapped:
     return step
 
 
-def _has_more_than_values(value: Any, path: Path, above: tuple[int, ...]) -> bool:
-    if isinstance(value, Mapping | list | tuple):
-        _check_depth(path, above)
-        _check_cycle(value, path, above)
-        if is_numbered(value) or is_flattened(value):
-            return True
-        children = value.values() if isinstance(value, Mapping) else value
-        return any(_has_more_than_values(child, path, (*above, id(value))) for child in children)
-    return is_tensor_like(value) or isinstance(value, PerRank | Optimizer) or _module_of(value) is not None or is_stateful(value)
-
-
 def _check_depth(path: Path, above: tuple[int, ...]) -> None:
     if len(above) > MAX_STEPS:
         raise UnsupportedError(
@@ -294,27 +300,12 @@ def _check_cycle(value: Any, path: Path, above: tuple[int, ...]) -> None:
 
 
 def is_stateful(value: Any) -> bool:
-    """Whether an object gives and takes its state by itself."""
+    """Tell whether an object gives and takes its state by itself."""
     if isinstance(value, type):
         return False
     if isinstance(value, torch.Generator):
         return True
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
-
-
-def is_optimizer_tree(value: Mapping[Any, Any]) -> bool:
-    """Whether a dict has the shape of an optimizer's state dict keyed by FQN."""
-    state, groups = value.get("state"), value.get("param_groups")
-    return (
-        isinstance(state, Mapping)
-        and all(isinstance(key, str) and isinstance(entry, Mapping) for key, entry in state.items())
-        and isinstance(groups, list)
-        and all(isinstance(group, dict) and _is_names(group.get("params")) for group in groups)
-    )
-
-
-def _is_names(value: Any) -> bool:
-    return isinstance(value, list | tuple) and all(isinstance(v, str) for v in value)
 
 
 def _module_of(value: Any) -> nn.Module | None:
@@ -326,7 +317,7 @@ def _module_of(value: Any) -> nn.Module | None:
 
 
 def _modules(value: Any) -> tuple[nn.Module, ...] | None:
-    """The modules of a module, a stage, or a list of them; None if it is something else."""
+    """Return the modules of a module, a stage, or a list of them; None if it is something else."""
     if (module := _module_of(value)) is not None:
         return (module,)
     if not isinstance(value, list | tuple) or not value:
@@ -341,16 +332,16 @@ def _optimizers(value: Any) -> tuple[Optimizer, ...] | None:
     return tuple(values) if values and all(isinstance(v, Optimizer) for v in values) else None
 
 
-def check_names(trees: list[Tree]) -> None:
+def check_names(trees: Iterable[Tree]) -> None:
+    """Refuse two paths that give one name."""
     seen: dict[str, Path] = {}
     for tree in trees:
         for item in tree.items:
-            check_text(name_of(item.path), "a name")
-            other = seen.setdefault(name_of(item.path), item.path)
+            check_text(item.name, "a name")
+            other = seen.setdefault(item.name, item.path)
             if other != item.path:
                 raise NameCollisionError(
-                    f"{name_of(item.path)}: both {_spelled(other)} and {_spelled(item.path)} have this name; rename one of the "
-                    "keys"
+                    f"{item.name}: both {_spelled(other)} and {_spelled(item.path)} have this name; rename one of the keys"
                 )
 
 

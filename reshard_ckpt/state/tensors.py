@@ -1,11 +1,11 @@
-"""What does one tensor-like thing of the state hold, and in which memory?
+"""The local memory of tensors, DTensors and declared shards, and which part of the global tensor it holds.
 
-A *leaf* is the local memory and its layout. Everything that cannot be read or written as plain strided memory is refused here,
-by name and with what to do instead.
+What cannot be read as plain strided memory is refused here, by name and with what to do instead.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeGuard
 
@@ -13,7 +13,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from ..core.catalog.specs import Ints, Replication, TensorSpec
+from ..core.catalog.specs import Ints, Replication, StateLink, TensorSpec
+from ..engine.common.tensor_bytes import LocalTensor
 from ..errors import UnsupportedError
 from ..format.torch_dtypes import dtype_code
 from .dtensor import dtensor_layout, local_tensor
@@ -24,24 +25,30 @@ TensorLike = torch.Tensor | LocalShard | FlatShard
 
 
 @dataclass(frozen=True, slots=True)
-class LocalTensor:
-    """The memory of a local tensor, and what it holds."""
+class LocalMemory:
+    """The memory of a local tensor, and which part of the global one it holds."""
 
     memory: torch.Tensor
     layout: Layout
 
-    def spec(self, name: str) -> TensorSpec:
-        """The leaf as `core` knows it."""
+    def named(self, name: str, link: StateLink | None = None) -> LocalTensor:
+        """Describe the memory as the local part of the tensor of this name; `link` says of which parameter it is state."""
         layout, dtype, strides = self.layout, self.memory.dtype, self.memory.stride()
         known = _SPECS.get(name)
-        if known is not None and known.layout is layout and known.dtype is dtype and known.strides == strides:
-            return known.spec
+        if (
+            known is not None
+            and known.layout is layout
+            and known.dtype is dtype
+            and known.strides == strides
+            and known.spec.link == link
+        ):
+            return LocalTensor(known.spec, self.memory)
         code = dtype_code(dtype, name)
-        spec = TensorSpec(name, code, layout.shape, layout.pieces(self.memory), layout.replication, layout.placement)
+        spec = TensorSpec(name, code, layout.shape, layout.pieces(self.memory), layout.replication, layout.placement, link=link)
         if len(_SPECS) >= _MAX_SPECS:
             _SPECS.clear()
         _SPECS[name] = _KnownSpec(layout, dtype, strides, spec)
-        return spec
+        return LocalTensor(spec, self.memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +68,36 @@ _MAX_SPECS = 1 << 18
 
 
 def is_tensor_like(value: object) -> TypeGuard[TensorLike]:
-    """Whether a value is saved as a tensor."""
+    """Tell whether a value is saved as a tensor."""
     return isinstance(value, torch.Tensor | LocalShard | FlatShard)
 
 
-def local_tensor_of(value: TensorLike, name: str, replication: Replication = Replication.PLAIN) -> LocalTensor:
-    """The leaf of a tensor, DTensor, LocalShard or FlatShard; `replication` is that of a plain tensor.
+class LocalMemories:
+    """The local memory of every tensor of one state, each looked up once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, Replication], LocalMemory] = {}
+
+    def of(self, value: TensorLike, name: str, replication: Replication = Replication.PLAIN) -> LocalMemory:
+        """Find the memory of a tensor that lives as long as this; `replication` is that of a plain tensor."""
+        key = id(value), replication
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = local_memory(value, name, lambda shape: whole(shape, replication))
+        return known
+
+
+def _whole(shape: Ints) -> Layout:
+    return whole(shape, Replication.PLAIN)
+
+
+def local_memory(value: TensorLike, name: str, layout_of_plain: Callable[[Ints], Layout] = _whole) -> LocalMemory:
+    """Find the memory of a tensor, DTensor, LocalShard or FlatShard.
+
+    Parameters
+    ----------
+    layout_of_plain
+        Gives the layout of a plain tensor, which does not show one itself, by its shape.
 
     Raises
     ------
@@ -75,17 +106,18 @@ def local_tensor_of(value: TensorLike, name: str, replication: Replication = Rep
     LayoutError
         A DTensor's local tensor has another shape than its placements say.
     """
-    if isinstance(value, LocalShard | FlatShard):
-        return LocalTensor(plain_memory(value.tensor, name), value.layout)
     if isinstance(value, DTensor):
-        memory = plain_memory(local_tensor(value), name)
-        return LocalTensor(memory, dtensor_layout(value, tuple(memory.shape), name))
+        local = local_tensor(value)
+        layout = dtensor_layout(value, tuple(local.shape), name)
+        return LocalMemory(plain_memory(local, name), layout)
+    if isinstance(value, LocalShard | FlatShard):
+        return LocalMemory(plain_memory(value.tensor, name), value.layout)
     memory = plain_memory(value, name)
-    return LocalTensor(memory, whole(tuple(memory.shape), replication))
+    return LocalMemory(memory, layout_of_plain(tuple(memory.shape)))
 
 
 def plain_memory(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """The tensor without autograd, proved to be plain strided memory."""
+    """Return the tensor without autograd, once it is known to be plain strided memory."""
     kind = type(tensor)
     if (kind is torch.Tensor or kind is torch.nn.Parameter) and _is_plain(tensor):
         return tensor.detach()
@@ -110,7 +142,7 @@ def plain_memory(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether nothing below can be wrong with it: a short way for nearly all tensors."""
+    """Tell whether none of the refusals can apply: a short way for nearly all tensors."""
     return (
         tensor.layout is torch.strided
         and tensor.device.type != "meta"

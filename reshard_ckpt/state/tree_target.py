@@ -1,4 +1,4 @@
-"""How do loaded values get back into dicts, lists and objects with a state of their own?
+"""Loading values into dicts, lists and objects with a state of their own.
 
 A *slot* is a place of the target tree that wants a value. Values that the checkpoint has and the tree lacks are added to the
 dict that they were saved in; everything that fits nowhere is a problem, found before anything changes.
@@ -70,8 +70,8 @@ class TreeTarget:
         self._updates: list[tuple[Path, Any]] = []
         self._added: list[tuple[ValueOrigin, Any]] = []
         self._per_rank: list[tuple[PerRank, Any]] = []
-        self._slots = {name_of(item.path): item for item in tree.items if isinstance(item, ValueItem | PerRankItem | GroupsItem)}
-        self._tensors = {name_of(item.path) for item in tree.items if isinstance(item, TensorItem)}
+        self._slots = {item.name: item for item in tree.items if isinstance(item, ValueItem | PerRankItem | GroupsItem)}
+        self._tensors = {item.name for item in tree.items if isinstance(item, TensorItem)}
         self.values = tuple(
             name
             for name, item in self._slots.items()

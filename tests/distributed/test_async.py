@@ -69,7 +69,7 @@ def fail_on_one(folder: str) -> dict[str, Outcome]:
         mine = {"x": state["x"] + 1, f"own{dist.get_rank()}": torch.zeros(10)}
         with patch.object(LocalWriter, "write", full if dist.get_rank() == 2 else LocalWriter.write):
             handle = checkpoint.async_save(folder, mine)
-            handle._done.wait(60)
+            handle.running.wait(60)
         if name == "result":
             out[name] = outcome(handle.result)
         else:

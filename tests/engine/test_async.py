@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from reshard_ckpt import checkpoint
 from reshard_ckpt.core.geometry.dtypes import CODES
 from reshard_ckpt.engine.saving import async_save, staging
-from reshard_ckpt.engine.saving.commit import describe_local
+from reshard_ckpt.engine.saving.local_shards import describe_local
 from reshard_ckpt.engine.saving.staging import Staging, ring_bytes
 from reshard_ckpt.engine.saving.write import lay_out
 from reshard_ckpt.errors import CheckpointError, StorageError, UsageError
@@ -164,7 +164,7 @@ def test_an_error_in_the_background_is_raised_by_result_or_by_the_next_save(
     handle = checkpoint.async_save(tmp_path, {"a": torch.zeros(8)})
     with pytest.raises(StorageError, match="no space left"):
         handle.result(60)
-    checkpoint.async_save(tmp_path, {"a": torch.zeros(8)})._done.wait(60)
+    checkpoint.async_save(tmp_path, {"a": torch.zeros(8)}).running.wait(60)
     monkeypatch.undo()
     with pytest.raises(CheckpointError, match="the save before this one failed in the background: no space left"):
         checkpoint.async_save(tmp_path, {"a": torch.zeros(8)})

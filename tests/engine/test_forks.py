@@ -92,9 +92,9 @@ def test_a_child_forked_while_a_save_holds_every_lock_does_not_wait_for_them(
     of, handle = under_way
     storage = LocalStorage(tmp_path)
     locks = [
-        handle._lock,
-        handle._staged._lock,
-        handle._done._cond,
+        handle.running._lock,
+        handle.running.staged._condition,
+        handle.running.committed._condition,
         async_save.POOL._lock,
         PLANS.plans._lock,
         PLANS.assignments._lock,
@@ -169,7 +169,7 @@ def test_a_child_forked_while_a_manager_saves_and_removes_is_told(tmp_path: Path
     }
     with manager._pruning:  # as the thread does that removes, which waits here after its commit
         handle = manager.async_save(2, state())
-        handle._done.wait()
+        handle.running.wait()
         for name, call in calls.items():
             assert in_child(call).startswith(f"UsageError: {name}: this process was forked from the one that manages"), name
         assert in_child(lambda: (manager.close(), manager.steps())) == "(None, [1, 2])"

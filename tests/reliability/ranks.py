@@ -19,7 +19,7 @@ from reshard_ckpt.checkpoint import loading, saving
 from reshard_ckpt.comm.group import Group, current_group
 from reshard_ckpt.engine.saving import agreement
 from reshard_ckpt.engine.saving import commit as save_module
-from reshard_ckpt.engine.saving.async_save import SaveQueue
+from reshard_ckpt.engine.saving.handle import SaveQueue
 
 LOCAL = threading.local()
 

@@ -110,7 +110,7 @@ def test_what_a_tensor_says_of_its_boxes_must_fit(fields, error, message):
     names = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
     vars(tensor).update({name: field for name, field in zip(names, fields, strict=True) if field is not None})
     if message is None:  # fits: one row of three of four columns
-        assert capture({"t": tensor}).entries[0].spec.shape == (2, 4)
+        assert capture({"t": tensor}).tensors[0].spec.shape == (2, 4)
         return
     with pytest.raises(error, match=message):
         capture({"t": tensor})

@@ -17,7 +17,7 @@ from tests.helpers import load, position_values, save
 
 
 def names(state: Any) -> list[str]:
-    return [entry.spec.name for entry in capture(state).entries]
+    return [entry.spec.name for entry in capture(state).tensors]
 
 
 class Stateful(nn.Linear):
@@ -75,7 +75,7 @@ def test_a_key_that_no_module_explains_is_kept():
 def test_tied_weights_are_one_memory_under_two_names():
     model = nn.ModuleDict({"a": nn.Linear(3, 3, bias=False), "b": nn.Linear(3, 3, bias=False)})
     model["b"].weight = model["a"].weight
-    first, second = (e.spec for e in capture({"model": model}).entries)
+    first, second = (e.spec for e in capture({"model": model}).tensors)
     assert (first.alias_of, second.alias_of) == (None, "model.a.weight")
 
     with torch.no_grad():
@@ -88,12 +88,12 @@ def test_tied_weights_are_one_memory_under_two_names():
 
 def test_views_that_share_storage_without_being_equal_are_no_aliases():
     buffer = torch.arange(6.0)
-    entries = capture({"x": {"all": buffer, "head": buffer[:3], "grid": buffer.view(2, 3), "again": buffer.view(6)}}).entries
+    entries = capture({"x": {"all": buffer, "head": buffer[:3], "grid": buffer.view(2, 3), "again": buffer.view(6)}}).tensors
     assert {e.spec.name: e.spec.alias_of for e in entries} == {"x.all": None, "x.head": None, "x.grid": None, "x.again": "x.all"}
 
 
 def test_empty_tensors_are_no_aliases():
-    entries = capture({"a": torch.zeros(0), "b": torch.zeros(0), "c": torch.zeros(())}).entries
+    entries = capture({"a": torch.zeros(0), "b": torch.zeros(0), "c": torch.zeros(())}).tensors
     assert [(e.spec.alias_of, len(e.spec.pieces)) for e in entries] == [(None, 0), (None, 0), (None, 1)]
 
 

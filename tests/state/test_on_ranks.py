@@ -143,7 +143,7 @@ def dtensor_job() -> tuple[Any, ...]:
 def placements(mesh: DeviceMesh, other: DeviceMesh) -> tuple[Any, ...]:
     """What is recorded of an FSDP2-over-TP net, and the mesh of one that shows only its TP part."""
     captured = capture({"model": parallel(13, mesh)})
-    by_name = {e.spec.name: e.spec for e in captured.entries}
+    by_name = {e.spec.name: e.spec for e in captured.tensors}
     weight, norm, table = (by_name[f"model.{name}"] for name in ("up.weight", "norm.weight", "table"))
     sliced = capture({"model": parallel(12, other["tp"])}).mesh
     return captured.mesh, weight.placement, weight.replication, norm.placement, table.replication, sliced
@@ -239,7 +239,7 @@ def ddp_job() -> tuple[Any, ...]:
     with torch.no_grad():
         net.module[1].running_mean += dist.get_rank()
     captured = capture({"model": net, "extra": {"x": torch.zeros(1)}})
-    claims = {e.spec.name: e.spec.replication for e in captured.entries}
+    claims = {e.spec.name: e.spec.replication for e in captured.tensors}
     return captured.mesh, claims
 
 
@@ -309,7 +309,7 @@ def pipeline_job() -> None:
     assert saved.tensors["model.layers.2.weight"].flatten()[0] == 2001
     (group,) = saved.values["optimizer.param_groups"]
     assert sorted(group["params"]) == sorted(["embedding", *(f"layers.{i}.{k}" for i in range(4) for k in ("weight", "bias"))])
-    names = [e.spec.name for e in capture({"model": stages, "optimizer": optimizers}).entries]
+    names = [e.spec.name for e in capture({"model": stages, "optimizer": optimizers}).tensors]
     assert names.count("model.embedding") == names.count("optimizer.state.embedding.exp_avg") == (2 if rank == 0 else 0)
 
     whole = [Part(i) for i in range(4)]
@@ -361,7 +361,7 @@ def refusals_job() -> None:
     assert own.mesh == Mesh((), ())
 
     outside = distribute_tensor(position_values((4,)), DeviceMesh("cpu", [0]), [Replicate()])
-    (entry,) = capture({"x": outside}).entries
+    (entry,) = capture({"x": outside}).tensors
     assert len(entry.spec.pieces) == (1 if dist.get_rank() == 0 else 0)
 
 
@@ -373,7 +373,7 @@ def strided_job() -> None:
     if all(p.is_replicate() for p in flat.placements):
         return  # torch before 2.10 gathers instead
     captured = capture({"x": flat})
-    assert len(captured.entries[0].spec.pieces) == 4
+    assert len(captured.tensors[0].spec.pieces) == 4
     assert torch.equal(gathered({"x": flat}).tensors["x"], full.reshape(-1))
 
 

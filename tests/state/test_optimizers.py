@@ -228,7 +228,7 @@ def test_resized_state_begins_as_zeros_where_the_checkpoint_has_none():
     saved = saved_of(model, optimizer)
     other = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 5))
     target = prepare_load({"model": other, "optimizer": torch.optim.AdamW(other.parameters())}, saved.catalog, rank=0, size=1)
-    entry = next(e for e in target.entries if e.spec.name == "optimizer.state.2.weight.exp_avg")
+    entry = next(e for e in target.tensors if e.spec.name == "optimizer.state.2.weight.exp_avg")
     assert entry.spec.shape == (5, 4)
     assert not entry.memory.any()
 
@@ -239,7 +239,7 @@ def test_state_of_a_tied_parameter_is_saved_under_each_name_once():
     optimizer = torch.optim.AdamW(model.parameters())
     optimizer.state[model["a"].weight] = {"exp_avg": position_values((3, 3)), "step": torch.tensor(4.0)}
     state = {"optimizer": optimizer, "model": model}
-    aliases = {e.spec.name: e.spec.alias_of for e in capture(state).entries if "state" in e.spec.name}
+    aliases = {e.spec.name: e.spec.alias_of for e in capture(state).tensors if "state" in e.spec.name}
     assert aliases == {
         "optimizer.state.a.weight.exp_avg": None,
         "optimizer.state.b.weight.exp_avg": "optimizer.state.a.weight.exp_avg",
@@ -291,7 +291,7 @@ def test_state_of_another_shape_for_a_declared_shard_is_refused():
     ):
         capture(state)
     optimizer.state[param] = {"row": LocalShard(torch.zeros(2), (4,), (0,))}
-    assert capture(state).entries[1].spec.shape == (4,)
+    assert capture(state).tensors[1].spec.shape == (4,)
 
 
 def test_a_state_key_with_a_dot_is_refused():
@@ -320,7 +320,7 @@ def test_an_optimizer_of_one_module_among_several_uses_its_names():
     train(second, optimizers["critic"])
     captured = capture({"actor": first, "critic": second, "optimizers": optimizers})
     assert {v.name for v in captured.values} == {"optimizers.actor.param_groups", "optimizers.critic.param_groups"}
-    assert "optimizers.critic.state.0.weight.exp_avg" in {e.spec.name for e in captured.entries}
+    assert "optimizers.critic.state.0.weight.exp_avg" in {e.spec.name for e in captured.tensors}
 
 
 def test_stages_with_different_hyperparameters_for_one_parameter_are_refused():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from reshard_ckpt.core.catalog.specs import Replication
 from reshard_ckpt.errors import CheckpointError, LayoutError, UsageError
-from reshard_ckpt.state import Captured, FlatShard, LocalShard, NamedTensor, PerRank, capture
+from reshard_ckpt.state import Captured, FlatShard, LocalShard, LocalTensor, PerRank, capture
 from tests.helpers import fill, load, position_values, save
 
 
@@ -27,8 +27,8 @@ def whole(*shards) -> torch.Tensor:
 def emptied(shard_of, local: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
     """A local tensor like `local`, filled from the whole one through a shard's pieces."""
     memory = torch.full_like(local, -1)
-    (entry,) = captured(shard_of(memory)).entries
-    fill(NamedTensor(entry.spec, memory), full)
+    (entry,) = captured(shard_of(memory)).tensors
+    fill(LocalTensor(entry.spec, memory), full)
     return memory
 
 
@@ -42,7 +42,7 @@ def test_fused_gate_and_up_projection_are_put_together_from_two_tp_ranks():
         shards.append(LocalShard(local, (8, 3), pieces=pieces))
         assert torch.equal(emptied(lambda t, p=pieces: LocalShard(t, (8, 3), pieces=p), local, full), local)
     assert torch.equal(whole(*shards), full)
-    assert {e.spec.replication for s in shards for e in captured(s).entries} == {Replication.DECLARED}
+    assert {e.spec.replication for s in shards for e in captured(s).tensors} == {Replication.DECLARED}
 
 
 def test_a_transposed_local_tensor_is_read_by_its_strides():
@@ -93,14 +93,14 @@ def test_flat_ranges_of_boxes_put_the_tensor_together_and_take_it_apart(case, st
 
 def test_a_flat_range_crosses_boxes_without_a_whole_tensor():
     # A tensor far larger than memory: only the run of four elements exists.
-    (entry,) = captured(FlatShard(torch.zeros(4), (2**20, 2**20), 2**40 - 4)).entries
+    (entry,) = captured(FlatShard(torch.zeros(4), (2**20, 2**20), 2**40 - 4)).tensors
     (piece,) = entry.spec.pieces
     assert (piece.start, piece.count, piece.base) == (2**40 - 4, 4, -(2**40 - 4))
 
 
 def test_an_empty_shard_still_tells_the_global_shape():
     for shard in (FlatShard(torch.zeros(0), (4, 3), 12), LocalShard(torch.zeros(0, 3), (4, 3), (4, 0))):
-        (entry,) = captured(shard).entries
+        (entry,) = captured(shard).tensors
         assert (entry.spec.shape, entry.spec.pieces) == ((4, 3), ())
 
 

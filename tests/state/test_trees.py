@@ -50,7 +50,7 @@ class Pair(NamedTuple):
 def test_dicts_flatten_and_lists_only_where_a_tensor_is_inside():
     state = {"extra": {"step": 1, "losses": [1, {"a": 2}], "mixed": [torch.zeros(1), {"b": 3}], "none": [], "sub": {}, 7: "x"}}
     captured = capture(state)
-    assert [e.spec.name for e in captured.entries] == ["extra.mixed.0"]
+    assert [e.spec.name for e in captured.tensors] == ["extra.mixed.0"]
     paths = {decode_path(v.path): decode_value(v.data) for v in captured.values}
     assert paths == {
         ("extra", "step"): 1,

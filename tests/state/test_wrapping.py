@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.optim import PostLocalSGDOptimizer
 
-from reshard_ckpt.engine.saving.step_guard import Evidence, StepGuard
+from reshard_ckpt.engine.saving.step_guard import ChangeDetector, StepGuard
 from reshard_ckpt.errors import MismatchError, UsageError
 from reshard_ckpt.state import LocalShard, capture
 from reshard_ckpt.state.optimizer_owned import held_back
@@ -354,7 +354,7 @@ def test_a_step_of_an_optimizer_inside_of_another_is_held_back_too():
     buffer = optimizer.parts["momentum"].state[model[0].weight]["momentum_buffer"]
     assert {id(buffer), id(model[0].weight)} <= {id(tensor) for tensor in owned}
     waits: list[int] = []
-    guard = StepGuard(held, Evidence([]), lambda: waits.append(1))
+    guard = StepGuard(held, ChangeDetector([]), lambda: waits.append(1))
     for part in optimizer.parts.values():
         waits.clear()
         part.step()
@@ -370,7 +370,7 @@ def test_a_wrapper_that_runs_no_hooks_is_held_back_and_saved():
     assert {id(o) for o in held} == {id(optimizer), id(optimizer.inner)}
     assert {id(p) for p in model.parameters()} < {id(tensor) for tensor in owned}
     waits: list[int] = []
-    guard = StepGuard([optimizer], Evidence([]), lambda: waits.append(1))
+    guard = StepGuard([optimizer], ChangeDetector([]), lambda: waits.append(1))
     optimizer.step()
     assert waits
     guard.close()

@@ -1,4 +1,4 @@
-"""How are the steps of a save timed, on all ranks, and put on one axis of time?
+"""The timeline of a save: its steps, timed on all ranks and put on one axis of time.
 
 1. Each rank has a `Recorder`: wall-clock time at its start, and the monotonic clock from there on.
 2. Its steps are recorded in whatever thread they run. `TimedComm` also notes when each message is sent and received.
@@ -41,7 +41,7 @@ class Recorder:
     Attributes
     ----------
     report, log
-        Who else is told of them: of bytes under way, and in words. To be set before the work begins.
+        Receive the bytes under way, and log lines. To be set before the work begins.
     """
 
     def __init__(self) -> None:

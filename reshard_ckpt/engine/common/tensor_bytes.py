@@ -1,24 +1,32 @@
-"""Where are a piece's bytes? Views of local tensors, without copies where the memory is in order.
+"""The bytes of local tensors and their pieces, as views, without copies where the memory is in order.
 
-The memory of a piece is affine (see `core.state.Piece`), so a view is `torch.as_strided`, and a piece whose strides are its box's
-own row-major ones is one slice of the storage.
+The memory of a piece is affine (see `core.catalog.specs.Piece`). So a view is `torch.as_strided`, and a piece whose strides are
+its box's own row-major ones is one slice of the storage.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from ...core.catalog.specs import Ints, Piece, is_row_major
+from ...core.catalog.specs import Ints, Piece, TensorSpec, is_row_major
 from ...core.geometry.runs import decompose
+
+
+class LocalTensor(NamedTuple):
+    """A tensor of this rank: its description, and the local memory that its pieces lie in (any device, any strides)."""
+
+    spec: TensorSpec
+    memory: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class LocalPiece:
-    """A piece and the tensor that holds it."""
+    """A piece, and the local memory that it lies in."""
 
     tensor: torch.Tensor
     piece: Piece
@@ -50,11 +58,11 @@ def is_in_order(piece: Piece) -> bool:
     return is_row_major(piece.lengths, piece.strides)
 
 
-def bytes_in_place(held: LocalPiece, start: int, count: int) -> memoryview | None:
+def bytes_in_place(local: LocalPiece, start: int, count: int) -> memoryview | None:
     """The bytes of a run of the piece's box where they lie; None where they lie on a device, or in another order."""
-    if held.tensor.device.type != "cpu" or not is_in_order(held.piece):
+    if local.tensor.device.type != "cpu" or not is_in_order(local.piece):
         return None
-    return element_bytes(held.tensor, held.piece.base + start, count)
+    return element_bytes(local.tensor, local.piece.base + start, count)
 
 
 def slices(data: memoryview, size: int) -> Iterator[memoryview]:
@@ -62,7 +70,7 @@ def slices(data: memoryview, size: int) -> Iterator[memoryview]:
     return (data[at : at + size] for at in range(0, len(data), size))
 
 
-def chunks(held: LocalPiece, start: int, count: int, scratch: torch.Tensor) -> Iterator[memoryview]:
+def chunks(local: LocalPiece, start: int, count: int, scratch: torch.Tensor) -> Iterator[memoryview]:
     """The bytes of a run of the piece's box, in order, in chunks no larger than the scratch buffer.
 
     CPU memory that is in order is not copied; other memory goes through `scratch`, which the next chunk overwrites.
@@ -74,20 +82,20 @@ def chunks(held: LocalPiece, start: int, count: int, scratch: torch.Tensor) -> I
     scratch
         1-D uint8 host memory, aligned for every dtype.
     """
-    data = bytes_in_place(held, start, count)
+    data = bytes_in_place(local, start, count)
     if data is not None:
         yield from slices(data, scratch.numel())
         return
-    each = held.tensor.element_size()
+    each = local.tensor.element_size()
     step = max(scratch.numel() // each, 1)
     for begin in range(start, start + count, step):
         num = min(step, start + count - begin)
         out = scratch[: num * each]
-        copy_run(held, begin, num, out)
+        copy_run(local, begin, num, out)
         yield out.numpy().data
 
 
-def copy_run(held: LocalPiece, start: int, count: int, out: torch.Tensor, *, non_blocking: bool = False) -> None:
+def copy_run(local: LocalPiece, start: int, count: int, out: torch.Tensor, *, non_blocking: bool = False) -> None:
     """Copy a run of the piece's box, in order, into host memory.
 
     Parameters
@@ -99,20 +107,20 @@ def copy_run(held: LocalPiece, start: int, count: int, out: torch.Tensor, *, non
     non_blocking
         From a device: only queue it, on the current stream. For pinned memory alone, and the caller has to wait for the stream.
     """
-    typed = out.view(held.tensor.dtype)
-    if is_in_order(held.piece):
-        typed.copy_(region(held.tensor, held.piece.base + start, (count,), (1,)), non_blocking=non_blocking)
+    typed = out.view(local.tensor.dtype)
+    if is_in_order(local.piece):
+        typed.copy_(region(local.tensor, local.piece.base + start, (count,), (1,)), non_blocking=non_blocking)
     else:
-        _gather(held, start, count, typed, non_blocking)
+        _gather(local, start, count, typed, non_blocking)
 
 
-def _gather(held: LocalPiece, start: int, count: int, out: torch.Tensor, non_blocking: bool) -> None:
+def _gather(local: LocalPiece, start: int, count: int, out: torch.Tensor, non_blocking: bool) -> None:
     """Copy a run of a piece whose memory is not in order, box by box."""
-    piece = held.piece
+    piece = local.piece
     cut = decompose(np.array([piece.lengths], np.int64), np.array([start]), np.array([count]))
     done = 0
     for offsets, lengths in zip(cut.offsets.tolist(), cut.lengths.tolist(), strict=True):
         base = piece.base + sum(o * s for o, s in zip(offsets, piece.strides, strict=True))
-        box = region(held.tensor, base, tuple(lengths), piece.strides)
+        box = region(local.tensor, base, tuple(lengths), piece.strides)
         out[done : done + box.numel()].view(lengths).copy_(box, non_blocking=non_blocking)
         done += box.numel()

@@ -1,6 +1,6 @@
-"""Who writes what? Rank 0 plans for all, once for each layout, and hears of an unchanged one by digests alone.
+"""The agreement on who writes what: rank 0 plans for all, once for each layout; of an unchanged one it gets digests alone.
 
-1. Every rank sends digests of the parts of its offer (tensors, rows, values), and the id of the plan from which it has kept an
+1. Every rank sends digests of the parts of its metadata (tensors, rows, values), and the id of the plan from which it has kept an
    assignment for this layout.
 2. Rank 0 looks the layouts of *all* ranks up among the plans that it has kept, and says to everyone: the save's id, the plan's
    id, and who shall send which parts. Of equal parts, the lowest rank that has one sends it. With a kept plan only values
@@ -31,9 +31,9 @@ from ...format.checksums import digest128
 from ...format.keys import new_save_id
 from ...format.shard_file import blob_name
 from ..common.memo import Memo
+from .local_shards import LocalShards
 from .messages import Assignment, decode_assignment, decode_metadata, decode_values, encode_assignments, encode_metadata
 from .values import merge_values
-from .write import LocalShards
 
 MAX_PLANS = 2
 """Plans kept on rank 0: enough for jobs that save a model and all of their state by turns."""
@@ -144,7 +144,7 @@ def agree(
     if answer.asked.any():
         sent = comm.gather(msgpack.packb([p if a else None for p, a in zip(parts, answer.asked[:, comm.rank], strict=True)]))
     if leader is not None:
-        leader.hear(parts, sent)
+        leader.take_parts(parts, sent)
     data = b""
     if answer.assigns:
         data = comm.scatter(None if leader is None else leader.assignments())
@@ -202,20 +202,20 @@ class Leader:
         return first
 
     def _by_rank(self, part: int, messages: Sequence[Sequence[bytes]]) -> list[bytes]:
-        """A part of every rank's offer, each from the rank that sent it for all that have the same."""
+        """Return a part of every rank's metadata, each from the rank that sent it for all that have the same."""
         at = slice(part * _ID_BYTES, (part + 1) * _ID_BYTES)
         known = {digest: messages[rank][part] for digest, rank in self._first_with(part).items()}
         return [known[state[at]] for state in self._states]
 
-    def hear(self, own: Sequence[bytes], sent: Sequence[bytes] | None) -> None:
+    def take_parts(self, own: Sequence[bytes], sent: Sequence[bytes] | None) -> None:
         """Take the parts that were asked for, and this rank's own; plan where need be, and merge the values."""
         messages = [own, *((msgpack.unpackb(m) for m in sent[1:]) if sent else ())]
         if self._plan is None:
             self._plan = plan_from_metadata(*(self._by_rank(part, messages) for part in range(_LAYOUT_PARTS)))
             self._accept(self._plan)
             self._cache.plans.keep(self._layouts, _Kept(self.answer.plan_id, self._plan))
-        held = [(rank, decode_values(messages[rank][-1])) for rank in self._first_with(_PARTS - 1).values()]
-        self.values = merge_values(held, self.plan.tables)
+        of_ranks = [(rank, decode_values(messages[rank][-1])) for rank in self._first_with(_PARTS - 1).values()]
+        self.values = merge_values(of_ranks, self.plan.tables)
 
     def assignments(self) -> list[bytes]:
         """For each rank that lacks its assignment."""
@@ -224,5 +224,5 @@ class Leader:
 
 
 def plan_from_metadata(tensors: Sequence[bytes], rows: Sequence[bytes]) -> SavePlan:
-    """Plan from these parts of the offers of all ranks, by rank."""
+    """Plan from these parts of the metadata of all ranks, by rank."""
     return plan_save(decode_metadata(tensors, rows), blob_name)

@@ -1,7 +1,7 @@
-"""How do ranks agree on a save, and when does it exist?
+"""The agreement of ranks on a save, and the commit after which the checkpoint exists.
 
 1. Rank 0 looks at what the path holds (`look`), before any rank makes a file.
-2. Every rank offers what it holds; rank 0 plans, and assigns (`agreement.agree`).
+2. Every rank describes what it holds; rank 0 plans, and assigns (`agreement.agree`).
 3. Every rank writes its part (`write.write_assignment`) and sends a receipt.
 4. Rank 0 compares the fingerprints of replicas, sees every file by name and size, and publishes the catalog: the one step
    after which the checkpoint exists (`commit`). It takes place only if the catalog there is still the one of step 1.
@@ -20,13 +20,11 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
-import torch
 
 from ...comm.protocol import Comm
 from ...core.catalog.model import Catalog, FileEntry, ValueEntry
-from ...core.catalog.specs import Mesh, Replication, TensorSpec, ValueSpec, box_piece, row_major_strides
+from ...core.catalog.specs import Replication
 from ...core.planning.build_catalog import WrittenItems, build_catalog
-from ...core.planning.local_metadata import LocalMetadata, build_local_metadata
 from ...core.planning.save_plan import Checks, SavePlan
 from ...core.report import summarize
 from ...core.timeline import Timeline
@@ -37,44 +35,16 @@ from ...format.keys import SAVE_ID, manifest_key, timeline_key
 from ...format.timeline import encode_timeline
 from ...format.values import decode_value
 from ...storage.protocol import MissingKey, Storage, conflict
-from ..common.memo import Memo
 from ..common.progress import size_text
 from ..common.recorder import Recorder
 from ..common.recorder import timeline as make_timeline
-from ..common.tensor_bytes import LocalPiece
 from .agreement import AgreedPlan, PreviousCheckpoint, agree
 from .free_space import check_free_space
+from .local_shards import LocalShards
 from .manifest import keep_manifest, refuse_half_hashed
 from .messages import Receipt, WrittenFile, decode_receipt, encode_receipt
-from .values import local_values
-from .write import LocalShards, keys_of, remove
-
-
-def describe_local(
-    tensors: Sequence[tuple[TensorSpec, torch.Tensor]], values: Sequence[ValueSpec], mesh: Mesh | None, rank: int
-) -> LocalShards:
-    """What this rank has to offer, in columns, with the memory behind each row."""
-    offered, blobs = local_values(values, rank)
-    held = [*((_standing(spec), memory) for spec, memory in tensors), *((blob.spec, blob.tensor) for blob in blobs)]
-    own = {len(tensors) + i: blob.own for i, blob in enumerate(blobs) if blob.own is not None}
-    specs = [spec for spec, _ in held]
-    rows = [(i, LocalPiece(memory, piece)) for i, (spec, memory) in enumerate(held) for piece in spec.pieces]
-    local_metadata = _LOCAL_METADATA.get(
-        (specs, len(blobs), mesh, own), lambda: build_local_metadata(specs, len(blobs), (), mesh, own)
-    )
-    return LocalShards(specs, rows, replace(local_metadata, values=tuple(offered)))
-
-
-_LOCAL_METADATA: Memo[tuple[list[TensorSpec], int, Mesh | None, dict[int, str]], LocalMetadata] = Memo(2)
-"""Without their values, which change from save to save."""
-
-
-def _standing(spec: TensorSpec) -> TensorSpec:
-    """An empty tensor is held by a piece of no elements, so that some rank writes its name."""
-    if spec.pieces or 0 not in spec.shape:
-        return spec
-    piece = box_piece((0,) * len(spec.shape), spec.shape, 0, row_major_strides(spec.shape))
-    return replace(spec, pieces=(piece,))
+from .options import SaveJob
+from .write import keys_of, remove
 
 
 def look(storage: Storage) -> PreviousCheckpoint:
@@ -102,19 +72,8 @@ def begin(comm: Comm, storage: Storage, local_shards: LocalShards) -> AgreedPlan
     return agree(comm, local_shards, before=before, accept=partial(check_free_space, storage))
 
 
-def commit(
-    comm: Comm,
-    storage: Storage,
-    agreed: AgreedPlan,
-    receipt: Receipt,
-    metadata: bytes,
-    recorder: Recorder,
-    *,
-    timeline: bool,
-    sha256: bool = False,
-    ready: Callable[[], None] = lambda: None,
-) -> int | None:
-    """Gather the receipts, prove on rank 0 that all is there and alike, and publish the catalog.
+def commit(job: SaveJob, receipt: Receipt, *, ready: Callable[[], None] = lambda: None) -> int | None:
+    """Gather the receipts, check on rank 0 that all files are there and replicas are alike, and publish the catalog.
 
     Returns the bytes of all files, on rank 0.
 
@@ -123,19 +82,14 @@ def commit(
     Parameters
     ----------
     ready
-        What has to be waited for before this rank's receipt is true.
-    recorder
-        Has this rank's steps so far.
-    timeline
-        Whether to keep all ranks' steps beside the checkpoint.
-    sha256
-        Whether to keep a manifest, for which this rank has hashed what it wrote.
+        Waits for what has to be over before this rank's receipt is true.
     """
+    comm, storage, recorder, options = job.comm, job.storage, job.recorder, job.options
     undo = partial(remove, storage, _keys([receipt]))
     try:
         ready()
         began = recorder.now()
-        message = encode_receipt(replace(receipt, record=recorder.sealed() if timeline else b""))
+        message = encode_receipt(replace(receipt, record=recorder.sealed() if options.timeline else b""))
     except BaseException:
         undo()
         raise
@@ -146,34 +100,39 @@ def commit(
         return None
     received_at = recorder.now()
     recorder.add("receipts", began)
-    assert agreed.plan is not None
     receipts = [decode_receipt(data) for data in gathered]
-    save_id = agreed.assignment.save_id
-    try:
-        catalog = publish(
-            storage,
-            agreed.plan,
-            agreed.values,
-            receipts,
-            save_id=save_id,
-            metadata=metadata,
-            before=agreed.before,
-            recorder=recorder,
-            sha256=sha256,
-        )
-    except BaseException:
-        if _is_uncommitted(storage, save_id):
-            remove(storage, [*_keys(receipts), manifest_key(save_id)])
-        raise
-    if timeline:
+    catalog = _publish_or_undo(job, receipts)
+    if options.timeline:
         try:
             records = [receipt.record for receipt in receipts]
-            keep_timeline(storage, make_timeline(recorder, records, received_at, save_id=save_id, mesh=catalog.mesh))
+            timeline = make_timeline(recorder, records, received_at, save_id=job.save_id, mesh=catalog.mesh)
+            keep_timeline(storage, timeline)
         except Exception as error:  # the checkpoint exists: nothing about a timeline is a reason to say that it does not
             recorder.log.warning("saved, but its timeline is not: %s: %s", type(error).__name__, error)
     size, seconds = sum(file.size for file in catalog.files), recorder.now() - recorder.began
     recorder.log.info("saved %s by %d ranks to %s in %.2f s", size_text(size), comm.size, storage.url, seconds)
     return size
+
+
+def _publish_or_undo(job: SaveJob, receipts: Sequence[Receipt]) -> Catalog:
+    agreed = job.agreed
+    assert agreed.plan is not None
+    try:
+        return publish(
+            job.storage,
+            agreed.plan,
+            agreed.values,
+            receipts,
+            save_id=job.save_id,
+            metadata=job.metadata,
+            before=agreed.before,
+            recorder=job.recorder,
+            sha256=job.options.sha256,
+        )
+    except BaseException:
+        if _is_uncommitted(job.storage, job.save_id):
+            remove(job.storage, [*_keys(receipts), manifest_key(job.save_id)])
+        raise
 
 
 def _keys(receipts: Iterable[Receipt]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Are two things that claim to be the same, the same? A hash of all of a small piece, of samples of a large one."""
+"""Fingerprints of replicas, by which rank 0 compares them: a hash of all of a small piece, of samples of a large one."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ NUM_SAMPLES = 16
 SAMPLE_BYTES = 64 << 10
 
 
-def fingerprint(held: LocalPiece, scratch: torch.Tensor) -> int:
-    """XXH3-64 of a piece's bytes, or of `NUM_SAMPLES` blocks spread evenly over it, the first and the last among them."""
-    piece, item_bytes = held.piece, held.tensor.element_size()
+def fingerprint(local: LocalPiece, scratch: torch.Tensor) -> int:
+    """Return the XXH3-64 of a piece's bytes, or of `NUM_SAMPLES` blocks spread evenly over it, first and last included."""
+    piece, item_bytes = local.piece, local.tensor.element_size()
     hasher = xxhash.xxh3_64()
     if piece.count * item_bytes <= WHOLE_BYTES:
         runs = [(piece.start, piece.count)]
@@ -24,12 +24,12 @@ def fingerprint(held: LocalPiece, scratch: torch.Tensor) -> int:
         size = SAMPLE_BYTES // item_bytes
         last = piece.start + piece.count - size
         runs = [(piece.start + (last - piece.start) * i // (NUM_SAMPLES - 1), size) for i in range(NUM_SAMPLES)]
-    whole = bytes_in_place(held, piece.start, piece.count)
+    whole = bytes_in_place(local, piece.start, piece.count)
     if whole is not None:  # one view for all samples: making a view takes longer than hashing what it shows
         for start, count in runs:
             hasher.update(whole[(start - piece.start) * item_bytes : (start - piece.start + count) * item_bytes])
         return hasher.intdigest()
     for start, count in runs:
-        for chunk in chunks(held, start, count, scratch):
+        for chunk in chunks(local, start, count, scratch):
             hasher.update(chunk)
     return hasher.intdigest()

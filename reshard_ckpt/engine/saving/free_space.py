@@ -1,4 +1,4 @@
-"""Is there room for a save, before a byte of it is written? Rank 0 compares the plan with what the store has left.
+"""The check that there is room for a save, before a byte of it is written: rank 0 compares the plan with what the store has free.
 
 The path is one that all ranks share, so one look is enough; a path that is not is found at the commit. Headers, the catalog and
 what other jobs write meanwhile are not counted: a disk that fills up later is an error all the same, only a later one.

@@ -1,8 +1,8 @@
-"""What do ranks tell each other during a save? Columns as bytes, never pickles.
+"""The messages between the ranks of a save: columns as bytes, never pickles.
 
-An *offer* goes to rank 0, an *assignment* comes back, a *receipt* goes to rank 0 again. An offer has three parts, so that what
-many ranks have alike need be sent and decoded once (`agreement`): the tensors, the rows (this rank's pieces of them), the values.
-Thousands of ranks' rows are one join and one array; so are the assignments.
+A rank's *metadata* goes to rank 0, an *assignment* comes back, a *receipt* goes to rank 0 again. The metadata has three parts:
+the tensors, the rows (this rank's pieces of them), and the values. What many ranks have alike is sent and decoded once
+(`agreement`). Thousands of ranks' rows are one join and one array; so are the assignments.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ASSIGNMENT_HEAD = struct.Struct("<BxxxI")
 
 @dataclass(frozen=True, slots=True)
 class EncodedMetadata:
-    """An offer as bytes, in parts."""
+    """A rank's metadata as bytes, in parts."""
 
     tensors: bytes
     rows: bytes
@@ -119,7 +119,7 @@ def _wide(array: NDArray[Any]) -> I64:
 
 
 def encode_metadata(local_metadata: LocalMetadata) -> EncodedMetadata:
-    """An offer as bytes."""
+    """Encode a rank's metadata."""
     return EncodedMetadata(
         _encode_tensors(local_metadata.tensors), _encode_rows(local_metadata.rows), _encode_values(local_metadata.values)
     )

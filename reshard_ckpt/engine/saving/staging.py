@@ -1,4 +1,4 @@
-"""How is the state copied to where training cannot change it? Into a ring that holds the images of this rank's files.
+"""Staging: a ring of host memory that holds the images of this rank's files, where training cannot change them.
 
 1. The images of all files lie end to end in one address space; the item at address ``a`` is kept at ``a`` modulo the ring's size.
 2. One thread *fills*: it copies items, and waits where the ring is full of bytes not yet written.
@@ -16,8 +16,9 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 import torch
 
 from ..common.tensor_bytes import copy_run
+from .local_shards import LocalShards
 from .messages import Assignment
-from .write import WRITE_BYTES, FileLayout, LocalShards
+from .write import WRITE_BYTES, FileLayout
 
 STEP_BYTES = 4 << 20
 """Bytes copied at once into a ring that streams; a multiple of every element size."""
@@ -31,7 +32,7 @@ class Staging:
     def __init__(
         self, local_shards: LocalShards, assignment: Assignment, layouts: Sequence[FileLayout], ring: torch.Tensor
     ) -> None:
-        self._holdings, self._layouts, self._ring = local_shards, layouts, ring
+        self._local_shards, self._layouts, self._ring = local_shards, layouts, ring
         columns = (assignment.local, assignment.start, assignment.count)
         self._items = list(zip(*(column.tolist() for column in columns), strict=True))
         self._capacity = ring.numel() // STEP_BYTES * STEP_BYTES
@@ -42,7 +43,7 @@ class Staging:
         self._error: BaseException | None = None
         self._begin, self.num_bytes = _addresses(layouts)
         self._item_at = _item_addresses(layouts, self._begin)
-        self._streams = _Streams(held.tensor.device for _, held in local_shards.rows)
+        self._streams = _Streams(local.tensor.device for _, local in local_shards.rows)
         # Copies are fastest in few large pieces; a ring that streams must hand over small ones.
         self._step = self._capacity if self.holds_all else STEP_BYTES
         self._non_blocking = bool(self._streams) and ring.is_pinned()
@@ -107,14 +108,14 @@ class Staging:
             self._advance(written=at)
 
     def _put_item(self, item: int) -> int:
-        local, start, count = self._items[item]
-        held = self._holdings.rows[local][1]
-        each, at = held.tensor.element_size(), self._item_at[item]
+        row, start, count = self._items[item]
+        local = self._local_shards.rows[row][1]
+        each, at = local.tensor.element_size(), self._item_at[item]
         while count:
             place = at % self._capacity
             num = min(count, self._step // each, (self._capacity - place) // each)
             self._reserve(at, num * each)
-            copy_run(held, start, num, self._ring[place : place + num * each], non_blocking=self._non_blocking)
+            copy_run(local, start, num, self._ring[place : place + num * each], non_blocking=self._non_blocking)
             start, count, at = start + num, count - num, at + num * each
         return at - self._item_at[item]
 

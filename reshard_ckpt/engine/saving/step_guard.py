@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 from weakref import ref
@@ -31,20 +32,28 @@ MAX_SAMPLED = 64
 SAMPLE_ELEMENTS = 16
 
 
+@dataclass(frozen=True, slots=True)
+class GuardedState:
+    """Optimizers whose steps can be held back, and the local tensors that nothing but those steps changes."""
+
+    optimizers: Sequence[Optimizer] = ()
+    tensors: Sequence[torch.Tensor] = ()
+
+
 class StepGuard:
     """Holds every step of some optimizers back until what they change is copied.
 
     Parameters
     ----------
-    evidence
-        Of what these optimizers change, taken in the thread that makes this.
+    detector
+        Of changes to what these optimizers own, made in the thread that makes this.
     wait
         Waits until it is copied.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], evidence: Evidence, wait: Callable[[], None]) -> None:
+    def __init__(self, optimizers: Sequence[Optimizer], detector: ChangeDetector, wait: Callable[[], None]) -> None:
         self.wait = wait
-        self._optimizers, self._evidence = optimizers, evidence
+        self._optimizers, self._detector = optimizers, detector
         for optimizer in optimizers:
             _put_in_front(optimizer)
             _HELD[id(optimizer)] = self
@@ -65,7 +74,7 @@ class StepGuard:
         """
         try:
             # Held until this is known: a step that comes now must still wait, or it would count as one that came through.
-            changed = self._evidence.has_changed()
+            changed = self._detector.has_changed()
         finally:
             self.release()
         if changed:
@@ -77,8 +86,8 @@ class StepGuard:
             )
 
 
-class Evidence:
-    """What shows that tensors have changed since: version counters of all, and some values of some.
+class ChangeDetector:
+    """Tells whether tensors have changed since it was made: by version counters of all, and some values of some.
 
     Version counters alone do not show it: fused kernels, what goes through ``.data``, and kernels outside of torch leave them.
     """
@@ -163,7 +172,7 @@ def _put_in_front(optimizer: Optimizer) -> None:
 
 def _hold_back(optimizer: object, *_: object) -> None:
     """The check: wait, where a guard holds this optimizer."""
-    if torch.compiler.is_compiling():  # what is traced is no step; whether the compiled one was met, the evidence shows
+    if torch.compiler.is_compiling():  # what is traced is no step; whether the compiled one was met, the detector shows
         return
     guard = _HELD.get(id(optimizer))
     if guard is not None:

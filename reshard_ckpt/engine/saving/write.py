@@ -1,4 +1,4 @@
-"""How does a rank carry out its assignment? Lay out its files, write them front to back, and say what was written.
+"""Writing a rank's part of a checkpoint: lay out its files, write them front to back, and report what was written.
 
 1. Items come sorted by element size, so members are aligned without holes.
 2. A new file begins where the header would grow too large.
@@ -21,9 +21,8 @@ import torch
 from numpy.typing import NDArray
 
 from ...core.catalog.model import TensorKind
-from ...core.catalog.specs import TensorSpec
+from ...core.catalog.specs import Ints, TensorSpec
 from ...core.geometry.runs import I64
-from ...core.planning.local_metadata import LocalMetadata
 from ...errors import StorageError
 from ...format.checksums import BlockHasher, digest128
 from ...format.keys import digests_key, file_key
@@ -34,6 +33,7 @@ from ..common.progress import Tally
 from ..common.recorder import Recorder
 from ..common.tensor_bytes import LocalPiece, bytes_in_place, chunks, slices
 from .fingerprint import WHOLE_BYTES, fingerprint
+from .local_shards import LocalShards
 from .messages import Assignment, Receipt, RunColumns, WrittenFile
 
 WRITE_BYTES = 1 << 20
@@ -44,15 +44,6 @@ HEADER_METADATA = {"format": "pt", "writer": "reshard_ckpt"}
 
 HEADER_BYTES = 48 << 20
 """A file's header is kept below this; safetensors refuses 100 MB."""
-
-
-@dataclass(frozen=True, slots=True)
-class LocalShards:
-    """This rank's offered tensors and, row for row, the memory of their pieces."""
-
-    specs: Sequence[TensorSpec]
-    rows: Sequence[tuple[int, LocalPiece]]
-    local_metadata: LocalMetadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +64,7 @@ class FileLayout:
 def lay_out(local_shards: LocalShards, assignment: Assignment, rank: int, header_bytes: int = HEADER_BYTES) -> list[FileLayout]:
     """Divide the assigned items into files."""
     columns = (assignment.local, assignment.start, assignment.count)
-    pieces = [(index, held.piece) for index, held in local_shards.rows]
+    pieces = [(index, local.piece) for index, local in local_shards.rows]
     key = (
         local_shards.specs,
         pieces,
@@ -115,12 +106,17 @@ def _file_layout(key: str, members: Sequence[Member], begin: int, end: int) -> F
     return FileLayout(key, slice(begin, end), chosen, header(chosen, HEADER_METADATA))
 
 
-def _member(local_shards: LocalShards, local: int, start: int, count: int) -> Member:
-    index, held = local_shards.rows[local]
-    spec = local_shards.specs[index]
-    if local_shards.local_metadata.kind[index] == TensorKind.BLOB:
+def _member(local_shards: LocalShards, row: int, start: int, count: int) -> Member:
+    index, local = local_shards.rows[row]
+    is_blob = local_shards.local_metadata.kind[index] == TensorKind.BLOB
+    return member_of(local_shards.specs[index], local.piece.offsets, local.piece.lengths, start, count, is_blob=is_blob)
+
+
+def member_of(spec: TensorSpec, offsets: Ints, lengths: Ints, start: int, count: int, *, is_blob: bool) -> Member:
+    """Describe a run of a box of a tensor as a member of a shard file; a blob's member is the blob."""
+    if is_blob:
         return Member(spec.name, spec.dtype, spec.shape, count)
-    return make_member(spec.name, spec.dtype, spec.shape, held.piece.offsets, held.piece.lengths, start, count)
+    return make_member(spec.name, spec.dtype, spec.shape, offsets, lengths, start, count)
 
 
 def fingerprints(local_shards: LocalShards, checks: RunColumns, chosen: Callable[[int], bool], marks: NDArray[np.uint64]) -> None:
@@ -129,8 +125,8 @@ def fingerprints(local_shards: LocalShards, checks: RunColumns, chosen: Callable
     columns = (checks.local, checks.start, checks.count)
     for i, (row, start, count) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
         if chosen(row):
-            held = local_shards.rows[row][1]
-            marks[i] = fingerprint(LocalPiece(held.tensor, replace(held.piece, start=start, count=count)), scratch)
+            local = local_shards.rows[row][1]
+            marks[i] = fingerprint(LocalPiece(local.tensor, replace(local.piece, start=start, count=count)), scratch)
 
 
 def write_assignment(
@@ -161,12 +157,11 @@ def write_assignment(
         fingerprints(local_shards, assignment.checks, lambda _: True, marks)
     layouts = lay_out(local_shards, assignment, rank, header_bytes)
     chunks_of = partial(_file_chunks, local_shards, assignment)
-    return write_files(storage, assignment, layouts, chunks_of, marks, recorder, sha256=sha256)
+    return write_files(storage, layouts, chunks_of, marks, recorder, sha256=sha256)
 
 
 def write_files(
     storage: Storage,
-    assignment: Assignment,
     layouts: Sequence[FileLayout],
     chunks_of: Callable[[FileLayout], Iterator[memoryview]],
     marks: NDArray[np.uint64],
@@ -175,7 +170,8 @@ def write_files(
     sha256: bool = False,
 ) -> Receipt:
     """Write files from chunks of their bytes, hashed on the way, and make them durable."""
-    file, offset = np.zeros(len(assignment.local), np.int64), np.zeros(len(assignment.local), np.int64)
+    num_items = sum(len(layout.members) for layout in layouts)
+    file, offset = np.zeros(num_items, np.int64), np.zeros(num_items, np.int64)
     written: list[WrittenFile] = []
     try:
         tally = Tally("save", sum(layout.num_bytes for layout in layouts), recorder.report)

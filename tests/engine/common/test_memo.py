@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from reshard_ckpt import FlatShard, LocalShard, checkpoint
 from reshard_ckpt.engine.common.memo import Memo
-from reshard_ckpt.engine.saving import agreement, write
-from reshard_ckpt.engine.saving import commit as save
+from reshard_ckpt.engine.saving import agreement, local_shards, write
 from reshard_ckpt.state import dtensor, layouts, tensors
 from reshard_ckpt.storage import open_storage
 
@@ -66,7 +65,7 @@ def forget() -> None:
     tensors._SPECS.clear()
     layouts.whole.cache_clear()
     agreement.PLANS.__init__()  # type: ignore[misc]
-    save._LOCAL_METADATA = Memo(2)
+    local_shards._LOCAL_METADATA = Memo(2)
     write._FILES = Memo(2)
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from reshard_ckpt.core.catalog.specs import Piece, Replication, TensorSpec, ValueKind, ValueSpec, box_piece
 from reshard_ckpt.core.planning.save_plan import SavePlan
 from reshard_ckpt.engine.saving.agreement import Leader, PlanCache, plan_from_metadata
-from reshard_ckpt.engine.saving.commit import describe_local
+from reshard_ckpt.engine.saving.local_shards import describe_local
 from reshard_ckpt.engine.saving.messages import decode_assignment, encode_assignments, encode_metadata
 from reshard_ckpt.format.checksums import digest128
 from reshard_ckpt.format.values import encode_value
@@ -141,7 +141,7 @@ def test_equal_parts_are_asked_of_one_rank_and_only_the_rank_s_own_rng_sets_rows
     assert leader.answer.asked.tolist() == [[False] * 5, [False, True, True, True, True], [False] * 5]
     asked = leader.answer.asked.T
     sent = [msgpack.packb([p if a else None for p, a in zip(r.parts, asked[i], strict=True)]) for i, r in enumerate(ranks)]
-    leader.hear(ranks[0].parts, sent)
+    leader.take_parts(ranks[0].parts, sent)
     assert len(leader.assignments()) == 5
     assert [v.name for v in leader.values] == ["rng", "step"]
     assert [leader.plan.tables.names[i] for i in leader.values[0].blobs] == [f"rng@[value,{r}]" for r in range(5)]
@@ -152,7 +152,7 @@ def test_a_kept_plan_serves_new_values_and_nothing_else_that_is_new(change: str)
     cache = PlanCache()
     ranks = [Rank(r, [row_shard(r, 4)], 1, "x") for r in range(4)]
     first = Leader([r.state() for r in ranks], cache)
-    first.hear(ranks[0].parts, [msgpack.packb(list(r.parts)) for r in ranks])
+    first.take_parts(ranks[0].parts, [msgpack.packb(list(r.parts)) for r in ranks])
     plan_id = first.answer.plan_id
     later = [Rank(r, [row_shard(r, 4)], 2, "x") for r in range(4)]
     if change == "rows":
@@ -169,7 +169,7 @@ def test_a_kept_plan_serves_new_values_and_nothing_else_that_is_new(change: str)
         assert leader.answer.plan_id == plan_id
         assert not leader.answer.asked.any()
         assert not leader.answer.assigns
-        leader.hear(later[0].parts, None)
+        leader.take_parts(later[0].parts, None)
         assert leader.plan is first.plan
         assert leader.values[1].data == encode_value(2, "step")
     else:
@@ -182,10 +182,10 @@ def test_a_rank_without_its_assignment_is_sent_it_alone() -> None:
     cache = PlanCache()
     ranks = [Rank(r, [row_shard(r, 3)], 1, "x") for r in range(3)]
     first = Leader([r.state() for r in ranks], cache)
-    first.hear(ranks[0].parts, [msgpack.packb(list(r.parts)) for r in ranks])
+    first.take_parts(ranks[0].parts, [msgpack.packb(list(r.parts)) for r in ranks])
     plan_id = first.answer.plan_id
     again = Leader([r.state(plan_id if i != 1 else bytes(16)) for i, r in enumerate(ranks)], cache)
-    again.hear(ranks[0].parts, None)
+    again.take_parts(ranks[0].parts, None)
     sent = again.assignments()
     assert [bool(data) for data in sent] == [False, True, False]
     assert np.array_equal(decode_assignment(sent[1], "id").local, decode_assignment(first.assignments()[1], "id").local)

@@ -16,7 +16,7 @@ from reshard_ckpt.core.catalog.specs import Mesh, Replication, TensorSpec, box_p
 from reshard_ckpt.core.geometry.dtypes import CODES
 from reshard_ckpt.core.planning.local_metadata import build_local_metadata
 from reshard_ckpt.engine.saving import commit as save_module
-from reshard_ckpt.engine.saving.commit import describe_local
+from reshard_ckpt.engine.saving.local_shards import describe_local
 from reshard_ckpt.engine.saving.write import lay_out, write_assignment
 from reshard_ckpt.errors import CheckpointNotFound, LayoutError, StorageError, UnsupportedError
 from reshard_ckpt.format.keys import CATALOG_KEY

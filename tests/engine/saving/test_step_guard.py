@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from reshard_ckpt import checkpoint
 from reshard_ckpt.engine.saving import async_save
-from reshard_ckpt.engine.saving.step_guard import Evidence, HeldStep, StepGuard, _put_in_front
+from reshard_ckpt.engine.saving.step_guard import ChangeDetector, HeldStep, StepGuard, _put_in_front
 from reshard_ckpt.errors import UsageError
 from reshard_ckpt.state.optimizer_owned import owned_tensors
 
@@ -45,7 +45,7 @@ def state_of(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def guarded(optimizer: Optimizer, wait: Callable[[], None] = lambda: None) -> StepGuard:
-    return StepGuard([optimizer], Evidence(owned_tensors([optimizer])), wait)
+    return StepGuard([optimizer], ChangeDetector(owned_tensors([optimizer])), wait)
 
 
 # --- every way to step is met, before anything else happens ---
@@ -184,7 +184,7 @@ def test_a_wrapper_with_a_step_of_its_own_is_met(held: str) -> None:
         guard.release()
 
     optimizers = {"wrapper": [wrapper], "inner": [inner], "both": [wrapper, inner]}[held]
-    guard = StepGuard(optimizers, Evidence(owned_tensors([inner])), wait)
+    guard = StepGuard(optimizers, ChangeDetector(owned_tensors([inner])), wait)
     wrapper.step()
     # The wrapper changes something before it steps the inner one: to hold that one alone is too late.
     assert seen == [held != "inner"]
@@ -193,7 +193,7 @@ def test_a_wrapper_with_a_step_of_its_own_is_met(held: str) -> None:
 def test_one_optimizer_that_is_held_twice_is_let_go_of_once(tmp_path: Path) -> None:
     optimizer = stepped(torch.optim.SGD)
     waits: list[int] = []
-    guard = StepGuard([optimizer, optimizer], Evidence(owned_tensors([optimizer] * 2)), lambda: waits.append(1))
+    guard = StepGuard([optimizer, optimizer], ChangeDetector(owned_tensors([optimizer] * 2)), lambda: waits.append(1))
     guard.close()
     optimizer.step()
     assert waits == []
@@ -264,20 +264,20 @@ def test_a_change_of_few_rows_is_found() -> None:
 
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 0), (2, 3, 5), (1, 40)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.float8_e5m2])
-def test_evidence_is_taken_of_any_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_changes_are_detected_in_any_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     tensors = [torch.zeros(shape, dtype=dtype), torch.zeros(7, 9).to(dtype).t(), torch.zeros(1, dtype=dtype).expand(4)]
     with torch.inference_mode():
         tensors.append(torch.zeros(5, dtype=dtype))
-    evidence = Evidence(tensors)
-    assert not evidence.has_changed()
+    detector = ChangeDetector(tensors)
+    assert not detector.has_changed()
     tensors[1].data.fill_(1)
-    assert evidence.has_changed()
+    assert detector.has_changed()
 
 
 def test_what_is_sampled_is_bounded() -> None:
     tensors = [torch.zeros(100) for _ in range(1000)]
-    evidence = Evidence(tensors)
-    assert sum(sample.numel() for sample in evidence._samples) <= 64 * 16 * 4
+    detector = ChangeDetector(tensors)
+    assert sum(sample.numel() for sample in detector._samples) <= 64 * 16 * 4
 
 
 def test_step_that_comes_while_the_guard_looks_is_held_and_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,14 +290,14 @@ def test_step_that_comes_while_the_guard_looks_is_held_and_no_fault(monkeypatch:
         copied.wait(20)
 
     guard = guarded(optimizer, wait)
-    look = Evidence.has_changed
+    look = ChangeDetector.has_changed
 
-    def look_late(self: Evidence) -> bool:
+    def look_late(self: ChangeDetector) -> bool:
         training.start()
         held.wait(20)  # until the step is held back, or made
         return look(self)
 
-    monkeypatch.setattr(Evidence, "has_changed", look_late)
+    monkeypatch.setattr(ChangeDetector, "has_changed", look_late)
     guard.close()
     assert torch.equal(weight_of(optimizer), before)
     copied.set()
@@ -322,12 +322,12 @@ def test_a_save_that_ends_while_torch_iterates_over_hooks_does_not_disturb_it(
         awaited.wait(60)
         return stage(self, fill)
 
-    def told(self: async_save.SaveHandle) -> None:
+    def asked(self: async_save.SaveHandle) -> None:
         awaited.set()
         staged(self)
 
     monkeypatch.setattr(async_save.SaveThread, "_stage", held)
-    monkeypatch.setattr(async_save.SaveHandle, "staged", told)
+    monkeypatch.setattr(async_save.SaveHandle, "staged", asked)
     handle = checkpoint.async_save(tmp_path, state, staging="lazy")
     ran: list[int] = []
 

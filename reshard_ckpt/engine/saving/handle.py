@@ -1,0 +1,260 @@
+"""A save that is under way: its futures, the handle that a user waits on, and the queue of this process's saves.
+
+1. `RunningSave` holds one future that is done once the state may change, and one of the report. The saving thread sets both.
+2. `SaveHandle` is what `async_save` returns. It counts how long its user waited, and remembers that an error was raised.
+3. `SAVES` lets one save run at a time, and raises an error that nobody asked for when the next save begins.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import TimeoutError as FutureTimeout  # Python 3.10 has two classes of this name
+from contextlib import suppress
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+from weakref import WeakSet
+
+from ...core.report import SaveReport
+from ...errors import CheckpointError, UsageError
+from ..common.host_memory import POOL
+from ..common.logs import LOGGER
+from .agreement import PLANS
+
+
+def _running_future() -> Future[Any]:
+    """Make a future that nobody can cancel."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+    return future
+
+
+class RunningSave:
+    """One save of this process, for those who carry it out and those who wait for it; every method may be called in any thread.
+
+    Attributes
+    ----------
+    staged
+        The future that is done once the state may change.
+    committed
+        The future of the save's report, or of its error.
+    """
+
+    def __init__(self, path: str, save_id: str) -> None:
+        self.path, self.save_id = path, save_id
+        self._outcome: SaveReport | BaseException | None = None
+        self._error_is_known = False
+        self._stall_s = 0.0
+        self._make_futures()
+        _RUNNING.add(self)
+
+    def _make_futures(self) -> None:
+        self._lock = threading.Lock()
+        self.staged: Future[None] = _running_future()
+        self.committed: Future[SaveReport] = _running_future()
+
+    def finish_staging(self) -> None:
+        """Let the state change from now on; a second call does nothing."""
+        with suppress(InvalidStateError):
+            self.staged.set_result(None)
+
+    def finish(self, outcome: SaveReport | BaseException) -> None:
+        """End the save with its report or its error."""
+        self._outcome = outcome  # before the future: a child that is forked in between must not take the save for unfinished
+        if isinstance(outcome, SaveReport):
+            self.committed.set_result(outcome)
+        else:
+            self.committed.set_exception(outcome)
+
+    def wait(self, timeout: float | None = None) -> BaseException | None:
+        """Wait until the save is over, and return its error.
+
+        Raises
+        ------
+        TimeoutError
+            The save is still under way.
+        """
+        try:
+            return self.committed.exception(timeout)
+        except FutureTimeout:
+            raise TimeoutError(f"the save to {self.path} is not committed after {timeout} s; it goes on") from None
+
+    def add_stall(self, seconds: float) -> None:
+        """Count the seconds for which a caller was held up."""
+        with self._lock:
+            self._stall_s += seconds
+
+    def report(self) -> SaveReport:
+        """Return the report of a save that was committed, with the stalls so far."""
+        report = self.committed.result()
+        return replace(report, stall_s=min(self._stall_s, report.duration_s))
+
+    def take_error(self) -> BaseException | None:
+        """Return the error of a failed save, once: None if it was raised or taken before."""
+        error = None if self._error_is_known else self.failure
+        self._error_is_known = True
+        return error
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The error, once the save has failed."""
+        return self._outcome if isinstance(self._outcome, BaseException) else None
+
+    def after_fork(self) -> None:
+        """In a forked child: no thread carries this save on here, and one that is gone may hold any of the locks."""
+        outcome = self._outcome
+        if outcome is None:
+            outcome = UsageError(
+                f"this process was forked while the save to {self.path} was under way: that goes on in the process that began "
+                "it, so ask there for its result"
+            )
+        self._make_futures()
+        self.finish_staging()
+        self.finish(outcome)
+
+
+_RUNNING: WeakSet[RunningSave] = WeakSet()
+"""For a forked child, which has to end all of them."""
+
+
+class SaveHandle:
+    """A save that is under way.
+
+    Every method may be called from any thread, any number of times. In a ``with`` block, the save is over when the block is left:
+    its error is raised there. Where the block itself raises, the save is waited for as well, as it may be the last; then the
+    block's error goes on, and that of the save, if it failed too, is for the next save.
+    """
+
+    def __init__(self, running: RunningSave) -> None:
+        self.running = running
+
+    def staged(self) -> None:
+        """Wait until the state may change: all of it is copied, or the save has failed (`result` says how)."""
+        if self.running.staged.done():
+            return
+        began = time.monotonic()
+        self.running.staged.result()
+        self.running.add_stall(time.monotonic() - began)
+
+    def done(self) -> bool:
+        """Whether the save has been committed or has failed."""
+        return self.running.committed.done()
+
+    def failed(self) -> bool:
+        """Whether the save has failed; `result` says how."""
+        return self.done() and self.running.failure is not None
+
+    def result(self, timeout: float | None = None) -> SaveReport:
+        """Wait until the checkpoint is committed; what the save did, for metrics.
+
+        Parameters
+        ----------
+        timeout
+            Seconds to wait; None is for ever.
+
+        Raises
+        ------
+        TimeoutError
+            The save is still under way.
+        CheckpointError
+            The save failed, and why; what the path held before is still there.
+        """
+        error = self.running.wait(timeout)
+        self.running.take_error()
+        if error is not None:
+            raise error
+        return self.running.report()
+
+    def __enter__(self) -> SaveHandle:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None:
+            self.result()
+        self.running.wait()
+
+    def __repr__(self) -> str:
+        if not self.done():
+            state = "staged, being written" if self.running.staged.done() else "being staged"
+        else:
+            error = self.running.failure
+            state = "committed" if error is None else f"failed: {type(error).__name__}"
+        return f"<{type(self).__name__} {self.running.path!r}: {state}>"
+
+    def add_done_callback(self, callback: Callable[[SaveHandle], object]) -> None:
+        """Call a function with this handle once the save has been committed or has failed, or at once if it has.
+
+        It is called in the thread that saves; what it raises is logged.
+        """
+
+        def call(_: Future[SaveReport]) -> None:
+            try:
+                callback(self)
+            except Exception:
+                LOGGER.exception("a function to be called after the save to %s failed", self.running.path)
+
+        self.running.committed.add_done_callback(call)
+
+
+class SaveQueue:
+    """The saves of this process, one after the other: each needs the staging memory, and somebody must see its error."""
+
+    def __init__(self) -> None:
+        self._last: SaveHandle | None = None
+
+    def wait_turn(self, *, when_busy: str) -> None:
+        """Wait for the save before this one, and raise its error if nobody has seen it.
+
+        Called inside the new save's session, so that what one rank raises here, all ranks raise.
+
+        Raises
+        ------
+        UsageError
+            A save is under way and ``when_busy`` is ``"error"``.
+        CheckpointError
+            The save before failed in the background.
+        """
+        last = self._last
+        if last is None:
+            return
+        if when_busy == "error" and not last.done():
+            raise UsageError(
+                f"the save to {last.running.path} is still under way; wait for its result(), or pass when_busy='wait'"
+            )
+        last.running.wait()
+        self._last = None
+        error = last.running.take_error()
+        if error is not None:
+            raise CheckpointError(f"the save before this one failed in the background: {error}") from error
+
+    def wait_staged(self) -> None:
+        """Wait until the state of the save before may change."""
+        if self._last is not None:
+            self._last.staged()
+
+    def join(self, handle: SaveHandle) -> None:
+        """Make this save the last one."""
+        self._last = handle
+
+    def forget(self) -> None:
+        """Begin as if there were no save before."""
+        self._last = None
+
+
+SAVES = SaveQueue()
+
+
+def _after_fork() -> None:
+    """In a forked child (a data loader's worker): the saves under way are the parent's, and their threads are not here."""
+    for save in _RUNNING:
+        save.after_fork()
+    SAVES.forget()
+    POOL.forked()
+    PLANS.forked()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,78 @@
+"""What one rank has to save: the memory of its tensors, piece by piece, and the columns that describe it to the other ranks.
+
+1. `local_values` splits values: small ones go into the catalog, large and per-rank ones become blobs, which are saved as tensors.
+2. `describe_local` puts the specs of tensors and blobs into columns, with the memory of each row beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from ...core.catalog.specs import Mesh, TensorSpec, ValueKind, ValueSpec, box_piece, row_major_strides
+from ...core.planning.local_metadata import LocalMetadata, LocalValue, build_local_metadata
+from ...format.shard_file import blob_name
+from ..common.blobs import Blob, byte_blob
+from ..common.memo import Memo
+from ..common.tensor_bytes import LocalPiece, LocalTensor
+
+INLINE_BYTES = 4096
+"""Larger plain values are kept in the shard files."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalShards:
+    """The tensors of this rank, and the memory of their pieces.
+
+    Attributes
+    ----------
+    specs
+        Of each tensor and each blob.
+    rows
+        For each row of the metadata, the index of its spec and the memory of its piece.
+    """
+
+    specs: Sequence[TensorSpec]
+    rows: Sequence[tuple[int, LocalPiece]]
+    local_metadata: LocalMetadata
+
+
+def describe_local(tensors: Sequence[LocalTensor], values: Sequence[ValueSpec], mesh: Mesh | None, rank: int) -> LocalShards:
+    """Put what this rank has to save into columns, with the memory behind each row."""
+    inline, blobs = local_values(values, rank)
+    saved = [(_with_piece(spec), memory) for spec, memory in tensors] + [(blob.spec, blob.tensor) for blob in blobs]
+    specs = [spec for spec, _ in saved]
+    rows = [(i, LocalPiece(memory, piece)) for i, (spec, memory) in enumerate(saved) for piece in spec.pieces]
+    per_rank = {len(tensors) + i: blob.own for i, blob in enumerate(blobs) if blob.own is not None}
+    local_metadata = _LOCAL_METADATA.get(
+        (specs, len(blobs), mesh, per_rank), lambda: build_local_metadata(specs, len(blobs), (), mesh, per_rank)
+    )
+    return LocalShards(specs, rows, replace(local_metadata, values=tuple(inline)))
+
+
+_LOCAL_METADATA: Memo[tuple[list[TensorSpec], int, Mesh | None, dict[int, str]], LocalMetadata] = Memo(2)
+"""Without their values, which change from save to save."""
+
+
+def _with_piece(spec: TensorSpec) -> TensorSpec:
+    """Give an empty tensor a piece of no elements, so that some rank writes its name."""
+    if spec.pieces or 0 not in spec.shape:
+        return spec
+    piece = box_piece((0,) * len(spec.shape), spec.shape, 0, row_major_strides(spec.shape))
+    return replace(spec, pieces=(piece,))
+
+
+def local_values(values: Sequence[ValueSpec], rank: int) -> tuple[list[LocalValue], list[Blob]]:
+    """Split this rank's values into those of the catalog, and the blobs of those whose bytes are too large for it."""
+    inline: list[LocalValue] = []
+    blobs: list[Blob] = []
+    for value in values:
+        own = value.kind is ValueKind.PER_RANK
+        aside = own or (value.kind is ValueKind.PLAIN and len(value.data) > INLINE_BYTES)
+        inline.append(LocalValue(value.name, value.path, value.kind, None if aside else value.data, value.link))
+        if aside:
+            data = torch.frombuffer(bytearray(value.data), dtype=torch.uint8)
+            blobs.append(byte_blob(blob_name(value.name, rank if own else None), data, value.name if own else None))
+    return inline, blobs

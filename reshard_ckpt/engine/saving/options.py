@@ -1,0 +1,67 @@
+"""What the caller of a save chose, and one agreed save on one rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ...comm.protocol import Comm
+from ...errors import UsageError
+from ...storage.protocol import Storage
+from ..common.progress import OnProgress
+from ..common.recorder import Recorder
+from .agreement import AgreedPlan
+from .local_shards import LocalShards
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOptions:
+    """What the caller of `save` or `async_save` chose; see there."""
+
+    mesh: Any = None
+    process_group: Any = None
+    metadata: Any = None
+    timeline: bool = True
+    sha256: bool = False
+    progress: bool | OnProgress = False
+    timeout_s: float = 600.0
+    staging: str = "eager"
+    host_buffer_bytes: int | None = None
+    when_busy: str = "wait"
+    waits_for_staging: bool = False
+    """The caller changes nothing before all is staged, so nothing need be copied before the call returns."""
+
+    def __post_init__(self) -> None:
+        _check_choice("staging", self.staging, ("eager", "lazy"))
+        _check_choice("when_busy", self.when_busy, ("wait", "error"))
+
+
+def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise UsageError(f"{name}={value!r}: pass one of {', '.join(map(repr, known))}")
+
+
+@dataclass(frozen=True, slots=True)
+class SaveJob:
+    """One save on one rank, once all ranks agreed on it.
+
+    Attributes
+    ----------
+    path
+        Where to, as the caller said it.
+    metadata
+        That of the options, encoded.
+    """
+
+    path: str
+    comm: Comm
+    storage: Storage
+    recorder: Recorder
+    options: SaveOptions
+    metadata: bytes
+    local_shards: LocalShards
+    agreed: AgreedPlan
+
+    @property
+    def save_id(self) -> str:
+        return self.agreed.assignment.save_id

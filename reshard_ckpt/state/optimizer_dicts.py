@@ -1,0 +1,160 @@
+"""The forms of an optimizer's state dict, as plain data.
+
+1. *By number*, as torch's ``state_dict()`` gives it, which numbers the parameters of all groups in a row:
+   ``{"state": {0: …}, "param_groups": [{"params": [0]}]}``.
+2. *By FQN*: the same with the names of the parameters in place of numbers.
+3. *Flattened*: ``{"state.layer.weight.exp_avg": …, "param_groups.layer.weight.lr": …}``, as torch's ``get_optimizer_state_dict``
+   gives it with ``flatten_optimizer_state_dict=True``. Trainers with pipeline stages use it, for such dicts can be put together.
+   It is saved by FQN, so that a checkpoint holds the same names whichever of the two a trainer uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any, Literal
+
+from ..core.catalog.links import GROUPS, STATE
+from ..core.catalog.param_groups import comparable
+
+Form = Literal["by number", "by FQN", "flattened"]
+
+
+def form_of(value: Mapping[Any, Any]) -> Form | None:
+    """Tell the form of an optimizer's state dict; None for any other dict."""
+    if is_flattened(value):
+        return "flattened"
+    if is_numbered(value):
+        return "by number"
+    return "by FQN" if is_optimizer_tree(value) else None
+
+
+class PlainDict(dict[Any, Any]):
+    """A dict that is saved as it stands, though it may look like an optimizer's."""
+
+
+def is_numbered(value: Any) -> bool:
+    """Tell whether something is the state dict of an optimizer, by number.
+
+    >>> is_numbered({"state": {0: {"step": 1}}, "param_groups": [{"lr": 0.1, "params": [0]}]})
+    True
+    >>> is_numbered({"state": {}, "param_groups": [{"lr": 0.1, "params": ["weight"]}]})
+    False
+    """
+    if not isinstance(value, Mapping) or isinstance(value, PlainDict):
+        return False
+    state, groups = value.get("state"), value.get("param_groups")
+    return isinstance(state, Mapping) and are_numbered_groups(groups) and any(group["params"] for group in groups or ())
+
+
+def are_numbered_groups(value: Any) -> bool:
+    """Tell whether something is the groups of an optimizer, whose parameters are numbers."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(group, Mapping) and isinstance(group.get("params"), list | tuple) for group in value)
+        and all(type(number) is int for group in value for number in group["params"])
+    )
+
+
+def beside_numbers(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a numbered state dict holds besides its groups and the state of their parameters."""
+    numbers = {number for group in tree["param_groups"] for number in group["params"]}
+    state = {k: v for k, v in tree["state"].items() if type(k) is not int or k not in numbers or not isinstance(v, Mapping)}
+    rest = {key: value for key, value in tree.items() if key not in ("state", "param_groups")}
+    return {**rest, "state": state} if state else rest
+
+
+def is_optimizer_tree(value: Mapping[Any, Any]) -> bool:
+    """Tell whether a dict has the shape of an optimizer's state dict keyed by FQN."""
+    state, groups = value.get("state"), value.get("param_groups")
+    return (
+        isinstance(state, Mapping)
+        and all(isinstance(key, str) and isinstance(entry, Mapping) for key, entry in state.items())
+        and isinstance(groups, list)
+        and all(isinstance(group, dict) and _is_names(group.get("params")) for group in groups)
+    )
+
+
+def _is_names(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(v, str) for v in value)
+
+
+def is_flattened(value: Any) -> bool:
+    """Tell whether something is an optimizer's flattened state dict.
+
+    >>> is_flattened({"state.w.step": 1, "param_groups.w.lr": 0.1}), is_flattened({"state": {}, "param_groups": []})
+    (True, False)
+    """
+    if not isinstance(value, Mapping):
+        return False
+    prefixes = (f"{STATE}.", f"{GROUPS}.")
+    keys = list(value)
+    return all(isinstance(k, str) and k.startswith(prefixes) for k in keys) and any(k.startswith(prefixes[1]) for k in keys)
+
+
+class GroupOfEach(list[dict[str, Any]]):
+    """One group for each parameter, as a flattened state dict has them; those with equal hyperparameters are saved as one."""
+
+    def together(self) -> list[dict[str, Any]]:
+        """Return the groups, equal ones as one."""
+        found: dict[Any, dict[str, Any]] = {}
+        for group in self:
+            key = comparable({name: value for name, value in group.items() if name != "params"})
+            found.setdefault(key, {**group, "params": []})["params"] += group["params"]
+        return list(found.values())
+
+
+def saved_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the groups of a state dict by FQN as they are saved."""
+    return groups.together() if isinstance(groups, GroupOfEach) else groups
+
+
+class Flattened:
+    """A flattened state dict as an object whose state is the nested one; what is loaded goes back into the flattened one."""
+
+    def __init__(self, flat: MutableMapping[str, Any]) -> None:
+        self._flat = flat
+
+    def state_dict(self) -> dict[str, Any]:
+        return nested(self._flat)
+
+    def load_state_dict(self, tree: Mapping[str, Any]) -> None:
+        self._flat.update(flattened(self._flat, tree))
+
+
+def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Make an optimizer's state dict by FQN, each parameter of which is a group, from a flattened one."""
+    groups = _groups(flat)
+    state: dict[str, dict[str, Any]] = {}
+    for fqn, key, name in _states(flat, groups):
+        state.setdefault(fqn, {})[key] = flat[name]
+    return {STATE: state, GROUPS: GroupOfEach({**group, "params": [fqn]} for fqn, group in groups.items())}
+
+
+def flattened(flat: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a loaded state dict by FQN holds for each key of the flattened one that it was made of."""
+    groups = _groups(flat)
+    home = {fqn: group for group in tree[GROUPS] for fqn in group["params"]}
+    out = {f"{GROUPS}.{fqn}.{key}": home[fqn][key] for fqn, group in groups.items() for key in group}
+    return out | {name: tree[STATE][fqn][key] for fqn, key, name in _states(flat, groups)}
+
+
+def _groups(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the hyperparameters of each parameter."""
+    groups: dict[str, dict[str, Any]] = {}
+    for name, value in flat.items():
+        if name.startswith(f"{GROUPS}."):
+            fqn, _, key = name[len(GROUPS) + 1 :].rpartition(".")
+            groups.setdefault(fqn, {})[key] = value
+    return groups
+
+
+def _states(flat: Mapping[str, Any], groups: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Yield parameter and key of each name of the state; keys may have dots themselves, so the parameters are the known ones."""
+    for name in flat:
+        if not name.startswith(f"{STATE}."):
+            continue
+        rest = name[len(STATE) + 1 :]
+        dots = [i for i, char in enumerate(rest) if char == "."]
+        at = next((i for i in reversed(dots) if rest[:i] in groups), dots[-1] if dots else len(rest))
+        yield rest[:at], rest[at + 1 :], name
