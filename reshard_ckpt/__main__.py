@@ -1,4 +1,4 @@
-"""How is the command line started without its script? ``python -m reshard_ckpt``; ``torchrun … -m reshard_ckpt`` on ranks."""
+"""The command line without its script: ``python -m reshard_ckpt``; ``torchrun … -m reshard_ckpt`` on ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How do a hundred thousand names become a page? A tree over their dots, in which layers that are alike are one.
+"""A tree over the dots of names, in which layers that are alike are one: a hundred thousand names fit on a page.
 
 1. Names are split at their dots into a tree; each leaf is a tensor or a value, and carries a *look*: what is shown of it.
 2. From the leaves up, each subtree gets a number for its look: equal numbers, equal subtrees.

@@ -1,4 +1,4 @@
-"""Which hyperparameters belong to which parameter, whatever the order of groups and whoever holds them?
+"""The groups of optimizers: which hyperparameters each parameter has, whatever the order of groups and whichever rank holds them.
 
 A group is ``{hyperparameter: value, ..., "params": [FQN, ...]}``. Groups have no names, and pipeline stages hold different
 parts of one, so the FQN is what matches:

@@ -1,4 +1,4 @@
-"""What remains of a catalog if only some of its tensors and values are taken? A catalog again, over the same files."""
+"""A catalog of some of the tensors and values of another one, over the same files."""
 
 from __future__ import annotations
 
