@@ -254,3 +254,17 @@ def test_state_saved_by_number_gets_names_and_links(tmp_path: Path):
     checkpoint.reshard(tmp_path / "saved", tmp_path / "named", mesh={"dp": 1}, rename=rename)
     links = checkpoint.catalog(tmp_path / "named").links()
     assert {(link.fqn, link.parameter) for link in links.values()} == {(fqn, f"model.{fqn}") for fqn in ODD}
+
+
+@pytest.mark.parametrize("as_function", [False, True])
+def test_a_model_that_was_saved_at_the_root_moves_below_a_key_and_its_state_keeps_its_names(tmp_path: Path, as_function: bool):
+    """As trainers in the style of torchtitan save it: the parameters have no key of their own, the optimizer has."""
+    module = module_of(("layers.0.w", "layers.1.w"), 1)
+    optimizer = trained(module)
+    checkpoint.save(tmp_path / "run", {**module.state_dict(), "optimizer": optimizer.state_dict()})
+    other = module_of(("layers.0.w", "layers.1.w"), 2)
+    empty = torch.optim.AdamW(other.named_parameters(), lr=1.0)
+    mapping = {name: f"model.{name}" for name in module.state_dict()}
+    rename = (lambda name: mapping.get(name, name)) if as_function else mapping
+    checkpoint.load(tmp_path / "run", {"model": other, "optimizer": empty}, rename=rename)
+    assert_same(state_of(module, optimizer), state_of(other, empty))

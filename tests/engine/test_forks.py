@@ -13,7 +13,6 @@ import torch
 
 from reshard_ckpt import checkpoint
 from reshard_ckpt.engine.saving import async_save
-from reshard_ckpt.engine.saving.agreement import PLANS
 from reshard_ckpt.errors import UsageError
 from reshard_ckpt.storage import memory, open_storage
 from reshard_ckpt.storage.local import LocalStorage, LocalWriter
@@ -96,8 +95,6 @@ def test_a_child_forked_while_a_save_holds_every_lock_does_not_wait_for_them(
         handle.running.staged._condition,
         handle.running.committed._condition,
         async_save.POOL._lock,
-        PLANS.plans._lock,
-        PLANS.assignments._lock,
         storage._open_files._lock,
         memory._LOCK,
     ]

@@ -22,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reshard_ckpt import checkpoint
+from reshard_ckpt.core.catalog.links import link_columns
 from reshard_ckpt.core.catalog.model import BoxTable, RowTable
 from reshard_ckpt.core.geometry.tiling import find_gap, find_overlap
 from reshard_ckpt.errors import CheckpointError, CorruptError, UnsupportedError
@@ -107,6 +108,7 @@ def with_tensor(
         alias=table.alias[one] * 0 - 1,
         placement=table.placement[one] * 0 - 1,
         row_start=np.array([0, len(rows)]),
+        **link_columns(("t.w",), (None,), {}),
     )
     columns = RowTable(rows[:, 0], rows[:, 1], rows[:, 2], rows[:, 0] * 0, rows[:, 3])
     files = (dataclasses.replace(catalog.files[0], size=size),)

@@ -148,12 +148,12 @@ class _NewNames:
             return fqn
         root = old.removesuffix(fqn).removesuffix(".")
         moved = self._explicit(root) if isinstance(self.rename, Mapping) and root else root
-        if not moved:
-            return new
-        if new.startswith(f"{moved}."):
+        if moved and new.startswith(f"{moved}."):
             return new[len(moved) + 1 :]
         if f".{new}".endswith(f".{fqn}"):  # it is called the same, below something else
             return fqn
+        if not moved:
+            return new
         parts = new.split(".")
         return ".".join(parts[num_parts(root) :]) or new
 
