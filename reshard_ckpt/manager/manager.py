@@ -22,6 +22,7 @@ from typing import Any, SupportsIndex
 from ..checkpoint.loading import load
 from ..checkpoint.saving import async_save, save
 from ..comm import Stop, open_session, open_stop
+from ..core.planning.interval import MAX_OVERHEAD
 from ..core.report import LoadReport, SaveReport
 from ..engine.common.step_folders import find_steps, name_steps, remove_files, remove_step
 from ..engine.loading.load import open_catalog
@@ -31,9 +32,11 @@ from ..errors import CheckpointError, CheckpointNotFound, CorruptError, StorageE
 from ..format.keys import step_name
 from ..formats.source import Path
 from ..storage import Storage, open_storage, resolved_path
+from .attempts import PRIOR_S, AttemptLog
 from .preemption import SigtermHandler
 from .retention import Retention
 from .run_folder import StepInfo, look, take_lock, with_metric
+from .schedule import SaveCosts, Schedule, interval_rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +79,14 @@ class Manager:
     finish_on_sigterm
         On SIGTERM, finish the save that is under way, and then do what the signal did before: end the process, or call the
         handler that a training loop had installed before it made the manager. A loop that reads `preempted` needs it not.
+    interval
+        How often `should_save` says yes: a duration, in seconds or as text (``"10min"``); ``"auto"`` chooses the interval that
+        loses least time, from what saves are measured to cost and from how often the job fails.
+    mtbf
+        For ``"auto"``: the mean time between failures of the whole job, a duration. By default it is estimated from the run's
+        earlier attempts, which are logged in the root.
+    max_overhead
+        For ``"auto"``: the share of time that saves may cost at most.
     process_group, timeout_s
         As for `save`.
 
@@ -95,10 +106,14 @@ class Manager:
         best: str = "max",
         read_only: bool = False,
         finish_on_sigterm: bool = False,
+        interval: str | float | None = None,
+        mtbf: str | float | None = None,
+        max_overhead: float = MAX_OVERHEAD,
         process_group: Any = None,
         timeout_s: float = 600.0,
     ) -> None:
         self._rule = Retention(keep_last, keep_every, keep_best, best)
+        rule = None if interval is None else interval_rule(interval, mtbf, max_overhead, self._mtbf_s)
         self._root = resolved_path(root)  # once: the process may change its working folder
         self._session = {"process_group": process_group, "timeout_s": timeout_s}
         self._read_only = read_only
@@ -112,6 +127,8 @@ class Manager:
         self._is_first = True
         self._is_closed = False
         self._stop: Stop | None = None
+        self._attempts: AttemptLog | None = None
+        self._costs = SaveCosts()
         self._held = ExitStack()
         with ExitStack() as opening:
             self._storage: Storage = opening.enter_context(open_storage(self._root))
@@ -121,7 +138,10 @@ class Manager:
                     opening.enter_context(take_lock(self._storage))
                     self._remove_leftovers()
             self._sigterm = opening.enter_context(SigtermHandler()) if finish_on_sigterm else None
+            if interval == "auto" and self._is_first and not read_only:
+                self._attempts = AttemptLog(self._storage)
             self._held = opening.pop_all()
+        self._schedule = None if rule is None else Schedule(rule, self._agree_at, self._costs if self._is_first else None)
 
     def path(self, step: int) -> str:
         """Return the path of the checkpoint of a step."""
@@ -160,6 +180,24 @@ class Manager:
             self._stop = self._watch_for_sigterm()
         return self._stop.reached()
 
+    def should_save(self, step: int) -> bool:
+        """Tell whether to save at this step, by ``interval=``: the same on all ranks.
+
+        Call it once in every step, on all ranks, with rising steps. Rank 0 decides. Ranks meet only at steps that it names, near
+        the next save; any other call asks nobody.
+
+        Raises
+        ------
+        UsageError
+            The manager is closed, or was made without ``interval=``.
+        PeerError
+            Ranks called it for different steps, or one did not call it.
+        """
+        self._refuse_unless_open("should_save")
+        if self._schedule is None:
+            raise UsageError('should_save: the manager was made without interval=; pass one, such as interval="auto" or "10min"')
+        return self._schedule.due(_checked(step))
+
     def save(
         self, step: int, state: Mapping[str, Any], *, metric: float | None = None, metadata: Any = None, **options: Any
     ) -> SaveReport:
@@ -174,8 +212,9 @@ class Manager:
         """
         self._refuse_unless_open("save")
         path = self._path_to_change(step)
-        with self._deferring():
+        with self._deferring(), self._costs.saving() as saved:
             report = save(path, state, metadata=with_metric(metadata, metric), **{**self._session, **options})
+            saved.append(report)
             self._committed(step)
         return report
 
@@ -192,7 +231,12 @@ class Manager:
         self._refuse_unless_open("async_save")
         path = self._path_to_change(step)
         with self._deferring():
-            handle = async_save(path, state, metadata=with_metric(metadata, metric), **{**self._session, **options})
+            self._costs.begin()
+            try:
+                handle = async_save(path, state, metadata=with_metric(metadata, metric), **{**self._session, **options})
+            except BaseException:
+                self._costs.end(None)
+                raise
             self._pending, settled = handle, threading.Event()
             self._settled = settled
             if self._sigterm is not None:
@@ -200,6 +244,7 @@ class Manager:
 
             def settle(done: SaveHandle) -> None:
                 try:
+                    self._costs.end(None if done.failed() else done.running.report())
                     if not done.failed():
                         self._committed(step)
                 finally:
@@ -305,6 +350,7 @@ class Manager:
             if error is not None:
                 raise error
         finally:
+            self._end_attempt(failed=self._pending is not None and self._pending.failed())
             self._is_closed = True
             self._held.close()
 
@@ -312,6 +358,8 @@ class Manager:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None and not self._is_forked():
+            self._end_attempt(failed=True)
         self.close()
 
     def _refuse_unless_open(self, call: str) -> None:
@@ -341,6 +389,20 @@ class Manager:
         stop = open_stop(f"stop/{name.decode()}", lambda: sigterm.received, **self._session)
         return self._held.enter_context(stop)
 
+    def _mtbf_s(self) -> float:
+        return PRIOR_S if self._attempts is None else self._attempts.mtbf_s()
+
+    def _agree_at(self, step: int, own: bytes | None) -> bytes:
+        with open_session("should_save", f"{self._root} at step {step}", **self._session) as comm:
+            return comm.broadcast(own)
+
+    def _end_attempt(self, *, failed: bool) -> None:
+        """Note in the log how this attempt ended; the first note counts."""
+        attempts, self._attempts = self._attempts, None
+        if attempts is not None:
+            with suppress(StorageError):  # the log is a help, and its store may be what has failed
+                attempts.close(failed=failed)
+
     def _deferring(self) -> AbstractContextManager[object]:
         return nullcontext() if self._sigterm is None else self._sigterm.deferring()
 
@@ -363,6 +425,9 @@ class Manager:
         self._good.append(step)
         self._damaged.discard(step)
         self._step_info.pop(step, None)
+        if self._attempts is not None:
+            with suppress(StorageError):
+                self._attempts.seen()
         # A close that was interrupted may have let go of the root meanwhile.
         if self._is_first and self._rule.keep_last is not None and not self._is_closed:
             try:

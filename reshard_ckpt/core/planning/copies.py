@@ -1,0 +1,83 @@
+"""Placement of copies among nodes, and what is lost with a set of nodes.
+
+1. Nodes are dealt out by machine, so that neighbours are different machines where there are several.
+2. They form groups of ``copies + 1``; the last group takes the rest. Inside a group each node sends its images to the next
+   ``copies`` nodes of a ring.
+
+Groups are what GEMINI proposes (Wang et al., SOSP 2023): with one copy, the loss of a second node is the loss of a first one's only
+copy with probability 1 / (n − 1); in one large ring twice that.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Hashable, Sequence
+from itertools import zip_longest
+from math import comb
+
+
+def copy_holders(machines: Sequence[Hashable], copies: int) -> tuple[tuple[int, ...], ...]:
+    """Choose the nodes that hold the copies of each node.
+
+    Parameters
+    ----------
+    machines
+        By node: what tells its machine from others.
+    copies
+        How many nodes hold a copy; fewer where there are not so many other nodes.
+
+    Returns
+    -------
+    tuple of tuples
+        By node: the nodes that it sends its images to, itself not among them.
+
+    >>> copy_holders(["a", "b", "c", "d", "e"], 1)
+    ((1,), (0,), (3,), (4,), (2,))
+    >>> copy_holders(["a", "a", "b", "b"], 1)
+    ((2,), (3,), (0,), (1,))
+    """
+    holders: list[tuple[int, ...]] = [()] * len(machines)
+    for group in copy_groups(machines, copies):
+        sent = min(copies, len(group) - 1)
+        for place, node in enumerate(group):
+            holders[node] = tuple(group[(place + n) % len(group)] for n in range(1, sent + 1))
+    return tuple(holders)
+
+
+def copy_groups(machines: Sequence[Hashable], copies: int) -> tuple[tuple[int, ...], ...]:
+    """Divide the nodes into groups that hold each other's copies.
+
+    >>> copy_groups(["a", "b", "c", "d", "e"], 1)
+    ((0, 1), (2, 3, 4))
+    """
+    order = _dealt_out(machines)
+    size = copies + 1
+    count = max(1, len(order) // size)
+    ends = [size * n for n in range(1, count)] + [len(order)]
+    return tuple(tuple(order[start:end]) for start, end in zip([0, *ends], ends, strict=False) if end > start)
+
+
+def _dealt_out(machines: Sequence[Hashable]) -> list[int]:
+    by_machine: dict[Hashable, list[int]] = defaultdict(list)
+    for node, machine in enumerate(machines):
+        by_machine[machine].append(node)
+    # The machines with most nodes come first: where one has more than all others, only its last nodes stand side by side.
+    hands = sorted(by_machine.values(), key=len, reverse=True)
+    return [node for round_ in zip_longest(*hands) for node in round_ if node is not None]
+
+
+def survives(holders: Sequence[Collection[int]], lost: Collection[int]) -> bool:
+    """Return whether some copy of each node's images is left after the loss of some nodes."""
+    return all(any(holder not in lost for holder in holders[node]) for node in lost)
+
+
+def pair_lost_share(nodes: int, copies: int) -> float:
+    """Compute the probability that the loss of two random nodes at once loses images; each node is a machine of its own.
+
+    >>> pair_lost_share(8, 1) == 1 / 7, pair_lost_share(8, 0), pair_lost_share(8, 2)
+    (True, 1.0, 0.0)
+    """
+    holders = copy_holders(range(nodes), copies)
+    if nodes < 3 or not holders[0]:
+        return 1.0
+    return len({frozenset((node, sent[0])) for node, sent in enumerate(holders) if len(sent) == 1}) / comb(nodes, 2)

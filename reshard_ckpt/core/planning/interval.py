@@ -1,0 +1,205 @@
+"""How often to save: the interval that loses least time to saves, failures and restores.
+
+Saving too often costs steps, saving too seldom loses them when something fails. With ``C`` seconds lost per save, ``M`` seconds
+between failures and an interval of ``T`` seconds:
+
+- `young`: ``√(2 C M)`` (Young, *A first order approximation to the optimum checkpoint interval*, 1974);
+- `daly`: its higher-order form, right also where ``C`` is not far below ``M`` (Daly, *A higher order estimate of the optimum
+  checkpoint interval for restart dumps*, 2006, equation 37);
+- `Tier.lost`: the share of time that one tier loses, ``C / T + λ (T / 2 + lag + R)``. Tiers add up: a failure is counted at the
+  fastest tier that survives it (Vaidya 1995; Moody et al. 2010 for several levels);
+- a cap on ``C / T``, as CheckFreq has with 3.5 % (Mohan, Phanishayee, Chidambaram, FAST 2021).
+
+All times are seconds. An asynchronous save loses only what it holds training up and slows it down; that is ``C``. Until it is
+committed, the checkpoint before it is the newest: that is the lag.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from .copies import pair_lost_share
+
+MAX_OVERHEAD = 0.035
+"""The share of time that saves may cost, as CheckFreq proposes."""
+
+
+def young(cost_s: float, mtbf_s: float) -> float:
+    """Compute Young's interval between two saves.
+
+    >>> young(300, 86400) / 60
+    120.0
+    """
+    return math.sqrt(2 * cost_s * mtbf_s)
+
+
+def daly(cost_s: float, mtbf_s: float) -> float:
+    """Compute Daly's interval: the work between the end of a save and the beginning of the next.
+
+    >>> [round(daly(300, hours * 3600) / 60, 1) for hours in (24, 6, 0.25)]
+    [116.7, 56.7, 9.1]
+    """
+    if cost_s >= 2 * mtbf_s:
+        return mtbf_s
+    ratio = cost_s / (2 * mtbf_s)
+    return young(cost_s, mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost_s
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """What one place for checkpoints costs, and what it saves.
+
+    Attributes
+    ----------
+    cost_s
+        Seconds of training that one save loses.
+    save_s
+        Seconds from the beginning of a save until it is committed. The next one begins no earlier.
+    restore_s
+        Seconds from a failure to the first new step.
+    failures_per_s
+        Rate of the failures that are restored from here.
+    """
+
+    cost_s: float
+    save_s: float
+    restore_s: float
+    failures_per_s: float
+
+    def best_interval(self, max_overhead: float = MAX_OVERHEAD) -> float:
+        """Choose the interval between the beginnings of two saves; infinite where no failure is restored from here."""
+        if self.failures_per_s <= 0:
+            return math.inf
+        best = daly(self.cost_s, 1 / self.failures_per_s) + self.cost_s
+        return max(best, self.save_s, self.cost_s / max_overhead)
+
+    def lost(self, interval_s: float) -> Lost:
+        """Compute the shares of time that are lost with an interval, to first order in the rate of failures."""
+        return Lost(
+            saving=0.0 if math.isinf(interval_s) else self.cost_s / interval_s,
+            repeating=self.failures_per_s * (interval_s / 2 + self.save_s) if self.failures_per_s else 0.0,
+            restoring=self.failures_per_s * self.restore_s,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """Shares of time that are lost, by cause: held up by saves, steps done again, restarting and loading."""
+
+    saving: float
+    repeating: float
+    restoring: float
+
+    @property
+    def total(self) -> float:
+        """The share of time that is lost, at most 1: beyond that no step is ever finished."""
+        return min(1.0, self.saving + self.repeating + self.restoring)
+
+    def __add__(self, other: Lost) -> Lost:
+        return Lost(self.saving + other.saving, self.repeating + other.repeating, self.restoring + other.restoring)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A job and its machines, as far as the interval depends on them.
+
+    Attributes
+    ----------
+    state_bytes
+        Size of a checkpoint, of all nodes together.
+    write_bytes_per_s, read_bytes_per_s
+        Rates of the store, for all nodes together.
+    copy_bytes_per_s
+        Rate at which one node sends to another one.
+    stall_s
+        Seconds of training that one save loses.
+    mtbf_s
+        Mean time between failures of the whole job.
+    restart_s
+        Seconds from a failure until the state is asked for: noticing it, new nodes, start of the processes.
+    nodes, copies
+        How many nodes there are, and how many others hold a copy of one's memory. None for `copies`: there is no memory tier.
+    node_share
+        Share of the failures that take a node with its memory; the others end processes alone.
+    double_share
+        Share of those that take a second node at the same time.
+    """
+
+    state_bytes: float
+    write_bytes_per_s: float
+    read_bytes_per_s: float
+    copy_bytes_per_s: float
+    stall_s: float
+    mtbf_s: float
+    restart_s: float
+    nodes: int = 1
+    copies: int | None = None
+    node_share: float = 1.0
+    double_share: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Goodput:
+    """The best intervals of a job, and what is lost with them.
+
+    Attributes
+    ----------
+    memory_s, store_s
+        Seconds between saves to memory (None where there is no such tier) and to the store.
+    memory, store
+        What each loses.
+    memory_survives
+        Share of the failures that the memory tier survives.
+    """
+
+    memory_s: float | None
+    store_s: float
+    memory: Lost
+    store: Lost
+    memory_survives: float
+
+    @property
+    def lost(self) -> Lost:
+        """What is lost in all."""
+        return self.memory + self.store
+
+    @property
+    def goodput(self) -> float:
+        """The share of time that goes into steps that count."""
+        return 1.0 - self.lost.total
+
+
+def best_goodput(job: Job, max_overhead: float = MAX_OVERHEAD) -> Goodput:
+    """Choose the intervals of all tiers of a job.
+
+    With a memory tier the store is written from memory, in the background, so that only a save to memory costs steps.
+    """
+    memory, store, survives = tiers(job)
+    memory_s = None if memory is None else memory.best_interval(max_overhead)
+    store_s = store.best_interval(max_overhead)
+    nothing = Lost(0.0, 0.0, 0.0)
+    lost = nothing if memory is None or memory_s is None else memory.lost(memory_s)
+    return Goodput(memory_s, store_s, lost, store.lost(store_s), survives)
+
+
+def tiers(job: Job) -> tuple[Tier | None, Tier, float]:
+    """Describe the memory tier, the store, and the share of failures that the memory tier survives."""
+    write_s = job.state_bytes / job.write_bytes_per_s
+    read_s = job.state_bytes / job.read_bytes_per_s
+    rate = 1 / job.mtbf_s
+    store_alone = Tier(job.stall_s, job.stall_s + write_s, job.restart_s + read_s, rate)
+    if job.copies is None:
+        return None, store_alone, 0.0
+    copies = min(job.copies, job.nodes - 1)
+    image_s = job.state_bytes / job.nodes / job.copy_bytes_per_s
+    # After a loss, what the lost node held exists once less until the next save, so a second loss in between counts as one of two.
+    exposed_s = job.restart_s + image_s * (1 + copies) + young(job.stall_s, job.mtbf_s)
+    double = min(1.0, job.double_share + 1 - math.exp(-exposed_s * rate))
+    single_lost = 0.0 if copies else 1.0
+    survives = 1 - job.node_share * ((1 - double) * single_lost + double * pair_lost_share(job.nodes, copies))
+    if not survives:  # every failure takes the memory: saving to it would cost and bring nothing
+        return None, store_alone, 0.0
+    memory = Tier(job.stall_s, job.stall_s + image_s * copies, job.restart_s + image_s, rate * survives)
+    store = Tier(0.0, write_s, job.restart_s + read_s, rate * (1 - survives))
+    return memory, store, survives

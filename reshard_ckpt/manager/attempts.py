@@ -1,0 +1,111 @@
+"""The log of a run's attempts, kept in its root: when each began, was last seen, and how it ended.
+
+An attempt that was not closed in order has failed. So the log tells how often the job fails. Rank 0 alone writes it, under the
+root's lock; it is replaced whole, and holds the last attempts only.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+
+from ..errors import CorruptError
+from ..storage import MissingKey, Storage
+
+ATTEMPTS_KEY = ".reshard_ckpt.attempts.json"
+_MAX_BYTES = 1 << 20
+_MAX_ATTEMPTS = 1000
+
+PRIOR_S = 86400.0
+"""Until failures were seen, the estimate begins with one failure a day."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One time that the job ran.
+
+    Attributes
+    ----------
+    began, seen
+        When its manager was made, and when it last wrote the log; seconds since 1970.
+    closed
+        Whether it ended in order.
+    """
+
+    began: float
+    seen: float
+    closed: bool = False
+
+
+class AttemptLog:
+    """The attempts of a run, the one of this process as the last.
+
+    Parameters
+    ----------
+    storage
+        The run's root, locked by this process.
+    clock
+        Seconds since 1970.
+    """
+
+    def __init__(self, storage: Storage, clock: Callable[[], float] = time.time) -> None:
+        self._storage, self._clock = storage, clock
+        self._earlier = read_attempts(storage)[-_MAX_ATTEMPTS + 1 :]
+        self._own = Attempt(clock(), clock())
+        self._write()
+
+    def seen(self) -> None:
+        """Note that this attempt is alive: called after each commit."""
+        self._own = replace(self._own, seen=self._clock())
+        self._write()
+
+    def close(self, *, failed: bool) -> None:
+        """Note how this attempt ended."""
+        self._own = replace(self._own, seen=self._clock(), closed=not failed)
+        self._write()
+
+    def mtbf_s(self) -> float:
+        """Estimate the mean time between failures in seconds."""
+        return estimate_mtbf(self._earlier, self._clock() - self._own.began)
+
+    def _write(self) -> None:
+        attempts = [asdict(attempt) for attempt in (*self._earlier, self._own)]
+        self._storage.publish(ATTEMPTS_KEY, json.dumps({"attempts": attempts}).encode())
+
+
+def estimate_mtbf(earlier: list[Attempt], own_s: float = 0.0) -> float:
+    """Divide the time that all attempts ran by the number that failed; `PRIOR_S` and one failure count as seen before.
+
+    >>> day = 86400.0
+    >>> estimate_mtbf([]) / day, estimate_mtbf([Attempt(0, 3 * day), Attempt(0, 4 * day, closed=True)]) / day
+    (1.0, 4.0)
+    """
+    ran = sum(max(attempt.seen - attempt.began, 0.0) for attempt in earlier)
+    failures = sum(not attempt.closed for attempt in earlier)
+    return (PRIOR_S + ran + own_s) / (failures + 1)
+
+
+def read_attempts(storage: Storage) -> list[Attempt]:
+    """Read the attempts so far; none, with a warning, where the log is damaged."""
+    try:
+        data = storage.read(ATTEMPTS_KEY, _MAX_BYTES)
+    except MissingKey:
+        return []
+    except CorruptError as error:
+        return _damaged(storage, error)
+    try:
+        found = [Attempt(float(a["began"]), float(a["seen"]), bool(a["closed"])) for a in json.loads(data)["attempts"]]
+    except (ValueError, KeyError, TypeError) as error:
+        return _damaged(storage, error)
+    return found
+
+
+def _damaged(storage: Storage, error: Exception) -> list[Attempt]:
+    warnings.warn(
+        f"{storage.url}/{ATTEMPTS_KEY} cannot be read ({error}), so it begins anew; pass mtbf= until it has seen some failures",
+        stacklevel=3,
+    )
+    return []
