@@ -10,6 +10,7 @@ from ..manager.manager import LoadedStep, Manager
 from ..state.shards import PerRank
 from .comparing import Diff, diff
 from .converting import ConvertReport, convert
+from .goodput import GoodputReport, goodput
 from .inspecting import Inspection, inspect
 from .loading import load
 from .plotting import plot
@@ -20,6 +21,7 @@ from .saving import async_save, prepare, save
 __all__ = [
     "ConvertReport",
     "Diff",
+    "GoodputReport",
     "Inspection",
     "LoadReport",
     "LoadedStep",
@@ -34,6 +36,7 @@ __all__ = [
     "catalog",
     "convert",
     "diff",
+    "goodput",
     "inspect",
     "load",
     "plot",

@@ -62,15 +62,15 @@ def plot(
     file = pathlib.Path(path_text(output))
     _check_options(name, to, timeline)
     if timeline:
-        _check_suffix(file, (*PICTURES, ".json"), "a timeline")
+        check_suffix(file, (*PICTURES, ".json"), "a timeline")
         data = _timeline(read_timeline(path), file.suffix)
     elif name is None:
-        _check_suffix(file, (".html",), "the page of a whole checkpoint")
+        check_suffix(file, (".html",), "the page of a whole checkpoint")
         data = _report(path)
     else:
-        _check_suffix(file, PICTURES, "a tensor's picture")
+        check_suffix(file, PICTURES, "a tensor's picture")
         data = _cuts(path, name, to, file.suffix)
-    _write(file, data)
+    write_picture(file, data)
     return file
 
 
@@ -83,7 +83,7 @@ def _check_options(name: str | None, to: Mapping[str, int] | None, timeline: boo
         raise UsageError(f"timeline=True and name={name!r}: draw one of them at a time")
 
 
-def _check_suffix(file: pathlib.Path, known: tuple[str, ...], what: str) -> None:
+def check_suffix(file: pathlib.Path, known: tuple[str, ...], what: str) -> None:
     if file.suffix not in known:
         raise UsageError(f"{file}: {what} is written as {' or '.join(known)}; name the output so")
 
@@ -91,13 +91,13 @@ def _check_suffix(file: pathlib.Path, known: tuple[str, ...], what: str) -> None
 def _timeline(of: Timeline, suffix: str) -> bytes:
     if suffix == ".json":
         return json.dumps(of.chrome_trace()).encode()
-    plotting = _plotting()
+    plotting = load_plotting()
     data: bytes = plotting.rendered(plotting.draw_timeline(of), plotting.timeline_title(of), suffix)
     return data
 
 
 def _report(path: Path) -> bytes:
-    found, plotting = inspect(path), _plotting()
+    found, plotting = inspect(path), load_plotting()
     try:
         saved: Timeline | None = read_timeline(path)
     except CheckpointNotFound:
@@ -115,7 +115,7 @@ def _cuts(path: Path, name: str, to: Mapping[str, int] | None, suffix: str) -> b
         if name not in saved:
             raise MismatchError(f"{name}: no tensor of the checkpoint; inspect lists them", [name])
         mesh = None if to is None else mesh_of("to", to)
-        plotting, wanted = _plotting(), []
+        plotting, wanted = load_plotting(), []
         if mesh is not None:
             values = open_values(
                 source.storage, saved, [n for n in saved.value_names if optimizer_of(n) is not None], verify=True
@@ -127,7 +127,7 @@ def _cuts(path: Path, name: str, to: Mapping[str, int] | None, suffix: str) -> b
         return data
 
 
-def _plotting() -> ModuleType:
+def load_plotting() -> ModuleType:
     """Import what draws, which is an extra and takes time to load, only where something is drawn."""
     try:
         from .. import plotting
@@ -136,7 +136,7 @@ def _plotting() -> ModuleType:
     return plotting
 
 
-def _write(file: pathlib.Path, data: bytes) -> None:
+def write_picture(file: pathlib.Path, data: bytes) -> None:
     """Put the file in place whole, or leave what is there."""
     beside = file.with_name(f".{file.name}.{uuid.uuid4().hex}.tmp")
     try:

@@ -33,6 +33,7 @@ PUBLIC: dict[str, Any] = {
 RESULTS = {
     "checkpoint.ConvertReport",
     "checkpoint.Diff",
+    "checkpoint.GoodputReport",
     "checkpoint.Inspection",
     "checkpoint.LoadReport",
     "checkpoint.LoadedStep",

@@ -4,8 +4,8 @@
 2. They form groups of ``copies + 1``; the last group takes the rest. Inside a group each node sends its images to the next
    ``copies`` nodes of a ring.
 
-Groups are what GEMINI proposes (Wang et al., SOSP 2023): with one copy, the loss of a second node is the loss of a first one's only
-copy with probability 1 / (n − 1); in one large ring twice that.
+Groups are what GEMINI proposes (Wang et al., SOSP 2023): with one copy, a second lost node is the only holder of
+a first one's with probability 1 / (n − 1); in one large ring twice that.
 """
 
 from __future__ import annotations

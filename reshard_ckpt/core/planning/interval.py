@@ -177,7 +177,7 @@ def best_goodput(job: Job, max_overhead: float = MAX_OVERHEAD) -> Goodput:
     """
     memory, store, survives = tiers(job)
     memory_s = None if memory is None else memory.best_interval(max_overhead)
-    store_s = store.best_interval(max_overhead)
+    store_s = max(store.best_interval(max_overhead), memory_s or 0.0)  # what is in memory is what can be written
     nothing = Lost(0.0, 0.0, 0.0)
     lost = nothing if memory is None or memory_s is None else memory.lost(memory_s)
     return Goodput(memory_s, store_s, lost, store.lost(store_s), survives)
@@ -193,7 +193,7 @@ def tiers(job: Job) -> tuple[Tier | None, Tier, float]:
         return None, store_alone, 0.0
     copies = min(job.copies, job.nodes - 1)
     image_s = job.state_bytes / job.nodes / job.copy_bytes_per_s
-    # After a loss, what the lost node held exists once less until the next save, so a second loss in between counts as one of two.
+    # After a loss, what the lost node held exists once less until the next save: a second loss in between counts as one of two.
     exposed_s = job.restart_s + image_s * (1 + copies) + young(job.stall_s, job.mtbf_s)
     double = min(1.0, job.double_share + 1 - math.exp(-exposed_s * rate))
     single_lost = 0.0 if copies else 1.0

@@ -29,7 +29,7 @@ def test_young_and_daly_agree_where_saves_cost_nearly_nothing():
 
 
 def simulate_one(tier: Tier, interval: float, seed: int) -> float:
-    """The share of time lost by one tier: 200,000 failures, each after a random time, keep the work of the newest committed save."""
+    """The share of time lost by one tier: each of 200,000 failures at random keeps the work of the newest committed save."""
     up = np.random.default_rng(seed).exponential(1 / tier.failures_per_s, 200_000)
     saves = np.maximum(np.floor((up - tier.save_s) / interval), 0)
     kept = np.where(saves > 0, saves * interval - (saves - 1) * tier.cost_s, 0)
@@ -141,8 +141,8 @@ def test_with_one_copy_a_second_lost_node_is_the_only_holder_once_in_n_minus_1(n
 
 
 JOB = Job(
-    state_bytes=2e12, write_bytes_per_s=20e9, read_bytes_per_s=20e9, copy_bytes_per_s=10e9, stall_s=5, mtbf_s=10800, restart_s=300,
-    nodes=64,
+    state_bytes=2e12, write_bytes_per_s=20e9, read_bytes_per_s=20e9, copy_bytes_per_s=10e9, stall_s=5, mtbf_s=10800,
+    restart_s=300, nodes=64,
 )  # fmt: skip
 
 

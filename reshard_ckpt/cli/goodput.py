@@ -1,0 +1,100 @@
+"""``reshard-ckpt goodput``: how often to save, what is lost with that, and what a faster tier would buy."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ..core.durations import duration_text
+from ..core.planning.interval import MAX_OVERHEAD, Goodput, Lost
+from .app import command, print_json, print_text
+from .columns import Columns
+from .options import AsJson
+
+
+@command("reshard-ckpt goodput --state-gb 2000 --write-gbps 20 --stall 5 --mtbf 3h --nodes 64 --copies 1 -o lost.svg")
+def goodput(
+    state_gb: Annotated[float, typer.Option("--state-gb", help="GB of a checkpoint, of all nodes together.")],
+    write_gbps: Annotated[float, typer.Option("--write-gbps", help="GB/s that the store takes, of all nodes together.")],
+    mtbf: Annotated[str, typer.Option("--mtbf", help="Mean time between failures of the whole job: 6h, 40min.")],
+    stall: Annotated[float, typer.Option("--stall", help="Seconds of training that one save loses.")] = 1.0,
+    read_gbps: Annotated[
+        float | None, typer.Option("--read-gbps", help="GB/s that the store gives; by default as it takes.", show_default=False)
+    ] = None,
+    copy_gbps: Annotated[float, typer.Option("--copy-gbps", help="GB/s from one node to another.")] = 5.0,
+    restart: Annotated[str, typer.Option("--restart", help="From a failure until new processes ask for the state.")] = "5min",
+    nodes: Annotated[int, typer.Option("--nodes", help="Nodes of the job.")] = 1,
+    copies: Annotated[
+        int | None,
+        typer.Option(
+            "--copies", help="Other nodes that hold a node's checkpoints in memory; none: no memory.", show_default=False
+        ),
+    ] = None,
+    node_share: Annotated[
+        float, typer.Option("--node-share", help="Share of the failures that take a node with its memory.")
+    ] = 1.0,
+    double_share: Annotated[
+        float, typer.Option("--double-share", help="Share of these that take a second node at the same time.")
+    ] = 0.0,
+    max_overhead: Annotated[
+        float, typer.Option("--max-overhead", help="Share of time that saves may cost at most.")
+    ] = MAX_OVERHEAD,
+    output: Annotated[
+        str | None, typer.Option("--output", "-o", help="Draw it: .png, .svg or .html.", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compute how often to save, and what is lost to saves, repeated steps and restarts."""
+    from ..checkpoint import goodput as compute
+
+    report = compute(
+        state_gb=state_gb,
+        write_gbps=write_gbps,
+        mtbf=mtbf,
+        stall=stall,
+        read_gbps=read_gbps,
+        copy_gbps=copy_gbps,
+        restart=restart,
+        nodes=nodes,
+        copies=copies,
+        node_share=node_share,
+        double_share=double_share,
+        max_overhead=max_overhead,
+        output=output,
+    )
+    best = report.best
+    if as_json:
+        print_json({**_plain(best), "alternatives": {k: _plain(v) for k, v in report.alternatives.items()}})
+        return
+    rows = [] if best.memory_s is None else [_row("memory", best.memory_s, best.memory)]
+    rows.append(_row("store", best.store_s, best.store))
+    rows.append(["", "all", *_shares(best.lost)])
+    print_text(Columns(["tier", ">save every", ">saving", ">steps again", ">restoring", ">lost"], rows), "")
+    if copies is not None:
+        print_text(f"memory survives {best.memory_survives:.2%} of the failures")
+    print_text(f"goodput {best.goodput:.2%}: {duration_text(86400 * best.lost.total)} of each day are lost", "")
+    changes = [
+        [what, f"{other.goodput:.2%}", f"{(other.goodput - best.goodput) * 1440:+.1f} min"]
+        for what, other in report.alternatives.items()
+    ]
+    print_text(Columns(["with", ">goodput", ">a day"], changes))
+
+
+def _row(tier: str, interval_s: float, lost: Lost) -> list[str]:
+    return [tier, duration_text(interval_s), *_shares(lost)]
+
+
+def _shares(lost: Lost) -> list[str]:
+    return [f"{share:.2%}" for share in (lost.saving, lost.repeating, lost.restoring, lost.total)]
+
+
+def _plain(best: Goodput) -> dict[str, object]:
+    lost = best.lost
+    return {
+        "goodput": best.goodput,
+        "memory_interval_s": best.memory_s,
+        "store_interval_s": best.store_s,
+        "memory_survives": best.memory_survives,
+        "lost": {"saving": lost.saving, "repeating": lost.repeating, "restoring": lost.restoring},
+    }

@@ -1,0 +1,243 @@
+"""When a run saves: costs measured from steps, one decision on all ranks, and the log of attempts."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from reshard_ckpt.checkpoint import Manager, SaveReport
+from reshard_ckpt.core.planning.interval import daly
+from reshard_ckpt.errors import PeerError, UsageError
+from reshard_ckpt.manager.attempts import ATTEMPTS_KEY, PRIOR_S, Attempt, AttemptLog, estimate_mtbf, read_attempts
+from reshard_ckpt.manager.schedule import WARM_UP_STEPS, BestInterval, FixedInterval, SaveCosts, Schedule
+from reshard_ckpt.storage import open_storage
+from tests.distributed.outcomes import Outcome, outcome
+from tests.launch import run_ranks
+
+
+class Clock:
+    """A clock that only moves when told."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def report(duration_s: float, stall_s: float) -> SaveReport:
+    return SaveReport("run/step_1", "s", 0, 0, duration_s, stall_s)
+
+
+def run(
+    schedule: Schedule, costs: SaveCosts, clock: Clock, steps: int, *, step_s: float, cost_s: float, save_steps: int
+) -> list[int]:
+    """Train for so many steps of `step_s`; a save spans `save_steps` of them and makes them `cost_s` longer, together."""
+    saved: list[int] = []
+    left = 0
+    for step in range(1, steps + 1):
+        if schedule.due(step):
+            saved.append(step)
+            costs.begin()
+            left = save_steps
+        clock.now += step_s + (cost_s / save_steps if left else 0)
+        if left:
+            left -= 1
+            if not left:
+                costs.end(report(save_steps * step_s, 0.0))
+    return saved
+
+
+def alone(step: int, own: bytes | None) -> bytes:
+    assert own is not None
+    return own
+
+
+def test_a_save_costs_what_steps_take_longer_while_it_is_under_way():
+    clock = Clock()
+    costs = SaveCosts(clock)
+    for step in range(40):
+        costs.step(step)
+        if step == 20:
+            costs.begin()
+        if step == 24:
+            costs.end(report(40.0, 0.5))
+        clock.now += 10.0 + (0.7 if 20 <= step < 24 else 0)
+    tier = costs.tier()
+    assert tier is not None
+    assert tier.cost_s == pytest.approx(4 * 0.7)
+    assert (tier.save_s, costs.step_s) == (40.0, 10.0)
+
+
+def test_a_save_costs_at_least_what_its_report_says():
+    clock = Clock()
+    costs = SaveCosts(clock)
+    for step in range(20):
+        costs.step(step)
+        if step == 15:
+            with costs.saving() as saved:
+                saved.append(report(3.0, 3.0))
+        clock.now += 10.0
+    tier = costs.tier()
+    assert tier is not None
+    assert tier.cost_s == 3.0
+
+
+def test_failed_saves_teach_no_cost():
+    clock = Clock()
+    costs = SaveCosts(clock)
+    for step in range(20):
+        costs.step(step)
+        clock.now += 1
+        if step == 10:
+            costs.begin()
+            costs.end(None)
+    assert costs.tier() is None
+    assert not costs.is_saving
+
+
+def test_auto_saves_after_a_warm_up_and_then_at_the_best_interval():
+    clock = Clock()
+    costs = SaveCosts(clock)
+    schedule = Schedule(BestInterval(lambda: 3600.0, 0.5), alone, costs)
+    saved = run(schedule, costs, clock, 2000, step_s=2.0, cost_s=5.0, save_steps=5)
+    assert saved[0] == WARM_UP_STEPS + 1
+    best = (daly(5.0, 3600.0) + 5.0 - 5.0) / 2.0  # steps: an interval holds the 5 s of the save itself
+    gaps = [later - earlier for earlier, later in itertools.pairwise(saved)]
+    assert len(gaps) > 5
+    assert all(abs(gap - best) <= 1.5 for gap in gaps), (gaps, best)
+
+
+def test_overhead_stays_below_its_cap():
+    clock = Clock()
+    costs = SaveCosts(clock)
+    schedule = Schedule(BestInterval(lambda: 60.0, 0.035), alone, costs)
+    saved = run(schedule, costs, clock, 3000, step_s=1.0, cost_s=4.0, save_steps=2)
+    spent = len(saved) * 4.0
+    assert len(saved) > 10
+    assert spent / (clock.now - 1000.0) <= 0.036
+
+
+def test_no_save_is_due_while_one_is_under_way():
+    clock = Clock()
+    costs = SaveCosts(clock)
+    schedule = Schedule(FixedInterval(1.0), alone, costs)
+    saved = run(schedule, costs, clock, 100, step_s=1.0, cost_s=0.1, save_steps=12)
+    assert all(later - earlier >= 12 for earlier, later in itertools.pairwise(saved))
+
+
+@pytest.mark.parametrize("step_s", [0.1, 1.0, 7.0, 400.0])
+def test_a_fixed_interval_is_kept_to_half_a_step_with_few_agreements(step_s: float):
+    clock = Clock()
+    costs = SaveCosts(clock)
+    looks: list[int] = []
+
+    def agree(step: int, own: bytes | None) -> bytes:
+        looks.append(step)
+        return alone(step, own)
+
+    schedule = Schedule(FixedInterval(600.0), agree, costs)
+    saved = run(schedule, costs, clock, max(60, int(3000 / step_s)), step_s=step_s, cost_s=0.0, save_steps=1)
+    gaps = [(later - earlier) * step_s for earlier, later in itertools.pairwise(saved)]
+    assert gaps
+    assert all(abs(gap - 600) <= step_s / 2 + 1e-6 or gap == math.ceil(600 / step_s) * step_s for gap in gaps)
+    assert len(looks) <= (len(saved) + 1) * (6 + math.log2(max(600 / step_s, 2)))
+
+
+def ranks_agree(root: str, steps: int) -> list[int]:
+    """Train with clocks of one's own: ranks differ in speed, and rank 0's clock decides."""
+    rank = torch.distributed.get_rank()
+    saved = []
+    with Manager(root, interval=1e-6) as manager:
+        for step in range(1, steps + 1):
+            sum(range(1000 * (1 + rank)))
+            if manager.should_save(step):
+                saved.append(step)
+                manager.save(step, {"x": torch.tensor([float(step)])})
+        return [*saved, manager.latest() or 0]
+
+
+def other_steps(root: str) -> Outcome:
+    with Manager(root, interval="auto", mtbf="6h", timeout_s=30) as manager:
+        return outcome(lambda: manager.should_save(7 + torch.distributed.get_rank()))
+
+
+def test_ranks_save_at_the_same_steps(tmp_path: Path):
+    found = run_ranks(ranks_agree, 3, str(tmp_path / "run"), 40)
+    assert found[0] == found[1] == found[2]
+    assert found[0][0] == WARM_UP_STEPS + 1
+    assert len(found[0]) > 10
+
+
+def test_different_steps_on_ranks_are_a_named_error(tmp_path: Path):
+    for found in run_ranks(other_steps, 2, str(tmp_path / "run")):
+        assert found.error == PeerError.__name__
+        assert "step 7" in found.message
+        assert "step 8" in found.message
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"interval": "soon"}, {"interval": 0}, {"interval": "auto", "mtbf": "6x"}, {"interval": "auto", "max_overhead": 0}],
+)
+def test_wrong_options_are_refused(tmp_path: Path, options: dict[str, object]):
+    with pytest.raises(UsageError, match=list(options)[-1]):
+        Manager(tmp_path / "run", **options)
+
+
+def test_should_save_wants_an_interval(tmp_path: Path):
+    with Manager(tmp_path / "run") as manager, pytest.raises(UsageError, match="interval="):
+        manager.should_save(1)
+
+
+def attempts(root: Path) -> list[Attempt]:
+    with open_storage(root) as storage:
+        return read_attempts(storage)
+
+
+def test_attempts_are_logged_with_how_they_ended(tmp_path: Path):
+    root = tmp_path / "run"
+    with Manager(root, interval="auto") as manager:
+        manager.save(1, {"x": torch.ones(1)})
+    with pytest.raises(ZeroDivisionError), Manager(root, interval="auto"):
+        raise ZeroDivisionError
+    with Manager(root, interval="auto"):
+        assert [attempt.closed for attempt in attempts(root)] == [True, False, False]
+    assert [attempt.closed for attempt in attempts(root)] == [True, False, True]
+    with Manager(root, read_only=True, interval="auto"):
+        assert len(attempts(root)) == 3
+
+
+def test_mtbf_is_time_by_failures_and_begins_at_a_day(tmp_path: Path):
+    clock = Clock()
+    with open_storage(tmp_path) as storage:
+        for n in range(4):
+            log = AttemptLog(storage, clock)
+            clock.now += 3600.0
+            log.seen()  # then the process dies, but for the second
+            if n == 1:
+                log.close(failed=False)
+        assert AttemptLog(storage, clock).mtbf_s() == pytest.approx((PRIOR_S + 4 * 3600) / 4)
+    assert estimate_mtbf([]) == PRIOR_S
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"attempts": 3}', '{"attempts": [{"began": "x"}]}'])
+def test_a_damaged_log_begins_anew_with_a_warning(tmp_path: Path, text: str):
+    (tmp_path / ATTEMPTS_KEY).write_text(text)
+    with open_storage(tmp_path) as storage, pytest.warns(UserWarning, match="begins anew"):
+        AttemptLog(storage)
+    assert len(json.loads((tmp_path / ATTEMPTS_KEY).read_text())["attempts"]) == 1
+
+
+def test_the_log_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    clock: Callable[[], float] = Clock()
+    (tmp_path / ATTEMPTS_KEY).write_text(json.dumps({"attempts": [{"began": 1, "seen": 2, "closed": True}] * 2000}))
+    with open_storage(tmp_path) as storage:
+        AttemptLog(storage, clock)
+        assert len(read_attempts(storage)) == 1000
