@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -14,7 +14,7 @@ from ..engine.common.logs import RankLog
 from ..engine.common.progress import OnProgress, reporter
 from ..engine.common.recorder import Recorder, TimedComm
 from ..engine.saving.agreement import agree
-from ..engine.saving.async_save import launch, take_ring
+from ..engine.saving.async_save import SaveTarget, launch, take_ring
 from ..engine.saving.commit import begin, commit
 from ..engine.saving.handle import SAVES, SaveHandle
 from ..engine.saving.local_shards import LocalShards, describe_local
@@ -141,12 +141,17 @@ def async_save(
     return begin_save(path, state, options)
 
 
-def begin_save(path: Path, state: Mapping[str, Any], options: SaveOptions) -> SaveHandle:
-    """Begin a save as `async_save` does, with options as one value."""
+def begin_save(
+    path: Path,
+    state: Mapping[str, Any],
+    options: SaveOptions,
+    choose_target: Callable[[SaveJob], SaveTarget | None] = lambda job: None,
+) -> SaveHandle:
+    """Begin a save as `async_save` does, with options as one value; `choose_target` may send the images elsewhere."""
     with ExitStack() as session:
         job = _agreed_job(session, path, state, options)
         guarded = GuardedState(*held_back(state)) if options.staging == "lazy" else GuardedState()
-        handle = launch(job, session, guarded)
+        handle = launch(job, session, guarded, choose_target(job))
         SAVES.join(handle)
     return handle
 
