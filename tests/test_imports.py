@@ -139,11 +139,7 @@ def test_torch_distributed_is_where_ranks_meet_alone():
 
 
 def test_the_extra_for_pictures_is_for_plotting_alone():
-    users = {
-        path.relative_to(PACKAGE).parts[0]
-        for path in MODULES
-        if "matplotlib" in {n.split(".")[0] for n in imports(path)}
-    }
+    users = {path.relative_to(PACKAGE).parts[0] for path in MODULES if "matplotlib" in {n.split(".")[0] for n in imports(path)}}
     assert users == {"plotting"}
 
 

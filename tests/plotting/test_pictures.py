@@ -7,7 +7,7 @@ from math import prod
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_hex
@@ -27,6 +27,7 @@ from reshard_ckpt.plotting.page import bytes_by_rank, report_page
 from reshard_ckpt.plotting.times import draw_timeline, timeline_words
 from reshard_ckpt.storage.memory import MemoryStorage
 from tests.cli.states import save_trained
+from tests.examples import examples
 from tests.jobs import save_job
 from tests.layouts import Layout, addresses, filled, layouts, shapes, spec_of, values_of
 
@@ -53,7 +54,7 @@ def tips(figure: Figure) -> dict[str, np.ndarray]:
     }
 
 
-@settings(max_examples=80)
+@examples(80)
 @given(st.data())
 def test_each_wanted_element_is_fed_once_by_the_rank_that_wrote_it(data: st.DataObject):
     shape = data.draw(shapes().filter(lambda s: prod(s) > 0))
