@@ -376,7 +376,6 @@ def test_a_full_disk_or_an_interrupt_leaves_nothing_behind(tmp_path: Path, to: s
 KILLED = """
 import os, signal, sys
 from reshard_ckpt import checkpoint
-from tests.examples import examples
 
 def die(step, done, total):
     if done > total // 2:

@@ -129,7 +129,6 @@ KILLED = """
 import os, signal, sys
 from reshard_ckpt import checkpoint
 from reshard_ckpt.storage.local import LocalWriter
-from tests.examples import examples
 
 write, left = LocalWriter.write, int(sys.argv[3])
 
