@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..core.catalog.wrappers import unwrapped
 from ..errors import CorruptError
+from ..state.optimizer_dicts import are_numbered_groups, param_names
 
 _MAX_DEPTH = 64
 
@@ -20,18 +20,9 @@ def is_optimizer_state(value: Any) -> bool:
     """Return whether a value is the state dict of a torch optimizer, keyed by position."""
     if not isinstance(value, Mapping) or not {"state", "param_groups"} <= value.keys():
         return False
-    state, groups = value["state"], value["param_groups"]
-    return (
-        isinstance(state, Mapping)
-        and all(type(key) is int and isinstance(entry, Mapping) for key, entry in state.items())
-        and isinstance(groups, list)
-        and bool(groups)
-        and all(isinstance(group, Mapping) and _are_numbers(group.get("params")) for group in groups)
-    )
-
-
-def _are_numbers(value: Any) -> bool:
-    return isinstance(value, list | tuple) and all(type(v) is int for v in value)
+    state = value["state"]
+    keyed = isinstance(state, Mapping) and all(type(key) is int and isinstance(entry, Mapping) for key, entry in state.items())
+    return keyed and are_numbered_groups(value["param_groups"])
 
 
 def key_by_name(state: Mapping[Any, Any]) -> tuple[Mapping[Any, Any], dict[str, str]]:
@@ -67,14 +58,10 @@ def _names(groups: list[Mapping[str, Any]]) -> dict[int, str] | None:
     """Return the name of each parameter; None where a group has no names, or two parameters have one name."""
     names: dict[int, str] = {}
     for group in groups:
-        param_names = group.get("param_names")
-        if (
-            not isinstance(param_names, list | tuple)
-            or len(param_names) != len(group["params"])
-            or not all(isinstance(n, str) for n in param_names)
-        ):
+        own = param_names(group)
+        if own is None:
             return None
-        names.update(zip(group["params"], map(unwrapped, param_names), strict=True))
+        names.update(zip(group["params"], own, strict=True))
     num_params = sum(len(group["params"]) for group in groups)
     return names if len(set(names.values())) == len(names) == num_params else None
 

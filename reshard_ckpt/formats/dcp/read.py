@@ -24,6 +24,7 @@ from ...errors import CheckpointError, CorruptError
 from ...format.links import linked
 from ...format.torch_dtypes import dtype_code
 from ...format.values import decode_value, encode_path, encode_value
+from ...state.optimizer_dicts import OptimizerGroups, groups_from_list
 from ...storage.protocol import Storage
 from ..catalog_builder import FilePart, ForeignTensor, build_catalog
 from ..protocol import Foreign, RawValue, locate
@@ -36,10 +37,8 @@ from .names import (
     KeyPath,
     Names,
     NestedBuilder,
-    OptimizerGroups,
     dotted,
     groups_from_entries,
-    groups_from_list,
     names_of,
     raw_paths,
     renumbered,
