@@ -40,7 +40,7 @@ def spread(sizes: Mapping[Key, int], num: int) -> dict[Key, int]:
     """Put whole things on `num` places: the largest first, each on the place that has least."""
     loads = [0] * num
     out = {}
-    for name in sorted(sizes, key=lambda n: (-sizes[n], n)):  # type: ignore[arg-type]
+    for name in sorted(sizes, key=lambda n: (-sizes[n], n)):
         place = min(range(num), key=lambda i: (loads[i], i))
         loads[place] += sizes[name]
         out[name] = place

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -25,9 +25,9 @@ from ...format.links import linked
 from ...format.torch_dtypes import dtype_code
 from ...format.values import decode_value, encode_path, encode_value
 from ...state.optimizer_dicts import OptimizerGroups, groups_from_list
-from ...storage.protocol import Storage
+from ...storage.protocol import Storage, read_range
 from ..catalog_builder import FilePart, ForeignTensor, build_catalog
-from ..protocol import Foreign, RawValue, locate
+from ..protocol import Foreign, RawValue, open_located
 from .chunks import FORMAT, ChunkPlaces, file_sizes, read_problem
 from .chunks import locate as locate_chunks
 from .folder import FolderMetadata, is_folder, read_folder
@@ -52,14 +52,14 @@ MAX_GROUP_ELEMENTS = 1 << 16
 
 def open_path(path: str, *, as_saved: bool = False) -> Foreign | None:
     """Open a path for reading; return None if it is no DCP folder; see `ForeignFormat`."""
-    with ExitStack() as stack:
-        storage, key = locate(path)
-        stack.enter_context(storage)
+
+    def look(storage: Storage, key: str | None) -> Foreign | None:
         if key is not None or not is_folder(storage):
             return None
         catalog, raw = _open(storage, as_saved=as_saved)
-        stack.pop_all()
         return Foreign(storage, catalog, FORMAT, _advice(catalog), raw)
+
+    return open_located(path, look)
 
 
 def _advice(catalog: Catalog) -> dict[str, str]:
@@ -247,8 +247,7 @@ def read_whole(storage: Storage, saved: SavedTensor, parts: Sequence[FilePart], 
     """Read a small tensor from its parts."""
     out = torch.zeros(saved.shape, dtype=saved.dtype)
     for part in parts:
-        data = bytearray(prod(part.lengths) * saved.dtype.itemsize)
-        storage.read_into(files[part.file], part.offset, [memoryview(data)])
+        data = read_range(storage, files[part.file], part.offset, prod(part.lengths) * saved.dtype.itemsize)
         slices = (slice(low, low + length) for low, length in zip(part.offsets, part.lengths, strict=True))
         region = out[tuple(slices)]
         region.copy_(torch.frombuffer(data, dtype=saved.dtype).reshape(part.lengths))

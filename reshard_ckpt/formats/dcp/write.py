@@ -227,7 +227,7 @@ def lay_out(catalog: Catalog, values: Mapping[str, Any], optimizer: str) -> Fold
         path = tuple(int(key) if isinstance(key, Index) else str(key) for key in keys)
         value = values[entry.name]
         if entry.kind is ValueKind.PARAM_GROUPS and optimizer == "flat":
-            pairs = (((*path[:-1], name), leaf) for name, leaf in flat_groups(value))
+            pairs = iter([((*path[:-1], name), leaf) for name, leaf in flat_groups(value)])
         elif entry.kind is ValueKind.PARAM_GROUPS:
             pairs = taken_apart(path, _without_tied_names(catalog, optimizer_of(entry.name), value))
         elif (link := links.get(entry.name)) is not None:
