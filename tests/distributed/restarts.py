@@ -41,8 +41,8 @@ def once(mark: Path) -> bool:
     return True
 
 
-def die_while_writing(root: Path) -> None:
-    """Let this process be killed once its next shard file is written."""
+def die_while_writing() -> None:
+    """Let this process be killed in the middle of its next shard file."""
 
     def die(writer: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -50,38 +50,39 @@ def die_while_writing(root: Path) -> None:
     LocalWriter.finish = die  # type: ignore[method-assign]
 
 
-def main(folder: str, num_steps: int, kills: dict[int, int], until_more: bool) -> None:
-    """Train up to a step.
+def main(folder: str, num_steps: int, kills: dict[int, int], num_ranks: int) -> None:
+    """Train for some steps more than the last attempt that was not killed.
 
     Parameters
     ----------
     kills
         At which steps which ranks are killed, once each.
-    until_more
-        A job of fewer than four ranks goes on for ever: until more have joined, which restarts it.
+    num_ranks
+        A job of fewer ranks goes on for ever, and counts no step: until more have joined, which restarts it.
     """
     root = Path(folder)
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     with checkpoint.Manager(root / "run", finish_on_sigterm=True) as manager:
-        state = {"w": share(rank, size, 0), "step": 0}
+        state = {"w": share(rank, size, 0), "step": 0, "counted": 0}
         loaded = manager.load_latest(state)
-        step = 0 if loaded is None else loaded.step
-        assert state["step"] == step
+        step, counted = state["step"], state["counted"]
+        assert step == (0 if loaded is None else loaded.step)
         assert torch.equal(state["w"].tensor, share(rank, size, step).tensor)
         if rank == 0:
-            print(f"begins after {step} on {size}", flush=True)
-        while step < num_steps or (until_more and size < 4):
-            step += 1
-            if rank == kills.get(step) and (size == 4 or not until_more) and once(root / f"killed-{step}"):
-                die_while_writing(root)
-            manager.async_save(step, {"w": share(rank, size, step), "step": step}).result()
+            print(f"begins after {counted} on {size}", flush=True)
+        while counted < num_steps:
+            step, counted = step + 1, counted + (size == num_ranks)
+            if rank == kills.get(counted) and once(root / f"killed-{counted}"):
+                die_while_writing()
+            manager.async_save(step, {"w": share(rank, size, step), "step": step, "counted": counted}).result()
             if rank == 0:
-                print(f"saved {step} on {size}", flush=True)
+                print(f"saved {counted} on {size}", flush=True)
     dist.destroy_process_group()
-    print("done", flush=True)
+    if rank == 0:
+        print("done", flush=True)
 
 
 if __name__ == "__main__":
     pairs = (pair.split(":") for pair in sys.argv[3].split(","))
-    main(sys.argv[1], int(sys.argv[2]), {int(step): int(rank) for step, rank in pairs}, sys.argv[4:] == ["until-more"])
+    main(sys.argv[1], int(sys.argv[2]), {int(step): int(rank) for step, rank in pairs}, int(sys.argv[4]))
