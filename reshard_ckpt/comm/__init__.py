@@ -11,7 +11,7 @@ from .exchange import Exchange, open_exchange
 from .group import Missed, SessionCounter, current_group, launched_group
 from .protocol import ALONE, Comm, SoloComm
 from .stopping import AgreedStop, SoloStop, Stop
-from .store import StoreComm, call_of
+from .store import StoreComm, call_of, give_up_sessions
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -23,6 +23,7 @@ __all__ = [
     "SoloComm",
     "Stop",
     "StoreComm",
+    "give_up_sessions",
     "launched_group",
     "open_exchange",
     "open_session",

@@ -49,6 +49,10 @@ _HOST_FAREWELL_S = 60.0
 """Where rank 0's own process hosts the store: if it left before the others, their save would fail."""
 
 
+_given_up = 0
+"""How often this process has given up all its sessions."""
+
+
 class KeyValueStore(Protocol):
     """The methods of `torch.distributed.Store` that are used here; its type stubs lack some of them."""
 
@@ -90,6 +94,7 @@ class StoreComm:
         # Thousands of ranks that ask twenty times a second would keep the store busy with nothing.
         self._max_pause_s = min(1.0, max(0.05, size * 50e-6))
         self._step, self._look_at = 0, 0.0
+        self._given_up_before = _given_up
         self._refusal: Refusal | None = None
         self._undo: tuple[int, Callable[[], None]] | None = None
 
@@ -317,6 +322,10 @@ class StoreComm:
     def _await(self, keys: list[str]) -> None:
         """Wait until a key is there: the bell, or the decision; refuse the step if it is known that it will not be."""
         if not self._wait(lambda: self._store.check(keys) or self._refuse_without_ended(), self._timeout_s):
+            if self._given_up_before != _given_up:
+                raise PeerError(
+                    f"{self._title}: given up, as this process was told to end and the time for that is over", ranks=(self.rank,)
+                )
             self._expire()
 
     def _refuse_without_ended(self) -> bool:
@@ -360,11 +369,11 @@ class StoreComm:
         self._refuse(Refusal("PeerError", message, absent, absent=absent))
 
     def _wait(self, done: Callable[[], bool], timeout_s: float) -> bool:
-        """Poll until it is done (True) or the time is over (False)."""
+        """Poll until it is done (True), or the time is over or all sessions are given up (False)."""
         begin = time.monotonic()
         while not done():
             waited = time.monotonic() - begin
-            if waited >= timeout_s:
+            if waited >= timeout_s or self._given_up_before != _given_up:
                 return False
             time.sleep(min(max(waited / 10, _FIRST_PAUSE_S), self._max_pause_s, timeout_s - waited))
         return True
@@ -429,6 +438,15 @@ class StoreComm:
                 "the process that hosts it, often rank 0, has probably ended: its log says why",
                 ranks=(0,),
             ) from error
+
+
+def give_up_sessions() -> None:
+    """Have all sessions that this process is in now end where they wait for others: it must end, and cannot wait any longer.
+
+    The others are told. A session that is opened afterwards is none of them.
+    """
+    global _given_up
+    _given_up += 1
 
 
 def _passed(decision: bytes) -> str:

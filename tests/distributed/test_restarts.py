@@ -1,4 +1,4 @@
-"""Jobs under a real ``torchrun --max-restarts`` whose workers are killed in the middle of saves go on from the newest whole step."""
+"""Jobs under a real ``torchrun --max-restarts`` whose workers are killed in the middle of saves go on from the newest step."""
 
 from __future__ import annotations
 

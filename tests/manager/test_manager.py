@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import signal
@@ -29,6 +28,7 @@ from reshard_ckpt.format.catalog import encode_catalog
 from reshard_ckpt.format.keys import CATALOG_KEY
 from reshard_ckpt.manager.retention import Retention
 from reshard_ckpt.storage import open_storage
+from tests.checkpoint.references import referring
 from tests.launch import ROOT
 
 
@@ -262,8 +262,7 @@ def test_files_that_a_committed_catalog_refers_to_stay(root: str):
     with open_storage(f"{root}/step_1") as first, open_storage(f"{root}/step_2") as second:
         old = open_catalog(first)
         needed = {f"step_1/{key}" for file in old.files for key in (file.key, file.digests_key)}
-        borrowed = tuple(dataclasses.replace(file, checkpoint="../step_1") for file in old.files)
-        second.publish(CATALOG_KEY, encode_catalog(dataclasses.replace(old, files=borrowed)))
+        second.publish(CATALOG_KEY, encode_catalog(referring(old, "../step_1")))
     with open_storage(root) as storage:
         with Manager(root, keep_last=2) as manager:
             manager.save(3, state(3))
