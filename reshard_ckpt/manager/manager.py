@@ -76,8 +76,8 @@ class Manager:
     finish_on_sigterm
         On SIGTERM, finish the save that is under way, and then do what the signal did before: end the process, or call the
         handler that a training loop had installed before it made the manager. A loop that reads `preempted` needs it not.
-        A number is how many seconds that save may take from the signal on, by default 20. Then it is given up; as every save is at
-        once, where a rank that it needs is known to have ended.
+        A number is how many seconds that save may take from the signal on, by default 20. Then it is given up; as every save is
+        at once, where a rank that it needs is known to have ended.
     process_group, timeout_s
         As for `save`.
 

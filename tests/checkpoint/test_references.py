@@ -319,7 +319,7 @@ def test_there_must_be_room_and_a_checkpoint_of_this_library(root: Path, tmp_pat
     with pytest.raises(UsageError, match="workers="):
         checkpoint.compact(root / "step_100", workers=0)
     with (
-        mock.patch("reshard_ckpt.storage.local.free_bytes_at", lambda path: 10),
+        mock.patch("reshard_ckpt.storage.local.free_bytes_at", return_value=10),
         pytest.raises(StorageError, match="10 are free"),
     ):
         checkpoint.compact(root / "step_100")

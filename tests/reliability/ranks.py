@@ -42,6 +42,7 @@ class Job:
         self.size = size
         self.store = dist.HashStore()
         self._groups = [Group(rank, size, self.store, "job", SettledHome(self.store, rank, size)) for rank in range(size)]
+        self._keys_of_group = int(self.store.num_keys())  # who is there, as long as it lasts
         self._saves = [SaveQueue() for _ in range(size)]
         self._plans = [agreement.PlanCache() for _ in range(size)]
 
@@ -66,7 +67,7 @@ class Job:
         return outcomes
 
     def num_keys(self) -> int:
-        return int(self.store.num_keys())
+        return int(self.store.num_keys()) - self._keys_of_group
 
 
 @contextmanager
