@@ -8,6 +8,7 @@ from ..engine.checking.verify import VerifyReport
 from ..engine.saving.handle import SaveHandle
 from ..manager.manager import LoadedStep, Manager
 from ..state.shards import PerRank
+from .compacting import CompactReport, compact
 from .comparing import Diff, diff
 from .converting import ConvertReport, convert
 from .goodput import GoodputReport, goodput
@@ -19,6 +20,7 @@ from .resharding import ReshardReport, reshard
 from .saving import async_save, prepare, save
 
 __all__ = [
+    "CompactReport",
     "ConvertReport",
     "Diff",
     "GoodputReport",
@@ -34,6 +36,7 @@ __all__ = [
     "VerifyReport",
     "async_save",
     "catalog",
+    "compact",
     "convert",
     "diff",
     "goodput",

@@ -38,6 +38,7 @@ from ...storage.protocol import MissingKey, Storage, conflict
 from ..common.progress import size_text
 from ..common.recorder import Recorder
 from ..common.recorder import timeline as make_timeline
+from ..common.step_folders import referred_by_others
 from .agreement import AgreedPlan, PreviousCheckpoint, agree
 from .free_space import check_free_space
 from .local_shards import LocalShards
@@ -261,10 +262,19 @@ def _folder(file: WrittenFile) -> str:
 
 
 def clean_up(storage: Storage, catalog: Catalog, folders: Iterable[str]) -> None:
-    """Delete what earlier and unfinished saves left in these folders; nothing that the catalog refers to, or that is not ours."""
-    kept = {key for file in catalog.files if not file.checkpoint for key in (file.key, file.digests_key)}
+    """Delete what earlier and unfinished saves left in these folders; nothing that a catalog refers to, or that is not ours.
+
+    Of other checkpoints' catalogs, those of the same run count.
+    """
+    kept = {key for file in catalog.files for key in (file.key, file.digests_key)}
     stale: list[str] = []
     for folder in sorted(name for name in folders if SAVE_ID.fullmatch(name) and name != catalog.save_id):
         stale += [key for key, _ in storage.list(folder) if key not in kept]
         stale.append(f"{folder}/none")  # deleting removes empty folders, also where a killed save had made no file yet
-    storage.delete(stale)
+    if stale:
+        try:
+            others = referred_by_others(storage)
+        except CorruptError as error:
+            warnings.warn(f"{storage.url}: what was replaced there stays: {error}", stacklevel=2)
+            return
+        storage.delete([key for key in stale if key not in others])
