@@ -1,7 +1,7 @@
 """A placement like veScale's `RaggedShard`, and what it means, by the plainest means.
 
-The meaning follows veScale's own source (`vescale/dtensor/placement_types.py`, `_split_tensor`, and `_utils.py`): all other axes cut
-first; the row-major flattening of what is left is divided in proportion to the units.
+The meaning follows veScale's own source (`vescale/dtensor/placement_types.py`, `_split_tensor`, and `_utils.py`): all other axes
+cut first; the row-major flattening of what is left is divided in proportion to the units.
 """
 
 from __future__ import annotations

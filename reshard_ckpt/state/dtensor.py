@@ -161,8 +161,8 @@ def _check_flattened(
         possible = {prod(n for n, dim in later if dim == 0), prod(n for n, dim in later if (dim or 0) <= (p.dim or 0))}
         if factor is not None and factor not in possible:
             raise LayoutError(
-                f"{placements[i]} has split factor {factor}, but later axes cut the same dims into {max(possible)}; pass a FlatShard "
-                "that says what it holds"
+                f"{placements[i]} has split factor {factor}, but later axes cut the same dims into {max(possible)}; pass a "
+                "FlatShard that says what it holds"
             )
 
 

@@ -107,7 +107,7 @@ class _Registered:
         if not inside or (self.flattens and len(kept) > 1):
             some = "one range" if self.flattens else "ranges"
             raise LayoutError(
-                f"{self.spell(placement)}: its cut gives coordinate {index} of {num} {kept} of {list(ranges)}; keep {some} of these"
+                f"{self.spell(placement)}: its cut gives coordinate {index} of {num} {kept} of {list(ranges)}; keep {some} of it"
             )
         return [part for part in kept if part[1]]
 

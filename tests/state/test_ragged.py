@@ -93,7 +93,7 @@ def test_a_strided_one_says_that_the_later_axes_cut_first_as_they_do() -> None:
             (StridedRagged((0,), (1, 1, 1, 1), 4), Shard(0)),
             (3,),
             LayoutError,
-            r"split factor 4, but later axes .* into 2;",
+            r"split factor 4, but later .* into 2;",
         ),
         ((4, 6), (Ragged((0,), (1, 1, 1, 1)), Ragged((0,), (1, 1))), (3,), UnsupportedError, r"flattened on several axes"),
     ],

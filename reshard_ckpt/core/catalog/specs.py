@@ -63,7 +63,7 @@ class AxisPlacement:
     axis: str
     kind: str
     dim: int | None = None
-    """The dim that is cut; of ``"ragged"`` the last of the leading dims whose rows make up a unit, None: the unit is the whole."""
+    """The dim that is cut; of ``"ragged"`` the last of the leading dims whose rows make up units, None: all is one unit."""
     coords: Ints = ()
     """The numbers of the kind: coordinates that hold it, or of ``"ragged"`` the units of each coordinate."""
     turn: int | None = None
