@@ -95,8 +95,8 @@ class _Placer:
         self.shapes = {name: catalog.shape(catalog.index(name)) for name in names}
         self.rows = SavedRows(catalog)
         placements = self.rows.placements()
-        self.saved = {name: {p.axis: p for p in placements[catalog.index(name)]} for name in names}
         self.saved_sizes = {} if catalog.mesh is None else dict(zip(catalog.mesh.axes, catalog.mesh.sizes, strict=True))
+        self.saved = {name: self._resized(placements[catalog.index(name)]) for name in names}
         self.by_name: dict[str, Mapping[str, Ints]] = {}
         self.divided_on = self._divided_on()
 
@@ -112,6 +112,17 @@ class _Placer:
         link = self.links[name]
         return link.optimizer if link.key else None
 
+    def _resized(self, placement: Sequence[AxisPlacement]) -> dict[str, AxisPlacement]:
+        """A saved placement by axis, on the new sizes of the axes where its kinds depend on them."""
+        sizes, out = dict(zip(self.mesh.axes, self.mesh.sizes, strict=True)), {}
+        for p in placement:
+            resize = KINDS[p.kind].resize
+            if resize is None or p.axis not in sizes:
+                out[p.axis] = p
+            elif (resized := resize(p, self.saved_sizes.get(p.axis, 0), sizes[p.axis])) is not None:
+                out[p.axis] = resized
+        return out
+
     def run(self) -> dict[str, TargetPlacement]:
         slips = unmatched(self.topology.rules, self.names)
         if slips:
@@ -121,7 +132,7 @@ class _Placer:
         for axis in self.mesh.axes:
             self._divide_again(axis, placed)
         for name, p in placed.items():
-            if sum(a.kind == "flat" for a in p.axes) > 1:
+            if sum(KINDS[a.kind].flattens for a in p.axes) > 1:
                 raise UsageError(f"{name}: flat on several axes; a tensor can be flat on one: correct the rules")
         return placed
 
@@ -239,15 +250,14 @@ class _Placer:
         return {optimizer: count.most_common(1)[0][0] for optimizer, count in counts.items()}
 
     def _checked(self, name: str, said: AxisPlacement, ndim: int) -> AxisPlacement:
-        if said.kind == "flat" and ndim == 0:
+        if KINDS[said.kind].flattens and ndim == 0:
             return AxisPlacement(said.axis, "replicate")
-        if said.kind != "shard":
+        if said.dim is None:
             return said
-        assert said.dim is not None
         if not -ndim <= said.dim < ndim:
+            spelled = KINDS[said.kind].spell(said)
             raise UsageError(
-                f"rules: {name}: {said.axis}: shard({said.dim}), but its shape is {self.shapes[name]}; put a rule for it before "
-                "this one"
+                f"rules: {name}: {said.axis}: {spelled}, but its shape is {self.shapes[name]}; put a rule for it before this one"
             )
         return replace(said, dim=said.dim % ndim)
 
