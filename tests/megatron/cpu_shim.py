@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import traceback
@@ -21,12 +23,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 import torch._dynamo  # it lists the functions of torch.cuda, which must still be distinct
 import torch.distributed as dist
+import torch.multiprocessing
 from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")
+_FORK = multiprocessing.get_context("fork")
 
 
 class _Stream:
@@ -171,6 +176,10 @@ def install(*paths: str | Path) -> None:
         for name in ("triton", "triton.language"):
             sys.modules[name] = _Kernels(name)
         sys.modules["triton"].language = sys.modules["triton.language"]  # type: ignore[attr-defined]
+    if not hasattr(numpy, "product"):
+        numpy.product = numpy.prod  # type: ignore[attr-defined] # the old name, which versions up to 0.13 use
+    # Megatron's writers would start their helpers anew, and import everything again.
+    multiprocessing.get_context = torch.multiprocessing.get_context = lambda method=None: _FORK  # type: ignore[assignment]
     torch.compile = _uncompiled  # type: ignore[assignment]
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     EverythingOnCpu().__enter__()
@@ -200,6 +209,7 @@ def _fork(function: Callable[..., Any], args: Sequence[Any], rank: int, nproc: i
         return pid
     code = 1
     try:
+        os.setpgid(0, 0)
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(nproc))
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=nproc)
         result = function(*args)
@@ -224,8 +234,13 @@ def _wait(pids: Sequence[int], folder: Path) -> list[int]:
         if rank is None:
             continue
         codes[rank] = status
+        _kill_group(pid)  # the helpers that Megatron's writers started, and do not end
         if status:
             for other in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(other, 9)
+                _kill_group(other)
     return codes
+
+
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
