@@ -4,7 +4,8 @@ A reader that has the class makes the object again; any other gives the plain va
 that saved it opens everywhere, and classes may be added to the list without a new version of the format.
 
 1. Of the standard library: dates, times, time spans, fixed time zones and paths, exactly of these classes.
-2. Members of enums, by value. Their class is looked for among the modules that are imported already, in their namespaces as they
+2. Objects of other programs, as `Named`: what a reader of their files found, without their classes.
+3. Members of enums, by value. Their class is looked for among the modules that are imported already, in their namespaces as they
    are: nothing is imported, no ``__getattr__`` runs, and no class is called; flags are joined by their operators.
 """
 
@@ -14,6 +15,7 @@ import datetime
 import pathlib
 import sys
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from enum import Enum, Flag
 from types import ModuleType
 from typing import Any
@@ -23,6 +25,15 @@ from ..errors import CorruptError
 _DAY = "2000-01-01T00:00:00"
 _PATHS = (pathlib.PosixPath, pathlib.WindowsPath, pathlib.PurePosixPath, pathlib.PureWindowsPath)
 _NO_MEMBER = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """An object as the name of its class and a plain value: what another program's file holds, whose classes need not be here."""
+
+    module: str
+    name: str
+    plain: Any
 
 
 def _datetime_text(value: datetime.datetime | datetime.time) -> str | None:
@@ -69,12 +80,14 @@ _CLASSES = {name: kind for kind, name in _NAMES.items()}
 
 def is_object(value: Any) -> bool:
     """Tell whether a value is of one of these classes."""
-    return type(value) in _PLAIN or isinstance(value, Enum)
+    return type(value) in _PLAIN or isinstance(value, Enum | Named)
 
 
 def parts_of(value: Any) -> tuple[str, str, Any] | None:
     """Take an object apart: module, class and plain value; None where `rebuilt` would not make it again in this program."""
     kind = type(value)
+    if isinstance(value, Named):
+        return value.module, value.name, value.plain
     if isinstance(value, Enum):
         module, name, plain = kind.__module__, kind.__qualname__, value._value_
         return (module, name, plain) if rebuilt(module, name, plain) is value else None

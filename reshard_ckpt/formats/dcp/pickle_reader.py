@@ -6,8 +6,8 @@ is not in the table is an error with that name in it.
 
 A hostile stream must not exhaust the machine either, so every operation is cheap, and objects take memory in proportion to the
 stream. Strings and numbers are no longer than the bytes that spell them, memo entries are counted, and calls get a few small
-arguments. Keys of dicts are strings or stand-ins: the hash of a nested tuple may take for ever, and numbers can be chosen to
-collide. Nothing is walked recursively, so depth costs nothing.
+arguments. Keys of dicts are strings, stand-ins, numbers below 2⁶⁰, or flat tuples of constants: the hash of a nested tuple may
+take for ever, and larger numbers can be chosen to collide. Nothing is walked recursively, so depth costs nothing.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ _UINT32 = struct.Struct("<I")
 
 @dataclass(frozen=True, slots=True)
 class StandInClass:
-    """The stand-in of a class; its instances are `StandInObject`."""
+    """The stand-in of a class; its instances are `StandInObject`. One that may be called has `make`, as a function has."""
 
     name: str
+    make: Callable[..., Any] | None = None
 
 
 class StandInObject:
@@ -149,9 +150,10 @@ class _Machine:
                 stack[-1] = (stack[-1], last)
             elif code == 0x52:  # REDUCE
                 arguments, call = pop(), stack[-1]
-                if type(call) is not StandInFunction or type(arguments) is not tuple or len(arguments) > MAX_ARGUMENTS:
+                make = call.make if type(call) is StandInFunction or type(call) is StandInClass else None
+                if make is None or type(arguments) is not tuple or len(arguments) > MAX_ARGUMENTS:
                     raise ValueError(f"calls {_shown(call)} with {_shown(arguments)}")
-                stack[-1] = call.make(*arguments)
+                stack[-1] = make(*arguments)
             elif code == 0x75:  # SETITEMS
                 low = marks.pop()
                 values = stack[low:]
@@ -224,7 +226,7 @@ def _tuple3(machine: _Machine) -> None:
 
 
 def _build(made: Any, state: Any) -> None:
-    if type(made) is StandInObject:
+    if isinstance(made, StandInObject):
         if made.state is not None or not isinstance(state, dict | tuple):
             raise ValueError(f"gives {made.kind.name} a second state, or none that it can have")
         made.state = state
@@ -233,9 +235,16 @@ def _build(made: Any, state: Any) -> None:
 
 
 def _check_key(key: Any) -> Any:
-    if not isinstance(key, str | StandInObject):
-        raise ValueError(f"{_shown(key)} is the key of a dict")
-    return key
+    if isinstance(key, str | StandInObject) or _is_small(key):
+        return key
+    # Constants of the table, such as dtypes, hash by their address, and strings by a secret.
+    if type(key) is tuple and len(key) <= MAX_ARGUMENTS and not any(isinstance(part, tuple | int | float) for part in key):
+        return key
+    raise ValueError(f"{_shown(key)} is the key of a dict")
+
+
+def _is_small(key: Any) -> bool:
+    return type(key) is int and abs(key) < 1 << 60
 
 
 def _set_items(target: Any, values: list[Any]) -> None:
