@@ -206,7 +206,7 @@ def _packed(shapes: Sequence[Params], state: Mapping[str, Any], rank: int, value
         runs, length = packed_runs(group, ranks, rank), packed_length(group, ranks)
         own = base[i] if is_elastic else _state_of(base, i, i)
         groups.append(_flat_group(group, runs, length, master, own, f"{where}: group {i}"))
-    found = [{}] * num if is_elastic else [_hyperparameters(group) for group in base["param_groups"]]
+    found = [{}] * num if is_elastic else [hyperparameters(group) for group in base["param_groups"]]
     _check_lengths(where, num, param_groups=found)
     param_groups = [{**group, "params": list(of.names)} for group, of in zip(found, params, strict=True)]
     return RankState(tuple(groups), {}, param_groups, values, num_ranks)
@@ -228,7 +228,7 @@ def _striped(shapes: Sequence[Params], state: Mapping[str, Any], rank: int, valu
     if listed != list(range(len(groups))):
         raise CorruptError(f"{where}: its param_groups list the flat groups {listed}, of {len(groups)}; use another copy")
     param_groups = [
-        {**_hyperparameters(group), "params": [name for i in group["params"] for name in groups[i].params.names]}
+        {**hyperparameters(group), "params": [name for i in group["params"] for name in groups[i].params.names]}
         for group in base["param_groups"]
     ]
     return RankState(tuple(groups), {}, param_groups, values, (num_ranks,) * len(groups))
@@ -262,7 +262,8 @@ def _flat_group(params: Params, runs: Runs, length: int, master: Sized, state: M
     return FlatGroup(params, runs, tensors, values)
 
 
-def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a group without the parameters that it lists."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 

@@ -16,8 +16,9 @@ from math import prod
 from typing import Any
 
 import numpy as np
+import torch
 
-from ...core.catalog.links import GROUPS, groups_name
+from ...core.catalog.links import GROUPS, STATE, groups_name
 from ...core.catalog.model import Catalog
 from ...core.catalog.param_groups import merge
 from ...core.catalog.specs import Ints, StateLink, ValueKind
@@ -28,8 +29,10 @@ from ..dcp.chunks import run_lengths, runs_of
 from .archive import FileReader, TensorView, TorchFile, is_contiguous
 from .columns import Columns
 from .folder import TagFiles, refuse_experts
-from .layout import MASTER, FlatGroup, Params, RankState, Runs, open_state, striped_runs
+from .layout import MASTER, FlatGroup, Params, RankState, Runs, hyperparameters, open_state, striped_runs
+from .pipeline import open_layers, params_of_fragments, tied_names
 from .shards import Shard, TensorParallel
+from .unpartitioned import Candidate, apart, by_shapes, flat_groups, numbers_of
 from .values import NOT_VALUES, ROOT, leaves, plain
 
 FORMAT = "deepspeed"
@@ -146,11 +149,15 @@ class FlatNames:
         self.tensor, self.box = np.array(numbers, np.int64), np.array(boxes, np.int64)
 
 
+KnownNames = dict[tuple[int, str, str], FlatNames]
+"""By group, key and dtype."""
+
+
 class _Tag:
     """One checkpoint, on its way to a catalog."""
 
     def __init__(self, storage: Storage, files: TagFiles) -> None:
-        self._files, self._reader = files, FileReader(storage)
+        self._storage, self._files, self._reader = storage, files, FileReader(storage)
         self._where = storage.url
         self._columns = Columns(FORMAT, storage.url)
         self._add = TensorAdder(self._columns)
@@ -158,9 +165,9 @@ class _Tag:
         first = self._models[0].content
         self._is_striped = (0, 1) in files.models or any(dp for _, dp in files.models) or self._zero_stage() == 3
         self._num_dp = 1 + max((dp for _, dp in files.optimizers), default=0)
-        self._is_pipeline = bool(files.layers)
+        self._layers = open_layers(self._reader, files.layers, storage.url)
         self._parallel: TensorParallel | None = None
-        if files.num_models > 1 and not self._is_pipeline:
+        if files.num_models > 1 and not files.layers:
             self._parallel = TensorParallel(self._info(first), files.num_models)
         self._local_shapes = [_local_shapes(model) for model in self._models] if self._parallel else []
         self._groups: list[tuple[str, list[dict[str, Any]]]] = []
@@ -198,35 +205,52 @@ class _Tag:
 
     def catalog(self) -> Catalog:
         for mp, model in enumerate(self._models):
-            if self._files.optimizers and model.content.get("param_shapes") is not None:
+            if self._files.optimizers:
                 self._add_zero(mp, model)
+            elif isinstance(model.content.get("optimizer"), dict):
+                self._add_unpartitioned(mp, model, model.content["optimizer"])
         self._masters = set(self._columns.names())
         for mp, model in enumerate(self._models):
             self._add_module(mp, model)
+        self._add_layers()
         self._add_values()
         return self._columns.catalog()
 
     def _add_zero(self, mp: int, model: TorchFile) -> None:
         """Add what the data-parallel ranks of one model-parallel rank hold."""
-        params = [Params.of(shapes) for shapes in _shapes(model, "param_shapes")]
+        params = self._params(mp, model)
         kept = [self._shards(mp, group) for group in params]
-        names: dict[tuple[int, str, str], FlatNames] = {}
+        names: KnownNames = {}
         for dp in range(self._num_dp):
             file, state = self._optimizer_state(mp, dp)
             opened = open_state(params, state, dp, f"{self._where}: {file.key}")
             self._check_num_ranks(opened, file)
             for i, group in enumerate(opened.groups):
-                for key, tensor in group.tensors.items():
-                    at = i, key, dtype_code(tensor.dtype, f"{file.key}: {key}")
-                    if at not in names:
-                        names[at] = FlatNames(self._columns, params[i], kept[i], key, at[2])
-                    self._add.runs(file, names[at], tensor, group.runs)
+                self._add_group(file, i, group, kept[i], names)
                 if dp == 0:
                     self._add_shared_state(file, group, kept[i])
             if dp == 0:
-                self._groups.append((file.key, [{key: plain(v) for key, v in group.items()} for group in opened.param_groups]))
+                self._add_groups(file, opened.param_groups)
                 if mp == 0:
                     self._add_tree(file, (ROOT, OPTIMIZER), opened.values)
+
+    def _params(self, mp: int, model: TorchFile) -> list[Params]:
+        """Return the parameters of each flat group; BF16_Optimizer of a pipeline without ZeRO has them beside its parts."""
+        if model.content.get("param_shapes") is not None:
+            return [Params.of(shapes) for shapes in _shapes(model, "param_shapes")]
+        states = [self._optimizer_state(mp, dp)[1] for dp in range(self._num_dp)]
+        return params_of_fragments([state.get("param_slice_mappings") for state in states], self._layers, model.key)
+
+    def _add_group(self, file: TorchFile, i: int, group: FlatGroup, shards: Sequence[Shard], names: KnownNames) -> None:
+        """Add the flat tensors of a group; `names` keeps what is the same for all ranks."""
+        for key, tensor in group.tensors.items():
+            at = i, key, dtype_code(tensor.dtype, f"{file.key}: {key}")
+            if at not in names:
+                names[at] = FlatNames(self._columns, group.params, shards, key, at[2])
+            self._add.runs(file, names[at], tensor, group.runs)
+
+    def _add_groups(self, file: TorchFile, groups: Sequence[Mapping[str, Any]]) -> None:
+        self._groups.append((file.key, [{key: plain(value) for key, value in group.items()} for group in groups]))
 
     def _check_num_ranks(self, opened: RankState, file: TorchFile) -> None:
         if max(opened.num_ranks, default=self._num_dp) != self._num_dp:
@@ -239,11 +263,14 @@ class _Tag:
         """Add what all parameters of a group share, such as the step, for each of them."""
         for fqn, shard in zip(group.params.names, shards, strict=True):
             for key, value in group.values.items() if shard.readable and (shard.segments or not prod(shard.shape)) else ():
-                link = state_link(fqn, key)
-                if isinstance(value, TensorView):
-                    self._add.whole(file, link.name, value, link)
-                else:
-                    self._columns.value((OPTIMIZER, "state", fqn, *key.split(".")), plain(value), link=link)
+                self._add_state(file, state_link(fqn, key), value)
+
+    def _add_state(self, file: TorchFile, link: StateLink, value: Any) -> None:
+        """Add an entry of a parameter's state that is no part of a flat tensor."""
+        if isinstance(value, TensorView):
+            self._add.whole(file, link.name, value, link)
+        else:
+            self._columns.value((OPTIMIZER, STATE, link.fqn, *link.key.split(".")), plain(value), link=link)
 
     def _shards(self, mp: int, params: Params) -> list[Shard]:
         """Say which part of each parameter of a group this model-parallel rank holds; none, if another one's counts."""
@@ -265,6 +292,92 @@ class _Tag:
         except UnsupportedError as error:
             self._columns.unreadable[parameter_name(fqn)] = UnsupportedError(f"{self._where}: {error}")
             return Shard((), (), readable=False)
+
+    def _add_unpartitioned(self, mp: int, model: TorchFile, state: Mapping[str, Any]) -> None:
+        """Add the optimizer of a job without ZeRO, which has no names of parameters."""
+        where = f"{self._where}: {model.key}"
+        module = self._candidates(model)
+        if "fp32_groups_flat" in state:
+            params = flat_groups(state["fp32_groups_flat"], model, module, self._read)
+            if params is not None:
+                opened = open_state(params, state, 0, where)
+                for i, group in enumerate(opened.groups):
+                    shards = self._shards(mp, params[i])
+                    self._add_group(model, i, group, shards, {})
+                    self._add_shared_state(model, group, shards)
+                self._add_groups(model, opened.param_groups)
+                self._add_tree(model, (ROOT, OPTIMIZER), opened.values)
+                return
+        else:
+            names = self._names_apart(model, state, module, where)
+            if names is not None:
+                self._add_apart(mp, model, state, names)
+                return
+        error = UnsupportedError(
+            f"{where} knows the optimizer's parameters by position alone, and neither bytes nor shapes tell which they are; the "
+            "module can be read. To have the optimizer, load the folder with DeepSpeed and save it with reshard_ckpt attached"
+        )
+        self._columns.unreadable |= {f"{OPTIMIZER}.state": error, groups_name(OPTIMIZER): error}
+
+    def _candidates(self, model: TorchFile) -> list[Candidate]:
+        """List what may be a parameter; of a pipeline, first what no stage before has had."""
+        if self._layers:
+            tensors = {fqn: layer.view for fqn, layer in self._layers.items()}
+            tensors = dict(sorted(tensors.items(), key=lambda item: item[0] in self._home))
+        else:
+            module = model.content["module"] or {}
+            tensors = {fqn: view for fqn, view in module.items() if isinstance(view, TensorView)}
+        buffers = {name for one in self._models for name in one.content.get("buffer_names") or ()}
+        skipped = {*buffers, *(() if self._layers else self._aliases(model, tensors))}
+        return [Candidate(fqn, view, self._file_of(model, fqn)) for fqn, view in tensors.items() if fqn not in skipped]
+
+    def _file_of(self, model: TorchFile, fqn: str) -> TorchFile:
+        return self._layers[fqn].file if fqn in self._layers else model
+
+    def _names_apart(
+        self, model: TorchFile, state: Mapping[str, Any], module: Sequence[Candidate], where: str
+    ) -> list[list[str]] | None:
+        if "fp32_groups" in state:
+            return apart(state["fp32_groups"], model, module, self._read)
+        base, numbers = state.get("state"), numbers_of(state, where)
+        if self._layers:  # a stage has the layers that follow those of the stage before
+            module = [one for one in module if one.fqn not in self._home][: sum(map(len, numbers))]
+        return by_shapes(numbers, base, module) if isinstance(base, dict) else None
+
+    def _add_apart(self, mp: int, model: TorchFile, state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> None:
+        """Add an optimizer whose parameters are tensors of their own."""
+        base = state.get("optimizer_state_dict", state)
+        numbers = numbers_of(base, model.key)
+        fqns = {number: fqn for of, group in zip(numbers, names, strict=True) for number, fqn in zip(of, group, strict=True)}
+        mine = {fqn for fqn in fqns.values() if self._home.setdefault(fqn, mp) == mp}
+        for master, fqn in zip((m for group in state.get("fp32_groups", ()) for m in group), fqns.values(), strict=False):
+            if fqn in mine:
+                self._add.whole(model, parameter_name(fqn), master)
+        for number, entries in base["state"].items():
+            for key, value in entries.items() if fqns[number] in mine else ():
+                self._add_state(model, state_link(fqns[number], key), value)
+        groups = zip(base["param_groups"], names, strict=True)
+        self._add_groups(model, [{**hyperparameters(group), "params": list(of)} for group, of in groups])
+        known = ("fp32_groups", "optimizer_state_dict", "state", "param_groups")
+        self._add_tree(model, (ROOT, OPTIMIZER), {key: value for key, value in state.items() if key not in known})
+
+    def _read(self, file: TorchFile, view: TensorView, first: int, count: int) -> torch.Tensor:
+        """Read a few elements of a tensor of a file."""
+        data = bytearray(count * view.dtype.itemsize)
+        self._storage.read_into(file.key, file.at(view) + first * view.dtype.itemsize, [memoryview(data)])
+        return torch.frombuffer(data, dtype=view.dtype)
+
+    def _add_layers(self) -> None:
+        """Add what the files of a pipeline's layers have and no optimizer; the name of a tied layer is a second one."""
+        tied = tied_names(self._layers, self._columns.names(), MODEL)
+        for fqn, layer in self._layers.items():
+            name = parameter_name(fqn)
+            if name in self._masters:
+                continue
+            if fqn in tied:
+                self._columns.alias(name, tied[fqn])
+            else:
+                self._add.whole(layer.file, name, layer.view)
 
     def _add_module(self, mp: int, model: TorchFile) -> None:
         """Add what the module has and no optimizer: buffers, frozen parameters, and all where there are no master weights."""
