@@ -35,12 +35,16 @@ Rank = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class TagFiles:
-    """The files of one checkpoint: by rank, those of layers by layer and tensor-parallel rank."""
+    """The files of one checkpoint: by rank, those of layers by layer and tensor-parallel rank.
+
+    `universal` are those of a universal folder, by parameter and key, where it is one.
+    """
 
     models: Mapping[Rank, str]
     optimizers: Mapping[Rank, str]
     layers: Mapping[Rank, str]
     experts: tuple[str, ...]
+    universal: Mapping[tuple[str, str], str] | None = None
 
     @property
     def num_models(self) -> int:
@@ -117,9 +121,21 @@ def tag_files(storage: Storage) -> TagFiles | None:
             f"{where}: has optimizer files of {len(prefixes)} saves, some beginning with bf16_; move those of one to another folder"
         )
     layers = {(int(m["layer"]), int(m["mp"] or 0)): m[0] for m in map(_LAYER.fullmatch, names) if m}
-    found = TagFiles(models, {_rank(m): m[0] for m in optimizers}, layers, tuple(n for n in names if _EXPERT.fullmatch(n)))
+    experts = tuple(name for name in names if _EXPERT.fullmatch(name))
+    universal = _universal_files(storage) if storage.size(UNIVERSAL_STATE) is not None else None
+    found = TagFiles(models, {_rank(m): m[0] for m in optimizers}, layers, experts, universal)
     _check_complete(found.models, "model_states", where)
     _check_complete(found.optimizers, "optim_states", where)
+    return found
+
+
+def _universal_files(storage: Storage) -> dict[tuple[str, str], str]:
+    """Find the files of each parameter."""
+    found = {}
+    for key, _ in storage.list("zero"):
+        _, *name, file = key.split("/")
+        if name and file.endswith(".pt"):
+            found["/".join(name), file.removesuffix(".pt")] = key
     return found
 
 

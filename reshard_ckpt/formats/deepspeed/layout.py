@@ -152,11 +152,12 @@ class RankState:
     num_ranks: tuple[int, ...]
 
 
-_STATE_KEYS = frozenset({
+NOT_SHARED = frozenset({
     "base_optimizer_state", "single_partition_of_fp32_groups", "group_paddings", "param_alignment_paddings", "partition_count",
     "param_slice_mappings", "universal_checkpoint_info", "optimizer_state_dict", "fp32_flat_groups", "fp32_groups_flat",
-    "fp32_groups", "ds_version", "base_optimizer_state_step",
+    "fp32_groups", "ds_version", "base_optimizer_state_step", "param_groups",
 })  # fmt: skip
+"""Keys of an optimizer's state dict that describe tensors; all others are values of DeepSpeed."""
 
 
 def open_state(shapes: Sequence[Params], state: Mapping[str, Any], rank: int, where: str) -> RankState:
@@ -180,7 +181,7 @@ def open_state(shapes: Sequence[Params], state: Mapping[str, Any], rank: int, wh
     UnsupportedError
         It is of a kind that is not known here.
     """
-    values = {key: value for key, value in state.items() if key not in _STATE_KEYS}
+    values = {key: value for key, value in state.items() if key not in NOT_SHARED}
     if "fp32_flat_groups" in state:
         return _striped(shapes, state, rank, values, where)
     if "single_partition_of_fp32_groups" in state:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -21,15 +22,15 @@ import torch
 from ...core.catalog.links import GROUPS, STATE, groups_name
 from ...core.catalog.model import Catalog
 from ...core.catalog.param_groups import merge
-from ...core.catalog.specs import Ints, StateLink, ValueKind
+from ...core.catalog.specs import Ints, StateLink, ValueKind, row_major_strides
 from ...errors import CheckpointError, CorruptError, UnsupportedError
 from ...format.torch_dtypes import dtype_code
 from ...storage.protocol import Storage
 from ..dcp.chunks import run_lengths, runs_of
 from .archive import FileReader, TensorView, TorchFile, is_contiguous
 from .columns import Columns
-from .folder import TagFiles, refuse_experts
-from .layout import MASTER, FlatGroup, Params, RankState, Runs, hyperparameters, open_state, striped_runs
+from .folder import UNIVERSAL_STATE, TagFiles, refuse_experts
+from .layout import MASTER, NOT_SHARED, FlatGroup, Params, RankState, Runs, hyperparameters, open_state, striped_runs
 from .pipeline import open_layers, params_of_fragments, tied_names
 from .shards import Shard, TensorParallel
 from .unpartitioned import Candidate, apart, by_shapes, flat_groups, numbers_of
@@ -164,7 +165,7 @@ class _Tag:
         self._models = [self._model(mp) for mp in range(files.num_models)]
         first = self._models[0].content
         self._is_striped = (0, 1) in files.models or any(dp for _, dp in files.models) or self._zero_stage() == 3
-        self._num_dp = 1 + max((dp for _, dp in files.optimizers), default=0)
+        self._num_dp = 1 + max(dp for _, dp in files.optimizers or files.models)
         self._layers = open_layers(self._reader, files.layers, storage.url)
         self._parallel: TensorParallel | None = None
         if files.num_models > 1 and not files.layers:
@@ -204,7 +205,9 @@ class _Tag:
         return file, state
 
     def catalog(self) -> Catalog:
-        for mp, model in enumerate(self._models):
+        if self._files.universal is not None:
+            self._add_universal(self._files.universal)
+        for mp, model in enumerate(self._models) if self._files.universal is None else ():
             if self._files.optimizers:
                 self._add_zero(mp, model)
             elif isinstance(model.content.get("optimizer"), dict):
@@ -251,6 +254,55 @@ class _Tag:
 
     def _add_groups(self, file: TorchFile, groups: Sequence[Mapping[str, Any]]) -> None:
         self._groups.append((file.key, [{key: plain(value) for key, value in group.items()} for group in groups]))
+
+    def _add_universal(self, files: Mapping[tuple[str, str], str]) -> None:
+        """Add the parameters of a universal folder, each of which has files of its own.
+
+        What the module has besides is there too, cast to float32; it is taken from the module.
+        """
+        common = self._reader.open(UNIVERSAL_STATE)
+        shapes = [(model, of_group) for model in self._models for of_group in _shapes(model, "param_shapes")]
+        known = {fqn: shape for _, of_group in shapes for fqn, shape in of_group.items()}
+        for (fqn, key), path in files.items():
+            if fqn in known:
+                self._add_universal_file(fqn, key, self._reader.open(path), known[fqn])
+        missing = next((fqn for fqn in known if (fqn, MASTER) not in files), None)
+        if missing is not None:
+            raise CorruptError(f"{self._where}: has no zero/{missing}/fp32.pt; copy it, or use another checkpoint")
+        if not isinstance(common.content, dict):
+            raise CorruptError(f"{self._where}: {common.key} holds no optimizer state of DeepSpeed; use another copy")
+        for model in self._models:
+            self._add_universal_groups(common, _shapes(model, "param_shapes"))
+        values = {key: value for key, value in common.content.items() if key not in NOT_SHARED}
+        self._add_tree(common, (ROOT, OPTIMIZER), values)
+
+    def _add_universal_file(self, fqn: str, key: str, file: TorchFile, shape: Ints) -> None:
+        view = file.content.get("param") if isinstance(file.content, dict) else file.content
+        link = None if key == MASTER else state_link(fqn, key)
+        if not isinstance(view, TensorView):
+            if link is None or isinstance(file.content, dict):
+                raise CorruptError(f"{self._where}: {file.key} holds no tensor; use another copy")
+            self._add_state(file, link, view)
+            return
+        # ZeRO-3's are flat, and of the shape in the model states; others are put together from tensor-parallel ranks.
+        flat = len(view.shape) == 1 and len(shape) != 1 and prod(view.shape) == prod(shape) and is_contiguous(view)
+        whole = replace(view, shape=shape, strides=row_major_strides(shape)) if flat else view
+        self._add.whole(file, parameter_name(fqn) if link is None else link.name, whole, link)
+
+    def _add_universal_groups(self, common: TorchFile, shapes: Sequence[Mapping[str, Ints]]) -> None:
+        groups, names = common.content.get("param_groups"), [list(of_group) for of_group in shapes]
+        numbers = numbers_of({"param_groups": groups}, f"{self._where}: {common.key}")
+        if not all(0 <= number < len(names) for group in numbers for number in group):
+            raise CorruptError(f"{self._where}: {common.key} has groups {numbers} of {len(names)}; use another copy")
+        listed = [[fqn for number in group for fqn in names[number]] for group in numbers]
+        self._add_groups(common, [{**hyperparameters(g), "params": of} for g, of in zip(groups, listed, strict=True)])
+        state = (common.content.get("optimizer_state_dict") or {}).get("state", {})
+        for number, entries in state.items():  # of ZeRO-3, whose step is in no file of a parameter
+            for key, value in entries.items():
+                if isinstance(value, TensorView) and value.shape:
+                    continue
+                for fqn in names[number]:
+                    self._add_state(common, state_link(fqn, key), value)
 
     def _check_num_ranks(self, opened: RankState, file: TorchFile) -> None:
         if max(opened.num_ranks, default=self._num_dp) != self._num_dp:
