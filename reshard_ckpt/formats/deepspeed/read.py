@@ -173,6 +173,7 @@ class _Tag:
         self._local_shapes = [_local_shapes(model) for model in self._models] if self._parallel else []
         self._groups: list[tuple[str, list[dict[str, Any]]]] = []
         self._masters: set[str] = set()
+        self._shared: set[str] = set()
         self._home: dict[str, int] = {}  # of each parameter of a pipeline, the stage that counts
 
     def _model(self, mp: int) -> TorchFile:
@@ -318,7 +319,10 @@ class _Tag:
                 self._add_state(file, state_link(fqn, key), value)
 
     def _add_state(self, file: TorchFile, link: StateLink, value: Any) -> None:
-        """Add an entry of a parameter's state that is no part of a flat tensor."""
+        """Add an entry of a parameter's state that is no part of a flat tensor; all ranks have the same."""
+        if link.name in self._shared:
+            return
+        self._shared.add(link.name)
         if isinstance(value, TensorView):
             self._add.whole(file, link.name, value, link)
         else:
@@ -401,13 +405,19 @@ class _Tag:
         base = state.get("optimizer_state_dict", state)
         numbers = numbers_of(base, model.key)
         fqns = {number: fqn for of, group in zip(numbers, names, strict=True) for number, fqn in zip(of, group, strict=True)}
-        mine = {fqn for fqn in fqns.values() if self._home.setdefault(fqn, mp) == mp}
+        shapes = {one.fqn: one.view.shape for one in self._candidates(model)}
+        params = Params.of({fqn: shapes[fqn] for fqn in fqns.values()})
+        mine = dict(zip(params.names, self._shards(mp, params), strict=True))
         for master, fqn in zip((m for group in state.get("fp32_groups", ()) for m in group), fqns.values(), strict=False):
-            if fqn in mine:
-                self._add.whole(model, parameter_name(fqn), master)
+            if mine[fqn].readable:
+                self._add.shard(model, parameter_name(fqn), master, mine[fqn])
         for number, entries in base["state"].items():
-            for key, value in entries.items() if fqns[number] in mine else ():
-                self._add_state(model, state_link(fqns[number], key), value)
+            fqn = fqns[number]
+            for key, value in entries.items() if mine[fqn].readable else ():
+                if isinstance(value, TensorView) and value.shape == shapes[fqn]:
+                    self._add.shard(model, state_link(fqn, key).name, value, mine[fqn], state_link(fqn, key))
+                else:
+                    self._add_state(model, state_link(fqn, key), value)
         groups = zip(base["param_groups"], names, strict=True)
         self._add_groups(model, [{**hyperparameters(group), "params": list(of)} for group, of in groups])
         known = ("fp32_groups", "optimizer_state_dict", "state", "param_groups")
@@ -451,13 +461,13 @@ class _Tag:
         self._add_frozen(mp, frozen)
 
     def _add_of_module(self, mp: int, model: TorchFile, fqn: str, view: TensorView) -> None:
-        name = parameter_name(fqn)
-        if self._is_striped and view.shape == (0,) and fqn not in (model.content.get("buffer_names") or ()):
+        name, is_buffer = parameter_name(fqn), fqn in (model.content.get("buffer_names") or ())
+        if self._is_striped and view.shape == (0,) and not is_buffer:
             self._columns.unreadable[name] = CorruptError(
                 f"{self._where}: {fqn} is divided among the ranks of ZeRO-3, and the files of its parts, optim_states.pt, are not "
                 "here; copy them"
             )
-        elif self._parallel is not None:
+        elif self._parallel is not None and not is_buffer:
             shard = self._tensor_parallel_shard(mp, fqn)
             if shard.readable:
                 self._add.shard(model, name, view, shard)
