@@ -17,6 +17,7 @@ from ..format.checksums import digest128
 from ..format.keys import CATALOG_KEY
 from ..storage import Storage, open_beside, open_storage, path_text
 from ..storage.followed import FollowedStorage
+from .deepspeed.folder import latest_tag
 from .foreign import FORMATS, ForeignFormat, RawValue, open_foreign
 
 NATIVE = "reshard_ckpt"
@@ -78,6 +79,9 @@ def _open(path: Path, stack: ExitStack, formats: Sequence[ForeignFormat], *, loc
     try:
         opened = identified_catalog(storage)
     except CheckpointNotFound as error:
+        tag = latest_tag(storage)  # the root of a run of DeepSpeed stands for its latest checkpoint, of this library or not
+        if tag is not None:
+            return _open(f"{path_text(path).rstrip('/')}/{tag}", stack, formats, lock=lock)
         return _open_foreign(path_text(path), storage, stack, formats, error)
     return Identified(Source(_followed(storage, opened.value, stack, lock=lock), opened.value), opened.identity)
 
