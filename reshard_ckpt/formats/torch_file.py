@@ -31,7 +31,7 @@ from ..storage import LocalStorage, Storage
 from ..storage.protocol import read_range
 from .catalog_builder import ForeignTensor, build_catalog, foreign_file, whole
 from .huggingface import WeightFiles, weight_files
-from .named_optimizers import is_optimizer_state, key_by_name
+from .named_optimizers import advice, is_optimizer_state
 from .protocol import Foreign, open_located
 from .strided import StridedStorage
 from .torch_zip import HEAD_BYTES, LEGACY_MAGIC, ZIP_MAGIC, MappedFile, MappedFiles, load_archive
@@ -89,13 +89,14 @@ def _local_path(storage: Storage, key: str) -> str:
 def _open_file(storage: Storage, key: str) -> Foreign:
     loaded, mapped = _load(storage, key)
     try:
-        state, advice = key_by_name(_with_root_key(loaded))
+        state = _with_root_key(loaded)
+        unnamed = advice(state)
         state, unreadable = without_unreadable(state)
         captured = capture(Verbatim(state))
     except RecursionError as error:
         raise CorruptError(f"{storage.url}: {key} is nested too deep, or contains itself; use another copy") from error
     found = _foreign(storage, captured, {key: mapped})
-    return replace(found, catalog=replace(found.catalog, unreadable=unreadable), advice=advice)
+    return replace(found, catalog=replace(found.catalog, unreadable=unreadable), advice=unnamed)
 
 
 def _open_flat(storage: Storage, weights: WeightFiles) -> Foreign:

@@ -139,7 +139,7 @@ def groups_from_list(found: Sequence[Mapping[str, Any]]) -> OptimizerGroups | No
         if not isinstance(params, list) or not all(type(p) in (int, str) for p in params):
             return None
         if names is not None:
-            named.update({str(p): name for p, name in zip(params, names, strict=True) if isinstance(p, int)})
+            named.update({str(p): unwrapped(name) for p, name in zip(params, names, strict=True) if isinstance(p, int)})
         hyperparameters = {key: value for key, value in group.items() if key not in NOT_SAVED}
         groups.append({**hyperparameters, "params": [named.get(str(p), str(p)) for p in params]})
     by_number = any(isinstance(param, int) for group in found for param in group["params"])
@@ -147,11 +147,22 @@ def groups_from_list(found: Sequence[Mapping[str, Any]]) -> OptimizerGroups | No
 
 
 def param_names(group: Mapping[str, Any]) -> list[str] | None:
-    """Return the FQNs that a group by number holds, if it was made of ``named_parameters()``; else None."""
+    """Return the names that a group by number holds, if it was made of ``named_parameters()``; else None."""
     params, names = group.get("params"), group.get("param_names")
     if not isinstance(params, list | tuple) or not isinstance(names, list | tuple) or len(names) != len(params):
         return None
-    return [unwrapped(name) for name in names] if _is_names(names) else None
+    return list(names) if _is_names(names) else None
+
+
+def names_by_number(groups: Sequence[Mapping[str, Any]]) -> dict[int, str] | None:
+    """Return the name of each number; None where a group has no names, or two numbers have one name."""
+    names: dict[int, str] = {}
+    for group in groups:
+        own = param_names(group)
+        if own is None:
+            return None
+        names.update(zip(group["params"], own, strict=True))
+    return names if len(set(names.values())) == len(names) == sum(len(group["params"]) for group in groups) else None
 
 
 def saved_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
