@@ -78,26 +78,8 @@ def _advice(catalog: Catalog) -> dict[str, str]:
     }
 
 
-def open_folder(storage: Storage, *, as_saved: bool = False) -> Catalog:
-    """Build the catalog of a folder that ``torch.distributed.checkpoint`` wrote.
-
-    Parameters
-    ----------
-    as_saved
-        Name things as this library would have named them in the state that was passed to DCP; by default, a model at the top gets
-        the key ``model``, and the groups of any optimizer become one value by FQN.
-
-    Raises
-    ------
-    UnsupportedError
-        ``.metadata`` needs something else than DCP's own classes.
-    CorruptError
-        It is damaged.
-    """
-    return _open(storage, as_saved=as_saved)[0]
-
-
 def _open(storage: Storage, *, as_saved: bool) -> tuple[Catalog, dict[str, RawValue]]:
+    """Build the catalog of a folder that ``torch.distributed.checkpoint`` wrote; and find its values as they lie in the files."""
     with _garbage_collection_paused():
         folder = read_folder(storage)
         saved = folder.saved
