@@ -5,10 +5,11 @@ from __future__ import annotations
 from ..core.report import LoadReport, SaveReport
 from ..core.timeline import Timeline
 from ..engine.checking.verify import VerifyReport
+from ..engine.resharding.compact import CompactReport
 from ..engine.saving.handle import SaveHandle
 from ..manager.manager import LoadedStep, Manager
 from ..state.shards import PerRank
-from .compacting import CompactReport, compact
+from .compacting import compact
 from .comparing import Diff, diff
 from .converting import ConvertReport, convert
 from .goodput import GoodputReport, goodput

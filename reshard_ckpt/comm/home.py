@@ -87,9 +87,9 @@ class HostedHome:
 
     def _open(self, title: str, timeout_s: float) -> None:
         if self._rank == 0:
-            self._store, record = self._start()
+            self._store, own_record = self._start()
             self._peers = Peers(self._store, self._rank, self._size)
-            self._meeting.set(self._key, record)
+            self._meeting.set(self._key, own_record)
             return
         store, record = self._find(title, timeout_s)
         self._peers = Peers(store, self._rank, self._size)
