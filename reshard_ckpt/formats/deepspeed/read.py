@@ -425,7 +425,9 @@ class _Tag:
         groups = zip(base["param_groups"], names, strict=True)
         self._add_groups(model, [{**hyperparameters(group), "params": list(of)} for group, of in groups])
         known = ("fp32_groups", "optimizer_state_dict", "state", "param_groups")
-        self._add_tree(model, (ROOT, OPTIMIZER), {key: value for key, value in state.items() if key not in known})
+        values = {key: value for key, value in state.items() if key not in known}
+        if values:
+            self._add_tree(model, (ROOT, OPTIMIZER), values)
 
     def _read(self, file: TorchFile, view: TensorView, first: int, count: int) -> torch.Tensor:
         """Read a few elements of a tensor of a file."""

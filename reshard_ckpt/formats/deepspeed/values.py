@@ -28,6 +28,8 @@ def leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
 
     A step into a list is a tuple of the index. What cannot be read is yielded as the `UnsupportedError` that says why.
     """
+    if isinstance(value, StandInObject) and isinstance(value.state, dict):
+        value = value.state
     if isinstance(value, Mapping) and value and all(isinstance(key, str) for key in value) and len(path) < MAX_DEPTH:
         for key, child in value.items():
             yield from leaves(child, (*path, key))
