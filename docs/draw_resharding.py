@@ -26,7 +26,7 @@ from reshard_ckpt.core.planning.load_plan import LoadPlan, plan_load
 from reshard_ckpt.core.planning.local_metadata import build_local_metadata, piece_columns
 from reshard_ckpt.engine.saving.agreement import plan_from_metadata
 from reshard_ckpt.engine.saving.messages import encode_metadata
-from reshard_ckpt.plotting.canvas import INK, PALETTE, SOFT, add_axes, draw_boxes, new_figure, paler, png_bytes, styled, svg_bytes
+from reshard_ckpt.plotting.canvas import INK, PALETTE, SOFT, add_axes, draw_boxes, new_figure, png_bytes, styled, svg_bytes
 
 SHAPE = (8, 10)
 RUNS = [(0, 26), (26, 53), (53, 80)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +30,14 @@ def catalog(path: Path) -> Catalog:
     """Read the catalog of a checkpoint: names, shapes, shards, files. This reads no tensor data, and needs no process group."""
     with open_source(path) as source:
         return source.catalog
+
+
+def read_values(path: Path, chosen: Callable[[str], bool]) -> tuple[Catalog, dict[str, Any]]:
+    """Read the chosen ones of a checkpoint's values, by name; and its catalog."""
+    with open_source(path) as source:
+        names = [name for name in source.catalog.value_names if chosen(name)]
+        values = open_values(source.storage, source.catalog, names, verify=True)
+        return source.catalog, {name: values[name].plain for name in names}
 
 
 def verify(path: Path, *, sha256: bool = False, workers: int | None = None, progress: bool | OnProgress = False) -> VerifyReport:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import collections
 import datetime
 import enum
+import io
 import math
 import pathlib
 import random
@@ -419,3 +421,21 @@ def test_damaged_values_raise_nothing_but_corrupt_error(value: Any, changes: lis
 def test_random_bytes_raise_nothing_but_corrupt_error(data: bytes):
     with suppress(CorruptError):
         decode_value(data)
+
+
+def test_parsed_arguments_and_buffers_come_back():
+    inner = argparse.Namespace(weights=torch.arange(3), level=Level.LOW)
+    value = {"args": argparse.Namespace(lr=0.1, inner=inner, dtype=torch.bfloat16), "extra": io.BytesIO(b"state")}
+    back = decode_value(encode_value(value, "v"))
+    assert type(back["args"]) is argparse.Namespace
+    assert torch.equal(back["args"].inner.weights, inner.weights)
+    assert (back["args"].lr, back["args"].dtype, back["args"].inner.level) == (0.1, torch.bfloat16, Level.LOW)
+    assert back["extra"].read() == b"state"
+
+
+@pytest.mark.parametrize(("name", "plain"), [("argparse.Namespace", [1]), ("argparse.Namespace", {1: 2}), ("io.BytesIO", "text")])
+def test_hostile_arguments_and_buffers_are_refused(name, plain):
+    module, _, kind = name.rpartition(".")
+    hostile = msgpack.packb({"object": [module, kind, msgpack.unpackb(encode_value(plain, "v"))]})
+    with pytest.raises(CorruptError):
+        decode_value(hostile)
