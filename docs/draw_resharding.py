@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgba
 
 from reshard_ckpt.core.catalog.model import Catalog, FileEntry
 from reshard_ckpt.core.catalog.specs import Piece, Replication, TensorSpec, box_piece, flat_run, row_major_strides
@@ -26,7 +27,7 @@ from reshard_ckpt.core.planning.load_plan import LoadPlan, plan_load
 from reshard_ckpt.core.planning.local_metadata import build_local_metadata, piece_columns
 from reshard_ckpt.engine.saving.agreement import plan_from_metadata
 from reshard_ckpt.engine.saving.messages import encode_metadata
-from reshard_ckpt.plotting.canvas import INK, PALETTE, SOFT, add_axes, draw_boxes, new_figure, paler, png_bytes, styled, svg_bytes
+from reshard_ckpt.plotting.canvas import INK, PALETTE, SOFT, add_axes, draw_boxes, new_figure, png_bytes, styled, svg_bytes
 
 SHAPE = (8, 10)
 RUNS = [(0, 26), (26, 53), (53, 80)]
@@ -178,7 +179,7 @@ def _plate(axes: Axes, x: float, y: float, text: str) -> None:
 
 
 def _cells(axes: Axes, places: Iterable[Place], file: int, share: float = 1.0) -> None:
-    draw_boxes(axes, [(x, y, 1, 1) for x, y in places], paler(PALETTE[file], share))
+    draw_boxes(axes, [(x, y, 1, 1) for x, y in places], to_rgba(PALETTE[file], share))
 
 
 def _title(axes: Axes, text: str, below: str) -> None:

@@ -16,9 +16,10 @@ from . import errors
 
 if TYPE_CHECKING:
     from . import checkpoint
+    from .state.registered import register_placement
     from .state.shards import FlatShard, LocalShard
 
-__all__ = ["FlatShard", "LocalShard", "checkpoint", "errors"]
+__all__ = ["FlatShard", "LocalShard", "checkpoint", "errors", "register_placement"]
 __version__ = "0.1.0.dev0"
 
 
@@ -28,6 +29,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(".checkpoint", __name__)
     if name in {"FlatShard", "LocalShard"}:
         return getattr(importlib.import_module(".state.shards", __name__), name)
+    if name == "register_placement":
+        return importlib.import_module(".state.registered", __name__).register_placement
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -57,7 +57,7 @@ def save_job(
     """Save what each rank holds; returns the published catalog. Ranks write in the given order."""
     before = look(storage)
     links = links_from_names(dict.fromkeys(spec.name for tensors in ranks for spec, _ in tensors), {})
-    linked = [[(replace(spec, link=links.get(spec.name)), memory) for spec, memory in tensors] for tensors in ranks]
+    linked = [[(replace(spec, link=spec.link or links.get(spec.name)), memory) for spec, memory in tensors] for tensors in ranks]
     local_shards = [describe_local(tensors, values[rank] if values else (), mesh, rank) for rank, tensors in enumerate(linked)]
     plan, merged, assignments = plan_job(local_shards)
     receipt_of = {

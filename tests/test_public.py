@@ -12,11 +12,12 @@ import reshard_ckpt
 from reshard_ckpt import checkpoint, dcp, errors
 from tests.launch import ROOT, project_table
 
-PACKAGE = ["FlatShard", "LocalShard", "checkpoint", "errors"]
+PACKAGE = ["FlatShard", "LocalShard", "checkpoint", "errors", "register_placement"]
 CHECKPOINT = [
-    "ConvertReport", "Diff", "GoodputReport", "Inspection", "LoadReport", "LoadedStep", "Manager", "PerRank", "ReshardReport",
-    "SaveHandle", "SaveReport", "Timeline", "VerifyReport", "async_save", "catalog", "convert", "diff", "goodput", "inspect",
-    "load", "plot", "prepare", "read", "reshard", "save", "timeline", "verify", "write_manifest",
+    "CompactReport", "ConvertReport", "Diff", "GoodputReport", "Inspection", "LoadReport", "LoadedStep", "Manager", "Memory",
+    "PerRank", "ReshardReport", "SaveHandle", "SaveReport", "Timeline", "VerifyReport", "async_save", "catalog", "compact",
+    "convert", "diff", "goodput", "inspect", "load", "plot", "prepare", "read", "reshard", "save", "timeline", "verify",
+    "write_manifest",
 ]  # fmt: skip
 DCP = [
     "AsyncCheckpointerType",

@@ -5,9 +5,12 @@ from __future__ import annotations
 from ..core.report import LoadReport, SaveReport
 from ..core.timeline import Timeline
 from ..engine.checking.verify import VerifyReport
+from ..engine.resharding.compact import CompactReport
 from ..engine.saving.handle import SaveHandle
 from ..manager.manager import LoadedStep, Manager
+from ..memory.tier import Memory
 from ..state.shards import PerRank
+from .compacting import compact
 from .comparing import Diff, diff
 from .converting import ConvertReport, convert
 from .goodput import GoodputReport, goodput
@@ -19,6 +22,7 @@ from .resharding import ReshardReport, reshard
 from .saving import async_save, prepare, save
 
 __all__ = [
+    "CompactReport",
     "ConvertReport",
     "Diff",
     "GoodputReport",
@@ -26,6 +30,7 @@ __all__ = [
     "LoadReport",
     "LoadedStep",
     "Manager",
+    "Memory",
     "PerRank",
     "ReshardReport",
     "SaveHandle",
@@ -34,6 +39,7 @@ __all__ = [
     "VerifyReport",
     "async_save",
     "catalog",
+    "compact",
     "convert",
     "diff",
     "goodput",

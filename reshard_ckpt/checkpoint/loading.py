@@ -131,18 +131,62 @@ def load_state(
 
     `only_wanted` ignores entries that the state has no place for. `opened` opens another source than what the path holds.
     """
+    return _load(
+        path,
+        lambda saved, comm: prepare_load(state, saved, rank=comm.rank, size=comm.size, adds=not only_wanted),
+        options,
+        only_wanted=only_wanted,
+        formats=formats,
+        opened=opened,
+        rename=rename,
+        progress=progress,
+        process_group=process_group,
+        timeout_s=timeout_s,
+    )
+
+
+def load_wanted(
+    path: Path,
+    prepare: Callable[[Catalog, Comm], Target],
+    *,
+    verify_first: bool,
+    rename: Callable[[str], str],
+    formats: Sequence[ForeignFormat] = FORMATS,
+    process_group: Any = None,
+) -> LoadReport:
+    """Load what `prepare` says that this rank wants of a catalog, and nothing else.
+
+    Dtypes are converted. A tensor may be saved with another global shape, as far as the target's `check` lets it.
+    """
+    options = LoadOptions(cast=True, allow_resize=True, verify_first=verify_first)
+    report, _ = _load(path, prepare, options, only_wanted=True, formats=formats, rename=rename, process_group=process_group)
+    return report
+
+
+def _load(
+    path: Path,
+    prepare: Callable[[Catalog, Comm], Target],
+    options: LoadOptions,
+    *,
+    only_wanted: bool = False,
+    formats: Sequence[ForeignFormat] = FORMATS,
+    opened: Callable[[Comm], AbstractContextManager[Source]] | None = None,
+    rename: Mapping[str, str] | Callable[[str], str] | None = None,
+    progress: bool | OnProgress = False,
+    process_group: Any = None,
+    timeout_s: float = 600.0,
+) -> tuple[LoadReport, Catalog]:
     began = time.monotonic()
     session = open_session("load", str(path), process_group=process_group, timeout_s=timeout_s)
     with ExitStack() as held, session as comm:
-        source = held.enter_context(
-            opened(comm) if opened else open_shared_source(comm, path, formats)
-        )  # until all ranks have left the session
+        # Open until all ranks have left the session.
+        source = held.enter_context(opened(comm) if opened else open_shared_source(comm, path, formats))
         options = replace(options, tied_under_one_name=source.format != NATIVE)
         SAVES.wait_staged()  # what a save still copies must not change under it
         storage, saved = source.storage, source.catalog
         if rename is not None:
             saved = renamed(saved, rename, read=blob_reader(storage, source.catalog, verify=options.verify))
-        target = prepare_load(state, saved, rank=comm.rank, size=comm.size, adds=not only_wanted)
+        target = prepare(saved, comm)
         ignored: tuple[str, ...] = ()
         if options.ignore:
             ignored = (*_names(target), *saved.names, *saved.value_names)

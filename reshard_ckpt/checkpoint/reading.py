@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +32,14 @@ def catalog(path: Path) -> Catalog:
         return source.catalog
 
 
+def read_values(path: Path, chosen: Callable[[str], bool]) -> tuple[Catalog, dict[str, Any]]:
+    """Read the chosen ones of a checkpoint's values, by name; and its catalog."""
+    with open_source(path) as source:
+        names = [name for name in source.catalog.value_names if chosen(name)]
+        values = open_values(source.storage, source.catalog, names, verify=True)
+        return source.catalog, {name: values[name].plain for name in names}
+
+
 def verify(path: Path, *, sha256: bool = False, workers: int | None = None, progress: bool | OnProgress = False) -> VerifyReport:
     """Read a whole checkpoint and verify every byte of it, in one process; nothing is loaded.
 
@@ -55,7 +63,7 @@ def verify(path: Path, *, sha256: bool = False, workers: int | None = None, prog
     CheckpointNotFound
         There is no catalog.
     """
-    _check_workers(workers)
+    check_workers(workers)
     try:
         return _verified(path, sha256, workers, reporter(progress))
     except CorruptError as error:  # of the catalog, or of the manifest, whose messages name the next step
@@ -89,7 +97,7 @@ def write_manifest(path: Path, *, workers: int | None = None, progress: bool | O
     CorruptError
         It is damaged; no manifest was made.
     """
-    _check_workers(workers)
+    check_workers(workers)
     with open_source(path) as source:
         _refuse_foreign(source)
         report = reporter(progress)
@@ -101,7 +109,8 @@ def write_manifest(path: Path, *, workers: int | None = None, progress: bool | O
         return f"{source.storage.url}/{make_manifest(source.storage, source.catalog, workers=workers, report=report)}"
 
 
-def _check_workers(workers: int | None) -> None:
+def check_workers(workers: int | None) -> None:
+    """Refuse what is no number of threads."""
     if workers is not None and (type(workers) is not int or workers < 1):
         raise UsageError(f"workers={workers!r}: pass a number of threads, from 1 on")
 

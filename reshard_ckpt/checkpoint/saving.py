@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from ..comm import Comm, open_session
@@ -15,15 +16,16 @@ from ..engine.common.progress import OnProgress, reporter
 from ..engine.common.recorder import Recorder, TimedComm
 from ..engine.saving.agreement import agree
 from ..engine.saving.async_save import SaveTarget, launch, take_ring
-from ..engine.saving.commit import begin, commit
+from ..engine.saving.commit import begin, commit, differing_names
 from ..engine.saving.handle import SAVES, SaveHandle
 from ..engine.saving.local_shards import LocalShards, describe_local
 from ..engine.saving.options import SaveJob, SaveOptions
 from ..engine.saving.step_guard import GuardedState
-from ..engine.saving.write import lay_out, write_assignment
+from ..engine.saving.write import all_fingerprints, lay_out, write_assignment
 from ..format.values import encode_value
 from ..formats.source import Path
 from ..state.capture import capture
+from ..state.entries import Captured
 from ..state.optimizer_owned import held_back
 from ..storage import open_storage
 
@@ -81,10 +83,20 @@ def save(
         Another rank failed or did not arrive.
     """
     options = SaveOptions(mesh, process_group, metadata, timeline, sha256, progress, timeout_s)
+    return _save(path, _capture_of(state, options), options)
+
+
+def _save(path: Path, capture: Capture, options: SaveOptions) -> SaveReport:
     with ExitStack() as session:
-        job = _agreed_job(session, path, state, options)
+        job = _agreed_job(session, path, capture, options)
         receipt = write_assignment(
-            job.storage, job.local_shards, job.agreed.assignment, job.comm.rank, recorder=job.recorder, sha256=sha256
+            job.storage,
+            job.local_shards,
+            job.agreed.assignment,
+            job.comm.rank,
+            recorder=job.recorder,
+            sha256=options.sha256,
+            marks=job.fingerprints,
         )
         total = commit(job, receipt)
     seconds = job.recorder.now() - job.recorder.began
@@ -141,22 +153,58 @@ def async_save(
     return begin_save(path, state, options)
 
 
+ChooseTarget = Callable[[SaveJob], SaveTarget | None]
+
+
 def begin_save(
-    path: Path,
-    state: Mapping[str, Any],
-    options: SaveOptions,
-    choose_target: Callable[[SaveJob], SaveTarget | None] = lambda job: None,
+    path: Path, state: Mapping[str, Any], options: SaveOptions, choose_target: ChooseTarget = lambda job: None
 ) -> SaveHandle:
     """Begin a save as `async_save` does, with options as one value; `choose_target` may send the images elsewhere."""
+    guarded = (lambda: GuardedState(*held_back(state))) if options.staging == "lazy" else GuardedState
+    return _begin(path, _capture_of(state, options), options, guarded, choose_target)
+
+
+def _begin(
+    path: Path,
+    capture: Capture,
+    options: SaveOptions,
+    guarded: Callable[[], GuardedState] = GuardedState,
+    choose_target: ChooseTarget = lambda job: None,
+) -> SaveHandle:
     with ExitStack() as session:
-        job = _agreed_job(session, path, state, options)
-        guarded = GuardedState(*held_back(state)) if options.staging == "lazy" else GuardedState()
-        handle = launch(job, session, guarded, choose_target(job))
+        job = _agreed_job(session, path, capture, options)
+        handle = launch(job, session, guarded(), choose_target(job))
         SAVES.join(handle)
     return handle
 
 
-def _agreed_job(session: ExitStack, path: Path, state: Mapping[str, Any], options: SaveOptions) -> SaveJob:
+Capture = Callable[[frozenset[str]], Captured]
+"""Describes what this rank has to save; called again, with the names of tensors whose replicas differ, to leave some out."""
+
+
+def save_captured(
+    path: Path, capture: Capture, *, process_group: Any, metadata: Any, sha256: bool, beside: Mapping[str, bytes]
+) -> SaveReport:
+    """Save what `capture` describes, replicas being compared first; `beside` are files that rank 0 puts beside the catalog."""
+    return _save(path, capture, _compared(process_group, metadata, sha256, beside))
+
+
+def begin_captured(
+    path: Path, capture: Capture, *, process_group: Any, metadata: Any, sha256: bool, beside: Mapping[str, bytes]
+) -> SaveHandle:
+    """Begin to save as `save_captured` does; what is to be saved is copied before this returns."""
+    return _begin(path, capture, _compared(process_group, metadata, sha256, beside))
+
+
+def _compared(process_group: Any, metadata: Any, sha256: bool, beside: Mapping[str, bytes]) -> SaveOptions:
+    return SaveOptions(process_group=process_group, metadata=metadata, sha256=sha256, compare_first=True, beside=beside)
+
+
+def _capture_of(state: Mapping[str, Any], options: SaveOptions) -> Capture:
+    return lambda _: capture(state, mesh=options.mesh, process_group=options.process_group)
+
+
+def _agreed_job(session: ExitStack, path: Path, capture: Capture, options: SaveOptions) -> SaveJob:
     """Meet the other ranks, wait for the save before, capture the state, and agree on what each rank writes."""
     recorder = Recorder()
     opened = open_session("save", str(path), process_group=options.process_group, timeout_s=options.timeout_s)
@@ -164,11 +212,20 @@ def _agreed_job(session: ExitStack, path: Path, state: Mapping[str, Any], option
     with recorder.step("turn"):
         SAVES.wait_turn(when_busy=options.when_busy)
     metadata = encode_value(options.metadata, "metadata")
-    local_shards = _captured(state, options.mesh, options.process_group, comm.rank, recorder)
+    local_shards = _described(partial(capture, frozenset()), comm.rank, recorder)
     storage = session.enter_context(open_storage(path))
     with recorder.step("agree"):
         agreed = begin(comm, storage, local_shards)
-    return SaveJob(str(path), comm, storage, recorder, options, metadata, local_shards, agreed)
+    marks = None
+    if options.compare_first:
+        with recorder.step("compare"):
+            marks = all_fingerprints(local_shards, agreed.assignment)
+            differ = differing_names(comm, agreed, marks)
+        if differ:
+            local_shards, marks = _described(partial(capture, differ), comm.rank, recorder), None
+            with recorder.step("agree"):
+                agreed = begin(comm, storage, local_shards)
+    return SaveJob(str(path), comm, storage, recorder, options, metadata, local_shards, agreed, marks)
 
 
 def prepare(
@@ -185,7 +242,7 @@ def prepare(
     before its first step, is not counted.
     """
     with open_session("prepare", "", process_group=process_group, timeout_s=timeout_s) as comm:
-        local_shards = _captured(state, mesh, process_group, comm.rank, Recorder())
+        local_shards = _described(partial(capture, state, mesh=mesh, process_group=process_group), comm.rank, Recorder())
         agreed = agree(comm, local_shards)
         ring = take_ring(local_shards, lay_out(local_shards, agreed.assignment, comm.rank), host_buffer_bytes)
         POOL.give_back(ring.fill_(0))
@@ -199,10 +256,10 @@ def _observed(session: Comm, recorder: Recorder, progress: bool | OnProgress) ->
     return TimedComm(session, recorder)
 
 
-def _captured(state: Mapping[str, Any], mesh: Any, process_group: Any, rank: int, recorder: Recorder) -> LocalShards:
+def _described(capture: Callable[[], Captured], rank: int, recorder: Recorder) -> LocalShards:
     """Describe what this rank has to save; from here on, log lines can say where on the mesh it is."""
     with recorder.step("capture"):
-        captured = capture(state, mesh=mesh, process_group=process_group)
+        captured = capture()
         for text in captured.warnings if rank == 0 else ():
             warnings.warn(text, stacklevel=4)
         recorder.log = RankLog(rank, captured.mesh)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import PeerError
 from .exchange import Exchange, open_exchange
-from .group import SessionCounter, current_group, launched_group
+from .group import Missed, SessionCounter, current_group, launched_group
 from .protocol import ALONE, Comm, SoloComm
 from .stopping import AgreedStop, SoloStop, Stop
-from .store import StoreComm, call_of
+from .store import StoreComm, call_of, give_up_sessions
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -23,6 +23,7 @@ __all__ = [
     "SoloComm",
     "Stop",
     "StoreComm",
+    "give_up_sessions",
     "launched_group",
     "open_exchange",
     "open_session",
@@ -64,15 +65,11 @@ def open_session(
     if group is None:
         return nullcontext(SoloComm())
 
+    title = f"{kind} {subject!r}"
+
     def comm_of(number: int) -> StoreComm:
-        return StoreComm(
-            group.session(number),
-            group.rank,
-            group.size,
-            title=f"{kind} {subject!r}",
-            timeout_s=timeout_s,
-            next_store=group.next_store(number),
-        )
+        store, ended = group.home.session(number, title=title, timeout_s=timeout_s)
+        return StoreComm(store, group.rank, group.size, title=title, timeout_s=timeout_s, ended=ended, hosts=True)
 
     return _session(comm_of, group.sessions, group.sessions.take(), kind, subject)
 
@@ -105,8 +102,8 @@ def open_stop(
 
 @contextmanager
 def _session(comm_of: Callable[[int], StoreComm], sessions: SessionCounter, turn: int, kind: str, subject: str) -> Iterator[Comm]:
-    comm = comm_of(sessions.number(turn))
     call = call_of(kind, subject)
+    comm = _come(comm_of, sessions, turn, call)
     before, sessions.unopened = sessions.unopened, call
     try:
         while not comm.open(kind, subject, before=before):
@@ -127,6 +124,20 @@ def _session(comm_of: Callable[[int], StoreComm], sessions: SessionCounter, turn
     finally:
         comm.leave()
         comm.undo()
+
+
+def _come(comm_of: Callable[[int], StoreComm], sessions: SessionCounter, turn: int, call: bytes) -> StoreComm:
+    """Come to a session; where rank 0 has not come at all, it is told so later, as it must not wait for this rank in vain."""
+    number = sessions.number(turn)
+    try:
+        comm = comm_of(number)
+    except PeerError as reason:
+        sessions.missed.append(Missed(number, call, reason))
+        raise
+    while sessions.missed:
+        missed = sessions.missed.popleft()
+        comm_of(missed.number).miss(missed.call, missed.reason)
+    return comm
 
 
 def _resynchronize(comm_of: Callable[[int], StoreComm], sessions: SessionCounter, turn: int, call: bytes) -> None:

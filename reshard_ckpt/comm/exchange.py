@@ -1,72 +1,151 @@
-"""Bulk data from rank to rank: an all-to-all over the job's process group.
+"""Bulk data from rank to rank: all-to-alls over the job's process group, or over one beside it for bytes in host memory.
 
-The only collectives of this package. They are used where the caller asked for it (`load` with ``read_once=True``), in the
-caller's thread, so that they meet no collective of the training loop.
+The only collectives of this package. They are used where the caller asked for it (`load` with ``read_once=True``,
+`reshard_live`), in the caller's thread, so that they meet no collective of the training loop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import socket
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from ..errors import PeerError
-from .group import current_group, device_of
+from .group import current_group
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+HOST = torch.device("cpu")
+
+_HOST_GROUPS: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary()
+"""The gloo group beside each process group that has no backend for host memory."""
+
 
 class Exchange:
-    """Exchanges among the ranks of a process group; a rank is its number within the group."""
+    """Exchanges among the ranks of a process group; a rank is its number within the group.
 
-    def __init__(self, group: ProcessGroup, *, timeout_s: float) -> None:
+    Parameters
+    ----------
+    group
+        Its backend for `device` carries the bytes.
+    device
+        Where all buffers lie.
+    """
+
+    def __init__(self, group: ProcessGroup, *, timeout_s: float, device: torch.device = HOST) -> None:
         self._group, self._timeout = group, timedelta(seconds=timeout_s)
-        self._device = device_of(group)
+        self.device = device
         self.size = dist.get_world_size(group)
 
-    def all_to_all(self, outgoing: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
-        """Send each rank a part, and receive one from each. Collective.
+    def start(
+        self, outgoing: torch.Tensor, sent: Sequence[int], incoming: torch.Tensor, received: Sequence[int]
+    ) -> Callable[[], None]:
+        """Start to send each rank a part, and to receive one from each. Collective.
 
         Parameters
         ----------
-        outgoing
-            1-D uint8, on the host: the parts for all ranks, one after the other.
+        outgoing, incoming
+            1-D uint8 on the device of this exchange: the parts to, and from, all ranks, one after the other. They must be left
+            alone until the function that is returned has been called.
         sent, received
             The size of the part to each rank, and of the one from each rank, which both sides must know.
 
         Returns
         -------
-        Tensor
-            1-D uint8, on the host: the parts from all ranks, one after the other.
+        Callable
+            Waits until all parts are here.
 
         Raises
         ------
         PeerError
-            The process group failed, or others did not come in time.
+            The process group failed, or others did not come in time; also from the function returned.
         """
-        incoming = torch.empty(sum(received), dtype=torch.uint8, device=self._device)
         try:
-            work = dist.all_to_all_single(
-                incoming, outgoing.to(self._device), list(received), list(sent), group=self._group, async_op=True
-            )
-            if work is not None:
-                work.wait(self._timeout)
-            return incoming.cpu()
+            work = dist.all_to_all_single(incoming, outgoing, list(received), list(sent), group=self._group, async_op=True)
         except RuntimeError as error:  # also torch's DistError
-            raise PeerError(
-                f"the exchange over the process group failed: {error}; another rank has probably failed: its log says why. "
-                "Load with read_once=False if the group itself is at fault"
-            ) from error
+            raise _failed(error) from error
+
+        def wait() -> None:
+            try:
+                if work is not None:
+                    work.wait(self._timeout)
+            except RuntimeError as error:
+                raise _failed(error) from error
+
+        return wait
+
+    def swap(self, messages: Sequence[bytes]) -> list[bytes]:
+        """Send message r to rank r, and return those of all ranks to this one. Collective; for what is small."""
+        sent = [len(message) for message in messages]
+        sizes, received = (torch.tensor(sent, dtype=torch.int64), torch.empty(self.size, dtype=torch.int64))
+        each = [sizes.element_size()] * self.size
+        self._swap(sizes.view(torch.uint8), each, received.view(torch.uint8), each)
+        outgoing = torch.frombuffer(bytearray(b"".join(messages)) or bytearray(1), dtype=torch.uint8)[: sum(sent)]
+        incoming = torch.empty(int(received.sum()), dtype=torch.uint8)
+        self._swap(outgoing, sent, incoming, received.tolist())
+        return [bytes(part.numpy()) for part in incoming.split(received.tolist())]
+
+    def _swap(self, outgoing: torch.Tensor, sent: Sequence[int], incoming: torch.Tensor, received: Sequence[int]) -> None:
+        into = incoming if self.device == HOST else torch.empty_like(incoming, device=self.device)
+        self.start(outgoing.to(self.device), sent, into, received)()
+        if into is not incoming:
+            incoming.copy_(into)
 
 
-def open_exchange(process_group: ProcessGroup | None, *, timeout_s: float) -> Exchange | None:
-    """Open the exchange among the ranks of a session; None where this process is on its own."""
+def _failed(error: RuntimeError) -> PeerError:
+    return PeerError(
+        f"the exchange over the process group failed: {error}; another rank has probably failed: its log says why. "
+        "If the group itself is at fault, load with read_once=False, or save and load instead of reshard_live"
+    )
+
+
+def open_exchange(process_group: ProcessGroup | None, *, timeout_s: float, device: torch.device = HOST) -> Exchange | None:
+    """Open the exchange among the ranks of a session; None where this process is on its own.
+
+    Collective the first time for host memory where the group has no backend for it: then a gloo group of the same ranks is made,
+    in the caller's thread, and kept as long as the group.
+
+    Parameters
+    ----------
+    device
+        Where the buffers will lie: host memory, or the accelerator that the group has a backend for (`carries`).
+    """
     if current_group(process_group) is None:
         return None
+    group = _group(process_group)
+    if device == HOST and not carries(process_group, "cpu"):
+        if group not in _HOST_GROUPS:
+            ranks, timeout = dist.get_process_group_ranks(group), timedelta(seconds=timeout_s)
+            _HOST_GROUPS[group] = dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=True)
+        group = _HOST_GROUPS[group]
+    return Exchange(group, timeout_s=timeout_s, device=device)
+
+
+def carries(process_group: ProcessGroup | None, device_type: str) -> bool:
+    """Tell whether a group moves memory of this type of device by a backend that was made for it.
+
+    gloo takes memory of accelerators too, but through the host, which packing does as well.
+    """
+    config = dist.get_backend_config(_group(process_group))
+    backends = dict(pair.split(":", 1) for pair in config.lower().split(",") if ":" in pair)
+    backend = backends.get(device_type, "" if backends else config)
+    return bool(backend) and (device_type == "cpu" or backend != "gloo")
+
+
+def _group(process_group: ProcessGroup | None) -> ProcessGroup:
     group = dist.group.WORLD if process_group is None else process_group
     assert group is not None
-    return Exchange(group, timeout_s=timeout_s)
+    return group
+
+
+def node_name() -> bytes:
+    """Name the machine that this process is on, alike for all its processes."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{boot.read_text().strip() if boot.exists() else ''} {socket.gethostname()}".encode()

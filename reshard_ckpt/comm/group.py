@@ -1,12 +1,12 @@
-"""The ranks of a process group and the key-value store that they share; all that this package asks of torch.distributed.
+"""The ranks of a process group and the key-value stores in which they meet; all that this package asks of torch.distributed.
 
-1. Ranks meet in the store that the job already has, so no collective runs. Only a job without a fit one (`FileStore` cannot
-   append) gets another: rank 0 of the group starts it, and its address is spread once, by a broadcast of one small tensor.
-2. Under torchrun that store is the launcher's, and outlives every rank. Anywhere else (``env://``, ``tcp://``, so srun and
-   mpirun too) it goes with the process group of the rank that hosts it; a save in the background must not. To keep the job's
-   store alive would be worse: a process group that is made anew at the same port would find the old one's keys in it. So rank 0
-   of the group hosts a store of this package's own (`OwnStore`), to which a session goes over as soon as its ranks have met
-   (`StoreComm`).
+1. Rank 0 of a group hosts a store of this package's own on a free port, from the group's first session on (`Home`). All sessions
+   are in it. It has the keys of this group alone: it begins empty, and ends with the process of rank 0.
+2. The job's own store says where it is, under one key, beside a nonce that all keys of the group then begin with. Under
+   ``torchrun --max-restarts`` that store outlives the workers, so what is found there may be a dead attempt's. A rank takes an
+   address only where a store answers that knows its nonce; else it waits until the living rank 0 has put down its own.
+3. No collective runs. Only a job whose store cannot append (`FileStore`), or that has none, spreads the address by a broadcast
+   of one small tensor.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import hashlib
 import os
 import socket
 import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -26,12 +27,11 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from ..errors import UsageError
+from ..errors import PeerError, UsageError
+from .home import REPLY_S, Home, HostedHome, SettledHome, own_address
 from .protocol import ALONE
-from .store import KeyValueStore, NextStore
+from .store import KeyValueStore
 
-# No call of ours waits in the store, so a reply that takes this long means that nobody is there.
-_REPLY_S = 120.0
 _ADDRESS_BYTES = 256
 
 _STORES: Any = dist  # the stubs of torch.distributed leave out its stores
@@ -58,6 +58,15 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
+@dataclass(frozen=True, slots=True)
+class Missed:
+    """A session that a rank gave up before it could tell anybody: its number, its call and why."""
+
+    number: int
+    call: bytes
+    reason: PeerError
+
+
 class SessionCounter:
     """The number of this rank's next session: its own calls so far, and the sessions of the others that it skipped."""
 
@@ -69,6 +78,8 @@ class SessionCounter:
         """What this rank called last, where that did not open."""
         self.late = b""
         """The same, where it did not because this rank came too late."""
+        self.missed: deque[Missed] = deque()
+        """Sessions that this rank gave up because there was no store yet to meet in; rank 0 is told as soon as there is one."""
 
     def take(self) -> int:
         """Take the turn of a call: the calls of this rank are numbered in order, whatever their threads."""
@@ -91,71 +102,14 @@ class Group:
     rank: int
     size: int
     store: Any
+    """The job's own, which lasts as long as the job."""
     prefix: str
+    home: Home
     sessions: SessionCounter = field(default_factory=SessionCounter)
-    own: OwnStore | None = None
-
-    def session(self, number: int) -> KeyValueStore:
-        """Return the store of a session: of the same number on every rank."""
-        return self.named(str(number))
 
     def named(self, name: str) -> KeyValueStore:
-        """Return a store of the keys below a name."""
+        """Return the keys below a name in the job's store; `name` must be one that no attempt before has used."""
         return cast(KeyValueStore, _STORES.PrefixStore(f"{self.prefix}/{name}", self.store))
-
-    def next_store(self, number: int) -> NextStore | None:
-        """Return where a session goes on once its ranks have met; None where it stays."""
-        return None if self.own is None else _InOwnStore(self.own, f"{self.prefix}/{number}")
-
-
-class OwnStore:
-    """A store that rank 0 of a group hosts, from its first session on until nobody uses it any more.
-
-    Parameters
-    ----------
-    host
-        By what name this rank reached the job's store.
-    """
-
-    def __init__(self, host: str) -> None:
-        self._host, self._lock = host, threading.Lock()
-        self._stores: dict[bytes, Any] = {}
-        self._address = b""
-
-    def address(self) -> bytes:
-        """Return where the store is, started if need be, on rank 0. An address without a host is on that of the job's store."""
-        with self._lock:
-            if not self._address:
-                host = _own_address(self._host)
-                store = _STORES.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_REPLY_S))
-                # Where the job's store is on this machine, others reach it by a name of their own.
-                self._address = f"{'' if _is_loopback(host) else host} {store.port}".encode()
-                self._stores[self._address] = store
-            return self._address
-
-    def connect(self, address: bytes) -> Any:
-        """Connect to the store at the address that rank 0 gave."""
-        with self._lock:
-            if address not in self._stores:
-                host, port = address.decode().split(" ")
-                self._stores[address] = _STORES.TCPStore(
-                    host or self._host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_REPLY_S)
-                )
-            return self._stores[address]
-
-
-@dataclass(frozen=True, slots=True)
-class _InOwnStore:
-    """One session's keys in a group's own store. The session keeps the store alive: the group itself may be gone by then."""
-
-    own: OwnStore
-    prefix: str
-
-    def address(self) -> bytes:
-        return self.own.address()
-
-    def connect(self, where: bytes) -> KeyValueStore:
-        return cast(KeyValueStore, _STORES.PrefixStore(self.prefix, self.own.connect(where)))
 
 
 def current_group(process_group: Any) -> Group | None:
@@ -179,10 +133,7 @@ def current_group(process_group: Any) -> Group | None:
         )
     with _LOCK:
         if (known := _GROUPS.get(group)) is None:
-            store = _shared_store()
-            own = None if store is None else _own_beside(store)
-            store = _own_store(group) if store is None else store
-            known = _GROUPS[group] = Group(rank, dist.get_world_size(group), store, _prefix(group), own=own)
+            known = _GROUPS[group] = _make_group(group)
         return known
 
 
@@ -209,6 +160,23 @@ def _refuse_forgotten_init(process_group: object) -> None:
             f"WORLD_SIZE is {world_size}, but torch.distributed is not initialized, so {world_size} processes would write to one "
             "path: call torch.distributed.init_process_group first, or unset WORLD_SIZE if this process is on its own"
         )
+
+
+def _make_group(group: dist.ProcessGroup) -> Group:
+    rank, size, prefix = dist.get_rank(group), dist.get_world_size(group), _prefix(group)
+    store = _shared_store()
+    if store is None:
+        store = _own_store(group)
+        return Group(rank, size, store, prefix, SettledHome(store, rank, size))
+    tcp = store
+    while hasattr(tcp, "underlying_store"):
+        tcp = tcp.underlying_store
+    host = tcp.host if isinstance(tcp, _STORES.TCPStore) else _usual_host()
+    return Group(rank, size, store, prefix, HostedHome(store, f"{prefix}/home", rank, size, host))
+
+
+def _usual_host() -> str:
+    return os.environ.get("MASTER_ADDR") or socket.gethostname()
 
 
 def _prefix(group: dist.ProcessGroup) -> str:
@@ -240,27 +208,17 @@ def _connection() -> Any:
     # there is no `clone`, and to share the job's connection is the lesser evil.
     if hasattr(store, "clone"):
         store = store.clone()
-        store.set_timeout(timedelta(seconds=_REPLY_S))
+        store.set_timeout(timedelta(seconds=REPLY_S))
     return store
-
-
-def _own_beside(store: Any) -> OwnStore | None:
-    """Make a store of the group's own beside the job's, where that may end with a rank's process group; else None."""
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    if not isinstance(store, _STORES.TCPStore):
-        return None
-    launched = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("MASTER_PORT") == str(store.port)
-    return None if launched else OwnStore(store.host)
 
 
 def _own_store(group: dist.ProcessGroup) -> Any:
     """Start a store that rank 0 of the group hosts, and connect to it. Collective, once in the life of the group."""
     hosts = dist.get_rank(group) == 0
-    timeout = timedelta(seconds=_REPLY_S)
+    timeout = timedelta(seconds=REPLY_S)
     address, store = "", None
     if hosts:
-        host = _own_address(os.environ.get("MASTER_ADDR") or socket.gethostname())
+        host = own_address(_usual_host())
         store = _STORES.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
         address = f"{host} {store.port}"
     message = torch.zeros(_ADDRESS_BYTES, dtype=torch.uint8)
@@ -278,18 +236,3 @@ def device_of(group: dist.ProcessGroup) -> torch.device:
     if any(name in dist.get_backend(group) for name in ("gloo", "mpi")):
         return torch.device("cpu")
     return torch.accelerator.current_accelerator() or torch.device("cpu")
-
-
-def _own_address(towards: str) -> str:
-    """Find this machine's address on the way to another: the one by which the others can reach it. No packet is sent."""
-    try:
-        family, kind, protocol, _, target = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(target)
-            return str(probe.getsockname()[0])
-    except OSError:
-        return socket.gethostname()
-
-
-def _is_loopback(host: str) -> bool:
-    return host == "::1" or host.startswith("127.")

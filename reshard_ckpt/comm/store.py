@@ -9,10 +9,9 @@ every rank reads the same; so they all go on, or they all raise the same error. 
 2. *From rank 0* (broadcast, scatter): rank 0 puts the payload down, and then decides.
 3. *Failure*: a rank that raises writes its refusal into the first step that is not decided yet, and rings the bell of that step,
    in case rank 0 waits there. The session opens and ends with a gather, so that no failure inside it goes unseen.
-4. *Where*: the session opens in the job's store. With its first decision rank 0 may say where it goes on: in a store of its own,
-   which outlives the process group, and ends with the last session that uses it.
-5. *Deadline*: a rank that has waited too long reads in the inbox which ranks have not arrived, and refuses the step, naming them.
-6. *Leaving*: each rank counts itself out, rank 0 last, because its process may host the store. The rank that counts to the full
+4. *Deadline*: a rank that has waited too long reads in the inbox which ranks have not arrived, and refuses the step, naming them.
+   It does so at once if one that has not arrived is known to have ended.
+5. *Leaving*: each rank counts itself out, rank 0 last, because its process may host the store. The rank that counts to the full
    number deletes the session's keys: usually rank 0, or a rank that all others had given up.
 
 Waiting is polling, at intervals of a tenth of the time waited so far. A blocking wait of the store could not be
@@ -32,6 +31,7 @@ from typing import Protocol
 from torch.distributed import DistError
 
 from ..errors import PeerError
+from .peers import Ended, nobody_ended
 from .wire import Frame, Refusal, decode_frames, encode_frame, name_ranks, refusal_of
 
 # The decisions that let a step pass: the name of the call that rank 0 itself makes there.
@@ -43,9 +43,14 @@ _CHUNK_BYTES = 2 << 20
 _INLINE_BYTES = 64 << 10
 
 _FIRST_PAUSE_S = 0.0002
+_LOOK_S = 0.5
 _FAREWELL_S = 5.0
 _HOST_FAREWELL_S = 60.0
 """Where rank 0's own process hosts the store: if it left before the others, their save would fail."""
+
+
+_given_up = 0
+"""How often this process has given up all its sessions."""
 
 
 class KeyValueStore(Protocol):
@@ -61,31 +66,35 @@ class KeyValueStore(Protocol):
     def delete_key(self, key: str, /) -> bool: ...
 
 
-class NextStore(Protocol):
-    """The store to which a session moves once its ranks have met in the job's store."""
-
-    def address(self) -> bytes:
-        """Return where the session goes on, on rank 0; ``b""`` where it stays."""
-
-    def connect(self, where: bytes) -> KeyValueStore:
-        """Connect to the session's keys at the address that rank 0 sent."""
-
-
 class StoreComm:
-    """The `Comm` of one session whose keys nobody else uses."""
+    """The `Comm` of one session whose keys nobody else uses.
+
+    Parameters
+    ----------
+    ended
+        Returns the ranks that are known to have ended.
+    hosts
+        Whether rank 0's process hosts the store, so that the others need it until they have left.
+    """
 
     def __init__(
-        self, store: KeyValueStore, rank: int, size: int, *, title: str, timeout_s: float, next_store: NextStore | None = None
+        self,
+        store: KeyValueStore,
+        rank: int,
+        size: int,
+        *,
+        title: str,
+        timeout_s: float,
+        ended: Ended = nobody_ended,
+        hosts: bool = False,
     ) -> None:
         self._store, self.rank, self.size = store, rank, size
-        self._next_store = next_store
-        self._first_store: KeyValueStore | None = None
-        """On rank 0, and while it has keys of this session: the store that the session has left."""
-        self._has_moved = False
+        self._ended, self._farewell_s = ended, _HOST_FAREWELL_S if hosts else _FAREWELL_S
         self._title, self._timeout_s = title, timeout_s
         # Thousands of ranks that ask twenty times a second would keep the store busy with nothing.
         self._max_pause_s = min(1.0, max(0.05, size * 50e-6))
-        self._step = 0
+        self._step, self._look_at = 0, 0.0
+        self._given_up_before = _given_up
         self._refusal: Refusal | None = None
         self._undo: tuple[int, Callable[[], None]] | None = None
 
@@ -165,7 +174,7 @@ class StoreComm:
         if len(set(calls)) > 1:
             self._refuse(_disagreement(calls))
             self._stop_if_over()
-        self._decide("gather", where=self._next_store.address() if self._next_store else b"")
+        self._decide("gather")
 
     @property
     def late(self) -> bool:
@@ -215,12 +224,23 @@ class StoreComm:
         """Count this rank out; the last one deletes all keys. Never raises for want of the store."""
         with suppress(DistError):
             if self.rank == 0 and waits:
-                present = self.size - 1 - len(self._refusal.absent if self._refusal else ())
-                farewell_s = _HOST_FAREWELL_S if self._has_moved else _FAREWELL_S
-                self._wait(lambda: self._store.add("left", 0) >= present, min(farewell_s, self._timeout_s))
+                absent = frozenset(self._refusal.absent if self._refusal else ())
+                self._wait(lambda: self._have_left(absent), min(self._farewell_s, self._timeout_s))
             if self._store.add("left", 1) == self.size:
                 self._delete_all()
-                self._clear_first_store()
+
+    def _have_left(self, absent: frozenset[int]) -> bool:
+        staying = self.size - 1 - self._store.add("left", 0)
+        if staying > len(absent) and self._refusal is not None and self._may_look():
+            return staying <= len(absent | self._ended())
+        return staying <= len(absent)
+
+    def miss(self, call: bytes, reason: PeerError) -> None:
+        """Give up a session for which this rank had come when there was no store yet."""
+        with self._reachable():
+            self._store.append(self._key("in"), encode_frame(Frame(self.rank, False, call)))
+            self._refuse(Refusal("PeerError", str(reason), tuple(reason.ranks), absent=tuple(reason.ranks)))
+        self.leave(waits=False)
 
     def undo(self) -> None:
         """Call the `undo` of a gather that did not take place: this step was refused, so no later one will."""
@@ -248,11 +268,9 @@ class StoreComm:
     def _collect(self, own: bytes) -> list[bytes]:
         """Wait for all messages of this step, on rank 0; returns them by rank."""
         bell = self._key("bell")
-        if not self._wait(lambda: self._store.check([bell]), self._timeout_s):
-            self._expire()
+        self._await([bell])
         if self._store.check([self._key("decision")]):
             self._apply(self._store.get(self._key("decision")), "gather")
-        self._clear_first_store()  # all have come here, so nobody looks there any more
         frames = {frame.rank: frame for frame in decode_frames(self._store.get(self._key("in")))}
         messages = [bytes(own)]
         for rank in range(1, self.size):
@@ -260,47 +278,29 @@ class StoreComm:
             messages.append(self._take(self._key("from", rank)) if frame.separate else frame.payload)
         return messages
 
-    def _decide(self, call: str, *, where: bytes = b"") -> None:
+    def _decide(self, call: str) -> None:
         """Let the step pass, on rank 0, unless a rank has refused it."""
-        decision = b" ".join((call.encode(), where)) if where else call.encode()
-        self._apply(self._store.compare_set(self._key("decision"), b"", decision), call)
+        self._apply(self._store.compare_set(self._key("decision"), b"", call.encode()), call)
 
     def _await_decision(self, call: str) -> None:
         """Wait for the step's decision, on the other ranks, and apply it."""
         decision = self._key("decision")
-        if not self._wait(lambda: self._store.check([decision]), self._timeout_s):
-            self._expire()
+        self._await([decision])
         self._apply(self._store.get(decision), call)
 
     def _apply(self, decision: bytes, call: str) -> None:
         """Go on to the next step, or raise the refusal that the decision is."""
-        passed, where = _passed(decision)
+        passed = _passed(decision)
         if not passed:
             self._refusal = Refusal.decode(decision)
             self._stop_if_over()
         self._step += 1
-        if where:
-            self._move(where)
         if passed != call:
             raise PeerError(
                 f"{self._title}: this rank is at a {call} while rank 0 is at a {passed}; "
                 "call with the same options on every rank",
                 ranks=(self.rank,),
             )
-
-    def _move(self, where: bytes) -> None:
-        """Move to the store at the address that rank 0 sent."""
-        assert self._next_store is not None
-        left, self._store = self._store, self._next_store.connect(where)
-        self._has_moved, self._first_store = True, None if self.rank else left
-
-    def _clear_first_store(self) -> None:
-        """Delete what the session left in the job's store, on rank 0, and drop it, so that it may end."""
-        first_store, self._first_store = self._first_store, None
-        if first_store is not None:
-            with suppress(DistError):  # it may be gone by now, and its keys with it
-                for name in ("in", "arrived", "bell", "decision"):
-                    first_store.delete_key(f"0/{name}")
 
     def _stop_if_over(self) -> None:
         if self._refusal is not None:
@@ -313,16 +313,51 @@ class StoreComm:
     def _refuse(self, refusal: Refusal) -> Refusal | None:
         """Refuse this step; returns the refusal that counts, perhaps another rank's; None where rank 0 has let the step pass."""
         decision = self._store.compare_set(self._key("decision"), b"", refusal.encode())
-        if _passed(decision)[0]:
+        if _passed(decision):
             return None
         self._store.set(self._key("bell"), b"")
         self._refusal = Refusal.decode(decision)
         return self._refusal
 
+    def _await(self, keys: list[str]) -> None:
+        """Wait until a key is there: the bell, or the decision; refuse the step if it is known that it will not be."""
+        if not self._wait(lambda: self._store.check(keys) or self._refuse_without_ended(), self._timeout_s):
+            if self._given_up_before != _given_up:
+                raise PeerError(
+                    f"{self._title}: given up, as this process was told to end and the time for that is over", ranks=(self.rank,)
+                )
+            self._expire()
+
+    def _refuse_without_ended(self) -> bool:
+        """Refuse the step if a rank that it still needs has ended; True once it is decided."""
+        if not self._may_look() or not (ended := self._ended()):
+            return False
+        arrived = self._arrived()
+        # Of rank 0 the others need the decision; of another rank all is here once it has arrived.
+        needed = {0, *range(self.size if arrived else 0)} - (arrived - {0}) - {self.rank}
+        missing = tuple(sorted(needed & ended))
+        if not missing:
+            return False
+        what = f"the {'process' if len(missing) == 1 else 'processes'} of {name_ranks(missing)} ended"
+        message = f"{self._title}: {what} before this was done; their own logs say why"
+        self._refuse(Refusal("PeerError", message, missing, absent=missing))
+        return True
+
+    def _may_look(self) -> bool:
+        """Tell whether it is time to look again whether ranks have ended: about every half second."""
+        now = time.monotonic()
+        if now < self._look_at:
+            return False
+        self._look_at = now + _LOOK_S
+        return True
+
+    def _arrived(self) -> set[int]:
+        inbox = self._key("in")
+        return {frame.rank for frame in decode_frames(self._store.get(inbox))} if self._store.check([inbox]) else set()
+
     def _expire(self) -> None:
         """Refuse the step, as the time is over, and name the ranks that are missing; unless it is decided at this very moment."""
-        inbox = self._key("in")
-        arrived = {frame.rank for frame in decode_frames(self._store.get(inbox))} if self._store.check([inbox]) else set()
+        arrived = self._arrived()
         absent = tuple(rank for rank in range(self.size) if rank not in arrived) if arrived else (0,)
         if not absent and self.rank == 0:
             return  # all are here: the last one was just about to ring
@@ -334,11 +369,11 @@ class StoreComm:
         self._refuse(Refusal("PeerError", message, absent, absent=absent))
 
     def _wait(self, done: Callable[[], bool], timeout_s: float) -> bool:
-        """Poll until it is done (True) or the time is over (False)."""
+        """Poll until it is done (True), or the time is over or all sessions are given up (False)."""
         begin = time.monotonic()
         while not done():
             waited = time.monotonic() - begin
-            if waited >= timeout_s:
+            if waited >= timeout_s or self._given_up_before != _given_up:
                 return False
             time.sleep(min(max(waited / 10, _FIRST_PAUSE_S), self._max_pause_s, timeout_s - waited))
         return True
@@ -405,10 +440,18 @@ class StoreComm:
             ) from error
 
 
-def _passed(decision: bytes) -> tuple[str, bytes]:
-    """Parse a decision: the call that it lets pass, "" if it is a refusal; and the address of the next store, if there is one."""
-    call, _, where = decision.partition(b" ")
-    return (call.decode(), where) if call in _PASSED else ("", b"")
+def give_up_sessions() -> None:
+    """Have all sessions that this process is in now end where they wait for others: it must end, and cannot wait any longer.
+
+    The others are told. A session that is opened afterwards is none of them.
+    """
+    global _given_up
+    _given_up += 1
+
+
+def _passed(decision: bytes) -> str:
+    """Parse a decision: the call that it lets pass, "" if it is a refusal."""
+    return decision.decode() if decision in _PASSED else ""
 
 
 def call_of(kind: str, subject: str) -> bytes:

@@ -36,8 +36,12 @@ def decode_frames(inbox: bytes) -> Iterator[Frame]:
     """Yield the frames of an inbox, in order of arrival."""
     position = 0
     while position < len(inbox):
+        if position + _FRAME.size > len(inbox):
+            raise _foreign(inbox)
         rank, separate, length = _FRAME.unpack_from(inbox, position)
         position += _FRAME.size
+        if separate > 1 or position + length > len(inbox):
+            raise _foreign(inbox)
         yield Frame(rank, bool(separate), inbox[position : position + length])
         position += length
 
@@ -65,8 +69,19 @@ class Refusal:
 
     @classmethod
     def decode(cls, data: bytes) -> Refusal:
-        kind, message, ranks, problems, absent = json.loads(data)
-        return cls(kind, message, tuple(ranks), tuple(problems), tuple(absent))
+        try:
+            kind, message, ranks, problems, absent = json.loads(data)
+            return cls(kind, message, tuple(ranks), tuple(problems), tuple(absent))
+        except (ValueError, TypeError) as error:  # also what is no UTF-8, and what is no JSON
+            raise _foreign(data) from error
+
+
+def _foreign(data: bytes) -> PeerError:
+    """Make the error of a message that this library did not send."""
+    return PeerError(
+        f"the key-value store holds a message that is not of this session ({data[:40]!r}); another program writes to keys "
+        "below 'reshard_ckpt', or ranks run different versions of this library"
+    )
 
 
 def refusal_of(error: BaseException, rank: int) -> Refusal:

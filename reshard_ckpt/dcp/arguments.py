@@ -6,12 +6,39 @@ import os
 from typing import Any
 
 from ..comm import ALONE
-from ..errors import UnsupportedError, UsageError
+from ..errors import CheckpointError, UnsupportedError, UsageError
 from ..format.keys import CATALOG_KEY
 from ..formats.dcp.metadata import METADATA_KEY
-from ..storage import open_storage
+from ..storage import open_storage, resolved_path
 
 Path = str | os.PathLike[str]
+
+
+class StorageFolder:
+    """What this library's storages for DCP share: the folder, as the caller named it, and made absolute when it was named."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._at = path, resolved_path(path)
+
+    @property
+    def checkpoint_id(self) -> Path:
+        """The folder."""
+        return self._path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """Return whether a store serves this path."""
+        if not isinstance(checkpoint_id, str | os.PathLike):
+            return False
+        try:
+            open_storage(checkpoint_id).close()
+        except CheckpointError:
+            return False
+        return True
+
+    def _go_to(self, checkpoint_id: Path | None) -> None:
+        if checkpoint_id:
+            self._path, self._at = checkpoint_id, resolved_path(checkpoint_id)
 
 
 def save_path(checkpoint_id: Path | None, writer: Any) -> Path:

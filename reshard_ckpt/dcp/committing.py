@@ -16,12 +16,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 from ..core.catalog.links import links_from_names
 from ..core.catalog.model import Catalog
 from ..core.catalog.specs import Ints, Piece, StateLink, TensorSpec, ValueKind, box_piece, row_major_strides
-from ..core.planning.local_metadata import LocalMetadata, LocalValue, build_local_metadata
-from ..core.planning.save_plan import SavePlan
+from ..core.planning.local_metadata import LocalMetadata, LocalValue, build_local_metadata, join_metadata
+from ..core.planning.save_plan import SavePlan, plan_save
 from ..core.report import summarize
-from ..engine.saving.agreement import PreviousCheckpoint, plan_from_metadata
+from ..engine.saving.agreement import PreviousCheckpoint
 from ..engine.saving.commit import publish
-from ..engine.saving.messages import Receipt, WrittenFile, encode_metadata
+from ..engine.saving.messages import Receipt, WrittenFile
 from ..engine.saving.values import merge_values
 from ..errors import LayoutError
 from ..format.links import listed_parameters
@@ -84,8 +84,7 @@ def commit_written(
     local_values = _values(metadata, ranks)
     names = (*metadata.state_dict_metadata, *(value.name for value in local_values))
     links = links_from_names(dict.fromkeys(names), listed_parameters(local_values))
-    encoded = [encode_metadata(_local_metadata(rows, links)) for rows in written]
-    plan = plan_from_metadata([one.tensors for one in encoded], [one.rows for one in encoded])
+    plan = plan_save(join_metadata([_local_metadata(rows, links) for rows in written]), blob_name)
     of_ranks = [next((data for data in of_rank if isinstance(data, RankMetadata)), None) for of_rank in payloads]
     plan = with_placements(plan, of_ranks)
     values = merge_values([(0, [replace(value, link=links.get(value.name)) for value in local_values])], plan.tables)

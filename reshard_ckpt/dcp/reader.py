@@ -28,12 +28,11 @@ from ..errors import MismatchError
 from ..format.torch_dtypes import dtype_code
 from ..formats.foreign import RawValue
 from ..formats.source import Source, open_source
-from ..storage import resolved_path
+from .arguments import Path, StorageFolder
 from .metadata import FORMATS_AS_SAVED, OpaqueValue, SavedItem, UnavailableValue, all_values, metadata_of
-from .writer import Path, is_path
 
 
-class ReshardReader(StorageReader):
+class ReshardReader(StorageFolder, StorageReader):
     """Reads checkpoints for `torch.distributed.checkpoint.load`: of this library, of DCP, and what else `checkpoint.load` opens.
 
     Parameters
@@ -56,25 +55,14 @@ class ReshardReader(StorageReader):
     """
 
     def __init__(self, path: Path, *, verify: bool = True) -> None:
-        super().__init__()
-        self._path, self._at, self._verify = path, resolved_path(path), verify
+        StorageFolder.__init__(self, path)
+        self._verify = verify
         self._held = ExitStack()
         self._source: Source | None = None
         self._values: dict[str, SavedItem] = {}
 
-    @property
-    def checkpoint_id(self) -> Path:
-        """The folder."""
-        return self._path
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Path) -> bool:
-        """Return whether a store serves this path."""
-        return is_path(checkpoint_id)
-
     def reset(self, checkpoint_id: Path | None = None) -> None:
-        if checkpoint_id:
-            self._path, self._at = checkpoint_id, resolved_path(checkpoint_id)
+        self._go_to(checkpoint_id)
         self._close()
 
     def _close(self) -> None:

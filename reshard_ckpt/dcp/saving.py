@@ -97,13 +97,7 @@ def save(
         done: Metadata = call_torch("save", state_dict, "storage_writer", path, storage_writer=storage_writer, **options)
         return done
     group = group_of(process_group, no_dist)
-
-    def make() -> tuple[Path, dict[str, Any]]:
-        check_collective(use_collectives)
-        path = save_path(checkpoint_id, storage_writer)
-        return path, saving_form(call_state_dicts(state_dict, in_order=False))
-
-    path, form = share_errors("save", named_path(checkpoint_id, storage_writer), group, make)
+    path, form = _path_and_form(state_dict, checkpoint_id, storage_writer, group, use_collectives)
     return SavedMetadata.of(path, resolved_path(path), save_checkpoint(path, form, process_group=group).save_id)
 
 
@@ -152,17 +146,25 @@ def async_save(
         )
         return response
     group = group_of(process_group, no_dist)
-
-    def make() -> tuple[Path, dict[str, Any], bool]:
-        check_collective(use_collectives)
-        path = save_path(checkpoint_id, storage_writer)
-        return path, saving_form(call_state_dicts(state_dict, in_order=False)), uses_async_staging(async_stager)
-
-    path, form, later = share_errors("save", named_path(checkpoint_id, storage_writer), group, make)
+    path, form = _path_and_form(state_dict, checkpoint_id, storage_writer, group, use_collectives)
+    later = uses_async_staging(async_stager)
     save = begin_save(path, form, SaveOptions(process_group=group, waits_for_staging=later)).running
     upload = _upload(save, path)
     # Torch says that the result of the second is None, and makes it the metadata.
     return AsyncSaveResponse(staging_completion=save.staged, upload_completion=upload) if later else upload  # type: ignore[arg-type]
+
+
+def _path_and_form(
+    state_dict: Mapping[str, Any], checkpoint_id: Path | None, writer: Any, group: Any, use_collectives: bool
+) -> tuple[Path, dict[str, Any]]:
+    """Return where to save, and the form of the state to save; errors are raised on all ranks."""
+
+    def make() -> tuple[Path, dict[str, Any]]:
+        check_collective(use_collectives)
+        path = save_path(checkpoint_id, writer)
+        return path, saving_form(call_state_dicts(state_dict, in_order=False))
+
+    return share_errors("save", named_path(checkpoint_id, writer), group, make)
 
 
 class SaveFuture(Future[Metadata]):

@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import io
-import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -35,12 +34,13 @@ from ..engine.saving.agreement import PreviousCheckpoint
 from ..engine.saving.commit import look
 from ..engine.saving.messages import Receipt
 from ..engine.saving.write import WRITE_BYTES, FileLayout, lay_out_members, write_files
-from ..errors import CheckpointError, LayoutError, UnsupportedError
+from ..errors import LayoutError, UnsupportedError
 from ..format.keys import new_save_id
 from ..format.shard_file import Member, blob_name, make_member, opaque_name
 from ..format.torch_dtypes import dtype_code
 from ..format.values import encode_value
-from ..storage import open_storage, resolved_path
+from ..storage import open_storage
+from .arguments import Path, StorageFolder
 from .committing import Stored, commit_written
 from .placements import rank_metadata
 
@@ -49,8 +49,6 @@ MAX_SENT_BYTES = 1 << 20
 
 MAX_SAVE_IDS = 64
 """Ids of saves that are remembered; more than a job has planners that keep plans."""
-
-Path = str | os.PathLike[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +79,7 @@ class _UsedSaveIds:
 _USED_SAVE_IDS = _UsedSaveIds()
 
 
-class ReshardWriter(StorageWriter):
+class ReshardWriter(StorageFolder, StorageWriter):
     """Writes checkpoints of this library for `torch.distributed.checkpoint.save` and `async_save`.
 
     What it writes is an ordinary checkpoint: `checkpoint.load` and all tools open it, and it exists from the moment at which it
@@ -104,27 +102,15 @@ class ReshardWriter(StorageWriter):
     """
 
     def __init__(self, path: Path) -> None:
-        super().__init__()
-        self._path, self._at = path, resolved_path(path)
+        StorageFolder.__init__(self, path)
         self._save_id: str | None = None
         self._before: PreviousCheckpoint | None = None
-
-    @property
-    def checkpoint_id(self) -> Path:
-        """The folder."""
-        return self._path
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Path) -> bool:
-        """Return whether a store serves this path."""
-        return is_path(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta | None:
         return StorageMeta(checkpoint_id=self._path, save_id=self._save_id)
 
     def reset(self, checkpoint_id: Path | None = None) -> None:
-        if checkpoint_id:
-            self._path, self._at = checkpoint_id, resolved_path(checkpoint_id)
+        self._go_to(checkpoint_id)
         self._save_id = self._before = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -164,17 +150,6 @@ def _placement_results(planner: SavePlanner, rank: int) -> list[WriteResult]:
     """Wrap this rank's metadata for the coordinator as one more result."""
     found = rank_metadata(planner, rank)
     return [] if found is None else [WriteResult(MetadataIndex(""), 0, found)]
-
-
-def is_path(checkpoint_id: object) -> bool:
-    """Return whether a store serves this path."""
-    if not isinstance(checkpoint_id, str | os.PathLike):
-        return False
-    try:
-        open_storage(checkpoint_id).close()
-    except CheckpointError:
-        return False
-    return True
 
 
 @dataclass(frozen=True, slots=True)

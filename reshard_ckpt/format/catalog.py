@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import chain, pairwise
 from typing import Any
 
@@ -153,9 +154,10 @@ def _encode_placements(placements: tuple[tuple[AxisPlacement, ...], ...]) -> byt
 def _encode_files(files: tuple[FileEntry, ...]) -> bytes:
     return pack_table(
         {
-            "key": pack_texts([file.key for file in files]),
+            # Stored below the folder of the checkpoint that the file is of, which is a column of its own.
+            "key": pack_texts([file.key.removeprefix(file.folder) for file in files]),
             "size": pack_ints([file.size for file in files]),
-            "digests_key": pack_texts([file.digests_key for file in files]),
+            "digests_key": pack_texts([file.digests_key.removeprefix(file.folder) for file in files]),
             "digest": pack_bytes([file.digest for file in files]),
             "save_id": pack_texts([file.save_id for file in files]),
             "rank": pack_ints([file.rank for file in files]),
@@ -328,7 +330,14 @@ def _decode_files(table: Table) -> tuple[FileEntry, ...]:
         table.ints("rank", count).tolist(),
         table.texts("checkpoint", count),
     )
-    return tuple(FileEntry(*entry) for entry in zip(*columns, strict=True))
+    return tuple(_from_here(FileEntry(*entry)) for entry in zip(*columns, strict=True))
+
+
+def _from_here(file: FileEntry) -> FileEntry:
+    if not file.checkpoint:
+        return file
+    digests_key = file.digests_key and f"{file.folder}{file.digests_key}"
+    return replace(file, key=f"{file.folder}{file.key}", digests_key=digests_key)
 
 
 def _decode_links(table: Table, count: int, version: int) -> dict[str, I64]:

@@ -72,6 +72,11 @@ def is_safe_key(key: str) -> bool:
     return 0 < len(key) <= _MAX_KEY_CHARS and not _UNSAFE.search(key) and not {"", ".", ".."}.intersection(key.split("/"))
 
 
+def _is_in(folder: str, key: str) -> bool:
+    """Whether a key is of a file below that folder."""
+    return key.startswith(folder) and is_safe_key(key[len(folder) :])
+
+
 def _is_safe_checkpoint(path: str) -> bool:
     """Whether it is "" (this checkpoint), or a relative path that goes up first, if at all, and then only down."""
     while path.startswith("../"):
@@ -97,15 +102,15 @@ def _info(catalog: Catalog) -> Iterator[str]:
 
 def _files(catalog: Catalog) -> Iterator[str]:
     for i, file in enumerate(catalog.files):
-        if not is_safe_key(file.key) or (file.digests_key and not is_safe_key(file.digests_key)):
+        if not _is_safe_checkpoint(file.checkpoint):
+            yield f"file {file.key} belongs to the checkpoint {file.checkpoint!r:.200}, which is no relative path"
+        if not _is_in(file.folder, file.key) or (file.digests_key and not _is_in(file.folder, file.digests_key)):
             yield f"file {i} is {file.key!r:.200} with digests {file.digests_key!r:.200}: no paths below the checkpoint"
         if len(file.digest) != (16 if file.digests_key else 0):
             yield f"file {file.key} has a digest of {len(file.digest)} bytes"
-        if not _is_safe_checkpoint(file.checkpoint):
-            yield f"file {file.key} belongs to the checkpoint {file.checkpoint!r:.200}, which is no relative path"
         if not 0 <= file.size <= MAX_BYTES or file.rank < 0:
             yield f"file {file.key} has {file.size} bytes and rank {file.rank}"
-    keys = {(file.checkpoint, file.key) for file in catalog.files}
+    keys = {file.key for file in catalog.files}
     if len(keys) != len(catalog.files):
         yield f"{len(catalog.files)} files have {len(keys)} different keys"
 

@@ -3,17 +3,22 @@
 A reader that has the class makes the object again; any other gives the plain value. So a checkpoint with an enum of the program
 that saved it opens everywhere, and classes may be added to the list without a new version of the format.
 
-1. Of the standard library: dates, times, time spans, fixed time zones and paths, exactly of these classes.
-2. Members of enums, by value. Their class is looked for among the modules that are imported already, in their namespaces as they
+1. Of the standard library: dates, times, time spans, fixed time zones, paths, buffers of bytes and parsed arguments, exactly of
+   these classes.
+2. Objects of other programs, as `Named`: what a reader of their files found, without their classes.
+3. Members of enums, by value. Their class is looked for among the modules that are imported already, in their namespaces as they
    are: nothing is imported, no ``__getattr__`` runs, and no class is called; flags are joined by their operators.
 """
 
 from __future__ import annotations
 
+import argparse
 import datetime
+import io
 import pathlib
 import sys
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from enum import Enum, Flag
 from types import ModuleType
 from typing import Any
@@ -23,6 +28,15 @@ from ..errors import CorruptError
 _DAY = "2000-01-01T00:00:00"
 _PATHS = (pathlib.PosixPath, pathlib.WindowsPath, pathlib.PurePosixPath, pathlib.PureWindowsPath)
 _NO_MEMBER = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """An object as the name of its class and a plain value: what another program's file holds, whose classes need not be here."""
+
+    module: str
+    name: str
+    plain: Any
 
 
 def _datetime_text(value: datetime.datetime | datetime.time) -> str | None:
@@ -52,6 +66,8 @@ _PLAIN: dict[type, Callable[[Any], Any]] = {
     datetime.time: _datetime_text,
     datetime.timedelta: _span_parts,
     datetime.timezone: _zone_text,
+    io.BytesIO: io.BytesIO.getvalue,
+    argparse.Namespace: vars,
     **dict.fromkeys(_PATHS, str),
 }
 _MAKE: dict[type, Callable[[Any], Any]] = {
@@ -60,21 +76,26 @@ _MAKE: dict[type, Callable[[Any], Any]] = {
     datetime.time: datetime.time.fromisoformat,
     datetime.timedelta: lambda parts: datetime.timedelta(*parts),
     datetime.timezone: _zone,
+    io.BytesIO: io.BytesIO,
+    argparse.Namespace: lambda parts: argparse.Namespace(**parts),
     **{path: path for path in _PATHS},
 }
 # The modules that the documentation names: where Python keeps a class differs between its versions.
-_NAMES = {kind: ("pathlib" if kind in _PATHS else "datetime", kind.__name__) for kind in _PLAIN}
+_MODULES: dict[type, str] = {io.BytesIO: "io", argparse.Namespace: "argparse", **dict.fromkeys(_PATHS, "pathlib")}
+_NAMES = {kind: (_MODULES.get(kind, "datetime"), kind.__name__) for kind in _PLAIN}
 _CLASSES = {name: kind for kind, name in _NAMES.items()}
 
 
 def is_object(value: Any) -> bool:
     """Tell whether a value is of one of these classes."""
-    return type(value) in _PLAIN or isinstance(value, Enum)
+    return type(value) in _PLAIN or isinstance(value, Enum | Named)
 
 
 def parts_of(value: Any) -> tuple[str, str, Any] | None:
     """Take an object apart: module, class and plain value; None where `rebuilt` would not make it again in this program."""
     kind = type(value)
+    if isinstance(value, Named):
+        return value.module, value.name, value.plain
     if isinstance(value, Enum):
         module, name, plain = kind.__module__, kind.__qualname__, value._value_
         return (module, name, plain) if rebuilt(module, name, plain) is value else None

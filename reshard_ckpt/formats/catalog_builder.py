@@ -21,12 +21,18 @@ from ..format.catalog_check import problems
 
 @dataclass(frozen=True, slots=True)
 class FilePart:
-    """A box of a tensor that lies in row-major order in file number `file`, from byte `offset` on."""
+    """A run of a box of a tensor, in row-major order, in file number `file` from byte `offset` on; by default the whole box."""
 
     offsets: Ints
     lengths: Ints
     file: int
     offset: int
+    start: int = 0
+    count: int | None = None
+
+    @property
+    def num_elements(self) -> int:
+        return prod(self.lengths) if self.count is None else self.count
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +112,8 @@ def build_catalog(
         boxes=BoxTable(offsets[first], lengths[first]),
         rows=RowTable(
             box,
-            np.zeros(len(parts), np.int64),
-            _column([prod(part.lengths) for part in parts]),
+            _column([part.start for part in parts]),
+            _column([part.num_elements for part in parts]),
             _column([part.file for part in parts]),
             _column([part.offset for part in parts]),
         ),

@@ -10,13 +10,21 @@ from collections.abc import Sequence
 
 from .catalog_builder import FilePart, ForeignTensor
 from .dcp.format import DcpFormat
+from .deepspeed.format import DeepSpeedFormat
+from .megatron.format import MegatronFormat
 from .protocol import Foreign, ForeignFormat, RawValue
 from .safetensors import SafetensorsFormat
 from .torch_file import TorchFormat
 
 __all__ = ["FORMATS", "FilePart", "Foreign", "ForeignFormat", "ForeignTensor", "RawValue", "open_foreign"]
 
-FORMATS: tuple[ForeignFormat, ...] = (DcpFormat(), SafetensorsFormat(), TorchFormat())
+FORMATS: tuple[ForeignFormat, ...] = (
+    MegatronFormat(),
+    DcpFormat(),
+    DeepSpeedFormat(),
+    SafetensorsFormat(),
+    TorchFormat(),
+)
 """In the order in which they are tried."""
 
 

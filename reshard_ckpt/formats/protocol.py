@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 from urllib.parse import unquote
@@ -12,6 +12,7 @@ from urllib.parse import unquote
 from ..core.catalog.model import Catalog
 from ..errors import CheckpointError
 from ..storage import Storage, open_storage
+from ..storage.protocol import read_range
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +24,9 @@ class RawValue:
     offset: int
     length: int
 
-    def read(self, storage: Storage) -> bytearray:
+    def read(self, storage: Storage) -> memoryview:
         """Read its bytes."""
-        data = bytearray(self.length)
-        storage.read_into(self.file, self.offset, [memoryview(data)])
-        return data
+        return read_range(storage, self.file, self.offset, self.length)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,3 +93,14 @@ def locate(path: str) -> tuple[Storage, str | None]:
         if storage.size(name) is not None:
             return storage, name
     return open_storage(path), None
+
+
+def open_located(path: str, look: Callable[[Storage, str | None], Foreign | None]) -> Foreign | None:
+    """Return what `look` finds in the store, and at the key, of a path; the store is closed, unless the result serves from it."""
+    storage, key = locate(path)
+    with ExitStack() as stack:
+        stack.enter_context(storage)
+        found = look(storage, key)
+        if found is not None and found.storage is storage:
+            stack.pop_all()
+        return found

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
 
@@ -23,9 +22,10 @@ from ..errors import CorruptError, UsageError
 from ..format.links import linked
 from ..format.shard_file import Header, Member, header_num_bytes, parse_header
 from ..storage import Storage
+from ..storage.protocol import read_range
 from .catalog_builder import FilePart, ForeignTensor, build_catalog, foreign_file, whole
 from .huggingface import WeightFiles, is_shard, weight_files
-from .protocol import Foreign, locate
+from .protocol import Foreign, open_located
 
 ROOT = "model"
 """The key of the state below which the tensors of a flat file stand."""
@@ -45,27 +45,17 @@ class SafetensorsFormat:
 
     def open(self, path: str) -> Foreign | None:
         """Open a path; see `ForeignFormat`."""
-        with ExitStack() as stack:
-            storage, key = locate(path)
-            stack.enter_context(storage)
-            catalog = _open_file(storage, key) if key is not None else _open_folder(storage)
-            if catalog is None:
-                return None
-            stack.pop_all()
-            return Foreign(storage, catalog, self.name)
+        return open_located(path, _look)
 
 
-def _open_file(storage: Storage, key: str) -> Catalog | None:
-    if not key.endswith(SUFFIX):
-        return None
-    if is_shard(key):
+def _look(storage: Storage, key: str | None) -> Foreign | None:
+    if key is not None and key.endswith(SUFFIX) and is_shard(key):
         raise UsageError(f"{storage.url}: {key} is what one rank saved; pass the folder, which has the files of all ranks")
-    return _catalog(storage, {key: None})
-
-
-def _open_folder(storage: Storage) -> Catalog | None:
-    weights = weight_files(storage, SUFFIX, main=f"model{SUFFIX}")
-    return None if weights is None else _catalog(storage, weights)
+    if key is None:
+        weights = weight_files(storage, SUFFIX, main=f"model{SUFFIX}")
+    else:
+        weights = {key: None} if key.endswith(SUFFIX) else None
+    return None if weights is None else Foreign(storage, _catalog(storage, weights), "safetensors")
 
 
 def _catalog(storage: Storage, weights: WeightFiles) -> Catalog:
@@ -149,17 +139,11 @@ def read_header(storage: Storage, key: str) -> tuple[int, Header]:
     size = storage.size(key)
     if size is None:
         raise CorruptError(f"{where}: is missing, though the index names it; copy it, or use another checkpoint")
-    first = _read(storage, key, min(size, 8))
+    first = read_range(storage, key, 0, min(size, 8))
     end = header_num_bytes(first, name=where)
     if end > size:
         raise CorruptError(f"{where}: ends after {size} bytes, within its header of {end}; use another copy of it")
-    header = parse_header(_read(storage, key, end), file_size=size, name=where)
+    header = parse_header(read_range(storage, key, 0, end), file_size=size, name=where)
     if header.metadata.get("writer") == "reshard_ckpt":
         raise UsageError(f"{where}: is one shard file of a checkpoint; pass the checkpoint's own folder")
     return size, header
-
-
-def _read(storage: Storage, key: str, num_bytes: int) -> memoryview:
-    data = memoryview(bytearray(num_bytes))
-    storage.read_into(key, 0, [data])
-    return data

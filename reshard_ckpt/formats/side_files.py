@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..core.catalog.model import Catalog
 from ..storage import Storage
+from ..storage.protocol import read_range
 from .huggingface import INDEX, top_level
 
 SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
@@ -26,6 +27,4 @@ def copy_side_files(source: Storage, catalog: Catalog, target: Storage) -> None:
             continue
         with target.create(key) as writer:
             for low in range(0, size, _STEP_BYTES):
-                data = memoryview(bytearray(min(_STEP_BYTES, size - low)))
-                source.read_into(key, low, [data])
-                writer.write(data)
+                writer.write(read_range(source, key, low, min(_STEP_BYTES, size - low)))

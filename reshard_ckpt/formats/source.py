@@ -15,7 +15,9 @@ from ..errors import CheckpointNotFound
 from ..format.catalog import encode_catalog
 from ..format.checksums import digest128
 from ..format.keys import CATALOG_KEY
-from ..storage import Storage, open_storage, path_text
+from ..storage import Storage, open_beside, open_storage, path_text
+from ..storage.followed import FollowedStorage
+from .deepspeed.folder import latest_tag
 from .foreign import FORMATS, ForeignFormat, RawValue, open_foreign
 
 NATIVE = "reshard_ckpt"
@@ -77,8 +79,25 @@ def _open(path: Path, stack: ExitStack, formats: Sequence[ForeignFormat], *, loc
     try:
         opened = identified_catalog(storage)
     except CheckpointNotFound as error:
+        tag = latest_tag(storage)  # the root of a run of DeepSpeed stands for its latest checkpoint, of this library or not
+        if tag is not None:
+            return _open(f"{path_text(path).rstrip('/')}/{tag}", stack, formats, lock=lock)
         return _open_foreign(path_text(path), storage, stack, formats, error)
-    return Identified(Source(storage, opened.value), opened.identity)
+    return Identified(Source(_followed(storage, opened.value, stack, lock=lock), opened.value), opened.identity)
+
+
+def _followed(storage: Storage, catalog: Catalog, stack: ExitStack, *, lock: bool) -> Storage:
+    """Open the other checkpoints too that hold files of this one: just those that its catalog names, not what theirs may name."""
+    first = {file.folder: file for file in reversed(catalog.files) if file.checkpoint}
+    if not first:
+        return storage
+    others: dict[str, Storage] = {}
+    for folder, file in first.items():
+        other = stack.enter_context(open_beside(storage, file.checkpoint, file.key.removeprefix(folder)))
+        if lock:
+            stack.enter_context(reading(other))
+        others[folder] = other
+    return FollowedStorage(storage, others)
 
 
 def _unknown_file(url: str) -> str:

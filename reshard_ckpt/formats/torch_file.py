@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,10 +28,11 @@ from ..state.entries import Captured
 from ..state.modules import EXTRA_STATE
 from ..state.scan import Verbatim
 from ..storage import LocalStorage, Storage
+from ..storage.protocol import read_range
 from .catalog_builder import ForeignTensor, build_catalog, foreign_file, whole
 from .huggingface import WeightFiles, weight_files
-from .named_optimizers import is_optimizer_state, key_by_name
-from .protocol import Foreign, locate
+from .named_optimizers import advice, is_optimizer_state
+from .protocol import Foreign, open_located
 from .strided import StridedStorage
 from .torch_zip import HEAD_BYTES, LEGACY_MAGIC, ZIP_MAGIC, MappedFile, MappedFiles, load_archive
 from .unreadable import without_unreadable
@@ -52,15 +52,16 @@ class TorchFormat:
 
     def open(self, path: str) -> Foreign | None:
         """Open a path; see `ForeignFormat`."""
-        with ExitStack() as stack:
-            storage, key = locate(path)
-            stack.enter_context(storage)
-            if key is not None:
-                return _open_file(storage, key) if _is_torch_file(storage, key) else None
-            weights = weight_files(storage, ".bin", main=_MAIN)
-            if weights is None or not all(_is_torch_file(storage, key) for key in weights):
-                return None
-            return _open_flat(storage, weights)
+        return open_located(path, _look)
+
+
+def _look(storage: Storage, key: str | None) -> Foreign | None:
+    if key is not None:
+        return _open_file(storage, key) if _is_torch_file(storage, key) else None
+    weights = weight_files(storage, ".bin", main=_MAIN)
+    if weights is None or not all(_is_torch_file(storage, key) for key in weights):
+        return None
+    return _open_flat(storage, weights)
 
 
 def _is_torch_file(storage: Storage, key: str) -> bool:
@@ -68,14 +69,13 @@ def _is_torch_file(storage: Storage, key: str) -> bool:
     size = storage.size(key)
     if size is None:
         raise CorruptError(f"{storage.url}: {key} is missing, though the index names it; copy it, or use another checkpoint")
-    head = memoryview(bytearray(min(size, HEAD_BYTES)))
-    storage.read_into(key, 0, [head])
-    if bytes(head).startswith(LEGACY_MAGIC):
+    head = bytes(read_range(storage, key, 0, min(size, HEAD_BYTES)))
+    if head.startswith(LEGACY_MAGIC):
         raise UnsupportedError(
             f"{storage.url}: {key} is of torch's old format, without places of its tensors; write it anew: "
             "torch.save(torch.load(path, weights_only=True), path)"
         )
-    return bytes(head).startswith(ZIP_MAGIC)
+    return head.startswith(ZIP_MAGIC)
 
 
 def _local_path(storage: Storage, key: str) -> str:
@@ -89,13 +89,14 @@ def _local_path(storage: Storage, key: str) -> str:
 def _open_file(storage: Storage, key: str) -> Foreign:
     loaded, mapped = _load(storage, key)
     try:
-        state, advice = key_by_name(_with_root_key(loaded))
+        state = _with_root_key(loaded)
+        unnamed = advice(state)
         state, unreadable = without_unreadable(state)
         captured = capture(Verbatim(state))
     except RecursionError as error:
         raise CorruptError(f"{storage.url}: {key} is nested too deep, or contains itself; use another copy") from error
     found = _foreign(storage, captured, {key: mapped})
-    return replace(found, catalog=replace(found.catalog, unreadable=unreadable), advice=advice)
+    return replace(found, catalog=replace(found.catalog, unreadable=unreadable), advice=unnamed)
 
 
 def _open_flat(storage: Storage, weights: WeightFiles) -> Foreign:

@@ -8,7 +8,7 @@ from typing import Any
 from ..errors import CheckpointError
 from ..format.torch_dtypes import dtype_code
 from ..format.values import encode_value
-from ..state.optimizer_dicts import is_optimizer_tree
+from ..state.optimizer_dicts import is_numbered, is_optimizer_tree, names_by_number
 from ..state.scan import name_of
 from ..state.tensors import is_tensor_like, local_memory
 
@@ -26,7 +26,7 @@ def _prune(node: Mapping[Any, Any], path: Path, unreadable: dict[str, Checkpoint
     for key, child in node.items():
         where = (*path, key)
         if isinstance(child, Mapping) and child:
-            kept[key] = child if is_optimizer_tree(child) else _prune(child, where, unreadable)
+            kept[key] = child if _is_named_optimizer(child) else _prune(child, where, unreadable)
             if kept[key]:
                 continue
             del kept[key]
@@ -35,6 +35,10 @@ def _prune(node: Mapping[Any, Any], path: Path, unreadable: dict[str, Checkpoint
         else:
             unreadable[name_of(where)] = why
     return kept
+
+
+def _is_named_optimizer(value: Mapping[Any, Any]) -> bool:
+    return is_optimizer_tree(value) or (is_numbered(value) and names_by_number(value["param_groups"]) is not None)
 
 
 def _read_error(leaf: Any, name: str) -> CheckpointError | None:

@@ -25,7 +25,7 @@ from ..checkpoint.saving import async_save, save
 from ..comm import Stop, open_session, open_stop
 from ..core.planning.interval import MAX_OVERHEAD
 from ..core.report import LoadReport, SaveReport
-from ..engine.common.step_folders import find_steps, name_steps, remove_files, remove_step
+from ..engine.common.step_folders import alone_with, find_steps, name_steps, remove_files, remove_step
 from ..engine.loading.load import open_catalog
 from ..engine.saving.commit import clean_up
 from ..engine.saving.handle import SaveHandle
@@ -38,7 +38,7 @@ from ..memory.run import MemoryRun
 from ..memory.tier import Memory
 from ..storage import Storage, open_storage, resolved_path
 from .attempts import PRIOR_S, AttemptLog
-from .preemption import SigtermHandler
+from .preemption import SigtermHandler, grace_of
 from .retention import Retention
 from .run_folder import StepInfo, look, take_lock, with_metric
 from .schedule import SaveCosts, Schedule, interval_rule
@@ -87,6 +87,8 @@ class Manager:
     finish_on_sigterm
         On SIGTERM, finish the save that is under way, and then do what the signal did before: end the process, or call the
         handler that a training loop had installed before it made the manager. A loop that reads `preempted` needs it not.
+        A number is how many seconds that save may take from the signal on, by default 20. Then it is given up; as every save is
+        at once, where a rank that it needs is known to have ended.
     memory
         A `Memory`: `async_save` goes to the memory of nodes first, and from there to the store at ``persist_every``; `load_latest`
         takes the newest of both.
@@ -118,7 +120,7 @@ class Manager:
         keep_best: int = 0,
         best: str = "max",
         read_only: bool = False,
-        finish_on_sigterm: bool = False,
+        finish_on_sigterm: bool | float = False,
         memory: Memory | None = None,
         persist_every: int | str = "10min",
         interval: str | float | None = None,
@@ -127,6 +129,7 @@ class Manager:
         process_group: Any = None,
         timeout_s: float = 600.0,
     ) -> None:
+        grace_s = grace_of(finish_on_sigterm)
         self._rule = Retention(keep_last, keep_every, keep_best, best)
         rule = None if interval is None else interval_rule(interval, mtbf, max_overhead, self._mtbf_s)
         self._root = resolved_path(root)  # once: the process may change its working folder
@@ -154,7 +157,7 @@ class Manager:
                 if self._is_first and not read_only:
                     opening.enter_context(take_lock(self._storage))
                     self._remove_leftovers()
-            self._sigterm = opening.enter_context(SigtermHandler()) if finish_on_sigterm else None
+            self._sigterm = opening.enter_context(SigtermHandler(grace_s)) if grace_s else None
             if interval == "auto" and self._is_first and not read_only:
                 self._attempts = AttemptLog(self._storage)
             self._memory = None if memory is None else self._open_memory(memory, persist_every)
@@ -493,7 +496,8 @@ class Manager:
 
     def _wait(self) -> None:
         """Wait for the save in progress and for the pruning after it."""
-        if self._pending is not None:
+        gave_up = self._sigterm is not None and self._sigterm.gave_up
+        if self._pending is not None and not gave_up:
             self._settled.wait()
 
     def _newest_except(self, passed: Mapping[int, str]) -> int | None:
@@ -574,8 +578,9 @@ class Manager:
         committed, begun = find_steps(self._storage)
         stale = [step for step in committed if len(self._storage.folders(step_name(step))) > 1]
         for step in stale:
-            with open_storage(self.path(step)) as storage, suppress(CorruptError):
-                clean_up(storage, open_catalog(storage), storage.folders())
+            with alone_with(self._storage, step) as alone, open_storage(self.path(step)) as storage, suppress(CorruptError):
+                if alone:  # else it is being compacted, or read
+                    clean_up(storage, open_catalog(storage), storage.folders())
         referred = self._referred(committed) if begun else frozenset()
         for step in begun:
             remove_files(self._storage, step, referred)

@@ -2,10 +2,14 @@
 
 The handler runs in the main thread, between any two bytecodes, so it takes no lock and polls the save. Where the main thread is
 itself within a save or load, it may hold what the saving thread needs, so the handler waits for the end of that call first.
+
+All of this has a limit. When that is over, a save that waits for other ranks is given up, and the previous handler runs wherever
+the main thread is.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -14,29 +18,54 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 
+from ..comm import give_up_sessions
 from ..engine.common.logs import LOGGER
 from ..engine.saving.handle import SaveHandle
 from ..errors import UsageError
 
+GRACE_S = 20.0
+"""How long a save may go on after SIGTERM by default: torchrun, Slurm and Kubernetes kill after 30 s."""
+
 _POLL_S = 0.02
+
+
+def grace_of(finish_on_sigterm: bool | float) -> float:
+    """Return the seconds that the option of a manager stands for; 0 where SIGTERM is not to be handled.
+
+    >>> grace_of(False), grace_of(True), grace_of(7)
+    (0.0, 20.0, 7.0)
+    """
+    if isinstance(finish_on_sigterm, bool):
+        return GRACE_S if finish_on_sigterm else 0.0
+    if not isinstance(finish_on_sigterm, int | float) or not finish_on_sigterm > 0:
+        raise UsageError(f"finish_on_sigterm={finish_on_sigterm!r}: pass True, False, or the seconds for it, above 0")
+    return float(finish_on_sigterm)
 
 
 class SigtermHandler:
     """A handler of SIGTERM, installed while its block lasts, that waits for the save `pending`.
 
+    Parameters
+    ----------
+    grace_s
+        Seconds from the signal on after which it waits no more.
+
     Attributes
     ----------
     pending
         The save that is under way.
-    only_notes
+    only_records
         SIGTERM ends nothing: it sets `received`.
-    noted
+    received
         Whether it has come since.
+    gave_up
+        Whether the save was not finished in time.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, grace_s: float = GRACE_S) -> None:
         self.pending: SaveHandle | None = None
-        self.only_records = self.received = False
+        self.only_records = self.received = self.gave_up = False
+        self._grace_s, self._deadline = grace_s, math.inf
         self._process = os.getpid()
         self._depth = 0
         self._seen = False
@@ -73,15 +102,36 @@ class SigtermHandler:
             self.received = True
         else:
             self._seen = True
-            if not self._depth:
+            self._begin_grace()
+            if not self._depth or self._is_over():
                 self._finish_save_and_end()
 
+    def _begin_grace(self) -> None:
+        """Set the deadline at the first signal; in a call that waits, this process signals itself once more when it is over."""
+        if self._deadline == math.inf and self._grace_s < threading.TIMEOUT_MAX:
+            self._deadline = time.monotonic() + self._grace_s
+            if self._depth:
+                timer = threading.Timer(self._grace_s, self._signal_again)
+                timer.daemon = True
+                timer.start()
+
+    def _signal_again(self) -> None:
+        if self._seen and os.getpid() == self._process:
+            os.kill(self._process, signal.SIGTERM)
+
+    def _is_over(self) -> bool:
+        return time.monotonic() >= self._deadline
+
     def _finish_save_and_end(self) -> None:
-        self._seen = False
         if self.pending is not None and not self.pending.done():
             LOGGER.warning("SIGTERM: finishing the save that is under way")
-            while not self.pending.done():
+            while not self.pending.done() and not self._is_over():
                 time.sleep(_POLL_S)
+        self._seen = False
+        if self._depth or (self.pending is not None and not self.pending.done()):
+            LOGGER.error("SIGTERM: not finished within %g s, so given up; the checkpoint of before is still there", self._grace_s)
+            self.gave_up = True
+            give_up_sessions()
         self._run_previous_handler()
 
     def _run_previous_handler(self) -> None:

@@ -25,7 +25,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..comm.protocol import Comm
 from ..core.report import SaveReport
 from ..engine.saving.commit import catalog_of, compare_replicas, file_entries
 from ..engine.saving.messages import Receipt, WrittenFile, decode_receipt, encode_receipt

@@ -10,7 +10,7 @@ import re
 import unicodedata
 import warnings
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import BytesIO
 from typing import Any
@@ -22,6 +22,7 @@ from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from matplotlib.text import Text
 
 INK, SOFT, FAINT = "#1f2430", "#5d6575", "#eef1f5"
@@ -99,18 +100,6 @@ def draw_boxes(
     return drawn
 
 
-def draw_heat(axes: Axes, shares: Any, words: Sequence[Sequence[str]], tips: Sequence[str]) -> PolyCollection:
-    """Draw a cell for each share between 0 and 1, the darker the more; `words` are what to write in each, the best first."""
-    rows, columns = shares.shape
-    axes.set(xlim=(0, columns), ylim=(rows, 0))
-    across, down = axes.get_window_extent().width / columns, axes.get_window_extent().height / rows
-    cells = [(j, i, 1, 1) for i in range(rows) for j in range(columns)]
-    colours = [to_hex(matplotlib.colormaps["Blues"](0.15 + 0.75 * share)) if share else FAINT for share in shares.ravel()]
-    for (j, i, *_), colour, texts in zip(cells, colours, words, strict=True):
-        write_in(axes, j + 0.5, i + 0.5, texts, across, down, size=8, color=on(colour))
-    return draw_boxes(axes, cells, colours, tips)
-
-
 def write_in(
     axes: Axes, x: float, y: float, texts: Sequence[str], width: float, height: float, size: float = 9, **style: Any
 ) -> None:
@@ -123,35 +112,28 @@ def write_in(
 
 
 def set_ticks(axes: Axes, at: Any, labels: Sequence[str], *, vertical: bool) -> None:
-    """Set as many of these rising ticks as can be read, the first and the last before others."""
-    span = axes.get_ylim()[0] if vertical else axes.get_xlim()[1]
-    extent = axes.get_window_extent()
-    places = np.asarray(at, float) * ((extent.height if vertical else extent.width) / max(span, 1e-9))
+    """Set as many of these rising ticks as can be read, the last and the first before others."""
+    span, extent = axes.get_ylim()[0] if vertical else axes.get_xlim()[1], axes.get_window_extent()
+    unit = (extent.height if vertical else extent.width) / max(span, 1e-9)
     needs = [12.0 if vertical else text_width(label, 8) + 6 for label in labels]
-    kept = [0] if len(labels) else []
+    kept: list[int] = []
     last = len(labels) - 1
-    for i in range(1, last + 1):
-        free = places[i] - places[kept[-1]] >= max(needs[i], needs[kept[-1]])
-        if free and (i == last or places[last] - places[i] >= max(needs[i], needs[last])):
+    for i in dict.fromkeys((last, 0, *range(last)) if labels else ()):
+        if all(abs(at[i] - at[k]) * unit >= max(needs[i], needs[k]) for k in kept):
             kept.append(i)
+    kept.sort()
     (axes.set_yticks if vertical else axes.set_xticks)([at[i] for i in kept], [labels[i] for i in kept])
 
 
 def series(count: int) -> list[str]:
-    """Colours for so many things: of the palette if they suffice, else from dark to light in their order."""
+    """List colours for so many things: of the palette if they suffice, else from dark to light in their order."""
     if count <= len(PALETTE):
         return list(PALETTE[:count])
     return [to_hex(colour) for colour in matplotlib.colormaps["viridis"](np.linspace(0, 1, count))]
 
 
-def paler(colour: str, share: float) -> str:
-    """A share of this colour on white."""
-    red, green, blue = (1 - (1 - part) * share for part in to_rgb(colour))
-    return to_hex((red, green, blue))
-
-
 def on(fill: str) -> str:
-    """The colour of text that can be read on this one.
+    """Choose the colour of text that can be read on this one.
 
     >>> on("#ffffff"), on("#102030")
     ('#1f2430', '#ffffff')
@@ -161,12 +143,12 @@ def on(fill: str) -> str:
 
 
 def text_width(text: str, size: float) -> float:
-    """About how wide a line of text is."""
+    """Estimate how wide a line of text is."""
     return size * sum(1.0 if unicodedata.east_asian_width(letter) in "WF" else 0.62 for letter in text)
 
 
 def fitted(text: str, size: float, width: float) -> str:
-    """The text, or as much of its beginning and end as fits; nothing where hardly anything does.
+    """Return the text, or as much of its beginning and end as fits; nothing where hardly anything does.
 
     >>> fitted("layers.0-31", 10, 100), fitted("layers.0-31", 10, 40), fitted("layers", 10, 8)
     ('layers.0-31', 'lay…31', '')
@@ -178,19 +160,19 @@ def fitted(text: str, size: float, width: float) -> str:
 
 
 def drawable(text: str) -> str:
-    """Text without what no font can draw and no XML file can hold."""
+    """Return text without what no font can draw and no XML file can hold."""
     return _UNDRAWABLE.sub("\ufffd", text)
 
 
 @styled()
 def png_bytes(figure: Figure) -> bytes:
-    """The figure as a PNG, sharp on today's screens."""
+    """Write the figure as a PNG, sharp on today's screens."""
     return _saved(figure, "png", {"Software": None})
 
 
 @styled()
 def svg_bytes(figure: Figure, title: str) -> bytes:
-    """The figure as SVG without a date; `title` says what it shows to those who cannot see it."""
+    """Write the figure as SVG without a date; `title` says what it shows to those who cannot see it."""
     root = ElementTree.fromstring(_saved(figure, "svg", dict.fromkeys(("Date", "Creator", "Format", "Type"))))
     for box in list(root.iter(f"{_SVG}a")):
         tip = ElementTree.Element(f"{_SVG}title")
@@ -202,6 +184,25 @@ def svg_bytes(figure: Figure, title: str) -> bytes:
     root.insert(0, name)
     root.attrib.update(role="img", style="max-width:100%;height:auto")
     return b'<?xml version="1.0" encoding="UTF-8"?>\n' + ElementTree.tostring(root, encoding="unicode").encode() + b"\n"
+
+
+def write_head(figure: Figure, title: str, below: str = "") -> None:
+    """Write a title, as much of it as fits, and a line below it, into the top left corner."""
+    width, height = figure.get_size_inches() * 72
+    # Bold letters are wider.
+    bold = fitted(title, 15, width - 32)
+    figure.text(16 / width, 1 - 18 / height, bold, size=12, weight="bold", va="center_baseline")
+    figure.text(16 / width, 1 - 38 / height, below, color=SOFT, va="center_baseline")
+
+
+def add_legend(figure: Figure, colours: Mapping[str, str], left: float, top: float, columns: int) -> None:
+    """Add a swatch for each name; its upper left corner is counted from the figure's."""
+    width, height = figure.get_size_inches() * 72
+    swatches = [Patch(color=colour, label=fitted(name, 9, 90)) for name, colour in colours.items()]
+    place = (left / width, 1 - top / height)
+    figure.legend(
+        handles=swatches, loc="upper left", bbox_to_anchor=place, ncols=columns, handlelength=1, handleheight=1, columnspacing=1.2
+    )
 
 
 def _saved(figure: Figure, form: str, metadata: dict[str, Any]) -> bytes:

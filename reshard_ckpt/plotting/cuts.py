@@ -13,11 +13,10 @@ from math import prod
 from typing import Any
 
 import numpy as np
+from matplotlib import colormaps
 from matplotlib.axes import Axes
-from matplotlib.cm import ScalarMappable
-from matplotlib.colors import ListedColormap
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 
 from ..core.catalog.model import Catalog
 from ..core.catalog.name_tree import spans
@@ -31,8 +30,8 @@ from .canvas import (
     PALETTE,
     SOFT,
     add_axes,
+    add_legend,
     draw_boxes,
-    draw_heat,
     fitted,
     new_figure,
     on,
@@ -40,6 +39,7 @@ from .canvas import (
     set_ticks,
     styled,
     text_width,
+    write_head,
     write_in,
 )
 from .feeds import Run, Wanted, boxes_of, feeds
@@ -64,7 +64,7 @@ class Shown:
 
     @property
     def size(self) -> tuple[float, float]:
-        """Width and height on paper: in proportion, but neither a thread nor larger than its place."""
+        """Return width and height on paper: in proportion, but neither a thread nor larger than its place."""
         ratio = min(max(float(self.table.columns[-1]) / max(float(self.table.rows[-1]), 1.0), 0.4), 8.0)
         width = min(MAX_WIDTH, MAX_HEIGHT * ratio)
         return width, width / ratio
@@ -90,11 +90,12 @@ def draw_cuts(catalog: Catalog, name: str, wanted: Sequence[Wanted] = (), mesh: 
     right = LEFT + sum(wide) + (heat_width + 24 if mesh is not None else -20)
     tall = height if mesh is None else max(height, 120.0)
     figure = new_figure(max(right, 400.0), HEAD + tall + FOOT)  # at least room for some of the name
-    _write_head(figure, name, f"{view.dtype} {' × '.join(f'{n:,}' for n in shape) or 'scalar'}, {size_text(view.num_bytes)}")
+    write_head(figure, name, f"{view.dtype} {' × '.join(f'{n:,}' for n in shape) or 'scalar'}, {size_text(view.num_bytes)}")
     axes = add_axes(figure, LEFT, HEAD, width, height)
     _draw_table(axes, saved, shape, *titles[0])
     _label_parts(axes, saved.table, [[f"rank {rank}", str(rank)] for rank in ranks], saved.colours)
-    _draw_legend(figure, colour)
+    few = [known[i] for i in np.unique(np.linspace(0, len(known) - 1, min(len(known), len(PALETTE))).astype(int))]
+    add_legend(figure, {f"rank {rank}": colour[rank] for rank in few}, LEFT - 8, HEAD + tall + 18, 4)
     if mesh is not None:
         axes = add_axes(figure, LEFT + wide[0], HEAD, width, height)
         heat = add_axes(figure, LEFT + sum(wide), HEAD, heat_width, tall)
@@ -102,19 +103,12 @@ def draw_cuts(catalog: Catalog, name: str, wanted: Sequence[Wanted] = (), mesh: 
     return figure
 
 
-def _write_head(figure: Figure, name: str, head: str) -> None:
-    width, height = figure.get_size_inches() * 72
-    # Bold letters are wider.
-    for y, text, style in ((24, fitted(name, 15, width - 32), {"size": 13, "weight": "bold"}), (44, head, {"color": SOFT})):
-        figure.text(16 / width, 1 - y / height, text, va="center_baseline", **style)
-
-
 def _mesh(mesh: Mesh) -> str:
     return ", ".join(f"{axis}={size}" for axis, size in zip(mesh.axes, mesh.sizes, strict=True))
 
 
 def _region(run: tuple[Sequence[int], Sequence[int], int, int]) -> str:
-    """A run as people write it.
+    """Spell a run as people write it.
 
     >>> _region(((0, 8), (4, 8), 0, 32)), _region(((0, 0), (8, 10), 26, 27))
     ('[0:4, 8:16]', 'elements 26 to 52 of [0:8, 0:10]')
@@ -161,22 +155,6 @@ def _label_parts(axes: Axes, table: Table, words: Sequence[Sequence[str]], colou
             )
 
 
-def _draw_legend(figure: Figure, colour: Mapping[int, str]) -> None:
-    """Swatches for few ranks, a scale for many."""
-    width, height = figure.get_size_inches() * 72
-    if len(colour) <= len(PALETTE):
-        swatches = [Patch(color=shade, label=f"rank {rank}") for rank, shade in colour.items()]
-        place = ((LEFT - 8) / width, 6 / height)
-        figure.legend(handles=swatches, loc="lower left", bbox_to_anchor=place, ncols=4, handlelength=1, handleheight=1)
-        return
-    axes = add_axes(figure, LEFT, height - 30, min(300.0, width - LEFT - 24), 8)
-    bar = figure.colorbar(ScalarMappable(cmap=ListedColormap(list(colour.values()))), cax=axes, orientation="horizontal")
-    bar.outline.set_visible(False)
-    ranks = list(colour)
-    chosen = np.unique(np.linspace(0, len(ranks) - 1, 5).astype(int))
-    bar.set_ticks(((chosen + 0.5) / len(ranks)).tolist(), labels=[f"rank {ranks[i]}" for i in chosen])
-
-
 def _draw_feeds(
     axes: Axes,
     heat: Axes,
@@ -217,12 +195,15 @@ def _draw_matrix(axes: Axes, wanted: I64, saved: I64, amounts: I64, names: Seque
     to = [_group(i, rows, names) for i in range(rows)]
     of = [_group(j, columns, [str(rank) for rank in known]) for j in range(columns)]
 
-    tips, words = [], []
-    for (i, j), amount in np.ndenumerate(size):
-        share = f"{shares[i, j]:.0%}"
-        words.append([f"{share}\n{size_text(amount)}", share] if amount else [])
-        tips.append(f"{to[i]} reads {size_text(amount)} that rank {of[j]} wrote")
-    draw_heat(axes, shares, words, tips)
+    axes.set(xlim=(0, columns), ylim=(rows, 0))
+    across, down = axes.get_window_extent().width / columns, axes.get_window_extent().height / rows
+    cells = [(i, j, share) for (i, j), share in np.ndenumerate(shares)]
+    colours = [to_hex(colormaps["Blues"](0.15 + 0.75 * share)) if share else FAINT for _, _, share in cells]
+    tips = [f"{to[i]} reads {size_text(size[i, j])} that rank {of[j]} wrote" for i, j, _ in cells]
+    for (i, j, share), colour in zip(cells, colours, strict=True):
+        words = [f"{share:.0%}\n{size_text(size[i, j])}", f"{share:.0%}"] if share else []
+        write_in(axes, j + 0.5, i + 0.5, words, across, down, size=8, color=on(colour))
+    draw_boxes(axes, [(j, i, 1, 1) for i, j, _ in cells], colours, tips)
     set_ticks(axes, [i + 0.5 for i in range(rows)], [fitted(text, 8, 62) for text in to], vertical=True)
     set_ticks(axes, [j + 0.5 for j in range(columns)], of, vertical=False)
     axes.tick_params(length=0)
@@ -231,6 +212,6 @@ def _draw_matrix(axes: Axes, wanted: I64, saved: I64, amounts: I64, names: Seque
 
 
 def _group(at: int, groups: int, names: Sequence[str]) -> str:
-    """What a row or column stands for: one name, or the first and the last of several."""
+    """Say what a row or column stands for: one name, or the first and the last of several."""
     first, last = -(-at * len(names) // groups), -(-(at + 1) * len(names) // groups) - 1
     return names[first] if first == last else f"{names[first]} … {names[last].removeprefix('rank ')}"

@@ -1,4 +1,4 @@
-"""HTML pages: one picture, or a whole checkpoint: summary, balance, mesh, tensors by size, and the save's timeline.
+"""HTML pages: one picture, or a whole checkpoint: summary, bytes by rank, tensors by size, and the save's timeline.
 
 A page is one file that needs no network and runs no script. It may load nothing but itself, and says so to the browser.
 """
@@ -14,12 +14,14 @@ from matplotlib.figure import Figure
 from ..core.catalog.model import Catalog
 from ..core.catalog.name_tree import Node
 from ..core.catalog.summary import Summary
-from ..core.timeline import Timeline
+from ..core.timeline import Timeline, rank_label
+from ..core.words import plural
 from ..engine.common.progress import size_text
-from .canvas import FAINT, INK, SOFT, drawable, png_bytes, svg_bytes
-from .ranks import MAX_CELLS, balance_words, draw_balance, draw_mesh, mesh_words
+from .canvas import FAINT, INK, PALETTE, SOFT, drawable, fitted, png_bytes, svg_bytes
 from .times import draw_timeline, timeline_words
-from .treemap import draw_treemap
+
+MAX_RANKS, MAX_CHILDREN = 256, 100
+"""Bars of ranks, and lines below one line of the tree, at most."""
 
 _STYLE = f"""
 body{{margin:0;background:#fff;color:{INK};font:15px/1.5 system-ui,"DejaVu Sans",sans-serif}}
@@ -31,26 +33,29 @@ dl{{display:grid;grid-template-columns:repeat(auto-fill,minmax(156px,1fr));gap:1
 dl div{{background:{FAINT};border-radius:6px;padding:9px 12px}}
 dt{{font-size:12px;color:{SOFT}}}
 dd{{margin:0;font-size:16px;font-weight:600;overflow-wrap:anywhere}}
+details>*{{margin-left:18px}}
+.bar{{font-size:13px}}
+.bar i{{display:inline-block;height:10px;margin-right:6px;background:{PALETTE[0]}}}
 """
 
 
 def report_page(
     title: str, catalog: Catalog, summary: Summary, tree: Sequence[Node], sizes: Sequence[int], timeline: Timeline | None
 ) -> str:
-    """The page of a whole checkpoint; `sizes` are the bytes of each leaf of its tree of names."""
-    sections = [_section("Bytes by rank", balance_words(catalog), draw_balance(catalog))]
-    mesh = catalog.mesh
-    if mesh is not None and mesh.axes:
-        sections.append(_section("Mesh", mesh_words(mesh), draw_mesh(catalog, mesh) if mesh.size <= MAX_CELLS else None))
-    alike = "Layers that are alike share a rectangle; point at one for its name."
-    sections.append(_section("Tensors by size", alike, draw_treemap(tree, sizes)))
+    """Make the page of a whole checkpoint; `sizes` are the bytes of each leaf of its tree of names."""
+    alike = "Layers that are alike share a line. A line opens to show what is below it."
+    sections = [
+        _section("Bytes by rank", _balance(catalog), _rank_bars(catalog)),
+        _section("Tensors by size", alike, _size_bars(tree, sizes, max(sum(sizes), 1))),
+    ]
     if timeline is not None:
-        sections.append(_section("Timeline of the save", timeline_words(timeline), draw_timeline(timeline)))
+        title_of_it = "Timeline of the save"
+        sections.append(_section(title_of_it, timeline_words(timeline), _element(draw_timeline(timeline), title_of_it)))
     return _page(title, f"<h1>{_words(title)}</h1>{_facts(catalog, summary)}{''.join(sections)}")
 
 
 def rendered(figure: Figure, title: str, suffix: str) -> bytes:
-    """A figure as a file: ``.png``, ``.svg``, or ``.html``, a page with one picture."""
+    """Render a figure as a file: ``.png``, ``.svg``, or ``.html``, a page with one picture."""
     if suffix == ".png":
         return png_bytes(figure)
     return svg_bytes(figure, title) if suffix == ".svg" else _page(title, _element(figure, title)).encode()
@@ -67,18 +72,75 @@ def _page(title: str, body: str) -> str:
     )
 
 
-def _section(title: str, below: str, figure: Figure | None) -> str:
-    picture = "" if figure is None else _element(figure, title)
-    return f"<section><h2>{title}</h2><p>{_words(below)}</p>{picture}</section>\n"
+def _section(title: str, below: str, content: str) -> str:
+    return f"<section><h2>{title}</h2><p>{_words(below)}</p>{content}</section>\n"
 
 
 def _element(figure: Figure, title: str) -> str:
-    """The figure's SVG without the line that a file of its own begins with."""
+    """Return the figure's SVG without the line that a file of its own begins with."""
     return svg_bytes(figure, title).decode().partition("\n")[2]
 
 
 def _words(text: str) -> str:
     return escape(drawable(text))
+
+
+def bytes_by_rank(catalog: Catalog) -> dict[int, int]:
+    """Sum the bytes of the shard files of each rank, also of ranks of the mesh that wrote none."""
+    held = dict.fromkeys(range(catalog.mesh.size if catalog.mesh else 0), 0)
+    for file in catalog.files:
+        held[file.rank] = held.get(file.rank, 0) + file.size
+    return dict(sorted(held.items()))
+
+
+def _balance(catalog: Catalog) -> str:
+    """Say in a sentence what ranks wrote, and on which mesh."""
+    sizes = list(bytes_by_rank(catalog).values())
+    if not sum(sizes):
+        return "No rank wrote any bytes."
+    axes = zip(catalog.mesh.axes, catalog.mesh.sizes, strict=True) if catalog.mesh is not None else ()
+    mesh = " × ".join(f"{axis} {size}" for axis, size in axes)
+    times = max(sizes) * len(sizes) / sum(sizes)
+    return (
+        f"{f'{mesh} = ' if mesh else ''}{plural(len(sizes), 'rank')} wrote {size_text(sum(sizes))}: the least "
+        f"{size_text(min(sizes))}, the most {size_text(max(sizes))}, which is {times:.2f} times the mean."
+    )
+
+
+def _rank_bars(catalog: Catalog) -> str:
+    """Draw a bar for each rank; of too many ranks, those that wrote most."""
+    held = bytes_by_rank(catalog)
+    most = max(held.values(), default=0) or 1
+    shown = sorted(sorted(held, key=lambda rank: -held[rank])[:MAX_RANKS])
+    mesh = catalog.mesh
+    labels = [rank_label(rank, mesh if mesh is not None and rank < mesh.size else None) for rank in shown]
+    bars = [f"<div>{_bar(label, held[rank], most)}</div>" for label, rank in zip(labels, shown, strict=True)]
+    more = f"<p>Ranks that wrote less: {len(held) - len(shown):,}.</p>" if len(held) > len(shown) else ""
+    return "".join(bars) + more
+
+
+def _size_bars(nodes: Sequence[Node], sizes: Sequence[int], whole: int, above: str = "") -> str:
+    """Draw a bar for each node, the largest first, which opens to show those below it."""
+    totals = sorted(((_total(node, sizes), i) for i, node in enumerate(nodes)), key=lambda item: (-item[0], item[1]))
+    lines = []
+    for total, i in totals[:MAX_CHILDREN]:
+        node = nodes[i]
+        name = fitted(f"{above}{node.label}", 9, 900)
+        bar = _bar(f"{name} (×{node.count})" if node.count > 1 else name, total, whole)
+        below = _size_bars(node.children, sizes, whole, f"{name}.")
+        lines.append(f"<details><summary>{bar}</summary>{below}</details>" if below else f"<div>{bar}</div>")
+    rest = totals[MAX_CHILDREN:]
+    if rest:
+        lines.append(f"<div>{_bar(f'{len(rest):,} smaller ones', sum(total for total, _ in rest), whole)}</div>")
+    return "".join(lines)
+
+
+def _total(node: Node, sizes: Sequence[int]) -> int:
+    return sum(sizes[leaf] for leaf in node.leaves) + sum(_total(child, sizes) for child in node.children)
+
+
+def _bar(label: str, size: int, most: int) -> str:
+    return f'<span class="bar"><i style="width:{500 * size / most:.1f}px"></i>{_words(label)}: {size_text(size)}</span>'
 
 
 def _facts(catalog: Catalog, of: Summary) -> str:

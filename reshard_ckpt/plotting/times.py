@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter
 
 from ..core.timeline import Step, Timeline
+from ..core.words import plural
 from ..engine.common.progress import size_text
-from .canvas import PALETTE, add_axes, draw_boxes, fitted, new_figure, on, set_ticks, styled, text_width, write_in
+from .canvas import (
+    PALETTE,
+    add_axes,
+    add_legend,
+    draw_boxes,
+    fitted,
+    new_figure,
+    on,
+    set_ticks,
+    styled,
+    text_width,
+    write_head,
+    write_in,
+)
 
 WIDTH = 960.0
 HEAD, FOOT = 78.0, 30.0
@@ -48,17 +61,19 @@ def draw_timeline(timeline: Timeline) -> Figure:
         room = width / seconds * (WIDTH - left - 24)
         write_in(axes, x + width / 2, y + height / 2, [step.name], room, tall, size=8, color=on(colour_of(step.name)))
     more = f"; the {MAX_RANKS} busiest ranks" if hidden else ""
-    _write_head(figure, f"{timeline_title(timeline)}{more}", list(dict.fromkeys(step.name for step in _by_start(timeline))))
+    write_head(figure, f"{timeline_title(timeline)}{more}")
+    names = list(dict.fromkeys(step.name for step in sorted(timeline.steps, key=lambda step: step.start_s)))[:MAX_LEGEND]
+    add_legend(figure, {name: colour_of(name) for name in names}, 10, 28, 12 if len(names) <= 12 else 8)
     return figure
 
 
 def timeline_title(timeline: Timeline) -> str:
-    """What the picture shows."""
-    return f"A save of {timeline.seconds:.3g} s on {timeline.num_ranks:,} rank{'s' if timeline.num_ranks != 1 else ''}"
+    """Say what the picture shows."""
+    return f"A save of {timeline.seconds:.3g} s on {plural(timeline.num_ranks, 'rank')}"
 
 
 def timeline_words(timeline: Timeline) -> str:
-    """Which step of which rank took longest, but for those that wait."""
+    """Say which step of which rank took longest, but for those that wait."""
     steps = [step for step in timeline.steps if step.name not in WAITS]
     if not steps:
         return "No step took any time."
@@ -69,12 +84,12 @@ def timeline_words(timeline: Timeline) -> str:
 
 
 def colour_of(step: str) -> str:
-    """The colour of a step, the same in every picture."""
+    """Choose the colour of a step, the same in every picture."""
     return _COLOURS.get(step, PALETTE[sum(step.encode(errors="replace")) % len(PALETTE)])
 
 
 def _rows(timeline: Timeline) -> tuple[list[tuple[int, str]], int]:
-    """The ranks' threads to draw, in order, and how many ranks are left out: those that were busy for the shortest."""
+    """List the ranks' threads to draw, in order, and how many ranks are left out: those that were busy for the shortest."""
     busy: dict[int, float] = {}
     for step in timeline.steps:
         took = 0.0 if step.name in WAITS else step.end_s - step.start_s
@@ -84,22 +99,7 @@ def _rows(timeline: Timeline) -> tuple[list[tuple[int, str]], int]:
     return sorted(rows, key=lambda row: (row[0], row[1] != "caller", row[1])), len(busy) - len(kept)
 
 
-def _by_start(timeline: Timeline) -> list[Step]:
-    return sorted(timeline.steps, key=lambda step: step.start_s)
-
-
 def _tip(step: Step, timeline: Timeline) -> str:
     took = step.end_s - step.start_s
     size = f", {size_text(step.num_bytes)}, {size_text(round(step.num_bytes / max(took, 1e-9)))}/s" if step.num_bytes else ""
     return f"{timeline.label(step.rank)} {step.name} ({step.thread}): {took:.3g} s from {step.start_s:.3g} s{size}"
-
-
-def _write_head(figure: Figure, title: str, names: list[str]) -> None:
-    width, height = figure.get_size_inches() * 72
-    figure.text(16 / width, 1 - 18 / height, title, size=11, weight="bold", va="center_baseline")
-    swatches = [Patch(color=colour_of(name), label=fitted(name, 9, 90)) for name in names[:MAX_LEGEND]]
-    place = (10 / width, 1 - 28 / height)
-    columns = 12 if len(swatches) <= 12 else 8
-    figure.legend(
-        handles=swatches, loc="upper left", bbox_to_anchor=place, ncols=columns, handlelength=1, handleheight=1, columnspacing=1.2
-    )

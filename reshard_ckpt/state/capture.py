@@ -95,15 +95,16 @@ def _tree_link(path: Path, optimizers: set[str]) -> StateLink | None:
 
 
 def _with_parameters(tensors: Sequence[LocalTensor]) -> tuple[LocalTensor, ...]:
-    """Name the parameters of state that was found in dicts, where parameters go by their FQN alone."""
-    unknown = {t.spec.link.fqn for t in tensors if t.spec.link is not None and t.spec.link.parameter is None}
+    """Name the parameters of state whose link does not name one that is there, as in dicts, where they go by their FQN alone."""
+    names = {t.spec.name for t in tensors}
+    unknown = {t.spec.link.fqn for t in tensors if t.spec.link is not None and t.spec.link.parameter not in names}
     if not unknown:
         return tuple(tensors)
     found = find_parameters(unknown, (t.spec.name for t in tensors if t.spec.link is None))
 
     def complete(tensor: LocalTensor) -> LocalTensor:
         link = tensor.spec.link
-        if link is None or link.parameter is not None or link.fqn not in found:
+        if link is None or link.parameter in names or link.fqn not in found:
             return tensor
         return LocalTensor(replace(tensor.spec, link=replace(link, parameter=found[link.fqn])), tensor.memory)
 

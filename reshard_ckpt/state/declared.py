@@ -22,14 +22,14 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ..errors import LayoutError, UnsupportedError, UsageError
-from .shards import FlatShard, LocalShard
+from .shards import FlatShard, LocalShard, Shards
 from .tensors import TensorLike
 
 _FIELDS = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 _CLAIMS = ("__create_write_items__", "__create_chunk_list__")
 
 
-def parts_of(value: TensorLike, name: str) -> tuple[TensorLike, ...]:
+def parts_of(value: TensorLike | Shards, name: str) -> tuple[TensorLike, ...]:
     """What is saved and loaded for a value: itself, or the shards that it says it is made of.
 
     Raises
@@ -39,6 +39,8 @@ def parts_of(value: TensorLike, name: str) -> tuple[TensorLike, ...]:
     LayoutError
         What it says of its parts does not fit.
     """
+    if isinstance(value, Shards):
+        return value.parts
     kind = type(value)
     if (kind is torch.Tensor or kind is torch.nn.Parameter) and not vars(value):
         return (value,)  # nearly all

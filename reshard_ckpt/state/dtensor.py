@@ -84,10 +84,19 @@ def _layout_on(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Ints,
     coordinate = mesh.get_coordinate()
     where = None if coordinate is None else tuple(coordinate)
     kinds = tuple(map(type, placements))  # a subclass may be equal to its base, and cut otherwise
+    known_layout = _layout if _is_hashable(placements) else _layout.__wrapped__
     try:
-        return _layout(shape, local_shape, axis_names(mesh), placements, kinds, tuple(mesh.shape), where)
+        return known_layout(shape, local_shape, axis_names(mesh), placements, kinds, tuple(mesh.shape), where)
     except UsageError as error:
         raise type(error)(f"{name}: {error}") from None
+
+
+def _is_hashable(placements: tuple[Placement, ...]) -> bool:
+    try:  # a `RaggedShard` may be given its units as a list
+        hash(placements)
+    except TypeError:
+        return False
+    return True
 
 
 @lru_cache(maxsize=4096)
@@ -108,6 +117,7 @@ def _layout(
     region = None if coordinate is None else local_region(shape, placement, sizes, where)
     if region is None:
         return nothing
+    _check_flattened(placement, placements, region.num_elements, sizes)
     if region.flat is not None:
         return _flat_layout(shape, local_shape, list(region.boxes()), region.flat, placement)
     expected = tuple(sum(length for _, length in ranges) for ranges in region.ranges)
@@ -134,16 +144,45 @@ def _flat_layout(
     return Layout(shape, local_shape, local_boxes, Replication.DECLARED, placement, flat_start=flat[0])
 
 
+def _check_flattened(
+    placement: tuple[AxisPlacement, ...], placements: tuple[Placement, ...], num_elements: int, sizes: Ints
+) -> None:
+    """Refuse what cuts a flattened tensor in a way that is not known to be the one here."""
+    flattening = [i for i, p in enumerate(placement) if KINDS[p.kind].flattens]
+    if len(flattening) > 1:
+        raise UnsupportedError(f"placements {placements} cut it flattened on several axes; pass a FlatShard for what it holds")
+    for i in flattening:
+        p, units = placement[i], sum(placement[i].coords)
+        if p.kind == "ragged" and num_elements % units and max(p.coords) < units:
+            raise LayoutError(f"{placements[i]} divides {num_elements} elements by {units} units; give it units that divide them")
+        # What `_StridedRaggedShard` says besides: that axes after it, of so many coordinates, cut a dim of it first. All do.
+        factor = getattr(placements[i], "split_factor", None)
+        later = [(sizes[j], placement[j].dim) for j in range(i + 1, len(sizes)) if placement[j].kind == "shard"]
+        possible = {prod(n for n, dim in later if dim == 0), prod(n for n, dim in later if (dim or 0) <= (p.dim or 0))}
+        if factor is not None and factor not in possible:
+            raise LayoutError(
+                f"{placements[i]} has split factor {factor}, but later axes cut the same dims into {max(possible)}; pass a "
+                "FlatShard that says what it holds"
+            )
+
+
 def _placement(
     shape: Ints, axes: tuple[str, ...], placements: tuple[Placement, ...], sizes: Ints, where: Ints
 ) -> tuple[AxisPlacement, ...]:
     """What the placements of a DTensor declare, with the turn of each axis that shards a dim."""
     found = [_axis_placement(axis, p, shape) for axis, p in zip(axes, placements, strict=True)]
     for dim, size in enumerate(shape):
-        cutting = [i for i, p in enumerate(found) if p.kind == "shard" and p.dim == dim]
+        cutting = [i for i, p in enumerate(found) if p.dim == dim and not KINDS[p.kind].flattens]
         cuts = [AxisCut(sizes[i], where[i], int(getattr(placements[i], "split_factor", 1))) for i in cutting]
+        own = [i for i in cutting if found[i].kind != "shard" or found[i].sections]
+        if own and shard_order(cuts) is None:
+            raise UnsupportedError(f"{placements[own[0]]!r} beside {placements} has no known order; pass a LocalShard")
         for i, (turn, sections) in zip(cutting, dim_cuts(size, cuts), strict=True):
-            found[i] = replace(found[i], turn=turn, sections=sections)
+            if found[i].sections and turn:
+                raise UnsupportedError(
+                    f"{placements[i]!r} on axis {axes[i]!r} divides what another axis has cut of dim {dim}; pass a LocalShard"
+                )
+            found[i] = replace(found[i], turn=turn, sections=found[i].sections or sections)
     return tuple(found)
 
 
@@ -200,6 +239,16 @@ def _boxes(ranges: Sequence[Sequence[Range]]) -> tuple[LocalBox, ...]:
 
 def _axis_placement(axis: str, placement: Placement, shape: Ints) -> AxisPlacement:
     """What a placement of torch, or of a package that added a kind, is here."""
+    # Only these two: a subclass of Shard may cut otherwise. `_StridedShard` is told by its name, for it is no public one, and
+    # by torch 2.13 no subclass of Shard any more.
+    if type(placement) is Shard or type(placement).__name__ == "_StridedShard":
+        dim: int = placement.dim  # type: ignore[attr-defined]
+        return AxisPlacement(axis, "shard", dim % len(shape))
+    # Before any of its methods is called: torch 2.13's base class is one of C++, and crashes where a subclass did not set it up.
+    added = (kind.recognize(axis, placement, shape) for kind in KINDS.values() if kind.recognize is not None)
+    found = next((p for p in added if p is not None), None)
+    if found is not None:
+        return found
     if placement.is_partial():
         raise UnsupportedError(
             f"{placement!r} on axis {axis!r} is a reduction not yet done; redistribute the DTensor to Replicate() or "
@@ -207,18 +256,7 @@ def _axis_placement(axis: str, placement: Placement, shape: Ints) -> AxisPlaceme
         )
     if placement.is_replicate():
         return AxisPlacement(axis, "replicate")
-    # Only these two: a subclass of Shard may cut otherwise. `_StridedShard` is told by its name, for it is no public one, and
-    # by torch 2.13 no subclass of Shard any more.
-    if type(placement) is Shard or type(placement).__name__ == "_StridedShard":
-        dim: int = placement.dim  # type: ignore[attr-defined]
-        return AxisPlacement(axis, "shard", dim % len(shape))
-    added = (kind.recognize(axis, placement, shape) for kind in KINDS.values() if kind.recognize is not None)
-    found = next((p for p in added if p is not None), None)
-    if found is None:
-        raise UnsupportedError(
-            f"placement {placement!r} on axis {axis!r} is unknown here; pass a LocalShard that says what it holds"
-        )
-    return found
+    raise UnsupportedError(f"placement {placement!r} on axis {axis!r} is unknown here; pass a LocalShard that says what it holds")
 
 
 def local_tensor(tensor: DTensor) -> torch.Tensor:

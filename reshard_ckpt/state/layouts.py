@@ -5,7 +5,9 @@ with a tensor it gives the pieces of `core.state`:
 
 1. a layout of boxes: each box of the local tensor is one whole-box piece with the tensor's own strides;
 2. a flat layout: the local tensor is a run of the concatenated boxes; each box it touches gives one piece whose strides are
-   the box's own, so that its base may lie before the first element.
+   the box's own, so that its base may lie before the first element;
+3. a flat layout of a cut tensor: the local tensor is a run of a flattened one, in which the boxes lie. What a run and a box have
+   in common is one run of the box too, as both go through the elements in the same order.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ class Layout:
     """What a local tensor of shape `local_shape` holds of a global one of shape `shape`.
 
     With `flat_start` the local tensor is flat: its element ``k`` is element ``flat_start + k`` of the row-major concatenation of
-    `boxes`, whose `local_offsets` then mean nothing.
+    `boxes`, whose `local_offsets` then mean nothing; or, with `flat_shape`, of a flattened tensor of that shape, in which the
+    boxes begin at their `local_offsets`.
     """
 
     shape: Ints
@@ -43,6 +46,7 @@ class Layout:
     replication: Replication
     placement: tuple[AxisPlacement, ...] = ()
     flat_start: int | None = None
+    flat_shape: Ints | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -59,6 +63,9 @@ class Layout:
             return tuple(_box(box, strides) for box in self.boxes if prod(box.lengths))
         # A flat tensor of several dims is contiguous (checked where it is declared), so its flat stride is 1.
         step = memory.stride(0) if memory.ndim == 1 else 1
+        if self.flat_shape is not None:
+            runs = (_cut_run(box, self.flat_shape, self.flat_start, memory.numel(), step) for box in self.boxes)
+            return tuple(piece for piece in runs if piece.count)
         return tuple(_runs(self.boxes, self.flat_start, memory.numel(), step))
 
 
@@ -84,3 +91,25 @@ def _runs(boxes: tuple[LocalBox, ...], first: int, count: int, step: int) -> Ite
             strides = tuple(stride * step for stride in row_major_strides(box.lengths))
             yield Piece(box.offsets, box.lengths, start, stop - start, (box_first - first) * step, strides)
         box_first += size
+
+
+def _cut_run(box: LocalBox, shape: Ints, first: int, count: int, step: int) -> Piece:
+    """The piece of a box that the run ``[first, first + count)`` of a flattened tensor of this shape holds; it may be empty."""
+    strides = row_major_strides(shape)
+    start = _num_before(box, strides, shape, first)
+    stop = _num_before(box, strides, shape, first + count)
+    at = sum(offset * stride for offset, stride in zip(box.local_offsets, strides, strict=True))
+    return Piece(box.offsets, box.lengths, start, stop - start, (at - first) * step, tuple(stride * step for stride in strides))
+
+
+def _num_before(box: LocalBox, strides: Ints, shape: Ints, index: int) -> int:
+    """Count the elements of a box that come before a flat index of the tensor of this shape that it lies in."""
+    if index >= prod(shape):
+        return prod(box.lengths)
+    before = 0
+    for dim, (low, length, stride) in enumerate(zip(box.local_offsets, box.lengths, strides, strict=True)):
+        at, index = divmod(index, stride)
+        before += min(max(at - low, 0), length) * prod(box.lengths[dim + 1 :])
+        if not low <= at < low + length:
+            break
+    return before

@@ -6,15 +6,20 @@
 3. *Flattened*: ``{"state.layer.weight.exp_avg": …, "param_groups.layer.weight.lr": …}``, as torch's ``get_optimizer_state_dict``
    gives it with ``flatten_optimizer_state_dict=True``. Trainers with pipeline stages use it, for such dicts can be put together.
    It is saved by FQN, so that a checkpoint holds the same names whichever of the two a trainer uses.
+
+All that reads or writes one of these forms, for this library or in a file of another one, does so by the functions here. Groups
+are kept by FQN: hyperparameters, and ``params``, the FQNs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..core.catalog.links import GROUPS, STATE
-from ..core.catalog.param_groups import comparable
+from ..core.catalog.param_groups import NOT_SAVED, comparable
+from ..core.catalog.wrappers import unwrapped
 
 Form = Literal["by number", "by FQN", "flattened"]
 
@@ -70,9 +75,13 @@ def is_optimizer_tree(value: Mapping[Any, Any]) -> bool:
     return (
         isinstance(state, Mapping)
         and all(isinstance(key, str) and isinstance(entry, Mapping) for key, entry in state.items())
-        and isinstance(groups, list)
-        and all(isinstance(group, dict) and _is_names(group.get("params")) for group in groups)
+        and are_named_groups(groups)
     )
+
+
+def are_named_groups(value: Any) -> bool:
+    """Tell whether something is the groups of an optimizer, whose parameters are FQNs."""
+    return isinstance(value, list) and all(isinstance(group, dict) and _is_names(group.get("params")) for group in value)
 
 
 def _is_names(value: Any) -> bool:
@@ -97,11 +106,63 @@ class GroupOfEach(list[dict[str, Any]]):
 
     def together(self) -> list[dict[str, Any]]:
         """Return the groups, equal ones as one."""
-        found: dict[Any, dict[str, Any]] = {}
-        for group in self:
-            key = comparable({name: value for name, value in group.items() if name != "params"})
-            found.setdefault(key, {**group, "params": []})["params"] += group["params"]
-        return list(found.values())
+        return grouped((fqn, group) for group in self for fqn in group["params"])
+
+
+def grouped(parameters: Iterable[tuple[str, Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """Group the parameters that have the same hyperparameters.
+
+    >>> grouped([("a", {"lr": 1}), ("b", {"lr": 2}), ("c", {"lr": 1})])
+    [{'lr': 1, 'params': ['a', 'c']}, {'lr': 2, 'params': ['b']}]
+    """
+    found: dict[Any, dict[str, Any]] = {}
+    for fqn, group in parameters:
+        hyperparameters = {key: value for key, value in group.items() if key != "params"}
+        found.setdefault(comparable(hyperparameters), {**hyperparameters, "params": []})["params"].append(fqn)
+    return list(found.values())
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerGroups:
+    """Groups that were found in a file, and the names of the parameters that it has by number."""
+
+    groups: list[dict[str, Any]]
+    named: Mapping[str, str]
+    by_number: bool = False
+
+
+def groups_from_list(found: Sequence[Mapping[str, Any]]) -> OptimizerGroups | None:
+    """Convert the groups of any form to those by FQN; return None if they are something else. An unnamed number stays one."""
+    groups, named = [], {}
+    for group in found:
+        params, names = group.get("params"), param_names(group)
+        if not isinstance(params, list) or not all(type(p) in (int, str) for p in params):
+            return None
+        if names is not None:
+            named.update({str(p): unwrapped(name) for p, name in zip(params, names, strict=True) if isinstance(p, int)})
+        hyperparameters = {key: value for key, value in group.items() if key not in NOT_SAVED}
+        groups.append({**hyperparameters, "params": [named.get(str(p), str(p)) for p in params]})
+    by_number = any(isinstance(param, int) for group in found for param in group["params"])
+    return OptimizerGroups(groups, named, by_number)
+
+
+def param_names(group: Mapping[str, Any]) -> list[str] | None:
+    """Return the names that a group by number holds, if it was made of ``named_parameters()``; else None."""
+    params, names = group.get("params"), group.get("param_names")
+    if not isinstance(params, list | tuple) or not isinstance(names, list | tuple) or len(names) != len(params):
+        return None
+    return list(names) if _is_names(names) else None
+
+
+def names_by_number(groups: Sequence[Mapping[str, Any]]) -> dict[int, str] | None:
+    """Return the name of each number; None where a group has no names, or two numbers have one name."""
+    names: dict[int, str] = {}
+    for group in groups:
+        own = param_names(group)
+        if own is None:
+            return None
+        names.update(zip(group["params"], own, strict=True))
+    return names if len(set(names.values())) == len(names) == sum(len(group["params"]) for group in groups) else None
 
 
 def saved_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -131,6 +192,23 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     return {STATE: state, GROUPS: GroupOfEach({**group, "params": [fqn]} for fqn, group in groups.items())}
 
 
+def flat_groups(groups: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Yield every hyperparameter of every parameter, under its name in a flattened state dict."""
+    for group in groups:
+        for fqn in group["params"]:
+            yield from ((f"{GROUPS}.{fqn}.{key}", value) for key, value in group.items() if key != "params")
+
+
+def flat_hyperparameter(name: str) -> tuple[str, str] | None:
+    """Divide the name of a hyperparameter in a flattened state dict into FQN and key; None for any other name.
+
+    >>> flat_hyperparameter("param_groups.layer.weight.lr"), flat_hyperparameter("state.layer.weight.step")
+    (('layer.weight', 'lr'), None)
+    """
+    fqn, _, key = name.removeprefix(f"{GROUPS}.").rpartition(".")
+    return (fqn, key) if name.startswith(f"{GROUPS}.") else None
+
+
 def flattened(flat: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a loaded state dict by FQN holds for each key of the flattened one that it was made of."""
     groups = _groups(flat)
@@ -143,9 +221,8 @@ def _groups(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the hyperparameters of each parameter."""
     groups: dict[str, dict[str, Any]] = {}
     for name, value in flat.items():
-        if name.startswith(f"{GROUPS}."):
-            fqn, _, key = name[len(GROUPS) + 1 :].rpartition(".")
-            groups.setdefault(fqn, {})[key] = value
+        if (found := flat_hyperparameter(name)) is not None:
+            groups.setdefault(found[0], {})[found[1]] = value
     return groups
 
 

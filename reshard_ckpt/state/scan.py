@@ -28,7 +28,7 @@ from ..errors import NameCollisionError, UnsupportedError, UsageError
 from ..format.values import MAX_STEPS
 from .declared import parts_of
 from .optimizer_dicts import Flattened, PlainDict, beside_numbers, form_of
-from .shards import PerRank
+from .shards import PerRank, Shards
 from .tensors import TensorLike, is_tensor_like
 from .watched import Watched
 
@@ -218,7 +218,7 @@ def _items(value: Any, path: Path, above: tuple[int, ...], steps_of: StepsOf, *,
     """Yield the items at and below a value; `whole` says that it is the state itself, which is never a value."""
     name = name_of(path)
     _check_depth(path, above)
-    if is_tensor_like(value):
+    if is_tensor_like(value) or isinstance(value, Shards):
         yield from (TensorItem(path, name, part) for part in parts_of(value, name))
     elif isinstance(value, PerRank):
         yield PerRankItem(path, name, value)

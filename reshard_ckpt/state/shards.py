@@ -1,7 +1,7 @@
 """What a framework of its own declares of its tensors and values.
 
-`LocalShard` and `FlatShard` declare which part of a global tensor a local one is; `PerRank` a value that each rank has of its
-own. All three stand in the state wherever a tensor or a value could.
+`LocalShard` and `FlatShard` declare which part of a global tensor a local one is, `Shards` that several local ones are parts of
+the same; `PerRank` a value that each rank has of its own. All stand in the state wherever a tensor or a value could.
 """
 
 from __future__ import annotations
@@ -119,13 +119,9 @@ class LocalShard:
         local_shape = tuple(tensor.shape)
         if offsets is not None:
             boxes: tuple[LocalBox, ...] = (LocalBox((0,) * len(shape), _ints("LocalShard offsets", offsets), local_shape),)
+            _inside("LocalShard piece 0 in the global tensor", boxes[0].offsets, local_shape, shape)
         else:
-            boxes = tuple(_local_box(i, piece) for i, piece in enumerate(pieces or ()))
-        for i, box in enumerate(boxes):
-            _inside(f"LocalShard piece {i} in the global tensor", box.offsets, box.lengths, shape)
-            _inside(f"LocalShard piece {i} in the local tensor", box.local_offsets, box.lengths, local_shape)
-        _disjoint("LocalShard: in the global tensor, pieces", [(b.offsets, b.lengths) for b in boxes])
-        _disjoint("LocalShard: in the local tensor, pieces", [(b.local_offsets, b.lengths) for b in boxes])
+            boxes = _boxes_in("LocalShard", pieces or (), shape, local_shape)
         self.tensor: Final = tensor
         self.layout: Final = Layout(shape, local_shape, boxes, Replication.DECLARED)
 
@@ -134,12 +130,22 @@ class LocalShard:
         return f"LocalShard({tuple(self.tensor.shape)} of {self.layout.shape}: {boxes})"
 
 
-def _local_box(i: int, piece: Any) -> LocalBox:
+def _boxes_in(kind: str, pieces: Iterable[Any], shape: Ints, local_shape: Ints) -> tuple[LocalBox, ...]:
+    """Check the boxes of a global tensor that lie in a local one."""
+    boxes = tuple(_local_box(f"{kind} piece {i}", piece) for i, piece in enumerate(pieces))
+    for i, box in enumerate(boxes):
+        _inside(f"{kind} piece {i} in the global tensor", box.offsets, box.lengths, shape)
+        _inside(f"{kind} piece {i} in the local tensor", box.local_offsets, box.lengths, local_shape)
+    _disjoint(f"{kind}: in the global tensor, pieces", [(b.offsets, b.lengths) for b in boxes])
+    _disjoint(f"{kind}: in the local tensor, pieces", [(b.local_offsets, b.lengths) for b in boxes])
+    return boxes
+
+
+def _local_box(what: str, piece: Any) -> LocalBox:
     try:
         local_offsets, offsets, lengths = piece
     except (TypeError, ValueError) as error:
-        raise UsageError(f"LocalShard piece {i}: wanted (local_offsets, offsets, lengths), got {piece!r}") from error
-    what = f"LocalShard piece {i}"
+        raise UsageError(f"{what}: wanted (local_offsets, offsets, lengths), got {piece!r}") from error
     return LocalBox(_ints(what, local_offsets), _ints(what, offsets), _ints(what, lengths))
 
 
@@ -157,6 +163,9 @@ class FlatShard:
     pieces
         ``(offsets, lengths)`` of each box that was flattened; by default the one box that is the whole tensor. A distributed
         optimizer over tensor parallelism flattens the tp-local shard: give that box here.
+    local_shape
+        The shape of the tensor that was flattened, where `pieces` are ``(local_offsets, offsets, lengths)`` of boxes in it, as
+        for `LocalShard`: of a fused weight whose halves lie apart in the global one. `start` counts its elements.
 
     Raises
     ------
@@ -179,13 +188,15 @@ class FlatShard:
         global_shape: Iterable[int],
         start: int,
         *,
-        pieces: Iterable[tuple[Iterable[int], Iterable[int]]] | None = None,
+        pieces: Iterable[tuple[Iterable[int], ...]] | None = None,
+        local_shape: Iterable[int] | None = None,
     ) -> None:
         _check_tensor("FlatShard", tensor)
         shape = _ints("FlatShard global_shape", global_shape)
         (first,) = _ints("FlatShard start", (start,))
-        boxes = _flat_boxes(shape, pieces)
-        total = sum(prod(lengths) for _, lengths in boxes)
+        flat_shape = None if local_shape is None else _ints("FlatShard local_shape", local_shape)
+        boxes = _flat_boxes(shape, pieces) if flat_shape is None else _boxes_in("FlatShard", pieces or (), shape, flat_shape)
+        total = sum(prod(box.lengths) for box in boxes) if flat_shape is None else prod(flat_shape)
         if first + tensor.numel() > total:
             raise LayoutError(
                 f"FlatShard: start {first} + {tensor.numel()} elements ends at {first + tensor.numel()}, past the {total} "
@@ -197,18 +208,20 @@ class FlatShard:
                 "contiguous one"
             )
         self.tensor: Final = tensor
-        local_boxes = tuple(LocalBox((), offsets, lengths) for offsets, lengths in boxes)
-        self.layout: Final = Layout(shape, tuple(tensor.shape), local_boxes, Replication.DECLARED, flat_start=first)
+        self.layout: Final = Layout(
+            shape, tuple(tensor.shape), boxes, Replication.DECLARED, flat_start=first, flat_shape=flat_shape
+        )
 
     def __repr__(self) -> str:
         first = self.layout.flat_start or 0
-        total = sum(prod(b.lengths) for b in self.layout.boxes)
+        flat = self.layout.flat_shape
+        total = sum(prod(b.lengths) for b in self.layout.boxes) if flat is None else prod(flat)
         return f"FlatShard([{first}, {first + self.tensor.numel()}) of {total} elements of {self.layout.shape})"
 
 
-def _flat_boxes(shape: Ints, pieces: Iterable[Any] | None) -> list[tuple[Ints, Ints]]:
+def _flat_boxes(shape: Ints, pieces: Iterable[Any] | None) -> tuple[LocalBox, ...]:
     if pieces is None:
-        return [((0,) * len(shape), shape)]
+        return (LocalBox((), (0,) * len(shape), shape),)
     boxes = []
     for i, piece in enumerate(pieces):
         try:
@@ -219,7 +232,44 @@ def _flat_boxes(shape: Ints, pieces: Iterable[Any] | None) -> list[tuple[Ints, I
         _inside(f"FlatShard piece {i} in the global tensor", *box, shape)
         boxes.append(box)
     _disjoint("FlatShard: in the global tensor, pieces", boxes)
-    return boxes
+    return tuple(LocalBox((), *box) for box in boxes)
+
+
+class Shards:
+    """Several local tensors that are parts of one global tensor, as a rank with several layers of a stacked weight holds them.
+
+    Parameters
+    ----------
+    parts
+        `LocalShard`s and `FlatShard`s of one global shape and dtype.
+
+    Raises
+    ------
+    LayoutError
+        Two parts have different global shapes, or there is none.
+
+    Examples
+    --------
+    A pipeline stage with layers 2 and 3 of four:
+
+    >>> weights = [torch.zeros(8, 8), torch.zeros(8, 8)]
+    >>> shards = Shards(LocalShard(w[None], (4, 8, 8), (2 + i, 0, 0)) for i, w in enumerate(weights))
+    """
+
+    __slots__ = ("parts",)
+
+    def __init__(self, parts: Iterable[LocalShard | FlatShard]) -> None:
+        self.parts: Final = tuple(parts)
+        for part in self.parts:
+            if not isinstance(part, LocalShard | FlatShard):
+                raise UsageError(f"Shards: wanted LocalShards and FlatShards, got {a(type(part).__name__)}")
+        shapes = list(dict.fromkeys(part.layout.shape for part in self.parts))
+        if len(shapes) != 1:
+            seen = f"global shapes {shapes[0]} and {shapes[1]}" if shapes else "no part at all"
+            raise LayoutError(f"Shards: {seen}; give parts of one tensor, an empty one where this rank holds nothing")
+
+    def __repr__(self) -> str:
+        return f"Shards({list(self.parts)})"
 
 
 class PerRank:

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from ..core.catalog.specs import Ints, Replication, StateLink, TensorSpec
 from ..engine.common.tensor_bytes import LocalTensor
-from ..errors import UnsupportedError
+from ..errors import LayoutError, UnsupportedError
 from ..format.torch_dtypes import dtype_code
 from .dtensor import dtensor_layout, local_tensor
 from .layouts import Layout, whole
@@ -109,6 +109,8 @@ def local_memory(value: TensorLike, name: str, layout_of_plain: Callable[[Ints],
     if isinstance(value, DTensor):
         local = local_tensor(value)
         layout = dtensor_layout(value, tuple(local.shape), name)
+        if layout.flat_start is not None and local.ndim != 1 and not local.is_contiguous():
+            raise LayoutError(f"{name}: its placement cuts it flattened, but its local tensor is not contiguous; make it so")
         return LocalMemory(plain_memory(local, name), layout)
     if isinstance(value, LocalShard | FlatShard):
         return LocalMemory(plain_memory(value.tensor, name), value.layout)

@@ -17,6 +17,7 @@ import torch
 from torch.optim import Optimizer
 
 from ..errors import UsageError
+from .optimizer_dicts import names_by_number
 from .owners import Owner, Owners
 from .scan import Item, NumberedItem, OptimizersItem, Path, Tree, by_number, check_names, opened_objects, tree_of
 from .watched import Watched, has_own_state_dict, optimizers_of
@@ -233,7 +234,7 @@ def _members(item: NumberedItem, tree: Tree, source: Optimizer | None, owners: O
     members = _owned(numbers, owners)
     if members is not None:
         return members
-    if (names := _names_in(groups)) is not None:
+    if (names := names_by_number(groups)) is not None:
         return {number: owners.named(name) for number, name in names.items()}
     if isinstance(tree.owner, Optimizer) and tree.path == item.path:  # it numbers its own groups
         source = source or tree.owner
@@ -283,19 +284,6 @@ def _numbers_of(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> Nu
         return None
     pairs = zip(groups, own, strict=True)
     return {number: param for group, mine in pairs for number, param in zip(group["params"], mine["params"], strict=True)}
-
-
-def _names_in(groups: Sequence[Mapping[str, Any]]) -> dict[int, str] | None:
-    """Return the name of each number, from ``param_names``; None where a group has none, or two numbers have one name."""
-    names: dict[int, str] = {}
-    for group in groups:
-        given = group.get("param_names")
-        if not isinstance(given, list | tuple) or not all(isinstance(name, str) for name in given):
-            return None
-        if len(given) != len(group["params"]):
-            return None
-        names.update(zip(group["params"], given, strict=True))
-    return names if len(set(names.values())) == len(names) == sum(len(group["params"]) for group in groups) else None
 
 
 def _owned(numbers: Numbers | None, owners: Owners) -> dict[int, Owner] | None:

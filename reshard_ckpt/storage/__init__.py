@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import posixpath
 import re
 from urllib.parse import unquote
 
-from ..errors import UsageError
+from ..errors import CorruptError, UsageError
 from .local import LocalStorage
 from .locks import LocksUnsupported
 from .memory import MemoryStorage
@@ -22,6 +23,7 @@ __all__ = [
     "PublishConflict",
     "Storage",
     "Writer",
+    "open_beside",
     "open_storage",
     "path_text",
     "resolved_path",
@@ -77,6 +79,30 @@ def open_storage(path: str | os.PathLike[str]) -> Storage:
     if scheme == "file":
         return LocalStorage(_file_path(text))
     raise UsageError(f"{text!r}: no store serves that; there are a folder, file:///folder and memory://name")
+
+
+def open_beside(storage: Storage, relative: str, key: str) -> Storage:
+    """Open the store at a path from another one, such as ``../step_90``, in which `key` is looked for.
+
+    A folder may be reached by a symbolic link. Then the path goes out from the link, or from where that leads: from whichever has
+    the key.
+
+    Raises
+    ------
+    CorruptError
+        The path leads above everything that there is.
+    """
+    scheme, _, rest = storage.url.rpartition("://")
+    if scheme:
+        place = posixpath.normpath(f"{rest}/{relative}")
+        if place.startswith("."):
+            raise CorruptError(f"{storage.url}: refers to files at {relative!r}, which is no place; use another checkpoint")
+        return open_storage(f"{scheme}://{place}")
+    found = LocalStorage(os.path.normpath(os.path.join(rest, relative)))
+    if found.size(key) is None:
+        behind = LocalStorage(os.path.normpath(os.path.join(os.path.realpath(rest), relative)))
+        return behind if behind.size(key) is not None else found
+    return found
 
 
 def _file_path(url: str) -> str:

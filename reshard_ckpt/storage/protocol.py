@@ -201,6 +201,13 @@ def flat_bytes(data: Buffer) -> memoryview:
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")
 
 
+def read_range(storage: Storage, key: str, offset: int, num_bytes: int) -> memoryview:
+    """Read some bytes of a file into new memory; see `Storage.read_into`."""
+    data = memoryview(bytearray(num_bytes))
+    storage.read_into(key, offset, [data])
+    return data
+
+
 def short_file(where: str, offset: int, wanted: int, got: int) -> CorruptError:
     """Make the error of a file that ends too early."""
     return CorruptError(

@@ -15,7 +15,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model, save_file
@@ -36,11 +36,12 @@ from reshard_ckpt.format.torch_dtypes import TORCH_DTYPES
 from reshard_ckpt.formats import destination
 from reshard_ckpt.formats.torch_zip import read_records
 from reshard_ckpt.storage import LocalStorage, LocksUnsupported, open_storage
+from tests.examples import examples
 from tests.jobs import save_job
 from tests.launch import ROOT
 from tests.layouts import filled, layouts, shapes, spec_of, values_of
 
-IN_A_FOLDER = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=40)
+IN_A_FOLDER = examples(40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 FORMATS = ["safetensors", "torch", "dcp", "reshard"]
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard_ckpt import checkpoint
@@ -35,6 +35,7 @@ from reshard_ckpt.format.values import decode_value, encode_value
 from reshard_ckpt.storage import LocalStorage, open_storage
 from reshard_ckpt.storage.local import LocalWriter
 from reshard_ckpt.storage.memory import MemoryStorage
+from tests.examples import examples
 from tests.jobs import load_job
 from tests.launch import ROOT, run_ranks, run_script
 from tests.topologies import Job, hold_rank, save, transformer
@@ -108,7 +109,7 @@ def pairs(draw: st.DrawFn) -> tuple[Job, Job, dict[str, dict[str, object]]]:
 
 
 @given(pairs(), st.integers(0, 1000))
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_a_reshard_is_what_that_job_would_have_saved(pair: tuple[Job, Job, dict[str, dict[str, object]]], some: int) -> None:
     old, new, rules = pair
     save(old, cleared(SRC))

@@ -10,12 +10,14 @@ import torch
 from safetensors.torch import save_file
 
 from reshard_ckpt import checkpoint
+from reshard_ckpt.core.catalog.links import groups_name
 from reshard_ckpt.core.catalog.model import Catalog
-from reshard_ckpt.core.catalog.specs import AxisPlacement, Mesh, Replication, TensorSpec
+from reshard_ckpt.core.catalog.specs import AxisPlacement, Mesh, Replication, StateLink, TensorSpec, ValueKind, ValueSpec
 from reshard_ckpt.core.planning.experts import spread
 from reshard_ckpt.core.planning.pipeline_stages import stages_of
 from reshard_ckpt.engine.loading.load import open_catalog
 from reshard_ckpt.errors import UsageError
+from reshard_ckpt.format.values import encode_path, encode_value
 from reshard_ckpt.storage import open_storage
 from tests.checkpoint.test_resharding import DST, SRC, cleared
 from tests.jobs import Tensors, save_job
@@ -88,8 +90,9 @@ def test_a_checkpoint_of_version_1_is_cut_in_the_sections_that_its_rows_show() -
     assert torch.equal(checkpoint.read(DST)["model.fused"], checkpoint.read(DATA / "v1")["model.fused"])
 
 
-def test_state_that_was_divided_by_whole_parameters_is_divided_so_again() -> None:
-    """As torch's ZeroRedundancyOptimizer has it: all state of a parameter on one rank, by size."""
+@pytest.mark.parametrize("above", ["optimizer.", ""])
+def test_state_that_was_divided_by_whole_parameters_is_divided_so_again(above: str) -> None:
+    """As torch's ZeroRedundancyOptimizer has it: all state of a parameter on one rank, by size; also as the root of the state."""
     sizes = {f"layers.{i}.w": (i % 5 + 1, 7) for i in range(12)}
     owner = spread({name: shape[0] for name, shape in sizes.items()}, 2)
     ranks: list[Tensors] = []
@@ -100,19 +103,41 @@ def test_state_that_was_divided_by_whole_parameters_is_divided_so_again() -> Non
             held.append((TensorSpec(f"model.{name}", "F32", shape, (whole_piece(shape),), Replication.DECLARED), whole))
             for key in ("exp_avg", "exp_avg_sq"):
                 if owner[name] == rank:
-                    state = f"optimizer.state.{name}.{key}"
-                    held.append((TensorSpec(state, "F32", shape, (whole_piece(shape),), Replication.DECLARED), whole))
+                    link = StateLink(above.rstrip("."), name, key, f"model.{name}")
+                    spec = TensorSpec(link.name, "F32", shape, (whole_piece(shape),), Replication.DECLARED, link=link)
+                    held.append((spec, whole))
         ranks.append(held)
     save_job(cleared(SRC), ranks, mesh=Mesh(("dp",), (2,)))
     catalog = reshard({"dp": 3})
     loads = [0, 0, 0]
     for name, shape in sizes.items():
-        (place,) = catalog.tensor(f"optimizer.state.{name}.exp_avg").placement or ()
-        assert place == (catalog.tensor(f"optimizer.state.{name}.exp_avg_sq").placement or ())[0]
+        (place,) = catalog.tensor(f"{above}state.{name}.exp_avg").placement or ()
+        assert place == (catalog.tensor(f"{above}state.{name}.exp_avg_sq").placement or ())[0]
         assert (place.kind, len(place.coords)) == ("resident", 1)
         loads[place.coords[0]] += shape[0]
         assert (catalog.tensor(f"model.{name}").placement or ())[0].kind == "replicate"
     assert max(loads) - min(loads) <= 1
+
+
+@pytest.mark.parametrize("above", ["optimizer", ""])
+def test_one_vector_whose_cuts_fell_between_parameters_is_cut_again(above: str) -> None:
+    """Also where the optimizer is the root of the state, which has no name."""
+    fqns = ["a", "b", "c", "d"]
+    groups = groups_name(above)
+    value = ValueSpec(groups, encode_path(groups.split(".")), ValueKind.PARAM_GROUPS, encode_value([{"params": fqns}], groups))
+    ranks: list[Tensors] = [[], []]
+    for i, fqn in enumerate(fqns):
+        piece = whole_piece((6,))
+        link = StateLink(above, fqn, "exp_avg", None)
+        spec = TensorSpec(link.name, "F32", (6,), (piece,), Replication.DECLARED, link=link)
+        ranks[i // 2].append((spec, values_of((6,), "F32", i)))
+    save_job(cleared(SRC), ranks, [[value], [value]], mesh=Mesh(("dp",), (2,)))
+    catalog = reshard({"dp": 3})
+    # 24 elements in a row: 8 for each of the new ranks.
+    cuts = {"a": {0: (0, 6)}, "b": {0: (0, 2), 1: (2, 4)}, "c": {1: (0, 4), 2: (4, 2)}, "d": {2: (0, 6)}}
+    for fqn, expected in cuts.items():
+        shards = catalog.tensor(StateLink(above, fqn, "exp_avg").name).shards
+        assert {s.file.rank: (s.offsets[0] + s.start, s.count) for s in shards} == expected
 
 
 def test_an_axis_that_only_one_mesh_has() -> None:

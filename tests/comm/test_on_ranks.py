@@ -45,13 +45,15 @@ def expected(rank: int, size: int) -> tuple[list[bytes] | None, bytes, bytes]:
 
 
 def num_keys() -> int:
-    """How many keys the job's store holds, once every rank is here."""
+    """How many keys of ours the job's store holds, and of sessions the group's own, once every rank is here."""
     dist.barrier()
     group = current_group(None)
     assert group is not None
     # Torch 2.6 cannot list them; how many are left is counted in tests/comm/test_store.py as well, whatever the release.
     keys = group.store.list_keys() if hasattr(group.store, "list_keys") else []
     count = sum("reshard_ckpt" in key for key in keys)
+    if keys and group.rank == 0:  # the number of the session, and so on
+        count += sum(key.split("/")[0].isdigit() for key in group.home._store.list_keys())
     dist.barrier()
     return count
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard_ckpt.comm import StoreComm
@@ -20,6 +20,7 @@ from reshard_ckpt.errors import CorruptError, LayoutError, MismatchError, PeerEr
 from reshard_ckpt.storage import MissingKey
 from tests.comm.contract import CommContract, Run
 from tests.comm.threads import Server, run_session
+from tests.examples import examples
 
 
 @pytest.fixture(params=["hash", "tcp"])
@@ -226,7 +227,7 @@ def test_two_sessions_at_a_time_do_not_meet(server: Server):
 
 
 @given(data=st.data(), size=st.integers(1, 4), calls=st.lists(st.sampled_from("gbs"), max_size=5))
-@settings(max_examples=150)
+@examples(150)
 def test_all_ranks_go_on_or_all_raise_the_same(data: st.DataObject, size: int, calls: list[str]):
     """Any program, and any ranks that fail anywhere in it, several at once too."""
     failures = data.draw(st.dictionaries(st.integers(0, size - 1), st.integers(0, len(calls)), max_size=2), label="failures")

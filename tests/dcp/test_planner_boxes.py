@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
@@ -26,6 +26,7 @@ from reshard_ckpt import checkpoint
 from reshard_ckpt.dcp import ReshardReader, ReshardWriter
 from reshard_ckpt.errors import LayoutError, UnsupportedError
 from tests.dcp.on_ranks import same_bytes
+from tests.examples import examples
 from tests.layouts import values_of
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -146,7 +147,7 @@ def grids(draw: st.DrawFn, shape: tuple[int, ...]) -> list[list[Box]]:
     return ranks
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(data=st.data())
 def test_any_grid_to_any_other(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject):
     shape = tuple(data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))

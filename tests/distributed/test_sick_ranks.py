@@ -90,9 +90,9 @@ def dying_job(folder: str, async_: bool) -> None:
 
     def save() -> None:
         if async_:
-            checkpoint.async_save(path, state(2), timeout_s=3).result()
+            checkpoint.async_save(path, state(2)).result()
         else:
-            checkpoint.save(path, state(2), timeout_s=3)
+            checkpoint.save(path, state(2))
 
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher would end the others at once
     with mock.patch.object(LocalWriter, "write", die if rank == 2 else write):
@@ -109,7 +109,7 @@ def test_a_rank_that_is_killed_is_named_by_the_others(tmp_path: Path, async_: bo
     assert set(said) == {"said-0", "said-1"}
     for text in said.values():
         assert text.startswith("PeerError (2,) ")
-        assert "rank 2 did not arrive within 3 s" in text
+        assert "the process of rank 2 ended before this was done" in text  # not after timeout_s, which is ten minutes
     assert is_held(tmp_path / "ckpt", 1)
     # The living have taken their files back; the dead one's are there until the next save.
     catalog = checkpoint.catalog(tmp_path / "ckpt")

@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard_ckpt.core.catalog.specs import Piece, Replication, TensorSpec
@@ -16,6 +16,7 @@ from reshard_ckpt.engine.loading.load import LoadOptions
 from reshard_ckpt.engine.loading.read import WINDOW_BYTES
 from reshard_ckpt.errors import LayoutError
 from reshard_ckpt.storage.memory import MemoryStorage
+from tests.examples import examples
 from tests.jobs import load_job, save_job
 from tests.layouts import Layout, addresses, filled, flat_layouts, layouts, shapes, spec_of, values_of, whole_piece
 
@@ -31,7 +32,7 @@ def cases(draw: st.DrawFn) -> list[tuple[Layout, Layout, str]]:
 
 
 @given(cases(), st.sampled_from([0, 8, 96, 4096]))
-@settings(max_examples=1500)
+@examples(1500)
 def test_what_is_saved_from_one_layout_loads_into_another(case: list[tuple[Layout, Layout, str]], window: int) -> None:
     whole = [values_of(saved.shape, dtype, i) for i, (saved, _, dtype) in enumerate(case)]
     ranks = [
@@ -57,7 +58,7 @@ def test_what_is_saved_from_one_layout_loads_into_another(case: list[tuple[Layou
 
 
 @given(st.data())
-@settings(max_examples=300)
+@examples(300)
 def test_layouts_of_these_tests_hold_every_element(data: st.DataObject) -> None:
     shape = data.draw(shapes())
     layout = data.draw(layouts(shape, data.draw(st.integers(1, 8))))
@@ -66,7 +67,7 @@ def test_layouts_of_these_tests_hold_every_element(data: st.DataObject) -> None:
 
 
 @given(st.data())
-@settings(max_examples=300)
+@examples(300)
 def test_replicas_that_cut_a_tensor_elsewhere_save_as_one(data: st.DataObject) -> None:
     """Each column of ranks holds the whole tensor, in flat runs of its own cuts."""
     shape = data.draw(shapes().filter(prod))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard_ckpt import checkpoint
@@ -19,6 +19,7 @@ from reshard_ckpt.engine.saving.staging import Staging, ring_bytes
 from reshard_ckpt.engine.saving.write import lay_out
 from reshard_ckpt.errors import CheckpointError, StorageError, UsageError
 from reshard_ckpt.storage.local import LocalStorage, LocalWriter
+from tests.examples import examples
 from tests.jobs import plan_job
 from tests.layouts import filled, layouts, shapes, spec_of, values_of
 
@@ -226,7 +227,7 @@ def test_staging_memory_is_reused_and_bounded(tmp_path: Path, monkeypatch: pytes
 
 
 @given(st.data())
-@settings(max_examples=150)
+@examples(150)
 def test_any_layout_streams_through_a_ring_of_any_size(data: st.DataObject) -> None:
     step = staging.STEP_BYTES
     staging.STEP_BYTES = 64

@@ -11,7 +11,7 @@ from typing import Any
 import msgpack
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard_ckpt.core.catalog.model import BoxTable, Catalog, FileEntry, RowTable
@@ -20,6 +20,7 @@ from reshard_ckpt.core.geometry.dtypes import CODES
 from reshard_ckpt.errors import CorruptError, UnsupportedError
 from reshard_ckpt.format.catalog import decode_catalog, encode_catalog, section_digest
 from reshard_ckpt.format.catalog_check import problems
+from tests.examples import examples
 from tests.format.building import Run, Tensor, build, checkpoints, position_bytes
 
 TENSORS = [
@@ -47,7 +48,7 @@ def assert_same(a: Any, b: Any) -> None:
         assert a == b
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(built=checkpoints())
 def test_catalogs_read_back_exactly(built):
     encoded = encode_catalog(built.catalog)
@@ -109,7 +110,7 @@ def test_no_truncation_goes_unseen():
         decode_catalog(ENCODED + b"\0")
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(data=st.binary(max_size=80))
 def test_random_bytes_raise_nothing_but_corrupt_error(data: bytes):
     with pytest.raises(CorruptError):
@@ -127,7 +128,7 @@ def unseal(data: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
     return envelope, {name: section["body"] for name, section in envelope["sections"].items()}
 
 
-@settings(max_examples=500, deadline=None)
+@examples(500)
 @given(data=st.data())
 def test_hostile_bodies_raise_nothing_but_corrupt_error(data):
     envelope, bodies = unseal(ENCODED)
@@ -148,7 +149,7 @@ COLUMN = st.tuples(
 ).map(list)
 
 
-@settings(max_examples=500, deadline=None)
+@examples(500)
 @given(data=st.data())
 def test_hostile_fields_raise_nothing_but_corrupt_error(data):
     envelope, bodies = unseal(ENCODED)

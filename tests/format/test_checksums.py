@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import xxhash
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard_ckpt.errors import CheckpointError, CorruptError
@@ -22,6 +22,7 @@ from reshard_ckpt.format.checksums import (
     digests_file_bytes,
     encode_digests,
 )
+from tests.examples import examples
 
 DATA = np.random.default_rng(0).integers(0, 256, 5 * ALLOWED_BLOCK_BYTES[0] + 17, np.uint8).tobytes()
 
@@ -30,7 +31,7 @@ def naive(data: bytes, block_bytes: int) -> list[int]:
     return [xxhash.xxh3_64_intdigest(data[at : at + block_bytes]) for at in range(0, len(data), block_bytes)]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     size=st.integers(0, len(DATA)),
     cuts=st.lists(st.integers(0, len(DATA)), max_size=6),

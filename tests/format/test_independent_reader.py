@@ -10,13 +10,14 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from safetensors import safe_open
 from safetensors.torch import load_file
 
 from reshard_ckpt import checkpoint
 from reshard_ckpt.format.catalog import encode_catalog
 from reshard_ckpt.format.shard_file import parse_header
+from tests.examples import examples
 from tests.format import independent_reader
 from tests.format.building import Built, Run, Tensor, build, checkpoints, position_bytes
 
@@ -28,7 +29,7 @@ def write(built: Built, root: Path) -> None:
     (root / "catalog.msgpack").write_bytes(encode_catalog(built.catalog))
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(built=checkpoints())
 def test_reader_finds_every_element_and_value(built: Built):
     with tempfile.TemporaryDirectory() as folder:
@@ -49,7 +50,7 @@ def test_reader_finds_links():
     assert links == {"optimizer.state.up.exp_avg": ("optimizer", "up", "exp_avg", "model.up")}
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(built=checkpoints())
 def test_reader_finds_members_where_the_parser_does(built: Built):
     with tempfile.TemporaryDirectory() as folder:

@@ -8,7 +8,7 @@ from math import prod
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import SafetensorError
 from safetensors import deserialize as safetensors_deserialize
@@ -29,6 +29,7 @@ from reshard_ckpt.format.shard_file import (
     parse_member_name,
     sub_box,
 )
+from tests.examples import examples
 from tests.format.building import NAMES, SHAPES
 
 NASTY = NAMES | st.text("@[]#%:,0\n\x7f", max_size=10)
@@ -49,7 +50,7 @@ def elements(offsets, lengths, start, count) -> set[tuple[int, ...]]:
     return set(coordinates[start : start + count])
 
 
-@settings(max_examples=500)
+@examples(500)
 @given(part=parts())
 def test_sub_box_is_the_box_of_a_run_and_none_is_missed(part):
     _, offsets, lengths, start, count = part
@@ -63,7 +64,7 @@ def test_sub_box_is_the_box_of_a_run_and_none_is_missed(part):
         assert prod(len(span) for span in spans) != count, "these elements are a box"
 
 
-@settings(max_examples=500)
+@examples(500)
 @given(name=NASTY, part=parts())
 def test_member_names_read_back(name: str, part):
     shape, offsets, lengths, start, count = part
@@ -105,7 +106,7 @@ MEMBERS = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(members=MEMBERS, metadata=st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=2))
 def test_headers_read_back_here_and_in_safetensors(members: list[Member], metadata: dict[str, str]):
     members.sort(key=lambda member: -ITEM_BYTES[member.dtype])
@@ -186,7 +187,7 @@ def test_parse_header_names_dtypes_that_are_valid_but_not_read():
         parse_header(file_of({"a": {**GOOD, "dtype": "F4", "shape": [4]}}))
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(
     members=MEMBERS,
     changes=st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=3),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import collections
 import datetime
 import enum
+import io
 import math
 import pathlib
 import random
@@ -19,13 +21,14 @@ import msgpack
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from reshard_ckpt.errors import CorruptError, UnsupportedError
 from reshard_ckpt.format.value_decode import MAX_DEPTH, TENSOR_DTYPES, TORCH_DTYPES
 from reshard_ckpt.format.values import decode_path, decode_value, encode_path, encode_value
+from tests.examples import examples
 
 
 class Color(enum.Enum):
@@ -131,7 +134,7 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     return not a.numel() or torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b)))
 
 
-@settings(max_examples=250, deadline=None)
+@examples(250)
 @given(value=VALUES)
 @example(value={1: "int", 2.5: "float", (1, 2): "tuple"})
 @example(value=[2**64 - 1, 2**64, -(2**63), -(2**63) - 1, 10**4000])
@@ -399,7 +402,7 @@ def test_decode_does_not_reserve_what_a_header_claims():
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(
     value=VALUES,
     changes=st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=4),
@@ -413,8 +416,26 @@ def test_damaged_values_raise_nothing_but_corrupt_error(value: Any, changes: lis
         decode_value(bytes(data[: max(len(data) - cut, 0)] if cut > 4 else data))
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(data=st.binary(max_size=60))
 def test_random_bytes_raise_nothing_but_corrupt_error(data: bytes):
     with suppress(CorruptError):
         decode_value(data)
+
+
+def test_parsed_arguments_and_buffers_come_back():
+    inner = argparse.Namespace(weights=torch.arange(3), level=Level.LOW)
+    value = {"args": argparse.Namespace(lr=0.1, inner=inner, dtype=torch.bfloat16), "extra": io.BytesIO(b"state")}
+    back = decode_value(encode_value(value, "v"))
+    assert type(back["args"]) is argparse.Namespace
+    assert torch.equal(back["args"].inner.weights, inner.weights)
+    assert (back["args"].lr, back["args"].dtype, back["args"].inner.level) == (0.1, torch.bfloat16, Level.LOW)
+    assert back["extra"].read() == b"state"
+
+
+@pytest.mark.parametrize(("name", "plain"), [("argparse.Namespace", [1]), ("argparse.Namespace", {1: 2}), ("io.BytesIO", "text")])
+def test_hostile_arguments_and_buffers_are_refused(name, plain):
+    module, _, kind = name.rpartition(".")
+    hostile = msgpack.packb({"object": [module, kind, msgpack.unpackb(encode_value(plain, "v"))]})
+    with pytest.raises(CorruptError):
+        decode_value(hostile)

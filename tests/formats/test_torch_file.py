@@ -160,6 +160,24 @@ def test_an_optimizer_alone_stands_below_its_key(tmp_path: Path):
     assert "optimizer.param_groups" in checkpoint.catalog(tmp_path / "x.pt").value_names
 
 
+def test_state_belongs_to_its_parameter_wherever_both_lie(tmp_path: Path):
+    """As Lightning and others nest them: the model's keys begin further up than the names that the optimizer knows."""
+    model, optimizer = trained(named=True)
+    weights = {f"net.{name}": tensor for name, tensor in model.state_dict().items()}
+    torch.save({"state_dict": weights, "optimizer_states": [optimizer.state_dict()]}, tmp_path / "x.pt")
+    link = checkpoint.catalog(tmp_path / "x.pt").links()["optimizer_states.0.state.0.weight.exp_avg"]
+    assert (link.optimizer, link.fqn, link.parameter) == ("optimizer_states.0", "0.weight", "state_dict.net.0.weight")
+
+
+def test_state_of_a_parameter_that_no_group_has_is_damage(tmp_path: Path):
+    _, optimizer = trained(named=True)
+    saved = optimizer.state_dict()
+    saved["state"][99] = dict(saved["state"][0])
+    torch.save({"optimizer": saved}, tmp_path / "x.pt")
+    with pytest.raises(CorruptError, match="state for parameter 99, which is in none of its groups"):
+        checkpoint.catalog(tmp_path / "x.pt")
+
+
 def test_an_optimizer_without_names_says_what_to_do_when_it_is_wanted(tmp_path: Path):
     model, optimizer = trained(named=False)
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "x.pt")

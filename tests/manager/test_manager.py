@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import signal
@@ -29,6 +28,7 @@ from reshard_ckpt.format.catalog import encode_catalog
 from reshard_ckpt.format.keys import CATALOG_KEY
 from reshard_ckpt.manager.retention import Retention
 from reshard_ckpt.storage import open_storage
+from tests.checkpoint.references import referring
 from tests.launch import ROOT
 
 
@@ -262,8 +262,7 @@ def test_files_that_a_committed_catalog_refers_to_stay(root: str):
     with open_storage(f"{root}/step_1") as first, open_storage(f"{root}/step_2") as second:
         old = open_catalog(first)
         needed = {f"step_1/{key}" for file in old.files for key in (file.key, file.digests_key)}
-        borrowed = tuple(dataclasses.replace(file, checkpoint="../step_1") for file in old.files)
-        second.publish(CATALOG_KEY, encode_catalog(dataclasses.replace(old, files=borrowed)))
+        second.publish(CATALOG_KEY, encode_catalog(referring(old, "../step_1")))
     with open_storage(root) as storage:
         with Manager(root, keep_last=2) as manager:
             manager.save(3, state(3))
@@ -363,10 +362,12 @@ def slow(*args, **options):
 engine_save.publish = slow
 if how == "own handler":
     signal.signal(signal.SIGTERM, lambda *_: (print("own", flush=True), sys.exit(7)))
-manager = checkpoint.Manager(root, keep_last=1, finish_on_sigterm=how != "plain")
+grace = {"plain": False, "short": 0.2}.get(how, True)
+manager = checkpoint.Manager(root, keep_last=1, finish_on_sigterm=grace)
 manager.async_save(1, {"w": torch.arange(1000.0)})
 assert began.wait(60)
-threading.Timer(0.2, go.set).start()  # the commit comes well after the signal
+if how != "short":
+    threading.Timer(0.2, go.set).start()  # the commit comes well after the signal
 os.kill(os.getpid(), signal.SIGTERM)
 signal.pause()
 """
@@ -392,6 +393,22 @@ def test_without_being_asked_sigterm_ends_the_job_and_the_next_one_cleans_up(tmp
     with Manager(tmp_path) as manager:
         assert manager.steps() == []
     assert not (tmp_path / "step_1").exists()
+
+
+def test_a_save_that_takes_longer_than_it_may_is_given_up(tmp_path: Path):
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, tmp_path, "short"], cwd=ROOT, timeout=50, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == -signal.SIGTERM
+    assert "not finished within 0.2 s, so given up" in done.stderr
+    with Manager(tmp_path) as manager:
+        assert manager.steps() == []
+
+
+@pytest.mark.parametrize("grace", [0, -1, float("nan"), "20"])
+def test_the_grace_is_some_seconds(tmp_path: Path, grace: Any):
+    with pytest.raises(UsageError, match="finish_on_sigterm="):
+        Manager(tmp_path, finish_on_sigterm=grace)
 
 
 # --- which folder, and when no longer ---

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+import re
 from math import prod
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
+from reshard_ckpt.core.catalog.model import Catalog
 from reshard_ckpt.core.catalog.name_tree import fold
 from reshard_ckpt.core.catalog.specs import Mesh, box_piece, row_major_strides
+from reshard_ckpt.core.catalog.summary import summarize_catalog
 from reshard_ckpt.core.timeline import Step, Timeline
+from reshard_ckpt.engine.common.progress import size_text
 from reshard_ckpt.plotting import times
 from reshard_ckpt.plotting.cuts import draw_cuts
 from reshard_ckpt.plotting.feeds import Wanted, feeds
-from reshard_ckpt.plotting.ranks import bytes_by_rank, draw_balance, draw_mesh
+from reshard_ckpt.plotting.page import bytes_by_rank, report_page
 from reshard_ckpt.plotting.times import draw_timeline, timeline_words
-from reshard_ckpt.plotting.treemap import HEIGHT, WIDTH, draw_treemap
 from reshard_ckpt.storage.memory import MemoryStorage
 from tests.cli.states import save_trained
+from tests.examples import examples
 from tests.jobs import save_job
 from tests.layouts import Layout, addresses, filled, layouts, shapes, spec_of, values_of
 
@@ -50,7 +54,7 @@ def tips(figure: Figure) -> dict[str, np.ndarray]:
     }
 
 
-@settings(max_examples=80)
+@examples(80)
 @given(st.data())
 def test_each_wanted_element_is_fed_once_by_the_rank_that_wrote_it(data: st.DataObject):
     shape = data.draw(shapes().filter(lambda s: prod(s) > 0))
@@ -78,39 +82,6 @@ def test_each_wanted_element_is_fed_once_by_the_rank_that_wrote_it(data: st.Data
             for _, x in addresses(piece):
                 expected[x] = 1
         assert (seen == expected).all()
-
-
-@settings(max_examples=30)
-@example([21_920_784_886, 1])
-@given(st.lists(st.integers(0, 10**12), min_size=1, max_size=40))
-def test_treemap_rectangles_are_as_large_as_their_amounts_and_do_not_overlap(amounts: list[int]):
-    figure = draw_treemap(fold([f"t{i}" for i in range(len(amounts))], list(range(len(amounts)))), amounts)
-    places = boxes(figure.axes[0].collections[0])
-    unit = WIDTH * HEIGHT / max(sum(amounts), 1)
-    for tip, box in tips(figure).items():
-        assert box[2] * box[3] == pytest.approx(amounts[int(tip.partition(":")[0][1:])] * unit, rel=1e-6)
-    assert (places[:, :2] >= -1e-6).all()
-    assert (places[:, :2] + places[:, 2:] <= np.array([WIDTH, HEIGHT]) + 1e-6).all()
-    for i, p in enumerate(places):
-        for q in places[i + 1 :]:
-            assert (np.minimum(p[:2] + p[2:], q[:2] + q[2:]) - np.maximum(p[:2], q[:2])).min() <= 1e-6
-
-
-def test_treemap_names_what_is_large_and_folds_layers():
-    names = [f"model.layers.{i}.w" for i in range(8)] + ["model.emb", "tiny"]
-    figure = draw_treemap(fold(names, ["same"] * 10), [100] * 8 + [400, 0])
-    found = {tip: box[2] * box[3] for tip, box in tips(figure).items()}
-    assert found.keys() == {"model: 1.2 kB", "model.layers.0-7.w (×8): 800 B", "model.emb: 400 B"}
-    assert found["model.layers.0-7.w (×8): 800 B"] == pytest.approx(2 * found["model.emb: 400 B"])
-    assert {"model  1.2 kB", "layers.0-7.w\n800 B", "emb\n400 B"} <= texts(figure)
-
-
-def test_treemap_of_ten_thousand_tensors_is_no_larger_than_can_be_seen():
-    names = [f"m{i % 97}.block{i % 89}.w{i}" for i in range(10_000)]
-    figure = draw_treemap(fold(names, list(range(10_000))), [1 + i * i for i in range(10_000)])
-    places = boxes(figure.axes[0].collections[0])
-    assert 97 < len(places) < 10_000
-    assert places[:, 2:].min() >= 3 - 1e-6
 
 
 @pytest.fixture(scope="module")
@@ -168,17 +139,30 @@ def _rows(count: int) -> Layout:
     return Layout((count, 4), pieces, (4,) * count)
 
 
-def test_bars_and_mesh_have_every_rank_and_its_bytes(trained):
+def test_page_has_every_rank_with_its_bytes_and_its_place_on_the_mesh(trained):
     held = bytes_by_rank(trained)
     assert held == {rank: sum(f.size for f in trained.files if f.rank == rank) for rank in range(8)}
-    bars = boxes(draw_balance(trained).axes[0].collections[0])
-    assert bars[:, 3].tolist() == list(held.values())
-    figure = draw_mesh(trained, trained.mesh)
-    cells = tips(figure)
-    assert len(cells) == 8
-    (place,) = (box for tip, box in cells.items() if tip.startswith("rank 5 pp=1 dp=0 tp=1: "))
-    assert place.tolist() == [1, 1, 1, 1]
-    assert {"rank 7", "pp=0", "pp=1", "dp=0 tp=0", "dp=1 tp=1"} <= texts(figure)
+    page = page_of(trained, ["model.w"], [1])
+    bars = re.findall(r'width:([0-9.]+)px"></i>rank (\d) pp=(\d) dp=(\d) tp=(\d): ([^<]+)<', page)
+    assert [tuple(map(int, bar[1:5])) for bar in bars] == [(r, r // 4, r // 2 % 2, r % 2) for r in range(8)]
+    assert [bar[5] for bar in bars] == [size_text(size) for size in held.values()]
+    assert [float(bar[0]) for bar in bars] == pytest.approx([500 * n / max(held.values()) for n in held.values()], abs=0.06)
+    assert f"pp 2 × dp 2 × tp 2 = 8 ranks wrote {size_text(sum(held.values()))}" in page
+
+
+def test_page_has_the_largest_tensors_first_folds_layers_and_takes_any_name(trained):
+    names = [f"model.layers.{i}.w" for i in range(8)] + ["model.emb", "tiny", "x" * 100_000, "<script>&"]
+    page = page_of(trained, names, [100] * 8 + [1400, 0, 3, 2], looks=["same"] * 12)
+    lines = re.findall(r"</i>([^<]*: \d[^<]*)<", page.partition("Tensors by size")[2])
+    assert lines[:3] == ["model: 2.2 kB", "model.emb: 1.4 kB", "model.layers.0-7.w (×8): 800 B"]
+    assert lines[-2:] == ["&lt;script&gt;&amp;: 2 B", "tiny: 0 B"]
+    assert len(page) < 30_000
+    many = page_of(trained, [f"t{i}" for i in range(150)], list(range(150)))
+    assert f"50 smaller ones: {size_text(sum(range(50)))}" in many
+
+
+def page_of(catalog: Catalog, names: list[str], sizes: list[int], looks: list[str] | None = None) -> str:
+    return report_page("t", catalog, summarize_catalog(catalog), fold(names, looks or names), sizes, None)
 
 
 def steps_of(num_ranks: int) -> Timeline:

@@ -6,12 +6,13 @@ from math import prod
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard_ckpt.plotting import table as tables
 from reshard_ckpt.plotting.feeds import boxes_of
 from reshard_ckpt.plotting.table import Table, lay_out
+from tests.examples import examples
 from tests.layouts import Layout, addresses, layouts, shapes
 
 
@@ -41,7 +42,7 @@ def shown(table: Table) -> np.ndarray:
     return out
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(st.data())
 def test_table_shows_every_element_in_its_place(data: st.DataObject):
     shape = data.draw(shapes().filter(lambda s: len(s) > 0 and prod(s) > 0))
@@ -51,7 +52,7 @@ def test_table_shows_every_element_in_its_place(data: st.DataObject):
     assert (shown(table).reshape(-1) == owners(layout).reshape(-1)).all()
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.data())
 def test_crowded_table_shows_what_lies_in_the_middle_of_its_cells(data: st.DataObject):
     shape = data.draw(st.tuples(st.integers(1, 40), st.integers(1, 40)))

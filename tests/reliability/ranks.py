@@ -17,6 +17,7 @@ import torch.distributed as dist
 import reshard_ckpt.comm as comm_module
 from reshard_ckpt.checkpoint import loading, saving
 from reshard_ckpt.comm.group import Group, current_group
+from reshard_ckpt.comm.home import SettledHome
 from reshard_ckpt.engine.saving import agreement
 from reshard_ckpt.engine.saving import commit as save_module
 from reshard_ckpt.engine.saving.handle import SaveQueue
@@ -40,7 +41,8 @@ class Job:
     def __init__(self, size: int) -> None:
         self.size = size
         self.store = dist.HashStore()
-        self._groups = [Group(rank, size, self.store, "job") for rank in range(size)]
+        self._groups = [Group(rank, size, self.store, "job", SettledHome(self.store, rank, size)) for rank in range(size)]
+        self._keys_of_group = int(self.store.num_keys())  # who is there, as long as it lasts
         self._saves = [SaveQueue() for _ in range(size)]
         self._plans = [agreement.PlanCache() for _ in range(size)]
 
@@ -65,7 +67,7 @@ class Job:
         return outcomes
 
     def num_keys(self) -> int:
-        return int(self.store.num_keys())
+        return int(self.store.num_keys()) - self._keys_of_group
 
 
 @contextmanager

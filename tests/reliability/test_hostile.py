@@ -18,7 +18,7 @@ import msgpack
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard_ckpt import checkpoint
@@ -28,6 +28,7 @@ from reshard_ckpt.core.geometry.tiling import find_gap, find_overlap
 from reshard_ckpt.errors import CheckpointError, CorruptError, UnsupportedError
 from reshard_ckpt.format.catalog import decode_catalog, encode_catalog
 from reshard_ckpt.storage import open_storage
+from tests.examples import examples
 from tests.fuzz.targets import TARGETS, mutated_zip, torch_seeds
 from tests.reliability.hostile import mutated_bytes, mutated_catalog, seal, unseal
 
@@ -72,7 +73,7 @@ def uses(path: str | Path) -> list[Callable[[], object]]:
     ]
 
 
-@settings(max_examples=250, deadline=None)
+@examples(250)
 @given(seed=st.integers(0, 2**64 - 1))
 def test_a_sealed_catalog_with_wrong_fields_loads_or_is_refused(url: str, good: bytes, seed: int):
     chance = random.Random(seed)
@@ -221,7 +222,7 @@ def test_a_gap_among_many_shards_is_found_by_halving():
     assert find_gap(np.array([count]), kept, np.ones_like(kept)) == ((123_456,), (123_457,))
 
 
-@settings(max_examples=120, deadline=None)
+@examples(120)
 @given(seed=st.integers(0, 2**64 - 1))
 def test_a_torch_file_of_any_contents_loads_or_is_refused(tmp_path_factory: pytest.TempPathFactory, seed: int):
     chance = random.Random(seed)

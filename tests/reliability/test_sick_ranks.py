@@ -79,7 +79,7 @@ def of_rank(rank: int) -> bool:
 
 
 def arrived(job: Job, session: int, step: int, num: int) -> Callable[[], bool]:
-    key = f"job/{session}/{step}/arrived"
+    key = f"home/{session}/{step}/arrived"
     return lambda: bool(job.store.check([key])) and job.store.add(key, 0) >= num
 
 

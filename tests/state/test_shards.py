@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from reshard_ckpt.core.catalog.specs import Replication
 from reshard_ckpt.errors import CheckpointError, LayoutError, UsageError
 from reshard_ckpt.state import Captured, FlatShard, LocalShard, LocalTensor, PerRank, capture
+from reshard_ckpt.state.shards import Shards
 from tests.helpers import fill, load, position_values, save
 
 
@@ -96,6 +97,66 @@ def test_a_flat_range_crosses_boxes_without_a_whole_tensor():
     (entry,) = captured(FlatShard(torch.zeros(4), (2**20, 2**20), 2**40 - 4)).tensors
     (piece,) = entry.spec.pieces
     assert (piece.start, piece.count, piece.base) == (2**40 - 4, 4, -(2**40 - 4))
+
+
+@st.composite
+def _cut_tensors(draw):
+    """A local shape, boxes that tile it, and where each lies in a global tensor of one dim more; and where runs begin."""
+    local_shape = tuple(draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
+    dim = draw(st.integers(0, len(local_shape) - 1))
+    cuts = sorted({0, local_shape[dim], *draw(st.lists(st.integers(0, local_shape[dim]), max_size=2))})
+    boxes = []
+    for number, (low, high) in enumerate(pairwise(cuts)):
+        at = tuple(low if d == dim else 0 for d in range(len(local_shape)))
+        lengths = tuple(high - low if d == dim else n for d, n in enumerate(local_shape))
+        boxes.append(((0, *at), (number, *(0,) * len(at)), (1, *lengths)))
+    total = prod(local_shape)
+    starts = sorted({0, total, *draw(st.lists(st.integers(0, total), max_size=4))})
+    return local_shape, boxes, starts
+
+
+@given(_cut_tensors(), st.sampled_from([1, 2]))
+def test_runs_of_a_flattened_tensor_whose_boxes_lie_apart(case, stride):
+    local_shape, boxes, starts = case
+    shape = (len(boxes), *(max(lengths[d + 1] for _, _, lengths in boxes) for d in range(len(local_shape))))
+    full, local = position_values(shape), torch.zeros(local_shape)
+    for at, offsets, lengths in boxes:
+        inside = tuple(slice(o, o + n) for o, n in zip(at[1:], lengths[1:], strict=True))
+        local[inside] = full[offsets[0]][tuple(slice(0, n) for n in lengths[1:])]
+
+    def shard(memory, start):
+        return FlatShard(memory[::stride], shape, start, pieces=boxes, local_shape=(1, *local_shape))
+
+    flat = torch.zeros(local.numel() * stride)
+    flat[::stride] = local.flatten()
+    for start, stop in pairwise(starts):
+        memory = flat[start * stride : stop * stride].clone()
+        (entry,) = captured(shard(memory, start)).tensors
+        emptied_memory = torch.full_like(memory, -1)
+        (wanted,) = captured(shard(emptied_memory, start)).tensors
+        fill(LocalTensor(wanted.spec, wanted.memory), full)
+        assert torch.equal(emptied_memory[::stride], memory[::stride])
+        assert sum(piece.count for piece in entry.spec.pieces) == stop - start
+
+
+def test_several_local_tensors_are_parts_of_one():
+    full = position_values((4, 2, 3))
+    first = Shards(LocalShard(full[i][None], (4, 2, 3), (i, 0, 0)) for i in (0, 3))
+    second = Shards([LocalShard(full[1:2], (4, 2, 3), (1, 0, 0)), FlatShard(full[2].flatten(), (4, 2, 3), 12)])
+    assert torch.equal(whole(first, second), full)
+    memories = [torch.zeros(2, 3), torch.zeros(2, 3)]
+    wanted = Shards(LocalShard(m[None], (4, 2, 3), (i, 0, 0)) for m, i in zip(memories, (2, 1), strict=True))
+    load(save([captured(first), captured(second)]), {"t": wanted})
+    assert torch.equal(torch.stack(memories), full[[2, 1]])
+
+
+def test_parts_of_different_tensors_are_refused():
+    with pytest.raises(LayoutError, match=r"\(2, 3\) and \(3, 2\)"):
+        Shards([LocalShard(torch.zeros(2, 3), (2, 3), (0, 0)), LocalShard(torch.zeros(3, 2), (3, 2), (0, 0))])
+    with pytest.raises(LayoutError, match="no part at all"):
+        Shards([])
+    with pytest.raises(UsageError, match="got a Tensor"):
+        Shards([torch.zeros(2)])
 
 
 def test_an_empty_shard_still_tells_the_global_shape():

@@ -8,12 +8,12 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from reshard_ckpt.errors import CheckpointError
 from reshard_ckpt.storage import LocalStorage, MemoryStorage, Storage
+from tests.examples import examples
 from tests.storage.contract import read_range
 
 KEYS = st.sampled_from(["a", "b", "a/c", "a/d", "a/c/e", "b/f/g"])
@@ -86,4 +86,4 @@ class Storages(RuleBasedStateMachine):
 
 
 TestStorages = Storages.TestCase
-TestStorages.settings = settings(max_examples=30, stateful_step_count=25)
+TestStorages.settings = examples(30, stateful_step_count=25)

@@ -39,7 +39,11 @@ class TensorKind:
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """One shard file; `key` and `digests_key` are relative to the checkpoint (`checkpoint` names another one, "" is this)."""
+    """One shard file; `key` and `digests_key` are paths from the checkpoint's folder.
+
+    ``checkpoint`` is "" where the file is of this checkpoint. Otherwise it is the folder of the checkpoint that the file is of,
+    such as ``"../step_90"``, with which both keys begin.
+    """
 
     key: str
     size: int
@@ -49,6 +53,11 @@ class FileEntry:
     save_id: str
     rank: int
     checkpoint: str = ""
+
+    @property
+    def folder(self) -> str:
+        """With what the keys of a file of another checkpoint begin."""
+        return f"{self.checkpoint.rstrip('/')}/" if self.checkpoint else ""
 
 
 @dataclass(frozen=True, slots=True)

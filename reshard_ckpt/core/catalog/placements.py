@@ -14,10 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, product
+from itertools import accumulate, pairwise, product
 from math import prod
 from typing import Any
 
+from ...errors import LayoutError, UnsupportedError, UsageError
 from ..geometry.chunks import Range, chunk, joined, narrow
 from .name_tree import spans
 from .specs import AxisPlacement, Ints
@@ -83,6 +84,9 @@ class PlacementKind:
         Whether it cuts the flattened region, and so comes after all that cut dims.
     recognize
         From ``(axis, placement, shape)``, where the placement is of a DTensor: what it is here, or None if it is of another kind.
+    resize
+        From ``(placement, saved, num)``: how a tensor that a catalog has so on an axis of size `saved` lies on one of size `num`;
+        None where that means nothing. Without it, as it was.
     """
 
     name: str
@@ -92,6 +96,7 @@ class PlacementKind:
     spell: Callable[[AxisPlacement], str]
     flattens: bool = False
     recognize: Callable[[str, Any, Ints], AxisPlacement | None] | None = None
+    resize: Callable[[AxisPlacement, int, int], AxisPlacement | None] | None = None
 
 
 def local_region(shape: Ints, axes: Sequence[AxisPlacement], sizes: Ints, where: Ints) -> LocalRegion | None:
@@ -174,6 +179,58 @@ def _if_resident(region: LocalRegion, placement: AxisPlacement, num: int, index:
     return region if index in placement.coords else None
 
 
+def _cut_ragged(region: LocalRegion, placement: AxisPlacement, num: int, index: int) -> LocalRegion:
+    units = placement.coords
+    if len(units) != num or not any(units):
+        raise LayoutError(f"{spell_axis(placement)} has {len(units)} units, {sum(units)} in all, for an axis of {num}")
+    first, length = region.flat or (0, region.num_elements)
+    start, stop = (length * sum(units[:end]) // sum(units) for end in (index, index + 1))
+    return replace(region, flat=(first + start, stop - start))
+
+
+def _recognize_ragged(axis: str, placement: Any, shape: Ints) -> AxisPlacement | None:
+    """What veScale's ``RaggedShard(dims, local_units)`` is here; told by what it has, as its class may not be there."""
+    dims, units = getattr(placement, "dims", None), getattr(placement, "local_units", None)
+    if dims is None or units is None:
+        return None
+    dims, units = tuple(dims), tuple(units)
+    if dims != tuple(range(len(dims))) or len(dims) > len(shape):
+        raise UnsupportedError(
+            f"{placement!r} on axis {axis!r} flattens dims {dims} of shape {shape}, which are not the leading ones; pass a "
+            "FlatShard or LocalShard that says what it holds"
+        )
+    if any(type(unit) is not int or unit < 0 for unit in units) or not any(units) or (not dims and sum(map(bool, units)) > 1):
+        raise LayoutError(
+            f"{placement!r} on axis {axis!r}: units are whole numbers, not all 0, and without dims one coordinate has all of "
+            "them; correct the placement"
+        )
+    return AxisPlacement(axis, "ragged", len(dims) - 1 if dims else None, units)
+
+
+def _resize_ragged(placement: AxisPlacement, saved: int, num: int) -> AxisPlacement | None:
+    """Spread the same units evenly over another number of coordinates, so that no unit is cut."""
+    units = placement.coords
+    if len(units) != saved or not any(units):
+        return None
+    if num == saved:
+        return placement
+    if sum(map(bool, units)) == 1:  # whole on one coordinate, and such tensors are divided by size
+        return AxisPlacement(placement.axis, "resident", None, (next(i for i, unit in enumerate(units) if unit),))
+    ends = [sum(units) * i // num for i in range(num + 1)]
+    return replace(placement, coords=tuple(b - a for a, b in pairwise(ends)))
+
+
+def _parse_ragged(axis: str, numbers: Ints, num: int) -> AxisPlacement:
+    if len(numbers) != num or min(numbers) < 0 or not any(numbers):
+        raise ValueError(f"write the units of each of the {num} coordinates, not all 0")
+    return AxisPlacement(axis, "ragged", -1, numbers)
+
+
+def _spell_ragged(placement: AxisPlacement) -> str:
+    flattened = "" if placement.dim is None else f"{spans(range(placement.dim + 1))}; "
+    return f"ragged({flattened}{'+'.join(map(str, placement.coords))})"
+
+
 def _parse_word(kind: str) -> Callable[[str, Ints, int], AxisPlacement]:
     def parse(axis: str, numbers: Ints, num: int) -> AxisPlacement:
         if numbers:
@@ -209,6 +266,16 @@ _KINDS = (
         name="flat", form="flat", cut=_cut_flat, parse=_parse_word("flat"), spell=lambda placement: "flat", flattens=True
     ),
     PlacementKind(
+        name="ragged",
+        form="ragged(unit, …)",
+        cut=_cut_ragged,
+        parse=_parse_ragged,
+        spell=_spell_ragged,
+        flattens=True,
+        recognize=_recognize_ragged,
+        resize=_resize_ragged,
+    ),
+    PlacementKind(
         name="resident",
         form="resident(i, …)",
         cut=_if_resident,
@@ -219,3 +286,17 @@ _KINDS = (
 
 KINDS: dict[str, PlacementKind] = {kind.name: kind for kind in _KINDS}
 """Every kind that is known, by its name. Another package adds its own before it saves or loads."""
+
+
+def add_kind(kind: PlacementKind) -> None:
+    """Add a kind of another package; to add an equal one again changes nothing.
+
+    Raises
+    ------
+    UsageError
+        The name is no word, or one of a kind that is there already.
+    """
+    if not kind.name.isidentifier():
+        raise UsageError(f"register_placement: {kind.name!r} is no word; give it a name such as 'blocks'")
+    if KINDS.setdefault(kind.name, kind) != kind:
+        raise UsageError(f"register_placement: {kind.name!r} is a kind of placement already; give it another name")

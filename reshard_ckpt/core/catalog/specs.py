@@ -55,14 +55,17 @@ class Piece:
 class AxisPlacement:
     """How a tensor is laid out along one mesh axis.
 
-    ``kind`` is ``"shard"`` (along ``dim``), ``"replicate"``, ``"flat"`` (ranges of the flattened shard) or ``"resident"``
-    (only the coordinates ``coords`` hold it); `placements` says what each kind means.
+    ``kind`` is ``"shard"`` (along ``dim``), ``"replicate"``, ``"flat"`` (ranges of the flattened shard), ``"ragged"`` (such
+    ranges in proportion to ``coords``), ``"resident"`` (only the coordinates ``coords`` hold it) or one that another package
+    registered; `placements` says what each kind means.
     """
 
     axis: str
     kind: str
     dim: int | None = None
+    """The dim that is cut; of ``"ragged"`` the last of the leading dims whose rows make up units, None: all is one unit."""
     coords: Ints = ()
+    """The numbers of the kind: coordinates that hold it, or of ``"ragged"`` the units of each coordinate."""
     turn: int | None = None
     """Of the axes that shard one dim, how many cut it before this one; None where nobody recorded it."""
     sections: Ints = ()

@@ -9,11 +9,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ...errors import UnsupportedError
+from .columns import Columns, batches
 from .ordering import is_new, lex_order
 from .runs import I64, bounds, decompose, ranges, volumes
 
@@ -38,8 +39,8 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
-class _Joined:
-    """Runs after joining; ``row`` is one of the runs that went in."""
+class _Runs(Columns):
+    """Runs, of which ``row`` is the index in the input; of runs that were joined, of one of them."""
 
     tensor: I64
     box: I64
@@ -62,42 +63,36 @@ def find_faults(
     tensor, box, start, count : (R,)
         Of each run its tensor, its box and its elements; in any order.
     """
-    order = lex_order(tensor, box, start)
-    order = order[count[order] > 0]
-    tensor, box, start, count = tensor[order], box[order], start[order], count[order]
+    runs = _Runs(tensor, box, start, count, np.arange(len(tensor)))
+    runs = runs.take(lex_order(tensor, box, start))
+    runs = runs.take(runs.count > 0)
     boxes = box_offsets, box_lengths
-    ends = start + count
     # Between neighbours: whether they are runs of one box, and how many elements lie between them; negative where they overlap.
-    same = ~is_new(tensor, box)[1:]
-    gap = start[1:] - ends[:-1]
+    same = ~is_new(runs.tensor, runs.box)[1:]
+    gap = runs.start[1:] - (runs.start + runs.count)[:-1]
     clash = np.flatnonzero(same & (gap < 0))
-    clashing, one = np.unique(tensor[clash], return_index=True)  # one overlap of each tensor says enough
+    clashing, one = np.unique(runs.tensor[clash], return_index=True)  # one overlap of each tensor says enough
     for i in clash[one].tolist():
-        pair = np.array([i, i + 1])
-        yield _overlap(int(tensor[i]), order[pair], _bounds_of(boxes, box[pair], start[pair], count[pair]))
+        yield _overlap(boxes, runs.take([i, i + 1]))
     # Runs that follow each other without a gap are joined: first and last are the ends of each row of them.
-    new = np.append(True, ~(same & (gap == 0))) if len(order) else np.zeros(0, bool)
+    new = np.append(True, ~(same & (gap == 0))) if len(runs.row) else np.zeros(0, bool)
     first = np.flatnonzero(new)
-    last = np.append(first[1:], len(order))[: len(first)] - 1
-    fine = ~np.isin(tensor[first], clashing)
-    first, last = first[fine], last[fine]
-    joined = _Joined(tensor[first], box[first], start[first], ends[last] - start[first], order[first])
+    last = runs.take(np.append(first[1:], len(new))[: len(first)] - 1)
+    joined = runs.take(first)
+    joined = replace(joined, count=last.start + last.count - joined.start)
+    joined = joined.take(~np.isin(joined.tensor, clashing))
     yield from _box_faults(shapes, boxes, joined, frozenset(clashing.tolist()))
 
 
-def _bounds_of(boxes: tuple[I64, I64], box: I64, start: I64, count: I64) -> tuple[I64, I64]:
-    """Bound each run of a box by a box; returns their lowest and highest corners."""
-    return bounds(boxes[0][box], boxes[1][box], start, count)
+def _overlap(boxes: tuple[I64, I64], pair: _Runs) -> Fault:
+    """Make the fault of two runs of a tensor that overlap: about the region where the boxes around them meet."""
+    lows, highs = bounds(boxes[0][pair.box], boxes[1][pair.box], pair.start, pair.count)
+    low = lows.max(axis=0)
+    high = np.maximum(highs.min(axis=0), low)
+    return Fault(int(pair.tensor[0]), tuple(pair.row.tolist()), tuple(low.tolist()), tuple(high.tolist()), missing=0)
 
 
-def _overlap(tensor: int, rows: I64, around: tuple[I64, I64]) -> Fault:
-    """Make the fault of two runs that overlap: about the region where the boxes around them meet."""
-    low = around[0].max(axis=0)
-    high = np.maximum(around[1].min(axis=0), low)
-    return Fault(tensor, tuple(rows.tolist()), tuple(low.tolist()), tuple(high.tolist()), missing=0)
-
-
-def _box_faults(shapes: I64, boxes: tuple[I64, I64], joined: _Joined, reported: frozenset[int]) -> Iterator[Fault]:
+def _box_faults(shapes: I64, boxes: tuple[I64, I64], joined: _Runs, reported: frozenset[int]) -> Iterator[Fault]:
     """Yield the faults of all tensors but those that were reported already."""
     cut = decompose(boxes[1][joined.box], joined.start, joined.count)
     # Boxes stay in order of tensor: those of tensor t are first[t] to first[t + 1].
@@ -121,9 +116,7 @@ def _box_faults(shapes: I64, boxes: tuple[I64, I64], joined: _Joined, reported: 
             continue
         pair = find_overlap(low[part], cut.lengths[part])
         if pair is not None:
-            run = cut.parent[part][list(pair)]
-            around = _bounds_of(boxes, joined.box[run], joined.start[run], joined.count[run])
-            yield _overlap(t, joined.row[run], around)
+            yield _overlap(boxes, joined.take(cut.parent[part][list(pair)]))
             continue
         missing = int(sizes[t] - volumes(cut.lengths[part]).sum())
         if missing:
@@ -146,7 +139,7 @@ def find_overlap(offsets: I64, lengths: I64) -> tuple[int, int] | None:
         raise UnsupportedError(
             f"{len(offsets)} shards of one tensor lie so that it takes too long to check that none overlap; use fewer ones"
         )
-    for part in _batches(meets, MAX_PAIRS):
+    for part in batches(meets, MAX_PAIRS):
         # Each box beside each of the following ones that it meets on this dim; do they meet on all dims?
         owner, step = ranges(meets[part])
         left = order[owner + part.start]
@@ -164,17 +157,6 @@ def _sweep(offsets: I64, lengths: I64, dim: int) -> tuple[I64, I64]:
     begin = offsets[order, dim]
     until = np.searchsorted(begin, begin + lengths[order, dim], side="left")
     return order, np.maximum(until - np.arange(len(order)) - 1, 0)
-
-
-def _batches(sizes: I64, limit: int) -> Iterator[slice]:
-    """Yield consecutive slices whose sizes add up to about the limit."""
-    total = np.cumsum(sizes)
-    begin = 0
-    while begin < len(sizes):
-        used = int(total[begin - 1]) if begin else 0
-        end = max(begin + 1, int(np.searchsorted(total, used + limit, side="right")))
-        yield slice(begin, end)
-        begin = end
 
 
 def find_gap(shape: I64, offsets: I64, lengths: I64) -> tuple[tuple[int, ...], tuple[int, ...]]:

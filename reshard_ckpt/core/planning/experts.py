@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TypeVar
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 def expert_of(name: str) -> tuple[str, int] | None:
@@ -33,7 +36,7 @@ def experts_of(names: Sequence[str], num: int) -> dict[str, int]:
     return out
 
 
-def spread(sizes: Mapping[str, int], num: int) -> dict[str, int]:
+def spread(sizes: Mapping[Key, int], num: int) -> dict[Key, int]:
     """Put whole things on `num` places: the largest first, each on the place that has least."""
     loads = [0] * num
     out = {}

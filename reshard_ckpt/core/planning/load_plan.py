@@ -11,13 +11,13 @@ An item is a small n-dimensional copy: from ``src`` with byte strides ``src_stri
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ...errors import CorruptError
 from ..catalog.model import Catalog
+from ..geometry.columns import Columns, batches
 from ..geometry.dtypes import item_bytes_of
 from ..geometry.runs import I64, bounds, decompose, pad_left, ranges, strides_of, volumes
 from .local_metadata import PieceColumns
@@ -76,8 +76,8 @@ def plan_load(catalog: Catalog, source: I64, wanted: PieceColumns, window_bytes:
     """
     width = max(catalog.boxes.offsets.shape[1], wanted.offsets.shape[1])
     boxes = _wanted_boxes(catalog, source, wanted, width)
-    item_bytes = item_bytes_of(catalog.tensors_table.dtype)
-    found = [_meet(catalog, boxes, part, item_bytes, window_bytes, width) for part in _pair_batches(catalog, boxes)]
+    item_bytes, num_rows = item_bytes_of(catalog.tensors_table.dtype), np.diff(catalog.tensors_table.row_start)
+    found = [_meet(catalog, boxes, part, item_bytes, window_bytes, width) for part in batches(num_rows[boxes.tensor], MAX_PAIRS)]
     columns = [np.concatenate(column) for column in zip(*found, strict=True)] if found else _no_items(width)
     box, file, window, src, offset, lengths, src_strides = columns
     strides = boxes.strides[box]
@@ -115,20 +115,8 @@ def _wanted_boxes(catalog: Catalog, source: I64, wanted: PieceColumns, width: in
     )
 
 
-def _pair_batches(catalog: Catalog, boxes: _WantedBoxes) -> Iterator[slice]:
-    """Wanted boxes in slices that meet about `MAX_PAIRS` rows."""
-    row_start = catalog.tensors_table.row_start
-    total = np.cumsum(row_start[boxes.tensor + 1] - row_start[boxes.tensor])
-    begin = 0
-    while begin < len(total):
-        used = int(total[begin - 1]) if begin else 0
-        end = max(begin + 1, int(np.searchsorted(total, used + MAX_PAIRS, side="right")))
-        yield slice(begin, end)
-        begin = end
-
-
 @dataclass(frozen=True, slots=True)
-class _Pairs:
+class _Pairs(Columns):
     """Pairs of a wanted box and a row of its tensor: the part of the row that is looked at, and bytes of an element."""
 
     box: I64
@@ -136,10 +124,6 @@ class _Pairs:
     start: I64
     count: I64
     item_bytes: I64
-
-    def take(self, at: I64) -> _Pairs:
-        """The pairs at these indices."""
-        return _Pairs(self.box[at], self.row[at], self.start[at], self.count[at], self.item_bytes[at])
 
 
 def _meet(catalog: Catalog, boxes: _WantedBoxes, part: slice, item_bytes: I64, window_bytes: int, width: int) -> tuple[I64, ...]:
@@ -197,4 +181,5 @@ def _cut_at_windows(pairs: _Pairs, offset: I64, window_bytes: int) -> _Pairs:
     high = np.clip(-(-(bound + window_bytes) // each[of_pair]), 0, count[of_pair])
     keep = np.flatnonzero(high > low)
     of_pair, low, high = of_pair[keep], low[keep], high[keep]
-    return _Pairs(pairs.box[of_pair], pairs.row[of_pair], pairs.start[of_pair] + low, high - low, each[of_pair])
+    cut = pairs.take(of_pair)
+    return replace(cut, start=cut.start + low, count=high - low)

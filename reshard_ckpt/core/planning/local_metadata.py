@@ -14,7 +14,7 @@ from ..catalog.model import TensorKind
 from ..catalog.specs import AxisPlacement, Mesh, StateLink, TensorSpec, ValueKind
 from ..geometry.dtypes import CODES
 from ..geometry.ordering import group_ids
-from ..geometry.runs import I64, pad_rows, volumes
+from ..geometry.runs import I64, pad_left, pad_rows, ranges, volumes
 
 U8 = NDArray[np.uint8]
 Placement = tuple[AxisPlacement, ...]
@@ -188,6 +188,30 @@ def build_local_metadata(
     box, first = group_ids(np.hstack([pieces.offsets, pieces.lengths]))
     rows = RowColumns(pieces.offsets[first], pieces.lengths[first], pieces.tensor, box, pieces.start, pieces.count)
     return LocalMetadata(tensors, rows, tuple(values))
+
+
+def join_metadata(ranks: Sequence[LocalMetadata]) -> JobMetadata:
+    """Put what all ranks hold end to end, where it is in one process already."""
+    rows = [one.rows for one in ranks]
+    width = max(one.box_offsets.shape[1] for one in rows)
+    num_boxes = np.array([len(one.box_offsets) for one in rows], np.int64)
+    # rank: of each row its rank; local: its number there
+    rank, local = ranges(np.array([len(one.tensor) for one in rows], np.int64))
+    tensor, box, start, count = (
+        np.concatenate(column) for column in zip(*((one.tensor, one.box, one.start, one.count) for one in rows), strict=True)
+    )
+    return JobMetadata(
+        tables=tuple(one.tensors for one in ranks),
+        table=np.arange(len(ranks)),
+        box_offsets=np.concatenate([pad_left(one.box_offsets, width, 0) for one in rows]),
+        box_lengths=np.concatenate([pad_left(one.box_lengths, width, 1) for one in rows]),
+        rank=rank,
+        local=local,
+        tensor=tensor,
+        box=box + (np.cumsum(num_boxes) - num_boxes)[rank],
+        start=start,
+        count=count,
+    )
 
 
 def links_of(specs: Sequence[TensorSpec]) -> dict[str, I64]:

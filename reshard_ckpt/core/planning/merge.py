@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import LayoutError
+from ..geometry.columns import Columns
 from ..geometry.dtypes import CODES
 from ..geometry.ordering import group_ids, is_new, lex_order
 from ..geometry.runs import I64, pad_left, ranges
@@ -55,7 +56,7 @@ class MergedBoxes:
 
 
 @dataclass(frozen=True, slots=True)
-class MergedRows:
+class MergedRows(Columns):
     """Every piece of every rank that is not an alias, sorted; `local` is its row in its rank's metadata."""
 
     tensor: I64
@@ -97,25 +98,12 @@ def merge_metadata(job_metadata: JobMetadata, name_own: NameOwn) -> tuple[Merged
     # An empty piece says nothing, unless its tensor is empty: then one must stand for it.
     keep = (tables.alias < 0)[tensor] & ((job_metadata.count > 0) | empty_tensor[tensor])
     boxes, box = _merge_boxes(job_metadata, tables, empty_tensor, tensor)
-    chosen = np.flatnonzero(keep)
     start = np.where(empty_tensor[tensor], 0, job_metadata.start) if empty_tensor.any() else job_metadata.start
-    tensor, box, start, count = (c if keep.all() else c[chosen] for c in (tensor, box, start, job_metadata.count))
+    rows = MergedRows(tensor, box, start, job_metadata.count, job_metadata.rank, job_metadata.local, replication)
+    if not keep.all():  # it nearly always is, and rows may be many
+        rows = rows.take(keep)
     # Not by count: runs that begin alike but differ in length overlap, which no order makes right.
-    order = lex_order(tensor, box, start)
-    source = chosen[order]
-    return (
-        tables,
-        boxes,
-        MergedRows(
-            tensor[order],
-            box[order],
-            start[order],
-            count[order],
-            job_metadata.rank[source],
-            job_metadata.local[source],
-            replication[source],
-        ),
-    )
+    return tables, boxes, rows.take(lex_order(rows.tensor, rows.box, rows.start))
 
 
 def _look_up(job_metadata: JobMetadata, ids: _Ids) -> tuple[I64, U8, U8]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ..geometry.columns import Columns
 from ..geometry.runs import I64, ranges, volumes
 from .load_plan import LoadPlan
 
@@ -57,6 +58,16 @@ class ReadPlan:
     def num_bytes(self) -> int:
         """Bytes that will be read."""
         return int((self.high - self.low).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class _Ranges(Columns):
+    """Byte ranges of windows; those that are `near` each other by so many bytes are read as one."""
+
+    window: I64
+    low: I64
+    high: I64
+    near: I64
 
 
 def item_spans(plan: LoadPlan) -> I64:
@@ -140,20 +151,20 @@ def _window_begins(group: I64, file: I64, window: I64, lands: Mask, join: int) -
 def _extents(plan: LoadPlan, window_of: I64, block_bytes: I64, file_bytes: I64) -> tuple[I64, I64, I64]:
     """What is read: the window, the first byte and the end of each extent."""
     owner, low, high = _touched(plan)
-    file, window = plan.file[owner], window_of[owner]
+    file = plan.file[owner]
     block = np.maximum(block_bytes[file], 1)
-    low = low // block * block
-    high = np.minimum(-(-high // block) * block, file_bytes[file])
-    order = np.lexsort((low, window))
-    file, window, low, high = file[order], window[order], low[order], high[order]
-    near = np.where(block_bytes[file] > 0, 0, NEAR_BYTES)
-    begins = _changes(window)
-    reach = _running_max(high, begins)
+    # From here on a range is of whole blocks, where its file has blocks to verify.
+    ends = np.minimum(-(-high // block) * block, file_bytes[file])
+    touched = _Ranges(window_of[owner], low // block * block, ends, np.where(block_bytes[file] > 0, 0, NEAR_BYTES))
+    touched = touched.take(np.lexsort((touched.low, touched.window)))
+    begins = _changes(touched.window)
+    # reach: the end of all that lies before, or in, each range of its window; fresh: ranges that are too far behind that.
+    reach = _running_max(touched.high, begins)
     fresh = begins.copy()
-    fresh[1:] |= low[1:] > reach[:-1] + near[1:]
+    fresh[1:] |= touched.low[1:] > reach[:-1] + touched.near[1:]
     first = np.flatnonzero(fresh)
-    last = np.append(first[1:], len(order))[: len(first)] - 1
-    return window[first], low[first], reach[last]
+    last = np.append(first[1:], len(fresh))[: len(first)] - 1
+    return touched.window[first], touched.low[first], reach[last]
 
 
 def _runs(plan: LoadPlan, items: I64, window: I64) -> tuple[I64, I64, I64, I64, I64]:

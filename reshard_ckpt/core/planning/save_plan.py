@@ -12,7 +12,7 @@ Rows and runs stay in the order of their tensor, box and start throughout, so no
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -114,24 +114,23 @@ def plan_save(job_metadata: JobMetadata, name_own: NameOwn) -> SavePlan:
     _check_tiling(tables, boxes, rows, runs)
     mesh = next((table.mesh for table in job_metadata.tables if table.mesh is not None), None)
     placements, placement = _placements(tables, boxes, rows, runs, mesh, job_metadata.num_ranks)
-    order = lex_order(parts.rank, -item_bytes[runs.tensor[parts.item]], parts.item, parts.start)
-    item, rank, count = parts.item[order], parts.rank[order], parts.count[order]
-    begin = runs.start[item] + parts.start[order]
-    box = runs.box[item]
-    offsets, lengths, start, _ = as_boxes(boxes.offsets.take(box, axis=0), boxes.lengths.take(box, axis=0), begin, count)
+    # From here on a part is a write item, in the order of its rank's files; part.item is its run, and begin counts in its box.
+    parts = parts.take(lex_order(parts.rank, -item_bytes[runs.tensor[parts.item]], parts.item, parts.start))
+    begin, box = runs.start[parts.item] + parts.start, runs.box[parts.item]
+    offsets, lengths, start, _ = as_boxes(boxes.offsets.take(box, axis=0), boxes.lengths.take(box, axis=0), begin, parts.count)
     return SavePlan(
         tables=tables,
         placements=placements,
         placement=placement,
-        tensor=runs.tensor[item],
-        rank=rank,
-        local=rows.local[_row_of(rows, runs, item, rank)],
+        tensor=runs.tensor[parts.item],
+        rank=parts.rank,
+        local=rows.local[_row_of(rows, runs, parts.item, parts.rank)],
         part_start=begin,
-        part_count=count,
+        part_count=parts.count,
         offsets=offsets,
         lengths=lengths,
         start=start,
-        count=count,
+        count=parts.count,
         checks=_checks(rows, runs),
         mesh=mesh,
         num_ranks=job_metadata.num_ranks,
@@ -143,11 +142,8 @@ def _cut_rows(rows: MergedRows) -> MergedRows:
     cut = cut_overlaps(rows.tensor, rows.box, rows.start, rows.count, rows.replication == Replication.DECLARED)
     if cut is None:
         return rows
-    order = lex_order(rows.tensor[cut.source], rows.box[cut.source], cut.start, rows.rank[cut.source])
-    at = cut.source[order]
-    return MergedRows(
-        rows.tensor[at], rows.box[at], cut.start[order], cut.count[order], rows.rank[at], rows.local[at], rows.replication[at]
-    )
+    rows = replace(rows.take(cut.source), start=cut.start, count=cut.count)
+    return rows.take(lex_order(rows.tensor, rows.box, rows.start, rows.rank))
 
 
 def _distinct_runs(rows: MergedRows) -> _Runs:
@@ -239,10 +235,9 @@ def _describe_fault(fault: Fault, tables: MergedTables, ranks: I64) -> str:
 def _checks(rows: MergedRows, runs: _Runs) -> Checks:
     """Find the rows of all runs that more than one piece holds."""
     several = (np.bincount(runs.of_row, minlength=len(runs.count)) > 1) & (runs.count > 0)
-    members = np.flatnonzero(several[runs.of_row])
-    run = runs.of_row[members]
-    start, count = rows.start[members], rows.count[members]
-    return Checks(run, rows.rank[members], rows.local[members], start, count, rows.tensor[members], runs.replication[run])
+    members = several[runs.of_row]
+    run, held = runs.of_row[members], rows.take(members)
+    return Checks(run, held.rank, held.local, held.start, held.count, held.tensor, runs.replication[run])
 
 
 def _placements(

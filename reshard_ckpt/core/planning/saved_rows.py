@@ -56,4 +56,5 @@ class SavedRows:
 
 def _understood(placement: Placement, ndim: int) -> Placement:
     """What of a placement means anything here: a catalog may come from a newer version, or from anywhere."""
-    return tuple(p for p in placement if p.kind in KINDS and (p.kind != "shard" or (p.dim is not None and p.dim < ndim)))
+    known = (p for p in placement if p.kind in KINDS and (p.kind != "shard" or p.dim is not None))
+    return tuple(p for p in known if p.dim is None or p.dim < ndim)

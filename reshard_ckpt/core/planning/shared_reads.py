@@ -1,9 +1,11 @@
-"""Shared reads: which rank reads what for whom, so that bytes that several ranks want are read from storage once.
+"""Shared reads: which rank reads what for whom, so that bytes that several ranks want are read and verified once.
 
-1. The unit is a window of a file. All that any rank wants of it is read by one of those that want some of it: the one that has
-   the least to read so far.
-2. What a rank wants of a window goes to it in one message. Messages travel in *rounds*, in each of which no rank sends or
-   receives more than a given number of bytes (or one message, if that alone is more); so memory is bounded.
+1. The unit is a window of a file. From storage, all that any rank wants of it is read by one of those that want some of it: the
+   one that has the least to read so far. Where only some ranks can read a file (it is an image in the memory of their node), a
+   rank that can reads for itself; for any other, a rank of its own node does, or else of all that can the one with the least.
+2. What a rank wants of a window goes to it in one message: just the bytes that its tensors take. Messages travel in *rounds*, in
+   each of which no rank sends or receives more than a given number of bytes (or one message, if that alone is more); so memory is
+   bounded.
 3. Ranks go through the windows in one order, so a rank's rounds are in that order too; ranks that share nothing do not wait for
    each other's windows.
 
@@ -12,9 +14,9 @@ Every rank computes the same schedule from what all of them want.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 
@@ -26,32 +28,48 @@ Extents = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Wants:
-    """Byte ranges ``[low, high)`` that one rank wants, each of one window of one file; sorted by file, window and `low`."""
+    """What one rank wants: byte ranges ``[low, high)``, each of one window of one file; sorted by file, window and `low`.
+
+    ``size`` are the bytes of the window that go into its tensors, told with the first range of the window, and 0 at the others.
+    """
 
     file: I64
     window: I64
     low: I64
     high: I64
+    size: I64
+
+
+@dataclass(frozen=True, slots=True)
+class Holders:
+    """Which ranks can read a file, by its index in the catalog, and the node of every rank, as a number."""
+
+    ranks: Mapping[int, Sequence[int]]
+    node: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What one rank wants of a window that another one reads, and the round in which it travels."""
+    """What one rank wants of a window that another one reads: the round in which it travels, and its bytes."""
 
     round: int
     dest: int
-    extents: Extents
+    size: int
 
 
 @dataclass(frozen=True, slots=True)
 class SharedWindow:
-    """A window that several ranks want: who reads which parts of it, and to whom they go."""
+    """A window that a rank reads for others: who reads which parts of it, and to whom they go.
+
+    ``places`` is whether its reader wants some of it too.
+    """
 
     file: int
     window: int
     owner: int
     extents: Extents
     messages: tuple[Message, ...]
+    places: bool
 
     @property
     def first_round(self) -> int:
@@ -67,8 +85,16 @@ class Schedule:
     num_rounds: int
 
 
-def share(wants: Sequence[Wants], round_bytes: int) -> Schedule:
-    """Divide the reading of what several ranks want.
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What one rank wants of one window: the byte ranges, and the bytes of them that its tensors take."""
+
+    extents: Extents
+    size: int
+
+
+def share(wants: Sequence[Wants], round_bytes: int, holders: Holders | None = None) -> Schedule:
+    """Divide the reading of what several ranks want, or what others must read for them.
 
     Parameters
     ----------
@@ -76,25 +102,45 @@ def share(wants: Sequence[Wants], round_bytes: int) -> Schedule:
         By rank.
     round_bytes
         What a rank sends, or receives, in one round at most.
+    holders
+        Where not every rank can read every file: who can. A file that nobody can read must not be wanted.
     """
     load = [0] * len(wants)
-    shared: list[tuple[int, int, dict[int, Extents]]] = []
+    shared: list[tuple[int, int, dict[int, _Wanted]]] = []
     for file, window, wanted in _by_window(wants):
-        if len(wanted) > 1:
-            shared.append((file, window, wanted))
+        if holders is None and len(wanted) == 1:
+            load[next(iter(wanted))] += sum(_size(one.extents) for one in wanted.values())
         else:
-            load[next(iter(wanted))] += sum(_size(extents) for extents in wanted.values())
+            shared.append((file, window, wanted))
     rounds = _Rounds(len(wants), round_bytes)
     windows = []
     for file, window, wanted in shared:
-        union = _union(extent for extents in wanted.values() for extent in extents)
-        owner = min(wanted, key=lambda rank: (load[rank], rank))
-        load[owner] += _size(union)
-        messages = tuple(
-            Message(rounds.next(owner, dest, _size(extents)), dest, extents) for dest, extents in wanted.items() if dest != owner
-        )
-        windows.append(SharedWindow(file, window, owner, union, messages))
+        for owner, served in _readers(file, wanted, load, holders).items():
+            extents = union(extent for rank in served for extent in wanted[rank].extents)
+            load[owner] += _size(extents)
+            messages = tuple(
+                Message(rounds.next(owner, dest, wanted[dest].size), dest, wanted[dest].size) for dest in served if dest != owner
+            )
+            if messages:  # else it reads for itself alone, as in any load
+                windows.append(SharedWindow(file, window, owner, extents, messages, owner in served))
     return Schedule(tuple(windows), rounds.count)
+
+
+def _readers(file: int, wanted: Mapping[int, _Wanted], load: Sequence[int], holders: Holders | None) -> dict[int, list[int]]:
+    """Choose who reads a window, and for which of those that want it."""
+    if holders is None:
+        return {_least_loaded(wanted, load): list(wanted)}
+    readers: dict[int, list[int]] = {}
+    able = holders.ranks[file]
+    for rank in wanted:
+        near = [other for other in able if holders.node[other] == holders.node[rank]]
+        owner = rank if rank in able else _least_loaded(near or able, load)
+        readers.setdefault(owner, []).append(rank)
+    return readers
+
+
+def _least_loaded(ranks: Iterable[int], load: Sequence[int]) -> int:
+    return min(ranks, key=lambda rank: (load[rank], rank))
 
 
 class _Rounds:
@@ -122,30 +168,26 @@ class _Rounds:
         return number
 
 
-def _by_window(wants: Sequence[Wants]) -> Iterator[tuple[int, int, dict[int, Extents]]]:
+def _by_window(wants: Sequence[Wants]) -> Iterator[tuple[int, int, dict[int, _Wanted]]]:
     """Each window that is wanted, in order, with what each rank wants of it."""
     rank = np.repeat(np.arange(len(wants)), [len(w.file) for w in wants])
-    file, window, low, high = (
-        np.concatenate([getattr(w, name) for w in wants]).astype(np.int64) for name in ("file", "window", "low", "high")
+    file, window, low, high, size = (
+        np.concatenate([getattr(w, name) for w in wants]).astype(np.int64) for name in ("file", "window", "low", "high", "size")
     )
     order = np.lexsort((low, rank, window, file))
-    rows = zip(*(column[order].tolist() for column in (file, window, rank, low, high)), strict=True)
-    key: tuple[int, int] | None = None
-    wanted: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for f, w, r, begin, end in rows:
-        if key != (f, w):
-            if key is not None:
-                yield *key, {k: tuple(v) for k, v in wanted.items()}
-            key, wanted = (f, w), defaultdict(list)
-        wanted[r].append((begin, end))
-    if key is not None:
-        yield *key, {k: tuple(v) for k, v in wanted.items()}
+    rows = zip(*(column[order].tolist() for column in (file, window, rank, low, high, size)), strict=True)
+    for key, of_window in groupby(rows, key=lambda row: row[:2]):
+        wanted: dict[int, _Wanted] = {}
+        for one, of_rank in groupby(of_window, key=lambda row: row[2]):
+            extents = list(of_rank)
+            wanted[one] = _Wanted(tuple((row[3], row[4]) for row in extents), sum(row[5] for row in extents))
+        yield *key, wanted
 
 
-def _union(extents: Iterator[tuple[int, int]]) -> Extents:
+def union(extents: Iterable[tuple[int, int]]) -> Extents:
     """The same bytes as few extents: those that meet are one.
 
-    >>> _union(iter([(4, 6), (0, 2), (2, 3), (5, 9)]))
+    >>> union(iter([(4, 6), (0, 2), (2, 3), (5, 9)]))
     ((0, 3), (4, 9))
     """
     out: list[list[int]] = []

@@ -35,6 +35,9 @@ EXPERTS = "ep"
 
 _GIVEN_BY_NAMES = (PIPELINE, EXPERTS)
 
+Unit = tuple[str, str, bool]
+"""Optimizer, FQN, and whether it is state: what all tensors have in common that stay together."""
+
 
 @dataclass(frozen=True, slots=True)
 class TargetPlacement:
@@ -92,17 +95,33 @@ class _Placer:
         self.shapes = {name: catalog.shape(catalog.index(name)) for name in names}
         self.rows = SavedRows(catalog)
         placements = self.rows.placements()
-        self.saved = {name: {p.axis: p for p in placements[catalog.index(name)]} for name in names}
         self.saved_sizes = {} if catalog.mesh is None else dict(zip(catalog.mesh.axes, catalog.mesh.sizes, strict=True))
+        self.saved = {name: self._resized(placements[catalog.index(name)]) for name in names}
         self.by_name: dict[str, Mapping[str, Ints]] = {}
         self.divided_on = self._divided_on()
 
     def _link(self, name: str, chosen: frozenset[str]) -> StateLink:
-        """The link of a tensor; of what is no state of an optimizer, one to itself with no optimizer."""
+        """The link of a tensor; of what is no state of an optimizer, one to itself without a key."""
         link = self.catalog.link(self.catalog.index(name))
         if link is None:
             return StateLink("", name, "", name)
         return link if link.parameter in chosen else replace(link, parameter=None)
+
+    def _optimizer(self, name: str) -> str | None:
+        """The optimizer that a tensor is state of, which is called "" where it is the root of the state."""
+        link = self.links[name]
+        return link.optimizer if link.key else None
+
+    def _resized(self, placement: Sequence[AxisPlacement]) -> dict[str, AxisPlacement]:
+        """A saved placement by axis, on the new sizes of the axes where its kinds depend on them."""
+        sizes, out = dict(zip(self.mesh.axes, self.mesh.sizes, strict=True)), {}
+        for p in placement:
+            resize = KINDS[p.kind].resize
+            if resize is None or p.axis not in sizes:
+                out[p.axis] = p
+            elif (resized := resize(p, self.saved_sizes.get(p.axis, 0), sizes[p.axis])) is not None:
+                out[p.axis] = resized
+        return out
 
     def run(self) -> dict[str, TargetPlacement]:
         slips = unmatched(self.topology.rules, self.names)
@@ -113,7 +132,7 @@ class _Placer:
         for axis in self.mesh.axes:
             self._divide_again(axis, placed)
         for name, p in placed.items():
-            if sum(a.kind == "flat" for a in p.axes) > 1:
+            if sum(KINDS[a.kind].flattens for a in p.axes) > 1:
                 raise UsageError(f"{name}: flat on several axes; a tensor can be flat on one: correct the rules")
         return placed
 
@@ -205,43 +224,40 @@ class _Placer:
     def _saved_on(self, name: str, axis: str) -> AxisPlacement | None:
         """What the catalog says of a tensor on an axis; for state of which it says nothing of its own, its parameter's."""
         saved = self.saved[name].get(axis)
-        family = self.links[name]
+        divided_on = self.divided_on.get(self._optimizer(name))
         # An axis of one coordinate shows nothing. And where one vector is cut, the cut goes through what lies along other axes,
         # too: these then seem flat, or on some coordinates only, by chance.
-        by_chance = (
-            saved is not None and saved.kind in ("flat", "resident") and self.divided_on.get(family.optimizer, axis) != axis
-        )
+        by_chance = saved is not None and saved.kind in ("flat", "resident") and divided_on not in (axis, None)
         unsaid = saved is None or (saved.kind == "replicate" and self.saved_sizes[axis] == 1)
         parameter = self._parameter_of_same_shape(name)
         of_parameter = None if parameter is None else self.saved[parameter].get(axis)
         if by_chance or unsaid:
             return of_parameter
         # Runs of a fused weight that lie in different sections look like shards.
-        sections = saved is not None and saved.kind == "shard" and self.divided_on.get(family.optimizer) == axis
+        sections = saved is not None and saved.kind == "shard" and divided_on == axis
         if sections and of_parameter is not None and of_parameter.kind == "replicate":
             return AxisPlacement(axis, "flat")
         return saved
 
-    def _divided_on(self) -> dict[str, str]:
+    def _divided_on(self) -> dict[str | None, str]:
         """Of each optimizer the axis over which its state is divided: where most of it is flat, or on some coordinates only."""
-        counts: dict[str, Counter[str]] = {}
+        counts: dict[str | None, Counter[str]] = {}
         for name in self.names:
-            optimizer = self.links[name].optimizer
+            optimizer = self._optimizer(name)
             for axis, p in self.saved[name].items():
-                if optimizer and p.kind in ("flat", "resident") and axis not in _GIVEN_BY_NAMES:
+                if optimizer is not None and p.kind in ("flat", "resident") and axis not in _GIVEN_BY_NAMES:
                     counts.setdefault(optimizer, Counter())[axis] += 2 if p.kind == "flat" else 1
         return {optimizer: count.most_common(1)[0][0] for optimizer, count in counts.items()}
 
     def _checked(self, name: str, said: AxisPlacement, ndim: int) -> AxisPlacement:
-        if said.kind == "flat" and ndim == 0:
+        if KINDS[said.kind].flattens and ndim == 0:
             return AxisPlacement(said.axis, "replicate")
-        if said.kind != "shard":
+        if said.dim is None:
             return said
-        assert said.dim is not None
         if not -ndim <= said.dim < ndim:
+            spelled = KINDS[said.kind].spell(said)
             raise UsageError(
-                f"rules: {name}: {said.axis}: shard({said.dim}), but its shape is {self.shapes[name]}; put a rule for it before "
-                "this one"
+                f"rules: {name}: {said.axis}: {spelled}, but its shape is {self.shapes[name]}; put a rule for it before this one"
             )
         return replace(said, dim=said.dim % ndim)
 
@@ -298,11 +314,12 @@ class _Placer:
         """Whether these tensors were cut as one vector, or each flat: some are cut, or all lie in the optimizer's order."""
         if any(placed[name].axes[at].kind == "flat" for name in members):
             return True
-        if all(self.shapes[name] == () for name in members) or not self.links[members[0]].optimizer:
+        optimizer = self._optimizer(members[0])
+        if all(self.shapes[name] == () for name in members) or optimizer is None:
             return False
         firsts = self._firsts(self._by_group(members), axis)
         several = any(len(set(coordinates)) > 1 for coordinates in firsts.values())
-        return self.links[members[0]].optimizer in self.groups and several and all(map(_ascending, firsts.values()))
+        return optimizer in self.groups and several and all(map(_ascending, firsts.values()))
 
     def _firsts(self, names: Sequence[str], axis: str) -> dict[tuple[Ints, ...], list[int]]:
         """The first coordinate of each tensor on an axis, in the order given, by pipeline stage and experts' rank.
@@ -335,19 +352,18 @@ class _Placer:
 
     def _by_group(self, members: Sequence[str]) -> list[str]:
         """In the order in which their optimizer lists its parameters."""
-        family = self.links[members[0]]
-        place = {fqn: i for i, fqn in enumerate(self.groups.get(family.optimizer, ()))}
+        optimizer = self._optimizer(members[0])
+        place = {fqn: i for i, fqn in enumerate(() if optimizer is None else self.groups.get(optimizer, ()))}
         return sorted(members, key=lambda name: place.get(self.links[name].fqn, len(place)))
 
     def _follow(self, axis: str, at: int, whole: Sequence[str], flat: set[str], placed: dict[str, TargetPlacement]) -> list[str]:
         """Put whole state with the flat state of the same parameter; what has none to follow is returned."""
-        leader = {(self.links[name].optimizer, self.links[name].fqn): name for name in sorted(flat)}
+        leader = {self._unit(name): name for name in sorted(flat)}
         # Where one parameter's state was cut, its step count was on all ranks that had a part, so perhaps on all.
         kinds = {(self.links[name].optimizer, self.links[name].key) for name in whole}
         for name in self.names:
-            family = self.links[name]
-            leads = leader.get((family.optimizer, family.fqn))
-            if leads is not None and name not in flat and (family.optimizer, family.key) in kinds:
+            link, leads = self.links[name], leader.get(self._unit(name))
+            if leads is not None and name not in flat and (link.optimizer, link.key) in kinds:
                 placed[name] = replace(_with_axis(placed[name], at, AxisPlacement(axis, "replicate")), follows=leads)
         return [name for name in whole if placed[name].follows is None]
 
@@ -356,7 +372,7 @@ class _Placer:
         size = self.mesh.sizes[at]
         if size == self.saved_sizes.get(axis):
             return
-        bytes_of: dict[str, int] = {}
+        bytes_of: dict[Unit, int] = {}
         for name in whole:
             unit = self._unit(name)
             bytes_of[unit] = bytes_of.get(unit, 0) + prod(self.shapes[name])
@@ -364,9 +380,9 @@ class _Placer:
         for name in whole:
             placed[name] = _with_axis(placed[name], at, _resident(axis, (chosen[self._unit(name)],), size))
 
-    def _unit(self, name: str) -> str:
-        family = self.links[name]
-        return f"{family.optimizer}.{family.fqn}"
+    def _unit(self, name: str) -> Unit:
+        """What stays together: a tensor, or all state of one parameter."""
+        return self._optimizer(name) or "", self.links[name].fqn, bool(self.links[name].key)
 
 
 def _resident(axis: str, coords: Ints, size: int) -> AxisPlacement:

@@ -7,7 +7,7 @@ what is to be written now follows from the name of the folder, which is derived 
 from __future__ import annotations
 
 from ...format.checksums import Digests, wrong_blocks
-from ...storage.protocol import Storage
+from ...storage.protocol import Storage, read_range
 
 _STEP_BLOCKS = 32
 """Blocks that are read and hashed at once."""
@@ -21,9 +21,7 @@ def is_finished(storage: Storage, key: str, num_bytes: int, header: bytes, diges
     MissingKey
         There is no such file.
     """
-    found = memoryview(bytearray(len(header)))
-    storage.read_into(key, 0, [found])
-    if bytes(found) != header:
+    if read_range(storage, key, 0, len(header)) != header:
         return False
     step_bytes = digests.block_bytes * _STEP_BLOCKS
     buffer = memoryview(bytearray(min(step_bytes, num_bytes)))

@@ -22,8 +22,9 @@ class RankLog(_Adapter):
 
     def __init__(self, rank: int, mesh: Mesh | None) -> None:
         super().__init__(LOGGER, {})
-        # A mesh declared for other ranks than those of this session has no coordinates to show.
-        self._label = rank_label(rank, mesh if mesh is not None and rank < mesh.size else None)
+        self._rank, self._mesh = rank, mesh
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        return f"[{self._label.replace('%', '%%')}] {msg}", kwargs
+        # A mesh declared for other ranks than those of this session has no coordinates to show.
+        label = rank_label(self._rank, self._mesh if self._mesh is not None and self._rank < self._mesh.size else None)
+        return f"[{label.replace('%', '%%')}] {msg}", kwargs

@@ -64,6 +64,8 @@ def renamed(catalog: Catalog, rename: Rename, *, read: Callable[[ValueEntry], by
     NameCollisionError
         Two saved names become one.
     """
+    if callable(rename) and all(rename(name) == name for name in (*catalog.names, *catalog.value_names)):
+        return catalog
     names = _NewNames(catalog, rename)
     groups = {value.name: found for value in catalog.values_table if (found := _groups_of(value, read)) is not None}
     listed = {value: names.listed(optimizer_of(value) or "", found) for value, found in groups.items()}

@@ -12,8 +12,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 from ...core.catalog.model import Catalog
+from ...format.catalog import MAX_CATALOG_BYTES, decode_catalog
 from ...format.keys import CATALOG_KEY, SAVE_ID, step_name
-from ...storage import LocksUnsupported, MissingKey, Storage
+from ...storage import LocksUnsupported, MissingKey, Storage, open_beside
 
 _STEP = re.compile(r"step_(0|[1-9]\d*)")
 _TEMPORARY = re.compile(r"\.catalog\.msgpack\.[0-9a-f]{32}\.tmp")
@@ -102,5 +103,34 @@ def referred_keys(step: int, catalog: Catalog) -> Iterable[str]:
     """Yield the keys, from the root, of the files of other checkpoints that the catalog of a step refers to."""
     for file in catalog.files:
         if file.checkpoint:
-            where = posixpath.normpath(posixpath.join(step_name(step), file.checkpoint))
-            yield from (f"{where}/{key}" for key in (file.key, file.digests_key))
+            yield from (posixpath.normpath(f"{step_name(step)}/{key}") for key in (file.key, file.digests_key))
+
+
+def referred_by_others(storage: Storage) -> frozenset[str]:
+    """Return the keys of this checkpoint's files that the other steps of its run refer to; reads the catalogs of all of them.
+
+    Raises
+    ------
+    CorruptError
+        The catalog of another step is damaged, so nobody knows to what it refers.
+    """
+    name = storage.url.rpartition("/")[2]
+    if not _STEP.fullmatch(name):
+        return frozenset()
+    with open_beside(storage, "..", f"{name}/{CATALOG_KEY}") as root:
+        others = [step for step in find_steps(root)[0] if step_name(step) != name]
+        catalogs = ((step, decode_catalog(root.read(f"{step_name(step)}/{CATALOG_KEY}", MAX_CATALOG_BYTES))) for step in others)
+        keys = [key for step, catalog in catalogs for key in referred_keys(step, catalog)]
+    return frozenset(key.removeprefix(f"{name}/") for key in keys if key.startswith(f"{name}/"))
+
+
+@contextmanager
+def alone_with(root: Storage, step: int) -> Iterator[bool]:
+    """Keep readers away from a step; False where one is there now. A step without a catalog has none."""
+    try:
+        lock = root.lock(f"{step_name(step)}/{CATALOG_KEY}")
+    except (MissingKey, LocksUnsupported):
+        yield True
+        return
+    with lock or nullcontext():
+        yield lock is not None

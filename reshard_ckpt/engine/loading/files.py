@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
-from ...core.catalog.model import Catalog
+from ...core.catalog.model import Catalog, FileEntry
 from ...errors import CorruptError
 from ...format.checksums import Digests, decode_digests, digest128, digests_file_bytes
 from ...storage.protocol import MissingKey, Storage
@@ -30,14 +30,16 @@ class BlockDigests:
 def open_files(storage: Storage, catalog: Catalog, files: Sequence[int], digests_of: Sequence[int]) -> BlockDigests:
     """Check that every file of `files` is there, whole, and read and verify the digests of `digests_of`.
 
-    Foreign files have no digests.
+    Foreign files have no digests. Those of files of other checkpoints are read in any case: they may lie anywhere, and without
+    them a hostile catalog could have files of any kind taken for tensors.
 
     Raises
     ------
     CorruptError
         A file is missing or has another size than the catalog says, or digests are damaged.
     """
-    with_digests = [index for index in digests_of if catalog.files[index].digests_key]
+    wanted = dict.fromkeys([*digests_of, *(index for index in files if catalog.files[index].checkpoint)])
+    with_digests = [index for index in wanted if catalog.files[index].digests_key]
     sizes = [partial(_check_size, storage, catalog, index) for index in files]
     digests = [partial(_read_digests, storage, catalog, index) for index in with_digests]
     answers = _request_all([*sizes, *digests])[len(sizes) :]
@@ -71,8 +73,14 @@ def _check_size(storage: Storage, catalog: Catalog, index: int) -> None:
     begin = size if size is not None and size < entry.size else 0  # a longer file is another one, so nothing of it counts
     raise CorruptError(
         f"{storage.url}: {entry.key} {found}, the catalog says {entry.size} bytes; bytes {begin}:{entry.size} hold "
-        f"{contents_from(catalog, index, begin)}; use another checkpoint"
+        f"{contents_from(catalog, index, begin)}; {_advice(entry)}"
     )
+
+
+def _advice(entry: FileEntry) -> str:
+    if not entry.checkpoint:
+        return "use another checkpoint"
+    return f"it is of the checkpoint {entry.checkpoint}: put that back in its place from here, or use another checkpoint"
 
 
 def _read_digests(storage: Storage, catalog: Catalog, index: int) -> Digests:
@@ -87,6 +95,7 @@ def _read_digests(storage: Storage, catalog: Catalog, index: int) -> Digests:
     if wrong:
         raise CorruptError(
             f"{storage.url}: {entry.digests_key} {wrong}; without it, nothing verifies bytes 0:{entry.size} of {entry.key}, "
-            f"which hold {contents_from(catalog, index)}; use another checkpoint, or verify=False to load them unverified"
+            f"which hold {contents_from(catalog, index)}; {_advice(entry)}"
+            + ("" if entry.checkpoint else ", or verify=False to load them unverified")
         )
     return decode_digests(data, entry.size, name=f"{storage.url}: {entry.digests_key}")

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Generic, TypeVar
@@ -317,17 +317,23 @@ def fetch(
     *,
     report: OnProgress = silent,
     run: Execute = execute,
+    readable: Collection[int] | None = None,
 ) -> int:
     """Check the files, then read everything by `run`; returns the bytes read. Ties were checked before.
+
+    Parameters
+    ----------
+    readable
+        The files that this rank can read, where `run` gets the others from other ranks; all, by default.
 
     Raises
     ------
     CorruptError
         A file or a block is damaged.
     """
-    files = np.unique(resolved.plan.file).tolist()
+    files = [file for file in np.unique(resolved.plan.file).tolist() if readable is None or file in readable]
     blocks = open_files(storage, catalog, files, files if options.verify else [])
-    task = ReadTask(storage, catalog, resolved.plan, resolved.targets, blocks)
+    task = ReadTask(storage, catalog, resolved.plan, resolved.targets, blocks, verify=options.verify)
     bytes_read = 0
     if options.verify_first and options.verify:
         bytes_read += run(replace(task, copy=False), report)

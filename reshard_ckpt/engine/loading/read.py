@@ -27,6 +27,7 @@ from ...errors import CorruptError
 from ...format.checksums import wrong_blocks
 from ...storage.protocol import Storage
 from ..common.progress import OnProgress, Tally, silent
+from ..common.rounds import NOTHING_CHANGED, overwritten_text
 from ..common.tensor_bytes import RAW, region, storage_bytes
 from .files import BlockDigests
 
@@ -82,6 +83,8 @@ class ReadTask:
     blocks: BlockDigests
     copy: bool = True
     """False verifies the blocks and changes no target."""
+    verify: bool = True
+    """Whether files that are read for other ranks alone are verified too."""
 
 
 def execute(task: ReadTask, report: OnProgress = silent) -> int:
@@ -117,7 +120,9 @@ def reads_of(task: ReadTask, *, group: I64 | None = None, join: int = 1) -> Read
     return plan_reads(task.plan, block_bytes, sizes, may_land, group, join=join)
 
 
-def _item_lists(plan: LoadPlan, items: I64) -> CopyItems:
+def item_lists(plan: LoadPlan, items: I64) -> CopyItems:
+    """List the columns of some items of a plan."""
+
     def rows(columns: I64) -> list[tuple[int, ...]]:
         return list(map(tuple, columns[items].tolist()))
 
@@ -188,7 +193,7 @@ class Reader:
 
     def __init__(self, task: ReadTask, reads: ReadPlan, tally: Tally) -> None:
         self.task, self._reads, self._tally = task, reads, tally
-        self._items = _item_lists(task.plan, reads.items)
+        self._items = item_lists(task.plan, reads.items)
         self._file = reads.file.tolist()
         self._low, self._high = reads.low.tolist(), reads.high.tolist()
         self._run_src = reads.run_src.tolist()
@@ -261,10 +266,18 @@ class Reader:
 
     def _place(self, item: int, buffer: memoryview, origin: int) -> None:
         """Copy an item from the buffer, which begins at byte `origin` of the file, to its target."""
-        items = self._items
+        self._put(self._items, item, buffer, self._items.src[item] - origin, self._items.src_strides[item])
+
+    def place_received(self, window: int, items: CopyItems, data: memoryview, at: Sequence[int]) -> None:
+        """Put all items of a window in place, which another rank has read: each lies in order, `at` some byte of `data`."""
+        for i, offset in enumerate(at):
+            self._put(items, i, data, offset, None)
+        extents = slice(self._extent_start[window], self._extent_start[window + 1])
+        self._tally.add(sum(self._high[extents]) - sum(self._low[extents]))
+
+    def _put(self, items: CopyItems, item: int, buffer: memoryview, offset: int, strides: tuple[int, ...] | None) -> None:
         dest, each, lengths = items.dest[item], items.item_bytes[item], items.lengths[item]
-        offset = items.src[item] - origin
-        source = np.ndarray(lengths, RAW[each], buffer, offset, items.src_strides[item])
+        source = np.ndarray(lengths, RAW[each], buffer, offset, strides)
         if dest in self._memories:
             memory, first = self._memories[dest]
             strides = tuple(stride * each for stride in items.dst_strides[item])
@@ -272,7 +285,7 @@ class Reader:
             np.copyto(np.ndarray(lengths, RAW[each], memory, first + items.dst[item] * each, strides), source)
             return
         target = self.task.targets[dest]
-        aligned = source if offset % each == 0 else source.copy()  # a foreign file need not align its elements
+        aligned = source if source.flags.aligned else source.copy()  # a foreign file need not align its elements
         values = torch.from_numpy(aligned).view(target.dtype)
         region(target.tensor, items.dst[item], lengths, items.dst_strides[item]).copy_(values)
 
@@ -284,22 +297,23 @@ class Reader:
         for wrong in wrong_blocks(parts, low, digests.values, digests.block_bytes):
             raise Damage(file, wrong, digests.block_bytes, window)
 
-    def explain(self, damage: Damage) -> CorruptError:
-        """Make the error of a damaged block, with what it holds and what has been overwritten."""
+    def explain(self, damage: Damage, overwritten: str = "") -> CorruptError:
+        """Make the error of a damaged block, with what it holds and what has been overwritten: here, unless that is given."""
         entry, low = self.task.catalog.files[damage.file], damage.low
         high = min(low + damage.size, entry.size)
         holds = few(self._names(self._targets_near(damage.window, low, high))) or "nothing that this rank wants"
-        changed = self._changed()
-        after = "no tensor was changed"
-        if changed:
-            after = f"already overwritten, wholly or in part: {few(changed)}; verify_first=True would have changed none"
+        after = overwritten or overwritten_text(self.changed())
+        if after != NOTHING_CHANGED:
+            after += "; verify_first=True would have changed none"
         return CorruptError(
             f"{self.task.storage.url}: {entry.key} is damaged in bytes {low}:{high}, which hold {holds}; {after}; "
             "load another checkpoint"
         )
 
     def _targets_near(self, window: int, low: int, high: int) -> set[int]:
-        """Find the targets that need some of these bytes of a window, or bytes around them."""
+        """Find the targets that need some of these bytes of a window, or bytes around them; none in that of others, -1."""
+        if window < 0:
+            return set()
         runs, items = self._runs_of(window), self._items_of(window)
         run_src, src = self._reads.run_src[runs], self.task.plan.src[items]
         near_runs = (run_src < high) & (run_src + self._reads.run_bytes[runs] > low)
@@ -308,7 +322,7 @@ class Reader:
         copied = self.task.plan.dest[items[near_items]].tolist()
         return {*landed, *copied}
 
-    def _changed(self) -> list[str]:
+    def changed(self) -> list[str]:
         """Name the targets that have new values, wholly or in part."""
         landed = {dest for window in self._landed for dest in self._reads.run_dest[self._runs_of(window)].tolist()}
         copied = {dest for window in self._copied for dest in self.task.plan.dest[self._items_of(window)].tolist()}

@@ -1,21 +1,23 @@
-"""Loading with each byte read from storage once: of several ranks that need it, one reads, verifies and sends it to the others.
+"""Loading with each byte read and verified once: of several ranks that need it, one reads it and sends each other its part.
 
-1. Ranks exchange lists of the extents that they need, and each works out the same schedule (`core.planning.shared_reads`).
+1. Ranks exchange lists of the extents that they need, and each works out the same schedule (`core.planning.shared_reads`). What a
+   rank gets from another it asks for as boxes of the file: the items of its load plan.
 2. Bytes that one rank alone needs, it reads as in any load.
-3. Bytes that several need are read and verified by one of them, and sent to the others round by round; these put them in place as
-   if they had read them. While one round is sent, the next is read. Both stay within a few times `ROUND_BYTES` of memory, and a
-   window for each thread.
-4. Every part of a round says whether its sender has failed. So all ranks stop after the same round, none waits in a collective
-   that another one never enters, and the session then raises the error on all of them.
+3. Bytes that several need are read and verified by one of them, which packs each other rank's boxes, and no other byte, round by
+   round (`engine.common.rounds`); these go from the message to their place. While one round is under way, the next is read.
+   It takes a few times `ROUND_BYTES` of memory, and a window for each thread.
+4. With `Holders`, files are not where every rank can read them, but in the memory of some nodes; the rest is the same.
 """
 
 from __future__ import annotations
 
+import struct
 import zlib
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 
 import msgpack
 import numpy as np
@@ -23,36 +25,56 @@ import torch
 
 from ...comm import Exchange
 from ...comm.protocol import Comm
+from ...core.geometry.ordering import is_new
+from ...core.geometry.runs import I64, volumes
+from ...core.planning.load_plan import LoadPlan
 from ...core.planning.read_plan import ReadPlan
-from ...core.planning.shared_reads import Extents, Schedule, SharedWindow, Wants, share
-from ...errors import PeerError
+from ...core.planning.shared_reads import Extents, Holders, SharedWindow, Wants, share, union
+from ...errors import CheckpointError
 from ..common.progress import OnProgress, Tally, silent
-from .read import MAX_THREADS, Damage, Reader, ReadTask, in_threads, reads_of
+from ..common.rounds import Rounds, named_error, settle
+from ..common.tensor_bytes import RAW
+from .files import BlockDigests, open_blocks
+from .read import MAX_THREADS, Damage, Reader, ReadTask, in_threads, item_lists, reads_of
 
 ROUND_BYTES = 16 << 20
 """The most that a rank sends in one round, and that it receives; or one window, if that is larger."""
 
 PLACERS = 4
-"""Threads that put received bytes in place: each has a buffer as large as a window."""
+"""Threads that pack, and put in place what came: each has a buffer as large as a window."""
+
+_BOXES_HEAD = struct.Struct("<II")
+"""Numbers of a box, and how many boxes follow."""
 
 
-def execute_once(comm: Comm, exchange: Exchange, task: ReadTask, report: OnProgress = silent) -> int:
+def execute_once(
+    comm: Comm, exchange: Exchange, task: ReadTask, report: OnProgress = silent, *, holders: Holders | None = None
+) -> int:
     """Read the items of the plans of all ranks together; returns how many bytes this rank read from storage. Collective.
+
+    Parameters
+    ----------
+    exchange
+        For host memory.
+    holders
+        Which ranks can read which files through their ``task.storage``; all can, by default.
 
     Raises
     ------
-    CorruptError
-        A block is damaged: on the rank that read it. The session raises it on the others.
+    CheckpointError
+        What failed on any rank, on all of them; a `CorruptError` where a block is damaged.
     """
     reads = reads_of(task)
-    wants = wants_of(reads)
-    schedule = share(_of_all_ranks(comm, wants), ROUND_BYTES)
+    wants = wants_of(reads, task.plan)
+    schedule = share(_of_all_ranks(comm, wants), ROUND_BYTES, holders)
     # A window is known to all ranks by its file and its number there; the reader counts this rank's windows in their order.
-    keys = dict.fromkeys(zip(wants.file.tolist(), wants.window.tolist(), strict=True))
-    number = {key: i for i, key in enumerate(keys)}
-    shared = {(window.file, window.window) for window in schedule.windows}
-    alone = [i for key, i in number.items() if key not in shared]
-    mine = [window for window in schedule.windows if window.owner == comm.rank]
+    number = {key: i for i, key in enumerate(_keys(wants))}
+    task = _with_digests(task, {window.file for window in schedule.windows if window.owner == comm.rank})
+    windows = [_in_blocks(window, task) if window.owner == comm.rank else window for window in schedule.windows]
+    mine = [window for window in windows if window.owner == comm.rank]
+    served = {(w.file, w.window) for w in windows if any(message.dest == comm.rank for message in w.messages)}
+    served |= {(window.file, window.window) for window in mine if window.places}
+    alone = [i for key, i in number.items() if key not in served]
     own_bytes = sum(_size(window.extents) for window in mine)
     for i in alone:
         extents = slice(reads.extent_start[i], reads.extent_start[i + 1])
@@ -60,112 +82,234 @@ def execute_once(comm: Comm, exchange: Exchange, task: ReadTask, report: OnProgr
     # Without copying, bytes of other ranks are not received, so they do not count.
     tally = Tally("load", reads.num_bytes, report) if task.copy else Tally("verify", own_bytes, report)
     reader = Reader(task, reads, tally)
-    rounds = _Rounds(comm.rank, exchange, reader, number, schedule)
-    try:
-        if task.copy:
-            rounds.run(alone)
-        else:
-            in_threads(reader.read_window, alone)
-            in_threads(lambda i: tally.add(len(rounds.read(mine[i]))), range(len(mine)))
-    except Damage as damage:
-        raise reader.explain(damage) from None
-    if rounds.stopped:
-        comm.gather(b"")  # raises the error of the rank that failed
-        raise PeerError("another rank gave up this load without saying why; its log may")
+    comm.gather(b"")  # from here on the ranks meet in collectives, so nobody may have failed
+    traffic = _Windows(comm.rank, exchange, reader, number, windows)
+    rounds = Rounds(exchange, traffic)
+
+    def changed() -> set[str]:
+        return {*reader.changed(), *traffic.changed()}
+
+    rounds.attempt(lambda: in_threads(reader.read_window, alone))
+    if task.copy:
+        with traffic:
+            rounds.run(changed)
+    else:
+        rounds.attempt(lambda: in_threads(lambda i: tally.add(len(traffic.read(mine[i]))), range(len(mine))))
+
+    def explain(failure: BaseException, overwritten: str) -> CheckpointError:
+        return reader.explain(failure, overwritten) if isinstance(failure, Damage) else named_error(failure, overwritten)
+
+    settle(comm, rounds.failure, changed, explain)
     return own_bytes
 
 
-def wants_of(reads: ReadPlan) -> Wants:
-    """List the extents that a rank would read, by window."""
+def wants_of(reads: ReadPlan, plan: LoadPlan) -> Wants:
+    """List the extents that a rank would read, by window, and what of each window its tensors take."""
     counts = np.diff(reads.extent_start)
-    return Wants(np.repeat(reads.file, counts), np.repeat(reads.window, counts), reads.low, reads.high)
+    size = np.zeros(len(reads.low), np.int64)
+    of_item = _window_of(reads, plan.file, plan.window)
+    taken = np.bincount(of_item, weights=volumes(plan.lengths) * plan.item_bytes, minlength=reads.num_windows)
+    size[reads.extent_start[:-1]] = taken.astype(np.int64)
+    return Wants(np.repeat(reads.file, counts), np.repeat(reads.window, counts), reads.low, reads.high, size)
+
+
+def _window_of(reads: ReadPlan, file: I64, window: I64) -> I64:
+    """Find the window in which each item lies, by its number among those of a rank, which are in order of file and window."""
+    step = int(max(reads.window.max(initial=0), window.max(initial=0))) + 1
+    return np.searchsorted(reads.file * step + reads.window, file * step + window)
+
+
+def _keys(wants: Wants) -> Iterator[tuple[int, int]]:
+    return iter(dict.fromkeys(zip(wants.file.tolist(), wants.window.tolist(), strict=True)))
+
+
+def _with_digests(task: ReadTask, files: set[int]) -> ReadTask:
+    """Add the digests of files that this rank reads for others alone."""
+    known = task.blocks.of_file
+    more = sorted(files - known.keys()) if task.verify else []
+    if not more:
+        return task
+    return replace(task, blocks=BlockDigests({**known, **open_blocks(task.storage, task.catalog, more).of_file}))
+
+
+def _in_blocks(window: SharedWindow, task: ReadTask) -> SharedWindow:
+    """Grow what is read of a window to whole blocks: who cannot read a file does not know its blocks."""
+    digests = task.blocks.of_file.get(window.file)
+    if digests is None:
+        return window
+    block, size = digests.block_bytes, task.catalog.files[window.file].size
+    return replace(
+        window, extents=union((low // block * block, min(-(-high // block) * block, size)) for low, high in window.extents)
+    )
 
 
 def _of_all_ranks(comm: Comm, wants: Wants) -> list[Wants]:
     """Gather the wants of all ranks, on every rank."""
     # Differences of columns of windows that follow each other compress to next to nothing.
-    table = np.diff(np.stack([wants.file, wants.window, wants.low, wants.high]), prepend=0, axis=1)
+    table = np.diff(np.stack([wants.file, wants.window, wants.low, wants.high, wants.size]), prepend=0, axis=1)
     gathered = comm.gather(zlib.compress(table.astype("<i8").tobytes(), 1))
     tables = msgpack.unpackb(comm.broadcast(None if gathered is None else msgpack.packb(gathered)))
-    columns = (np.frombuffer(zlib.decompress(data), "<i8").reshape(4, -1).cumsum(axis=1) for data in tables)
+    columns = (np.frombuffer(zlib.decompress(data), "<i8").reshape(5, -1).cumsum(axis=1) for data in tables)
     return [Wants(*rows) for rows in columns]
 
 
-class _Rounds:
-    """This rank's part of the rounds: the windows that it reads, sends and receives in each."""
+@dataclass(frozen=True, slots=True)
+class _Boxes:
+    """What another rank takes of one window: places in the file, and in the message, in bytes."""
+
+    src: list[int]
+    item_bytes: list[int]
+    lengths: list[tuple[int, ...]]
+    strides: list[tuple[int, ...]]
+    at: list[int]
+
+
+def _boxes(rows: I64) -> _Boxes:
+    """Make boxes of rows: of each the window, the first byte in the file, the size of an element, lengths and strides."""
+    width = (rows.shape[1] - 3) // 2
+    lengths, strides = (list(map(tuple, columns.tolist())) for columns in (rows[:, 3 : 3 + width], rows[:, 3 + width :]))
+    return _Boxes(rows[:, 1].tolist(), rows[:, 2].tolist(), lengths, strides, _places(rows[:, 3 : 3 + width], rows[:, 2]))
+
+
+def _places(lengths: I64, item_bytes: I64) -> list[int]:
+    """Find where boxes that are packed end to end begin."""
+    size = volumes(lengths) * item_bytes
+    places: list[int] = (np.cumsum(size) - size).tolist()
+    return places
+
+
+def _items_in(plan: LoadPlan, file: I64, window: I64) -> list[I64]:
+    """List the items of a plan in each of some windows."""
+    step = int(max(plan.window.max(initial=0), window.max(initial=0))) + 1
+    order = np.lexsort((plan.src, plan.file * step + plan.window))
+    keys, wanted = (plan.file * step + plan.window)[order], file * step + window
+    bounds = zip(np.searchsorted(keys, wanted).tolist(), np.searchsorted(keys, wanted, side="right").tolist(), strict=True)
+    return [order[low:high] for low, high in bounds]
+
+
+class _Windows:
+    """The traffic of windows: those that this rank reads for others, and its own items in those that others read.
+
+    Used in a ``with`` block, in which its threads live.
+    """
 
     def __init__(
-        self, rank: int, exchange: Exchange, reader: Reader, number: dict[tuple[int, int], int], schedule: Schedule
+        self, rank: int, exchange: Exchange, reader: Reader, number: dict[tuple[int, int], int], windows: Sequence[SharedWindow]
     ) -> None:
-        self._rank, self._exchange, self._reader, self._number = rank, exchange, reader, number
-        self._num_rounds = schedule.num_rounds
-        self._failure: BaseException | None = None
-        self.stopped = False
+        self._rank, self._size, self._reader, self._number = rank, exchange.size, reader, number
+        rounds = [message.round for window in windows for message in window.messages]
+        self.num_rounds = max(rounds, default=-1) + 1
         # The bytes of windows that this rank has read and has not yet sent to all.
-        self._windows: dict[tuple[int, int], memoryview] = {}
-        self._to_read: dict[int, list[SharedWindow]] = defaultdict(list)
-        self._done: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        # By round: the rank at the other end, the window, and its extents; in the order of windows on both sides.
-        self._sends: dict[int, list[tuple[int, SharedWindow, Extents]]] = defaultdict(list)
-        self._receives: dict[int, list[tuple[int, SharedWindow, Extents]]] = defaultdict(list)
-        for window in schedule.windows:
+        self._windows: dict[int, memoryview] = {}
+        self._schedule = windows
+        self._to_read: dict[int, list[int]] = defaultdict(list)
+        self._done: dict[int, list[int]] = defaultdict(list)
+        # By round: the rank at the other end, the window, and the bytes; in the order of windows on both sides.
+        self._sends: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+        self._receives: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+        for i, window in enumerate(windows):
             if window.owner == rank:
-                self._to_read[window.first_round].append(window)
-                self._done[window.messages[-1].round].append((window.file, window.window))
+                self._to_read[window.first_round].append(i)
+                self._done[max(message.round for message in window.messages)].append(i)
             for message in window.messages:
                 if window.owner == rank:
-                    self._sends[message.round].append((message.dest, window, message.extents))
+                    self._sends[message.round].append((message.dest, i, message.size))
                 elif message.dest == rank:
-                    self._receives[message.round].append((window.owner, window, message.extents))
+                    self._receives[message.round].append((window.owner, i, message.size))
+        plan = reader.task.plan
+        mine = [i for _, received in sorted(self._receives.items()) for _, i, _ in received]
+        keys = np.array([(self._schedule[i].file, self._schedule[i].window) for i in mine], np.int64).reshape(-1, 2)
+        self._items = dict(zip(mine, _items_in(plan, keys[:, 0], keys[:, 1]), strict=True))
+        self._wanted = {
+            i: (item_lists(plan, items), _places(plan.lengths[items], plan.item_bytes[items])) for i, items in self._items.items()
+        }
+        self._asked = self._swap_boxes(exchange) if self.num_rounds else {}
+        self._changed: set[int] = set()
+        """The windows of others of which something has been put in place."""
 
-    def run(self, alone: Sequence[int]) -> None:
-        """Read what this rank alone needs, and take part in all rounds; raises what failed on this rank."""
-        try:
-            in_threads(self._reader.read_window, alone)
-        except BaseException as error:
-            self._failure = error
+    def _swap_boxes(self, exchange: Exchange) -> dict[tuple[int, int], _Boxes]:
+        """Tell every reader the boxes that this rank takes of its windows; returns, by window and rank, what others take."""
+        plan, rows_for = self._reader.task.plan, defaultdict[int, list[I64]](list)
+        for i, at in self._items.items():
+            columns = [np.full(len(at), i), plan.src[at], plan.item_bytes[at], plan.lengths[at], plan.src_strides[at]]
+            rows_for[self._schedule[i].owner].append(np.column_stack(columns))
+        messages = []
+        for rank in range(self._size):
+            rows = np.vstack(rows_for[rank]) if rank in rows_for else np.zeros((0, 3), np.int64)
+            head = _BOXES_HEAD.pack(rows.shape[1], len(rows))
+            messages.append(head + zlib.compress(rows.astype("<i8").tobytes(), 1))
+        asked = {}
+        for rank, message in enumerate(exchange.swap(messages)):
+            width, num = _BOXES_HEAD.unpack_from(message)
+            rows = np.frombuffer(zlib.decompress(message[_BOXES_HEAD.size :]), "<i8").reshape(num, width)
+            begins = np.flatnonzero(is_new(rows[:, 0]))
+            for part in np.split(rows, begins[1:]) if num else []:
+                asked[int(part[0, 0]), rank] = _boxes(part)
+        return asked
+
+    def __enter__(self) -> _Windows:
         name = "reshard-ckpt-once"
-        with (
-            ThreadPoolExecutor(MAX_THREADS, thread_name_prefix=name) as self._readers,
-            ThreadPoolExecutor(PLACERS, thread_name_prefix=name) as self._placers,
-            ThreadPoolExecutor(1, thread_name_prefix="reshard-ckpt-ahead") as one,
-        ):
-            ahead = one.submit(self._read_for, 0)
-            for number in range(self._num_rounds):
-                message = self._outgoing(number, ahead)
-                ahead = one.submit(self._read_for, number + 1)
-                self._swap(number, *message)
-                del message  # or it would take memory beside the next one
-                if self.stopped:
-                    break
-        if self._failure is not None:
-            raise self._failure
+        self._readers = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix=name)
+        self._placers = ThreadPoolExecutor(PLACERS, thread_name_prefix=name)
+        self._one = ThreadPoolExecutor(1, thread_name_prefix="reshard-ckpt-ahead")
+        self._ahead: Future[list[memoryview]] = self._one.submit(self._read_for, 0)
+        return self
 
-    def _swap(self, number: int, outgoing: torch.Tensor, sent: list[int]) -> None:
-        received = [1] * self._exchange.size
-        for source, _, extents in self._receives[number]:
-            received[source] += _size(extents)
-        incoming = self._exchange.all_to_all(outgoing, sent, received).numpy().data
-        starts = np.cumsum([0, *received[:-1]]).tolist()
-        self.stopped = any(incoming[start] for start in starts)
-        if not self.stopped:
-            self._attempt(lambda: self._place_received(number, incoming, starts))
+    def __exit__(self, *error: object) -> None:
+        for pool in (self._one, self._readers, self._placers):
+            pool.shutdown()
 
-    def _attempt(self, work: Callable[[], None]) -> None:
-        """Do some work, unless something has failed; the next round tells the others of a failure."""
-        if self._failure is None:
-            try:
-                work()
-            except BaseException as error:
-                self._failure = error
+    def sizes(self, number: int) -> tuple[Sequence[int], Sequence[int]]:
+        sent, received = [0] * self._size, [0] * self._size
+        for dest, _, size in self._sends[number]:
+            sent[dest] += size
+        for source, _, size in self._receives[number]:
+            received[source] += size
+        return sent, received
+
+    def pack(self, number: int, out: torch.Tensor, starts: Sequence[int]) -> None:
+        """Pack a round, once its windows are read and what this rank itself needs of them is in place; begin to read the next."""
+        data = self._ahead.result()
+        self._ahead = self._one.submit(self._read_for, number + 1)
+        windows = self._to_read[number]
+        self._windows.update(zip(windows, data, strict=True))
+        placed = [i for i in windows if self._schedule[i].places]
+        in_threads(lambda k: self._place_own(placed[k]), range(len(placed)), self._placers)
+        view, sends, begin = out.numpy().data, self._sends[number], _begins(self._sends[number], starts)
+        in_threads(lambda k: self._pack(*sends[k], view[begin[k] :]), range(len(sends)), self._placers)
+        for i in self._done[number]:
+            del self._windows[i]
+
+    def _pack(self, dest: int, i: int, size: int, out: memoryview) -> None:
+        window, boxes = _InMemory(self._schedule[i].extents, self._windows[i]), self._asked[i, dest]
+        columns = zip(boxes.src, boxes.item_bytes, boxes.lengths, boxes.strides, boxes.at, strict=True)
+        for src, each, lengths, strides, at in columns:
+            source = np.ndarray(lengths, RAW[each], self._windows[i], window.place(src), strides)
+            np.copyto(np.ndarray(lengths, RAW[each], out, at), source)
+
+    def unpack(self, number: int, data: torch.Tensor, starts: Sequence[int]) -> None:
+        receives, begin = self._receives[number], _begins(self._receives[number], starts)
+        view = data.numpy().data
+        in_threads(lambda k: self._unpack(*receives[k], view[begin[k] :]), range(len(receives)), self._placers)
+
+    def _unpack(self, source: int, i: int, size: int, data: memoryview) -> None:
+        self._changed.add(i)
+        window = self._number[self._schedule[i].file, self._schedule[i].window]
+        self._reader.place_received(window, self._wanted[i][0], data, self._wanted[i][1])
+
+    def changed(self) -> set[str]:
+        """Name the targets that have got something from other ranks."""
+        targets = self._reader.task.targets
+        dests = {dest for i in self._changed for dest in self._wanted[i][0].dest}
+        return {targets[dest].name for dest in dests if not targets[dest].is_buffer}
 
     def _read_for(self, number: int) -> list[memoryview]:
         """Read the windows that this rank reads for a round, and verify them."""
         windows = self._to_read[number]
         out: list[memoryview] = [memoryview(b"")] * len(windows)
 
-        def read(i: int) -> None:
-            out[i] = self.read(windows[i])
+        def read(k: int) -> None:
+            out[k] = self.read(self._schedule[windows[k]])
 
         in_threads(read, range(len(windows)), self._readers)
         return out
@@ -175,7 +319,7 @@ class _Rounds:
         data = torch.empty(_size(window.extents), dtype=torch.uint8).numpy().data
         task = self._reader.task
         key = task.catalog.files[window.file].key
-        number = self._number[window.file, window.window]
+        number = self._number.get((window.file, window.window), -1)
         at = 0
         for low, high in window.extents:
             part = data[at : at + high - low]
@@ -184,50 +328,22 @@ class _Rounds:
             at += high - low
         return data
 
-    def _outgoing(self, number: int, ahead: Future[list[memoryview]]) -> tuple[torch.Tensor, list[int]]:
-        """Make the message of a round, once its windows are read and what this rank itself needs of them is in place."""
-        self._attempt(lambda: self._take_own(number, ahead.result()))
-        sent = [1] * self._exchange.size
-        for dest, _, extents in self._sends[number]:
-            sent[dest] += _size(extents)
-        outgoing = torch.zeros(sum(sent), dtype=torch.uint8)
-        view = outgoing.numpy().data
-        place = np.cumsum([0, *sent[:-1]]).tolist()
-        for start in place:  # the first byte of each part says whether this rank has failed
-            view[start] = self._failure is not None
-        if self._failure is None:
-            place = [start + 1 for start in place]
-            for dest, window, extents in self._sends[number]:
-                size = _size(extents)
-                self._source(window).read_all(extents, view[place[dest] : place[dest] + size])
-                place[dest] += size
-        for key in self._done[number]:
-            self._windows.pop(key, None)
-        return outgoing, sent
-
-    def _take_own(self, number: int, data: list[memoryview]) -> None:
-        windows = self._to_read[number]
-        for window, window_data in zip(windows, data, strict=True):
-            self._windows[window.file, window.window] = window_data
-        in_threads(lambda i: self._place(windows[i], self._source(windows[i])), range(len(data)), self._placers)
-
-    def _source(self, window: SharedWindow) -> _ExtentsInMemory:
-        return _ExtentsInMemory(window.extents, self._windows[window.file, window.window])
-
-    def _place_received(self, number: int, incoming: memoryview, starts: list[int]) -> None:
-        place = [start + 1 for start in starts]
-        parts: list[tuple[SharedWindow, _ExtentsInMemory]] = []
-        for source, window, extents in self._receives[number]:
-            size = _size(extents)
-            parts.append((window, _ExtentsInMemory(extents, incoming[place[source] : place[source] + size])))
-            place[source] += size
-        in_threads(lambda i: self._place(*parts[i]), range(len(parts)), self._placers)
-
-    def _place(self, window: SharedWindow, source: _ExtentsInMemory) -> None:
+    def _place_own(self, i: int) -> None:
+        window = self._schedule[i]
+        source = _InMemory(window.extents, self._windows[i])
         self._reader.take_window(self._number[window.file, window.window], source.read_into, verify=False)
 
 
-class _ExtentsInMemory:
+def _begins(messages: Sequence[tuple[int, int, int]], starts: Sequence[int]) -> list[int]:
+    """Find where each message of a round begins: behind those before it to, or from, the same rank."""
+    at, out = list(starts), []
+    for rank, _, size in messages:
+        out.append(at[rank])
+        at[rank] += size
+    return out
+
+
+class _InMemory:
     """Extents of a file that lie end to end in memory, and are read as from a store."""
 
     def __init__(self, extents: Extents, data: memoryview) -> None:
@@ -236,21 +352,18 @@ class _ExtentsInMemory:
         self._starts = np.cumsum([0, *sizes]).tolist()
         self._data = data
 
-    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+    def place(self, offset: int) -> int:
+        """Find where in memory a byte of the file lies."""
         extent = bisect_right(self._lows, offset) - 1
-        at = self._starts[extent] + offset - self._lows[extent]
+        place: int = self._starts[extent] + offset - self._lows[extent]
+        return place
+
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        at = self.place(offset)
         for buffer in buffers:
             buffer[:] = self._data[at : at + len(buffer)]
             at += len(buffer)
-        assert at <= self._starts[extent + 1]
-
-    def read_all(self, extents: Extents, into: memoryview) -> None:
-        """Copy some of these extents, or parts of them, end to end."""
-        at = 0
-        for low, high in extents:
-            self.read_into("", low, [into[at : at + high - low]])
-            at += high - low
 
 
-def _size(extents: Iterable[tuple[int, int]]) -> int:
+def _size(extents: Extents) -> int:
     return sum(high - low for low, high in extents)

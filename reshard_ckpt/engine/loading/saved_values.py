@@ -86,7 +86,7 @@ def read_blob(storage: Storage, catalog: Catalog, index: int, verify: bool) -> m
     blob = byte_blob(catalog.tensors_table.names[index], torch.empty(catalog.shape(index), dtype=torch.uint8))
     plan = plan_load(catalog, np.array([index]), piece_columns([blob.spec], 1), WINDOW_BYTES)
     files = np.unique(plan.file).tolist()
-    blocks = open_blocks(storage, catalog, files if verify else [])
+    blocks = open_blocks(storage, catalog, [file for file in files if verify or catalog.files[file].checkpoint])
     target = ReadTarget(blob.spec.name, blob.tensor, torch.uint8)
     execute(ReadTask(storage, catalog, plan, [target], blocks))
     return blob.tensor.numpy().data

@@ -168,13 +168,15 @@ def launch(job: SaveJob, session: ExitStack, guarded: GuardedState, target: Save
     # On a device, what staging does comes after all that was queued before: so this comes first.
     detector = ChangeDetector(guarded.tensors) if guarded.optimizers else None
     staging = Staging(local_shards, assignment, layouts, ring)
-    marks = np.zeros(len(assignment.checks.local), np.uint64)
+    known = job.fingerprints
+    marks = np.zeros(len(assignment.checks.local), np.uint64) if known is None else known
 
     def copy(chosen: Callable[[int], bool]) -> None:
         began = recorder.now()
         recorder.add("stage", began, staging.fill(chosen))
         with recorder.step("compare"), staging.copying():
-            fingerprints(local_shards, assignment.checks, chosen, marks)
+            if known is None:
+                fingerprints(local_shards, assignment.checks, chosen, marks)
 
     def is_guarded(row: int) -> bool:
         return local_shards.rows[row][1].tensor.untyped_storage().data_ptr() in addresses

@@ -19,11 +19,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
+import msgpack
 import numpy as np
+from numpy.typing import NDArray
 
 from ...comm.protocol import Comm
 from ...core.catalog.model import Catalog, FileEntry, ValueEntry
 from ...core.catalog.specs import Replication
+from ...core.geometry.runs import I64
 from ...core.planning.build_catalog import WrittenItems, build_catalog
 from ...core.planning.save_plan import Checks, SavePlan
 from ...core.report import summarize
@@ -38,6 +41,7 @@ from ...storage.protocol import MissingKey, Storage, conflict
 from ..common.progress import size_text
 from ..common.recorder import Recorder
 from ..common.recorder import timeline as make_timeline
+from ..common.step_folders import referred_by_others
 from .agreement import AgreedPlan, PreviousCheckpoint, agree
 from .free_space import check_free_space
 from .local_shards import LocalShards
@@ -118,6 +122,8 @@ def _publish_or_undo(job: SaveJob, receipts: Sequence[Receipt]) -> Catalog:
     agreed = job.agreed
     assert agreed.plan is not None
     try:
+        for key, data in job.options.beside.items():
+            job.storage.publish(key, data)
         return publish(
             job.storage,
             agreed.plan,
@@ -228,16 +234,33 @@ def file_entries(receipts: Sequence[Receipt]) -> list[FileEntry]:
     ]
 
 
-def compare_replicas(checks: Checks, names: Sequence[str], receipts: Sequence[Receipt]) -> None:
-    """Compare the fingerprints of every replica group; buffers under DDP may differ, with one warning."""
+def differing(checks: Checks, fingerprints: Sequence[NDArray[np.uint64]]) -> tuple[I64, I64]:
+    """Find the rows that differ from the first of their replica group, by the fingerprints of all ranks; and each row's first."""
     if not len(checks.group):
-        return
+        return checks.group, checks.group
     by_rank = np.argsort(checks.rank, kind="stable")
     marks = np.empty(len(by_rank), np.uint64)
-    marks[by_rank] = np.concatenate([receipt.fingerprints for receipt in receipts])
+    marks[by_rank] = np.concatenate(fingerprints)
     new = np.concatenate([[True], checks.group[1:] != checks.group[:-1]])
     leader = np.maximum.accumulate(np.where(new, np.arange(len(new)), 0))
-    differs = np.flatnonzero(marks != marks[leader])
+    return np.flatnonzero(marks != marks[leader]), leader
+
+
+def differing_names(comm: Comm, agreed: AgreedPlan, marks: NDArray[np.uint64]) -> frozenset[str]:
+    """Find the tensors whose replicas differ, on every rank, by the fingerprints that each rank took of its own."""
+    gathered = comm.gather(marks.tobytes())
+    names: list[str] = []
+    if gathered is not None:
+        assert agreed.plan is not None
+        checks = agreed.plan.checks
+        rows, _ = differing(checks, [np.frombuffer(data, np.uint64) for data in gathered])
+        names = [agreed.plan.tables.names[i] for i in np.unique(checks.tensor[rows]).tolist()]
+    return frozenset(msgpack.unpackb(comm.broadcast(msgpack.packb(names))))
+
+
+def compare_replicas(checks: Checks, names: Sequence[str], receipts: Sequence[Receipt]) -> None:
+    """Compare the fingerprints of every replica group; buffers under DDP may differ, with one warning."""
+    differs, leader = differing(checks, [receipt.fingerprints for receipt in receipts])
     buffers = differs[checks.replication[differs] == Replication.BUFFER]
     if len(buffers):
         listed = sorted({names[i] for i in checks.tensor[buffers].tolist()})
@@ -282,10 +305,19 @@ def _folder(file: WrittenFile) -> str:
 
 
 def clean_up(storage: Storage, catalog: Catalog, folders: Iterable[str]) -> None:
-    """Delete what earlier and unfinished saves left in these folders; nothing that the catalog refers to, or that is not ours."""
-    kept = {key for file in catalog.files if not file.checkpoint for key in (file.key, file.digests_key)}
+    """Delete what earlier and unfinished saves left in these folders; nothing that a catalog refers to, or that is not ours.
+
+    Of other checkpoints' catalogs, those of the same run count.
+    """
+    kept = {key for file in catalog.files for key in (file.key, file.digests_key)}
     stale: list[str] = []
     for folder in sorted(name for name in folders if SAVE_ID.fullmatch(name) and name != catalog.save_id):
         stale += [key for key, _ in storage.list(folder) if key not in kept]
         stale.append(f"{folder}/none")  # deleting removes empty folders, also where a killed save had made no file yet
-    storage.delete(stale)
+    if stale:
+        try:
+            others = referred_by_others(storage)
+        except CorruptError as error:
+            warnings.warn(f"{storage.url}: what was replaced there stays: {error}", stacklevel=2)
+            return
+        storage.delete([key for key in stale if key not in others])

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ...comm.protocol import Comm
 from ...errors import UsageError
@@ -30,6 +34,10 @@ class SaveOptions:
     when_busy: str = "wait"
     waits_for_staging: bool = False
     """The caller changes nothing before all is staged, so nothing need be copied before the call returns."""
+    compare_first: bool = False
+    """Replicas are compared before anything is written, and captured again where they differ."""
+    beside: Mapping[str, bytes] = field(default_factory=dict)
+    """Files by key that rank 0 puts beside the catalog, just before that is published."""
 
     def __post_init__(self) -> None:
         _check_choice("staging", self.staging, ("eager", "lazy"))
@@ -51,6 +59,8 @@ class SaveJob:
         Where to, as the caller said it.
     metadata
         That of the options, encoded.
+    fingerprints
+        Those of `agreed`, where they have been taken.
     """
 
     path: str
@@ -61,6 +71,7 @@ class SaveJob:
     metadata: bytes
     local_shards: LocalShards
     agreed: AgreedPlan
+    fingerprints: NDArray[np.uint64] | None = None
 
     @property
     def save_id(self) -> str:

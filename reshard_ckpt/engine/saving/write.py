@@ -129,6 +129,13 @@ def fingerprints(local_shards: LocalShards, checks: RunColumns, chosen: Callable
             marks[i] = fingerprint(LocalPiece(local.tensor, replace(local.piece, start=start, count=count)), scratch)
 
 
+def all_fingerprints(local_shards: LocalShards, assignment: Assignment) -> NDArray[np.uint64]:
+    """Take the fingerprints of all checks of an assignment."""
+    marks = np.zeros(len(assignment.checks.local), np.uint64)
+    fingerprints(local_shards, assignment.checks, lambda _: True, marks)
+    return marks
+
+
 def write_assignment(
     storage: Storage,
     local_shards: LocalShards,
@@ -138,6 +145,7 @@ def write_assignment(
     *,
     recorder: Recorder | None = None,
     sha256: bool = False,
+    marks: NDArray[np.uint64] | None = None,
 ) -> Receipt:
     """Write and make durable all that this rank was assigned, from the tensors' own memory.
 
@@ -145,6 +153,8 @@ def write_assignment(
     ----------
     sha256
         Hash the files for a manifest as well.
+    marks
+        The fingerprints of the assignment's checks, where they are known.
 
     Raises
     ------
@@ -152,9 +162,9 @@ def write_assignment(
         The store refused; what this rank had written is removed.
     """
     recorder = recorder or Recorder()
-    marks = np.zeros(len(assignment.checks.local), np.uint64)
-    with recorder.step("compare"):
-        fingerprints(local_shards, assignment.checks, lambda _: True, marks)
+    if marks is None:
+        with recorder.step("compare"):
+            marks = all_fingerprints(local_shards, assignment)
     layouts = lay_out(local_shards, assignment, rank, header_bytes)
     chunks_of = partial(_file_chunks, local_shards, assignment)
     return write_files(storage, layouts, chunks_of, marks, recorder, sha256=sha256)

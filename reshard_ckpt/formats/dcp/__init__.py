@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from .format import DcpFormat
-from .read import open_folder
 from .write import OPTIMIZER_FORMS, write_dcp
 
-__all__ = ["OPTIMIZER_FORMS", "DcpFormat", "open_folder", "write_dcp"]
+__all__ = ["OPTIMIZER_FORMS", "DcpFormat", "write_dcp"]

@@ -25,7 +25,7 @@ from ...core.catalog.model import FileEntry
 from ...core.catalog.specs import Ints, row_major_strides
 from ...core.geometry.runs import I64
 from ...errors import CheckpointError, CorruptError, UnsupportedError
-from ...storage.protocol import Storage
+from ...storage.protocol import Storage, read_range
 from ..catalog_builder import FilePart, foreign_file
 from .heads import HEAD_BYTES, LONG_HEAD_BYTES, HeadParser, HeadTooShort, TensorLayout, safetensors_heads
 from .metadata import Chunk, Extent, SavedTensor
@@ -138,10 +138,7 @@ def _read_windows(storage: Storage, places: Sequence[Place]) -> Iterator[tuple[_
     """Yield each window and its bytes, in order, reading a few batches ahead."""
 
     def read(batch: Sequence[_Window]) -> list[memoryview]:
-        buffers = [memoryview(bytearray(window.high - window.low)) for window in batch]
-        for window, buffer in zip(batch, buffers, strict=True):
-            storage.read_into(window.file, window.low, [buffer])
-        return buffers
+        return [read_range(storage, window.file, window.low, window.high - window.low) for window in batch]
 
     windows = _windows(places)
     threads = min(MAX_THREADS, 2 * (os.cpu_count() or 1))
@@ -192,8 +189,7 @@ class _PartFinder:
         try:
             return self._heads.parse(data, name=name)
         except HeadTooShort:
-            longer = memoryview(bytearray(min(LONG_HEAD_BYTES, extent.length)))
-        self._storage.read_into(extent.file, extent.offset, [longer])
+            longer = read_range(self._storage, extent.file, extent.offset, min(LONG_HEAD_BYTES, extent.length))
         try:
             return self._heads.parse(longer, name=name)
         except HeadTooShort:
@@ -210,13 +206,11 @@ class _PartFinder:
 
     def _read_safetensors(self, extent: Extent, name: str) -> dict[str, TensorLayout]:
         size = self._storage.size(extent.file) or 0
-        length = memoryview(bytearray(min(8, size - extent.offset)))
-        self._storage.read_into(extent.file, extent.offset, [length])
+        length = read_range(self._storage, extent.file, extent.offset, min(8, size - extent.offset))
         wanted = 8 + int.from_bytes(length, "little")
         if wanted > min(size - extent.offset, MAX_SAFETENSORS_HEADER):
             raise CorruptError(f"{name}: its chunk in {extent.file} is neither a zip of torch.save nor safetensors")
-        header = memoryview(bytearray(wanted))
-        self._storage.read_into(extent.file, extent.offset, [header])
+        header = read_range(self._storage, extent.file, extent.offset, wanted)
         heads = safetensors_heads(bytes(header), name=name)
         end = max((head.end for head in heads.values()), default=0)
         if extent.offset + end > size:

@@ -17,7 +17,7 @@ from math import prod
 from typing import TypeVar
 
 from ...errors import CheckpointError, CorruptError, UnsupportedError
-from ...storage.protocol import Storage
+from ...storage.protocol import Storage, read_range
 from .chunks import read_problem
 from .metadata import MAX_METADATA_BYTES, METADATA_KEY, Chunk, Extent, Metadata, SavedTensor, read_metadata
 
@@ -134,10 +134,8 @@ class _RankMerger:
     def _sample(self, extent: Extent) -> bytes:
         size = extent.length
         part = size if size <= COMPARED_BYTES else COMPARED_BYTES // 2
-        buffers = [bytearray(part)] if part == size else [bytearray(part), bytearray(part)]
-        for buffer, offset in zip(buffers, (extent.offset, extent.offset + size - part), strict=False):
-            self._storage.read_into(extent.file, offset, [memoryview(buffer)])
-        return b"".join(buffers)
+        ends = dict.fromkeys((extent.offset, extent.offset + size - part))  # of a small one, both are the same
+        return b"".join(read_range(self._storage, extent.file, offset, part) for offset in ends)
 
 
 def _by_name(ranks: Sequence[Mapping[str, Found]]) -> Iterator[tuple[str, list[Found]]]:

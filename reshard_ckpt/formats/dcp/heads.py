@@ -61,7 +61,7 @@ class TensorLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class _Storage:
+class SavedStorage:
     """The storage that a persistent id names: a member of the zip; `dtype` is None where the pickle gives it elsewhere."""
 
     dtype: torch.dtype | None
@@ -70,10 +70,10 @@ class _Storage:
 
 
 @dataclass(frozen=True, slots=True)
-class _View:
+class TensorView:
     """A tensor as the pickle describes it: a view of a storage."""
 
-    storage: _Storage
+    storage: SavedStorage
     dtype: torch.dtype
     offset: int
     shape: Ints
@@ -85,25 +85,25 @@ class _StorageType:
     dtype: torch.dtype | None
 
 
-def _view(storage: Any, offset: Any, size: Any, stride: Any, dtype: torch.dtype | None, metadata: Any) -> _View:
+def _view(storage: Any, offset: Any, size: Any, stride: Any, dtype: torch.dtype | None, metadata: Any) -> TensorView:
     shape, strides = SIZE.make(size), SIZE.make(stride)
-    if not isinstance(storage, _Storage) or type(offset) is not int or len(shape) != len(strides):
+    if not isinstance(storage, SavedStorage) or type(offset) is not int or len(shape) != len(strides):
         raise ValueError("a tensor without a storage, an offset and strides")
     if metadata:
         raise UnsupportedError("is saved as a lazily conjugated or negated view; save tensor.resolve_conj().resolve_neg()")
     dtype = dtype or storage.dtype
     if dtype is None:
         raise ValueError("a tensor without a dtype")
-    return _View(storage, dtype, offset, shape, strides)
+    return TensorView(storage, dtype, offset, shape, strides)
 
 
-def _tensor_v2(storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, metadata: Any = None) -> _View:
+def _tensor_v2(storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, metadata: Any = None) -> TensorView:
     return _view(storage, offset, size, stride, None, metadata)
 
 
 def _tensor_v3(
     storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, metadata: Any = None
-) -> _View:
+) -> TensorView:
     if not isinstance(dtype, torch.dtype):
         raise ValueError("a tensor with a dtype that is none")
     return _view(storage, offset, size, stride, dtype, metadata)
@@ -113,10 +113,10 @@ def _parameter(data: Any, grad: Any, hooks: Any) -> Any:
     return data
 
 
-def _stored(identity: Any) -> _Storage:
+def stored_at(identity: Any) -> SavedStorage:
     match identity:
         case ("storage", _StorageType(dtype), str(key), str(), int(count)):
-            return _Storage(dtype, key, count if dtype is None else count * dtype.itemsize)
+            return SavedStorage(dtype, key, count if dtype is None else count * dtype.itemsize)
     raise ValueError("a persistent id that names no storage")
 
 
@@ -126,7 +126,7 @@ STORAGE_DTYPES = {
     "ComplexFloat": torch.complex64, "ComplexDouble": torch.complex128,
 }  # fmt: skip
 
-_TABLE: Mapping[tuple[str, str], Any] = {
+TENSOR_TABLE: Mapping[tuple[str, str], Any] = {
     **DTYPES,
     **{("torch", f"{name}Storage"): _StorageType(dtype) for name, dtype in STORAGE_DTYPES.items()},
     ("torch", "UntypedStorage"): _StorageType(None),
@@ -167,7 +167,7 @@ class HeadParser:
 
 def _parse(data: bytes, name: str) -> tuple[int, TensorLayout]:
     """Return where the storage begins, and how the tensor lies in the chunk."""
-    view: _View | None = None
+    view: TensorView | None = None
     order = b"little"
     at = 0
     while True:
@@ -215,14 +215,14 @@ def _body(data: bytes, begin: int, size: int | None, name: str) -> bytes:
     return data[begin : begin + size]
 
 
-def _read_view(pickled: bytes, name: str) -> _View:
-    view = read_pickle(pickled, _TABLE, name=name, persistent=_stored)
-    if not isinstance(view, _View):
+def _read_view(pickled: bytes, name: str) -> TensorView:
+    view = read_pickle(pickled, TENSOR_TABLE, name=name, persistent=stored_at)
+    if not isinstance(view, TensorView):
         raise UnsupportedError(f"{name}: is saved as {a(type(view).__name__)} and not as a plain tensor; load it with torch")
     return view
 
 
-def _head(view: _View, begin: int, name: str) -> TensorLayout:
+def _head(view: TensorView, begin: int, name: str) -> TensorLayout:
     last = view.offset + sum((n - 1) * s for n, s in zip(view.shape, view.strides, strict=True))
     beyond = (last + 1) * view.dtype.itemsize > view.storage.num_bytes
     is_negative = view.offset < 0 or min(view.strides, default=0) < 0

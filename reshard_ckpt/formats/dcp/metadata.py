@@ -140,9 +140,13 @@ def read_metadata(data: bytes, *, name: str) -> Metadata:
     CorruptError
         It is damaged, or not what DCP writes.
     """
-    root = read_pickle(data, TABLE, name=name)
+    return decode_metadata(read_pickle(data, TABLE, name=name), len(data), name=name)
+
+
+def decode_metadata(root: Any, num_bytes: int, *, name: str, kind: str = "Metadata") -> Metadata:
+    """Check and convert what `read_pickle` made of `num_bytes` bytes: an instance of the class `kind`."""
     try:
-        return _decode(_fields(root, "Metadata"), len(data))
+        return _decode(_fields(root, kind), num_bytes)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptError(f"{name}: is not what torch.distributed.checkpoint writes ({error}); use another checkpoint") from None
 

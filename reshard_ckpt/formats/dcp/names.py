@@ -14,16 +14,15 @@ Three things differ:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ...core.catalog.links import GROUPS, STATE
-from ...core.catalog.param_groups import NOT_SAVED, comparable
 from ...core.catalog.specs import StateLink
-from ...core.catalog.wrappers import unwrapped
+from ...state.optimizer_dicts import OptimizerGroups, flat_hyperparameter, grouped, groups_from_list
 from .metadata import Key, Metadata
 
 MODEL = "model"
@@ -108,20 +107,11 @@ def _group_entry(path: KeyPath) -> tuple[KeyPath, GroupEntry] | None:
     for i, key in enumerate(path):
         if key == GROUPS and len(path) > i + 2 and isinstance(path[i + 1], int):
             return path[:i], GroupEntry(path[i + 1], path[i + 2 :])
-        if i and isinstance(key, str) and key.startswith(f"{GROUPS}.") and path[0] != MODEL:
-            fqn, _, hyperparameter = key.removeprefix(f"{GROUPS}.").rpartition(".")
-            if fqn:
-                return path[:i], GroupEntry(fqn, (hyperparameter, *path[i + 1 :]))
+        if i and isinstance(key, str) and path[0] != MODEL:
+            found = flat_hyperparameter(key)
+            if found is not None and found[0]:
+                return path[:i], GroupEntry(found[0], (found[1], *path[i + 1 :]))
     return None
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizerGroups:
-    """The groups of an optimizer as this library keeps them, and the names of parameters that it knows by number."""
-
-    groups: list[dict[str, Any]]
-    named: Mapping[str, str]
-    by_number: bool = False
 
 
 def groups_from_entries(entries: Mapping[str, GroupEntry], values: Mapping[str, Any]) -> OptimizerGroups | None:
@@ -144,14 +134,7 @@ def groups_from_entries(entries: Mapping[str, GroupEntry], values: Mapping[str, 
     nested = {owner: group.plain() for owner, group in owners.items() if isinstance(owner, int)}
     if (flat and nested) or not all(isinstance(group, dict) for group in (*flat.values(), *nested.values())):
         return None
-    return OptimizerGroups(_by_parameter(flat), {}) if flat else groups_from_list([nested[i] for i in sorted(nested)])
-
-
-def flat_groups(optimizer: KeyPath, groups: Iterable[Mapping[str, Any]]) -> Iterator[tuple[KeyPath, Any]]:
-    """Name every hyperparameter of every parameter, as with ``flatten_optimizer_state_dict=True``."""
-    for group in groups:
-        for fqn in group["params"]:
-            yield from (((*optimizer, f"{GROUPS}.{fqn}.{key}"), value) for key, value in group.items() if key != "params")
+    return OptimizerGroups(grouped(flat.items()), {}) if flat else groups_from_list([nested[i] for i in sorted(nested)])
 
 
 def state_path(link: StateLink, form: str) -> KeyPath:
@@ -182,48 +165,26 @@ class NestedBuilder:
     """Builds a dict or list from its flattened entries; it is a list if all its keys are indices."""
 
     def __init__(self) -> None:
-        self._children: dict[Key, Any] = {}
+        self.children: dict[Key, Any] = {}
 
     def put(self, path: KeyPath, value: Any) -> None:
-        """Add the value at a path below."""
+        """Add the value at a path below, unless there is one."""
         node = self
         for key in path[:-1]:
-            child = node._children.get(key)
+            child = node.children.get(key)
             if not isinstance(child, NestedBuilder):
-                child = node._children[key] = NestedBuilder()
+                child = node.children[key] = NestedBuilder()
             node = child
-        node._children[path[-1]] = value
+        node.children.setdefault(path[-1], value)
+
+    @property
+    def is_list(self) -> bool:
+        return all(isinstance(key, int) for key in self.children)
 
     def plain(self) -> Any:
         """Return the dict or list."""
-        children = {key: child.plain() if isinstance(child, NestedBuilder) else child for key, child in self._children.items()}
-        if all(isinstance(key, int) for key in children):
-            return [children[key] for key in sorted(children)]
-        return children
-
-
-def _by_parameter(owners: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Group the parameters that have the same hyperparameters."""
-    groups: dict[Any, dict[str, Any]] = {}
-    for fqn, hyperparameters in owners.items():
-        group = groups.setdefault(comparable(hyperparameters), {**hyperparameters, "params": []})
-        group["params"].append(fqn)
-    return list(groups.values())
-
-
-def groups_from_list(found: Sequence[Mapping[str, Any]]) -> OptimizerGroups | None:
-    """Convert the list of groups in an optimizer's own state dict; return None if it is something else."""
-    groups, named = [], {}
-    for group in found:
-        params, names = group.get("params"), group.get("param_names")
-        if not isinstance(params, list) or not all(type(p) in (int, str) for p in params):
-            return None
-        if isinstance(names, list) and len(names) == len(params) and all(isinstance(n, str) for n in names):
-            named.update({str(p): unwrapped(n) for p, n in zip(params, names, strict=True) if isinstance(p, int)})
-        hyperparameters = {key: value for key, value in group.items() if key not in NOT_SAVED}
-        groups.append({**hyperparameters, "params": [named.get(str(p), str(p)) for p in params]})
-    by_number = any(isinstance(param, int) for group in found for param in group["params"])
-    return OptimizerGroups(groups, named, by_number)
+        children = {key: child.plain() if isinstance(child, NestedBuilder) else child for key, child in self.children.items()}
+        return [children[key] for key in sorted(children)] if self.is_list else children
 
 
 def renumbered(path: KeyPath, optimizer: KeyPath, named: Mapping[str, str]) -> KeyPath:

@@ -6,8 +6,12 @@ is not in the table is an error with that name in it.
 
 A hostile stream must not exhaust the machine either, so every operation is cheap, and objects take memory in proportion to the
 stream. Strings and numbers are no longer than the bytes that spell them, memo entries are counted, and calls get a few small
-arguments. Keys of dicts are strings or stand-ins: the hash of a nested tuple may take for ever, and numbers can be chosen to
-collide. Nothing is walked recursively, so depth costs nothing.
+arguments. Keys of dicts are strings, stand-ins, numbers below 2⁶⁰, or flat tuples of constants: the hash of a nested tuple may
+take for ever, and larger numbers can be chosen to collide. Nothing is walked recursively, so depth costs nothing.
+
+Files that hold a user's own values beside what is needed are read with `opaque`: what a global that is not in the table makes is
+an `Opaque` object, which holds the name alone. So one such value does not make the file unreadable. Any other key stands as an
+`Opaque` of its own then.
 """
 
 from __future__ import annotations
@@ -24,14 +28,16 @@ MAX_ARGUMENTS = 64
 """Of one call, and of a size: more dims than any tensor has."""
 
 _MAX_INT_BYTES = 16
+_MAX_INT_KEY = 2**60
 _UINT32 = struct.Struct("<I")
 
 
 @dataclass(frozen=True, slots=True)
 class StandInClass:
-    """The stand-in of a class; its instances are `StandInObject`."""
+    """The stand-in of a class; its instances are `StandInObject`. One that may be called has `make`, as a function has."""
 
     name: str
+    make: Callable[..., Any] | None = None
 
 
 class StandInObject:
@@ -52,6 +58,18 @@ class StandInFunction:
     make: Callable[..., Any]
 
 
+class Opaque:
+    """What nobody may look into: a global that is not in the table, all that is made of it, or a key that cannot be one here."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __repr__(self) -> str:
+        return self.name
+
+
 class PicklingError(Exception):
     """A pickle that names what it may not; `read_pickle` adds the name of the file."""
 
@@ -60,7 +78,9 @@ Table = Mapping[tuple[str, str], Any]
 """``(module, name)`` to a `StandInClass`, a `StandInFunction` or a plain constant."""
 
 
-def read_pickle(data: bytes | memoryview, table: Table, *, name: str, persistent: Callable[[Any], Any] | None = None) -> Any:
+def read_pickle(
+    data: bytes | memoryview, table: Table, *, name: str, persistent: Callable[[Any], Any] | None = None, opaque: bool = False
+) -> Any:
     """Return the data that a pickle describes.
 
     Parameters
@@ -71,6 +91,8 @@ def read_pickle(data: bytes | memoryview, table: Table, *, name: str, persistent
         What the pickle is called in messages.
     persistent
         Makes what a persistent id stands for, if the pickle may have any.
+    opaque
+        Let values be `Opaque` that need a global which is not in the table.
 
     Raises
     ------
@@ -80,7 +102,7 @@ def read_pickle(data: bytes | memoryview, table: Table, *, name: str, persistent
         It is no pickle, or one that no writer of such a file makes.
     """
     try:
-        return _Machine(bytes(data), table, persistent).run()
+        return _Machine(bytes(data), table, persistent, opaque).run()
     except PicklingError as error:
         raise UnsupportedError(
             f"{name}: {error}; nothing was executed. If you trust the file, load it with the program that wrote it"
@@ -92,9 +114,9 @@ def read_pickle(data: bytes | memoryview, table: Table, *, name: str, persistent
 class _Machine:
     """The stack, the positions of marks on it, and the memo of one pickle."""
 
-    def __init__(self, data: bytes, table: Table, persistent: Callable[[Any], Any] | None) -> None:
+    def __init__(self, data: bytes, table: Table, persistent: Callable[[Any], Any] | None, opaque: bool) -> None:
         self.data, self.at = data, 0
-        self.table, self.persistent = table, persistent
+        self.table, self.persistent, self.opaque = table, persistent, opaque
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: list[Any] = []
@@ -149,14 +171,17 @@ class _Machine:
                 stack[-1] = (stack[-1], last)
             elif code == 0x52:  # REDUCE
                 arguments, call = pop(), stack[-1]
-                if type(call) is not StandInFunction or type(arguments) is not tuple or len(arguments) > MAX_ARGUMENTS:
+                make = call.make if type(call) is StandInFunction or type(call) is StandInClass else None
+                if type(call) is Opaque:
+                    continue
+                if make is None or type(arguments) is not tuple or len(arguments) > MAX_ARGUMENTS:
                     raise ValueError(f"calls {_shown(call)} with {_shown(arguments)}")
-                stack[-1] = call.make(*arguments)
+                stack[-1] = make(*arguments)
             elif code == 0x75:  # SETITEMS
                 low = marks.pop()
                 values = stack[low:]
                 del stack[low:]
-                _set_items(stack[-1], values)
+                _set_items(stack[-1], values, self.opaque)
                 continue
             elif code == 0x94:  # MEMOIZE
                 remember(stack[-1])
@@ -172,7 +197,10 @@ class _Machine:
                 low = marks.pop()
                 stack[low:] = (tuple(stack[low:]),)
             elif code == 0x81:  # NEWOBJ
-                if pop() != () or type(stack[-1]) is not StandInClass:
+                arguments = pop()
+                if type(stack[-1]) is Opaque:
+                    continue
+                if arguments != () or type(stack[-1]) is not StandInClass:
                     raise ValueError(f"makes an instance of {_shown(stack[-1])}, with arguments")
                 stack[-1] = StandInObject(stack[-1])
             elif code == 0x2E:  # STOP
@@ -214,6 +242,8 @@ class _Machine:
         try:
             return self.table[module, name]
         except KeyError:
+            if self.opaque:
+                return Opaque(f"{module[:100]}.{name[:100]}")
             raise PicklingError(f"names the global {module[:100]}.{name[:100]}, which such a file does not need") from None
 
 
@@ -224,47 +254,60 @@ def _tuple3(machine: _Machine) -> None:
 
 
 def _build(made: Any, state: Any) -> None:
-    if type(made) is StandInObject:
+    if isinstance(made, StandInObject):
         if made.state is not None or not isinstance(state, dict | tuple):
             raise ValueError(f"gives {made.kind.name} a second state, or none that it can have")
         made.state = state
-    elif not (isinstance(made, dict) and state == {}):
+    elif not (isinstance(made, Opaque) or (isinstance(made, dict) and _is_attributes(state))):
         raise ValueError(f"gives {_shown(made)} a state")
 
 
-def _check_key(key: Any) -> Any:
-    if not isinstance(key, str | StandInObject):
+def _is_attributes(state: Any) -> bool:
+    """Tell whether a state is what an ``OrderedDict`` may have: nothing, or the versions that a module's state dict carries."""
+    return state == {} or (type(state) is dict and list(state) == ["_metadata"])
+
+
+def _key(key: Any, opaque: bool) -> Any:
+    # Larger integers can be chosen to have the same hash.
+    if isinstance(key, str | StandInObject) or (type(key) is int and abs(key) < _MAX_INT_KEY):
+        return key
+    # Constants of the table, such as dtypes, hash by their address, and strings by a secret.
+    if type(key) is tuple and len(key) <= MAX_ARGUMENTS and not any(isinstance(part, tuple | int | float) for part in key):
+        return key
+    if not opaque:
         raise ValueError(f"{_shown(key)} is the key of a dict")
-    return key
+    return Opaque(f"the key of a dict, {_shown(key)}")
 
 
-def _set_items(target: Any, values: list[Any]) -> None:
+def _set_items(target: Any, values: list[Any], opaque: bool) -> None:
+    if type(target) is Opaque:
+        return
     if type(target) is not dict or len(values) % 2:
         raise ValueError(f"puts items into {_shown(target)}")
     for i in range(0, len(values), 2):
         key = values[i]
-        target[key if type(key) is str else _check_key(key)] = values[i + 1]
+        target[key if type(key) is str else _key(key, opaque)] = values[i + 1]
 
 
 def _set_item(machine: _Machine) -> None:
-    value, key, target = machine.stack.pop(), machine.stack.pop(), machine.stack[-1]
-    if type(target) is not dict:
-        raise ValueError(f"puts items into {_shown(target)}")
-    target[_check_key(key)] = value
+    value, key = machine.stack.pop(), machine.stack.pop()
+    _set_items(machine.stack[-1], [key, value], machine.opaque)
 
 
 def _appends(machine: _Machine) -> None:
     values, target = machine.above_mark(), machine.stack[-1]
-    if type(target) is not list:
+    if type(target) is list:
+        target.extend(values)
+    elif type(target) is not Opaque:
         raise ValueError(f"appends to {_shown(target)}")
-    target.extend(values)
 
 
 def _append(machine: _Machine) -> None:
     value, target = machine.stack.pop(), machine.stack[-1]
-    if type(target) is not list:
+    if type(target) is list:
+        target.append(value)
+    elif type(target) is not Opaque:
         raise ValueError(f"appends to {_shown(target)}")
-    target.append(value)
 
 
 def _shown(value: Any) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -24,9 +24,10 @@ from ...errors import CheckpointError, CorruptError
 from ...format.links import linked
 from ...format.torch_dtypes import dtype_code
 from ...format.values import decode_value, encode_path, encode_value
-from ...storage.protocol import Storage
+from ...state.optimizer_dicts import OptimizerGroups, groups_from_list
+from ...storage.protocol import Storage, read_range
 from ..catalog_builder import FilePart, ForeignTensor, build_catalog
-from ..protocol import Foreign, RawValue, locate
+from ..protocol import Foreign, RawValue, open_located
 from .chunks import FORMAT, ChunkPlaces, file_sizes, read_problem
 from .chunks import locate as locate_chunks
 from .folder import FolderMetadata, is_folder, read_folder
@@ -36,10 +37,8 @@ from .names import (
     KeyPath,
     Names,
     NestedBuilder,
-    OptimizerGroups,
     dotted,
     groups_from_entries,
-    groups_from_list,
     names_of,
     raw_paths,
     renumbered,
@@ -53,14 +52,14 @@ MAX_GROUP_ELEMENTS = 1 << 16
 
 def open_path(path: str, *, as_saved: bool = False) -> Foreign | None:
     """Open a path for reading; return None if it is no DCP folder; see `ForeignFormat`."""
-    with ExitStack() as stack:
-        storage, key = locate(path)
-        stack.enter_context(storage)
+
+    def look(storage: Storage, key: str | None) -> Foreign | None:
         if key is not None or not is_folder(storage):
             return None
         catalog, raw = _open(storage, as_saved=as_saved)
-        stack.pop_all()
         return Foreign(storage, catalog, FORMAT, _advice(catalog), raw)
+
+    return open_located(path, look)
 
 
 def _advice(catalog: Catalog) -> dict[str, str]:
@@ -79,26 +78,8 @@ def _advice(catalog: Catalog) -> dict[str, str]:
     }
 
 
-def open_folder(storage: Storage, *, as_saved: bool = False) -> Catalog:
-    """Build the catalog of a folder that ``torch.distributed.checkpoint`` wrote.
-
-    Parameters
-    ----------
-    as_saved
-        Name things as this library would have named them in the state that was passed to DCP; by default, a model at the top gets
-        the key ``model``, and the groups of any optimizer become one value by FQN.
-
-    Raises
-    ------
-    UnsupportedError
-        ``.metadata`` needs something else than DCP's own classes.
-    CorruptError
-        It is damaged.
-    """
-    return _open(storage, as_saved=as_saved)[0]
-
-
 def _open(storage: Storage, *, as_saved: bool) -> tuple[Catalog, dict[str, RawValue]]:
+    """Build the catalog of a folder that ``torch.distributed.checkpoint`` wrote; and find its values as they lie in the files."""
     with _garbage_collection_paused():
         folder = read_folder(storage)
         saved = folder.saved
@@ -248,8 +229,7 @@ def read_whole(storage: Storage, saved: SavedTensor, parts: Sequence[FilePart], 
     """Read a small tensor from its parts."""
     out = torch.zeros(saved.shape, dtype=saved.dtype)
     for part in parts:
-        data = bytearray(prod(part.lengths) * saved.dtype.itemsize)
-        storage.read_into(files[part.file], part.offset, [memoryview(data)])
+        data = read_range(storage, files[part.file], part.offset, prod(part.lengths) * saved.dtype.itemsize)
         slices = (slice(low, low + length) for low, length in zip(part.offsets, part.lengths, strict=True))
         region = out[tuple(slices)]
         region.copy_(torch.frombuffer(data, dtype=saved.dtype).reshape(part.lengths))

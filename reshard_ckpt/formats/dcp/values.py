@@ -11,7 +11,7 @@ import torch
 
 from ...errors import CheckpointError, CorruptError, UnsupportedError
 from ...format.values import encode_value
-from ...storage.protocol import Storage
+from ...storage.protocol import Storage, read_range
 from ..hash_collisions import SMALL_BYTES, refuse_hash_collisions
 from .chunks import file_sizes, read_problem
 from .metadata import Extent
@@ -56,9 +56,7 @@ def _read_all(
         if why is not None:
             unreadable[fqn] = why
             continue
-        data = bytearray(extent.length)
-        storage.read_into(extent.file, extent.offset, [memoryview(data)])
-        yield fqn, bytes(data)
+        yield fqn, bytes(read_range(storage, extent.file, extent.offset, extent.length))
 
 
 def _load(data: bytes, name: str) -> Any:

@@ -24,12 +24,13 @@ from ...engine.loading.stream import Run, whole_run
 from ...errors import NameCollisionError, UsageError
 from ...format.torch_dtypes import TORCH_DTYPES
 from ...format.values import check_keys, decode_path
+from ...state.optimizer_dicts import flat_groups
 from ...state.scan import Index, saved_path
 from ...storage.protocol import Storage, Writer
 from ..tensor_stream import ByteStream
 from .metadata import METADATA_KEY, Chunk, Extent, SavedTensor
 from .metadata_writer import metadata_bytes
-from .names import KeyPath, dotted, flat_groups, state_path, taken_apart
+from .names import KeyPath, dotted, state_path, taken_apart
 from .tensor_zip import write_tensor
 
 CHUNK_BYTES = 256 << 20
@@ -226,7 +227,7 @@ def lay_out(catalog: Catalog, values: Mapping[str, Any], optimizer: str) -> Fold
         path = tuple(int(key) if isinstance(key, Index) else str(key) for key in keys)
         value = values[entry.name]
         if entry.kind is ValueKind.PARAM_GROUPS and optimizer == "flat":
-            pairs = flat_groups(path[:-1], value)
+            pairs = iter([((*path[:-1], name), leaf) for name, leaf in flat_groups(value)])
         elif entry.kind is ValueKind.PARAM_GROUPS:
             pairs = taken_apart(path, _without_tied_names(catalog, optimizer_of(entry.name), value))
         elif (link := links.get(entry.name)) is not None:

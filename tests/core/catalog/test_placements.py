@@ -22,7 +22,7 @@ from tests.layouts import values_of, whole_piece
 
 
 @dataclass(frozen=True)
-class Ragged:
+class Shares:
     """What a framework of its own might have: each rank holds as many elements of the flattened tensor as its share says."""
 
     shares: Ints
@@ -43,30 +43,30 @@ def cut(region: LocalRegion, placement: AxisPlacement, num: int, index: int) -> 
 def parse(axis: str, numbers: Ints, num: int) -> AxisPlacement:
     if len(numbers) != num:
         raise ValueError(f"{len(numbers)} shares for {num} ranks")
-    return AxisPlacement(axis, "ragged", coords=numbers)
+    return AxisPlacement(axis, "shares", coords=numbers)
 
 
 def recognize(axis: str, placement: Any, shape: Ints) -> AxisPlacement | None:
-    return AxisPlacement(axis, "ragged", coords=placement.shares) if isinstance(placement, Ragged) else None
+    return AxisPlacement(axis, "shares", coords=placement.shares) if isinstance(placement, Shares) else None
 
 
-RAGGED = PlacementKind(
-    name="ragged",
-    form="ragged(share, …)",
+SHARES = PlacementKind(
+    name="shares",
+    form="shares(share, …)",
     cut=cut,
     parse=parse,
-    spell=lambda p: f"ragged({':'.join(map(str, p.coords))})",
+    spell=lambda p: f"shares({':'.join(map(str, p.coords))})",
     flattens=True,
     recognize=recognize,
 )
 
 
 @pytest.fixture
-def ragged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(KINDS, "ragged", RAGGED)
+def shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(KINDS, "shares", SHARES)
 
 
-@pytest.mark.usefixtures("ragged")
+@pytest.mark.usefixtures("shares")
 def test_an_added_kind_is_a_rule_and_a_reshard_cuts_by_it() -> None:
     whole = values_of((4, 6), "I64", 1)
     for url in ("memory://kinds/src", "memory://kinds/dst"):
@@ -74,11 +74,11 @@ def test_an_added_kind_is_a_rule_and_a_reshard_cuts_by_it() -> None:
         storage.delete([key for key, _ in storage.list()])
     spec = TensorSpec("model.w", "I64", (4, 6), (whole_piece((4, 6)),), Replication.DECLARED)
     save_job(open_storage("memory://kinds/src"), [[(spec, whole)]], mesh=Mesh(("dp",), (1,)))
-    rules = {"model.w": {"tp": "shard(1)", "dp": "ragged(3, 1)"}}
+    rules = {"model.w": {"tp": "shard(1)", "dp": "shares(3, 1)"}}
     checkpoint.reshard("memory://kinds/src", "memory://kinds/dst", mesh={"dp": 2, "tp": 2}, rules=rules)
     catalog = checkpoint.catalog("memory://kinds/dst")
     assert catalog.tensor("model.w").placement == (
-        AxisPlacement("dp", "ragged", coords=(3, 1)),
+        AxisPlacement("dp", "shares", coords=(3, 1)),
         AxisPlacement("tp", "shard", 1, turn=0),
     )
     held: dict[int, int] = {}
@@ -89,31 +89,32 @@ def test_an_added_kind_is_a_rule_and_a_reshard_cuts_by_it() -> None:
     assert torch.equal(checkpoint.read("memory://kinds/dst")["model.w"], whole)
 
 
-@pytest.mark.usefixtures("ragged")
+@pytest.mark.usefixtures("shares")
 def test_an_added_kind_is_recognized_in_a_dtensor_and_cuts_it_flat() -> None:
-    placements: Any = (Ragged((3, 1)),)
-    layout = _layout((4, 6), (6,), ("dp",), placements, (Ragged,), (2,), (1,))
-    assert layout.placement == (AxisPlacement("dp", "ragged", coords=(3, 1)),)
+    placements: Any = (Shares((3, 1)),)
+    layout = _layout((4, 6), (6,), ("dp",), placements, (Shares,), (2,), (1,))
+    assert layout.placement == (AxisPlacement("dp", "shares", coords=(3, 1)),)
     (piece,) = layout.pieces(torch.zeros(6))
     assert (piece.offsets, piece.lengths, piece.start, piece.count) == ((0, 0), (4, 6), 18, 6)
     with pytest.raises(LayoutError, match=r"6 elements of \(4, 6\), but the local tensor has \(7,\)"):
-        _layout((4, 6), (7,), ("dp",), placements, (Ragged,), (2,), (1,))
+        _layout((4, 6), (7,), ("dp",), placements, (Shares,), (2,), (1,))
 
 
 def test_a_kind_that_nobody_added_is_refused_by_name_or_spelled_as_it_is() -> None:
-    placements: Any = (Ragged((1, 1, 2)),)
-    with pytest.raises(UnsupportedError, match=r"Ragged.* on axis 'dp' is unknown here; pass a LocalShard"):
-        _layout((4,), (1,), ("dp",), placements, (Ragged,), (3,), (0,))
-    with pytest.raises(UsageError, match=r"'ragged\(3, 1\)' is no placement: write shard\(dim\), replicate, flat or resident"):
-        parse_rules({"w": {"dp": "ragged(3, 1)"}}, Mesh(("dp",), (2,)))
-    assert spell([AxisPlacement("dp", "ragged", coords=(3, 1))]) == "dp=ragged"
+    placements: Any = (Shares((1, 1, 2)),)
+    with pytest.raises(UnsupportedError, match=r"Shares.* on axis 'dp' is unknown here; pass a LocalShard"):
+        _layout((4,), (1,), ("dp",), placements, (Shares,), (3,), (0,))
+    forms = r"shard\(dim\), replicate, flat, ragged\(unit, …\) or resident"
+    with pytest.raises(UsageError, match=rf"'shares\(3, 1\)' is no placement: write {forms}"):
+        parse_rules({"w": {"dp": "shares(3, 1)"}}, Mesh(("dp",), (2,)))
+    assert spell([AxisPlacement("dp", "shares", coords=(3, 1))]) == "dp=shares"
 
 
-@pytest.mark.usefixtures("ragged")
+@pytest.mark.usefixtures("shares")
 def test_an_added_kind_says_what_is_wrong_with_a_rule() -> None:
-    with pytest.raises(UsageError, match=r"dp: 'ragged\(3\)' is no placement: 1 shares for 2 ranks"):
-        parse_rules({"w": {"dp": "ragged(3)"}}, Mesh(("dp",), (2,)))
-    assert spell([AxisPlacement("dp", "ragged", coords=(3, 1))]) == "dp=ragged(3:1)"
+    with pytest.raises(UsageError, match=r"dp: 'shares\(3\)' is no placement: 1 shares for 2 ranks"):
+        parse_rules({"w": {"dp": "shares(3)"}}, Mesh(("dp",), (2,)))
+    assert spell([AxisPlacement("dp", "shares", coords=(3, 1))]) == "dp=shares(3:1)"
 
 
 def test_flat_cuts_what_the_others_leave_wherever_its_axis_stands() -> None:

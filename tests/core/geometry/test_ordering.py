@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard_ckpt.core.geometry.ordering import group_ids, lex_order
+from tests.examples import examples
 
 # Narrow columns pack into one integer, wide ones do not.
 columns = st.integers(1, 4).flatmap(
@@ -17,7 +18,7 @@ columns = st.integers(1, 4).flatmap(
 
 
 @given(columns, st.booleans())
-@settings(max_examples=500)
+@examples(500)
 def test_lex_order_is_the_stable_order_of_the_columns(table: np.ndarray, ordered: bool) -> None:
     if ordered:
         table = table[np.lexsort(table.T[::-1])]
@@ -35,7 +36,7 @@ def test_lex_order_of_columns_that_no_single_integer_holds() -> None:
 
 
 @given(columns)
-@settings(max_examples=300)
+@examples(300)
 def test_group_ids_are_equal_for_equal_rows_alone_and_in_their_order(table: np.ndarray) -> None:
     ids, first = group_ids(table)
     rows = [tuple(row) for row in table.tolist()]

@@ -6,13 +6,14 @@ from itertools import pairwise
 from math import prod
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard_ckpt.core.geometry import tiling
 from reshard_ckpt.core.geometry.ordering import group_ids
 from reshard_ckpt.core.geometry.tiling import find_faults, find_gap, find_overlap
 from tests.core.geometry.test_runs import Run, elements
+from tests.examples import examples
 
 
 @st.composite
@@ -47,7 +48,7 @@ many = st.integers(1, 3).flatmap(lambda width: st.lists(tilings(width), min_size
 
 
 @given(many, st.sampled_from([1, 3, tiling.MAX_PAIRS]))
-@settings(max_examples=500)
+@examples(500)
 def test_find_faults_names_exactly_the_tensors_that_are_not_tiled(
     case: list[tuple[tuple[int, ...], list[Run]]], max_pairs: int
 ) -> None:

@@ -7,7 +7,7 @@ from itertools import product
 
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard_ckpt import checkpoint
@@ -20,6 +20,7 @@ from reshard_ckpt.core.planning.placement import PieceTable, derive
 from reshard_ckpt.core.planning.saved_rows import SavedRows
 from reshard_ckpt.storage import open_storage
 from reshard_ckpt.storage.memory import MemoryStorage
+from tests.examples import examples
 from tests.jobs import Tensors, save_job
 from tests.layouts import pack_boxes, values_of
 
@@ -117,7 +118,7 @@ def pad(values: Ints, fill: int) -> Ints:
 
 
 @given(jobs(), st.booleans())
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_what_is_recorded_gives_each_rank_what_it_held(job: tuple[Mesh, list[Layout]], declares: bool) -> None:
     """Sizes are such that no rank is left with nothing, which would make an axis look otherwise."""
     mesh, tensors = job
@@ -174,7 +175,7 @@ def written(catalog: Catalog, name: str) -> dict[int, set[tuple[Ints, Ints]]]:
 
 
 @given(jobs(), st.data())
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_a_reshard_there_and_back_cuts_as_before(job: tuple[Mesh, list[Layout]], data: st.DataObject) -> None:
     mesh, tensors = job
     other = tuple(data.draw(st.integers(1, 3)) for _ in mesh.axes)
@@ -201,7 +202,7 @@ def inside(box: tuple[Ints, Ints], others: list[tuple[Ints, Ints]]) -> bool:
 
 
 @given(jobs())
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_rows_of_a_catalog_without_turns_show_them(job: tuple[Mesh, list[Layout]]) -> None:
     """As version 1 had it. Where one rank wrote for its replicas, the rows still show how the axes that divide cut."""
     mesh, tensors = job

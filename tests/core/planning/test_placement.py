@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard_ckpt.core.catalog.specs import AxisPlacement, Mesh
 from reshard_ckpt.core.geometry.ordering import lex_order
 from reshard_ckpt.core.planning.axis_cuts import Placement
 from reshard_ckpt.core.planning.placement import PieceTable, derive
+from tests.examples import examples
 
 OFFSETS = np.array([(a, b) for a in range(2) for b in range(2)], np.int64)
 RUNS_PER_BOX = 2
@@ -73,7 +74,7 @@ def cases(draw: st.DrawFn) -> tuple[Mesh, list[tuple[Placement, int, list[Row]]]
 
 
 @given(cases())
-@settings(max_examples=600)
+@examples(600)
 def test_placements_are_what_sets_of_runs_show(case: tuple[Mesh, list[tuple[Placement, int, list[Row]]]]) -> None:
     mesh, tensors = case
     rows = [(t, run, rank) for t, (_, _, held) in enumerate(tensors) for rank, run in held]

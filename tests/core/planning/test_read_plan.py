@@ -8,7 +8,7 @@ from math import prod
 from unittest.mock import patch
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import reshard_ckpt.core.planning.read_plan as reads_module
@@ -19,6 +19,7 @@ from reshard_ckpt.core.planning.local_metadata import piece_columns
 from reshard_ckpt.core.planning.match import match
 from reshard_ckpt.core.planning.read_plan import NEAR_BYTES, ReadPlan, plan_reads
 from reshard_ckpt.storage.memory import MemoryStorage
+from tests.examples import examples
 from tests.jobs import save_job
 from tests.layouts import filled, layouts, shapes, spec_of, values_of
 
@@ -77,7 +78,7 @@ def item_pairs(plan: LoadPlan, i: int) -> list[tuple[int, int, int, int]]:
 @given(
     cases(), st.sampled_from([16, 64, WINDOW]), st.sampled_from([0, 16]), st.sampled_from([1, 2, 5]), st.sampled_from([1, 8, 512])
 )
-@settings(max_examples=400)
+@examples(400)
 def test_each_wanted_byte_lands_or_is_copied_once(
     case: tuple[Catalog, list[TensorSpec]], window: int, block_bytes: int, join: int, land: int
 ) -> None:
@@ -114,7 +115,7 @@ def test_windows_join_only_where_nothing_is_copied() -> None:
 
 
 @given(cases(), st.sampled_from([16, 64, WINDOW]), st.sampled_from([0, 16]), st.sampled_from([1, 2, 5]))
-@settings(max_examples=400)
+@examples(400)
 def test_every_wanted_byte_is_in_exactly_one_extent(
     case: tuple[Catalog, list[TensorSpec]], window: int, block_bytes: int, join: int
 ) -> None:
@@ -135,7 +136,7 @@ def test_every_wanted_byte_is_in_exactly_one_extent(
 
 
 @given(cases(), st.sampled_from([16, 64, WINDOW]), st.sampled_from([0, 16]), st.data())
-@settings(max_examples=200)
+@examples(200)
 def test_groups_are_read_as_if_each_were_alone(
     case: tuple[Catalog, list[TensorSpec]], window: int, block_bytes: int, data: st.DataObject
 ) -> None:

@@ -1,4 +1,4 @@
-"""Sharing reads: every byte that anyone wants is read by one rank, reaches all that want it, and no round is too large."""
+"""Sharing reads: every byte that anyone wants is read by a rank that can, reaches all that want it, and no round is too large."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard_ckpt.core.planning.shared_reads import Wants, share
+from reshard_ckpt.core.planning.shared_reads import Holders, Wants, share
 
 WINDOW = 100
 
@@ -23,9 +23,21 @@ def wants_of_ranks(draw: st.DrawFn) -> list[Wants]:
             rows += [
                 (file, window, window * WINDOW + a, window * WINDOW + b) for a, b in zip(cuts[::2], cuts[1::2], strict=False)
             ]
-        table = np.array(sorted(rows), np.int64).reshape(-1, 4)
-        out.append(Wants(*table.T))
+        out.append(wants_of_rows(sorted(rows)))
     return out
+
+
+def wants_of_rows(rows: list[tuple[int, int, int, int]]) -> Wants:
+    """All bytes of the ranges are wanted; the first range of a window tells how many."""
+    total = Counter[tuple[int, int]]()
+    for file, window, low, high in rows:
+        total[file, window] += high - low
+    sizes = [total.pop((file, window), 0) for file, window, _, _ in rows]
+    return Wants(*np.array(rows, np.int64).reshape(-1, 4).T, np.array(sizes, np.int64))
+
+
+def in_window(wants: Wants, file: int, window: int) -> set[tuple[int, int]]:
+    return {(f, b) for f, b in bytes_of(wants) if (f, b // WINDOW) == (file, window)}
 
 
 def bytes_of(wants: Wants) -> set[tuple[int, int]]:
@@ -51,7 +63,8 @@ def test_every_shared_byte_is_read_once_and_reaches_whoever_wants_it(wants: list
         assert mine & wanted[window.owner]  # nobody reads of a window what he does not want at all
         for message in window.messages:
             assert message.dest != window.owner
-            sent = {(window.file, b) for low, high in message.extents for b in range(low, high)}
+            sent = in_window(wants[message.dest], window.file, window.window)
+            assert len(sent) == message.size
             assert sent <= mine
             assert not sent & got[message.dest]
             got[message.dest] |= sent
@@ -70,7 +83,7 @@ def test_no_round_holds_more_than_its_bytes_or_one_message(wants: list[Wants], r
     last = [0] * len(wants)
     for window in schedule.windows:
         for message in window.messages:
-            size = sum(high - low for low, high in message.extents)
+            size = message.size
             sent.setdefault((message.round, window.owner), []).append(size)
             received.setdefault((message.round, message.dest), []).append(size)
             assert message.round < schedule.num_rounds
@@ -84,9 +97,43 @@ def test_no_round_holds_more_than_its_bytes_or_one_message(wants: list[Wants], r
 def test_ranks_that_share_nothing_do_not_wait_for_each_other() -> None:
     def wants(file: int) -> Wants:
         window = np.arange(10)
-        return Wants(np.full(10, file), window, window * WINDOW, (window + 1) * WINDOW)
+        return Wants(np.full(10, file), window, window * WINDOW, (window + 1) * WINDOW, np.full(10, WINDOW))
 
     pairs = share([wants(0), wants(0), wants(1), wants(1)], WINDOW)
     assert pairs.num_rounds == share([wants(0), wants(0)], WINDOW).num_rounds
     owners = Counter(window.owner for window in pairs.windows)
     assert owners == {0: 5, 1: 5, 2: 5, 3: 5}
+
+
+@given(wants_of_ranks(), st.data())
+def test_files_that_few_can_read_are_read_by_whoever_is_nearest(wants: list[Wants], data: st.DataObject) -> None:
+    ranks = range(len(wants))
+    node = [data.draw(st.integers(0, 2)) for _ in ranks]
+    able = {file: data.draw(st.lists(st.sampled_from(ranks), min_size=1, unique=True)) for file in range(3)}
+    schedule = share(wants, 300, Holders(able, node))
+    served = Counter[tuple[int, int, int]]()
+    for window in schedule.windows:
+        assert window.owner in able[window.file]
+        extents = {(window.file, b) for low, high in window.extents for b in range(low, high)}
+        own = in_window(wants[window.owner], window.file, window.window)
+        assert window.places == bool(own)
+        assert own <= extents
+        for message in window.messages:
+            dest = message.dest
+            served[dest, window.file, window.window] += 1
+            assert in_window(wants[dest], window.file, window.window) <= extents
+            assert dest not in able[window.file], "what a rank can read itself does not travel"
+            near = [rank for rank in able[window.file] if node[rank] == node[dest]]
+            assert not near or window.owner in near
+    for rank in ranks:
+        wanted = {(rank, f, b // WINDOW) for f, b in bytes_of(wants[rank])}
+        assert {key for key in served if key[0] == rank} == {key for key in wanted if rank not in able[key[1]]}
+    assert all(count == 1 for count in served.values())
+
+
+def test_holders_of_one_node_share_the_reading() -> None:
+    """A file that ranks 0 and 1 hold, wanted by a rank of another node: each reads half of it."""
+    nothing = wants_of_rows([])
+    wants = [nothing, nothing, wants_of_rows([(0, w, w * WINDOW, (w + 1) * WINDOW) for w in range(10)])]
+    owners = Counter(window.owner for window in share(wants, 1000, Holders({0: (0, 1)}, (0, 0, 1))).windows)
+    assert owners == {0: 5, 1: 5}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard_ckpt import checkpoint
@@ -16,6 +16,7 @@ from reshard_ckpt.engine.checking.statistics import statistics
 from reshard_ckpt.format.torch_dtypes import TORCH_DTYPES
 from reshard_ckpt.formats.source import open_source
 from reshard_ckpt.storage.memory import MemoryStorage
+from tests.examples import examples
 from tests.jobs import save_job
 from tests.layouts import filled, layouts, shapes, spec_of, values_of
 
@@ -35,7 +36,7 @@ def wide(tensor: torch.Tensor) -> np.ndarray:
     return tensor.double().numpy() if tensor.dtype.is_floating_point else tensor.numpy().astype(object)
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(st.sampled_from(CODES), st.data())
 def test_statistics_are_those_of_the_whole_tensor(code: str, data: st.DataObject):
     layout = data.draw(layouts(data.draw(shapes()), data.draw(st.integers(1, 4))))

@@ -7,7 +7,7 @@ from typing import Any
 from uuid import UUID
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard_ckpt import FlatShard, LocalShard, checkpoint
@@ -15,6 +15,7 @@ from reshard_ckpt.engine.common.memo import Memo
 from reshard_ckpt.engine.saving import agreement, local_shards, write
 from reshard_ckpt.state import dtensor, layouts, tensors
 from reshard_ckpt.storage import open_storage
+from tests.examples import examples
 
 NAMES = ("a", "b", "c")
 DTYPES = (torch.float32, torch.float64, torch.int64, torch.bfloat16)
@@ -76,7 +77,7 @@ def written(url: str) -> tuple[list[bytes], dict[str, Any]]:
     return files, checkpoint.read(url)
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(sequence=st.lists(states(), min_size=2, max_size=5), name=st.uuids())
 def test_every_save_writes_what_it_would_have_written_first(sequence: list[dict[str, Any]], name: UUID) -> None:
     again = [0, *range(len(sequence)), 0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,12 @@ import numpy as np
 import torch
 
 from reshard_ckpt import LocalShard, checkpoint
+from reshard_ckpt.comm import Exchange, open_exchange, open_session
+from reshard_ckpt.core.planning.shared_reads import Holders
 from reshard_ckpt.engine.loading import read_once
+from reshard_ckpt.engine.loading.load import LoadOptions, fetch, open_catalog, resolve
 from reshard_ckpt.errors import CheckpointError
+from reshard_ckpt.state import capture
 from reshard_ckpt.storage.local import LocalStorage
 from tests.helpers import position_values
 from tests.launch import run_ranks
@@ -33,6 +38,22 @@ class Reads:
             original(storage, key, offset, buffers)
 
         LocalStorage.read_into = noting  # type: ignore[method-assign]
+
+
+class Crossed:
+    """The bytes that this process sends to other ranks in rounds, heads of messages and all."""
+
+    def __init__(self) -> None:
+        import torch.distributed as dist
+
+        self.num_bytes = 0
+        original, rank = Exchange.start, dist.get_rank()
+
+        def counting(exchange: Exchange, outgoing: Any, sent: Sequence[int], *rest: Any) -> Any:
+            self.num_bytes += sum(sent) - sent[rank]
+            return original(exchange, outgoing, sent, *rest)
+
+        Exchange.start = counting  # type: ignore[method-assign]
 
 
 def shard(rank: int, size: int, dim: int, tensor: torch.Tensor) -> LocalShard:
@@ -84,19 +105,21 @@ def load_all_ways(folder: str) -> dict[str, Any]:
 
     rank = dist.get_rank()
     checkpoint.save(folder, {"t": layout(rank, 2, whole())})
-    reads, out = Reads(), {}
+    reads, crossed, out = Reads(), Crossed(), {}
     for case in CASES:
         ways, verify, read_once.ROUND_BYTES = case
         want = layout(rank, ways, whole())
         for name, options in (("plain", {}), ("once", {"read_once": True})):
             into = layout(rank, ways, {name: torch.full_like(t, -1) for name, t in whole().items()})
             reads.ranges.clear()
+            crossed.num_bytes = 0
             told: list[tuple[str, int, int]] = []
             report = checkpoint.load(
                 folder, {"t": into}, verify=verify, progress=lambda *what, told=told: told.append(what), **options
             )
             wrong = [key for key, t in tensors_of(into).items() if not torch.equal(t, tensors_of(want)[key])]
             out[case, name] = (wrong, list(reads.ranges), report.bytes_read, told[-1:])
+            out[case, "crossed"] = crossed.num_bytes
     return out
 
 
@@ -116,7 +139,11 @@ def test_every_layout_loads_bit_for_bit_and_each_byte_is_read_once(tmp_path: Pat
         assert not ((times["plain"] > 0) & (times["once"] == 0)).any()
         if verify:  # without, nearby runs of one rank are read as one, and so may be what lies between
             assert ((times["plain"] > 0) == (times["once"] > 0)).all()
+        crossed = sum(result[case, "crossed"] for result in by_rank)
         if ways == 1:
+            # Each byte is read by one rank that wants it, and has to reach the three others; `small` is rank 0's alone.
+            least = 3 * sum(t.numel() * t.element_size() for name, t in whole().items() if name != "small")
+            assert least < crossed < 1.01 * least
             assert times["plain"].max() == 4
             shares = [sum(b - a for _, a, b in result[case, "once"][1]) for result in by_rank]
             assert min(shares) > 0.5 * sum(shares) / 4  # they share the work
@@ -175,14 +202,14 @@ def load_with_one_rank_failing(folder: str) -> tuple[str, str]:
     read_once.ROUND_BYTES = 1 << 20
     if dist.get_rank() == 2:
         taken = iter(range(100))
-        original = read_once.Reader.take_window
+        original = read_once.Reader.place_received
 
         def failing(self: Any, *args: Any, **kwargs: Any) -> None:
             if next(taken) == 1:
                 raise MemoryError("no room on rank 2")
             original(self, *args, **kwargs)
 
-        read_once.Reader.take_window = failing  # type: ignore[method-assign]
+        read_once.Reader.place_received = failing  # type: ignore[method-assign]
     try:
         checkpoint.load(folder, {"w": torch.zeros(4 * ROWS, COLUMNS)}, read_once=True)
     except Exception as error:
@@ -193,11 +220,54 @@ def load_with_one_rank_failing(folder: str) -> tuple[str, str]:
 def test_rank_that_fails_in_the_middle_of_the_rounds_stops_all(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, {"w": position_values((4 * ROWS, COLUMNS))})
     outcomes = run_ranks(load_with_one_rank_failing, 3, str(tmp_path), timeout_s=60)
-    assert outcomes[2] == ("MemoryError", "no room on rank 2")
-    for kind, message in outcomes[:2]:
-        assert kind == "PeerError"
-        assert "rank 2" in message
-        assert "no room on rank 2" in message
+    told = "MemoryError: no room on rank 2; already overwritten, wholly or in part: w"
+    assert outcomes == [("PeerError", f"rank 2: {told}")] * 2 + [("PeerError", told)]
+
+
+class OnSomeNodes(LocalStorage):
+    """A checkpoint of which a rank can read some files alone, as if they were images in the memory of its node."""
+
+    def __init__(self, folder: str, held: set[str]) -> None:
+        super().__init__(folder)
+        self.held = held
+
+    def size(self, key: str) -> int | None:
+        assert key in self.held, f"{key} is not here"
+        return super().size(key)
+
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        assert key in self.held, f"{key} is not here"
+        super().read_into(key, offset, buffers)
+
+
+def load_from_holders(folder: str) -> list[Any]:
+    """Save on 4 ranks; load from the files of ranks 0 and 2 as ranks 0 and 1 hold them, and of the others as rank 3 does."""
+    import torch.distributed as dist
+
+    rank, node = dist.get_rank(), (0, 0, 0, 1)
+    checkpoint.save(folder, {"t": layout(rank, 2, whole())})
+    catalog = open_catalog(LocalStorage(folder))
+    ranks = {i: (0, 1) if entry.rank % 2 == 0 else (3,) for i, entry in enumerate(catalog.files)}
+    held = [i for i, holders in ranks.items() if rank in holders]
+    mine = OnSomeNodes(folder, {catalog.files[i].key for i in held})
+    outcome: list[Any] = []
+    for ways in (1, 2, 4):
+        want = layout(rank, ways, whole())
+        into = layout(rank, ways, {name: torch.full_like(t, -1) for name, t in whole().items()})
+        resolved = resolve(catalog, capture({"t": into}).tensors, LoadOptions(read_once=True))
+        with open_session("load", folder) as comm:
+            exchange = open_exchange(None, timeout_s=60)
+            run = partial(read_once.execute_once, comm, exchange, holders=Holders(ranks, node))
+            read = fetch(mine, catalog, resolved, LoadOptions(), run=run, readable=held)
+        wrong = [key for key, t in tensors_of(into).items() if not torch.equal(t, tensors_of(want)[key])]
+        outcome.append((wrong, read > 0))
+    return outcome
+
+
+def test_files_that_few_ranks_can_read_reach_all(tmp_path: Path) -> None:
+    by_rank = run_ranks(load_from_holders, 4, str(tmp_path), timeout_s=60)
+    assert [[wrong for wrong, _ in outcome] for outcome in by_rank] == [[[]] * 3] * 4
+    assert [[read for _, read in outcome] for outcome in by_rank] == [[True] * 3, [True] * 3, [False] * 3, [True] * 3]
 
 
 def test_one_process_reads_as_ever(tmp_path: Path) -> None:

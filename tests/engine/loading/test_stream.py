@@ -11,7 +11,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard_ckpt.core.catalog.model import Catalog
@@ -22,6 +22,7 @@ from reshard_ckpt.engine.loading.stream import Run, RunReader, cut_windows, in_t
 from reshard_ckpt.errors import CorruptError
 from reshard_ckpt.storage.memory import MemoryStorage
 from reshard_ckpt.storage.protocol import Storage
+from tests.examples import examples
 from tests.jobs import save_job
 from tests.layouts import filled, layouts, shapes, spec_of, values_of, whole_piece
 from tests.storage.faulty import FaultyStorage
@@ -46,7 +47,7 @@ def expected(whole: torch.Tensor, run: Run) -> bytes:
 
 
 @given(st.data(), st.sampled_from([1, 7, 64, 1000, 1 << 20]))
-@settings(max_examples=120, deadline=None)
+@examples(120)
 def test_stream_gives_the_bytes_of_runs_in_order(data: st.DataObject, window: int) -> None:
     ranks = data.draw(st.integers(1, 5))
     named = []
@@ -121,7 +122,7 @@ def test_memory_is_a_few_windows_whatever_the_size(batch: int) -> None:
 
 
 @given(st.integers(0, 40), st.sampled_from([1, 100, 1 << 20]), st.integers(1, 4))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_windows_are_used_one_after_the_other_whoever_read_them(rows: int, batch: int, threads: int) -> None:
     storage = MemoryStorage("turns")
     catalog, whole = one_tensor(storage, (max(rows, 1), 5))

@@ -9,7 +9,7 @@ import msgpack
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard_ckpt.core.catalog.specs import Piece, Replication, TensorSpec, ValueKind, ValueSpec, box_piece
@@ -19,6 +19,7 @@ from reshard_ckpt.engine.saving.local_shards import describe_local
 from reshard_ckpt.engine.saving.messages import decode_assignment, encode_assignments, encode_metadata
 from reshard_ckpt.format.checksums import digest128
 from reshard_ckpt.format.values import encode_value
+from tests.examples import examples
 from tests.layouts import layouts, shapes
 
 Run = tuple[str, tuple[int, ...], tuple[int, ...], int, int]
@@ -56,7 +57,7 @@ def plan_of(held: list[list[TensorSpec]]) -> SavePlan:
 
 
 @given(jobs())
-@settings(max_examples=400)
+@examples(400)
 def test_the_plan_has_each_run_once_by_ranks_that_hold_it(held: list[list[TensorSpec]]) -> None:
     holders: dict[Run, list[tuple[int, int]]] = defaultdict(list)
     rows_of: list[list[Run]] = []

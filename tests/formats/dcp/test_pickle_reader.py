@@ -9,13 +9,14 @@ import tracemalloc
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard_ckpt.errors import CheckpointError, CorruptError, UnsupportedError
 from reshard_ckpt.formats.dcp.metadata import TABLE, read_metadata
 from reshard_ckpt.formats.dcp.pickle_reader import StandInObject, read_pickle
 from reshard_ckpt.formats.dcp.pickle_writer import FunctionCall, Global, Instance, Pairs, pickled
+from tests.examples import examples
 
 _TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=300)
 _LEAVES = st.none() | st.booleans() | st.integers(-(2**100), 2**100) | _TEXT
@@ -28,13 +29,13 @@ def _plain(leaves: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 
 @given(_plain(_LEAVES | st.floats(allow_nan=False)), st.sampled_from([2, 3, 4, 5]))
-@settings(max_examples=80, deadline=None)
+@examples(80)
 def test_plain_data_come_back(value: Any, protocol: int):
     assert read_pickle(pickle.dumps(value, protocol), {}, name="p") == value
 
 
 @given(_plain(_LEAVES))
-@settings(max_examples=50, deadline=None)
+@examples(50)
 def test_what_is_emitted_is_a_pickle(value: Any):
     assert pickle.loads(pickled(value)) == value
 

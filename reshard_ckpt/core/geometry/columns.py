@@ -1,0 +1,37 @@
+"""Tables as columns: frozen dataclasses whose fields are arrays, one entry for each row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+import numpy as np
+
+from .runs import I64
+
+Table = TypeVar("Table", bound="Columns")
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """A table of which rows are chosen, or ordered, in all columns at once."""
+
+    def take(self: Table, rows: Any) -> Table:
+        """Return the table of these rows: indices in the order wanted, a mask, or a slice."""
+        return type(self)(*(getattr(self, column.name)[rows] for column in fields(self)))
+
+
+def batches(sizes: I64, limit: int) -> Iterator[slice]:
+    """Yield consecutive slices whose sizes add up to about the limit.
+
+    >>> list(batches(np.array([2, 2, 9, 1]), 4))
+    [slice(0, 2, None), slice(2, 3, None), slice(3, 4, None)]
+    """
+    total = np.cumsum(sizes)
+    begin = 0
+    while begin < len(total):
+        used = int(total[begin - 1]) if begin else 0
+        end = max(begin + 1, int(np.searchsorted(total, used + limit, side="right")))
+        yield slice(begin, end)
+        begin = end

@@ -1,0 +1,192 @@
+"""The rounds of an exchange: what each rank packs for the others travels in messages of bounded size, and is unpacked at once.
+
+1. A *traffic* says how many bytes travel between this rank and each other one in a round, packs them, and unpacks what came.
+   Where the bytes come from is its own business: live tensors, or files that it reads and verifies.
+2. While one round is under way, the next is packed; while it is unpacked, the next is under way.
+3. The part for each rank begins with a byte that says whether its sender has failed. So all ranks stop after the same round, and
+   none waits in a collective that another one never enters.
+4. `settle` brings the outcome of all ranks together: what failed on one is raised on all, with what had been overwritten on any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+import msgpack
+import torch
+
+from ...comm import Exchange
+from ...comm.protocol import Comm
+from ...core.words import few
+from ...errors import CheckpointError, PeerError
+from .host_memory import allocate
+
+HEAD_BYTES = 16
+"""The head of each part; a multiple of every size of an element, so that parts are aligned for all of them."""
+
+NUM_BUFFERS = 4
+"""Of each two for what is sent, and two for what is received, one is under way while the other is filled or emptied."""
+
+
+class Traffic(Protocol):
+    """One rank's side of an exchange; `num_rounds` is the same on all ranks. Failures are raised, and stop all ranks."""
+
+    num_rounds: int
+
+    def sizes(self, number: int) -> tuple[Sequence[int], Sequence[int]]:
+        """Return the bytes that go to every rank in a round, and those that come from every rank."""
+
+    def pack(self, number: int, out: torch.Tensor, starts: Sequence[int]) -> None:
+        """Put the bytes for rank r, in the order that it expects, into the buffer from byte ``starts[r]`` on."""
+
+    def unpack(self, number: int, data: torch.Tensor, starts: Sequence[int]) -> None:
+        """Take the bytes of rank r from byte ``starts[r]`` of the buffer on."""
+
+
+class Buffers:
+    """The memory of messages, kept from exchange to exchange; it grows to the largest."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers: dict[int, torch.Tensor] = {}
+
+    def get(self, which: int, num_bytes: int) -> torch.Tensor:
+        """Return that many bytes of one of the `NUM_BUFFERS` buffers."""
+        buffer = self._buffers.get(which)
+        if buffer is None or buffer.numel() < num_bytes:
+            self._buffers.pop(which, None)
+            host = self._device.type == "cpu"
+            new = allocate(num_bytes, pinned=False) if host else torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            buffer = self._buffers[which] = new
+        return buffer[:num_bytes]
+
+
+class _Message:
+    """Where the part of each rank lies in a message of one round."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.sizes = [HEAD_BYTES + -(-size // HEAD_BYTES) * HEAD_BYTES for size in sizes]
+        self.heads: list[int] = []
+        at = 0
+        for size in self.sizes:
+            self.heads.append(at)
+            at += size
+        self.num_bytes = at
+        self.starts = [head + HEAD_BYTES for head in self.heads]
+
+
+class Rounds:
+    """The rounds of one exchange on one rank.
+
+    Attributes
+    ----------
+    failure
+        What failed on this rank, if anything.
+    stopped
+        Whether some rank had failed, so that the rounds are not complete.
+    """
+
+    def __init__(self, exchange: Exchange, traffic: Traffic, buffers: Buffers | None = None) -> None:
+        self._exchange, self._traffic = exchange, traffic
+        self._buffers = buffers or Buffers(exchange.device)
+        self.failure: BaseException | None = None
+        self.stopped = False
+
+    def attempt(self, work: Callable[[], None]) -> None:
+        """Do some work, unless something has failed; the next round tells the others of a failure."""
+        if self.failure is None:
+            try:
+                work()
+            except BaseException as error:
+                self.failure = error
+
+    def run(self, changed: Callable[[], Iterable[str]]) -> None:
+        """Take part in all rounds; `changed` names the tensors that have new values on this rank, wholly or in part.
+
+        Raises
+        ------
+        PeerError
+            The process group failed, so that the others may not come to `settle`.
+        """
+        try:
+            self._run()
+        except PeerError as error:
+            raise PeerError(f"{error}; on this rank {overwritten_text(sorted(changed()))}", error.ranks) from error
+
+    def _run(self) -> None:
+        num_rounds = self._traffic.num_rounds
+        arrived = self._start(0, *self._packed(0)) if num_rounds else None
+        for number in range(num_rounds):
+            assert arrived is not None
+            following = self._packed(number + 1) if number + 1 < num_rounds else None
+            wait, data, message = arrived
+            wait()
+            self.stopped = bool(data[message.heads].any())
+            if self.stopped:
+                return
+            arrived = None if following is None else self._start(number + 1, *following)
+            self.attempt(lambda: self._traffic.unpack(number, data, message.starts))  # noqa: B023
+
+    def _packed(self, number: int) -> tuple[torch.Tensor, _Message]:
+        """Pack the message of a round; the heads say whether this rank has failed by now."""
+        message = _Message(self._traffic.sizes(number)[0])
+        out = self._buffers.get(number % 2, message.num_bytes)
+        self.attempt(lambda: self._traffic.pack(number, out, message.starts))
+        out[message.heads] = int(self.failure is not None)
+        return out, message
+
+    def _start(self, number: int, out: torch.Tensor, sent: _Message) -> tuple[Callable[[], None], torch.Tensor, _Message]:
+        received = _Message(self._traffic.sizes(number)[1])
+        data = self._buffers.get(2 + number % 2, received.num_bytes)
+        return self._exchange.start(out, sent.sizes, data, received.sizes), data, received
+
+
+Explain = Callable[[BaseException, str], CheckpointError]
+"""Makes the error of a failure on this rank; the text says what has been overwritten on any rank."""
+
+
+def settle(comm: Comm, failure: BaseException | None, changed: Callable[[], Iterable[str]], explain: Explain) -> None:
+    """Raise what failed on any rank on all of them, with what has been overwritten. Collective.
+
+    Parameters
+    ----------
+    failure
+        What failed on this rank, if anything.
+    changed
+        Names the tensors that have new values on this rank, wholly or in part.
+
+    Raises
+    ------
+    CheckpointError
+        Some rank failed.
+    """
+    failed = comm.gather(b"" if failure is None else b"1")
+    if comm.broadcast(None if failed is None else b"1" if any(failed) else b"") == b"":
+        return
+    gathered = comm.gather(msgpack.packb(sorted(changed())))
+    names = None if gathered is None else msgpack.packb(sorted({name for data in gathered for name in msgpack.unpackb(data)}))
+    overwritten = overwritten_text(msgpack.unpackb(comm.broadcast(names)))
+    if failure is not None:
+        if not isinstance(failure, Exception):
+            raise failure  # an interrupt is none of ours to translate
+        error = explain(failure, overwritten)
+        raise error from (None if error is failure else failure)
+    comm.gather(b"")  # raises the error of the rank that failed
+    raise PeerError("another rank failed without saying why; its log may")
+
+
+NOTHING_CHANGED = "no tensor was changed"
+
+
+def overwritten_text(names: Sequence[str]) -> str:
+    """Say which tensors have been overwritten."""
+    return f"already overwritten, wholly or in part: {few(names)}" if names else NOTHING_CHANGED
+
+
+def named_error(failure: BaseException, overwritten: str) -> CheckpointError:
+    """Make an error of this package from any failure, with what has been overwritten."""
+    if isinstance(failure, CheckpointError):
+        failure.args = (f"{failure}; {overwritten}", *failure.args[1:])
+        return failure
+    return PeerError(f"{type(failure).__name__}: {failure}; {overwritten}")

@@ -1,0 +1,168 @@
+"""Which files a DeepSpeed checkpoint is made of, told by their names.
+
+A *root* has a file ``latest`` with the name of a *tag*, the folder of one checkpoint. In that are:
+
+- ``mp_rank_MM_model_states.pt``, the module and all values, one for each model-parallel rank (of tensors or a pipeline); with
+  ZeRO-3 ``zero_pp_rank_D_mp_rank_MM_model_states.pt``, one for each rank;
+- ``[bf16_]zero_pp_rank_D_mp_rank_MM_optim_states.pt``, the part of the optimizer that each data-parallel rank D holds;
+- ``layer_NN[-model_MM]-model_states.pt``, the layers of a pipeline.
+
+A *universal* folder has a folder ``zero`` instead of the optimizer's files, with a folder for each parameter.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from ...errors import CheckpointError, CorruptError, UnsupportedError
+from ...format.keys import CATALOG_KEY
+from ...storage.protocol import Storage
+
+LATEST = ("latest", "latest_universal")
+UNIVERSAL_STATE = "zero/optimizer_state.pt"
+
+_MAX_TAG_BYTES = 4096
+_MODEL = re.compile(r"(?:zero_pp_rank_(?P<dp>\d{1,9})_)?mp_rank_(?P<mp>\d{2,9})_model_states\.pt")
+_OPTIM = re.compile(r"(?P<prefix>(?:bf16_|fp16_)?)zero_pp_rank_(?P<dp>\d{1,9})_mp_rank_(?P<mp>\d{2,9})_?optim_states\.pt")
+_LAYER = re.compile(r"layer_(?P<layer>\d{2,9})(?:-model_(?P<mp>\d{2,9}))?-model_states\.pt")
+_EXPERT = re.compile(r"(?:layer_\d+_expert_\d+|expp_rank_\d+|expert_\d+)_mp_rank_\d+_\w+\.pt")
+
+Rank = tuple[int, int]
+"""A model-parallel rank, and a data-parallel one."""
+
+
+@dataclass(frozen=True, slots=True)
+class TagFiles:
+    """The files of one checkpoint: by rank, those of layers by layer and tensor-parallel rank.
+
+    `universal` are those of a universal folder, by parameter and key, where it is one.
+    """
+
+    models: Mapping[Rank, str]
+    optimizers: Mapping[Rank, str]
+    layers: Mapping[Rank, str]
+    experts: tuple[str, ...]
+    universal: Mapping[tuple[str, str], str] | None = None
+
+    @property
+    def num_models(self) -> int:
+        """How many model-parallel ranks there are."""
+        return 1 + max(mp for mp, _ in self.models)
+
+
+def latest_tag(storage: Storage) -> str | None:
+    """Return the tag that the file ``latest`` of a root names; None where this is no root.
+
+    Raises
+    ------
+    CorruptError
+        The folder that it names is not there.
+    """
+    for key in LATEST:
+        size = storage.size(key)
+        if size is None or not 0 < size <= _MAX_TAG_BYTES:
+            continue
+        tag = storage.read(key, limit=_MAX_TAG_BYTES).decode(errors="replace").strip()
+        if _is_checkpoint(storage, tag):
+            return tag
+        if any(map(_is_ours, _names_below(storage))):
+            raise CorruptError(
+                f"{storage.url}: {key} names {tag!r:.200}, where no checkpoint is; pass the path of another one below"
+            )
+    return None
+
+
+def _is_checkpoint(storage: Storage, tag: str) -> bool:
+    if not tag or tag.startswith(("/", ".")) or "\\" in tag or "//" in tag:
+        return False
+    try:
+        known = (f"{tag}/{CATALOG_KEY}", f"{tag}/{UNIVERSAL_STATE}", f"{tag}/mp_rank_00_model_states.pt")
+        return any(storage.size(key) is not None for key in known) or any(map(_is_ours, _names_in(storage, tag)))
+    except CheckpointError:
+        return False  # what it says is no name of a folder
+
+
+def _names_in(storage: Storage, folder: str = "") -> list[str]:
+    """List the names of the files directly in a folder."""
+    below = f"{folder}/" if folder else ""
+    names = (key[len(below) :] for key, _ in storage.list(folder))
+    return [name for name in names if "/" not in name]
+
+
+def _names_below(storage: Storage) -> Iterable[str]:
+    return (name for folder in storage.folders() for name in _names_in(storage, folder))
+
+
+def _is_ours(name: str) -> bool:
+    return bool(_MODEL.fullmatch(name) or _OPTIM.fullmatch(name))
+
+
+def tag_files(storage: Storage) -> TagFiles | None:
+    """Find the files of a checkpoint; None where this is no folder of DeepSpeed.
+
+    Raises
+    ------
+    CorruptError
+        A file that must be there is missing, or there are two sets of files.
+    UnsupportedError
+        Experts are divided among ranks.
+    """
+    names = _names_in(storage)
+    models = {_rank(m): m[0] for m in map(_MODEL.fullmatch, names) if m}
+    optimizers = [m for m in map(_OPTIM.fullmatch, names) if m]
+    if not models and not optimizers:
+        return None
+    where = storage.url
+    if not models:
+        raise CorruptError(f"{where}: has {optimizers[0][0]}, but no file of model states; copy the rest of it")
+    prefixes = {m["prefix"] for m in optimizers}
+    if len(prefixes) > 1:
+        raise CorruptError(
+            f"{where}: has optimizer files of {len(prefixes)} saves, some beginning with bf16_; move those of one to another folder"
+        )
+    layers = {(int(m["layer"]), int(m["mp"] or 0)): m[0] for m in map(_LAYER.fullmatch, names) if m}
+    experts = tuple(name for name in names if _EXPERT.fullmatch(name))
+    universal = _universal_files(storage) if storage.size(UNIVERSAL_STATE) is not None else None
+    found = TagFiles(models, {_rank(m): m[0] for m in optimizers}, layers, experts, universal)
+    _check_complete(found.models, "model_states", where)
+    _check_complete(found.optimizers, "optim_states", where)
+    return found
+
+
+def _universal_files(storage: Storage) -> dict[tuple[str, str], str]:
+    """Find the files of each parameter."""
+    found = {}
+    for key, _ in storage.list("zero"):
+        _, *name, file = key.split("/")
+        if name and file.endswith(".pt"):
+            found["/".join(name), file.removesuffix(".pt")] = key
+    return found
+
+
+def _rank(match: re.Match[str]) -> Rank:
+    return int(match["mp"]), int(match["dp"] or 0)
+
+
+def _check_complete(files: Mapping[Rank, str], kind: str, where: str) -> None:
+    """Check that no rank below the highest is missing."""
+    if not files:
+        return
+    num_mp, num_dp = 1 + max(mp for mp, _ in files), 1 + max(dp for _, dp in files)
+    if len(files) == num_mp * num_dp:
+        return
+    missing = next((mp, dp) for mp in range(num_mp) for dp in range(num_dp) if (mp, dp) not in files)
+    raise CorruptError(
+        f"{where}: has {len(files)} files {kind}.pt of {num_mp} model-parallel × {num_dp} data-parallel ranks; that of mp_rank "
+        f"{missing[0]:02d}, data-parallel rank {missing[1]}, is missing: copy it, or use another checkpoint"
+    )
+
+
+def refuse_experts(files: TagFiles, where: str) -> None:
+    """Refuse a mixture of experts whose experts are divided among ranks."""
+    if files.experts:
+        raise UnsupportedError(
+            f"{where}: has {files.experts[0]}: experts that are divided among ranks are not read from DeepSpeed's own files; save "
+            "with reshard_ckpt.integrations.deepspeed attached to the engine, or the module's state dict"
+        )

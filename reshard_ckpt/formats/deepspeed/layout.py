@@ -1,0 +1,290 @@
+"""Which runs of which parameters lie in the flat tensors of a DeepSpeed optimizer: a pure function of names, shapes and rank.
+
+DeepSpeed concatenates the parameters of a group and divides the result among the data-parallel ranks. So everything that a rank
+holds of one group (the fp32 master weights, each of Adam's moments) are flat tensors of one layout, its `Runs`:
+
+*Packed* (ZeRO-1, ZeRO-2, BF16_Optimizer; with one rank also the fp16 and bf16 wrappers without ZeRO): parameters lie back to
+back, each followed by a gap, and are cut into ranges of equal length, wherever that falls. The lengths are rounded up such that
+each rank's is even.
+
+*Striped* (ZeRO-3): each parameter is cut into equal stripes, one for each rank, the last of them padded. A rank's stripes lie
+back to back.
+
+*Whole* (no wrapper, or the wrapper that does not flatten): each parameter is a tensor of its own.
+
+The same description serves the reading of files (`tensor` is a view of a file), saving, and loading in place (`tensor` is live).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, Protocol
+
+import numpy as np
+
+from ...core.catalog.specs import Ints
+from ...core.geometry.runs import I64
+from ...errors import CorruptError, UnsupportedError
+
+MASTER = "fp32"
+"""The key under which the master weights stand beside the state of the optimizer."""
+
+
+class Sized(Protocol):
+    """What has a shape: a torch tensor, or a view of one in a file."""
+
+    @property
+    def shape(self) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Params:
+    """The parameters of a group, in the order in which they lie in its flat tensors; `gaps` are the elements after each."""
+
+    names: tuple[str, ...]
+    shapes: tuple[Ints, ...]
+    numel: I64
+    gaps: I64
+
+    @staticmethod
+    def of(shapes: Mapping[str, Sequence[int]], gaps: Sequence[int] = ()) -> Params:
+        """Describe a group by its shapes, such as an entry of ``param_shapes``."""
+        sizes = tuple(tuple(shape) for shape in shapes.values())
+        numel = np.array([prod(shape) for shape in sizes], np.int64)
+        return Params(tuple(shapes), sizes, numel, np.zeros(len(sizes), np.int64)).with_gaps(gaps)
+
+    def with_gaps(self, gaps: Sequence[int]) -> Params:
+        """Return the same group with these gaps; none if there are no entries."""
+        if len(gaps) == 0:
+            return self
+        if len(gaps) != len(self.names) or not all(type(gap) is int and gap >= 0 for gap in gaps):
+            raise CorruptError(f"{len(self.names)} parameters have the paddings {gaps!r:.80} between them; use another copy")
+        return replace(self, gaps=np.array(gaps, np.int64))
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """What a flat tensor holds: elements ``[start, start + count)`` of parameter `param`, from its own element `at` on."""
+
+    param: I64
+    start: I64
+    count: I64
+    at: I64
+
+    @property
+    def end(self) -> int:
+        """The length that the flat tensor has at least."""
+        return int((self.at + self.count).max(initial=0))
+
+
+def packed_length(params: Params, num_ranks: int) -> int:
+    """Count the elements of each rank's range.
+
+    >>> packed_length(Params.of({"a": (5,), "b": (2, 3)}), 2)
+    6
+    """
+    total = int(params.numel.sum() + params.gaps.sum())
+    return -(-total // (2 * num_ranks)) * 2
+
+
+def packed_runs(params: Params, num_ranks: int, rank: int) -> Runs:
+    """Return what a rank holds where a group is concatenated and cut into equal ranges.
+
+    >>> runs = packed_runs(Params.of({"a": (5,), "b": (2, 3)}), 2, 0)
+    >>> [column.tolist() for column in (runs.param, runs.start, runs.count, runs.at)]
+    [[0, 1], [0, 0], [5, 1], [0, 5]]
+    """
+    first = np.cumsum(params.numel + params.gaps) - params.numel - params.gaps
+    length = packed_length(params, num_ranks)
+    low = np.maximum(first, rank * length)
+    count = np.minimum(first + params.numel, (rank + 1) * length) - low
+    here = np.flatnonzero(count > 0)
+    return Runs(here, (low - first)[here], count[here], low[here] - rank * length)
+
+
+def striped_runs(params: Params, num_ranks: int, rank: int) -> Runs:
+    """Return what a rank holds where each parameter is cut into equal stripes.
+
+    >>> runs = striped_runs(Params.of({"a": (5,), "b": (2, 3)}), 2, 1)
+    >>> [column.tolist() for column in (runs.param, runs.start, runs.count, runs.at)]
+    [[0, 1], [3, 3], [2, 3], [0, 3]]
+    """
+    stripe = -(-params.numel // num_ranks)
+    count = np.minimum(params.numel - rank * stripe, stripe)
+    here = np.flatnonzero(count > 0)
+    return Runs(here, (rank * stripe)[here], count[here], (np.cumsum(stripe) - stripe)[here])
+
+
+@dataclass(frozen=True, slots=True)
+class FlatGroup:
+    """One group of a rank: its flat tensors by key (`MASTER`, ``exp_avg``, …), and what is no flat tensor, such as ``step``."""
+
+    params: Params
+    runs: Runs
+    tensors: Mapping[str, Any]
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """All that one rank's optimizer holds.
+
+    Attributes
+    ----------
+    groups
+        Its flat groups: those of the optimizer, or the sub-groups of ZeRO-3.
+    whole
+        Tensors and values that are no part of a flat one, by the name of the parameter and the key.
+    param_groups
+        The hyperparameters of the optimizer's groups, with the names of their parameters under ``params``.
+    values
+        DeepSpeed's own: the loss scaler and such.
+    num_ranks
+        How many ranks share each flat group.
+    """
+
+    groups: tuple[FlatGroup, ...]
+    whole: Mapping[str, Mapping[str, Any]]
+    param_groups: list[dict[str, Any]]
+    values: Mapping[str, Any]
+    num_ranks: tuple[int, ...]
+
+
+NOT_SHARED = frozenset({
+    "base_optimizer_state", "single_partition_of_fp32_groups", "group_paddings", "param_alignment_paddings", "partition_count",
+    "param_slice_mappings", "universal_checkpoint_info", "optimizer_state_dict", "fp32_flat_groups", "fp32_groups_flat",
+    "fp32_groups", "ds_version", "base_optimizer_state_step", "param_groups",
+})  # fmt: skip
+"""Keys of an optimizer's state dict that describe tensors; all others are values of DeepSpeed."""
+
+
+def open_state(shapes: Sequence[Params], state: Mapping[str, Any], rank: int, where: str) -> RankState:
+    """Return what a rank holds, from the state dict of its optimizer.
+
+    Parameters
+    ----------
+    shapes
+        The parameters of each flat group: what ``param_shapes`` has.
+    state
+        ``optimizer.state_dict()`` of DeepSpeed's ZeRO or mixed-precision optimizer; its tensors may be anything with a shape.
+    rank
+        The data-parallel rank.
+    where
+        What the state is called in messages.
+
+    Raises
+    ------
+    CorruptError
+        The sizes of the flat tensors are not those that the shapes give.
+    UnsupportedError
+        It is of a kind that is not known here.
+    """
+    values = {key: value for key, value in state.items() if key not in NOT_SHARED}
+    if "fp32_flat_groups" in state:
+        return _striped(shapes, state, rank, values, where)
+    if "single_partition_of_fp32_groups" in state:
+        return _packed(shapes, state, rank, values, where)
+    if "fp32_groups_flat" in state:
+        one = {**state, "single_partition_of_fp32_groups": state["fp32_groups_flat"], "partition_count": 1}
+        return _packed(shapes, {**one, "base_optimizer_state": state["optimizer_state_dict"]}, 0, values, where)
+    raise UnsupportedError(
+        f"{where}: its optimizer state has {', '.join(map(str, state))}, which no optimizer that is known saves"
+    )
+
+
+def _packed(shapes: Sequence[Params], state: Mapping[str, Any], rank: int, values: Mapping[str, Any], where: str) -> RankState:
+    masters, base = state["single_partition_of_fp32_groups"], state["base_optimizer_state"]
+    num = len(masters)
+    counts = state.get("partition_count", 1)
+    num_ranks = tuple(counts) if isinstance(counts, list | tuple) else (counts,) * num
+    gaps = state.get("param_alignment_paddings") or [()] * num
+    _check_lengths(where, num, param_shapes=shapes, partition_count=num_ranks, param_alignment_paddings=gaps)
+    groups = []
+    params = [group.with_gaps(gap) for group, gap in zip(shapes, gaps, strict=True)]
+    is_elastic = isinstance(base, list)
+    for i, (group, master, ranks) in enumerate(zip(params, masters, num_ranks, strict=True)):
+        _check_ranks(where, ranks, rank)
+        runs, length = packed_runs(group, ranks, rank), packed_length(group, ranks)
+        own = base[i] if is_elastic else _state_of(base, i, i)
+        groups.append(_flat_group(group, runs, length, master, own, f"{where}: group {i}"))
+    found = [{}] * num if is_elastic else [hyperparameters(group) for group in base["param_groups"]]
+    _check_lengths(where, num, param_groups=found)
+    param_groups = [{**group, "params": list(of.names)} for group, of in zip(found, params, strict=True)]
+    return RankState(tuple(groups), {}, param_groups, values, num_ranks)
+
+
+def _striped(shapes: Sequence[Params], state: Mapping[str, Any], rank: int, values: Mapping[str, Any], where: str) -> RankState:
+    masters, base = state["fp32_flat_groups"], state["optimizer_state_dict"]
+    if state.get("ds_zero_partition_groups"):
+        raise UnsupportedError(f"{where}: its groups are divided among different ranks (AutoEP), which is not supported")
+    _check_lengths(where, len(masters), param_shapes=shapes)
+    num_ranks = state["partition_count"]
+    _check_ranks(where, num_ranks, rank)
+    groups = []
+    for i, (params, master) in enumerate(zip(shapes, masters, strict=True)):
+        length = int((-(-params.numel // num_ranks)).sum())
+        own = _state_of(base, i, i)
+        groups.append(_flat_group(params, striped_runs(params, num_ranks, rank), length, master, own, f"{where}: group {i}"))
+    listed = [number for group in base["param_groups"] for number in group["params"]]
+    if listed != list(range(len(groups))):
+        raise CorruptError(f"{where}: its param_groups list the flat groups {listed}, of {len(groups)}; use another copy")
+    param_groups = [
+        {**hyperparameters(group), "params": [name for i in group["params"] for name in groups[i].params.names]}
+        for group in base["param_groups"]
+    ]
+    return RankState(tuple(groups), {}, param_groups, values, (num_ranks,) * len(groups))
+
+
+def _state_of(base: Mapping[str, Any], position: int, number: int) -> Mapping[str, Any]:
+    """Return the state of a flat group; it is numbered by its position among all of the optimizer's groups."""
+    state: Mapping[Any, Any] = base["state"]
+    return state.get(number, state.get(str(position), {}))
+
+
+def _flat_group(params: Params, runs: Runs, length: int, master: Sized, state: Mapping[str, Any], where: str) -> FlatGroup:
+    tensors: dict[str, Any] = {}
+    values: dict[str, Any] = {}
+    for key, value in {MASTER: master, **state}.items():
+        shape = getattr(value, "shape", None)
+        if shape is None or len(shape) == 0:
+            values[key] = value
+        elif len(shape) == 1 and runs.end <= shape[0] <= length:
+            tensors[key] = value
+        else:
+            needed = f"{runs.end} to {length} elements"
+            if key == MASTER:
+                raise CorruptError(
+                    f"{where}: its master weights have shape {tuple(shape)}, but {needed} follow from the shapes of its "
+                    f"{len(params.names)} parameters; files of several saves may be mixed, so use another checkpoint"
+                )
+            raise UnsupportedError(
+                f"{where}: its state {key} has shape {tuple(shape)} and not {needed}, so that its elements belong to no parameter"
+            )
+    return FlatGroup(params, runs, tensors, values)
+
+
+def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a group without the parameters that it lists."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def _check_lengths(where: str, num: int, **found: Sequence[Any]) -> None:
+    for key, value in found.items():
+        if len(value) != num:
+            raise CorruptError(f"{where}: its optimizer has {num} flat groups, and {key} {len(value)}; use another copy")
+
+
+def _check_ranks(where: str, num_ranks: Any, rank: int) -> None:
+    if type(num_ranks) is not int or not rank < num_ranks:
+        raise CorruptError(f"{where}: its partition_count is {num_ranks!r}, but it is the file of rank {rank}; use another copy")
+
+
+def named_runs(state: RankState) -> Iterator[tuple[str, str, Ints, Any, int, int, int]]:
+    """Yield each run of a flat tensor: parameter, key, shape, tensor, where it begins in the tensor and in the parameter, count."""
+    for group in state.groups:
+        columns = zip(*(c.tolist() for c in (group.runs.param, group.runs.at, group.runs.start, group.runs.count)), strict=True)
+        for param, at, start, count in columns:
+            for key, tensor in group.tensors.items():
+                yield group.params.names[param], key, group.params.shapes[param], tensor, at, start, count

@@ -1,0 +1,567 @@
+"""Reading the folder of one DeepSpeed checkpoint as a checkpoint of this library: a catalog over its files.
+
+1. Open a file of model states for each model-parallel rank: names, shapes, buffers, values (`archive`).
+2. For each data-parallel rank, find the runs of parameters in the flat tensors of its optimizer (`layout`), and add them as rows:
+   master weights as ``model.<fqn>``, state as ``optimizer.state.<fqn>.<key>``.
+3. What has no master weights is taken from the module; frozen parameters of ZeRO-3 lie in stripes beside it.
+4. A parameter of a pipeline counts from the first stage that has it; tensor-parallel shards are boxes of the whole (`shards`).
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...core.catalog.links import GROUPS, STATE, groups_name
+from ...core.catalog.model import Catalog
+from ...core.catalog.param_groups import merge
+from ...core.catalog.specs import Ints, StateLink, ValueKind, row_major_strides
+from ...errors import CheckpointError, CorruptError, UnsupportedError
+from ...format.torch_dtypes import dtype_code
+from ...storage.protocol import Storage
+from ..dcp.chunks import run_lengths, runs_of
+from .archive import FileReader, TensorView, TorchFile, is_contiguous
+from .columns import Columns
+from .folder import UNIVERSAL_STATE, TagFiles, refuse_experts
+from .layout import MASTER, NOT_SHARED, FlatGroup, Params, RankState, Runs, hyperparameters, open_state, striped_runs
+from .pipeline import open_layers, params_of_fragments, tied_names
+from .shards import Shard, TensorParallel
+from .unpartitioned import Candidate, apart, by_shapes, flat_groups, numbers_of
+from .values import NOT_VALUES, ROOT, leaves, plain
+
+FORMAT = "deepspeed"
+MODEL, OPTIMIZER = "model", "optimizer"
+MAX_RUNS = 1 << 20
+"""Of a tensor that does not lie in row-major order."""
+
+
+def parameter_name(fqn: str) -> str:
+    """Return the name of a parameter or buffer."""
+    return f"{MODEL}.{fqn}"
+
+
+def state_link(fqn: str, key: str) -> StateLink:
+    """Link an entry of the optimizer's state to its parameter."""
+    return StateLink(OPTIMIZER, fqn, key, parameter_name(fqn))
+
+
+def open_tag(storage: Storage, files: TagFiles) -> Catalog:
+    """Build the catalog of a checkpoint.
+
+    Raises
+    ------
+    CorruptError
+        A file is missing, cut or damaged, or is not of the same save as the others.
+    UnsupportedError
+        It is of a kind that is not read; the message says which.
+    """
+    refuse_experts(files, storage.url)
+    with garbage_collection_paused():
+        return _Tag(storage, files).catalog()
+
+
+@contextmanager
+def garbage_collection_paused() -> Iterator[None]:
+    """Pause the search for cycles: over a million new objects it takes longer than making them, and finds nothing."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+class TensorAdder:
+    """Adds tensors of files to a catalog."""
+
+    def __init__(self, columns: Columns) -> None:
+        self.columns = columns
+
+    def whole(self, file: TorchFile, name: str, view: TensorView, link: StateLink | None = None) -> None:
+        """Add a tensor that a file has whole, in whatever order its elements lie."""
+        self.shard(file, name, view, Shard.whole(view.shape), link)
+
+    def shard(self, file: TorchFile, name: str, view: TensorView, shard: Shard, link: StateLink | None = None) -> None:
+        """Add a tensor of which a file has a part."""
+        columns = self.columns
+        tensor = columns.tensor(name, dtype_code(view.dtype, name), shard.shape, link)
+        if not prod(view.shape) or not shard.segments:
+            return
+        at, each, number = file.at(view), view.dtype.itemsize, columns.file(file.key, file.size)
+        if is_contiguous(view):
+            for segment in shard.segments:
+                box = columns.box(segment.offsets, segment.lengths)
+                columns.rows(tensor, box, 0, prod(segment.lengths), number, at + segment.at * each)
+            return
+        num = prod(view.shape) // prod(run_lengths(view.shape, view.strides))
+        if len(shard.segments) > 1 or shard.segments[0].lengths != view.shape or num > MAX_RUNS:
+            raise UnsupportedError(f"{name}: lies in {file.key} with strides {view.strides}; save it contiguous")
+        lengths, corners, starts = runs_of(view.shape, view.strides)
+        for corner, start in zip((corners + np.array(shard.segments[0].offsets)).tolist(), starts.tolist(), strict=True):
+            columns.rows(tensor, columns.box(tuple(corner), lengths), 0, prod(lengths), number, at + start * each)
+
+    def runs(self, file: TorchFile, names: "FlatNames", tensor: TensorView, runs: Runs) -> None:
+        """Add the runs of parameters in a flat tensor, which lies in a file."""
+        if not is_contiguous(tensor):
+            raise CorruptError(
+                f"{self.columns.where}: a flat tensor in {file.key} has strides {tensor.strides}; use another copy"
+            )
+        if not len(runs.param):
+            return
+        number, at, each = self.columns.file(file.key, file.size), file.at(tensor), tensor.dtype.itemsize
+        box = names.box[runs.param]
+        plain_ones = box >= 0
+        self.columns.rows(
+            names.tensor[runs.param][plain_ones],
+            box[plain_ones],
+            runs.start[plain_ones],
+            runs.count[plain_ones],
+            number,
+            at + runs.at[plain_ones] * each,
+        )
+        others = (column[~plain_ones].tolist() for column in (runs.param, runs.start, runs.count, runs.at))
+        for param, start, count, place in zip(*others, strict=True):
+            for segment in names.shards[param].segments:
+                low, high = max(start, segment.at), min(start + count, segment.at + prod(segment.lengths))
+                if low < high:
+                    inside = self.columns.box(segment.offsets, segment.lengths)
+                    offset = at + (place + low - start) * each
+                    self.columns.rows(names.tensor[param], inside, low - segment.at, high - low, number, offset)
+
+
+class FlatNames:
+    """The tensors of one key of a flat group: for each parameter the tensor's number, and its one box where it has just one."""
+
+    def __init__(self, columns: Columns, params: Params, shards: Sequence[Shard], key: str, dtype: str) -> None:
+        self.shards = shards
+        numbers, boxes = [], []
+        for fqn, shard in zip(params.names, shards, strict=True):
+            link = None if key == MASTER else state_link(fqn, key)
+            name = parameter_name(fqn) if link is None else link.name
+            numbers.append(columns.tensor(name, dtype, shard.shape, link) if shard.readable else -1)
+            one = shard.segments[0] if len(shard.segments) == 1 else None
+            boxes.append(-1 if one is None else columns.box(one.offsets, one.lengths))
+        self.tensor, self.box = np.array(numbers, np.int64), np.array(boxes, np.int64)
+
+
+KnownNames = dict[tuple[int, str, str], FlatNames]
+"""By group, key and dtype."""
+
+
+class _Tag:
+    """One checkpoint, on its way to a catalog."""
+
+    def __init__(self, storage: Storage, files: TagFiles) -> None:
+        self._storage, self._files, self._reader = storage, files, FileReader(storage)
+        self._where = storage.url
+        self._columns = Columns(FORMAT, storage.url)
+        self._add = TensorAdder(self._columns)
+        self._models = [self._model(mp) for mp in range(files.num_models)]
+        first = self._models[0].content
+        self._is_striped = (0, 1) in files.models or any(dp for _, dp in files.models) or self._zero_stage() == 3
+        self._num_dp = 1 + max(dp for _, dp in files.optimizers or files.models)
+        self._layers = open_layers(self._reader, files.layers, storage.url)
+        self._parallel: TensorParallel | None = None
+        if files.num_models > 1 and not files.layers:
+            self._parallel = TensorParallel(self._info(first), files.num_models)
+        self._local_shapes = [_local_shapes(model) for model in self._models] if self._parallel else []
+        self._groups: list[tuple[str, list[dict[str, Any]]]] = []
+        self._masters: set[str] = set()
+        self._shared: set[str] = set()
+        self._home: dict[str, int] = {}  # of each parameter of a pipeline, the stage that counts
+
+    def _model(self, mp: int) -> TorchFile:
+        file = self._reader.open(self._files.models[mp, 0])
+        if not isinstance(file.content, dict) or "module" not in file.content:
+            raise CorruptError(f"{self._where}: {file.key} holds no model states of DeepSpeed; use another copy")
+        return file
+
+    def _info(self, content: Mapping[str, Any]) -> Mapping[str, Any]:
+        info = content.get("universal_checkpoint_info")
+        if not isinstance(info, dict):
+            raise UnsupportedError(
+                f"{self._where}: has files of {self._files.num_models} model-parallel ranks, and no universal_checkpoint_info that "
+                "says how they divide the parameters; save with reshard_ckpt.integrations.deepspeed instead"
+            )
+        return plain(info)  # type: ignore[no-any-return]
+
+    def _zero_stage(self) -> int | None:
+        """Return the ZeRO stage that the optimizer's files name, if they do."""
+        if not self._files.optimizers:
+            return None
+        stage = self._optimizer_state(0, 0)[1].get("zero_stage")
+        return stage if isinstance(stage, int) else None
+
+    def _optimizer_state(self, mp: int, dp: int) -> tuple[TorchFile, Mapping[str, Any]]:
+        file = self._reader.open(self._files.optimizers[mp, dp])
+        state = file.content.get("optimizer_state_dict") if isinstance(file.content, dict) else None
+        if not isinstance(state, dict):
+            raise CorruptError(f"{self._where}: {file.key} holds no optimizer state of DeepSpeed; use another copy")
+        return file, state
+
+    def catalog(self) -> Catalog:
+        if self._files.universal is not None:
+            self._add_universal(self._files.universal)
+        for mp, model in enumerate(self._models) if self._files.universal is None else ():
+            if self._files.optimizers:
+                self._add_zero(mp, model)
+            elif isinstance(model.content.get("optimizer"), dict):
+                self._add_unpartitioned(mp, model, model.content["optimizer"])
+        self._masters = set(self._columns.names())
+        for mp, model in enumerate(self._models):
+            self._add_module(mp, model)
+        self._add_layers()
+        self._add_values()
+        return self._columns.catalog()
+
+    def _add_zero(self, mp: int, model: TorchFile) -> None:
+        """Add what the data-parallel ranks of one model-parallel rank hold."""
+        params = self._params(mp, model)
+        kept = [self._shards(mp, group) for group in params]
+        names: KnownNames = {}
+        for dp in range(self._num_dp):
+            file, state = self._optimizer_state(mp, dp)
+            opened = open_state(params, state, dp, f"{self._where}: {file.key}")
+            self._check_num_ranks(opened, file)
+            for i, group in enumerate(opened.groups):
+                self._add_group(file, i, group, kept[i], names)
+                if dp == 0:
+                    self._add_shared_state(file, group, kept[i])
+            if dp == 0:
+                self._add_groups(file, opened.param_groups)
+                if mp == 0:
+                    self._add_tree(file, (ROOT, OPTIMIZER), opened.values)
+
+    def _params(self, mp: int, model: TorchFile) -> list[Params]:
+        """Return the parameters of each flat group; BF16_Optimizer of a pipeline without ZeRO has them beside its parts."""
+        if model.content.get("param_shapes") is not None:
+            return [Params.of(shapes) for shapes in _shapes(model, "param_shapes")]
+        states = [self._optimizer_state(mp, dp)[1] for dp in range(self._num_dp)]
+        return params_of_fragments([state.get("param_slice_mappings") for state in states], self._layers, model.key)
+
+    def _add_group(self, file: TorchFile, i: int, group: FlatGroup, shards: Sequence[Shard], names: KnownNames) -> None:
+        """Add the flat tensors of a group; `names` keeps what is the same for all ranks."""
+        for key, tensor in group.tensors.items():
+            at = i, key, dtype_code(tensor.dtype, f"{file.key}: {key}")
+            if at not in names:
+                names[at] = FlatNames(self._columns, group.params, shards, key, at[2])
+            self._add.runs(file, names[at], tensor, group.runs)
+
+    def _add_groups(self, file: TorchFile, groups: Sequence[Mapping[str, Any]]) -> None:
+        self._groups.append((file.key, [{key: plain(value) for key, value in group.items()} for group in groups]))
+
+    def _add_universal(self, files: Mapping[tuple[str, str], str]) -> None:
+        """Add the parameters of a universal folder, each of which has files of its own.
+
+        What the module has besides is there too, cast to float32; it is taken from the module.
+        """
+        common = self._reader.open(UNIVERSAL_STATE)
+        shapes = [(model, of_group) for model in self._models for of_group in _shapes(model, "param_shapes")]
+        known = {fqn: shape for _, of_group in shapes for fqn, shape in of_group.items()}
+        for (fqn, key), path in files.items():
+            if fqn in known:
+                self._add_universal_file(fqn, key, self._reader.open(path), known[fqn])
+        missing = next((fqn for fqn in known if (fqn, MASTER) not in files), None)
+        if missing is not None:
+            raise CorruptError(f"{self._where}: has no zero/{missing}/fp32.pt; copy it, or use another checkpoint")
+        if not isinstance(common.content, dict):
+            raise CorruptError(f"{self._where}: {common.key} holds no optimizer state of DeepSpeed; use another copy")
+        for model in self._models:
+            self._add_universal_groups(common, _shapes(model, "param_shapes"))
+        values = {key: value for key, value in common.content.items() if key not in NOT_SHARED}
+        self._add_tree(common, (ROOT, OPTIMIZER), values)
+
+    def _add_universal_file(self, fqn: str, key: str, file: TorchFile, shape: Ints) -> None:
+        view = file.content.get("param") if isinstance(file.content, dict) else file.content
+        link = None if key == MASTER else state_link(fqn, key)
+        if not isinstance(view, TensorView):
+            if link is None or isinstance(file.content, dict):
+                raise CorruptError(f"{self._where}: {file.key} holds no tensor; use another copy")
+            self._add_state(file, link, view)
+            return
+        # ZeRO-3's are flat, and of the shape in the model states; others are put together from tensor-parallel ranks.
+        flat = len(view.shape) == 1 and len(shape) != 1 and prod(view.shape) == prod(shape) and is_contiguous(view)
+        whole = replace(view, shape=shape, strides=row_major_strides(shape)) if flat else view
+        self._add.whole(file, parameter_name(fqn) if link is None else link.name, whole, link)
+
+    def _add_universal_groups(self, common: TorchFile, shapes: Sequence[Mapping[str, Ints]]) -> None:
+        groups, names = common.content.get("param_groups"), [list(of_group) for of_group in shapes]
+        numbers = numbers_of({"param_groups": groups}, f"{self._where}: {common.key}")
+        if not all(0 <= number < len(names) for group in numbers for number in group):
+            raise CorruptError(f"{self._where}: {common.key} has groups {numbers} of {len(names)}; use another copy")
+        listed = [[fqn for number in group for fqn in names[number]] for group in numbers]
+        self._add_groups(common, [{**hyperparameters(g), "params": of} for g, of in zip(groups, listed, strict=True)])
+        state = (common.content.get("optimizer_state_dict") or {}).get("state", {})
+        for number, entries in state.items():  # of ZeRO-3, whose step is in no file of a parameter
+            for key, value in entries.items():
+                if isinstance(value, TensorView) and value.shape:
+                    continue
+                for fqn in names[number]:
+                    self._add_state(common, state_link(fqn, key), value)
+
+    def _check_num_ranks(self, opened: RankState, file: TorchFile) -> None:
+        if max(opened.num_ranks, default=self._num_dp) != self._num_dp:
+            raise CorruptError(
+                f"{self._where}: {file.key} is of {max(opened.num_ranks)} data-parallel ranks, and there are files of {self._num_dp}: "
+                "files of several saves are mixed; use another checkpoint"
+            )
+
+    def _add_shared_state(self, file: TorchFile, group: FlatGroup, shards: Sequence[Shard]) -> None:
+        """Add what all parameters of a group share, such as the step, for each of them."""
+        for fqn, shard in zip(group.params.names, shards, strict=True):
+            for key, value in group.values.items() if shard.readable and (shard.segments or not prod(shard.shape)) else ():
+                self._add_state(file, state_link(fqn, key), value)
+
+    def _add_state(self, file: TorchFile, link: StateLink, value: Any) -> None:
+        """Add an entry of a parameter's state that is no part of a flat tensor; all ranks have the same."""
+        if link.name in self._shared:
+            return
+        self._shared.add(link.name)
+        if isinstance(value, TensorView):
+            self._add.whole(file, link.name, value, link)
+        else:
+            self._columns.value((OPTIMIZER, STATE, link.fqn, *link.key.split(".")), plain(value), link=link)
+
+    def _shards(self, mp: int, params: Params) -> list[Shard]:
+        """Say which part of each parameter of a group this model-parallel rank holds; none, if another one's counts."""
+        if self._parallel is not None:
+            return [self._tensor_parallel_shard(mp, fqn) for fqn in params.names]
+        return [
+            Shard.whole(shape) if self._home.setdefault(fqn, mp) == mp else Shard(shape, ())
+            for fqn, shape in zip(params.names, params.shapes, strict=True)
+        ]
+
+    def _tensor_parallel_shard(self, mp: int, fqn: str) -> Shard:
+        """Say which part of a parameter a tensor-parallel rank holds, given the shapes of all of them."""
+        assert self._parallel is not None
+        shapes = [of_rank.get(fqn) for of_rank in self._local_shapes]
+        try:
+            if any(shape is None for shape in shapes):
+                raise CorruptError(
+                    f"{self._where}: {fqn} is not on all {len(shapes)} tensor-parallel ranks; use another checkpoint"
+                )
+            return self._parallel.shard(fqn, mp, [shape for shape in shapes if shape is not None])
+        except UnsupportedError as error:
+            self._columns.unreadable[parameter_name(fqn)] = UnsupportedError(f"{self._where}: {error}")
+            return Shard((), (), readable=False)
+
+    def _add_unpartitioned(self, mp: int, model: TorchFile, state: Mapping[str, Any]) -> None:
+        """Add the optimizer of a job without ZeRO, which has no names of parameters."""
+        where = f"{self._where}: {model.key}"
+        module = self._candidates(model)
+        if "fp32_groups_flat" in state:
+            params = flat_groups(state["fp32_groups_flat"], model, module, self._read)
+            if params is not None:
+                opened = open_state(params, state, 0, where)
+                for i, group in enumerate(opened.groups):
+                    shards = self._shards(mp, params[i])
+                    self._add_group(model, i, group, shards, {})
+                    self._add_shared_state(model, group, shards)
+                self._add_groups(model, opened.param_groups)
+                self._add_tree(model, (ROOT, OPTIMIZER), opened.values)
+                return
+        else:
+            names = self._names_apart(model, state, module, where)
+            if names is not None:
+                self._add_apart(mp, model, state, names)
+                return
+        error = UnsupportedError(
+            f"{where} knows the optimizer's parameters by position alone, and neither bytes nor shapes tell which they are; the "
+            "module can be read. To have the optimizer, load the folder with DeepSpeed and save it with reshard_ckpt attached"
+        )
+        self._columns.unreadable |= {f"{OPTIMIZER}.state": error, groups_name(OPTIMIZER): error}
+
+    def _candidates(self, model: TorchFile) -> list[Candidate]:
+        """List what may be a parameter; of a pipeline, first what no stage before has had."""
+        if self._layers:
+            tensors = {fqn: layer.view for fqn, layer in self._layers.items()}
+            tensors = dict(sorted(tensors.items(), key=lambda item: item[0] in self._home))
+        else:
+            module = model.content["module"] or {}
+            tensors = {fqn: view for fqn, view in module.items() if isinstance(view, TensorView)}
+        buffers = {name for one in self._models for name in one.content.get("buffer_names") or ()}
+        skipped = {*buffers, *(() if self._layers else self._aliases(model, tensors))}
+        return [Candidate(fqn, view, self._file_of(model, fqn)) for fqn, view in tensors.items() if fqn not in skipped]
+
+    def _file_of(self, model: TorchFile, fqn: str) -> TorchFile:
+        return self._layers[fqn].file if fqn in self._layers else model
+
+    def _names_apart(
+        self, model: TorchFile, state: Mapping[str, Any], module: Sequence[Candidate], where: str
+    ) -> list[list[str]] | None:
+        if "fp32_groups" in state:
+            return apart(state["fp32_groups"], model, module, self._read)
+        base, numbers = state.get("state"), numbers_of(state, where)
+        if self._layers:  # a stage has the layers that follow those of the stage before
+            module = [one for one in module if one.fqn not in self._home][: sum(map(len, numbers))]
+        return by_shapes(numbers, base, module) if isinstance(base, dict) else None
+
+    def _add_apart(self, mp: int, model: TorchFile, state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> None:
+        """Add an optimizer whose parameters are tensors of their own."""
+        base = state.get("optimizer_state_dict", state)
+        numbers = numbers_of(base, model.key)
+        fqns = {number: fqn for of, group in zip(numbers, names, strict=True) for number, fqn in zip(of, group, strict=True)}
+        shapes = {one.fqn: one.view.shape for one in self._candidates(model)}
+        params = Params.of({fqn: shapes[fqn] for fqn in fqns.values()})
+        mine = dict(zip(params.names, self._shards(mp, params), strict=True))
+        for master, fqn in zip((m for group in state.get("fp32_groups", ()) for m in group), fqns.values(), strict=False):
+            if mine[fqn].readable:
+                self._add.shard(model, parameter_name(fqn), master, mine[fqn])
+        for number, entries in base["state"].items():
+            fqn = fqns[number]
+            for key, value in entries.items() if mine[fqn].readable else ():
+                if isinstance(value, TensorView) and value.shape == shapes[fqn]:
+                    self._add.shard(model, state_link(fqn, key).name, value, mine[fqn], state_link(fqn, key))
+                else:
+                    self._add_state(model, state_link(fqn, key), value)
+        groups = zip(base["param_groups"], names, strict=True)
+        self._add_groups(model, [{**hyperparameters(group), "params": list(of)} for group, of in groups])
+        known = ("fp32_groups", "optimizer_state_dict", "state", "param_groups")
+        values = {key: value for key, value in state.items() if key not in known}
+        if values:
+            self._add_tree(model, (ROOT, OPTIMIZER), values)
+
+    def _read(self, file: TorchFile, view: TensorView, first: int, count: int) -> torch.Tensor:
+        """Read a few elements of a tensor of a file."""
+        data = bytearray(count * view.dtype.itemsize)
+        self._storage.read_into(file.key, file.at(view) + first * view.dtype.itemsize, [memoryview(data)])
+        return torch.frombuffer(data, dtype=view.dtype)
+
+    def _add_layers(self) -> None:
+        """Add what the files of a pipeline's layers have and no optimizer; the name of a tied layer is a second one."""
+        tied = tied_names(self._layers, self._columns.names(), MODEL)
+        for fqn, layer in self._layers.items():
+            name = parameter_name(fqn)
+            if name in self._masters:
+                continue
+            if fqn in tied:
+                self._columns.alias(name, tied[fqn])
+            else:
+                self._add.whole(layer.file, name, layer.view)
+
+    def _add_module(self, mp: int, model: TorchFile) -> None:
+        """Add what the module has and no optimizer: buffers, frozen parameters, and all where there are no master weights."""
+        module = model.content["module"]
+        if not isinstance(module, dict):
+            return
+        tensors = {fqn: view for fqn, view in module.items() if isinstance(view, TensorView)}
+        aliases = self._aliases(model, tensors)
+        frozen = _shapes_of(model.content.get("frozen_param_shapes"), model.key) if self._is_striped else {}
+        for fqn, view in tensors.items():
+            name = parameter_name(fqn)
+            if fqn in aliases:
+                self._columns.alias(name, parameter_name(aliases[fqn]))
+            elif name not in self._masters and fqn not in frozen and name not in self._columns.unreadable:
+                self._add_of_module(mp, model, fqn, view)
+        for fqn, value in module.items() if mp == 0 else ():
+            if not isinstance(value, TensorView):
+                self._add_tree(model, (MODEL, fqn), value)
+        self._add_frozen(mp, frozen)
+
+    def _add_of_module(self, mp: int, model: TorchFile, fqn: str, view: TensorView) -> None:
+        name, is_buffer = parameter_name(fqn), fqn in (model.content.get("buffer_names") or ())
+        if self._is_striped and view.shape == (0,) and not is_buffer:
+            self._columns.unreadable[name] = CorruptError(
+                f"{self._where}: {fqn} is divided among the ranks of ZeRO-3, and the files of its parts, optim_states.pt, are not "
+                "here; copy them"
+            )
+        elif self._parallel is not None and not is_buffer:
+            shard = self._tensor_parallel_shard(mp, fqn)
+            if shard.readable:
+                self._add.shard(model, name, view, shard)
+        elif self._home.setdefault(fqn, mp) == mp:
+            self._add.whole(model, name, view)
+
+    def _add_frozen(self, mp: int, frozen: Mapping[str, Ints]) -> None:
+        """Add frozen parameters of ZeRO-3, of which each rank has a stripe."""
+        if not frozen:
+            return
+        params = Params.of(frozen)
+        shards = self._shards(mp, params)
+        for dp in range(self._num_dp):
+            file = self._reader.open(self._files.models[mp, dp])
+            fragments = file.content.get("frozen_param_fragments") or {}
+            runs = striped_runs(params, self._num_dp, dp)
+            for i, start, count in zip(runs.param.tolist(), runs.start.tolist(), runs.count.tolist(), strict=True):
+                view = fragments.get(params.names[i])
+                if not isinstance(view, TensorView) or prod(view.shape) < count:
+                    raise CorruptError(
+                        f"{self._where}: {file.key} lacks its part of the frozen {params.names[i]}; use another copy"
+                    )
+                one = Runs(*(np.array([n], np.int64) for n in (0, start, count, 0)))
+                only = Params.of({params.names[i]: params.shapes[i]})
+                names = FlatNames(self._columns, only, [shards[i]], MASTER, dtype_code(view.dtype, params.names[i]))
+                self._add.runs(file, names, view, one)
+
+    def _aliases(self, model: TorchFile, tensors: Mapping[str, TensorView]) -> dict[str, str]:
+        """Find second names: those that rank 0 recorded, and those of the very same memory."""
+        masters = self._masters
+        recorded = model.content.get("shared_params") or {}
+        found = {name: of for name, of in recorded.items() if isinstance(of, str) and name in tensors}
+        first: dict[TensorView, str] = {}
+        for fqn, view in tensors.items():
+            if prod(view.shape) and fqn not in found and (other := first.setdefault(view, fqn)) != fqn:
+                # The optimizer knows one of them, usually the first.
+                found[fqn] = other
+                if parameter_name(fqn) in masters and parameter_name(other) not in masters:
+                    del found[fqn]
+                    found[other] = fqn
+        return found
+
+    def _add_values(self) -> None:
+        first = self._models[0]
+        if self._groups:
+            groups = merge(self._groups, name=groups_name(OPTIMIZER))
+            self._columns.value((OPTIMIZER, GROUPS), groups, ValueKind.PARAM_GROUPS)
+        for key, value in first.content.items():
+            if key not in NOT_VALUES and isinstance(key, str):
+                self._add_tree(first, (ROOT, key), value)
+
+    def _add_tree(self, file: TorchFile, path: tuple[Any, ...], value: Any) -> None:
+        """Add the tensors and values of a dict."""
+        for at, leaf in leaves(value, path):
+            name = ".".join(str(step[0]) if isinstance(step, tuple) else step for step in at)
+            try:
+                if isinstance(leaf, TensorView):
+                    self._add.whole(file, name, leaf)
+                elif isinstance(leaf, CheckpointError):
+                    raise UnsupportedError(f"{self._where}: {name} {leaf}")
+                else:
+                    self._columns.value(at, leaf)
+            except CheckpointError as error:
+                self._columns.unreadable[name] = error
+
+
+def _shapes(model: TorchFile, key: str) -> list[dict[str, Ints]]:
+    found = model.content.get(key)
+    return [_shapes_of(shapes, model.key) for shapes in found or ()]
+
+
+def _local_shapes(model: TorchFile) -> dict[str, Ints]:
+    """Return the shapes of all that a tensor-parallel rank has."""
+    module = model.content["module"]
+    found = {fqn: view.shape for fqn, view in (module or {}).items() if isinstance(view, TensorView)}
+    found |= _shapes_of(model.content.get("frozen_param_shapes"), model.key)
+    for shapes in _shapes(model, "param_shapes"):
+        found |= shapes
+    return found
+
+
+def _shapes_of(shapes: Any, where: str) -> dict[str, Ints]:
+    """Check that something maps names to shapes."""
+    if shapes is None:
+        return {}
+    if not isinstance(shapes, dict) or not all(
+        isinstance(name, str) and isinstance(shape, tuple) and all(type(n) is int and n >= 0 for n in shape)
+        for name, shape in shapes.items()
+    ):
+        raise CorruptError(f"{where}: its shapes of parameters are none; use another copy")
+    return shapes

@@ -1,0 +1,178 @@
+"""The part of a parameter that one tensor-parallel rank holds, as segments: boxes of the whole tensor, one after the other.
+
+AutoTP writes a map beside the patterns that name kinds of layers: each rank's pieces, each of them a strided view of the whole
+tensor and one of the shard. Such a piece becomes segments, whose elements are consecutive in the shard.
+
+Patterns are looked at where there is no map. What neither describes is refused, by name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from ...core.catalog.specs import Ints, row_major_strides
+from ...errors import CorruptError, UnsupportedError
+
+MAX_SEGMENTS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Elements ``[at, at + volume of lengths)`` of the flat shard, which are a box of the whole tensor."""
+
+    at: int
+    offsets: Ints
+    lengths: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The part of one rank: the whole tensor's shape, and the segments; none where another rank has all of it too.
+
+    One that is not `readable` is left out, as is its optimizer state.
+    """
+
+    shape: Ints
+    segments: tuple[Segment, ...]
+    readable: bool = True
+
+    @staticmethod
+    def whole(shape: Ints) -> Shard:
+        return Shard(shape, (Segment(0, (0,) * len(shape), shape),))
+
+
+class TensorParallel:
+    """How parameters are divided among tensor-parallel ranks.
+
+    Parameters
+    ----------
+    info
+        ``universal_checkpoint_info`` of a file of model states.
+    num_ranks
+        How many ranks there are.
+    """
+
+    def __init__(self, info: Mapping[str, Any], num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        affine = info.get("affine_map") or {}
+        if affine.get("version", 1) != 1:
+            raise UnsupportedError(f"its affine_map has version {affine['version']!r}, and 1 is the newest that is known")
+        self._maps = _ByName(affine.get("params") or {})
+        self._unsupported = _ByName(info.get("autotp_unsupported_parameter_patterns") or {})
+        self._replicated = _ByName(dict.fromkeys(info.get("tp_replicated_parameter_patterns") or ()))
+        self._rows = _ByName(dict.fromkeys(info.get("parameter_with_row_parallelism_patterns") or ()))
+        others = ("parameter_to_average_patterns", "parameter_with_2_sub_params_cat_dim_0")
+        self._other_kinds = _ByName({pattern: key for key in others for pattern in info.get(key) or ()})
+        for entry in info.get("parameter_with_sub_params") or ():
+            for pattern in entry["patterns"]:
+                self._other_kinds.add(pattern, "parameter_with_sub_params")
+
+    def shard(self, name: str, rank: int, shapes: Sequence[Ints]) -> Shard:
+        """Return the part of a rank, given the shape of each rank's tensor.
+
+        Raises
+        ------
+        UnsupportedError
+            How the parameter is divided is not recorded, or is of a kind that is not read.
+        """
+        if (why := self._unsupported.find(name)) is not None:
+            raise UnsupportedError(f"{name}: AutoTP itself says that it cannot be put together: {why}")
+        if (found := self._maps.find(name)) is not None:
+            return _shard_of(found, name, rank, shapes[rank])
+        if (kind := self._other_kinds.find(name)) is not None:
+            raise UnsupportedError(
+                f"{name}: is divided among tensor-parallel ranks as {kind} says, and there is no affine_map of it"
+            )
+        if self._replicated.matches(name):
+            return Shard.whole(shapes[rank]) if rank == 0 else Shard(shapes[0], ())
+        return _cut_along(1 if self._rows.matches(name) else 0, name, rank, shapes)
+
+
+class _ByName:
+    """Values by patterns of names. AutoTP's patterns are names, escaped between ``^`` and ``$``: those are looked up at once."""
+
+    def __init__(self, patterns: Mapping[str, Any]) -> None:
+        self._exact: dict[str, Any] = {}
+        self._patterns: list[tuple[re.Pattern[str], Any]] = []
+        for pattern, value in patterns.items():
+            self.add(pattern, value)
+
+    def add(self, pattern: str, value: Any) -> None:
+        plain = re.sub(r"\\(.)", r"\1", pattern[1:-1])
+        if pattern == f"^{re.escape(plain)}$":
+            self._exact[plain] = value
+            return
+        raise UnsupportedError(f"{pattern!r:.200} is a pattern of parameters of Megatron-DeepSpeed, which are not supported")
+
+    def matches(self, name: str) -> bool:
+        return name in self._exact
+
+    def find(self, name: str) -> Any:
+        return self._exact.get(name)
+
+
+def _cut_along(dim: int, name: str, rank: int, shapes: Sequence[Ints]) -> Shard:
+    """Return the part of a rank where the tensors of all ranks, put together along a dim, are the whole."""
+    if any(len(shape) <= dim for shape in shapes) or len({(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}) > 1:
+        raise CorruptError(f"{name}: its tensor-parallel shards have shapes {shapes}, which do not fit along dim {dim}")
+    low = sum(shape[dim] for shape in shapes[:rank])
+    shape = list(shapes[rank])
+    shape[dim] = sum(other[dim] for other in shapes)
+    offsets = tuple(low if d == dim else 0 for d in range(len(shape)))
+    return Shard(tuple(shape), (Segment(0, offsets, shapes[rank]),))
+
+
+def _shard_of(found: Mapping[str, Any], name: str, rank: int, held: Ints) -> Shard:
+    """Return the part of a rank that an affine map gives."""
+    try:
+        shape = tuple(found["logical_shape"])
+        own = found["ranks"][rank]
+        if tuple(own["shard_shape"]) != held:
+            raise CorruptError(f"{name}: its map says that rank {rank} holds {own['shard_shape']}, and it holds {held}")
+        segments: list[Segment] = []
+        for piece in own["pieces"]:
+            if min(piece["locations"]) == rank:
+                if piece.get("scale", 1.0) != 1.0:
+                    raise UnsupportedError(
+                        f"{name}: its tensor-parallel ranks hold it times {piece['scale']}, so that it is in no file; convert the "
+                        "folder with DeepSpeed's ds_to_universal, or save with reshard_ckpt"
+                    )
+                segments += _segments(name, shape, held, piece)
+        return Shard(shape, tuple(segments))
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise CorruptError(f"{name}: its affine_map is no map of AutoTP ({error!r}); use another checkpoint") from None
+
+
+def _segments(name: str, shape: Ints, held: Ints, piece: Mapping[str, Any]) -> list[Segment]:
+    lengths = tuple(piece["shape"])
+    (source, source_strides), (dest, dest_strides) = piece["source"], piece["dest"]
+    strides = row_major_strides(shape)
+    if not prod(lengths):
+        return []
+    same = all(n == 1 or s == w for n, s, w in zip(lengths, source_strides, strides, strict=True))
+    offsets = tuple(source // s % n if n else 0 for s, n in zip(strides, shape, strict=True))
+    if not same or any(o + n > size for o, n, size in zip(offsets, lengths, shape, strict=True)):
+        raise UnsupportedError(f"{name}: a piece of its affine_map is no box of the tensor; save with reshard_ckpt instead")
+    # inner: how many dims of the piece, counted from the last, are consecutive in the shard.
+    step, outer = 1, len(lengths)
+    while outer and (lengths[outer - 1] == 1 or dest_strides[outer - 1] == step):
+        outer -= 1
+        step *= lengths[outer]
+    num = prod(lengths[:outer])
+    last = dest + sum((n - 1) * s for n, s in zip(lengths, dest_strides, strict=True))
+    if num > MAX_SEGMENTS or dest < 0 or last >= prod(held) or min(dest_strides, default=0) < 0:
+        raise UnsupportedError(f"{name}: a piece of its affine_map comes apart into {num} runs, or lies beyond the shard")
+    return [
+        Segment(
+            int(dest + np.dot(corner, dest_strides[:outer])) if outer else dest,
+            tuple(o + int(c) for o, c in zip(offsets[:outer], corner, strict=True)) + offsets[outer:],
+            (1,) * outer + lengths[outer:],
+        )
+        for corner in np.ndindex(*lengths[:outer])
+    ]

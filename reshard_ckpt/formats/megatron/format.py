@@ -1,0 +1,23 @@
+"""How a checkpoint of Megatron-Core is recognized among all formats. This module imports none of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..protocol import Foreign
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronFormat:
+    """Checkpoints of Megatron-Core, as one of `FORMATS`."""
+
+    name: str = "megatron"
+    looks_for: str = "a run or an iteration of Megatron-Core, which has latest_checkpointed_iteration.txt or a metadata.json"
+
+    def open(self, path: str) -> Foreign | None:
+        """Open a path; see `ForeignFormat`."""
+        from .read import open_path  # it needs the formats' common parts, which are in the room that lists this one
+
+        return open_path(path)

@@ -1,0 +1,259 @@
+"""Reading the objects of a Megatron checkpoint, which are files of ``torch.save``, as plain and tagged values; no code runs.
+
+1. `read_pickle` makes stand-ins of the classes that the pickle names. Any class may be named, but only listed ones are called:
+   plain data of numpy and torch, and members of enums of Megatron and its companions.
+2. `_Plain` turns the stand-ins into values. A ``Namespace`` becomes a dict. An instance of any other class, and a member of an
+   enum, becomes a `Named`: the name of its class and its plain state.
+3. Tensors are copied out of their records of the zip. What the value takes in all is bounded by the size of the file.
+"""
+
+from __future__ import annotations
+
+import collections
+import io
+import re
+import zipfile
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...errors import CorruptError, UnsupportedError
+from ...format.objects import Named
+from ...format.value_decode import NUMPY_DTYPE
+from ..dcp.heads import TENSOR_TABLE, SavedStorage, TensorView, stored_at
+from ..dcp.pickle_reader import PicklingError, StandInClass, StandInFunction, StandInObject, Table, read_pickle
+
+MAX_DEPTH = 60
+NAMESPACE = ("argparse", "Namespace")
+NAMESPACE_TAG = "__class__"
+"""The key that a dict has which was a Namespace below the top of the common state."""
+
+_ENUMS = re.compile(r"(megatron|transformer_engine|nvidia_resiliency_ext|nemo|torch)(\.\w+)*")
+"""Modules of which a name may be called with one value, as members of enums are pickled; nothing is called, only noted."""
+
+_BYTES_PER_NODE, _MIN_NODES = 1, 1 << 12
+
+
+def read_object(data: bytes, name: str) -> Any:
+    """Decode a file of ``torch.save``.
+
+    Raises
+    ------
+    UnsupportedError
+        It needs a class or function that could run code.
+    CorruptError
+        It is damaged.
+    """
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            members = {member.filename.partition("/")[2]: member for member in archive.infolist()}
+            if any(member.compress_type != zipfile.ZIP_STORED for member in members.values()):
+                raise UnsupportedError(f"{name}: is compressed; load and save it again with torch")
+            pickled = archive.read(members["data.pkl"])
+            order = archive.read(members["byteorder"]) if "byteorder" in members else b"little"
+            records = {key.removeprefix("data/"): archive.read(one) for key, one in members.items() if key.startswith("data/")}
+    except (KeyError, ValueError, zipfile.BadZipFile, OSError, NotImplementedError, RuntimeError, EOFError) as error:
+        raise CorruptError(f"{name}: is no file that torch.save wrote ({error}); use another checkpoint") from None
+    if order != b"little":
+        raise UnsupportedError(f"{name}: was saved on a big-endian machine; load it with torch there, and save it again")
+    root = read_pickle(pickled, _Globals(), name=name, persistent=stored_at)
+    try:
+        return _Plain(records, len(data)).of(root, MAX_DEPTH)
+    except PicklingError as error:
+        raise UnsupportedError(f"{name}: {error}; nothing was executed") from None
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
+        raise CorruptError(f"{name}: holds what no program saved ({error}); use another checkpoint") from None
+
+
+def _instance(kind: str) -> Callable[..., StandInObject]:
+    """Make a function that keeps its arguments for `_Plain`, which converts them once all of the state is known."""
+
+    def make(*arguments: Any) -> StandInObject:
+        made = _Called(StandInClass(kind))
+        made.arguments = arguments
+        return made
+
+    return make
+
+
+class _Called(StandInObject):
+    __slots__ = ("arguments",)
+
+    def __init__(self, kind: StandInClass) -> None:
+        super().__init__(kind)
+        self.arguments: tuple[Any, ...] = ()
+
+
+def _encoded(text: Any, encoding: Any = "latin1") -> bytes:
+    if not isinstance(text, str) or encoding not in ("latin1", "latin-1"):
+        raise ValueError("bytes in an encoding that pickles do not use")
+    return text.encode("latin1")
+
+
+def _a_list(items: Any = ()) -> list[Any]:
+    if not isinstance(items, list | tuple):
+        raise ValueError("a collection of something else than a list")
+    return list(items)
+
+
+def _a_dict(*arguments: Any) -> dict[Any, Any]:
+    if len(arguments) > 1 or (arguments and not isinstance(arguments[0], StandInClass | StandInFunction | type(None))):
+        raise ValueError("a dict of something else than items")
+    return {}
+
+
+_CALLED: Mapping[tuple[str, str], Any] = {
+    ("_codecs", "encode"): StandInFunction("bytes", _encoded),
+    **{(module, "set"): StandInFunction("set", _instance("set")) for module in ("builtins", "__builtin__")},
+    **{(module, "frozenset"): StandInFunction("frozenset", _instance("frozenset")) for module in ("builtins", "__builtin__")},
+    **{(module, "complex"): StandInFunction("complex", _instance("complex")) for module in ("builtins", "__builtin__")},
+    ("collections", "defaultdict"): StandInFunction("defaultdict", _a_dict),
+    ("collections", "deque"): StandInFunction("deque", _instance("deque")),
+    ("numpy", "dtype"): StandInFunction("numpy.dtype", _instance("numpy.dtype")),
+    ("numpy", "ndarray"): StandInFunction("numpy.ndarray", _instance("numpy.ndarray")),
+    ("torch", "device"): StandInFunction("torch.device", _instance("torch.device")),
+}
+for _module in ("numpy.core.multiarray", "numpy._core.multiarray"):
+    _CALLED = {
+        **_CALLED,
+        (_module, "_reconstruct"): StandInFunction("numpy.ndarray", _instance("numpy.ndarray")),
+        (_module, "scalar"): StandInFunction("numpy.scalar", _instance("numpy.scalar")),
+    }
+_TABLE: Table = {**TENSOR_TABLE, **_CALLED}
+
+
+class _Globals(dict[tuple[str, str], Any]):
+    """The stand-in of every name: of listed ones their own, of any other a class whose instances are noted."""
+
+    def __missing__(self, key: tuple[str, str]) -> Any:
+        if key in _TABLE:
+            found = _TABLE[key]
+        else:
+            module, name = key
+            found = StandInClass(f"{module}:{name}", _instance(f"{module}:{name}") if _ENUMS.fullmatch(module) else _refused(key))
+        self[key] = found
+        return found
+
+
+def _refused(key: tuple[str, str]) -> Callable[..., Any]:
+    def make(*arguments: Any) -> Any:
+        raise PicklingError(f"calls {key[0]:.100}.{key[1]:.100}, which such a file does not need")
+
+    return make
+
+
+class _Plain:
+    """Converts what the pickle machine made, counting what it makes: references to one list may stand in many places."""
+
+    def __init__(self, records: Mapping[str, bytes], num_bytes: int) -> None:
+        self._records = records
+        self._left = _BYTES_PER_NODE * num_bytes + _MIN_NODES
+
+    def of(self, value: Any, depth: int) -> Any:
+        self._spend(1 + (len(value) // 8 if isinstance(value, str | bytes) else 0))
+        if depth < 0:
+            raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
+        if isinstance(value, StandInObject):
+            return self._object(value, depth)
+        if isinstance(value, TensorView):
+            return self._tensor(value)
+        if isinstance(value, StandInClass | StandInFunction):
+            return self._reference(value)
+        if isinstance(value, dict):
+            return {self.of(key, depth - 1): self.of(item, depth - 1) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self.of(item, depth - 1) for item in value]
+        if isinstance(value, tuple):
+            return tuple(self.of(item, depth - 1) for item in value)
+        if isinstance(value, SavedStorage):
+            raise ValueError("a storage without a tensor")
+        return value
+
+    def _spend(self, count: int) -> None:
+        self._left -= count
+        if self._left < 0:
+            raise ValueError("its parts are repeated more often than its bytes can spell")
+
+    def _reference(self, value: StandInClass | StandInFunction) -> Named:
+        module, colon, name = value.name.partition(":")
+        if not colon:
+            raise PicklingError(f"refers to {value.name}")
+        return Named(module, name, None)
+
+    def _object(self, made: StandInObject, depth: int) -> Any:
+        arguments = made.arguments if isinstance(made, _Called) else ()
+        if made.kind.name in _MAKERS:
+            return _MAKERS[made.kind.name](self, arguments, made.state, depth - 1)
+        module, _, name = made.kind.name.partition(":")
+        if isinstance(made, _Called):
+            if len(arguments) != 1 or made.state is not None:
+                raise PicklingError(f"calls {module}.{name} with {len(arguments)} arguments, which no enum takes")
+            value = self.of(arguments[0], depth - 1)
+            if value is None or isinstance(value, dict | tuple):
+                raise PicklingError(f"has a member of {module}.{name} that is {value!r:.60}")
+            return Named(module, name, value)
+        state = self.of({} if made.state is None else made.state, depth - 1)
+        if (module, name) == NAMESPACE:
+            return {**state, NAMESPACE_TAG: ":".join(NAMESPACE)}
+        return Named(module, name, state)
+
+    def _tensor(self, view: TensorView) -> torch.Tensor:
+        data = self._records[view.storage.key]
+        if len(data) < view.storage.num_bytes or min(view.strides, default=0) < 0 or view.offset < 0:
+            raise ValueError("a tensor reaches beyond its storage")
+        last = view.offset + sum((n - 1) * s for n, s in zip(view.shape, view.strides, strict=True))
+        if min(view.shape, default=1) < 1:
+            return torch.empty(view.shape, dtype=view.dtype)
+        if (last + 1) * view.dtype.itemsize > len(data):
+            raise ValueError("a tensor reaches beyond its storage")
+        self._spend(prod(view.shape) * view.dtype.itemsize)  # strides of 0 repeat what is stored
+        flat = torch.frombuffer(bytearray(data), dtype=torch.uint8)[: len(data) // view.dtype.itemsize * view.dtype.itemsize]
+        return flat.view(view.dtype).as_strided(view.shape, view.strides, view.offset).clone()
+
+    def elements(self, arguments: tuple[Any, ...], depth: int) -> list[Any]:
+        (items,) = arguments or ([],)
+        return [self.of(item, depth) for item in _a_list(items)]
+
+    def dtype(self, arguments: tuple[Any, ...], state: Any) -> np.dtype[Any]:
+        code, order = arguments[0], state[1] if isinstance(state, tuple) and len(state) > 1 else "|"
+        if not isinstance(code, str) or order not in ("<", ">", "|", "="):
+            raise ValueError("a dtype of numpy without a code")
+        found: np.dtype[Any] = np.dtype(code)
+        if order == ">":
+            found = found.newbyteorder(">")
+        if NUMPY_DTYPE.fullmatch(found.str) is None:
+            raise PicklingError(f"holds numpy's dtype {found}")
+        return found
+
+    def array(self, state: Any) -> np.ndarray[Any, Any]:
+        _, shape, dtype, fortran, data = state
+        if not isinstance(data, bytes) or not isinstance(dtype, _Called) or not isinstance(shape, tuple):
+            raise PicklingError("holds an array of objects")
+        kind = self.dtype(dtype.arguments, dtype.state)
+        if prod(shape) * kind.itemsize != len(data):
+            raise ValueError("an array whose bytes are not as many as its shape wants")
+        found: np.ndarray[Any, Any] = np.frombuffer(data, kind).reshape(shape, order="F" if fortran else "C")
+        return found.copy()
+
+    def scalar(self, arguments: tuple[Any, ...]) -> Any:
+        dtype, data = arguments
+        kind = self.dtype(dtype.arguments, dtype.state)
+        return np.frombuffer(data, kind, 1)[0]
+
+
+_Maker = Callable[[_Plain, tuple[Any, ...], Any, int], Any]
+_MAKERS: Mapping[str, _Maker] = {
+    "set": lambda plain, arguments, state, depth: set(plain.elements(arguments, depth)),
+    "frozenset": lambda plain, arguments, state, depth: frozenset(plain.elements(arguments, depth)),
+    "complex": lambda plain, arguments, state, depth: complex(*arguments),
+    "deque": lambda plain, arguments, state, depth: collections.deque(
+        plain.elements(arguments[:1], depth), *(a for a in arguments[1:] if type(a) is int)
+    ),
+    "numpy.dtype": lambda plain, arguments, state, depth: plain.dtype(arguments, state),
+    "numpy.ndarray": lambda plain, arguments, state, depth: plain.array(state),
+    "numpy.scalar": lambda plain, arguments, state, depth: plain.scalar(arguments),
+    "torch.device": lambda plain, arguments, state, depth: torch.device(*arguments),
+}

@@ -1,0 +1,235 @@
+"""Reading a checkpoint of Megatron-Core as one of this library: a catalog over its files.
+
+1. Find the folder of the iteration: the path itself, or below the root of a run what ``latest_checkpointed_iteration.txt`` says.
+2. Decode ``.metadata`` and locate the chunks of all tensors; those that are saved flat become runs of their true shapes.
+3. Decode the common state and the objects as plain and tagged values (`objects`).
+4. Give everything its name (`names`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ...core.catalog.model import Catalog, ValueEntry
+from ...core.catalog.specs import Ints, ValueKind
+from ...errors import CheckpointError, CorruptError, UnsupportedError
+from ...format.torch_dtypes import dtype_code
+from ...format.values import encode_path, encode_value
+from ...storage import open_storage
+from ...storage.protocol import Storage
+from ..catalog_builder import FilePart, ForeignTensor, build_catalog
+from ..dcp.chunks import file_sizes, read_problem
+from ..dcp.chunks import locate as locate_chunks
+from ..dcp.metadata import MAX_METADATA_BYTES, METADATA_KEY, Extent, SavedTensor
+from ..protocol import Foreign, RawValue, locate
+from .metadata import MegatronMetadata, read_metadata, unflattened
+from .names import COMMON_STATE, OPTIMIZER, common_path, is_bucket, link_of, object_path, tensor_name
+from .objects import read_object
+
+FORMAT = "megatron"
+CONFIG_KEY, COMMON_KEY, LATEST_KEY = "metadata.json", "common.pt", "latest_checkpointed_iteration.txt"
+MAX_SMALL_BYTES, MAX_OBJECT_BYTES = 1 << 20, 1 << 30
+
+
+def open_path(path: str) -> Foreign | None:
+    """Open a path for reading; return None if it is no checkpoint of Megatron; see `ForeignFormat`."""
+    with ExitStack() as stack:
+        storage, key = locate(path)
+        stack.enter_context(storage)
+        if key is not None:
+            return None
+        latest = _latest(storage)
+        if latest is not None:
+            storage = stack.enter_context(open_storage(f"{path.rstrip('/')}/{latest}"))
+        if not is_checkpoint(storage, of_run=latest is not None):
+            return None
+        catalog, raw = read_folder(storage)
+        stack.pop_all()
+        return Foreign(storage, catalog, FORMAT, raw=raw)
+
+
+def _latest(storage: Storage) -> str | None:
+    """Return the folder that the root of a run names as its newest; None where this is no root."""
+    if storage.size(LATEST_KEY) is None or storage.size(METADATA_KEY) is not None:
+        return None
+    text = bytes(storage.read(LATEST_KEY, limit=MAX_SMALL_BYTES)).decode(errors="replace").strip()
+    if text != "release" and not text.isdecimal():
+        raise CorruptError(f"{storage.url}: {LATEST_KEY} says {text!r:.80}, which is no iteration; pass the folder of one")
+    return "release" if text == "release" else f"iter_{int(text):07d}"
+
+
+def is_checkpoint(storage: Storage, *, of_run: bool = False) -> bool:
+    """Return whether a folder is a checkpoint of Megatron's ``torch_dist`` format.
+
+    Raises
+    ------
+    UnsupportedError
+        It is one of Megatron's, of another format.
+    CorruptError
+        Its save did not end.
+    """
+    if storage.size(CONFIG_KEY) is None:
+        if of_run and not any(True for _ in storage.list()):
+            raise CorruptError(f"{storage.url}: {LATEST_KEY} names it, and it is empty or not there; pass another iteration")
+        return storage.size(COMMON_KEY) is not None and _refuse_unfinished(storage)
+    try:
+        config = json.loads(bytes(storage.read(CONFIG_KEY, limit=MAX_SMALL_BYTES)))
+    except (ValueError, RecursionError):
+        return False
+    backend = config.get("sharded_backend") if isinstance(config, dict) else None
+    if backend is None:
+        return False
+    if backend not in ("torch_dist", "fsdp_dtensor"):
+        raise UnsupportedError(
+            f"{storage.url}: is saved with Megatron's backend {backend!r:.40}, which stores tensors in other files; load it with "
+            "a version of Megatron that has it, and save it with ckpt_format torch_dist"
+        )
+    if storage.size(METADATA_KEY) is None:
+        raise CorruptError(f"{storage.url}: has {CONFIG_KEY}, but no {METADATA_KEY}; copy it, or use another checkpoint")
+    return True
+
+
+def _refuse_unfinished(storage: Storage) -> bool:
+    """Refuse a folder whose save was cut off: Megatron writes ``metadata.json`` last."""
+    if any(key.endswith(".distcp") for key, _ in storage.list()):
+        raise CorruptError(f"{storage.url}: has {COMMON_KEY}, but no {CONFIG_KEY}, which is written last: the save did not end")
+    return False
+
+
+def read_folder(storage: Storage) -> tuple[Catalog, dict[str, RawValue]]:
+    """Build the catalog of a folder, and list its values as they lie in the files."""
+    name = f"{storage.url}: {METADATA_KEY}"
+    metadata = read_metadata(bytes(storage.read(METADATA_KEY, limit=MAX_METADATA_BYTES)), name=name)
+    located = locate_chunks(storage, metadata.saved.tensors)
+    folder = _Folder(storage, metadata, dict(located.unreadable))
+    tensors = [found for key, saved in metadata.saved.tensors.items() if (found := folder.tensor(key, saved, located.parts[key]))]
+    folder.add_values()
+    catalog = build_catalog(tensors, located.files, folder.entries, format=FORMAT, where=storage.url)
+    return replace(catalog, unreadable=folder.unreadable), folder.raw
+
+
+@dataclass
+class _Folder:
+    """A folder on its way to a catalog; `errors` are by key, `unreadable` by name."""
+
+    storage: Storage
+    metadata: MegatronMetadata
+    errors: dict[str, CheckpointError]
+    unreadable: dict[str, CheckpointError] = field(default_factory=dict)
+    entries: list[ValueEntry] = field(default_factory=list)
+    raw: dict[str, RawValue] = field(default_factory=dict)
+
+    def tensor(self, key: str, saved: SavedTensor, parts: Sequence[FilePart]) -> ForeignTensor | None:
+        """Describe a tensor in its true shape, or record why it cannot be read."""
+        name = tensor_name(key)
+        try:
+            if key in self.errors:
+                raise self.errors[key]
+            shape = self.metadata.true_shapes.get(key)
+            if shape is not None:
+                parts = [unflattened(part, saved.shape, shape, f"{self.storage.url}: {key}") for part in parts]
+            self._check_shape(key, shape or saved.shape)
+            return ForeignTensor(
+                name, dtype_code(saved.dtype, name), saved.shape if shape is None else shape, tuple(parts), link=link_of(key)
+            )
+        except CheckpointError as error:
+            self.unreadable[name] = error
+            return None
+
+    def _check_shape(self, key: str, shape: Ints) -> None:
+        """Refuse state of an optimizer whose shape is not its parameter's: it is flat, and nothing says how."""
+        link = link_of(key)
+        parameter = self.metadata.saved.tensors.get(link.fqn) if link is not None else None
+        if parameter is not None and shape != parameter.shape:
+            raise UnsupportedError(
+                f"{self.storage.url}: {key} has shape {shape}, and its parameter {parameter.shape}: it is saved flat, without "
+                "its true shape; load it with the version of Megatron that saved it, and save it again with 0.13 or newer"
+            )
+
+    def add_values(self) -> None:
+        """Add the common state and the objects."""
+        if self.storage.size(COMMON_KEY) is not None:
+            extent = Extent(COMMON_KEY, 0, self.storage.size(COMMON_KEY) or 0)
+            self._add_common(COMMON_KEY, extent)
+        sizes = file_sizes(self.storage, iter(self.metadata.saved.values.values()))
+        for key, extent in self.metadata.saved.values.items():
+            problem = read_problem(self.storage, key, extent, sizes[extent.file])
+            if problem is not None:
+                self.unreadable[".".join(object_path(key))] = problem
+            elif key == COMMON_STATE and COMMON_KEY not in self.raw:
+                self._add_common(key, extent)
+            elif key != COMMON_STATE:
+                self._add_object(key, extent)
+
+    def _read(self, key: str, extent: Extent) -> Any:
+        self.raw[key] = RawValue((key,), extent.file, extent.offset, extent.length)
+        if extent.length > MAX_OBJECT_BYTES:
+            raise UnsupportedError(f"{self.storage.url}: {key} has {extent.length} bytes, more than an object may have")
+        return read_object(bytes(self.raw[key].read(self.storage)), f"{self.storage.url}: {key}")
+
+    def _add_common(self, key: str, extent: Extent) -> None:
+        try:
+            state = self._read(key, extent)
+            if key == COMMON_STATE:
+                (state,) = state if isinstance(state, list) and len(state) == 1 else (None,)
+            if not isinstance(state, dict):
+                raise CorruptError(f"{self.storage.url}: {key} holds no state; use another checkpoint")
+        except CheckpointError as error:
+            self.unreadable[key] = error
+            return
+        for path, value in _leaves(_without_steps(state), ()):
+            self._add(common_path(path), value)
+
+    def _add_object(self, key: str, extent: Extent) -> None:
+        path = object_path(key)
+        try:
+            found = self._read(key, extent)
+            if not isinstance(found, list) or len(found) != 1:
+                raise UnsupportedError(f"{self.storage.url}: {key} is not one object; load it with Megatron")
+            self._add(path, found[0])
+        except CheckpointError as error:
+            self.unreadable[".".join(path)] = error
+
+    def _add(self, path: tuple[Any, ...], value: Any) -> None:
+        name = ".".join(map(str, path))
+        try:
+            self.entries.append(ValueEntry(name, encode_path(path), ValueKind.PLAIN, encode_value(value, name)))
+        except CheckpointError as error:
+            self.unreadable[name] = error
+
+
+def _leaves(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield the values of nested dicts and their paths; lists are one value."""
+    if isinstance(value, dict) and value and all(isinstance(key, str | int) and not isinstance(key, bool) for key in value):
+        for key, child in value.items():
+            yield from _leaves(child, (*path, key))
+    else:
+        yield path, value
+
+
+def _without_steps(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Leave out the steps of single parameters, which up to 0.15 stand in ``param_state`` as well as in the groups."""
+    kept = dict(state)
+    optimizer = kept.get(OPTIMIZER)
+    if isinstance(optimizer, dict):
+        kept[OPTIMIZER] = _without_step(optimizer)
+    return kept
+
+
+def _without_step(optimizer: Mapping[Any, Any]) -> dict[Any, Any]:
+    def is_step(value: Any) -> bool:
+        return isinstance(value, dict) and all(isinstance(one, dict) and one.keys() <= {"step"} for one in value.values())
+
+    kept = {}
+    for key, value in optimizer.items():
+        if key == "param_state" and is_step(value):
+            continue
+        kept[key] = _without_step(value) if isinstance(key, int) and isinstance(value, dict) else value
+    return kept
+
+
+__all__ = ["FORMAT", "is_bucket", "open_path", "read_folder"]

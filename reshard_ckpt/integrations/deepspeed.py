@@ -1,0 +1,404 @@
+"""DeepSpeed's engine saves and loads through this library: `attach` it to one, or `install` it for all that are configured so.
+
+``engine.save_checkpoint(dir, tag)`` writes a checkpoint of this library at ``dir/tag``, of global named tensors, in the background:
+
+1. DeepSpeed calls `Engine.create` and then `Engine.save`, once for each file that it would write. The last of these calls begins
+   one save of all that the engine holds, in the layout in which it is there (`deepspeed_state`). Nothing is written to the others.
+2. Training goes on. A step of the optimizer waits until what it changes is copied.
+3. After the commit, rank 0 replaces the file ``latest``. A save that is killed before leaves the last one's tag in it.
+
+``engine.load_checkpoint`` loads what such a save or DeepSpeed itself has written, at whatever number of ranks, ZeRO stage and
+precision (`deepspeed_load`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import inspect
+import os
+import re
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..checkpoint.saving import async_save
+from ..engine.common.logs import LOGGER
+from ..engine.saving.handle import SaveHandle
+from ..errors import CheckpointError, UnsupportedError, UsageError
+from ..format.values import encode_value
+from ..formats.deepspeed.values import NOT_VALUES
+from ..storage import open_storage
+from .deepspeed_load import load_checkpoint
+from .deepspeed_state import EngineState, base_optimizer, refuse_unsupported
+
+__all__ = ["attach", "detach", "install"]
+
+LATEST = "latest"
+_MODEL = re.compile(r"(?:zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt")
+_OPTIMIZER = re.compile(r".*optim_states\.pt")
+_LAYER = re.compile(r"layer_\d+.*model_states\.pt")
+
+
+def attach(engine: Any, *, host_buffer_bytes: int | None = None, timeout_s: float = 600.0) -> Any:
+    """Have a DeepSpeed engine save and load through this library.
+
+    Parameters
+    ----------
+    engine
+        What ``deepspeed.initialize`` returned; a ``PipelineEngine`` too.
+    host_buffer_bytes, timeout_s
+        As for `checkpoint.async_save`.
+
+    Returns
+    -------
+    The engine.
+
+    Raises
+    ------
+    UsageError
+        It is no engine of DeepSpeed.
+    """
+    if not hasattr(engine, "checkpoint_engine") or not hasattr(engine, "save_checkpoint"):
+        raise UsageError(f"attach: wanted what deepspeed.initialize returns first, got {type(engine).__name__}")
+    if not isinstance(engine.checkpoint_engine, Engine):
+        engine.checkpoint_engine = Engine(engine, engine.checkpoint_engine, host_buffer_bytes, timeout_s)
+        engine.load_checkpoint = _Loading(engine)
+    return engine
+
+
+def detach(engine: Any) -> Any:
+    """Give an engine back to DeepSpeed's own checkpoints, once what is under way is committed; return the engine."""
+    if isinstance(engine.checkpoint_engine, Engine):
+        engine.checkpoint_engine.finish()
+        engine.checkpoint_engine = engine.checkpoint_engine.stock
+        vars(engine).pop("load_checkpoint", None)
+    return engine
+
+
+def install() -> None:
+    """Attach every engine that is made from now on whose config has the block ``datastates_ckpt``.
+
+    Of that block, ``host_cache_size`` (GB) bounds the host memory of a rank. Call it before ``deepspeed.initialize``; a second call
+    does nothing.
+    """
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    if getattr(DeepSpeedEngine._configure_checkpointing, "of_reshard_ckpt", False):
+        return
+    DeepSpeedEngine._configure_checkpointing = _configured(DeepSpeedEngine._configure_checkpointing)
+
+
+def _configured(stock: Callable[[Any], None]) -> Callable[[Any], None]:
+    def configure(engine: Any) -> None:
+        block = _block(engine)
+        found = getattr(engine._config, "datastates_config", None)
+        if block is None or found is None:
+            stock(engine)
+        else:
+            enabled, found.enabled = found.enabled, False  # else it looks for the package of that name
+            try:
+                stock(engine)
+            finally:
+                found.enabled = enabled
+        if block is not None:
+            attach(engine, **_options(block))
+
+    configure.of_reshard_ckpt = True  # type: ignore[attr-defined]
+    return configure
+
+
+_BLOCKS = ("datastates_ckpt",)
+"""Blocks of DeepSpeed's config that choose this engine."""
+
+
+def _block(engine: Any) -> Mapping[str, Any] | None:
+    """Return the block of the config that chooses this engine; None without one."""
+    config = engine.config if isinstance(engine.config, dict) else getattr(engine._config, "_param_dict", {})
+    block = next((config[key] for key in _BLOCKS if config.get(key) not in (None, False)), None)
+    return {} if block is True else block
+
+
+def _options(block: Mapping[str, Any]) -> dict[str, Any]:
+    size = block.get("host_cache_size")
+    if size is not None and (not isinstance(size, int | float) or isinstance(size, bool) or size <= 0):
+        raise UsageError(f"datastates_ckpt: host_cache_size is {size!r}, and should be gigabytes of host memory, such as 16")
+    return {} if size is None else {"host_buffer_bytes": int(size * 2**30)}
+
+
+class _Loading:
+    """``engine.load_checkpoint``, as long as the engine's checkpoint engine is this library's."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = weakref.ref(engine)
+        self._stock = type(engine).load_checkpoint
+
+    def __call__(self, load_dir: str, tag: Any = None, *arguments: Any, **options: Any) -> Any:
+        engine = self._engine()
+        assert engine is not None
+        ours = engine.checkpoint_engine
+        if not isinstance(ours, Engine):
+            return self._stock(engine, load_dir, tag, *arguments, **options)
+        ours.finish()
+        names = ("load_module_strict", "load_optimizer_states", "load_lr_scheduler_states", "load_module_only", "custom_load_fn")
+        return load_checkpoint(engine, load_dir, tag, timeout_s=ours.timeout_s, **dict(zip(names, arguments, strict=False)), **options)
+
+
+class Engine:
+    """A checkpoint engine as DeepSpeed calls it, of one DeepSpeed engine.
+
+    Parameters
+    ----------
+    engine
+        The engine whose checkpoints these are.
+    stock
+        The checkpoint engine that it had; it writes and reads what is no part of a checkpoint, such as ``save_16bit_model``.
+    host_buffer_bytes, timeout_s
+        As for `checkpoint.async_save`.
+    """
+
+    def __init__(self, engine: Any, stock: Any, host_buffer_bytes: int | None, timeout_s: float) -> None:
+        self.name, self.stock, self.timeout_s = "ReshardCheckpointEngine", stock, timeout_s
+        self._engine = weakref.ref(engine)
+        self._host_buffer_bytes = host_buffer_bytes
+        self._info: Any = None
+        self._values: dict[str, Any] = {}
+        self._changed: dict[str, Any] = {}
+        self._running: _Running | None = None
+        _AT_EXIT.add(self)
+
+    def create(self, info: Any) -> None:
+        """Begin a checkpoint: wait for the one before and its ``latest``, and have DeepSpeed call `save` on every rank."""
+        self._set_back()
+        if not hasattr(info, "save_latest"):  # before 0.17 it was the tag alone
+            raise UnsupportedError("this release of DeepSpeed does not tell where a checkpoint goes; use 0.17 or later")
+        if not self._is_checkpoint(info):
+            self.stock.create(info)
+            return
+        engine = self._of()
+        refuse_unsupported(engine)
+        self.finish()
+        self._info, self._values = info, {}
+        self._change(engine, save_non_zero_checkpoint=True)
+        # DeepSpeed would copy all frozen parameters, and what is saved are the live ones.
+        self._change(engine, _get_zero_frozen_param_attributes=lambda function: {})
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Take part of a checkpoint; the last part of a rank begins the save."""
+        folder, name = os.path.split(path)
+        if self._info is None or os.path.abspath(folder) != os.path.abspath(self._path()):
+            self.stock.save(state_dict, path)
+            return
+        engine = self._of()
+        if _LAYER.fullmatch(name):
+            return
+        if _MODEL.fullmatch(name):
+            self._values = {key: value for key, value in state_dict.items() if key not in NOT_VALUES}
+            if engine.save_zero_checkpoint:
+                return
+        elif not _OPTIMIZER.fullmatch(name):
+            raise UnsupportedError(f"{path}: DeepSpeed saves a file of this name in a way that is not known here")
+        self._begin(engine)
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """Load one file, as DeepSpeed's own engine does."""
+        return self.stock.load(path, map_location=map_location)
+
+    def commit(self, info: Any) -> bool:
+        """Wait until the checkpoint is committed, and ``latest`` names it."""
+        if self._running is None or info != self._running.info:
+            return bool(self.stock.commit(info))
+        self.finish()
+        return True
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Make a folder."""
+        os.makedirs(path, exist_ok=exist_ok)
+
+    def is_data_parallel_writer(self, dp_rank: int) -> bool:
+        """Return whether a data-parallel rank writes what all have; each rank writes a part, whatever is said here."""
+        return dp_rank == 0
+
+    def is_decoupled(self) -> bool:
+        """Return True: a checkpoint is committed some time after it was begun, and ``latest`` is written then."""
+        return True
+
+    def set_commit_info(self, info: Any) -> None:
+        """Do nothing: see `get_commit_info`."""
+
+    def get_commit_info(self) -> None:
+        """Return None: DeepSpeed has nothing to commit, as each save commits by itself."""
+
+    def preserves_storage_sharing(self) -> bool:
+        """Return False: what is saved need not be cloned to be small."""
+        return False
+
+    def cleanup(self) -> None:
+        """Wait for what is under way; DeepSpeed calls this at the end."""
+        self._set_back()
+        self.finish()
+
+    def finish(self) -> None:
+        """Wait until the last save is committed, and ``latest`` names it; raise the error of one that failed."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.result()
+
+    def _is_checkpoint(self, info: Any) -> bool:
+        """Tell a checkpoint from the one file of ``save_16bit_model``, which goes by the name of that file."""
+        return not str(info.tag).endswith((".bin", ".pt", ".safetensors"))
+
+    def _of(self) -> Any:
+        engine = self._engine()
+        assert engine is not None
+        return engine
+
+    def _path(self) -> str:
+        return os.path.join(self._info.save_dir, str(self._info.tag))
+
+    def _change(self, engine: Any, **attributes: Any) -> None:
+        """Set attributes of the engine until its last `save`."""
+        for key, value in attributes.items():
+            self._changed[key] = vars(engine).get(key, _NOTHING)
+            setattr(engine, key, value)
+
+    def _set_back(self) -> None:
+        engine = self._engine()
+        for key, value in self._changed.items() if engine is not None else ():
+            if value is _NOTHING:
+                vars(engine).pop(key, None)
+            else:
+                setattr(engine, key, value)
+        self._changed = {}
+        self._info = None
+
+    def _begin(self, engine: Any) -> None:
+        info, path = self._info, self._path()
+        self._set_back()
+        state = _state(engine, self._values)
+        hooks = getattr(base_optimizer(engine), "register_step_pre_hook", None)
+        handle = async_save(
+            path,
+            state,
+            host_buffer_bytes=self._host_buffer_bytes,
+            timeout_s=self.timeout_s,
+            **(_LAZY if hooks is not None or engine.optimizer is None else {}),
+        )
+        self._running = _Running(info, handle, writes_latest=info.save_latest and dist.get_rank() == 0)
+        if hooks is not None:
+            self._running.hold(hooks)
+
+
+_NOTHING = object()
+_AT_EXIT: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+_LAZY: dict[str, Any] = (
+    {"staging": "lazy", "hold": "caller"} if "hold" in inspect.signature(async_save).parameters else {"staging": "lazy"}
+)
+
+
+@atexit.register
+def _finish_all() -> None:
+    for engine in list(_AT_EXIT):
+        try:
+            engine.finish()
+        except CheckpointError:
+            LOGGER.exception("the last checkpoint of a DeepSpeed engine was not saved")
+
+
+class _Running:
+    """A save that is under way, with what follows its commit."""
+
+    def __init__(self, info: Any, handle: SaveHandle, *, writes_latest: bool) -> None:
+        self.info, self._handle = info, handle
+        self._hook: Any = None
+        self._over = threading.Event()
+        self._error: BaseException | None = None
+        self._writes_latest = writes_latest
+        handle.add_done_callback(self._after)
+
+    def hold(self, register: Callable[..., Any]) -> None:
+        """Have the next step of the optimizer wait until all is copied."""
+
+        def wait(*_: Any) -> None:
+            self._handle.staged()
+
+        self._hook = register(wait)
+
+    def _after(self, handle: SaveHandle) -> None:
+        try:
+            if self._writes_latest and not handle.failed():
+                with open_storage(self.info.save_dir) as storage:
+                    storage.publish(LATEST, str(self.info.tag).encode())
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._over.set()
+
+    def result(self) -> None:
+        """Wait for the commit, and for ``latest``."""
+        try:
+            self._handle.result()
+        finally:
+            self._over.wait()
+            if self._hook is not None:
+                self._hook.remove()
+        if self._error is not None:
+            raise self._error
+
+
+def _state(engine: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is saved: tensors in the layout of this rank; values, and what all ranks have, from the first of them."""
+    held = EngineState(engine)
+    model, state = held.tensors(with_state=True)
+    if _is_first(engine):
+        model |= {name: buffer.detach().clone() for name, buffer in held.buffers().items()}
+    tree: dict[str, Any] = {"model": model} if model else {}
+    if engine.optimizer is not None:
+        tree["optimizer"] = {"state": state, "param_groups": held.groups()}
+    if dist.get_rank() == 0:
+        tree["deepspeed"] = _plain_values(values, engine.optimizer)
+    return tree
+
+
+def _is_first(engine: Any) -> bool:
+    """Tell whether this rank is the first of those that have the same layers."""
+    from deepspeed.utils import groups
+
+    if groups._get_sequence_data_parallel_rank() != 0:
+        return False
+    size = engine.autotp_size() if hasattr(engine, "autotp_size") else 0
+    return not size or size < 2 or dist.get_rank(group=groups.get_tensor_model_parallel_group()) == 0
+
+
+_OF_OPTIMIZER = ("dynamic_loss_scale", "overflow", "clip_grad", "cur_scale", "cur_iter", "last_overflow_iter", "scale_factor",
+                 "scale_window")  # fmt: skip
+
+
+def _plain_values(values: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
+    """Return DeepSpeed's values and the user's.
+
+    Raises
+    ------
+    UnsupportedError
+        One is no plain value; the message has its key.
+    """
+    found = dict(values)
+    try:
+        encode_value(found.get("ds_config"), "deepspeed.ds_config")
+    except CheckpointError:  # a config may hold objects; whoever resumes has a config of their own
+        found.pop("ds_config", None)
+    own: dict[str, Any] = {}
+    if optimizer is not None:
+        state = optimizer.state_dict()
+        own = {key: state[key] for key in _OF_OPTIMIZER if key in state}
+        if "loss_scaler" in state:
+            own["loss_scaler"] = {key: value for key, value in vars(state["loss_scaler"]).items()}
+        if "zero_stage" in state:
+            own["zero_stage"] = int(state["zero_stage"])
+    return {**found, "optimizer": own} if own else found
+
+

@@ -1,0 +1,360 @@
+"""What a DeepSpeed engine holds on this rank, as parts of global tensors: the same names saving and loading.
+
+1. The optimizer's own ``state_dict()`` has the flat tensors, live; `formats.deepspeed.layout` says which runs of which parameters
+   they hold. Each run is a `FlatShard` over that memory.
+2. What has no master weights is the module's: parameters that no optimizer has, and buffers.
+3. For a load, state that the optimizer does not have yet is allocated first, as the checkpoint has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..core.catalog.specs import Ints
+from ..errors import UnsupportedError
+from ..formats.deepspeed.layout import MASTER, Params, RankState, hyperparameters, named_runs, open_state, striped_runs
+from ..formats.deepspeed.shards import Shard, TensorParallel
+from ..state.shards import FlatShard, LocalShard
+
+FLAT_OWNERS = (
+    "single_partition_of_fp32_groups",  # ZeRO-1 and 2
+    "fp32_groups_flat_partition",  # BF16_Optimizer
+    "fp32_partitioned_groups_flat",  # ZeRO-3
+    "fp32_groups_flat",  # the fp16 and bf16 wrapper without ZeRO
+)
+"""Where each optimizer of DeepSpeed keeps the flat tensors that torch's optimizer has for parameters, one for each group."""
+
+
+def refuse_unsupported(engine: Any) -> None:
+    """Refuse by name what cannot be saved or loaded as global tensors.
+
+    Raises
+    ------
+    UnsupportedError
+        The engine offloads to NVMe, or divides experts among ranks.
+    """
+    if engine.zero_nvme_offload_optimizer() or _offloads_parameters_to_nvme(engine):
+        raise UnsupportedError("DeepSpeed offloads to NVMe here, where no tensor can be read in place; offload to the CPU instead")
+    if engine.has_moe_layers:
+        raise UnsupportedError("this model has MoE layers of DeepSpeed, whose experts are divided among ranks; that is not supported")
+    if getattr(engine, "zenflow", False):
+        raise UnsupportedError("ZenFlow updates the optimizer's state in a process of its own; that is not supported")
+
+
+def _offloads_parameters_to_nvme(engine: Any) -> bool:
+    offload = engine._config.zero_config.offload_param
+    return offload is not None and str(getattr(offload.device, "value", offload.device)) == "nvme"
+
+
+def base_optimizer(engine: Any) -> Any:
+    """Return torch's optimizer, inside of whatever wraps it; None where the engine has none."""
+    return getattr(engine.optimizer, "optimizer", engine.optimizer)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor or value of the optimizer's state: of which parameter, under which key, and this rank's part of it."""
+
+    fqn: str
+    key: str
+    value: Any
+
+
+class EngineState:
+    """The tensors of an engine on this rank, by name.
+
+    Parameters
+    ----------
+    engine
+        A ``DeepSpeedEngine`` or ``PipelineEngine``.
+    loading
+        Whether all that this rank has is wanted; for a save, what an earlier stage of a pipeline has too is left out.
+    """
+
+    def __init__(self, engine: Any, *, loading: bool = False) -> None:
+        self._engine, self._optimizer = engine, engine.optimizer
+        self.names: dict[Any, str] = engine.param_names
+        self._parallel = _Parallel(engine, loading=loading)
+        self._flat = _flat_params(engine) if engine.optimizer is not None else None
+
+    @property
+    def optimizer_state(self) -> RankState | None:
+        """What the optimizer holds in flat tensors; None where it has parameters of their own."""
+        if self._flat is None:
+            return None
+        group = getattr(self._optimizer, "dp_process_group", None)
+        rank = 0 if group is None else dist.get_rank(group=group)
+        return open_state(self._flat, self._optimizer.state_dict(), rank, "the optimizer of the engine")
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Return the hyperparameters of the optimizer's groups, with the names of their parameters."""
+        found = base_optimizer(self._engine).param_groups
+        return [{**hyperparameters(group), "params": names} for group, names in zip(found, self.group_names(), strict=True)]
+
+    def group_names(self) -> list[list[str]]:
+        """Return the names of the parameters of each of torch's groups."""
+        if self._flat is None:
+            groups = base_optimizer(self._engine).param_groups
+            params = self._optimizer.fp16_groups if hasattr(self._optimizer, "fp32_groups") else [g["params"] for g in groups]
+            return [[self.names[param] for param in group] for group in params]
+        homes = getattr(self._optimizer, "sub_group_to_group_id", None)
+        found: list[list[str]] = [[] for _ in base_optimizer(self._engine).param_groups]
+        for i, params in enumerate(self._flat):
+            found[i if homes is None else homes[i]] += params.names
+        return found
+
+    def tensors(self, *, with_state: bool) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+        """Return the tensors of the module by FQN, masters where there are some, and those of the optimizer's state.
+
+        Parameters
+        ----------
+        with_state
+            Whether to return the optimizer's state.
+        """
+        model: dict[str, Any] = {}
+        state: dict[str, dict[str, Any]] = {}
+        for entry in self._entries():
+            if entry.key == MASTER:
+                model[entry.fqn] = entry.value
+            elif with_state:
+                state.setdefault(entry.fqn, {})[entry.key] = entry.value
+        trained = {name for params in self._flat or () for name in params.names}
+        for fqn, part in self._module_parts(trained):
+            model[fqn] = part
+        for alias, fqn in self._aliases().items():
+            if fqn in model:
+                model[alias] = model[fqn]
+        return model, state
+
+    def _entries(self) -> Iterator[Entry]:
+        if self._optimizer is None:
+            return
+        flat = self.optimizer_state
+        if flat is None:
+            yield from self._entries_apart()
+            return
+        for fqn, key, shape, tensor, at, start, count in named_runs(flat):
+            if self._parallel.counts(fqn):
+                yield Entry(fqn, key, self._parallel.part(fqn, shape, tensor.detach()[at : at + count], start))
+        for group in flat.groups:
+            held = {group.params.names[i] for i in group.runs.param.tolist()}
+            for fqn in filter(self._parallel.counts, held):
+                for key, value in group.values.items():
+                    yield Entry(fqn, key, value.clone() if isinstance(value, torch.Tensor) else value)
+
+    def _entries_apart(self) -> Iterator[Entry]:
+        """Yield the state of torch's own optimizer, and master weights that are not flat."""
+        masters = getattr(self._optimizer, "fp32_groups", None)
+        owners = masters if masters is not None else [group["params"] for group in base_optimizer(self._engine).param_groups]
+        params = self._optimizer.fp16_groups if masters is not None else owners
+        state = base_optimizer(self._engine).state
+        for param, owner in ((p, o) for of, mine in zip(params, owners, strict=True) for p, o in zip(of, mine, strict=True)):
+            fqn = self.names[param]
+            if not self._parallel.counts(fqn):
+                continue
+            if masters is not None:
+                yield Entry(fqn, MASTER, self._parallel.whole(fqn, owner.detach()))
+            for key, value in state.get(owner, {}).items():
+                is_part = isinstance(value, torch.Tensor) and value.shape == owner.shape and value.ndim > 0
+                yield Entry(fqn, key, self._parallel.whole(fqn, value) if is_part else value)
+
+    def _module_parts(self, trained: set[str]) -> Iterator[tuple[str, Any]]:
+        """Yield the parameters that have no master weights."""
+        apart = self._optimizer.fp16_groups if hasattr(self._optimizer, "fp32_groups") else ()
+        skipped = trained | {self.names[param] for group in apart for param in group}
+        for fqn, param in self._engine.module.named_parameters():
+            if fqn in skipped or not self._parallel.counts(fqn):
+                continue
+            if hasattr(param, "ds_id"):
+                if (part := self._stripe(fqn, param)) is not None:
+                    yield fqn, part
+            else:
+                yield fqn, self._parallel.whole(fqn, param.detach())
+
+    def _stripe(self, fqn: str, param: Any) -> Any:
+        """Return this rank's stripe of a frozen parameter of ZeRO-3: the live one."""
+        group = self._optimizer.dp_process_group
+        runs = striped_runs(Params.of({fqn: tuple(param.ds_shape)}), dist.get_world_size(group=group), dist.get_rank(group=group))
+        if not len(runs.param):
+            return None
+        start, count = int(runs.start[0]), int(runs.count[0])
+        return self._parallel.part(fqn, tuple(param.ds_shape), param.ds_tensor.detach().reshape(-1)[:count], start)
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Return the module's buffers, live."""
+        found = {}
+        for prefix, module in self._engine.module.named_modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if name not in module._non_persistent_buffers_set:
+                    found[f"{prefix}.{name}" if prefix else name] = buffer
+        return found
+
+    def _aliases(self) -> dict[str, str]:
+        """Return the second names of parameters."""
+        every = self._engine.module.named_parameters(remove_duplicate=False)
+        return {name: self.names[p] for name, p in every if p in self.names and self.names[p] != name}
+
+    def allocate(self, kinds: Mapping[str, Mapping[str, tuple[bool, torch.dtype]]]) -> None:
+        """Allocate the state that the optimizer does not have yet.
+
+        Parameters
+        ----------
+        kinds
+            For each parameter, what the checkpoint has of it: by key, whether it has the parameter's shape, and its dtype.
+        """
+        base = base_optimizer(self._engine)
+        for names, owner in self._owners():
+            wanted = {key: kind for fqn in names for key, kind in kinds.get(fqn, {}).items()}
+            state = base.state[owner]
+            for key, (is_part, dtype) in wanted.items():
+                if key not in state:
+                    state[key] = torch.zeros_like(owner, dtype=dtype, requires_grad=False) if is_part else torch.zeros((), dtype=dtype)
+
+    def _owners(self) -> Iterator[tuple[Sequence[str], Any]]:
+        """Yield what torch's optimizer has for a parameter, and the names of the parameters that it is."""
+        if self._flat is not None:
+            owners = next(getattr(self._optimizer, key) for key in FLAT_OWNERS if hasattr(self._optimizer, key))
+            yield from zip((params.names for params in self._flat), owners, strict=True)
+            return
+        masters = getattr(self._optimizer, "fp32_groups", None)
+        groups = [group["params"] for group in base_optimizer(self._engine).param_groups]
+        for params, owners in zip(groups if masters is None else self._optimizer.fp16_groups, masters or groups, strict=True):
+            yield from (((self.names[param],), owner) for param, owner in zip(params, owners, strict=True))
+
+    def set_shared(self, entries: Mapping[str, Mapping[str, Any]]) -> None:
+        """Set what all parameters of a flat group share, such as the step, to what was loaded for each of them.
+
+        Raises
+        ------
+        UnsupportedError
+            It differs among the parameters of a group.
+        """
+        base = base_optimizer(self._engine)
+        for names, owner in self._owners():
+            state = base.state[owner]
+            for key in {key for fqn in names for key in entries.get(fqn, {})}:
+                found = {fqn: entries[fqn][key] for fqn in names if key in entries.get(fqn, {})}
+                (first, value), *others = found.items()
+                for fqn, other in others:
+                    if not _equal(value, other):
+                        raise UnsupportedError(
+                            f"optimizer.state.{first}.{key} is {_shown(value)} and that of {fqn} {_shown(other)}; both are in one flat "
+                            "group here, which has one value; put them into groups of their own"
+                        )
+                if isinstance(value, torch.Tensor) and isinstance(state.get(key), torch.Tensor):
+                    state[key].copy_(value)
+                elif isinstance(state.get(key), torch.Tensor):
+                    state[key].fill_(value)
+                else:
+                    state[key] = value.item() if isinstance(value, torch.Tensor) and key in state else value
+
+    def update_parameters(self) -> None:
+        """Copy loaded master weights to the parameters of the module."""
+        optimizer = self._optimizer
+        if hasattr(optimizer, "update_lp_params"):
+            optimizer.update_lp_params()
+        elif hasattr(optimizer, "fp32_partitioned_groups_flat"):
+            _update_stripes(optimizer)
+        elif hasattr(optimizer, "fp32_groups_flat") or hasattr(optimizer, "fp32_groups"):
+            masters = getattr(optimizer, "fp32_groups", None) or [
+                torch._utils._unflatten_dense_tensors(flat, group)
+                for flat, group in zip(optimizer.fp32_groups_flat, optimizer.fp16_groups, strict=True)
+            ]
+            for group, of in zip(optimizer.fp16_groups, masters, strict=True):
+                for param, master in zip(group, of, strict=True):
+                    param.data.copy_(master.data)
+
+
+def _update_stripes(optimizer: Any) -> None:
+    """Copy the master weights of ZeRO-3 to its stripes, as its own ``load_state_dict`` does."""
+    for flat, masters, parts in zip(
+        optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat, optimizer.fp16_partitioned_groups, strict=True
+    ):
+        if masters.numel():
+            flat.data.copy_(masters.data)
+        for part, updated in zip(parts, optimizer.unflatten(flat, parts), strict=True):
+            part.data = updated.data
+    if optimizer.persistent_parameters:
+        optimizer.persistent_parameters[0].partition(optimizer.persistent_parameters)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    return bool(one == other)
+
+
+def _shown(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
+def _flat_params(engine: Any) -> list[Params] | None:
+    """Return the parameters of each flat group, in order; None where the optimizer flattens nothing."""
+    optimizer = engine.optimizer
+    if not any(hasattr(optimizer, key) for key in FLAT_OWNERS):
+        return None
+    if engine.zero_optimization() or hasattr(optimizer, "bf16_groups"):
+        shapes = engine._get_zero_param_shapes()
+    else:
+        shapes = [{engine.param_names[p]: p.shape for p in group} for group in optimizer.fp16_groups]
+    return [Params.of({name: tuple(shape) for name, shape in of_group.items()}) for of_group in shapes]
+
+
+class _Parallel:
+    """How parameters are divided beyond data-parallelism: among tensor-parallel ranks, and the stages of a pipeline."""
+
+    def __init__(self, engine: Any, *, loading: bool) -> None:
+        self._elsewhere = set() if loading else _of_later_stages(engine)
+        self._map: TensorParallel | None = None
+        self._known: dict[str, Shard] = {}
+        info = getattr(engine.module, "universal_checkpoint_info", None)
+        size = engine.autotp_size() if hasattr(engine, "autotp_size") else 0
+        if size and size > 1:
+            from deepspeed.utils import groups
+
+            group = groups.get_tensor_model_parallel_group()
+            self._rank = dist.get_rank(group=group)
+            self._map = TensorParallel(info or {}, size)
+            mine = {name: tuple(getattr(p, "ds_shape", p.shape)) for p, name in engine.param_names.items()}
+            self._shapes: list[dict[str, Ints]] = [{}] * size
+            dist.all_gather_object(self._shapes, mine, group=group)
+        elif engine.mp_world_size > 1 and not hasattr(engine, "stage_id"):
+            raise UnsupportedError(
+                f"this engine has {engine.mp_world_size} model-parallel ranks of its own mpu; only AutoTP and pipelines are supported"
+            )
+
+    def counts(self, fqn: str) -> bool:
+        """Tell whether this rank's part of a parameter is saved: of a tied module of a pipeline, that of the first stage."""
+        return fqn not in self._elsewhere
+
+    def shard(self, fqn: str, local: Ints) -> Shard:
+        if self._map is None:
+            return Shard.whole(local)
+        if fqn not in self._known:
+            shapes = [of_rank[fqn] for of_rank in self._shapes]
+            found = self._map.shard(fqn, self._rank, shapes)
+            # What all ranks hold is theirs as well: replicas share the writing.
+            self._known[fqn] = found if found.segments else self._map.shard(fqn, 0, shapes)
+        return self._known[fqn]
+
+    def part(self, fqn: str, local: Ints, tensor: torch.Tensor, start: int) -> FlatShard:
+        """Declare a run of the flat local tensor."""
+        shard = self.shard(fqn, local)
+        pieces = [(segment.offsets, segment.lengths) for segment in sorted(shard.segments, key=lambda s: s.at)]
+        return FlatShard(tensor, shard.shape, start, pieces=pieces)
+
+    def whole(self, fqn: str, tensor: torch.Tensor) -> FlatShard | LocalShard:
+        """Declare a whole local tensor."""
+        if tensor.is_contiguous() or self._map is not None:
+            return self.part(fqn, tuple(tensor.shape), tensor, 0)
+        return LocalShard(tensor, tuple(tensor.shape), (0,) * tensor.ndim)
+
+
+def _of_later_stages(engine: Any) -> set[str]:
+    """Return the parameters of a pipeline that an earlier stage has too: DeepSpeed marks them, as their norm counts once."""
+    return {name for param, name in engine.param_names.items() if getattr(param, "ds_pipe_replicated", False)}

@@ -1,0 +1,116 @@
+"""`save` and `async_save`: the calls of ``megatron.core.dist_checkpointing``, by the engine of `checkpoint.save`.
+
+What a rank has to save is described in `state.megatron`. Samples of replicas are compared before anything is written. Beside the
+catalog lies Megatron's own ``metadata.json``, by which its programs know a checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..checkpoint import SaveHandle
+from ..checkpoint.saving import begin_captured, save_captured
+from ..state.megatron.captured import SavedTree
+from ..state.megatron.strictness import check_strategy
+
+_BESIDE = {
+    "metadata.json": json.dumps(
+        {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
+    ).encode()
+}
+
+
+def save(
+    sharded_state_dict: dict[str, Any],
+    checkpoint_dir: str,
+    sharded_strategy: Any = None,
+    common_strategy: Any = None,
+    validate_access_integrity: bool = True,
+    async_sharded_save: bool = False,
+    preprocess_common_before_consistancy_check: Callable[[Any], Any] | None = None,
+    content_metadata: Mapping[str, Any] | None = None,
+    *,
+    async_strategy: str | None = None,
+    verify_integrity: bool = False,
+    replicas: str = "main",
+    process_group: Any = None,
+) -> Any:
+    """Save a sharded state dict, as ``megatron.core.dist_checkpointing.save`` is called; an optimizer may stand in it as itself.
+
+    Parameters
+    ----------
+    sharded_state_dict
+        Megatron's tree: `ShardedTensor`, `ShardedTensorFactory`, `ShardedObject`, `LocalNonpersistentObject`, common values, and
+        optimizers. Unlike Megatron, this leaves it as it is.
+    checkpoint_dir
+        A folder that all ranks share.
+    sharded_strategy, common_strategy
+        None, or a strategy of Megatron's ``torch_dist``, the place of which this takes.
+    validate_access_integrity, preprocess_common_before_consistancy_check, async_strategy
+        Accepted. That every region of each tensor is declared is always checked; the common state is rank 0's.
+    async_sharded_save
+        Copy the state, write in the background, and return an ``AsyncRequest`` for Megatron's ``AsyncCallsQueue``.
+    content_metadata
+        Kept in the common state, under this name.
+    verify_integrity
+        Also keep a manifest with the SHA-256 of every file.
+    replicas
+        What happens where samples of a tensor's replicas differ: ``"main"`` saves the main one whole, with a warning;
+        ``"error"`` is a `LayoutError`.
+    process_group
+        The ranks that save together; all, by default.
+
+    Returns
+    -------
+    None or AsyncRequest
+
+    Raises
+    ------
+    LayoutError
+        A region of a tensor is declared by no rank, or shards overlap; the message names them, on every rank.
+    UsageError
+        Something in the tree cannot be saved; the message says what to do.
+    """
+    check_strategy("sharded_strategy", sharded_strategy)
+    check_strategy("common_strategy", common_strategy)
+    tree = SavedTree(sharded_state_dict, content_metadata, replicas, process_group)
+    if async_sharded_save:
+        from .requests import request_of
+
+        return request_of(begin_tree(checkpoint_dir, tree, sha256=verify_integrity))
+    save_tree(checkpoint_dir, tree, sha256=verify_integrity)
+    return None
+
+
+def async_save(
+    sharded_state_dict: dict[str, Any],
+    checkpoint_dir: str,
+    content_metadata: Mapping[str, Any] | None = None,
+    *,
+    verify_integrity: bool = False,
+    replicas: str = "main",
+    process_group: Any = None,
+) -> SaveHandle:
+    """Save as `save` does, while training goes on: the state may change as soon as this returns.
+
+    Returns
+    -------
+    SaveHandle
+        Its ``result()`` returns once the checkpoint is committed, or raises what went wrong.
+    """
+    tree = SavedTree(sharded_state_dict, content_metadata, replicas, process_group)
+    return begin_tree(checkpoint_dir, tree, sha256=verify_integrity)
+
+
+def save_tree(path: str, tree: SavedTree, *, sha256: bool = False) -> None:
+    """Save a tree."""
+    save_captured(path, tree.capture, process_group=tree.process_group, metadata=tree.metadata, sha256=sha256, beside=_BESIDE)
+
+
+def begin_tree(path: str, tree: SavedTree, *, sha256: bool = False) -> SaveHandle:
+    """Begin to save a tree; it is copied before this returns."""
+    return begin_captured(
+        path, tree.capture, process_group=tree.process_group, metadata=tree.metadata, sha256=sha256, beside=_BESIDE
+    )

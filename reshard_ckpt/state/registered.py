@@ -1,0 +1,142 @@
+"""Placements of other packages: what a DTensor with such a placement holds, told to this library by two functions.
+
+1. `recognize` says what a placement is: the dim that it cuts, and its numbers, which the catalog keeps.
+2. `cut` says which ranges each coordinate keeps of that dim, or of the flattened rest.
+3. Both become a kind in the table of `core.catalog.placements`: capture, catalogs, offline resharding and pictures go by that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from ..core.catalog.placements import LocalRegion, PlacementKind, add_kind
+from ..core.catalog.specs import AxisPlacement, Ints
+from ..core.geometry.chunks import Range
+from ..errors import LayoutError
+
+Recognize = Callable[[Any, Ints], tuple[int | None, Sequence[int]] | None]
+Cut = Callable[[Sequence[Range], Ints, int, int], Sequence[Range]]
+
+
+def register_placement(name: str, *, recognize: Recognize, cut: Cut, flattens: bool = False) -> None:
+    """Teach this library a placement of DTensors that torch does not have, on one axis of a mesh.
+
+    Parameters
+    ----------
+    name
+        Its word in catalogs, in rules of `checkpoint.reshard` and in reports: an identifier, such as ``"blocks"``. Rules write
+        the dim, unless it flattens, and then the numbers: ``blocks(0, 2, 1, 1)``.
+    recognize
+        From ``(placement, shape)``, the placement on one mesh axis of a DTensor and the DTensor's global shape: None if it is not
+        of this kind, else ``(dim, numbers)``. ``dim`` counts from 0, and is None if `flattens`. ``numbers`` are integers from
+        which, with the size of the axis, `cut` knows everything.
+    cut
+        From ``(ranges, numbers, num, index)``: the part that coordinate ``index`` of ``num`` keeps of what it is given. Both are
+        lists of ``(first, length)`` in order: elements of the dim, or of the row-major flattening. All coordinates together keep
+        all of it.
+    flattens
+        Whether it cuts the flattened rest, after all axes that cut dims. ``ranges`` is then one range, and so is what it keeps;
+        the local tensor is contiguous, of any shape with so many elements. Otherwise the local tensor has the kept ranges of the
+        dim in order.
+
+    Raises
+    ------
+    UsageError
+        The name is no identifier, or is taken by another kind.
+
+    Notes
+    -----
+    Call it on every rank, before the first save or load. veScale's ``RaggedShard`` is known without. A checkpoint can be loaded
+    without registering what it was saved with: only to say how it was laid out takes it. On an axis of another size, an offline
+    reshard replicates what was saved so, unless a rule says otherwise.
+
+    Examples
+    --------
+    Whole blocks of 4 elements of the flattened tensor, dealt out in the proportion that a placement of ours says:
+
+    >>> from reshard_ckpt import register_placement
+    >>> def recognize(placement, shape):
+    ...     return (None, placement.blocks) if type(placement).__name__ == "Blocks" else None
+    >>> def cut(ranges, blocks, num, index):
+    ...     [(first, length)] = ranges
+    ...     return [(first + 4 * sum(blocks[:index]), 4 * blocks[index])]
+    >>> register_placement("blocks_of_4", recognize=recognize, cut=cut, flattens=True)
+    """
+    add_kind(_kind(_Registered(name, recognize, cut, flattens)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Registered:
+    """The functions of a kind in the table, from those that were registered."""
+
+    name: str
+    recognize: Recognize
+    cut: Cut
+    flattens: bool
+
+    def axis_placement(self, axis: str, placement: Any, shape: Ints) -> AxisPlacement | None:
+        found = self.recognize(placement, shape)
+        if found is None:
+            return None
+        dim, numbers = found
+        if (dim is None) != self.flattens or (dim is not None and not 0 <= dim < len(shape)):
+            wanted = "None" if self.flattens else f"0 to {len(shape) - 1}"
+            raise LayoutError(f"{placement!r} on axis {axis!r}: {self.name} was recognized on dim {dim}; it can be {wanted}")
+        return AxisPlacement(axis, self.name, dim, tuple(map(int, numbers)))
+
+    def cut_region(self, region: LocalRegion, placement: AxisPlacement, num: int, index: int) -> LocalRegion:
+        if self.flattens:
+            (kept,) = self._kept([region.flat or (0, region.num_elements)], placement, num, index) or [(0, 0)]
+            return replace(region, flat=kept)
+        dim = placement.dim
+        if dim is None:
+            raise LayoutError(f"{self.spell(placement)}: is of no dim; write {self.name}(dim, number, …)")
+        ranges = self._kept(region.ranges[dim], placement, num, index)
+        return replace(region, ranges=(*region.ranges[:dim], tuple(ranges), *region.ranges[dim + 1 :]))
+
+    def _kept(self, ranges: Sequence[Range], placement: AxisPlacement, num: int, index: int) -> list[Range]:
+        """The ranges that a coordinate keeps, which are within those that it was given."""
+        kept = [(int(first), int(length)) for first, length in self.cut(list(ranges), placement.coords, num, index)]
+        inside = all(
+            length >= 0 and (not length or any(low <= first and first + length <= low + size for low, size in ranges))
+            for first, length in kept
+        )
+        if not inside or (self.flattens and len(kept) > 1):
+            some = "one range" if self.flattens else "ranges"
+            raise LayoutError(
+                f"{self.spell(placement)}: its cut gives coordinate {index} of {num} {kept} of {list(ranges)}; keep {some} of it"
+            )
+        return [part for part in kept if part[1]]
+
+    def parse(self, axis: str, numbers: Ints, num: int) -> AxisPlacement:
+        if self.flattens:
+            return AxisPlacement(axis, self.name, None, numbers)
+        if not numbers:
+            raise ValueError(f"write {self.name}(dim, number, …)")
+        return AxisPlacement(axis, self.name, numbers[0], numbers[1:])
+
+    def spell(self, placement: AxisPlacement) -> str:
+        said = [*([] if placement.dim is None else [placement.dim]), *placement.coords]
+        return f"{self.name}({', '.join(map(str, said))})"
+
+
+@lru_cache  # so that what is registered again is equal to what is there
+def _kind(registered: _Registered) -> PlacementKind:
+    name = registered.name
+    return PlacementKind(
+        name=name,
+        form=f"{name}(number, …)" if registered.flattens else f"{name}(dim, number, …)",
+        cut=registered.cut_region,
+        parse=registered.parse,
+        spell=registered.spell,
+        flattens=registered.flattens,
+        recognize=registered.axis_placement,
+        resize=_unless_resized,
+    )
+
+
+def _unless_resized(placement: AxisPlacement, saved: int, num: int) -> AxisPlacement | None:
+    return placement if saved == num else None

@@ -1,0 +1,80 @@
+"""The store of a checkpoint some of whose files lie in other checkpoints' folders: reads there, and does all else at home."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from types import TracebackType
+
+from .protocol import Lock, Storage, Writer
+
+
+class FollowedStorage:
+    """A `Storage` whose keys may also begin with the folder of another store.
+
+    Parameters
+    ----------
+    own
+        The checkpoint's own; closed by whoever opened it, as are the others.
+    others
+        Other stores, by what the keys of their files begin with, such as ``../step_90/``.
+    """
+
+    def __init__(self, own: Storage, others: Mapping[str, Storage]) -> None:
+        self._own, self._others = own, dict(others)
+
+    def _place(self, key: str) -> tuple[Storage, str]:
+        for folder, storage in self._others.items():
+            if key.startswith(folder):
+                return storage, key[len(folder) :]
+        return self._own, key
+
+    @property
+    def url(self) -> str:
+        return self._own.url
+
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        storage, key = self._place(key)
+        storage.read_into(key, offset, buffers)
+
+    def read(self, key: str, limit: int) -> bytes:
+        storage, key = self._place(key)
+        return storage.read(key, limit)
+
+    def size(self, key: str) -> int | None:
+        storage, key = self._place(key)
+        return storage.size(key)
+
+    def create(self, key: str) -> Writer:
+        return self._own.create(key)
+
+    def sync(self, keys: Iterable[str]) -> None:
+        self._own.sync(keys)
+
+    def list(self, prefix: str = "") -> list[tuple[str, int]]:
+        return self._own.list(prefix)
+
+    def free_bytes(self) -> int | None:
+        return self._own.free_bytes()
+
+    def folders(self, prefix: str = "") -> tuple[str, ...]:
+        return self._own.folders(prefix)
+
+    def lock(self, key: str, *, shared: bool = False, make: bool = False) -> Lock | None:
+        return self._own.lock(key, shared=shared, make=make)
+
+    def publish(self, key: str, data: bytes, *, expected: bytes | None = None) -> None:
+        self._own.publish(key, data, expected=expected)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        self._own.delete(keys)
+
+    def close(self) -> None:
+        self._own.close()
+        for storage in self._others.values():
+            storage.close()
+
+    def __enter__(self) -> FollowedStorage:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()

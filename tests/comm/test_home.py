@@ -1,0 +1,148 @@
+"""Where sessions are held: what a dead attempt left in the job's store is not taken for it, and ended processes are known."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from reshard_ckpt.comm import StoreComm, _session
+from reshard_ckpt.comm import peers as peers_module
+from reshard_ckpt.comm.group import SessionCounter
+from reshard_ckpt.comm.home import HostedHome
+from reshard_ckpt.comm.peers import Peers
+from reshard_ckpt.comm.wire import Refusal, decode_frames
+from reshard_ckpt.errors import PeerError
+
+NONCE = "0123456789abcdef"
+
+
+def tcp_store() -> Any:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+class Meeting:
+    """The job's store, which says when somebody has looked at what it holds, and looks again."""
+
+    def __init__(self, store: Any) -> None:
+        self._store, self.looked, self._times = store, threading.Event(), 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def check(self, keys: list[str]) -> bool:
+        self._times += 1
+        if self._times > 2:
+            self.looked.set()
+        return bool(self._store.check(keys))
+
+
+@pytest.fixture
+def other() -> Any:
+    """The store of another group, which a dead attempt's port has been given to."""
+    return tcp_store()
+
+
+def closed_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+LEFT: dict[str, Callable[[Any], bytes]] = {
+    "nothing": lambda other: b"",
+    "no text": lambda other: b"\xff\xfe\0",
+    "another message": lambda other: b'["PeerError", "rank 1 is gone", [1], [], []]',
+    "no port": lambda other: f"{NONCE} port ".encode(),
+    "a port that none is": lambda other: f"{NONCE} 99999999 ".encode(),
+    "a dead store": lambda other: f"{NONCE} {closed_port()} ".encode(),
+    "a dead store elsewhere": lambda other: f"{NONCE} {closed_port()} 127.0.0.2".encode(),
+    "another group's": lambda other: f"{NONCE} {other.port} 127.0.0.1".encode(),
+}
+
+
+@pytest.mark.parametrize("left", LEFT)
+def test_what_a_dead_attempt_left_is_passed_over(other: Any, left: str):
+    job = tcp_store()
+    job.set("home", LEFT[left](other))
+    meeting = Meeting(job)
+    homes = [HostedHome(meeting if rank else job, "home", rank, 2, "127.0.0.1") for rank in range(2)]
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(homes[1].session(3, title="save '/a'", timeout_s=60)[0]))
+    thread.start()
+    assert meeting.looked.wait(60)
+    assert found == []
+    mine = homes[0].session(3, title="save '/a'", timeout_s=60)[0]
+    thread.join()
+    mine.set("word", b"of rank 0")
+    assert found[0].get("word") == b"of rank 0"
+    assert not job.check(["home"])  # the last one to come in has removed it
+    assert not other.check([f"{NONCE}/here"])
+
+
+def test_a_rank_0_that_comes_too_late_is_told_and_in_step_again():
+    """Rank 1 has given up before there was any store; its next call tells rank 0, which still waits in the first session."""
+    job = tcp_store()
+    homes = [HostedHome(job, "home", rank, 2, "127.0.0.1") for rank in range(2)]
+    counters = [SessionCounter(), SessionCounter()]
+
+    def call(rank: int, subject: str, timeout_s: float = 60) -> str:
+        def comm_of(number: int) -> StoreComm:
+            store, ended = homes[rank].session(number, title=f"save '{subject}'", timeout_s=timeout_s)
+            return StoreComm(store, rank, 2, title=f"save '{subject}'", timeout_s=timeout_s, ended=ended)
+
+        try:
+            with _session(comm_of, counters[rank], counters[rank].take(), "save", subject) as comm:
+                return comm.broadcast(b"together" if rank == 0 else None).decode()
+        except PeerError as error:
+            return f"{error.ranks} {error}"
+
+    early = call(1, "/a", timeout_s=0.05)
+    assert early.startswith("(0,) save '/a': rank 0 did not arrive within 0.05 s")
+    said: list[str] = []
+    thread = threading.Thread(target=lambda: said.extend([call(0, "/a"), call(0, "/b")]))
+    thread.start()
+    assert call(1, "/b") == "together"
+    thread.join()
+    assert "rank 0 did not arrive within 0.05 s" in said[0]
+    assert said[1] == "together"
+
+
+def test_a_store_of_the_job_that_is_gone_is_a_named_error():
+    job = tcp_store()
+    client = dist.TCPStore("127.0.0.1", job.port, is_master=False, wait_for_workers=False)
+    del job
+    with pytest.raises(PeerError, match="save '/a': the job's key-value store does not answer"):
+        HostedHome(client, "home", 1, 2, "127.0.0.1").session(0, title="save '/a'", timeout_s=60)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\xff\xfe", b"{}", b"[1, 2]", b"null", b"7", b'["PeerError", "x", 1, [], []]', b"gather \0"]
+)
+def test_a_foreign_message_is_a_named_error(data: bytes):
+    with pytest.raises(PeerError, match="a message that is not of this session"):
+        Refusal.decode(data)
+    if data:
+        with pytest.raises(PeerError, match="a message that is not of this session"):
+            list(decode_frames(data))
+
+
+def test_a_process_that_was_killed_has_ended_also_before_anybody_has_asked_for_it():
+    with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as process:
+        store = dist.HashStore()
+        peers = Peers(store, 0, 3)
+        began = peers_module._began(process.pid)
+        store.append(peers._key, f"1:{process.pid}:{began} 2:{process.pid}:1 ".encode())
+        assert peers.ended() == {2}  # its number is another process's by now
+        process.kill()
+        while peers_module._began(process.pid):  # the signal is under way
+            pass
+        assert process.returncode is None
+        assert peers.ended() == {1, 2}
+    assert peers.ended() == {1, 2}
