@@ -16,7 +16,7 @@ from typing import Any
 
 from ...core.catalog.model import Catalog, ValueEntry
 from ...core.catalog.specs import Ints, ValueKind
-from ...errors import CheckpointError, CorruptError, UnsupportedError
+from ...errors import CheckpointError, CheckpointNotFound, CorruptError, UnsupportedError
 from ...format.torch_dtypes import dtype_code
 from ...format.values import encode_path, encode_value
 from ...storage import open_storage
@@ -74,7 +74,7 @@ def is_checkpoint(storage: Storage, *, of_run: bool = False) -> bool:
     """
     if storage.size(CONFIG_KEY) is None:
         if of_run and not any(True for _ in storage.list()):
-            raise CorruptError(f"{storage.url}: {LATEST_KEY} names it, and it is empty or not there; pass another iteration")
+            raise CheckpointNotFound(f"{storage.url}: is named by {LATEST_KEY}, but is not there; pass another iteration")
         return storage.size(COMMON_KEY) is not None and _refuse_unfinished(storage)
     try:
         config = json.loads(bytes(storage.read(CONFIG_KEY, limit=MAX_SMALL_BYTES)))
