@@ -26,6 +26,7 @@ from ..dcp.chunks import file_sizes, read_problem
 from ..dcp.chunks import locate as locate_chunks
 from ..dcp.metadata import MAX_METADATA_BYTES, METADATA_KEY, Extent, SavedTensor
 from ..protocol import Foreign, RawValue, locate
+from .integrity import read_integrity
 from .metadata import MegatronMetadata, read_metadata, unflattened
 from .names import COMMON_STATE, OPTIMIZER, common_path, is_bucket, link_of, object_path, tensor_name
 from .objects import read_object
@@ -48,8 +49,9 @@ def open_path(path: str) -> Foreign | None:
         if not is_checkpoint(storage, of_run=latest is not None):
             return None
         catalog, raw = read_folder(storage)
+        digests = read_integrity(storage)
         stack.pop_all()
-        return Foreign(storage, catalog, FORMAT, raw=raw)
+        return Foreign(storage, catalog, FORMAT, raw=raw, sha256=digests)
 
 
 def _latest(storage: Storage) -> str | None:

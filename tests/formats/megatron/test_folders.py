@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from reshard_ckpt import checkpoint
-from reshard_ckpt.errors import CheckpointNotFound, CorruptError, UnsupportedError
+from reshard_ckpt.errors import CheckpointNotFound, CorruptError, UnsupportedError, UsageError
 from reshard_ckpt.format.objects import Named
 from reshard_ckpt.formats.megatron.object_writer import object_bytes
 from reshard_ckpt.formats.megatron.objects import read_object
@@ -94,6 +94,20 @@ def test_values_stand_where_a_user_looks_for_them(folder: Unpacked, name: str) -
 def test_verify_and_diff_find_nothing_wrong(folder: Unpacked, name: str) -> None:
     assert checkpoint.verify(folder(name)).ok
     assert checkpoint.diff(folder(name), folder(name) / "iter_0000007").equal
+
+
+def test_sha256_is_proved_by_the_list_of_megatron(tmp_path: Path) -> None:
+    root = unpack("0.20.0-integrity", tmp_path)
+    report = checkpoint.verify(root, sha256=True)
+    assert (report.ok, report.bytes_unproved) == (True, 0)
+    path = root / "iter_0000007" / "__0_0.distcp"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    (problem,) = checkpoint.verify(root, sha256=True).problems
+    assert "__0_0.distcp has SHA-256" in problem
+    with pytest.raises(UsageError):
+        checkpoint.verify(unpack("0.20.0-dense", tmp_path), sha256=True)
 
 
 def test_buckets_open_under_their_own_keys(folder: Unpacked) -> None:
