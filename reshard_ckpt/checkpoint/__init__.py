@@ -11,6 +11,7 @@ from ..state.shards import PerRank
 from .comparing import Diff, diff
 from .converting import ConvertReport, convert
 from .inspecting import Inspection, inspect
+from .live import LiveReshard, reshard_live
 from .loading import load
 from .plotting import plot
 from .reading import catalog, read, timeline, verify, write_manifest
@@ -21,6 +22,7 @@ __all__ = [
     "ConvertReport",
     "Diff",
     "Inspection",
+    "LiveReshard",
     "LoadReport",
     "LoadedStep",
     "Manager",
@@ -40,6 +42,7 @@ __all__ = [
     "prepare",
     "read",
     "reshard",
+    "reshard_live",
     "save",
     "timeline",
     "verify",
