@@ -14,6 +14,7 @@ from .comparing import Diff, diff
 from .converting import ConvertReport, convert
 from .goodput import GoodputReport, goodput
 from .inspecting import Inspection, inspect
+from .live import LiveReshard, reshard_live
 from .loading import load
 from .plotting import plot
 from .reading import catalog, read, timeline, verify, write_manifest
@@ -26,6 +27,7 @@ __all__ = [
     "Diff",
     "GoodputReport",
     "Inspection",
+    "LiveReshard",
     "LoadReport",
     "LoadedStep",
     "Manager",
@@ -47,6 +49,7 @@ __all__ = [
     "prepare",
     "read",
     "reshard",
+    "reshard_live",
     "save",
     "timeline",
     "verify",
