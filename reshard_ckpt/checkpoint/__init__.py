@@ -15,6 +15,7 @@ from .comparing import Diff, diff
 from .converting import ConvertReport, convert
 from .goodput import GoodputReport, goodput
 from .inspecting import Inspection, inspect
+from .live import LiveReshard, reshard_live
 from .loading import load
 from .plotting import plot
 from .reading import catalog, read, timeline, verify, write_manifest
@@ -27,6 +28,7 @@ __all__ = [
     "Diff",
     "GoodputReport",
     "Inspection",
+    "LiveReshard",
     "LoadReport",
     "LoadedStep",
     "Manager",
@@ -49,6 +51,7 @@ __all__ = [
     "prepare",
     "read",
     "reshard",
+    "reshard_live",
     "save",
     "timeline",
     "verify",

@@ -21,8 +21,10 @@ from ..engine.resharding.reshard import Options
 from ..errors import UsageError
 from ..format.catalog import encode_catalog
 from ..format.checksums import digest128
+from ..format.objects import names_kept
 from ..formats.dcp import OPTIMIZER_FORMS, write_dcp
 from ..formats.destination import OutputFolder, new_file, new_folder
+from ..formats.megatron.write import write_megatron
 from ..formats.safetensors_writer import finished_files, lay_out, write_safetensors
 from ..formats.side_files import copy_side_files
 from ..formats.source import Path, Source, open_source
@@ -166,8 +168,8 @@ def convert(
         Where to write: a folder, or for ``to="torch"`` a file. It must not exist, or be an empty folder, unless `overwrite`.
     to
         ``"safetensors"``: a folder that Hugging Face's libraries load. ``"torch"``: one file that
-        ``torch.load(weights_only=True)`` reads. ``"dcp"``: a folder for ``torch.distributed.checkpoint``. ``"reshard"``: this
-        library's own.
+        ``torch.load(weights_only=True)`` reads. ``"dcp"``: a folder for ``torch.distributed.checkpoint``. ``"megatron"``: a
+        folder for Megatron-Core, of an iteration. ``"reshard"``: this library's own.
     max_shard_size
         Of a safetensors file: bytes, or text such as ``"5GB"`` or ``"4GiB"``. A larger tensor has a file of its own.
     optimizer
@@ -322,6 +324,15 @@ def _to_dcp(conversion: _Conversion, destination: _Destination, format_options: 
         return _Result(_keys(storage))
 
 
+def _to_megatron(conversion: _Conversion, destination: _Destination, format_options: _FormatOptions) -> _Result:
+    with names_kept():  # so that what Megatron's classes were in the source, they are in the result
+        opened = open_values(conversion.source.storage, conversion.saved, conversion.saved.value_names, verify=conversion.verify)
+        values = {name: value.plain for name, value in opened.items()}
+    with destination.folder() as output, LocalStorage(output.result) as storage:
+        write_megatron(storage, conversion.catalog, values, conversion.run_bytes)
+        return _Result(_keys(storage))
+
+
 def _to_reshard(conversion: _Conversion, destination: _Destination, format_options: _FormatOptions) -> _Result:
     saved, out = conversion.saved, conversion.catalog
     dtypes = {name: out.dtype(out.index(name)) for name in out.names}
@@ -336,4 +347,4 @@ def _keys(storage: LocalStorage) -> tuple[str, ...]:
     return tuple(key for key, _ in storage.list())
 
 
-_WRITERS = {"safetensors": _to_safetensors, "torch": _to_torch, "dcp": _to_dcp, "reshard": _to_reshard}
+_WRITERS = {"safetensors": _to_safetensors, "torch": _to_torch, "dcp": _to_dcp, "megatron": _to_megatron, "reshard": _to_reshard}

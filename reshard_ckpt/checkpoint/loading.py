@@ -189,14 +189,14 @@ def _load(
         target = prepare(saved, comm)
         ignored: tuple[str, ...] = ()
         if options.ignore:
-            ignored = (*_names(target), *saved.names, *saved.value_names)
-            target, saved = _without_ignored(target, options.ignore), without(saved, options.ignore)
+            ignored = (*wanted_names(target), *saved.names, *saved.value_names)
+            target, saved = without_ignored(target, options.ignore), without(saved, options.ignore)
         values = _plain_values(open_values(storage, saved, target.prefixes, verify=options.verify))
         resolved = resolve(saved, target.tensors, options)
         # Names below one that is wanted are wanted as well: some rank may have nothing there.
-        prefixes = _names(target) if only_wanted else target.prefixes
+        prefixes = wanted_names(target) if only_wanted else target.prefixes
         unfit = unreadable(saved, prefixes, strict=options.strict) + missing_values(saved, target.values) + target.check(values)
-        wanted = Wanted(() if only_wanted else prefixes, (*_names(target), *ignored), unfit, target.unplaced)
+        wanted = Wanted(() if only_wanted else prefixes, (*wanted_names(target), *ignored), unfit, target.unplaced)
         hints = (*source.hints(target.prefixes), *target.hints(values))
         verdict = vote(comm, saved, resolved, wanted, options, hints=hints)
         resolved = drop_refused(saved, resolved, verdict.refused)
@@ -225,11 +225,12 @@ def _load(
     return verdict.report.loaded(len(resolved.targets), resolved.plan.num_bytes, bytes_read, converted, saved_as), saved
 
 
-def _names(target: Target) -> tuple[str, ...]:
+def wanted_names(target: Target) -> tuple[str, ...]:
+    """List the values and tensors that a target wants."""
     return (*target.values, *(e.spec.name for e in target.tensors))
 
 
-def _without_ignored(target: Target, ignore: Sequence[str]) -> Target:
+def without_ignored(target: Target, ignore: Sequence[str]) -> Target:
     """Drop ignored names from the target; its `finish` treats them as not loaded."""
     ignored = [e.spec.name for e in target.tensors if matches(e.spec.name, ignore)]
     kept = set(ignored)

@@ -15,7 +15,8 @@ Dst = Annotated[
     str, typer.Argument(metavar="DST", help="Where to write: a folder, or for --to torch a file.", show_default=False)
 ]
 To = Annotated[
-    str, typer.Option("--to", metavar="FORMAT", help="safetensors (as Hugging Face lays it out), torch, dcp or reshard.")
+    str,
+    typer.Option("--to", metavar="FORMAT", help="safetensors (as Hugging Face lays it out), torch, dcp, megatron or reshard."),
 ]
 Optimizer = Annotated[
     str | None,

@@ -17,7 +17,9 @@ import datetime
 import io
 import pathlib
 import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum, Flag
 from types import ModuleType
@@ -28,6 +30,7 @@ from ..errors import CorruptError
 _DAY = "2000-01-01T00:00:00"
 _PATHS = (pathlib.PosixPath, pathlib.WindowsPath, pathlib.PurePosixPath, pathlib.PureWindowsPath)
 _NO_MEMBER = object()
+_KEEPS_NAMES: ContextVar[bool] = ContextVar("keeps_names", default=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +119,16 @@ def plain_key(key: Hashable) -> Hashable:
     return str(key) if type(key) in _PATHS else key
 
 
+@contextmanager
+def names_kept() -> Iterator[None]:
+    """Give objects that this program has no class of as `Named`, and not as their plain values, to who writes them again."""
+    token = _KEEPS_NAMES.set(True)
+    try:
+        yield
+    finally:
+        _KEEPS_NAMES.reset(token)
+
+
 def rebuilt(module: str, name: str, plain: Any) -> Any:
     """Make the object again, or give the plain value where this program has no such class, or the class no such member.
 
@@ -128,7 +141,9 @@ def rebuilt(module: str, name: str, plain: Any) -> Any:
     if kind is None:
         found = _imported(module, name)
         member = _member(found, plain) if isinstance(found, type) and issubclass(found, Enum) else _NO_MEMBER
-        return plain if member is _NO_MEMBER else member
+        if member is _NO_MEMBER:
+            return Named(module, name, plain) if _KEEPS_NAMES.get() else plain
+        return member
     try:
         made = _MAKE[kind](plain)
     except NotImplementedError:  # a path of another system

@@ -46,6 +46,8 @@ class Foreign:
         the problems of such a load.
     raw
         Values as they lie in the files, by the names that they were saved under; also those that the catalog cannot have.
+    sha256
+        The SHA-256 of files by their keys, where the format lists them.
     """
 
     storage: Storage
@@ -53,6 +55,7 @@ class Foreign:
     format: str
     advice: Mapping[str, str] = field(default_factory=dict)
     raw: Mapping[str, RawValue] = field(default_factory=dict)
+    sha256: Mapping[str, bytes] = field(default_factory=dict)
 
 
 class ForeignFormat(Protocol):

@@ -30,7 +30,7 @@ class Source:
     """A checkpoint to read from: where its bytes are, its catalog, and the name of its format.
 
     ``advice`` is what to do where a load of a foreign format does not fit, by the name below which it holds. ``raw`` are
-    values of a foreign format as they lie in its files.
+    values of a foreign format as they lie in its files. ``sha256`` are the digests of its files that it lists itself.
     """
 
     storage: Storage
@@ -38,6 +38,7 @@ class Source:
     format: str = NATIVE
     advice: Mapping[str, str] = field(default_factory=dict)
     raw: Mapping[str, RawValue] = field(default_factory=dict)
+    sha256: Mapping[str, bytes] = field(default_factory=dict)
 
     def hints(self, prefixes: Sequence[str]) -> tuple[str, ...]:
         """Return the advice that concerns what lies below these names."""
@@ -116,6 +117,6 @@ def _open_foreign(
         why = _unknown_file(url) if os.path.exists(url) and not os.path.isdir(url) else str(not_native)
         raise CheckpointNotFound(f"{why}. Looked for: {CATALOG_KEY} ({NATIVE}); {tried}") from None
     stack.enter_context(found.storage)
-    source = Source(found.storage, found.catalog, found.format, found.advice, found.raw)
+    source = Source(found.storage, found.catalog, found.format, found.advice, found.raw, found.sha256)
     # A foreign format has no digest of its metadata; what was made of them is the same wherever they are.
     return Identified(source, digest128(encode_catalog(replace(found.catalog, created_s=0.0))))

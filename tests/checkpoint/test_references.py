@@ -198,6 +198,14 @@ def test_nothing_replaced_goes_while_nobody_knows_what_refers_to_it(root: Path):
     assert len(list((root / "step_90").rglob("rank*"))) == before + 2
 
 
+def test_a_step_with_no_folder_above_it_is_replaced_as_ever():
+    for step in range(2):
+        checkpoint.save("memory://step_7", {"w": torch.arange(3) + step})
+    with open_storage("memory://step_7") as storage:
+        assert len(storage.folders()) == 1
+        storage.delete([key for key, _ in storage.list()])
+
+
 # --- compacting ---
 
 

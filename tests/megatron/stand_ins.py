@@ -213,7 +213,7 @@ class DistributedOptimizer:
     def __init__(self, params: list[torch.nn.Parameter], dp: int, at_dp: int, bucket: int, *, stepped: bool) -> None:
         self.optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))])
         self.gbuf_ranges = [{("p", "g"): [{"param_map": one} for one in _buckets(params, dp, at_dp, bucket)]}]
-        self._held: dict[torch.nn.Parameter, dict[str, torch.Tensor]] = {}
+        self.held: dict[torch.nn.Parameter, dict[str, torch.Tensor]] = {}
         self.step = 7 if stepped else 0
         self.loaded: Any = None
         if stepped:
@@ -223,26 +223,27 @@ class DistributedOptimizer:
         for bucket in self.gbuf_ranges[0]["p", "g"]:
             for param, ranges in bucket["param_map"].items():
                 run = ranges["param"]
-                self._held[param] = {key: torch.full((run.end - run.start,), -2.0) for key in ("param", "exp_avg", "exp_avg_sq")}
+                self.held[param] = {key: torch.full((run.end - run.start,), -2.0) for key in ("param", "exp_avg", "exp_avg_sq")}
 
     @property
     def config(self) -> None:
         return None
 
     def init_state_fn(self, inner: Any, config: Any) -> None:
-        self._allocate()
+        if not self.held:
+            self._allocate()
 
     def fill(self, model: Model) -> None:
         """Give masters and states the values of their places."""
-        for shard in (s for param in self._held for s in _shards_of_param(model, param)):
-            param = next(p for p in self._held if p.untyped_storage().data_ptr() == shard.data.untyped_storage().data_ptr())
+        for shard in (s for param in self.held for s in _shards_of_param(model, param)):
+            param = next(p for p in self.held if p.untyped_storage().data_ptr() == shard.data.untyped_storage().data_ptr())
             first = shard.data.storage_offset()
             self._each(param, first, shard, lambda own, values: own.copy_(values))
 
     def wrong(self, model: Model, kept: Callable[[torch.Tensor], torch.Tensor] = lambda ok: ok) -> list[str]:
         """List the states that have not the values of their places."""
         bad: list[str] = []
-        for param in self._held:
+        for param in self.held:
             for shard in _shards_of_param(model, param):
                 first = shard.data.storage_offset()
 
@@ -259,13 +260,18 @@ class DistributedOptimizer:
         """Call with this rank's part of a shard's state and the values that it should have."""
         ranges = next(b["param_map"][param] for b in self.gbuf_ranges[0]["p", "g"] if param in b["param_map"])
         low, high = max(first, ranges["param"].start), min(first + shard.data.numel(), ranges["param"].end)
-        for key, state in self._held[param].items():
+        for key, state in self.held[param].items():
             box = part(f"optimizer.state.{key}.{shard.key}", shard.global_shape, shard.global_offset, shard.local_global_shape())
             if low < high:
                 do(state[low - ranges["param"].start : high - ranges["param"].start], box.flatten()[low - first : high - first])
 
+    def runs_of(self, param: torch.nn.Parameter) -> list[tuple[slice, dict[str, torch.Tensor]]]:
+        """This rank's run of a parameter, if it has one, and the state of that."""
+        found = [b["param_map"][param]["param"] for b in self.gbuf_ranges[0]["p", "g"] if param in b["param_map"]]
+        return [(slice(run.start, run.end), self.held[param]) for run in found]
+
     def _get_main_param_and_optimizer_states(self, param: torch.nn.Parameter) -> dict[str, Any]:
-        return {**self._held[param], "step": torch.tensor(float(self.step))}
+        return {**self.held[param], "step": torch.tensor(float(self.step))}
 
     def state_dict(self) -> dict[str, Any]:
         return {"optimizer": {"param_groups": [{"lr": 0.5, "step": self.step}]}}

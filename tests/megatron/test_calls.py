@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from reshard_ckpt import checkpoint, megatron
+from reshard_ckpt.errors import MismatchError, UnsupportedError
+from reshard_ckpt.storage.local import LocalStorage
 from tests.launch import run_ranks
 from tests.megatron.stand_ins import (
+    DistributedOptimizer,
     Grid,
     LocalNonpersistentObject,
     ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+    StrictHandling,
     build,
     on_rank,
     optimizer_of,
@@ -109,3 +121,227 @@ def test_models_and_distributed_optimizers_load_over_changes_of_all_axes(tmp_pat
     assert saved["args.lr"] == 0.1
     assert saved["decoder.extra/shard_1_4"] == {"of": [1]}
     assert json.loads((tmp_path / "0" / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
+
+
+def _caught(call, *args: Any, **options: Any) -> str:
+    """Return the class and message of the error that a call raises."""
+    try:
+        call(*args, **options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _sharded(key: str, rank: int, **options: Any) -> ShardedTensor:
+    return ShardedTensor(key, part(key, (4, 3), (rank, 0), (1, 3)).clone(), (1, 3), (4, 3), (rank, 0), **options)
+
+
+def _failures(path: str) -> dict[str, Any]:
+    """Saves and loads that fail or warn, on two ranks; what each says there."""
+    rank, said = dist.get_rank(), {}
+    half = {"model": {"w": _sharded("w", rank)}}  # rows 2 and 3 are nobody's
+    said["undeclared"] = _caught(megatron.save, half, path)
+    said["no data"] = _caught(
+        megatron.save, {"w": _sharded("w", rank), "v": [ShardedTensor("v", None, (1,), (1,), (0,))][rank:]}, path
+    )
+    said["unknown strategy"] = _caught(megatron.save, half, path, sharded_strategy=object())
+    said["unknown mode"] = _caught(megatron.load, half, path, strict="all")
+    said["nothing there"] = os.path.exists(path) and os.listdir(path)
+
+    differing = torch.full((64, 3), float(rank))
+    replica = {
+        "w": ShardedTensor("w", differing, (64, 3), (64, 3), (0, 0), (0, 1 - rank)),
+        "same": ShardedTensor("same", torch.ones(3), (3,), (3,), (0,), rank),
+    }
+    said["replicas"] = _caught(megatron.save, replica, path, replicas="error")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        megatron.save(replica, path)
+    said["warned"] = [str(w.message) for w in caught if "replicas" in str(w.message)]
+    back = torch.zeros(64, 3)
+    megatron.load({"w": ShardedTensor("w", back, (64, 3), (64, 3), (0, 0), rank)}, path)
+    said["main"] = back.unique().tolist()  # rank 1 has the main one
+    megatron.async_save(replica, path).result()
+
+    wanted = {
+        "w": ShardedTensor("w", back, (64, 3), (64, 3), (0, 0)),
+        "more": _sharded("more", rank),
+        "list": [_sharded("more", rank)],
+    }
+    for mode in ("assume_ok_unexpected", "raise_unexpected", "raise_all"):
+        said[mode] = _caught(megatron.load, wanted, path, strict=mode)
+    out, missing, unexpected = megatron.load(wanted, path, strict=StrictHandling.RETURN_ALL)
+    said["returned"] = sorted(out), missing, unexpected
+    said["logged"] = sorted(megatron.load(wanted, path, strict=StrictHandling.LOG_ALL))
+    narrow = {"w": ShardedTensor("w", torch.zeros(64, 2), (64, 2), (64, 2), (0, 0))}
+    said["shape"] = _caught(megatron.load, narrow, path)
+    said["objects"] = _caught(megatron.load, {"o": ShardedObject("o", None, (1,), (0,))}, path)
+    return said
+
+
+def test_what_cannot_be_saved_or_loaded_is_named_on_every_rank(tmp_path):
+    warned: list[str] = []
+    for said in run_ranks(_failures, 2, str(tmp_path / "step")):
+        assert "LayoutError" in said["undeclared"]
+        assert "w: no rank holds" in said["undeclared"]
+        assert "UsageError" in said["no data"]
+        assert "v: this ShardedTensor has no data" in said["no data"]
+        assert "UnsupportedError" in said["unknown strategy"]
+        assert "UsageError" in said["unknown mode"]
+        assert not said["nothing there"]
+        assert "LayoutError" in said["replicas"]
+        assert "w: replicas differ" in said["replicas"]
+        assert said["main"] == [1.0]
+        warned.extend(said["warned"])
+        assert "more: not in the checkpoint" in said["assume_ok_unexpected"]
+        assert "more: not in the checkpoint" in said["raise_unexpected"]
+        assert "same: in the checkpoint" not in said["raise_unexpected"]
+        assert "same: in the checkpoint, but in no rank's tree" in said["raise_all"]
+        assert said["returned"] == (["w"], {"same"}, {"more"})
+        assert said["logged"] == ["w"]
+        assert "saved with global shape (64, 3), wanted (64, 2)" in said["shape"]
+        assert "o/shard_0_1: not in the checkpoint" in said["objects"]
+    assert len(warned) == 1
+    assert "w: replicas differ between ranks; the main replica of each is saved whole" in warned[0]
+
+
+def _vocabularies(path: str) -> list[str]:
+    """Save a padded vocabulary, and load it into larger and smaller ones of other layouts."""
+    rank, wrong = dist.get_rank(), []
+    _save(path, Grid(0, tp=2, dp=2, vocabulary=8))
+    for grid in (Grid(0, tp=4, vocabulary=12), Grid(0, dp=4, vocabulary=10, bucket=30), Grid(0, tp=2, pp=2, vocabulary=6)):
+        model = build(on_rank(grid, rank), filled=False)
+        optimizer = optimizer_of(model, stepped=False)
+        megatron.load({"model": model.sharded_state_dict(), "optimizer": optimizer}, path)
+        for name, sharded in model.sharded.items():
+            if name == "embedding":
+                first, rows = sharded.global_offset[0], sharded.local_shape[0]
+                if not torch.equal(sharded.data, _padded("embedding", first, rows)):
+                    wrong.append(f"{grid}: {sharded.data.tolist()}")
+                for one in optimizer.chained_optimizers:
+                    for run, states in one.runs_of(sharded.data):
+                        for key, state in states.items():
+                            saved = _padded(f"optimizer.state.{key}.embedding", first, rows).flatten()[run]
+                            if not torch.equal(state, saved):
+                                wrong.append(f"{grid} {key}: {state.tolist()}")
+    return wrong
+
+
+def _padded(key: str, first: int, rows: int) -> torch.Tensor:
+    """Rows of a saved vocabulary of 8, and zeros after it."""
+    full = torch.zeros(64, 4)
+    full[:8] = whole(key, (8, 4))
+    return full[first : first + rows]
+
+
+def test_a_vocabulary_padded_otherwise_keeps_what_was_saved_and_is_zero_beyond(tmp_path):
+    assert run_ranks(_vocabularies, 4, str(tmp_path)) == [[]] * 4
+
+
+@contextmanager
+def counted_reads() -> Iterator[list[int]]:
+    """Collect the bytes of every read from storage."""
+    read, own = [], LocalStorage.read_into
+
+    def counting(self: LocalStorage, key: str, offset: int, buffers: Any) -> None:
+        read.append(sum(len(buffer) for buffer in buffers))
+        own(self, key, offset, buffers)
+
+    LocalStorage.read_into = counting
+    try:
+        yield read
+    finally:
+        LocalStorage.read_into = own
+
+
+def _counted(root: str) -> tuple[list[int], int, int, int]:
+    """Save and load; the bytes that each rank wrote, all of the tensors, what this rank wants and what it read."""
+    rank = dist.get_rank()
+    data = torch.arange(1 << 20, dtype=torch.float32)
+    tree = {"w": ShardedTensor("w", data, tuple(data.shape), tuple(data.shape), (0,), (0, 0, rank))}
+    megatron.save(tree, root)
+    files = checkpoint.catalog(root).files
+    written = [sum(file.size for file in files if file.rank == r) for r in range(4)]
+    own = ShardedTensor("w", torch.zeros(1 << 18), (1 << 18,), tuple(data.shape), (rank << 18,))
+    with counted_reads() as read:
+        megatron.load({"w": own}, root)
+    assert torch.equal(own.data, data[rank << 18 : (rank + 1) << 18])
+    return written, data.nbytes, own.data.nbytes, sum(read)
+
+
+def test_ranks_share_the_writing_and_read_what_they_want(tmp_path):
+    for written, total, wanted, read in run_ranks(_counted, 4, str(tmp_path)):
+        assert max(written) <= 1.1 * total / 4 + 4096
+        assert read <= 1.2 * wanted + (1 << 20)
+
+
+def test_a_factory_that_rearranges_is_refused_in_an_optimizer_and_saved_in_a_model():
+    param = torch.nn.Parameter(torch.arange(6.0).view(2, 3))
+
+    def build_fn(key: str, data: torch.Tensor, replica_id: Any, flattened_range: Any) -> Any:
+        turned = data.t().contiguous()
+        return ShardedTensor(key, turned, (3, 2), (3, 2), (0, 0), replica_id)
+
+    model = {"w": ShardedTensorFactory("w", param, build_fn, lambda loaded: loaded.t())}
+    megatron.save(model, "memory://turned")
+    assert torch.equal(checkpoint.read("memory://turned")["w"], param.detach().t())
+    assert torch.equal(megatron.load(model, "memory://turned")["w"], param)
+    optimizer = DistributedOptimizer([param], 1, 0, 100, stepped=True)
+    with pytest.raises(UnsupportedError, match=r"optimizer\.state\.param\.w: the factory of this parameter rearranges"):
+        megatron.save({**model, "optimizer": optimizer}, "memory://refused")
+
+
+def test_a_factory_that_copies_what_it_cuts_is_understood():
+    param = torch.nn.Parameter(whole("w", (4, 3)).clone())
+
+    def build_fn(key: str, data: torch.Tensor, replica_id: Any, flattened_range: Any) -> Any:
+        return {
+            str(i): ShardedTensor(f"{key}.{i}", half.clone(), (2, 3), (2, 3), (0, 0), replica_id)
+            for i, half in enumerate(data.chunk(2))
+        }
+
+    model = {"w": ShardedTensorFactory("w", param, build_fn, lambda loaded: torch.cat([loaded["0"], loaded["1"]]))}
+    optimizer = DistributedOptimizer([param], 1, 0, 100, stepped=True)
+    for states in optimizer.held.values():
+        for key, state in states.items():
+            state.copy_(whole(key, (12,)))
+    megatron.save({**model, "optimizer": optimizer}, "memory://copied")
+    saved = checkpoint.read("memory://copied")
+    assert torch.equal(torch.cat([saved["w.0"], saved["w.1"]]), param.detach())
+    halves = [saved[f"optimizer.state.exp_avg.w.{i}"] for i in range(2)]
+    assert torch.equal(torch.cat(halves), whole("exp_avg", (12,)).view(4, 3))
+
+
+def test_state_for_which_an_optimizer_has_no_place_is_not_passed_over():
+    param = torch.nn.Parameter(torch.zeros(4))
+    tree = {"w": ShardedTensor("w", param, (4,), (4,), (0,))}
+    optimizer = DistributedOptimizer([param], 1, 0, 100, stepped=True)
+    megatron.save({**tree, "optimizer": optimizer}, "memory://stateful")
+    for states in optimizer.held.values():
+        del states["exp_avg"]
+    with pytest.raises(
+        MismatchError, match=r"optimizer\.state\.exp_avg\.w: in the checkpoint, but this optimizer has no such state"
+    ):
+        megatron.load({**tree, "optimizer": optimizer}, "memory://stateful")
+
+
+def test_flattened_ranges_old_keys_and_buffers_of_bytes():
+    data = torch.arange(12.0)
+    old = {
+        "flat": [
+            ShardedTensor("chained_0.optimizer.state.fp32_param.w", data[5:], (2, 6), (2, 6), (0, 0), 0, 0, False, slice(5, 12))
+        ],
+        "first": ShardedTensor("optimizer.state.param.w", data[:5], (2, 6), (2, 6), (0, 0), 0, 0, False, slice(0, 5)),
+        "none": ShardedTensor("w", data[:0], (2,), (2,), (0,), 0, 0, False, slice(0, 0)),
+        "extra": ShardedObject("extra", io.BytesIO(b"state"), (1,), (0,)),
+        "local": LocalNonpersistentObject({"kept": 1}),
+    }
+    megatron.save(old, "memory://old")
+    saved = checkpoint.read("memory://old")
+    assert torch.equal(saved["optimizer.state.param.w"], data.view(2, 6))
+    new = ShardedTensor("optimizer.state.fp32_param.w", None, (2, 3), (2, 6), (0, 3))
+    out = megatron.load({"w": new, "extra": old["extra"], "local": LocalNonpersistentObject([2])}, "memory://old")
+    assert torch.equal(out["w"], data.view(2, 6)[:, 3:])
+    assert out["extra"].read() == b"state"
+    assert out["local"] == [2]
+    assert megatron.load_common_state_dict("memory://old") == {}

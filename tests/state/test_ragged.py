@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 
@@ -21,6 +21,7 @@ from reshard_ckpt.state.dtensor import _layout
 from reshard_ckpt.state.layouts import Layout
 from reshard_ckpt.storage import open_storage
 from reshard_ckpt.storage.protocol import Storage
+from tests.examples import examples
 from tests.jobs import Tensors, load_job, save_job
 from tests.layouts import addresses, layouts, spec_of, values_of
 from tests.ragged import Ragged, StridedRagged, cut, splits
@@ -132,7 +133,7 @@ def fresh(name: str) -> Storage:
     return storage
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(st.data(), st.sampled_from([(8,), (6, 4), (4, 6), (2, 3, 4), (4, 2, 1, 3)]))
 def test_ragged_tensors_load_onto_each_other_and_onto_any_layout(data: st.DataObject, shape: Ints) -> None:
     src, dst = data.draw(ragged_layouts(shape)), data.draw(ragged_layouts(shape))
@@ -153,7 +154,7 @@ def test_ragged_tensors_load_onto_each_other_and_onto_any_layout(data: st.DataOb
         assert all(memory[place] == whole[x] for piece in spec.pieces for place, x in addresses(piece))
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(st.data(), st.sampled_from([{"fsdp": 4, "tp": 2}, {"fsdp": 3}, {"fsdp": 2, "tp": 2}, {"tp": 2}, {"fsdp": 5, "tp": 1}]))
 def test_an_offline_reshard_keeps_units_whole_and_every_value(data: st.DataObject, mesh: dict[str, int]) -> None:
     shape = (4, 6)

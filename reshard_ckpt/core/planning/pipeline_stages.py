@@ -42,6 +42,7 @@ def stages_of(
     boundaries: Sequence[int] | None = None,
     saved: Mapping[str, Ints],
     saved_stages: int,
+    stacked: bool = False,
 ) -> dict[str, Ints]:
     """The stages that hold each tensor.
 
@@ -51,6 +52,8 @@ def stages_of(
         The first layer of each stage but the first.
     saved
         The stages of tensors whose checkpoint knows them, of `saved_stages` in all.
+    stacked
+        Whether other tensors have the layers, stacked along a dim: then it is no error that these have none.
 
     Raises
     ------
@@ -75,7 +78,7 @@ def stages_of(
         if len(layers) >= num_stages
         for layer, stage in _divide(stack, sorted(layers), num_stages, boundaries)
     }
-    if num_stages > 1 and not stage_of:
+    if num_stages > 1 and not stage_of and not stacked:
         raise UsageError(
             f"no stack of at least {num_stages} numbered layers is found in the names, so nothing tells what {num_stages} "
             "pipeline stages hold; place tensors with rules, as in {'model.block0.*': {'pp': 'resident(0)'}}"

@@ -265,3 +265,51 @@ def _placements(
     aliases = np.flatnonzero(tables.alias >= 0)
     number[aliases] = number[tables.alias[aliases]]
     return tuple(table), number
+
+
+@dataclass(frozen=True, slots=True)
+class Holders:
+    """Who holds what: distinct runs that tile every tensor, in order of tensor, box and start; and who holds each.
+
+    Entry i of the holders, which is row ``local`` of its ``rank``, holds run ``run``. Of a buffer under DDP, the lowest rank's
+    alone counts.
+    """
+
+    tables: MergedTables
+    boxes: MergedBoxes
+    tensor: I64
+    box: I64
+    start: I64
+    count: I64
+    run: I64
+    rank: I64
+    local: I64
+
+
+def find_holders(job_metadata: JobMetadata, name_own: NameOwn) -> Holders:
+    """Find who holds what of the tensors of all ranks.
+
+    Raises
+    ------
+    LayoutError
+        Ranks disagree about a tensor, or its shards overlap or leave a region uncovered.
+    """
+    tables, boxes, merged = merge_metadata(job_metadata, name_own)
+    rows = _cut_rows(merged)
+    runs = _distinct_runs(rows)
+    _check_tiling(tables, boxes, rows, runs)
+    first = np.zeros(len(runs.holder), bool)
+    first[runs.begin[:-1]] = True
+    run = runs.of_row[runs.holder]
+    chosen = runs.holder[first | (runs.replication[run] != Replication.BUFFER)]
+    return Holders(
+        tables=tables,
+        boxes=boxes,
+        tensor=runs.tensor,
+        box=runs.box,
+        start=runs.start,
+        count=runs.count,
+        run=runs.of_row[chosen],
+        rank=rows.rank[chosen],
+        local=rows.local[chosen],
+    )

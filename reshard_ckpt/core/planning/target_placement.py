@@ -3,7 +3,8 @@
 For each tensor and each axis of the new mesh, the first of these that says something counts:
 
 1. a rule for the tensor, or, for an optimizer's state of its parameter's shape, a rule for the parameter;
-2. on ``pp``: the stage (`stages`); on ``ep``, for ``experts.3.…``: the experts divided evenly;
+2. on ``pp``: the stage (`stages`); on ``ep``, for ``experts.3.…``: the experts divided evenly; of layers or experts that are
+   stacked in one tensor (`stacked`): their dim, cut evenly;
 3. the catalog: what was sharded along a dim, replicated or flat on an axis stays so, on the new size of the axis. Whole tensors
    that were divided over an axis (as ZeRO does) are divided anew: as one vector if any of them was cut, else by size;
 4. replicated: so is everything on an axis that the checkpoint does not know. What an axis cut that the new mesh does not have, is
@@ -29,6 +30,7 @@ from .experts import experts_of, spread
 from .pipeline_stages import stages_of
 from .placement_rules import Rule, first_saying, unmatched
 from .saved_rows import SavedRows
+from .stacked import expert_dim, layer_dim
 
 PIPELINE = "pp"
 EXPERTS = "ep"
@@ -152,7 +154,8 @@ class _Placer:
         """Stages of parameters; an optimizer's state follows its parameter, and tied tensors each other."""
         if size == 1:
             return {}
-        ruled = {name for name in self.names if self._ruled(name, PIPELINE) is not None}
+        stacked = {name for name in self.names if self._stacked_dim(name, PIPELINE) is not None}
+        ruled = stacked | {name for name in self.names if self._ruled(name, PIPELINE) is not None}
         owner = {name: self.links[name].parameter or self.links[name].fqn for name in self.names if name not in ruled}
         known: dict[str, Ints] = {}
         for name in sorted(owner, key=lambda n: n != owner[n]):  # parameters speak for themselves
@@ -162,7 +165,8 @@ class _Placer:
         distinct = list(dict.fromkeys(owner.values()))
         if not distinct:
             return {}
-        stages = stages_of(distinct, size, boundaries=self.topology.boundaries, saved=known, saved_stages=saved_size)
+        boundaries = self.topology.boundaries
+        stages = stages_of(distinct, size, boundaries=boundaries, saved=known, saved_stages=saved_size, stacked=bool(stacked))
         together: dict[object, set[int]] = {}
         for param in distinct:
             together.setdefault(self._shared(param), set()).update(stages[param])
@@ -216,10 +220,31 @@ class _Placer:
         said = self._ruled(name, axis)
         if said is not None:
             return self._checked(name, said, ndim)
+        if size > 1 and (dim := self._stacked_dim(name, axis)) is not None:
+            return self._cut_stack(name, axis, dim, size)
         if axis in self.by_name and name in self.by_name[axis]:
             return _resident(axis, self.by_name[axis][name], size)
         saved = self._saved_on(name, axis)
         return AxisPlacement(axis, "replicate") if saved is None or axis == PIPELINE else saved
+
+    def _stacked_dim(self, name: str, axis: str) -> int | None:
+        """The dim that an axis cuts because layers, or experts, are stacked along it, in a parameter or state of its shape."""
+        parameter = self._parameter_of_same_shape(name)
+        if axis not in _GIVEN_BY_NAMES or (parameter is None and self.links[name].optimizer):
+            return None
+        dim = (layer_dim if axis == PIPELINE else expert_dim)(parameter or name)
+        return dim if dim is not None and dim < len(self.shapes[name]) else None
+
+    def _cut_stack(self, name: str, axis: str, dim: int, size: int) -> AxisPlacement:
+        num, what = self.shapes[name][dim], "layers" if axis == PIPELINE else "experts"
+        boundaries = self.topology.boundaries if axis == PIPELINE else None
+        if num % size or boundaries not in (None, tuple(num // size * stage for stage in range(1, size))):
+            raise UsageError(
+                f"{name}: has {num} {what} stacked along dim {dim}, which {axis}={size} does not cut evenly"
+                f"{'' if boundaries is None else f' at stages={list(boundaries)}'}; pass another size, or a rule that "
+                f"replicates it: {{'{name}': {{'{axis}': 'replicate'}}}}"
+            )
+        return AxisPlacement(axis, "shard", dim)
 
     def _saved_on(self, name: str, axis: str) -> AxisPlacement | None:
         """What the catalog says of a tensor on an axis; for state of which it says nothing of its own, its parameter's."""

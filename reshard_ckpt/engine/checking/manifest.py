@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from ...core.catalog.model import Catalog
@@ -54,7 +54,14 @@ def check_manifest(
     expected = _keys(catalog)
     yield from (f"{where}: does not list {name}, which the catalog refers to" for name in expected if name not in listed)
     yield from (f"{where}: lists {name!r}, which the catalog does not refer to" for name in sorted({*listed} - {*expected}))
-    for name, found in _hashes(storage, [name for name in expected if name in listed], "sha256", workers, report):
+    yield from check_listed(storage, {name: listed[name] for name in expected if name in listed}, workers=workers, report=report)
+
+
+def check_listed(
+    storage: Storage, listed: Mapping[str, bytes], *, workers: int | None = None, report: OnProgress = silent
+) -> Iterator[str]:
+    """Yield a line for each file that is not there, or has another SHA-256 than is listed."""
+    for name, found in _hashes(storage, list(listed), "sha256", workers, report):
         if isinstance(found, CheckpointError):
             yield str(found)
         elif found != listed[name]:

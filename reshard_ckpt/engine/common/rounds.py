@@ -79,6 +79,11 @@ class _Message:
 class Rounds:
     """The rounds of one exchange on one rank.
 
+    Parameters
+    ----------
+    buffers
+        Those of an earlier exchange, to be used again.
+
     Attributes
     ----------
     failure

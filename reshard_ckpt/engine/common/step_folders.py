@@ -114,8 +114,8 @@ def referred_by_others(storage: Storage) -> frozenset[str]:
     CorruptError
         The catalog of another step is damaged, so nobody knows to what it refers.
     """
-    name = storage.url.rpartition("/")[2]
-    if not _STEP.fullmatch(name):
+    above, _, name = storage.url.rpartition("/")
+    if not _STEP.fullmatch(name) or above.endswith(":/"):  # memory://step_1 has nothing above it
         return frozenset()
     with open_beside(storage, "..", f"{name}/{CATALOG_KEY}") as root:
         others = [step for step in find_steps(root)[0] if step_name(step) != name]

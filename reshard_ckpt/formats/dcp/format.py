@@ -14,8 +14,8 @@ class DcpFormat:
     """Folders of ``torch.distributed.checkpoint``, as one of `FORMATS`."""
 
     as_saved: bool = False
-    """Name things as this library would have named them in the state that was passed to DCP. By default, a model at the top gets the
-    key ``model``, and the groups of any optimizer become one value by FQN."""
+    """Name things as this library would have named them in the state that was passed to DCP. By default, a model at the top gets
+    the key ``model``, and the groups of any optimizer become one value by FQN."""
     name: str = "dcp"
     looks_for: str = "a folder of torch.distributed.checkpoint, which has a .metadata file, or __0.metadata"
 

@@ -6,6 +6,7 @@ none of torch's classes need exist here.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,14 @@ class Instance:
     """An instance of a class, with its state: a dict of its fields, or what its own method takes."""
 
     kind: Global
+    state: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """What a function returns, which is then given a state."""
+
+    made: FunctionCall
     state: Any
 
 
@@ -73,6 +82,8 @@ class _Emitter:
                 self.out += b"\x88" if value else b"\x89"
             case int():
                 self._number(value)
+            case float():
+                self.out += b"G" + struct.pack(">d", value)
             case str() | Global():
                 self._shared(value)
             case tuple():
@@ -88,6 +99,8 @@ class _Emitter:
             case Instance(kind, state):
                 self._sequence(b"", (kind,), b")\x81")
                 self._sequence(b"", (state,), b"b")
+            case Built(made, state):
+                self._sequence(b"", (made, state), b"b")
             case PersistentId(identity):
                 self._sequence(b"", (identity,), b"Q")
             case _:

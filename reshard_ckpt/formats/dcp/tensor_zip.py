@@ -44,15 +44,20 @@ class _Member:
 
 def tensor_pickle(dtype: torch.dtype, shape: Ints) -> bytes:
     """Return the pickle of a contiguous tensor whose storage is member ``data/0``."""
+    return pickled(tensor_parts(dtype, shape, "0"))
+
+
+def tensor_parts(dtype: torch.dtype, shape: Ints, key: str) -> FunctionCall:
+    """Describe a contiguous tensor whose storage is member ``data/<key>``, as a part of a pickle."""
     typed, count = _STORAGE_NAMES.get(dtype), prod(shape)
     kind = Global("torch.storage", "UntypedStorage") if typed is None else Global("torch", typed)
-    storage = PersistentId(("storage", kind, "0", "cpu", count * dtype.itemsize if typed is None else count))
+    storage = PersistentId(("storage", kind, key, "cpu", count * dtype.itemsize if typed is None else count))
     hooks = FunctionCall(Global("collections", "OrderedDict"), ())
     view = (storage, 0, shape, row_major_strides(shape), False, hooks)
     if typed is not None:
-        return pickled(FunctionCall(Global("torch._utils", "_rebuild_tensor_v2"), view))
+        return FunctionCall(Global("torch._utils", "_rebuild_tensor_v2"), view)
     name = Global("torch", str(dtype).removeprefix("torch."))
-    return pickled(FunctionCall(Global("torch._utils", "_rebuild_tensor_v3"), (*view, name)))
+    return FunctionCall(Global("torch._utils", "_rebuild_tensor_v3"), (*view, name))
 
 
 class Archive:

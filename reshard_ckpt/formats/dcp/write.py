@@ -93,9 +93,23 @@ def write_dcp(
     if there:
         raise UsageError(f"{storage.url}: has {len(there)} files ({there[0]}, …); a folder of DCP is written into an empty one")
     layout = lay_out(catalog, values, optimizer)
+    write_folder(storage, catalog, layout, bytes_of, _torch_saved, chunk_bytes=chunk_bytes, file_bytes=file_bytes)
+
+
+def write_folder(
+    storage: Storage,
+    catalog: Catalog,
+    layout: FolderLayout,
+    bytes_of: BytesOf,
+    encoded: Callable[[Any], bytes],
+    *,
+    chunk_bytes: int = CHUNK_BYTES,
+    file_bytes: int = FILE_BYTES,
+) -> None:
+    """Write a folder of this layout; `encoded` makes the bytes of a value."""
     out = _Files(storage, file_bytes)
     try:
-        places = _write_values(out, layout.values)
+        places = _write_values(out, layout.values, encoded)
         tensors = _write_tensors(out, catalog, layout, bytes_of, chunk_bytes)
         out.finish()
         storage.sync(out.keys)
@@ -142,14 +156,18 @@ class _Files:
             self.writer.abort()
 
 
-def _write_values(out: _Files, values: Mapping[str, Any]) -> dict[str, Extent]:
+def _torch_saved(value: Any) -> bytes:
+    data = io.BytesIO()
+    torch.save(value, data)
+    return data.getvalue()
+
+
+def _write_values(out: _Files, values: Mapping[str, Any], encoded: Callable[[Any], bytes]) -> dict[str, Extent]:
     places: dict[str, Extent] = {}
     for name, value in values.items():
-        data = io.BytesIO()
-        torch.save(value, data)
         out.begin()
         begin = out.size
-        out.write(data.getvalue())
+        out.write(encoded(value))
         places[name] = out.extent_since(begin)
     return places
 

@@ -24,6 +24,7 @@ from ...errors import CorruptError, UnsupportedError
 from ...format.objects import Named
 from ...format.value_decode import NUMPY_DTYPE
 from ..dcp.heads import TENSOR_TABLE, SavedStorage, TensorView, stored_at
+from ..dcp.metadata import SIZE
 from ..dcp.pickle_reader import PicklingError, StandInClass, StandInFunction, StandInObject, Table, read_pickle
 
 MAX_DEPTH = 60
@@ -35,6 +36,11 @@ _ENUMS = re.compile(r"(megatron|transformer_engine|nvidia_resiliency_ext|nemo|to
 """Modules of which a name may be called with one value, as members of enums are pickled; nothing is called, only noted."""
 
 _BYTES_PER_NODE, _MIN_NODES = 1, 1 << 12
+
+
+def may_be_called(module: str) -> bool:
+    """Return whether a pickle may call a name of this module with one value, as it does for a member of an enum."""
+    return _ENUMS.fullmatch(module) is not None
 
 
 def read_object(data: bytes, name: str) -> Any:
@@ -114,6 +120,7 @@ _CALLED: Mapping[tuple[str, str], Any] = {
     ("collections", "deque"): StandInFunction("deque", _instance("deque")),
     ("numpy", "dtype"): StandInFunction("numpy.dtype", _instance("numpy.dtype")),
     ("numpy", "ndarray"): StandInFunction("numpy.ndarray", _instance("numpy.ndarray")),
+    ("torch", "Size"): StandInFunction("torch.Size", lambda *values: torch.Size(SIZE.make(*values))),
     ("torch", "device"): StandInFunction("torch.device", _instance("torch.device")),
 }
 for _module in ("numpy.core.multiarray", "numpy._core.multiarray"):
@@ -133,7 +140,7 @@ class _Globals(dict[tuple[str, str], Any]):
             found = _TABLE[key]
         else:
             module, name = key
-            found = StandInClass(f"{module}:{name}", _instance(f"{module}:{name}") if _ENUMS.fullmatch(module) else _refused(key))
+            found = StandInClass(f"{module}:{name}", _instance(f"{module}:{name}") if may_be_called(module) else _refused(key))
         self[key] = found
         return found
 
@@ -166,6 +173,8 @@ class _Plain:
             return {self.of(key, depth - 1): self.of(item, depth - 1) for key, item in value.items()}
         if isinstance(value, list):
             return [self.of(item, depth - 1) for item in value]
+        if isinstance(value, torch.Size):
+            return value
         if isinstance(value, tuple):
             return tuple(self.of(item, depth - 1) for item in value)
         if isinstance(value, SavedStorage):

@@ -16,7 +16,7 @@ from typing import Any
 
 from ...core.catalog.model import Catalog, ValueEntry
 from ...core.catalog.specs import Ints, ValueKind
-from ...errors import CheckpointError, CorruptError, UnsupportedError
+from ...errors import CheckpointError, CheckpointNotFound, CorruptError, UnsupportedError
 from ...format.torch_dtypes import dtype_code
 from ...format.values import encode_path, encode_value
 from ...storage import open_storage
@@ -26,6 +26,7 @@ from ..dcp.chunks import file_sizes, read_problem
 from ..dcp.chunks import locate as locate_chunks
 from ..dcp.metadata import MAX_METADATA_BYTES, METADATA_KEY, Extent, SavedTensor
 from ..protocol import Foreign, RawValue, locate
+from .integrity import read_integrity
 from .metadata import MegatronMetadata, read_metadata, unflattened
 from .names import COMMON_STATE, OPTIMIZER, common_path, is_bucket, link_of, object_path, tensor_name
 from .objects import read_object
@@ -48,8 +49,9 @@ def open_path(path: str) -> Foreign | None:
         if not is_checkpoint(storage, of_run=latest is not None):
             return None
         catalog, raw = read_folder(storage)
+        digests = read_integrity(storage)
         stack.pop_all()
-        return Foreign(storage, catalog, FORMAT, raw=raw)
+        return Foreign(storage, catalog, FORMAT, raw=raw, sha256=digests)
 
 
 def _latest(storage: Storage) -> str | None:
@@ -74,7 +76,7 @@ def is_checkpoint(storage: Storage, *, of_run: bool = False) -> bool:
     """
     if storage.size(CONFIG_KEY) is None:
         if of_run and not any(True for _ in storage.list()):
-            raise CorruptError(f"{storage.url}: {LATEST_KEY} names it, and it is empty or not there; pass another iteration")
+            raise CheckpointNotFound(f"{storage.url}: is named by {LATEST_KEY}, but is not there; pass another iteration")
         return storage.size(COMMON_KEY) is not None and _refuse_unfinished(storage)
     try:
         config = json.loads(bytes(storage.read(CONFIG_KEY, limit=MAX_SMALL_BYTES)))

@@ -12,36 +12,41 @@ A parameter is matched with what the tree says of it by identity: a `ShardedTens
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 
+from ...core.catalog.model import Catalog
 from ...errors import UnsupportedError, UsageError
 from .runs import Entry, is_factory, is_sharded_tensor, run_entries
 from .tree import (
     NOTHING,
+    Instead,
     Loaded,
     Node,
     ObjectLeaf,
     _Leaf,
+    child_of,
     common_of,
     copied,
     entries_of,
+    leaves,
     loaded_of,
     lower,
     merged,
     objects_of,
-    problems_of,
 )
 
 STATE = "optimizer.state"
 SHARDING = "fully_reshardable"
 """What Megatron calls state by parameter, in the parameters' own shapes."""
 
+_MASTER = f"{STATE}.param."
 _IN_FULL = "param_state"
+_EXPERT = "is_expert_parallel"
 
 
 def is_optimizer(value: object) -> bool:
@@ -85,14 +90,15 @@ def _leaves(tree: Any) -> Iterator[Any]:
 
 def _lower_optimizer(optimizer: Any, tree: Any, parameters: Mapping[int, Any], loading: bool) -> Node:
     chained = getattr(optimizer, "chained_optimizers", None)
-    if chained is not None and (len(chained) == 1 or any(hasattr(one, "gbuf_ranges") for one in chained)):
-        nodes = [_lower_optimizer(one, tree, parameters, loading) for one in chained]
-        return nodes[0] if len(nodes) == 1 else dict(enumerate(nodes))
-    if getattr(optimizer, "is_stub_optimizer", False) or (chained is not None and not chained):
+    parts = [one for one in ([optimizer] if chained is None else chained) if not getattr(one, "is_stub_optimizer", False)]
+    if not parts:
         return {}  # this rank trains nothing
-    if hasattr(optimizer, "gbuf_ranges"):
-        return DistributedLeaf(optimizer, parameters, loading)
-    if getattr(getattr(optimizer, "ddp_config", None), "use_megatron_fsdp", False):
+    if all(hasattr(one, "gbuf_ranges") for one in parts):
+        leaves_of = tuple(DistributedLeaf(one, parameters, loading) for one in parts)
+        return leaves_of[0] if chained is None else ChainLeaf(leaves_of)
+    if len(parts) == 1 and parts[0] is not optimizer:
+        return _lower_optimizer(parts[0], tree, parameters, loading)
+    if any(getattr(getattr(one, "ddp_config", None), "use_megatron_fsdp", False) for one in parts):
         raise UnsupportedError(
             f"{type(optimizer).__name__}: an optimizer of Megatron-FSDP holds DTensors; save its state_dict() with "
             "reshard_ckpt.dcp.save"
@@ -118,7 +124,7 @@ class WholeLeaf(_Leaf):
         return common_of(self.tree)
 
     def problems(self, common: Any, at: str) -> list[str]:
-        return problems_of(self.tree, common, at) if isinstance(common, dict) else [_lacking(at)]
+        return [_lacking(name) for name in _unsaved(self.tree, common, at)]
 
     def loaded(self, common: Any, loaded: Loaded) -> Any:
         found = loaded_of(self.tree, common, loaded)
@@ -143,11 +149,10 @@ class DistributedLeaf(_Leaf):
         return [(p, start, _tensors(self.optimizer._get_main_param_and_optimizer_states(p))) for p, start in runs]
 
     def _make_state(self) -> None:
-        """Have an optimizer that has not stepped make its state, as Megatron does before it loads."""
-        inner = self.optimizer.optimizer
+        """Have an optimizer that has not stepped make its state, as Megatron does before it loads; what is there stays."""
         make = getattr(self.optimizer, "init_state_fn", None)
-        if make is not None and not len(inner.state):
-            make(inner, self.optimizer.config)
+        if make is not None:
+            make(self.optimizer.optimizer, self.optimizer.config)
 
     def entries(self) -> Iterator[Entry]:
         instance = getattr(self.optimizer, "distributed_optimizer_instance_id", 0)
@@ -172,17 +177,84 @@ class DistributedLeaf(_Leaf):
             ) from error
 
     def problems(self, common: Any, at: str) -> list[str]:
-        return [] if isinstance(common, dict) and "optimizer" in common else [_lacking(at)]
+        return [] if _saved_parts(common) else [_lacking(at)]
 
     def loaded(self, common: Any, loaded: Loaded) -> Any:
+        return Instead(self.take(common, 0, 1))
+
+    def take(self, common: Any, number: int, num: int) -> dict[str, Any]:
+        """Give the optimizer, one of `num` in a chain, what was loaded and its common state; return that."""
         for parameter, _, states in self.states:
             now = _tensors(self.optimizer._get_main_param_and_optimizer_states(parameter))
             if any(now[key].data_ptr() != state.data_ptr() for key, state in states.items()):
                 self.optimizer._set_main_param_and_optimizer_states(parameter, states)  # scaled, so what was loaded is a copy
         if hasattr(inner := self.optimizer.optimizer, "_sync_hdo_state_to_sub_optimizers"):
             inner._sync_hdo_state_to_sub_optimizers()
-        self.optimizer.load_state_dict(copied({key: value for key, value in common.items() if key != _IN_FULL}))
-        return NOTHING
+        own = _own_part(_saved_parts(common), number, num)
+        self.optimizer.load_state_dict(copied(own))
+        return own
+
+
+@dataclass(frozen=True)
+class ChainLeaf(_Leaf):
+    """A chain of distributed optimizers, as Megatron makes where experts are parallel, or of one."""
+
+    parts: tuple[DistributedLeaf, ...]
+
+    def entries(self) -> Iterator[Entry]:
+        return (entry for part in self.parts for entry in part.entries())
+
+    def common(self) -> Any:
+        found = [part.common() for part in self.parts]
+        return found[0] if len(found) == 1 else dict(enumerate(found))
+
+    def problems(self, common: Any, at: str) -> list[str]:
+        return self.parts[0].problems(common, at)
+
+    def loaded(self, common: Any, loaded: Loaded) -> Any:
+        taken = [part.take(common, i, len(self.parts)) for i, part in enumerate(self.parts)]
+        return Instead(taken[0] if len(taken) == 1 else dict(enumerate(taken)))
+
+
+def _saved_parts(common: Any) -> list[dict[str, Any]]:
+    """Return what was saved of each optimizer of a chain, or of the one that was none."""
+    parts = [common] if isinstance(common, dict) and "optimizer" in common else _numbered(common)
+    return parts if all(isinstance(part, dict) and _groups(part) is not None for part in parts) else []
+
+
+def _numbered(common: Any) -> list[Any]:
+    if isinstance(common, dict) and all(isinstance(key, int) for key in common):
+        return [common[key] for key in sorted(common)]
+    return common if isinstance(common, list) else []
+
+
+def _groups(part: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    inner = part.get("optimizer")
+    groups = inner.get("param_groups") if isinstance(inner, dict) else None
+    return groups if isinstance(groups, list) and all(isinstance(group, dict) for group in groups) else None
+
+
+def _own_part(saved: Sequence[dict[str, Any]], number: int, num: int) -> dict[str, Any]:
+    """Return the common state of one of `num` chained optimizers, with all groups in which it may find its own.
+
+    Megatron finds a group by what it is for, the last of several. A job whose experts are parallel has optimizers and groups of
+    their own for them, and one where they are not has them among the others. So the groups of all parts go before its own, and
+    before those each as one for the other kind of parameters.
+    """
+    own = saved[number] if len(saved) == num else saved[0]
+    groups = [group for part in saved if part is not own for group in _groups(part) or ()] + (_groups(own) or [])
+    other = [{**group, _EXPERT: not group[_EXPERT]} for group in groups if _EXPERT in group]
+    kept = {key: value for key, value in own.items() if key != _IN_FULL}
+    return {**kept, "optimizer": {**own["optimizer"], "param_groups": [*other, *groups]}}
+
+
+def _unsaved(node: Node, common: Any, at: str) -> Iterator[str]:
+    """Yield where a tree has common state and the saved one has none."""
+    if isinstance(node, dict | list):
+        for key, child in node.items() if isinstance(node, dict) else enumerate(node):
+            yield from _unsaved(child, child_of(common, key), f"{at}.{key}")
+    elif common is NOTHING and node.common() is not NOTHING:
+        yield at
 
 
 def _param_ranges(optimizer: Any) -> Iterator[tuple[torch.Tensor, Mapping[str, Any]]]:
@@ -196,6 +268,22 @@ def _param_ranges(optimizer: Any) -> Iterator[tuple[torch.Tensor, Mapping[str, A
 def _tensors(states: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Leave out the step, which the groups have once."""
     return {key: state for key, state in states.items() if key != "step" and isinstance(state, torch.Tensor)}
+
+
+def unplaced_state(node: Node, catalog: Catalog) -> list[str]:
+    """Describe saved state, a line each, for which a distributed optimizer that has its parameter's master has no place."""
+    leaves_of = [leaf for leaf in leaves(node) if isinstance(leaf, DistributedLeaf | ChainLeaf)]
+    wanted = {entry.name for leaf in leaves_of for entry in leaf.entries()}
+    if not wanted:
+        return []
+    kinds = {name.split(".")[2] for name in catalog.names if name.startswith(f"{STATE}.") and name.count(".") > 2}
+    keys = {name.removeprefix(_MASTER) for name in wanted if name.startswith(_MASTER)}
+    names = (f"{STATE}.{kind}.{key}" for kind in sorted(kinds) for key in sorted(keys))
+    return [
+        f"{name}: in the checkpoint, but this optimizer has no such state; give it its state before loading, as a step does"
+        for name in names
+        if name in catalog and name not in wanted
+    ]
 
 
 def _lacking(at: str) -> str:

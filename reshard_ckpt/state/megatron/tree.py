@@ -221,7 +221,7 @@ def problems_of(node: Node, common: Any, at: str = "") -> list[str]:
         return [
             line
             for (key, child), name in zip(steps, below, strict=True)
-            for line in problems_of(child, _child(common, key), name)
+            for line in problems_of(child, child_of(common, key), name)
         ]
     return node.problems(common, at)
 
@@ -229,18 +229,26 @@ def problems_of(node: Node, common: Any, at: str = "") -> list[str]:
 def loaded_of(node: Node, common: Any, loaded: Loaded) -> Any:
     """Return what stands in the places of the leaves; `NOTHING` for a tree of nothing but common state."""
     if isinstance(node, dict):
-        found = {k: v for k, child in node.items() if (v := loaded_of(child, _child(common, k), loaded)) is not NOTHING}
+        found = {k: v for k, child in node.items() if (v := loaded_of(child, child_of(common, k), loaded)) is not NOTHING}
         return found or NOTHING
     if isinstance(node, list):
-        rest = [v for i, child in enumerate(node) if (v := loaded_of(child, _child(common, i), loaded)) is not NOTHING]
+        rest = [v for i, child in enumerate(node) if (v := loaded_of(child, child_of(common, i), loaded)) is not NOTHING]
         return rest or NOTHING
     return node.loaded(common, loaded)
 
 
-def _child(common: Any, key: Any) -> Any:
+def child_of(common: Any, key: Any) -> Any:
+    """Return what a common state has at a key, or an index; `NOTHING` where there is nothing."""
     if isinstance(common, dict):
         return common.get(key, NOTHING)
     return common[key] if isinstance(common, list) and isinstance(key, int) and key < len(common) else NOTHING
+
+
+@dataclass(frozen=True, slots=True)
+class Instead:
+    """What takes the place of all that the common state has there."""
+
+    value: Any
 
 
 def merged(common: Any, loaded: Any, at: str = "") -> Any:
@@ -251,9 +259,12 @@ def merged(common: Any, loaded: Any, at: str = "") -> Any:
     MismatchError
         Two lists have different lengths.
     """
-    if common is NOTHING or loaded is NOTHING:
-        return loaded if common is NOTHING else common
-    if isinstance(common, dict) and isinstance(loaded, dict):
+    if isinstance(loaded, Instead):
+        return loaded.value
+    if loaded is NOTHING:
+        return common
+    if isinstance(loaded, dict) and (isinstance(common, dict) or common is NOTHING):
+        common = {} if common is NOTHING else common
         for key, value in loaded.items():
             common[key] = merged(common.get(key, NOTHING), value, f"{at}.{key}" if at else str(key))
         return common

@@ -26,7 +26,7 @@ from ..entries import Target
 from ..scan import Path, saved_path
 from ..tensors import check_writable, local_memory
 from .names import COMMON_OBJECT, checkpoint_key, common_tree, key_of_object
-from .optimizers import lower_tree
+from .optimizers import lower_tree, unplaced_state
 from .strictness import Keys, compare_keys
 from .tree import NOTHING, Loaded, entries_of, loaded_of, merged, objects_of, problems_of
 
@@ -78,7 +78,7 @@ class WantedTree:
 
         def check(values: Mapping[str, Any]) -> list[str]:
             self._common = common_state(catalog, {name: values[name] for name in paths}) if self._with_common else {}
-            return [*self._shape_problems(), *problems_of(node, self._common)]
+            return [*self._shape_problems(), *unplaced_state(node, catalog), *problems_of(node, self._common)]
 
         def finish(values: Mapping[str, Any], skipped: Iterable[str]) -> None:
             for tensor, resizable in self._tensors:

@@ -1,0 +1,377 @@
+"""`reshard_live` and `LiveReshard`: move a state from one layout to another within a job, from memory to memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import msgpack
+import numpy as np
+import torch
+
+from ..comm import Comm, open_session
+from ..comm.exchange import HOST, carries, node_name, open_exchange
+from ..core.catalog.model import Catalog
+from ..core.report import LoadReport, summarize
+from ..engine.common.logs import RankLog
+from ..engine.common.progress import size_text
+from ..engine.common.rename import renamed, without
+from ..engine.common.rounds import NUM_BUFFERS, Buffers, Rounds, named_error, settle
+from ..engine.loading.load import LoadOptions, Resolved, drop_refused, resolve
+from ..engine.loading.vote import VoteResult, Wanted, missing_values, vote
+from ..engine.resharding.live import Mover, Moves, Overlaps, Spares, WantedRows, find_overlaps, memory_rows, plan_moves
+from ..engine.resharding.live_source import LiveSource, LiveValues, open_live
+from ..engine.saving.handle import SAVES
+from ..engine.saving.local_shards import LocalShards, describe_local
+from ..engine.saving.messages import encode_metadata
+from ..errors import MismatchError, UsageError
+from ..format.checksums import digest128
+from ..state.capture import capture, prepare_load
+from ..state.entries import Target
+from ..state.shards import PerRankValues
+from .loading import Patterns, wanted_names, without_ignored
+
+MEMORY_BYTES = 256 << 20
+MIN_MEMORY_BYTES = 1 << 20
+
+State = Mapping[str, Any] | None
+
+
+def reshard_live(
+    src: State,
+    dst: State,
+    *,
+    process_group: Any = None,
+    cast: Patterns | None = None,
+    rename: Mapping[str, str] | Callable[[str], str] | None = None,
+    staged: bool = False,
+    strict: bool = True,
+    allow_missing: Patterns = False,
+    ignore: Sequence[str] = (),
+    memory_bytes: int = MEMORY_BYTES,
+    timeout_s: float = 600.0,
+) -> LoadReport:
+    """Move a state from one layout, mesh or model of a job to another, from memory to memory; no storage is involved.
+
+    All ranks of the process group call it together. Each gets just the bytes that its own part of `dst` needs and its part of
+    `src` does not hold; of several ranks that hold them, one on the same machine sends them. To do it again and again, keep a
+    `LiveReshard`.
+
+    Parameters
+    ----------
+    src, dst
+        What to read, and what to fill in place: everything that `save` and `load` take as state. A rank may have one of both
+        (None, or an empty dict, for the other), or none. Ranks that hold the same part of `src` are trusted to hold the same
+        bytes.
+    process_group
+        The ranks that take part; all, by default.
+    cast, rename, strict, allow_missing, ignore
+        As for `load`, `src` being what was saved.
+    staged
+        Change no tensor before every byte has arrived on every rank: all or nothing. What a rank gets from others is then held in
+        memory as a whole.
+    memory_bytes
+        Upper bound of the memory for messages on this rank, at least 1 MiB, without what `staged` holds; the same on all ranks.
+    timeout_s
+        How long to wait for another rank before giving up, in seconds.
+
+    Returns
+    -------
+    LoadReport
+        As of `load`; ``bytes_read`` are the bytes that came from other ranks.
+
+    Raises
+    ------
+    MismatchError
+        Source and destination disagree; nothing was changed.
+    UsageError
+        A state is none, a part of `dst` lies in the memory of `src`, or the parts of `src` do not make whole tensors; nothing was
+        changed.
+    PeerError
+        Another rank failed or did not arrive; the message lists what had been overwritten, on any rank.
+    """
+    options = _Options(
+        LoadOptions(strict, cast=cast or False, allow_missing=allow_missing, ignore=ignore), rename, staged, memory_bytes
+    )
+    with _session(process_group, timeout_s) as comm:
+        return _Job(src, dst, options, process_group, timeout_s).begin(comm).first(comm)
+
+
+class LiveReshard:
+    """A `reshard_live` that is done again and again, as to push weights to inference every few steps.
+
+    What does not change is worked out once: names, the plan of who sends what to whom, and the memory of messages. Making one
+    is collective, as `run` is.
+
+    Parameters
+    ----------
+    src, dst, process_group, cast, rename, staged, strict, allow_missing, ignore, memory_bytes, timeout_s
+        As for `reshard_live`. Both states are looked at anew by each `run`, so that they may hold other tensors of the same
+        layout; nothing is changed before.
+
+    Raises
+    ------
+    MismatchError, UsageError, PeerError
+        As `reshard_live`.
+    """
+
+    def __init__(
+        self,
+        src: State,
+        dst: State,
+        *,
+        process_group: Any = None,
+        cast: Patterns | None = None,
+        rename: Mapping[str, str] | Callable[[str], str] | None = None,
+        staged: bool = False,
+        strict: bool = True,
+        allow_missing: Patterns = False,
+        ignore: Sequence[str] = (),
+        memory_bytes: int = MEMORY_BYTES,
+        timeout_s: float = 600.0,
+    ) -> None:
+        load = LoadOptions(strict, cast=cast or False, allow_missing=allow_missing, ignore=ignore)
+        options = _Options(load, rename, staged, memory_bytes)
+        self._session = partial(_session, process_group, timeout_s)
+        with self._session() as comm:
+            self._job = _Job(src, dst, options, process_group, timeout_s).begin(comm)
+
+    def run(self) -> LoadReport:
+        """Move what `src` holds now into `dst`. Collective.
+
+        Raises
+        ------
+        UsageError
+            A layout is another one than when this was made, on any rank; nothing was changed. Make a new `LiveReshard`.
+        MismatchError, PeerError
+            As `reshard_live`.
+        """
+        with self._session() as comm:
+            return self._job.again(comm)
+
+
+def _session(process_group: Any, timeout_s: float) -> AbstractContextManager[Comm]:
+    return open_session("reshard_live", "", process_group=process_group, timeout_s=timeout_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    load: LoadOptions
+    rename: Mapping[str, str] | Callable[[str], str] | None
+    staged: bool
+    memory_bytes: int
+
+    def __post_init__(self) -> None:
+        if self.memory_bytes < MIN_MEMORY_BYTES:
+            raise UsageError(f"memory_bytes={self.memory_bytes}: messages need at least {MIN_MEMORY_BYTES} bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """Both states as they are now: what this rank holds, what it wants, and the catalog and values of all ranks."""
+
+    held: LocalShards
+    wanted: LocalShards
+    saved: Catalog
+    target: Target
+    values: dict[str, Any]
+    ignored: tuple[str, ...]
+
+
+class _Job:
+    """One rank's side of a live reshard: begun once, then run any number of times."""
+
+    _source: LiveSource
+    _first: _Opened | None
+    _resolved: Resolved
+    _verdict: VoteResult
+    _moves: Moves
+
+    def __init__(self, src: State, dst: State, options: _Options, process_group: Any, timeout_s: float) -> None:
+        self._src, self._dst = ({} if state is None else state for state in (src, dst))
+        self._options, self._group, self._timeout_s = options, process_group, timeout_s
+        self._values = LiveValues()
+
+    def begin(self, comm: Comm) -> _Job:
+        """Open both states, let all ranks judge, and plan."""
+        captured = capture(self._src, process_group=self._group)
+        held = describe_local(captured.tensors, (), None, comm.rank)
+        self._source = open_live(comm, held, self._travels(held))
+        opened = self._open(comm, held, captured.values)
+        resolved = resolve(opened.saved, opened.target.tensors, self._options.load)
+        self._verdict = self._vote(comm, opened, resolved)
+        self._resolved = drop_refused(opened.saved, resolved, self._verdict.refused)
+        place = {(id(spec), id(memory)): i for i, (spec, memory) in enumerate(opened.target.tensors)}
+        loads = zip(self._resolved.specs, self._resolved.targets, self._resolved.source.tolist(), strict=True)
+        self._sources = {place[id(spec), id(target.tensor)]: opened.saved.source(index) for spec, target, index in loads}
+        self._overlaps = self._find_overlaps(opened)
+        self._layout = self._layout_of(opened)
+        rows = opened.wanted.local_metadata.rows
+        source = np.full(len(opened.wanted.specs), -1)
+        source[list(self._sources)] = list(self._sources.values())
+        source[list(self._overlaps.identical)] = -1
+        chosen = np.flatnonzero((source[rows.tensor] >= 0) & (rows.count > 0))
+        wanted = WantedRows(opened.wanted, chosen, source[rows.tensor[chosen]])
+        self._moves = plan_moves(
+            comm, self._source.held, wanted, self._travels(opened.wanted), node_name(), self._options.memory_bytes // NUM_BUFFERS
+        )
+        tied = {i for group in self._overlaps.tied for i in group}
+        self._spares = Spares(opened.wanted, self._sources.keys() if self._options.staged else tied)
+        into = self._spares.instead_of(opened.wanted)
+        self._movers = [Mover(self._moves, device, comm.rank, comm.size, opened.held, into) for device in (0, 1)]
+        # Collective where a group is made, and all ranks know the same rounds.
+        devices = (HOST, torch.accelerator.current_accelerator() or HOST)
+        self._exchanges = [
+            open_exchange(self._group, timeout_s=self._timeout_s, device=device) if num_rounds else None
+            for device, num_rounds in zip(devices, self._moves.num_rounds, strict=True)
+        ]
+        self._buffers = [Buffers(device) for device in devices]
+        self._addresses = _addresses(opened)
+        self._first = opened
+        return self
+
+    def first(self, comm: Comm) -> LoadReport:
+        """Move what was there when this began."""
+        opened, self._first = self._first, None
+        assert opened is not None
+        return self._move(comm, opened)
+
+    def again(self, comm: Comm) -> LoadReport:
+        """Move what is there now."""
+        captured = capture(self._src, process_group=self._group)
+        self._first = None
+        opened = self._open(comm, describe_local(captured.tensors, (), None, comm.rank), captured.values)
+        if self._layout_of(opened) != self._layout:
+            raise UsageError("a layout of src or dst has changed since this LiveReshard was made; make a new one")
+        into = self._spares.instead_of(opened.wanted)
+        if self._addresses != _addresses(opened):
+            if self._find_overlaps(opened) != self._overlaps:
+                raise UsageError("src and dst share other memory than when this LiveReshard was made; make a new one")
+            self._addresses = _addresses(opened)
+            for mover in self._movers:
+                mover.bind(opened.held, into)
+        problems = [*missing_values(opened.saved, opened.target.values), *opened.target.check(opened.values)]
+        if problems and self._options.load.strict:
+            raise MismatchError(summarize(problems, "make the values of src and dst fit"), problems)
+        return self._move(comm, opened)
+
+    def _open(self, comm: Comm, held: LocalShards, values: Sequence[Any]) -> _Opened:
+        """Look at the destination, in the light of the values that the sources of all ranks have now."""
+        self._values.share(comm, values, self._source.tables)
+        saved = catalog = self._values.added_to(self._source.catalog)
+        if self._options.rename is not None:
+            saved = renamed(catalog, self._options.rename)
+        old = {new.name: value.name for new, value in zip(saved.values_table, catalog.values_table, strict=True)}
+        target = prepare_load(self._dst, saved, rank=comm.rank, size=comm.size)
+        ignored: tuple[str, ...] = ()
+        if self._options.load.ignore:
+            ignored = (*wanted_names(target), *saved.names, *saved.value_names)
+            target, saved = without_ignored(target, self._options.load.ignore), without(saved, self._options.load.ignore)
+        decoded = self._values.decoded(saved.values_table, old, target.prefixes, PerRankValues)
+        wanted = describe_local(target.tensors, (), None, comm.rank)
+        return _Opened(held, wanted, saved, target, decoded, ignored)
+
+    def _vote(self, comm: Comm, opened: _Opened, resolved: Resolved) -> VoteResult:
+        target, saved = opened.target, opened.saved
+        gathered = comm.gather(msgpack.packb(target.prefixes))
+        union = None
+        if gathered is not None:  # rank 0 judges what is unexpected, and may want nothing itself
+            union = msgpack.packb(list(dict.fromkeys(name for data in gathered for name in msgpack.unpackb(data))))
+        prefixes = msgpack.unpackb(comm.broadcast(union))
+        unfit = missing_values(saved, target.values) + target.check(opened.values)
+        wanted = Wanted(prefixes, (*wanted_names(target), *opened.ignored), unfit, target.unplaced)
+        return vote(comm, saved, resolved, wanted, self._options.load, hints=target.hints(opened.values))
+
+    def _travels(self, local: LocalShards) -> list[bool]:
+        """Tell for each row whether its memory may travel without the host."""
+        known: dict[str, bool] = {"cpu": False}
+        for tensor in memory_rows(local):
+            kind = tensor.device.type
+            if kind not in known:
+                known[kind] = torch.distributed.is_initialized() and carries(self._group, kind)
+        return [known[tensor.device.type] for tensor in memory_rows(local)]
+
+    def _find_overlaps(self, opened: _Opened) -> Overlaps:
+        catalog = self._source.catalog
+        source = {opened.wanted.specs[i].name: index for i, index in self._sources.items()}
+
+        def same(name: str, other: str) -> bool:
+            return source[name] == catalog.source(catalog.index(other))
+
+        return find_overlaps(opened.held, opened.wanted, self._sources.keys(), same)
+
+    def _layout_of(self, opened: _Opened) -> bytes:
+        parts = []
+        for local in (opened.held, opened.wanted):
+            encoded = encode_metadata(local.local_metadata)
+            parts += [encoded.tensors, encoded.rows, bytes(self._travels(local))]
+        return digest128(msgpack.packb(parts))
+
+    def _move(self, comm: Comm, opened: _Opened) -> LoadReport:
+        began = time.monotonic()
+        SAVES.wait_staged()  # what a save still copies must not change under it
+        comm.gather(b"")  # from here on the ranks meet in collectives, so nobody may have failed
+        failure: BaseException | None = None
+        stopped = False
+
+        def changed() -> list[str]:
+            rows = {row for mover in self._movers for row in mover.changed()}
+            return sorted({opened.wanted.specs[i].name for i in _tensors(opened.wanted, rows) if i not in self._spares.memory})
+
+        for mover in self._movers:
+            mover.begin()
+        for mover, exchange, buffers in zip(self._movers, self._exchanges, self._buffers, strict=True):
+            if stopped:
+                break
+            failure, stopped = _exchanged(mover, exchange, buffers, failure, changed)
+        if failure is None and not stopped:
+            failure = self._spares.conflict(opened.wanted, self._overlaps.tied)
+        settle(comm, failure, changed, named_error)
+        self._spares.put(opened.wanted)
+        resolved = self._resolved
+        loaded = {spec.alias_of or spec.name for spec in resolved.specs}
+        skipped = [e.spec.name for e in opened.target.tensors if (e.spec.alias_of or e.spec.name) not in loaded]
+        opened.target.finish(opened.values, skipped)
+        received = sum(mover.received_bytes for mover in self._movers)
+        RankLog(comm.rank, opened.target.mesh).info(
+            "resharded %d tensors live in %.3f s, %s from other ranks",
+            len(resolved.targets),
+            time.monotonic() - began,
+            size_text(received),
+        )
+        converted = [
+            f"{d.name}: {d.dtype} in src, loaded as {d.tensor.dtype}" for d in resolved.targets if d.dtype != d.tensor.dtype
+        ]
+        saved_as = [f"{name}: {other} in src" for name, other in resolved.saved_as.items()]
+        report = self._verdict.report
+        return report.loaded(len(resolved.targets), resolved.plan.num_bytes, received, converted, saved_as)
+
+
+def _addresses(opened: _Opened) -> list[tuple[int, tuple[int, ...]]]:
+    return [(t.data_ptr(), t.stride()) for local in (opened.held, opened.wanted) for t in memory_rows(local)]
+
+
+def _tensors(local: LocalShards, rows: Iterable[int]) -> set[int]:
+    """List the tensors of some rows, by index."""
+    return {local.rows[row][0] for row in rows}
+
+
+def _exchanged(
+    mover: Mover, exchange: Any, buffers: Buffers, failure: BaseException | None, changed: Callable[[], list[str]]
+) -> tuple[BaseException | None, bool]:
+    """Run one mover; returns what failed on this rank so far, and whether all have stopped."""
+    if exchange is None:
+        try:
+            mover.copy_own()
+        except Exception as error:
+            return failure or error, False
+        return failure, False
+    rounds = Rounds(exchange, mover, buffers)
+    rounds.failure = failure
+    rounds.attempt(mover.copy_own)
+    rounds.run(changed)
+    return rounds.failure, rounds.stopped

@@ -1,0 +1,201 @@
+"""The state that all ranks of a job hold, opened like a checkpoint: a catalog whose one file is the memory of the ranks.
+
+1. Every rank sends what it holds to rank 0, as for a save. Rank 0 merges it, proves that the shards tile every tensor, and sends
+   the catalog to all. So names, links, renaming, matching and values work as for any checkpoint.
+2. Values that are no tensors may change from exchange to exchange. They are sent again where they have.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from ...comm.protocol import Comm
+from ...core.catalog.model import BoxTable, Catalog, FileEntry, RowTable, TensorTable, ValueEntry
+from ...core.catalog.specs import StateLink, ValueKind, ValueSpec
+from ...core.geometry.dtypes import item_bytes_of
+from ...core.planning.exchange import RankRuns
+from ...core.planning.local_metadata import LocalValue
+from ...core.planning.merge import MergedTables
+from ...core.planning.save_plan import Holders, find_holders
+from ...errors import LayoutError
+from ...format.catalog import decode_catalog, encode_catalog
+from ...format.keys import new_save_id
+from ...format.values import decode_value, encode_value
+from ..saving.local_shards import LocalShards
+from ..saving.messages import decode_metadata, encode_metadata
+from ..saving.values import merge_values
+
+
+@dataclass(frozen=True, slots=True)
+class LiveSource:
+    """What all ranks hold; `held` says where, and `tables` are its tensors, on rank 0 alone."""
+
+    catalog: Catalog
+    held: RankRuns | None = None
+    tables: MergedTables | None = None
+
+
+def open_live(comm: Comm, local: LocalShards, devices: Sequence[bool]) -> LiveSource:
+    """Open what all ranks hold. Collective.
+
+    Parameters
+    ----------
+    local
+        What this rank holds, without values.
+    devices
+        For each of its rows, whether the memory may travel without the host.
+
+    Raises
+    ------
+    LayoutError
+        What the ranks hold does not fit together.
+    """
+    encoded = encode_metadata(local.local_metadata)
+    message = msgpack.packb([encoded.tensors, encoded.rows, np.packbits(np.array(devices, bool)).tobytes()])
+    gathered = comm.gather(zlib.compress(message, 1))
+    if gathered is None:
+        return LiveSource(decode_catalog(zlib.decompress(comm.broadcast(None))))
+    tensors, rows, flags = zip(*(msgpack.unpackb(zlib.decompress(data)) for data in gathered), strict=True)
+    metadata = decode_metadata(tensors, rows)
+    holders = find_holders(metadata, lambda name, rank: name)
+    catalog = _catalog(holders)
+    comm.broadcast(zlib.compress(encode_catalog(catalog), 1))
+    num_rows = np.bincount(metadata.rank, minlength=len(tensors))
+    bits = [np.unpackbits(np.frombuffer(data, np.uint8), count=num) for data, num in zip(flags, num_rows.tolist(), strict=True)]
+    return LiveSource(catalog, _held(holders, bits), holders.tables)
+
+
+def _catalog(holders: Holders) -> Catalog:
+    tables, num = holders.tables, len(holders.tables.names)
+    sizes = holders.count * item_bytes_of(tables.dtype)[holders.tensor]
+    return Catalog(
+        save_id=new_save_id(),
+        created_s=0.0,
+        mesh=None,
+        metadata=encode_value(None, ""),
+        tensors_table=TensorTable(
+            names=tables.names,
+            dtype=tables.dtype,
+            kind=tables.kind,
+            ndim=tables.ndim,
+            shape=tables.shape,
+            alias=tables.alias,
+            placement=np.full(num, -1),
+            row_start=np.searchsorted(holders.tensor, np.arange(num + 1)).astype(np.int64),
+            optimizer=tables.optimizer,
+            key=tables.key,
+            parameter=tables.parameter,
+        ),
+        placements=(),
+        boxes=BoxTable(holders.boxes.offsets, holders.boxes.lengths),
+        rows=RowTable(holders.box, holders.start, holders.count, np.zeros_like(holders.box), np.cumsum(sizes) - sizes),
+        files=(FileEntry("memory", int(sizes.sum()), "memory.digests", bytes(16), "memory", 0),),
+        values_table=(),
+    )
+
+
+def _held(holders: Holders, devices: Sequence[Any]) -> RankRuns:
+    run = holders.run
+    tensor, box = holders.tensor[run], holders.box[run]
+    first = np.concatenate([[0], np.cumsum([len(bits) for bits in devices])])
+    device = np.concatenate([*devices, np.zeros(0, np.uint8)]).astype(np.int64)
+    return RankRuns(
+        rank=holders.rank,
+        local=holders.local,
+        tensor=tensor,
+        offsets=holders.boxes.offsets[box],
+        lengths=holders.boxes.lengths[box],
+        start=holders.start[run],
+        count=holders.count[run],
+        dtype=holders.tables.dtype[tensor].astype(np.int64),
+        device=device[first[holders.rank] + holders.local],
+    )
+
+
+class LiveValues:
+    """The values of all ranks, sent again where they have changed."""
+
+    def __init__(self) -> None:
+        self._sent = b""
+        self._of_rank: list[Any] = []
+        self._known = b""
+        self._table: tuple[ValueEntry, ...] = ()
+        self._per_rank: Mapping[str, Sequence[bytes]] = {}
+
+    def share(self, comm: Comm, values: Sequence[ValueSpec], tables: MergedTables | None) -> None:
+        """Bring the values of all ranks together. Collective.
+
+        Raises
+        ------
+        LayoutError
+            Ranks disagree about a value.
+        """
+        mine = msgpack.packb([[v.name, v.path, int(v.kind), v.data, _link_list(v.link)] for v in values])
+        gathered = comm.gather(b"" if mine == self._sent else mine)
+        self._sent = mine
+        merged = None
+        if gathered is not None:
+            self._of_rank = [_values(data) if data else self._of_rank[rank] for rank, data in enumerate(gathered)]
+            assert tables is not None
+            merged = self._merged(tables) if any(gathered) else b""
+        said = comm.broadcast(merged)
+        if said:
+            table, self._per_rank = msgpack.unpackb(said, strict_map_key=False)
+            self._table = tuple(
+                ValueEntry(name, path, ValueKind(kind), data, link=None if link is None else StateLink(*link))
+                for name, path, kind, data, link in table
+            )
+
+    def _merged(self, tables: MergedTables) -> bytes:
+        """Merge the values of all ranks, on rank 0."""
+        per_rank: dict[str, list[bytes]] = {}
+        entries: dict[str, ValueEntry] = {}
+        plain: list[tuple[int, list[LocalValue]]] = []
+        for rank, values in enumerate(self._of_rank):
+            plain.append((rank, [value for value in values if value.kind is not ValueKind.PER_RANK]))
+            for value in values:
+                if value.kind is ValueKind.PER_RANK:
+                    per_rank.setdefault(value.name, []).append(value.data)
+                    entries[value.name] = ValueEntry(value.name, value.path, value.kind, None)
+        merged = {entry.name: entry for entry in merge_values(plain, tables)}
+        if both := sorted(merged.keys() & entries.keys()):
+            raise LayoutError(f"{both[0]}: PerRank on some ranks, and a plain value on others; make it one of both everywhere")
+        table = [[e.name, e.path, int(e.kind), e.data, _link_list(e.link)] for _, e in sorted({**merged, **entries}.items())]
+        packed: bytes = msgpack.packb([table, per_rank])
+        return packed
+
+    def added_to(self, catalog: Catalog) -> Catalog:
+        """Return the catalog with these values."""
+        return replace(catalog, values_table=self._table, _index={})
+
+    def decoded(
+        self, table: Sequence[ValueEntry], old_names: Mapping[str, str], prefixes: Sequence[str], per_rank: Any
+    ) -> dict[str, Any]:
+        """Decode the values of a table at or below `prefixes`; `per_rank` makes one of those that all ranks have."""
+        out: dict[str, Any] = {}
+        below = tuple(f"{prefix}." for prefix in prefixes)
+        for entry in (entry for entry in table if entry.name in prefixes or entry.name.startswith(below)):
+            if entry.kind is ValueKind.PER_RANK:
+                data = self._per_rank[old_names.get(entry.name, entry.name)]
+                out[entry.name] = per_rank([decode_value(one, name=entry.name) for one in data])
+            else:
+                assert entry.data is not None
+                out[entry.name] = decode_value(entry.data, name=entry.name)
+        return out
+
+
+def _link_list(link: StateLink | None) -> list[str | None] | None:
+    return None if link is None else [link.optimizer, link.fqn, link.key, link.parameter]
+
+
+def _values(data: bytes) -> list[LocalValue]:
+    return [
+        LocalValue(name, path, ValueKind(kind), raw, None if link is None else StateLink(*link))
+        for name, path, kind, raw, link in msgpack.unpackb(data)
+    ]

@@ -1,0 +1,131 @@
+"""Writing a checkpoint as a folder that Megatron-Core loads, as a stream, in bounded memory.
+
+1. Give every tensor and object its key of Megatron's (`names`), and put the common state together again.
+2. Say that the optimizer is ``fully_reshardable``: whole tensors in the shapes of their parameters, which any layout loads.
+3. Write tensors and objects as DCP does, then ``common.pt``, which all versions read, and last ``metadata.json``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ...core.catalog.model import Catalog
+from ...core.catalog.specs import ValueKind
+from ...errors import NameCollisionError
+from ...format.values import decode_path
+from ...state.scan import Index
+from ...state.scan import saved_path as state_path
+from ...storage.protocol import Storage
+from ..dcp.write import BytesOf, FolderLayout, write_folder
+from .names import MASTER, OLD_MASTER, OPTIMIZER, Path, is_bucket, object_key, saved_path, tensor_key
+from .object_writer import object_bytes
+
+CONFIG_KEY, COMMON_KEY = "metadata.json", "common.pt"
+SHARDING, FULLY_RESHARDABLE = "param_state_sharding_type", "fully_reshardable"
+CONTENT = "content_metadata"
+CONFIG = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+"""Of every version: newer ones leave out what they do not know."""
+
+
+def write_megatron(storage: Storage, catalog: Catalog, values: Mapping[str, Any], bytes_of: BytesOf) -> None:
+    """Write a folder for Megatron-Core.
+
+    Parameters
+    ----------
+    storage
+        Where; it must not hold anything yet.
+    catalog, values
+        What: all tensors, and all values by name, with `Named` objects where this program lacks their classes.
+    bytes_of
+        Reads tensors.
+
+    Raises
+    ------
+    NameCollisionError
+        Two names have one key.
+    UnsupportedError
+        A value is neither plain nor tagged.
+    """
+    common = _common_state(catalog, values)
+    layout = _lay_out(catalog, values, master=MASTER if any(_distributed(common.get(OPTIMIZER, {}))) else OLD_MASTER)
+    data = object_bytes(common, f"{storage.url}: {COMMON_KEY}")
+    write_folder(storage, catalog, layout, bytes_of, lambda value: object_bytes([value], storage.url))
+    storage.publish(COMMON_KEY, data, expected=b"")
+    storage.publish(CONFIG_KEY, json.dumps(CONFIG).encode(), expected=b"")
+
+
+def _lay_out(catalog: Catalog, values: Mapping[str, Any], *, master: str) -> FolderLayout:
+    links = catalog.links()
+    tensors: dict[str, int] = {}
+    for name in catalog.names:
+        key = tensor_key(name, links.get(name), master)
+        if key in tensors:
+            other = catalog.names[tensors[key]] if tensors[key] < len(catalog.names) else key
+            raise NameCollisionError(
+                f"{name} and {other} are both {key} in a checkpoint of Megatron; leave one out with exclude="
+            )
+        tensors[key] = catalog.index(name)
+    objects = {key: value for name, value in values.items() if (key := object_key(name)) is not None}
+    for key in tensors.keys() & objects.keys():
+        raise NameCollisionError(f"{key}: a tensor and an object have this key in a checkpoint of Megatron; leave one out")
+    return FolderLayout(tensors, objects, {})
+
+
+def _common_state(catalog: Catalog, values: Mapping[str, Any]) -> dict[Any, Any]:
+    """Put the nested dicts of the common state together, and say how the optimizer is saved."""
+    entries = [entry for entry in catalog.values_table if object_key(entry.name) is None]
+    paths = {entry.name: _keys(entry.path) for entry in entries}
+    common: dict[Any, Any] = {}
+    for entry in entries:
+        value = values[entry.name]
+        if entry.kind is ValueKind.PARAM_GROUPS:  # of an optimizer that stood in the state as itself
+            value = [{key: item for key, item in group.items() if key != "params"} for group in value]
+            _put(common, (*paths[entry.name][:-1], SHARDING), FULLY_RESHARDABLE, entry.name)
+        _put(common, saved_path(paths[entry.name], list(paths.values())), value, entry.name)
+    if catalog.links() and not any(is_bucket(name) for name in catalog.names):
+        _say_reshardable(common)
+    return common
+
+
+def _keys(path: bytes) -> Path:
+    return tuple(int(key) if isinstance(key, Index) else key for key in state_path(decode_path(path)))
+
+
+def _put(tree: dict[Any, Any], path: Path, value: Any, name: str) -> None:
+    for key in path[:-1]:
+        tree = tree.setdefault(key, {})
+        if not isinstance(tree, dict):
+            raise NameCollisionError(f"{name}: something above it is a value, too; leave one of them out with exclude=")
+    if path[-1] in tree:
+        raise NameCollisionError(f"{name}: another value stands in its place in Megatron's state; leave one out with exclude=")
+    tree[path[-1]] = value
+
+
+def _say_reshardable(common: dict[Any, Any]) -> None:
+    for optimizer in _distributed(common.get(OPTIMIZER, {})):
+        if optimizer.get(SHARDING) == FULLY_RESHARDABLE:
+            continue
+        optimizer[SHARDING] = FULLY_RESHARDABLE
+        content = common.setdefault(CONTENT, {})
+        content["distrib_optim_sharding_type"] = FULLY_RESHARDABLE
+        content["distrib_optim_fully_reshardable_mem_efficient"] = False
+        content["chained_optim_avoid_prefix"] = True
+
+
+def _distributed(optimizer: Any) -> Iterator[dict[Any, Any]]:
+    """Yield the states of distributed optimizers, which say how they are sharded: the optimizer itself, or those of a chain.
+
+    The other optimizers say nothing, and call their master weights otherwise. Where there is no optimizer's state but tensors,
+    it was a distributed one.
+    """
+    if not isinstance(optimizer, dict):
+        return
+    chain = [one for key, one in optimizer.items() if isinstance(key, int) and isinstance(one, dict)] or [optimizer]
+    yield from (one for one in chain if SHARDING in one or not one)

@@ -1,0 +1,78 @@
+"""`convert --to megatron`: a folder whose keys, shapes and common state are those that Megatron-Core itself would save."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from reshard_ckpt import checkpoint
+from reshard_ckpt.errors import NameCollisionError, UnsupportedError
+from reshard_ckpt.formats.megatron.metadata import read_metadata
+from reshard_ckpt.formats.megatron.objects import read_object
+from tests.megatron.folders import expected, unpack
+
+
+def keys_of(path: Path) -> set[str]:
+    saved = read_metadata((path / ".metadata").read_bytes(), name="x").saved
+    return {*saved.tensors, *saved.values}
+
+
+@pytest.mark.parametrize("name", ["0.16.1-moe", "0.16.1-plain", "0.16.1-buckets", "0.16.1-separate"])
+def test_a_converted_folder_has_the_keys_of_the_one_it_was_made_of(tmp_path: Path, name: str) -> None:
+    root = unpack(name, tmp_path)
+    checkpoint.convert(root, tmp_path / "out", to="megatron")
+    assert keys_of(tmp_path / "out") == keys_of(root / "iter_0000007")
+    assert checkpoint.diff(root, tmp_path / "out", values=True).equal
+    assert json.loads((tmp_path / "out" / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
+
+
+@pytest.mark.parametrize("name", ["0.13.0-dense", "0.15.3-moe"])
+def test_an_old_folder_becomes_one_that_is_fully_reshardable(tmp_path: Path, name: str) -> None:
+    root = unpack(name, tmp_path)
+    checkpoint.convert(root, tmp_path / "out", to="megatron")
+    keys = keys_of(tmp_path / "out")
+    assert keys == keys_of(unpack(f"0.16.1-{name.partition('-')[2]}", tmp_path) / "iter_0000007")
+    common = read_object((tmp_path / "out" / "common.pt").read_bytes(), "common.pt")
+    optimizers = [common["optimizer"]] if name.endswith("dense") else list(common["optimizer"].values())
+    assert [one["param_state_sharding_type"] for one in optimizers] == ["fully_reshardable"] * len(optimizers)
+    assert all("param_state" not in one and one["optimizer"]["param_groups"] for one in optimizers)
+    assert common["content_metadata"]["distrib_optim_sharding_type"] == "fully_reshardable"
+    read = checkpoint.read(tmp_path / "out")
+    for tensor in checkpoint.catalog(tmp_path / "out").names:
+        assert torch.equal(read[tensor], expected(tensor, name, read[tensor])), tensor
+
+
+def test_through_this_library_and_back_nothing_changes(tmp_path: Path) -> None:
+    root = unpack("0.19.1-dense", tmp_path)
+    checkpoint.convert(root, tmp_path / "own", to="reshard")
+    checkpoint.convert(tmp_path / "own", tmp_path / "out", to="megatron")
+    keys = keys_of(root / "iter_0000007") - {"common_state/shard_0_1"}
+    assert keys_of(tmp_path / "out") == keys
+    assert checkpoint.diff(root, tmp_path / "out", values=True).equal
+
+
+def test_a_namespace_and_a_member_of_an_enum_are_written_as_what_they_were(tmp_path: Path) -> None:
+    root = unpack("0.16.1-dense", tmp_path)
+    checkpoint.convert(root, tmp_path / "own", to="reshard")
+    checkpoint.convert(tmp_path / "own", tmp_path / "out", to="megatron")
+    with torch.serialization.safe_globals([argparse.Namespace]), pytest.raises(Exception, match="AttnBackend"):
+        torch.load(tmp_path / "out" / "common.pt", weights_only=True)
+    globals_ = torch.serialization.get_unsafe_globals_in_checkpoint(tmp_path / "out" / "common.pt")
+    assert sorted(globals_) == ["argparse.Namespace", "megatron.core.transformer.enums.AttnBackend"]
+
+
+def test_two_tensors_of_one_key_are_refused_by_name(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "own", {"model": {"w": torch.ones(2)}, "w": torch.ones(2)})
+    with pytest.raises(NameCollisionError, match="are both w in a checkpoint of Megatron"):
+        checkpoint.convert(tmp_path / "own", tmp_path / "out", to="megatron")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_value_that_megatron_has_no_place_for_is_refused_by_name(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "own", {"model": {"w": torch.ones(2)}, "where": Path("x")})
+    with pytest.raises(UnsupportedError, match="PosixPath has no place in a checkpoint of Megatron"):
+        checkpoint.convert(tmp_path / "own", tmp_path / "out", to="megatron")
