@@ -41,7 +41,7 @@ ALLOWED = {
     "manager": _FORMATS | {"checkpoint", "memory"},
     "dcp": _FORMATS | {"checkpoint"},
     "megatron": {"checkpoint", "state"},
-    "cli": _CORE | {"comm", "engine/common", "engine/checking", "checkpoint", "__init__"},
+    "cli": _CORE | {"comm", "engine/common", "engine/checking", "checkpoint", "memory", "__init__"},
     "__init__": {"state", "checkpoint"},
     "__main__": {"cli"},
 }

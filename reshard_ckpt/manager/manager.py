@@ -180,6 +180,11 @@ class Manager:
         stored = self._stored_steps()
         return stored if self._memory is None else sorted({*stored, *self._memory.steps()})
 
+    @property
+    def memory_skipped(self) -> int:
+        """How many saves went straight to the store because memory had no room; 0 without ``memory=``."""
+        return 0 if self._memory is None else self._memory.num_skipped
+
     def latest(self) -> int | None:
         """Return the newest step that is committed."""
         return max(self.steps(), default=None)

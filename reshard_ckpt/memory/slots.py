@@ -199,6 +199,7 @@ class Slot:
                     with suppress(OSError):  # somebody may have it open for reading
                         os.pwrite(self._fd, _VOID, 0)
             finally:
+                fcntl.flock(self._fd, fcntl.LOCK_UN)  # the map has a copy of the descriptor, and may last longer
                 os.close(self._fd)
                 self._fd = -1
 
