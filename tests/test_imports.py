@@ -40,6 +40,7 @@ ALLOWED = {
     "memory": _FORMATS | {"checkpoint"},
     "manager": _FORMATS | {"checkpoint", "memory"},
     "dcp": _FORMATS | {"checkpoint"},
+    "nebula": {"checkpoint", "format"},
     "megatron": {"checkpoint", "state"},
     "cli": _CORE | {"comm", "engine/common", "engine/checking", "checkpoint", "memory", "__init__"},
     "__init__": {"state", "checkpoint"},

@@ -91,8 +91,8 @@ class Manager:
         A number is how many seconds that save may take from the signal on, by default 20. Then it is given up; as every save is
         at once, where a rank that it needs is known to have ended.
     memory
-        A `Memory`: `async_save` goes to the memory of nodes first, and from there to the store at ``persist_every``; `load_latest`
-        takes the newest of both.
+        A `Memory`: `async_save` goes to the memory of nodes first, and from there to the store at ``persist_every``;
+        `load_latest` takes the newest of both.
     persist_every
         With ``memory=``, how often a save goes on to the store: a duration such as ``"10min"``, or a number of steps.
     interval
@@ -179,6 +179,17 @@ class Manager:
         """List the steps that are committed, in order; with ``memory=``, also those that this node has in memory."""
         stored = self._stored_steps()
         return stored if self._memory is None else sorted({*stored, *self._memory.steps()})
+
+    def metadata(self, step: int) -> Any:
+        """Return the metadata that were passed with a step, the metric among them; None where there are none, or no such step."""
+        in_memory = {} if self._memory is None else self._memory.catalogs()
+        if _checked(step) in in_memory:
+            return in_memory[step].metadata
+        try:
+            with open_storage(self.path(step)) as storage:
+                return open_catalog(storage).metadata
+        except CheckpointNotFound:
+            return None
 
     @property
     def memory_skipped(self) -> int:

@@ -7,8 +7,8 @@
     digests           the digests files
 
 A header is written last, and made void first: a slot with a header is whole. tmpfs has no power cut, and a process that is killed
-has made all stores before that one, in their order, so nothing is to be flushed. Memory is reserved by `posix_fallocate`, which fails
-by an error; a hole in a mapped file that finds no memory would end the process by SIGBUS.
+has made all stores before that one, in their order, so nothing is to be flushed. Memory is reserved by `posix_fallocate`, which
+fails by an error; a hole in a mapped file that finds no memory would end the process by SIGBUS.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def test_the_first_goes_to_the_store_one_interval_after_the_start(tmp_path: Path
     now = [100.0]
     rule = background.PersistRule("10min", clock=lambda: now[0])
     due = []
-    for now[0] in (100, 699, 700, 701, 1299, 1300):  # noqa: B007
+    for now[0] in (100, 699, 700, 701, 1299, 1300):
         due.append(rule.due(0))
     assert due == [False, False, True, False, False, True]
     with pytest.raises(UsageError, match="persist_every=0"):
@@ -222,11 +222,11 @@ def test_memory_that_is_short_is_named_once_and_counted(tmp_path: Path, shm: Pat
     with Manager(tmp_path / "a", memory=small, keep_last=1) as manager:
         with pytest.warns(UserWarning, match="goes to the store, not to memory.* above Memory") as warned:
             handles = [manager.async_save(step, state(step)) for step in (1, 2, 3)]
-            assert [(handle.persisted(), handle.copies) for handle in handles] == [(True, 0)] * 3
+        assert [(handle.persisted(), handle.copies) for handle in handles] == [(True, 0)] * 3
         assert len(warned) == 1
         assert manager.memory_skipped == 3
-        assert manager.steps() == [3]  # pruned like any other save
         assert loaded(manager) == (3, "store")
+        assert manager.steps() == [3]  # pruned like any other save
 
     def full(fd: int, offset: int, length: int) -> None:
         raise OSError(28, "No space left on device")
