@@ -135,8 +135,7 @@ def get_latest_checkpoint_path(name: str = "", persist_path: str | None = None) 
 
 
 def _tags(persist_path: str | None = None) -> dict[int, str]:
-    run = manager(persist_path)
-    return {step: str((run.metadata(step) or {}).get(_TAG, step)) for step in run.steps()}
+    return {step: str((manager().metadata(step) or {}).get(_TAG, step)) for step in manager(persist_path).steps()}
 
 
 def _mapped(node: Any, change: Callable[[Any, str], Any], path: str = "") -> Any:

@@ -63,7 +63,7 @@ class SlotTable:
             There are too many files for it.
         """
         table = {key: (extent.offset, extent.size) for key, extent in self.files.items()}
-        body = msgpack.packb({"save_id": self.save_id, "rank": self.rank, "files": table})
+        body: bytes = msgpack.packb({"save_id": self.save_id, "rank": self.rank, "files": table})
         if _FIXED + len(body) > HEADER_BYTES:
             raise NoRoom(f"rank {self.rank} writes {len(self.files)} files, too many for the header of a slot in memory")
         return MAGIC + digest128(body) + len(body).to_bytes(4, "little") + body

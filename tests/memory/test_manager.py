@@ -12,14 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from reshard_ckpt import checkpoint
 from reshard_ckpt.checkpoint import Manager, Memory
 from reshard_ckpt.errors import CheckpointError, CheckpointNotFound, StorageError, UsageError
 from reshard_ckpt.memory import background
 from reshard_ckpt.memory.node import node_id, run_path, user_folder
+from reshard_ckpt.memory.offline import drop_held
 from tests.cli.running import run
 from tests.layouts import values_of
+
+
+NUM_GENERATIONS = 1000 if os.environ.get("HYPOTHESIS_PROFILE") == "long" else 150
 
 
 def state(number: int) -> dict[str, Any]:
@@ -252,6 +257,24 @@ def test_the_budget_holds_over_restarts_and_changes_of_size(tmp_path: Path, shm:
         assert manager.memory_skipped == 0
         killed(manager)
         assert len(list(folder.glob("*.slot"))) <= 3
+
+
+def test_hundreds_of_generations_stay_within_the_budget_and_drop_leaves_nothing(tmp_path: Path, shm: Path):
+    most, weights, root = 3 * ((8 << 20) + (64 << 10)), torch.zeros(600_000, dtype=torch.int32), tmp_path / "run"
+    folder, descriptors = run_path(str(shm), str(root)), set()
+    with Manager(root, memory=Memory(copies=0, folder=str(shm), max_bytes=most), persist_every=100, keep_last=2) as manager:
+        for step in range(1, NUM_GENERATIONS + 1):
+            manager.async_save(step, {"w": weights.fill_(step)}).result()
+            assert sum(path.stat().st_blocks * 512 for path in folder.glob("*.slot")) <= most
+            descriptors.add(len(os.listdir("/proc/self/fd")))
+        assert max(descriptors) - min(descriptors) <= 8
+        assert manager.memory_skipped == 0
+        found = manager.load_latest({"w": weights.zero_()})
+        assert found is not None
+        assert (found.step, found.tier, int(weights.min())) == (NUM_GENERATIONS, "memory", NUM_GENERATIONS)
+    assert sorted(path.suffix for path in folder.iterdir()) == ["", "", ".gen", ".gen", ".slot", ".slot", ".slot"]
+    drop_held(str(root), str(shm))
+    assert [path.name for path in user_folder(str(shm)).iterdir()] == ["node"]
 
 
 def test_pinned_generations_are_not_refilled(tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch):
