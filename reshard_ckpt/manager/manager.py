@@ -26,6 +26,7 @@ from ..checkpoint.saving import async_save, save
 from ..comm import Stop, open_session, open_stop
 from ..core.planning.interval import MAX_OVERHEAD
 from ..core.report import LoadReport, SaveReport
+from ..engine.common.logs import LOGGER
 from ..engine.common.step_folders import alone_with, find_steps, name_steps, remove_files, remove_step
 from ..engine.loading.load import open_catalog
 from ..engine.saving.commit import clean_up
@@ -329,9 +330,11 @@ class Manager:
         path = self.path(step)
         self._wait()
         if self._memory is not None:
-            loaded = self._load_from_memory(self._memory.find(0, (), step), state, {**self._session, **options}, {})
-            if loaded is not None:
-                return loaded.report
+            for prove in _proofs(options):
+                found = self._memory.find(0, (), step, prove=prove)
+                loaded = self._load_from_memory(found, state, {**self._session, **options}, {}, prove=prove)
+                if loaded is not None:
+                    return loaded.report
         try:
             with self._deferring():
                 report = load(path, state, **{**self._session, **options})
@@ -389,16 +392,18 @@ class Manager:
         options = {"verify_first": not options.get("strict", True), **self._session, **options}
         passed: dict[int, str] = {}
         in_memory: dict[str, str] = {}
+        prove = _proofs(options)[0]
         while True:
             step = self._newest_except(passed)
             if self._memory is not None:
-                found = self._memory.find(-1 if step is None else step, list(in_memory))
-                loaded = self._load_from_memory(found, state, options, in_memory, passed)
+                found = self._memory.find(-1 if step is None else step, list(in_memory), prove=prove)
+                loaded = self._load_from_memory(found, state, options, in_memory, passed, prove=prove)
                 if loaded is not None and found is not None:
                     self._memory.persist_loaded(found)
                     return loaded
                 if found is not None:
-                    continue  # it could not be loaded, so the next one
+                    prove = True  # it could not be loaded: from another copy, or the next one
+                    continue
             if step is None:
                 break
             try:
@@ -425,8 +430,10 @@ class Manager:
         options: Mapping[str, Any],
         passed: dict[str, str],
         passed_in_store: Mapping[int, str] = MappingProxyType({}),
+        *,
+        prove: bool,
     ) -> LoadedStep | None:
-        """Load a generation; None, with a line in `passed`, where there is none or it turns out to be damaged."""
+        """Load a generation; None where there is none or it turns out to be damaged, with a line in `passed` if it was proved."""
         if found is None or self._memory is None:
             return None
         step = found.generation.step
@@ -434,6 +441,9 @@ class Manager:
             with self._deferring():
                 report, tier = self._memory.load(found, state, options)
         except (CorruptError, StorageError) as error:
+            if not prove:
+                LOGGER.warning("step %d in memory is damaged, so that all copies are verified now: %s", step, error)
+                return None
             passed[found.generation.save_id] = f"step {step} in memory: {error}"
             if self._is_first:
                 warnings.warn(f"passed over, as it cannot be loaded: step {step} in memory: {error}", stacklevel=3)
@@ -607,6 +617,11 @@ class Manager:
         referred = self._referred(committed) if begun else frozenset()
         for step in begun:
             remove_files(self._storage, step, referred)
+
+
+def _proofs(options: Mapping[str, Any]) -> tuple[bool, ...]:
+    """Whether memory is to be proved block by block before a load from it: only after damage was found, if loads verify."""
+    return (False, True) if options.get("verify", True) else (True,)
 
 
 def _checked(step: int) -> int:

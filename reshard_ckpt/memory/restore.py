@@ -1,8 +1,8 @@
 """Finding the newest whole generation among all nodes, and reading it from wherever its images are.
 
 1. Each node lists the generations that it knows, and the files of them that its slots hold.
-2. Rank 0 proposes the newest of which some node has each file. Nodes verify every block of what they have of it, each rank a
-   part.
+2. Rank 0 proposes the newest of which some node has each file. The load verifies what it reads; where it finds damage, nodes
+   verify every block of what they have, each rank a part.
 3. If each file has a copy without damage, all nodes keep that generation and drop newer ones, which never became whole; else the
    next older one is proposed.
 4. `open_images` makes it a source like any other: files of this node are read from its slots, others are asked of a rank that has
@@ -63,7 +63,13 @@ class Restorable:
 
 
 def find_newest(
-    comm: Comm, folder: Path, topology: Topology, wanted: Callable[[Generation], bool], excluded: Sequence[str] = ()
+    comm: Comm,
+    folder: Path,
+    topology: Topology,
+    wanted: Callable[[Generation], bool],
+    excluded: Sequence[str] = (),
+    *,
+    prove: bool = True,
 ) -> Restorable | None:
     """Find the newest generation that is whole on the nodes of the job, without a damaged block. Collective.
 
@@ -73,6 +79,8 @@ def find_newest(
         Asked on the nodes that know a generation: False for those that are superseded.
     excluded
         Save ids that are not to be taken.
+    prove
+        Whether to verify every block. Without it, headers alone are believed, for a load that verifies what it reads.
     """
     leads = topology.leads(comm.rank)
     known = {g.save_id: g for g in find_generations(folder)}
@@ -84,7 +92,7 @@ def find_newest(
         if missing:
             passed.append(missing)
             continue
-        found = _proved(comm, folder, topology, known.get(save_id), save_id, leads)
+        found = _proved(comm, folder, topology, known.get(save_id), save_id, prove=prove)
         if isinstance(found, str):
             passed.append(found)
             continue
@@ -131,11 +139,11 @@ def _proposals(comm: Comm, gathered: Sequence[bytes] | None) -> Iterator[tuple[s
 
 
 def _proved(
-    comm: Comm, folder: Path, topology: Topology, known: Generation | None, save_id: str, leads: bool
+    comm: Comm, folder: Path, topology: Topology, known: Generation | None, save_id: str, *, prove: bool
 ) -> tuple[Generation, dict[str, tuple[int, ...]]] | str:
     """Have every node verify what it has of a generation; who has what, or why it is not whole."""
     # One of the nodes that know it sends it to rank 0, and that to all.
-    gathered = comm.gather(known.encoded() if known is not None and leads else b"")
+    gathered = comm.gather(known.encoded() if known is not None and topology.leads(comm.rank) else b"")
     data = comm.broadcast(None if gathered is None else next((one for one in gathered if one), b""))
     generation = decode_generation(data, where="a generation from another node")
     local = topology.ranks_of[topology.node_of[comm.rank]]
@@ -143,7 +151,7 @@ def _proved(
     try:
         keys = sorted(images.keys() & frozenset(generation.holders))
         mine = keys[local.index(comm.rank) :: len(local)]
-        whole = whole_files(images, generation.decoded_catalog(), mine)
+        whole = whole_files(images, generation.decoded_catalog(), mine) if prove else mine
     finally:
         images.close()
     answers = comm.gather(msgpack.packb((whole, [key for key in mine if key not in whole])))

@@ -231,14 +231,16 @@ class MemoryRun:
         with open_session("look for", f"{path} {generation.save_id}", **self._session) as comm, open_storage(path) as storage:
             return comm.broadcast(b"%d" % is_persisted(storage, generation) if comm.rank == 0 else None) == b"1"
 
-    def find(self, at_least: int, excluded: Sequence[str], step: int | None = None) -> Restorable | None:
-        """Find the newest whole generation of a step, or of none older than `at_least`. Collective."""
+    def find(
+        self, at_least: int, excluded: Sequence[str] = (), step: int | None = None, *, prove: bool = True
+    ) -> Restorable | None:
+        """Find the newest whole generation of a step, or of none older than `at_least`; see `find_newest`. Collective."""
 
         def wanted(generation: Generation) -> bool:
             return self._counts(generation) and (generation.step >= at_least if step is None else generation.step == step)
 
         with open_session("find in memory", f"{self._root} from {at_least} at {step}", **self._session) as comm:
-            return find_newest(comm, self._folder, self._tier.topology, wanted, excluded)
+            return find_newest(comm, self._folder, self._tier.topology, wanted, excluded, prove=prove)
 
     def load(self, found: Restorable, state: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[LoadReport, str]:
         """Load a generation in place; returns the report, and the tier: ``"memory"`` or ``"peer"``."""
@@ -317,7 +319,7 @@ class MemoryRun:
             with open_session("newest of", self._root, **self._session) as comm:
                 own = b"%d" % max(find_steps(self._storage)[0], default=0) if comm.rank == 0 else None
                 at_least = int(comm.broadcast(own))
-            found = self.find(at_least, ())
+            found = self.find(at_least)
             if found is None:
                 return
             generation, mine = found.generation, found.files_of(self._rank)

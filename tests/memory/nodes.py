@@ -187,13 +187,13 @@ def be_damaged(root: str, folders: Sequence[str]) -> dict[str, Any]:
         handle.result()
         return handle
 
-    def reloaded() -> tuple[Any, ...]:
-        """Load all that is in memory alone."""
+    def reloaded(place: int = 1 - rank) -> tuple[Any, ...]:
+        """Load what is in memory alone: by default what the other rank saved."""
         if rank == 0:
             for step in (5, 6):
                 shutil.rmtree(Path(root, f"step_{step}"), ignore_errors=True)
         dist.barrier()
-        manager, place = Manager(root, memory=memory, persist_every=1000, timeout_s=60), 1 - rank  # what the other one saved
+        manager = Manager(root, memory=memory, persist_every=1000, timeout_s=60)
         state = rows(0, place, 2)
         try:
             found = manager.load_latest(state)
@@ -253,7 +253,7 @@ def be_damaged(root: str, folders: Sequence[str]) -> dict[str, Any]:
         if rank == 0:
             flip_in_memory(6, 0)  # rank 1's node has a copy
         dist.barrier()
-        out["one copy damaged"] = reloaded()
+        out["one copy damaged"] = reloaded(rank)
 
         if rank == 1:
             flip_in_memory(6, 0)

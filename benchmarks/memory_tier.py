@@ -1,0 +1,206 @@
+"""What the memory tier costs and saves: stalls, commits in memory, restoring; and lost steps in simulated hours of failures.
+
+``python -m benchmarks.memory_tier`` runs two ranks on gloo, each of which is a node of its own: a folder of its own on tmpfs.
+Copies cross from one to the other by gloo over this machine's loopback.
+
+1. Each round times, one after the other and in turn another one first: a memcpy of what a rank holds, an eager save without the
+   tier, and one with it; of both the stall, of the latter also the time until it is committed in memory, and that of its copy.
+2. Then the job is left as by a failure, and is restored from its own memory; from the other node's, one node having lost its own;
+   and from the disk, whose pages are in the cache.
+3. The hours are simulated: failures come at random, some take a node with its memory, and a restart begins at the newest
+   checkpoint that survives, by the rules of the tier's placement.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from reshard_ckpt import LocalShard, checkpoint
+from reshard_ckpt.checkpoint import Manager, Memory
+from reshard_ckpt.comm.links import Links
+from reshard_ckpt.core.planning.copies import copy_holders, survives
+
+from .ranks import Ranks, launch, save_json
+from .report import machine
+
+TIMES = (
+    "memcpy", "stall without the tier", "stall with the tier", "committed in memory", "copy to the other node",
+    "restore from own memory", "restore from the other node", "restore from disk",
+)  # fmt: skip
+
+
+class Worker:
+    """One rank of the benchmark: its part of a tensor, and its managers with and without the tier."""
+
+    def __init__(self, gb: float, folder: Path) -> None:
+        self.ranks = Ranks()
+        rank, size = self.ranks.rank, self.ranks.size
+        num = int(gb * 1e9 / size / 4) // 1024
+        self.part = torch.zeros(num, 1024, dtype=torch.int32)
+        self.state = {"w": LocalShard(self.part, (num * size, 1024), (num * rank, 0))}
+        self.touched = torch.ones_like(self.part)
+        self.node, self.folder, self.step = Path(tempfile.mkdtemp(prefix="reshard-ckpt-bench-", dir="/dev/shm")), folder, 0
+        self.times: dict[str, list[float]] = {name: [] for name in TIMES}
+
+    def note(self, name: str, begin: float) -> None:
+        self.times[name].append(max(self.ranks.gather(time.perf_counter() - begin)))
+
+    def manager(self, *, with_tier: bool) -> Manager:
+        memory = Memory(folder=str(self.node)) if with_tier else None
+        return Manager(self.folder / ("tier" if with_tier else "plain"), memory=memory, persist_every="10h")
+
+    def memcpy(self) -> None:
+        begin = time.perf_counter()
+        self.touched.copy_(self.part)
+        self.note("memcpy", begin)
+
+    def save(self, manager: Manager, *, with_tier: bool) -> None:
+        begin = time.perf_counter()
+        handle = manager.async_save(self.step, self.state)
+        stalled = time.perf_counter()
+        handle.result()
+        done = time.perf_counter()
+        self.times[f"stall {'with' if with_tier else 'without'} the tier"].append(max(self.ranks.gather(stalled - begin)))
+        if with_tier:
+            self.times["committed in memory"].append(max(self.ranks.gather(done - begin)))
+            assert handle.copies == 1  # type: ignore[attr-defined]
+
+    def saves(self, rounds: int) -> None:
+        copied: list[float] = []
+        swap = Links.swap
+
+        def timed(links: Links, *args: Any) -> None:
+            begin = time.perf_counter()
+            swap(links, *args)
+            copied.append(time.perf_counter() - begin)
+
+        Links.swap = timed  # type: ignore[method-assign]
+        plain, tier = self.manager(with_tier=False), self.manager(with_tier=True)
+        for turn in range(-4, rounds):  # the first ones touch the memory of all slots
+            self.step += 1
+            self.part.fill_(self.step)
+            modes: list[Callable[[], None]] = [
+                self.memcpy,
+                partial(self.save, plain, with_tier=False),
+                partial(self.save, tier, with_tier=True),
+            ]
+            copied.clear()
+            for mode in modes[turn % 3 :] + modes[: turn % 3]:
+                self.ranks.gather(0)
+                mode()
+            self.times["copy to the other node"].append(max(self.ranks.gather(sum(copied))))
+            if turn < 0:
+                for samples in self.times.values():
+                    samples.clear()
+        plain.close()
+        tier.__exit__(RuntimeError, RuntimeError(), None)
+
+    def restore(self, name: str, tier: str) -> None:
+        """Load the newest checkpoint of a job that failed."""
+        if tier == "store":
+            self.part.zero_()
+            self.ranks.gather(0)
+            begin = time.perf_counter()
+            checkpoint.load(self.folder / "plain" / f"step_{self.step}", self.state)
+            self.note(name, begin)
+        else:
+            manager = self.manager(with_tier=True)
+            self.part.zero_()
+            self.ranks.gather(0)
+            begin = time.perf_counter()
+            found = manager.load_latest(self.state)
+            self.note(name, begin)
+            assert found is not None
+            assert found.tier == tier
+            manager.__exit__(RuntimeError, RuntimeError(), None)
+        assert bool((self.part == self.step).all())
+
+    def run(self, rounds: int) -> dict[str, float]:
+        try:
+            self.saves(rounds)
+            for _ in range(rounds):
+                self.restore("restore from own memory", "memory")
+                self.restore("restore from disk", "store")
+            for _ in range(rounds):
+                if self.ranks.rank == 0:
+                    shutil.rmtree(self.node)  # the node is lost, and comes back empty
+                self.ranks.gather(0)
+                self.restore("restore from the other node", "peer")
+        finally:
+            shutil.rmtree(self.node, ignore_errors=True)
+            self.ranks.close()
+        return {name: statistics.median(samples) for name, samples in self.times.items()}
+
+
+def lost_steps(*, with_tier: bool, hours: int = 2000, nodes: int = 64, seed: int = 0) -> float:
+    """Simulate hours of failures; returns the steps that are done again, per failure.
+
+    A step takes a second, and the job fails every 10 minutes on average. Half of the failures take a node with its memory, and
+    one in twenty of these a second one. Saves to memory come every 10 steps, to the store every 600.
+    """
+    chance, holders = random.Random(seed), copy_holders(range(nodes), 1)
+    step = lost = failures = 0
+    fails_at = chance.expovariate(1 / 600)
+    for now in range(hours * 3600):
+        step += 1
+        if now < fails_at:
+            continue
+        gone: list[int] = []
+        if chance.random() < 0.5:
+            gone = chance.sample(range(nodes), 2 if chance.random() < 0.05 else 1)
+        in_memory = with_tier and survives([[*held] for held in holders], gone)
+        begin = step - step % (10 if in_memory else 600)
+        lost, failures, step = lost + step - begin, failures + 1, begin
+        fails_at = now + chance.expovariate(1 / 600)
+    return lost / failures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gb", type=float, default=1.0, help="of both ranks together")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--folder", type=Path, default=Path("bench_out/memory_tier"))
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        worker = Worker(args.gb, args.folder.resolve())
+        rank, found = worker.ranks.rank, worker.run(args.rounds)
+        if rank == 0:
+            (args.folder / "times.json").write_text(json.dumps(found))
+        return
+    shutil.rmtree(args.folder, ignore_errors=True)
+    args.folder.mkdir(parents=True)
+    given = ["--gb", str(args.gb), "--rounds", str(args.rounds), "--folder", str(args.folder)]
+    where = machine()
+    launch("benchmarks.memory_tier", 2, given, timeout_s=1800)
+    times = json.loads((args.folder / "times.json").read_text())
+    shutil.rmtree(args.folder)
+    ratios = {
+        "stall with the tier ÷ without": times["stall with the tier"] / times["stall without the tier"],
+        "committed in memory ÷ memcpy": times["committed in memory"] / times["memcpy"],
+        "restore from own memory ÷ from disk": times["restore from own memory"] / times["restore from disk"],
+    }
+    lost = {"with the tier": lost_steps(with_tier=True), "without": lost_steps(with_tier=False)}
+    for title, figures, unit in (("medians", times, " s"), ("ratios", ratios, ""), ("lost steps per failure", lost, "")):
+        print(title)
+        for name, value in figures.items():
+            print(f"  {name:38} {value:9.3f}{unit}")
+    if args.out:
+        save_json(args.out, {"machine": where, "gb": args.gb, "rounds": args.rounds, "s": times, "ratios": ratios, "lost": lost})
+
+
+if __name__ == "__main__":
+    main()
