@@ -76,3 +76,22 @@ def test_a_value_that_megatron_has_no_place_for_is_refused_by_name(tmp_path: Pat
     checkpoint.save(tmp_path / "own", {"model": {"w": torch.ones(2)}, "where": Path("x")})
     with pytest.raises(UnsupportedError, match="PosixPath has no place in a checkpoint of Megatron"):
         checkpoint.convert(tmp_path / "own", tmp_path / "out", to="megatron")
+
+
+def test_a_save_whose_names_are_keys_is_written_with_these(tmp_path: Path) -> None:
+    """As the calls that stand in for Megatron's own save: keys as they are, and Namespaces noted in the metadata."""
+    state = {
+        "model.w": torch.ones(2, 3),
+        "optimizer.state.param.model.w": torch.full((2, 3), 2.0),
+        "rng_state/shard_0_1": [1, 2],
+        "args": {"lr": 0.5, "inner": {"x": 1}},
+        "optimizer": {"optimizer": {"param_groups": [{"lr": 0.5}]}, "param_state_sharding_type": "dp_reshardable"},
+    }
+    about = {"megatron": {"namespaces": [["args"], ["args", "inner"]]}}
+    checkpoint.save(tmp_path / "own", state, metadata=about)
+    checkpoint.convert(tmp_path / "own", tmp_path / "out", to="megatron")
+    assert keys_of(tmp_path / "out") == {"model.w", "optimizer.state.param.model.w", "rng_state/shard_0_1"}
+    common = read_object((tmp_path / "out" / "common.pt").read_bytes(), "common.pt")
+    tag = {"__class__": "argparse:Namespace"}
+    assert common["args"] == {"lr": 0.5, "inner": {"x": 1, **tag}, **tag}
+    assert common["optimizer"] == {"optimizer": {"param_groups": [{"lr": 0.5}]}, "param_state_sharding_type": "fully_reshardable"}
