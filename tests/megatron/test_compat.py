@@ -27,7 +27,7 @@ def run(what: str, folder: Path) -> Any:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.megatron.compat", what, str(folder)],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         text=True,
         check=True,

@@ -139,13 +139,11 @@ class _Folder:
         try:
             if key in self.errors:
                 raise self.errors[key]
-            shape = self.metadata.true_shapes.get(key)
-            if shape is not None:
+            shape = self.metadata.true_shapes.get(key, saved.shape)
+            if key in self.metadata.true_shapes:
                 parts = [unflattened(part, saved.shape, shape, f"{self.storage.url}: {key}") for part in parts]
-            self._check_shape(key, saved.shape if shape is None else shape)
-            return ForeignTensor(
-                name, dtype_code(saved.dtype, name), saved.shape if shape is None else shape, tuple(parts), link=link
-            )
+            self._check_shape(key, shape)
+            return ForeignTensor(name, dtype_code(saved.dtype, name), shape, tuple(parts), link=link)
         except CheckpointError as error:
             self.unreadable[name] = error
             return None
