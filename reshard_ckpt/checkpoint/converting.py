@@ -224,9 +224,7 @@ def convert(
         raise UsageError(f"to={to!r}: there are {', '.join(map(repr, _WRITERS))}")
     format_options = _FormatOptions(parse_size(max_shard_size), _optimizer_form(optimizer, to))
     if unstack and to != "safetensors":
-        raise UsageError(
-            f"unstack=True: is for to='safetensors', and not for to={to!r}, which keeps stacked layers; leave it out"
-        )
+        raise UsageError(f"unstack=True: is for to='safetensors', and not for to={to!r}, which keeps them stacked; leave it out")
     with open_source(src) as source:
         conversion = _select(source, to, root, select, exclude, rename, cast, verify, reporter(progress))
         if unstack:
@@ -319,10 +317,9 @@ def parse_size(size: int | str) -> int:
 
 def _to_safetensors(conversion: _Conversion, destination: _Destination, format_options: _FormatOptions) -> _Result:
     files = lay_out(conversion.written, format_options.max_bytes)
+    identity = conversion.identity("safetensors", format_options.max_bytes, conversion.unstacked is not None)
     with (
-        destination.folder(
-            conversion.identity("safetensors", format_options.max_bytes, conversion.unstacked is not None)
-        ) as output,
+        destination.folder(identity) as output,
         LocalStorage(output.result) as storage,
         LocalStorage(output.resume_info) as resume_info,
     ):
