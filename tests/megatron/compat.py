@@ -22,7 +22,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 LAYOUTS: dict[str, list[tuple[int, dict[str, Any]]]] = {
     "dense": [(4, {"pp": 2}), (4, {"tp": 4})],
-    "moe": [(4, {"ep": 4, "experts": 4}), (2, {"pp": 2, "experts": 4})],
+    "moe": [(4, {"ep": 4, "experts": 4}), (2, {"ep": 2, "experts": 4})],
 }
 OLD_MASTER = {"optimizer.state.param.": "optimizer.state.fp32_param."}
 

@@ -155,7 +155,7 @@ class _Folder:
         if parameter is not None and shape != parameter.shape:
             raise UnsupportedError(
                 f"{self.storage.url}: {key} has shape {shape}, and its parameter {parameter.shape}: it is saved flat, without "
-                "its true shape; load it with the version of Megatron that saved it, and save it again with 0.13 or newer"
+                "its true shape; load it with the version of Megatron that saved it, and save it again with a newer one"
             )
 
     def add_values(self) -> None:

@@ -75,8 +75,8 @@ def _lay_out(catalog: Catalog, values: Mapping[str, Any], *, master: str) -> Fol
             )
         tensors[key] = catalog.index(name)
     objects = {key: value for name, value in values.items() if (key := object_key(name)) is not None}
-    for key in tensors.keys() & objects.keys():
-        raise NameCollisionError(f"{key}: a tensor and an object have this key in a checkpoint of Megatron; leave one out")
+    for both in tensors.keys() & objects.keys():
+        raise NameCollisionError(f"{both}: a tensor and an object have this key in a checkpoint of Megatron; leave one out")
     return FolderLayout(tensors, objects, {})
 
 
