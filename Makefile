@@ -9,7 +9,7 @@ JOBS ?= auto
 # More threads than cores make small models slower, and every test process would start its own.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check bench soak crash-points compat fuzz
+.PHONY: demo test check bench soak crash-points compat compat-megatron fuzz
 .DEFAULT_GOAL := check
 
 $(STAMP): pyproject.toml constraints.txt
@@ -60,6 +60,19 @@ compat:
 	  $(COMPAT_VENVS)/$$v/bin/python -m pip install --quiet "torch==$$v" \
 	    hypothesis msgpack numpy pytest pytest-xdist PyYAML rich safetensors typer xxhash; \
 	  $(COMPAT_VENVS)/$$v/bin/python -m pytest -q -p no:cacheprovider -n $(JOBS) --dist worksteal $(COMPAT_TESTS); \
+	done
+
+# Megatron-Core itself, each version in a venv of its own: what it saves opens here, and it loads what is written here. From 0.17 on it
+# needs Python 3.12: make compat-megatron PYTHON=python3.12 MEGATRON=0.19.1.
+MEGATRON ?= 0.13.0 0.15.3 0.16.1
+
+compat-megatron:
+	@set -e; for v in $(MEGATRON); do \
+	  echo "megatron-core $$v"; venv=$(COMPAT_VENVS)/megatron-$$v; \
+	  test -x $$venv/bin/python || $(PYTHON) -m venv $$venv; \
+	  $$venv/bin/python -m pip install --quiet -c constraints.txt -e '.[dev,all]' packaging psutil; \
+	  $$venv/bin/python -m pip install --quiet --no-deps "megatron-core==$$v"; \
+	  $$venv/bin/python -m pytest -q -p no:cacheprovider tests/megatron; \
 	done
 
 bench: $(BENCH_STAMP)

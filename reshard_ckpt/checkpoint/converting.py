@@ -29,6 +29,8 @@ from ..formats.safetensors_writer import finished_files, lay_out, write_safetens
 from ..formats.side_files import copy_side_files
 from ..formats.source import Path, Source, open_source
 from ..formats.torch_writer import write_torch
+from ..formats.unstacked import Unstacked
+from ..formats.unstacked import unstack as take_apart
 from ..storage import LocalStorage, path_text
 from .resharding import write_as_one_rank
 from .selecting import Names, SelectedNames, cast_dtypes, select_names, top_level_keys
@@ -78,6 +80,12 @@ class _Conversion:
     left_out: tuple[str, ...]
     verify: bool
     report: OnProgress
+    unstacked: Unstacked | None = None
+
+    @property
+    def written(self) -> Catalog:
+        """The tensors of the result, of which some may be parts of tensors of `catalog`."""
+        return self.catalog if self.unstacked is None else self.unstacked.catalog
 
     @property
     def num_bytes(self) -> int:
@@ -88,6 +96,8 @@ class _Conversion:
 
     def tensor_bytes(self, tensors: Sequence[int]) -> Iterator[memoryview]:
         """Yield the bytes of whole tensors, converted, end to end."""
+        if self.unstacked is not None:
+            return self.run_bytes([self.unstacked.runs[index] for index in tensors])
         return self.run_bytes([whole_run(self.catalog, index) for index in tensors])
 
     def run_bytes(self, runs: Sequence[Run]) -> Iterator[memoryview]:
@@ -149,6 +159,7 @@ def convert(
     to: str = "safetensors",
     max_shard_size: int | str = "5GB",
     optimizer: str | None = None,
+    unstack: bool = False,
     root: str | None = None,
     select: Names = None,
     exclude: Names = None,
@@ -175,6 +186,9 @@ def convert(
     optimizer
         For ``to="dcp"``, the form of optimizers: ``"nested"`` as ``get_optimizer_state_dict`` returns them (the default), or
         ``"flat"`` as it does with ``flatten_optimizer_state_dict=True``.
+    unstack
+        For ``to="safetensors"``: write layers, and experts, that are stacked in one tensor as a tensor each, as in
+        ``layers.3.mlp.weight``; Megatron stacks them.
     root
         Take what lies below this name, and leave the name out of theirs. By default ``"model"`` for safetensors, which have no
         place for anything else, and ``""`` for the others, which is everything.
@@ -209,14 +223,18 @@ def convert(
     if to not in _WRITERS:
         raise UsageError(f"to={to!r}: there are {', '.join(map(repr, _WRITERS))}")
     format_options = _FormatOptions(parse_size(max_shard_size), _optimizer_form(optimizer, to))
+    if unstack and to != "safetensors":
+        raise UsageError(f"unstack=True: is for to='safetensors', and not for to={to!r}, which keeps them stacked; leave it out")
     with open_source(src) as source:
         conversion = _select(source, to, root, select, exclude, rename, cast, verify, reporter(progress))
+        if unstack:
+            conversion = replace(conversion, unstacked=take_apart(conversion.catalog, source.storage.url))
         destination = _Destination(path_text(src), source.storage.url, path_text(dst), overwrite)
         result = _WRITERS[to](conversion, destination, format_options)
     return ConvertReport(
         format=to,
         files=result.files,
-        num_tensors=len(conversion.catalog.names),
+        num_tensors=len(conversion.written.names),
         num_values=len(conversion.values),
         num_bytes=conversion.num_bytes,
         bytes_kept=result.bytes_kept,
@@ -298,9 +316,10 @@ def parse_size(size: int | str) -> int:
 
 
 def _to_safetensors(conversion: _Conversion, destination: _Destination, format_options: _FormatOptions) -> _Result:
-    files = lay_out(conversion.catalog, format_options.max_bytes)
+    files = lay_out(conversion.written, format_options.max_bytes)
+    identity = conversion.identity("safetensors", format_options.max_bytes, conversion.unstacked is not None)
     with (
-        destination.folder(conversion.identity("safetensors", format_options.max_bytes)) as output,
+        destination.folder(identity) as output,
         LocalStorage(output.result) as storage,
         LocalStorage(output.resume_info) as resume_info,
     ):
@@ -308,7 +327,7 @@ def _to_safetensors(conversion: _Conversion, destination: _Destination, format_o
         storage.delete({key for key, _ in storage.list()} - {file.key for file in kept})
         if not os.path.isfile(destination.src):
             copy_side_files(conversion.source.storage, conversion.source.catalog, storage)
-        write_safetensors(storage, conversion.catalog, conversion.tensor_bytes, files, resume_info=resume_info, kept=kept)
+        write_safetensors(storage, conversion.written, conversion.tensor_bytes, files, resume_info=resume_info, kept=kept)
         return _Result(_keys(storage), sum(file.num_bytes for file in kept))
 
 

@@ -244,8 +244,8 @@ class _Plain:
         kind = self.dtype(dtype.arguments, dtype.state)
         if prod(shape) * kind.itemsize != len(data):
             raise ValueError("an array whose bytes are not as many as its shape wants")
-        found: np.ndarray[Any, Any] = np.frombuffer(data, kind).reshape(shape, order="F" if fortran else "C")
-        return found.copy()
+        found: np.ndarray[Any, Any] = np.frombuffer(data, kind).reshape(shape, order="F" if fortran else "C").copy()
+        return found
 
     def scalar(self, arguments: tuple[Any, ...]) -> Any:
         dtype, data = arguments

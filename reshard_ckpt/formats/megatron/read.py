@@ -28,16 +28,21 @@ from ..dcp.metadata import MAX_METADATA_BYTES, METADATA_KEY, Extent, SavedTensor
 from ..protocol import Foreign, RawValue, locate
 from .integrity import read_integrity
 from .metadata import MegatronMetadata, read_metadata, unflattened
-from .names import COMMON_STATE, OPTIMIZER, common_path, is_bucket, link_of, object_path, tensor_name
-from .objects import read_object
+from .names import COMMON_STATE, FORMAT, OPTIMIZER, common_path, link_of, object_path, plain_key, tensor_name
+from .objects import NAMESPACE_TAG, read_object
 
-FORMAT = "megatron"
 CONFIG_KEY, COMMON_KEY, LATEST_KEY = "metadata.json", "common.pt", "latest_checkpointed_iteration.txt"
 MAX_SMALL_BYTES, MAX_OBJECT_BYTES = 1 << 20, 1 << 30
 
 
-def open_path(path: str) -> Foreign | None:
-    """Open a path for reading; return None if it is no checkpoint of Megatron; see `ForeignFormat`."""
+def open_path(path: str, *, as_saved: bool = False) -> Foreign | None:
+    """Open a path for reading; return None if it is no checkpoint of Megatron; see `ForeignFormat`.
+
+    Parameters
+    ----------
+    as_saved
+        Names are Megatron's keys, and paths those of its own state; the metadata of the catalog say which dicts were Namespaces.
+    """
     with ExitStack() as stack:
         storage, key = locate(path)
         stack.enter_context(storage)
@@ -48,7 +53,7 @@ def open_path(path: str) -> Foreign | None:
             storage = stack.enter_context(open_storage(f"{path.rstrip('/')}/{latest}"))
         if not is_checkpoint(storage, of_run=latest is not None):
             return None
-        catalog, raw = read_folder(storage)
+        catalog, raw = read_folder(storage, as_saved=as_saved)
         digests = read_integrity(storage)
         stack.pop_all()
         return Foreign(storage, catalog, FORMAT, raw=raw, sha256=digests)
@@ -102,15 +107,16 @@ def _refuse_unfinished(storage: Storage) -> bool:
     return False
 
 
-def read_folder(storage: Storage) -> tuple[Catalog, dict[str, RawValue]]:
+def read_folder(storage: Storage, *, as_saved: bool = False) -> tuple[Catalog, dict[str, RawValue]]:
     """Build the catalog of a folder, and list its values as they lie in the files."""
     name = f"{storage.url}: {METADATA_KEY}"
     metadata = read_metadata(bytes(storage.read(METADATA_KEY, limit=MAX_METADATA_BYTES)), name=name)
     located = locate_chunks(storage, metadata.saved.tensors)
-    folder = _Folder(storage, metadata, dict(located.unreadable))
+    folder = _Folder(storage, metadata, dict(located.unreadable), as_saved)
     tensors = [found for key, saved in metadata.saved.tensors.items() if (found := folder.tensor(key, saved, located.parts[key]))]
     folder.add_values()
-    catalog = build_catalog(tensors, located.files, folder.entries, format=FORMAT, where=storage.url)
+    about = {FORMAT: {"namespaces": folder.namespaces}} if as_saved else None
+    catalog = build_catalog(tensors, located.files, folder.entries, format=FORMAT, metadata=about, where=storage.url)
     return replace(catalog, unreadable=folder.unreadable), folder.raw
 
 
@@ -121,23 +127,23 @@ class _Folder:
     storage: Storage
     metadata: MegatronMetadata
     errors: dict[str, CheckpointError]
+    as_saved: bool = False
+    namespaces: list[list[Any]] = field(default_factory=list)
     unreadable: dict[str, CheckpointError] = field(default_factory=dict)
     entries: list[ValueEntry] = field(default_factory=list)
     raw: dict[str, RawValue] = field(default_factory=dict)
 
     def tensor(self, key: str, saved: SavedTensor, parts: Sequence[FilePart]) -> ForeignTensor | None:
         """Describe a tensor in its true shape, or record why it cannot be read."""
-        name = tensor_name(key)
+        name, link = (plain_key(key), None) if self.as_saved else (tensor_name(key), link_of(key))
         try:
             if key in self.errors:
                 raise self.errors[key]
-            shape = self.metadata.true_shapes.get(key)
-            if shape is not None:
+            shape = self.metadata.true_shapes.get(key, saved.shape)
+            if key in self.metadata.true_shapes:
                 parts = [unflattened(part, saved.shape, shape, f"{self.storage.url}: {key}") for part in parts]
-            self._check_shape(key, shape or saved.shape)
-            return ForeignTensor(
-                name, dtype_code(saved.dtype, name), saved.shape if shape is None else shape, tuple(parts), link=link_of(key)
-            )
+            self._check_shape(key, shape)
+            return ForeignTensor(name, dtype_code(saved.dtype, name), shape, tuple(parts), link=link)
         except CheckpointError as error:
             self.unreadable[name] = error
             return None
@@ -149,7 +155,7 @@ class _Folder:
         if parameter is not None and shape != parameter.shape:
             raise UnsupportedError(
                 f"{self.storage.url}: {key} has shape {shape}, and its parameter {parameter.shape}: it is saved flat, without "
-                "its true shape; load it with the version of Megatron that saved it, and save it again with 0.13 or newer"
+                "its true shape; load it with the version of Megatron that saved it, and save it again with a newer one"
             )
 
     def add_values(self) -> None:
@@ -161,7 +167,7 @@ class _Folder:
         for key, extent in self.metadata.saved.values.items():
             problem = read_problem(self.storage, key, extent, sizes[extent.file])
             if problem is not None:
-                self.unreadable[".".join(object_path(key))] = problem
+                self.unreadable[".".join(self._object_path(key))] = problem
             elif key == COMMON_STATE and COMMON_KEY not in self.raw:
                 self._add_common(key, extent)
             elif key != COMMON_STATE:
@@ -184,10 +190,16 @@ class _Folder:
             self.unreadable[key] = error
             return
         for path, value in _leaves(_without_steps(state), ()):
-            self._add(common_path(path), value)
+            if self.as_saved and path[-1] == NAMESPACE_TAG:
+                self.namespaces.append(list(path[:-1]))
+            else:
+                self._add(path if self.as_saved else common_path(path), value)
+
+    def _object_path(self, key: str) -> tuple[str, ...]:
+        return (key,) if self.as_saved else object_path(key)
 
     def _add_object(self, key: str, extent: Extent) -> None:
-        path = object_path(key)
+        path = self._object_path(key)
         try:
             found = self._read(key, extent)
             if not isinstance(found, list) or len(found) != 1:
@@ -232,6 +244,3 @@ def _without_step(optimizer: Mapping[Any, Any]) -> dict[Any, Any]:
             continue
         kept[key] = _without_step(value) if isinstance(key, int) and isinstance(value, dict) else value
     return kept
-
-
-__all__ = ["FORMAT", "is_bucket", "open_path", "read_folder"]

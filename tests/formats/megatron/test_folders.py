@@ -16,8 +16,10 @@ import torch
 from reshard_ckpt import checkpoint
 from reshard_ckpt.errors import CheckpointNotFound, CorruptError, UnsupportedError, UsageError
 from reshard_ckpt.format.objects import Named
+from reshard_ckpt.formats.megatron.format import MegatronFormat
 from reshard_ckpt.formats.megatron.object_writer import object_bytes
 from reshard_ckpt.formats.megatron.objects import read_object
+from reshard_ckpt.formats.source import open_source
 from tests.megatron.folders import NAMES, VERSIONS, expected, unpack
 
 Unpacked = Callable[[str], Path]
@@ -206,3 +208,12 @@ def test_objects_come_back_from_the_writer_as_what_they_were() -> None:
     again = torch.load(io.BytesIO(object_bytes(decoded, "x")), weights_only=False)
     for key, item in value.items():
         assert repr(again[key]) == repr(item), key
+
+
+def test_as_saved_names_are_the_keys_and_paths_of_megatron(folder: Unpacked, tmp_path: Path) -> None:
+    with open_source(folder("0.15.3-moe"), (MegatronFormat(as_saved=True),)) as source:
+        catalog = source.catalog
+    assert "decoder.layers.mlp.experts.experts.linear_fc1.weight" in catalog.names
+    assert "optimizer.state.param.decoder.layers.mlp.experts.experts.linear_fc1.weight" in catalog.names
+    assert {"rng_state/shard_0.0_2.1", "args.lr", "optimizer.0.optimizer.param_groups"} <= set(catalog.value_names)
+    assert catalog.metadata == {"megatron": {"namespaces": [["args", "nested"], ["args"]]}}

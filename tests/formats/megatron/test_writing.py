@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
 from reshard_ckpt import checkpoint
-from reshard_ckpt.errors import NameCollisionError, UnsupportedError
+from reshard_ckpt.errors import NameCollisionError, UnsupportedError, UsageError
 from reshard_ckpt.formats.megatron.metadata import read_metadata
 from reshard_ckpt.formats.megatron.objects import read_object
+from tests.megatron import values
 from tests.megatron.folders import expected, unpack
 
 
@@ -76,3 +78,41 @@ def test_a_value_that_megatron_has_no_place_for_is_refused_by_name(tmp_path: Pat
     checkpoint.save(tmp_path / "own", {"model": {"w": torch.ones(2)}, "where": Path("x")})
     with pytest.raises(UnsupportedError, match="PosixPath has no place in a checkpoint of Megatron"):
         checkpoint.convert(tmp_path / "own", tmp_path / "out", to="megatron")
+
+
+def test_a_save_whose_names_are_keys_is_written_with_these(tmp_path: Path) -> None:
+    """As the calls that stand in for Megatron's own save: keys as they are, and Namespaces noted in the metadata."""
+    state = {
+        "model.w": torch.ones(2, 3),
+        "optimizer.state.param.model.w": torch.full((2, 3), 2.0),
+        "rng_state/shard_0_1": [1, 2],
+        "args": {"lr": 0.5, "inner": {"x": 1}},
+        "optimizer": {"optimizer": {"param_groups": [{"lr": 0.5}]}, "param_state_sharding_type": "dp_reshardable"},
+    }
+    about = {"megatron": {"namespaces": [["args"], ["args", "inner"]]}}
+    checkpoint.save(tmp_path / "own", state, metadata=about)
+    checkpoint.convert(tmp_path / "own", tmp_path / "out", to="megatron")
+    assert keys_of(tmp_path / "out") == {"model.w", "optimizer.state.param.model.w", "rng_state/shard_0_1"}
+    common = read_object((tmp_path / "out" / "common.pt").read_bytes(), "common.pt")
+    tag = {"__class__": "argparse:Namespace"}
+    assert common["args"] == {"lr": 0.5, "inner": {"x": 1, **tag}, **tag}
+    assert common["optimizer"] == {"optimizer": {"param_groups": [{"lr": 0.5}]}, "param_state_sharding_type": "fully_reshardable"}
+
+
+def test_unstacked_layers_and_experts_are_tensors_of_their_own(tmp_path: Path) -> None:
+    root = unpack("0.16.1-moe", tmp_path)
+    report = checkpoint.convert(root, tmp_path / "flat", to="safetensors", unstack=True, max_shard_size=4096)
+    read = checkpoint.read(tmp_path / "flat")
+    assert len(read) == report.num_tensors
+    stacked = "decoder.layers.mlp.experts.experts.linear_fc1.weight"
+    whole = values.whole(stacked, (2, 4, 32, 8), torch.bfloat16)
+    for layer in range(2):
+        for expert in range(4):
+            name = f"model.decoder.layers.{layer}.mlp.experts.experts.{expert}.linear_fc1.weight"
+            assert torch.equal(read[name], whole[layer, expert])
+        name = "decoder.layers.self_attention.linear_qkv.weight"
+        numbered = f"model.{name.replace('layers', f'layers.{layer}')}"
+        assert torch.equal(read[numbered], values.whole(name, (2, 24, 8), torch.bfloat16)[layer])
+    assert not [name for name in read if re.search(r"layers\.(?!\d)", name)]
+    with pytest.raises(UsageError, match="unstack=True: is for to='safetensors'"):
+        checkpoint.convert(root, tmp_path / "dcp", to="dcp", unstack=True)
