@@ -37,7 +37,8 @@ ALLOWED = {
     "formats": _FORMATS,
     "plotting": _CORE | {"engine/common"},
     "checkpoint": _FORMATS | {"plotting"},
-    "manager": _FORMATS | {"checkpoint"},
+    "memory": _FORMATS | {"checkpoint"},
+    "manager": _FORMATS | {"checkpoint", "memory"},
     "dcp": _FORMATS | {"checkpoint"},
     "megatron": {"checkpoint", "state"},
     "cli": _CORE | {"comm", "engine/common", "engine/checking", "checkpoint", "__init__"},
@@ -46,7 +47,7 @@ ALLOWED = {
 }
 
 # The face of a package hands names on: that of `checkpoint` those of the rooms above it too.
-FACES = {"checkpoint/__init__.py": _FORMATS | {"plotting", "manager"}}
+FACES = {"checkpoint/__init__.py": _FORMATS | {"plotting", "memory", "manager"}}
 
 # core is pure: no tensors, no I/O, no threads, no clock.
 IMPURE = {

@@ -14,9 +14,10 @@ from tests.launch import ROOT, project_table
 
 PACKAGE = ["FlatShard", "LocalShard", "checkpoint", "errors", "register_placement"]
 CHECKPOINT = [
-    "CompactReport", "ConvertReport", "Diff", "GoodputReport", "Inspection", "LoadReport", "LoadedStep", "Manager", "PerRank",
-    "ReshardReport", "SaveHandle", "SaveReport", "Timeline", "VerifyReport", "async_save", "catalog", "compact", "convert",
-    "diff", "goodput", "inspect", "load", "plot", "prepare", "read", "reshard", "save", "timeline", "verify", "write_manifest",
+    "CompactReport", "ConvertReport", "Diff", "GoodputReport", "Inspection", "LoadReport", "LoadedStep", "Manager", "Memory",
+    "PerRank", "ReshardReport", "SaveHandle", "SaveReport", "Timeline", "VerifyReport", "async_save", "catalog", "compact",
+    "convert", "diff", "goodput", "inspect", "load", "plot", "prepare", "read", "reshard", "save", "timeline", "verify",
+    "write_manifest",
 ]  # fmt: skip
 DCP = [
     "AsyncCheckpointerType",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ from ..engine.loading.saved_values import SavedValue, blob_reader, open_values
 from ..engine.loading.vote import Wanted, missing_values, unreadable, vote
 from ..engine.saving.handle import SAVES
 from ..formats.foreign import FORMATS, ForeignFormat
-from ..formats.source import NATIVE, Path, open_shared_source
+from ..formats.source import NATIVE, Path, Source, open_shared_source
 from ..state.capture import prepare_load
 from ..state.entries import Target
 from ..state.shards import PerRankValues
@@ -121,18 +121,23 @@ def load_state(
     *,
     only_wanted: bool = False,
     formats: Sequence[ForeignFormat] = FORMATS,
+    opened: Callable[[Comm], AbstractContextManager[Source]] | None = None,
     rename: Mapping[str, str] | Callable[[str], str] | None = None,
     progress: bool | OnProgress = False,
     process_group: Any = None,
     timeout_s: float = 600.0,
 ) -> tuple[LoadReport, Catalog]:
-    """Load as `load` does; return also the catalog. `only_wanted` ignores entries that the state has no place for."""
+    """Load as `load` does; return also the catalog.
+
+    `only_wanted` ignores entries that the state has no place for. `opened` opens another source than what the path holds.
+    """
     return _load(
         path,
         lambda saved, comm: prepare_load(state, saved, rank=comm.rank, size=comm.size, adds=not only_wanted),
         options,
         only_wanted=only_wanted,
         formats=formats,
+        opened=opened,
         rename=rename,
         progress=progress,
         process_group=process_group,
@@ -165,6 +170,7 @@ def _load(
     *,
     only_wanted: bool = False,
     formats: Sequence[ForeignFormat] = FORMATS,
+    opened: Callable[[Comm], AbstractContextManager[Source]] | None = None,
     rename: Mapping[str, str] | Callable[[str], str] | None = None,
     progress: bool | OnProgress = False,
     process_group: Any = None,
@@ -173,7 +179,8 @@ def _load(
     began = time.monotonic()
     session = open_session("load", str(path), process_group=process_group, timeout_s=timeout_s)
     with ExitStack() as held, session as comm:
-        source = held.enter_context(open_shared_source(comm, path, formats))  # until all ranks have left the session
+        # Open until all ranks have left the session.
+        source = held.enter_context(opened(comm) if opened else open_shared_source(comm, path, formats))
         options = replace(options, tied_under_one_name=source.format != NATIVE)
         SAVES.wait_staged()  # what a save still copies must not change under it
         storage, saved = source.storage, source.catalog

@@ -15,7 +15,7 @@ from ..engine.common.logs import RankLog
 from ..engine.common.progress import OnProgress, reporter
 from ..engine.common.recorder import Recorder, TimedComm
 from ..engine.saving.agreement import agree
-from ..engine.saving.async_save import launch, take_ring
+from ..engine.saving.async_save import SaveTarget, launch, take_ring
 from ..engine.saving.commit import begin, commit, differing_names
 from ..engine.saving.handle import SAVES, SaveHandle
 from ..engine.saving.local_shards import LocalShards, describe_local
@@ -153,16 +153,27 @@ def async_save(
     return begin_save(path, state, options)
 
 
-def begin_save(path: Path, state: Mapping[str, Any], options: SaveOptions) -> SaveHandle:
-    """Begin a save as `async_save` does, with options as one value."""
+ChooseTarget = Callable[[SaveJob], SaveTarget | None]
+
+
+def begin_save(
+    path: Path, state: Mapping[str, Any], options: SaveOptions, choose_target: ChooseTarget = lambda job: None
+) -> SaveHandle:
+    """Begin a save as `async_save` does, with options as one value; `choose_target` may send the images elsewhere."""
     guarded = (lambda: GuardedState(*held_back(state))) if options.staging == "lazy" else GuardedState
-    return _begin(path, _capture_of(state, options), options, guarded)
+    return _begin(path, _capture_of(state, options), options, guarded, choose_target)
 
 
-def _begin(path: Path, capture: Capture, options: SaveOptions, guarded: Callable[[], GuardedState] = GuardedState) -> SaveHandle:
+def _begin(
+    path: Path,
+    capture: Capture,
+    options: SaveOptions,
+    guarded: Callable[[], GuardedState] = GuardedState,
+    choose_target: ChooseTarget = lambda job: None,
+) -> SaveHandle:
     with ExitStack() as session:
         job = _agreed_job(session, path, capture, options)
-        handle = launch(job, session, guarded())
+        handle = launch(job, session, guarded(), choose_target(job))
         SAVES.join(handle)
     return handle
 

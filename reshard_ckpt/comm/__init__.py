@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import PeerError
 from .exchange import Exchange, open_exchange
@@ -28,6 +28,7 @@ __all__ = [
     "open_exchange",
     "open_session",
     "open_stop",
+    "shared_store",
 ]
 
 
@@ -71,6 +72,12 @@ def open_session(
         return StoreComm(store, group.rank, group.size, title=title, timeout_s=timeout_s, ended=ended, hosts=True)
 
     return _session(comm_of, group.sessions, group.sessions.take(), kind, subject)
+
+
+def shared_store(name: str, process_group: ProcessGroup | None = None) -> Any:
+    """Return keys of the job's key-value store below a name that nobody has used before, as torch's stores; None for one process."""
+    group = current_group(process_group)
+    return None if group is None else group.named(name)
 
 
 def open_stop(

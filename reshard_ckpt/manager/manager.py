@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import threading
 import uuid
@@ -16,7 +17,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, SupportsIndex
 
 from ..checkpoint.loading import load
@@ -28,9 +29,13 @@ from ..engine.common.step_folders import alone_with, find_steps, name_steps, rem
 from ..engine.loading.load import open_catalog
 from ..engine.saving.commit import clean_up
 from ..engine.saving.handle import SaveHandle
+from ..engine.saving.options import SaveOptions
 from ..errors import CheckpointError, CheckpointNotFound, CorruptError, StorageError, UsageError
 from ..format.keys import step_name
 from ..formats.source import Path
+from ..memory.restore import Restorable
+from ..memory.run import MemoryRun
+from ..memory.tier import Memory
 from ..storage import Storage, open_storage, resolved_path
 from .attempts import PRIOR_S, AttemptLog
 from .preemption import SigtermHandler, grace_of
@@ -50,12 +55,15 @@ class LoadedStep:
     report
         As of `load`.
     passed_over
-        One line for each newer checkpoint that is damaged.
+        One line for each newer checkpoint that is damaged, or no longer whole.
+    tier
+        Where it came from: ``"memory"`` of this rank's node, ``"peer"``: also that of other nodes, or ``"store"``.
     """
 
     step: int
     report: LoadReport
     passed_over: tuple[str, ...]
+    tier: str = "store"
 
 
 class Manager:
@@ -81,6 +89,11 @@ class Manager:
         handler that a training loop had installed before it made the manager. A loop that reads `preempted` needs it not.
         A number is how many seconds that save may take from the signal on, by default 20. Then it is given up; as every save is
         at once, where a rank that it needs is known to have ended.
+    memory
+        A `Memory`: `async_save` goes to the memory of nodes first, and from there to the store at ``persist_every``; `load_latest`
+        takes the newest of both.
+    persist_every
+        With ``memory=``, how often a save goes on to the store: a duration such as ``"10min"``, or a number of steps.
     interval
         How often `should_save` says yes: a duration, in seconds or as text (``"10min"``); ``"auto"`` chooses the interval that
         loses least time, from what saves are measured to cost and from how often the job fails.
@@ -108,6 +121,8 @@ class Manager:
         best: str = "max",
         read_only: bool = False,
         finish_on_sigterm: bool | float = False,
+        memory: Memory | None = None,
+        persist_every: int | str = "10min",
         interval: str | float | None = None,
         mtbf: str | float | None = None,
         max_overhead: float = MAX_OVERHEAD,
@@ -131,6 +146,8 @@ class Manager:
         self._is_closed = False
         self._stop: Stop | None = None
         self._attempts: AttemptLog | None = None
+        self._memory: MemoryRun | None = None
+        self._has_failed = False
         self._costs = SaveCosts()
         self._held = ExitStack()
         with ExitStack() as opening:
@@ -143,16 +160,24 @@ class Manager:
             self._sigterm = opening.enter_context(SigtermHandler(grace_s)) if grace_s else None
             if interval == "auto" and self._is_first and not read_only:
                 self._attempts = AttemptLog(self._storage)
+            self._memory = None if memory is None else self._open_memory(memory, persist_every)
             self._held = opening.pop_all()
         self._schedule = None if rule is None else Schedule(rule, self._agree_at, self._costs if self._is_first else None)
+
+    def _open_memory(self, memory: Memory, persist_every: int | str) -> MemoryRun:
+        if self._read_only:
+            raise UsageError(f"{self._root}: this manager is read_only; memory= is for the job that saves")
+        with open_session("open the memory of", self._root, **self._session) as comm:
+            return MemoryRun(memory, self._root, self._storage, comm, persist_every, self._committed, **self._session)
 
     def path(self, step: int) -> str:
         """Return the path of the checkpoint of a step."""
         return f"{self._root.rstrip('/')}/{step_name(_checked(step))}"
 
     def steps(self) -> list[int]:
-        """List the steps that are committed, in order."""
-        return find_steps(self._storage)[0]
+        """List the steps that are committed, in order; with ``memory=``, also those that this node has in memory."""
+        stored = self._stored_steps()
+        return stored if self._memory is None else sorted({*stored, *self._memory.steps()})
 
     def latest(self) -> int | None:
         """Return the newest step that is committed."""
@@ -236,7 +261,9 @@ class Manager:
         with self._deferring():
             self._costs.begin()
             try:
-                handle = async_save(path, state, metadata=with_metric(metadata, metric), **{**self._session, **options})
+                handle = self._begin_save(
+                    step, path, state, {"metadata": with_metric(metadata, metric), **self._session, **options}
+                )
             except BaseException:
                 self._costs.end(None)
                 raise
@@ -248,13 +275,20 @@ class Manager:
             def settle(done: SaveHandle) -> None:
                 try:
                     self._costs.end(None if done.failed() else done.running.report())
-                    if not done.failed():
+                    # What is in memory is pruned there; the store's rule comes once it is in the store.
+                    if not done.failed() and self._memory is None:
                         self._committed(step)
                 finally:
                     settled.set()
 
             handle.add_done_callback(settle)
         return handle
+
+    def _begin_save(self, step: int, path: str, state: Mapping[str, Any], options: dict[str, Any]) -> SaveHandle:
+        if self._memory is None:
+            return async_save(path, state, **options)
+        inspect.signature(async_save).bind(path, state, **options)  # a wrong option is a TypeError, as in `async_save`
+        return self._memory.async_save(step, path, state, SaveOptions(**options))
 
     def load(self, step: int, state: Mapping[str, Any], **options: Any) -> LoadReport:
         """Load the checkpoint of one step.
@@ -272,12 +306,17 @@ class Manager:
         self._refuse_unless_open("load")
         path = self.path(step)
         self._wait()
+        if self._memory is not None:
+            loaded = self._load_from_memory(self._memory.find(0, (), step), state, {**self._session, **options}, {})
+            if loaded is not None:
+                return loaded.report
         try:
             with self._deferring():
                 report = load(path, state, **{**self._session, **options})
         except CheckpointNotFound as error:
             raise CheckpointNotFound(f"{error}; {self._steps_text()}") from error
         self._good.append(step)
+        self._begin_at(step)
         return report
 
     def delete(self, step: int) -> None:
@@ -296,9 +335,10 @@ class Manager:
         path = self._path_to_change(step)
         self._wait()
         with self._deferring(), open_session("delete", path, **self._session):
+            in_memory = self._memory is not None and self._memory.delete(step)
             if self._is_first:
                 with self._pruning:
-                    self._delete(step)
+                    self._delete(step, in_memory)
         self._good = [good for good in self._good if good != step]
 
     def load_latest(self, state: Mapping[str, Any], **options: Any) -> LoadedStep | None:
@@ -326,7 +366,18 @@ class Manager:
         self._wait()
         options = {"verify_first": not options.get("strict", True), **self._session, **options}
         passed: dict[int, str] = {}
-        while (step := self._newest_except(passed)) is not None:
+        in_memory: dict[str, str] = {}
+        while True:
+            step = self._newest_except(passed)
+            if self._memory is not None:
+                found = self._memory.find(-1 if step is None else step, list(in_memory))
+                loaded = self._load_from_memory(found, state, options, in_memory, passed)
+                if loaded is not None:
+                    return loaded
+                if found is not None:
+                    continue  # it could not be loaded, so the next one
+            if step is None:
+                break
             try:
                 with self._deferring():
                     report = load(self.path(step), state, **options)
@@ -337,10 +388,40 @@ class Manager:
                     warnings.warn(f"passed over, as it cannot be loaded: {passed[step]}", stacklevel=2)
                 continue
             self._good.append(step)
-            return LoadedStep(step, report, tuple(passed.values()))
-        if passed:
-            raise CorruptError(f"{self._storage.url}: no checkpoint can be loaded:\n" + "\n".join(passed.values()))
+            self._begin_at(step)
+            return LoadedStep(step, report, (*in_memory.values(), *passed.values()))
+        if passed or in_memory:
+            lines = (*in_memory.values(), *passed.values())
+            raise CorruptError(f"{self._storage.url}: no checkpoint can be loaded:\n" + "\n".join(lines))
         return None
+
+    def _load_from_memory(
+        self,
+        found: Restorable | None,
+        state: Mapping[str, Any],
+        options: Mapping[str, Any],
+        passed: dict[str, str],
+        passed_in_store: Mapping[int, str] = MappingProxyType({}),
+    ) -> LoadedStep | None:
+        """Load a generation; None, with a line in `passed`, where there is none or it turns out to be damaged."""
+        if found is None or self._memory is None:
+            return None
+        step = found.generation.step
+        try:
+            with self._deferring():
+                report, tier = self._memory.load(found, state, options)
+        except (CorruptError, StorageError) as error:
+            passed[found.generation.save_id] = f"step {step} in memory: {error}"
+            if self._is_first:
+                warnings.warn(f"passed over, as it cannot be loaded: step {step} in memory: {error}", stacklevel=3)
+            return None
+        self._begin_at(step)
+        return LoadedStep(step, report, (*found.passed_over, *passed.values(), *passed_in_store.values()), tier)
+
+    def _begin_at(self, step: int) -> None:
+        """With a memory tier: what was saved beyond the step that was loaded no longer counts."""
+        if self._memory is not None:
+            self._memory.loaded(step, lambda: [self._info(other).save_id for other in self._stored_steps() if other > step])
 
     def close(self) -> None:
         """Wait for the save in progress, and release the root. Raise the error of a failed save, unless it was raised already."""
@@ -353,16 +434,20 @@ class Manager:
             if error is not None:
                 raise error
         finally:
-            self._end_attempt(failed=self._pending is not None and self._pending.failed())
-            self._is_closed = True
-            self._held.close()
+            failed = self._has_failed or (self._pending is not None and self._pending.failed())
+            self._end_attempt(failed=failed)
+            try:
+                if self._memory is not None and not self._is_closed:
+                    self._memory.close(clean=not failed)
+            finally:
+                self._is_closed = True
+                self._held.close()
 
     def __enter__(self) -> Manager:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if error is not None and not self._is_forked():
-            self._end_attempt(failed=True)
+        self._has_failed = error is not None
         self.close()
 
     def _refuse_unless_open(self, call: str) -> None:
@@ -420,9 +505,15 @@ class Manager:
         with open_session("load_latest", f"{self._root} but {sorted(passed)}", **self._session) as comm:
             own = None
             if comm.rank == 0:
-                own = b"%d" % max((step for step in self.steps() if step not in passed), default=-1)
+                own = b"%d" % max(
+                    (step for step in self._stored_steps() if step not in passed and self._counts(step)), default=-1
+                )
             step = int(comm.broadcast(own))
         return None if step < 0 else step
+
+    def _counts(self, step: int) -> bool:
+        """Whether a step in the store was not superseded: the run went back to an older one."""
+        return self._memory is None or not self._memory.is_superseded(self._info(step).save_id)
 
     def _committed(self, step: int) -> None:
         """Prune after a step that this process, among others, has just committed."""
@@ -440,16 +531,21 @@ class Manager:
             except CheckpointError as error:  # the save itself is done
                 warnings.warn(f"saved, but not all that may go is removed: {error}; the next save tries again", stacklevel=3)
 
+    def _stored_steps(self) -> list[int]:
+        return find_steps(self._storage)[0]
+
     def _prune(self) -> None:
-        steps = self.steps()
+        steps = self._stored_steps()
         kept = self._kept(steps)
         for step in steps:
             if step not in kept and remove_step(self._storage, step, self._referred(other for other in steps if other != step)):
                 steps = [other for other in steps if other != step]
                 self._step_info.pop(step, None)
 
-    def _delete(self, step: int) -> None:
-        steps = self.steps()
+    def _delete(self, step: int, in_memory: bool) -> None:
+        steps = self._stored_steps()
+        if step not in steps and in_memory:
+            return
         if step not in steps:
             raise CheckpointNotFound(f"{self.path(step)}: no committed checkpoint; {self._steps_text()}")
         if not remove_step(self._storage, step, self._referred(other for other in steps if other != step)):

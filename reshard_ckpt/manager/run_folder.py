@@ -25,6 +25,7 @@ class StepInfo:
 
     metric: float | None
     referred: frozenset[str]
+    save_id: str = ""
 
 
 def look(path: str, step: int) -> StepInfo:
@@ -34,7 +35,7 @@ def look(path: str, step: int) -> StepInfo:
             catalog = open_catalog(storage)
     except (CheckpointNotFound, CorruptError):
         return StepInfo(None, frozenset())
-    return StepInfo(metric_of(catalog), frozenset(referred_keys(step, catalog)))
+    return StepInfo(metric_of(catalog), frozenset(referred_keys(step, catalog)), catalog.save_id)
 
 
 def with_metric(metadata: Any, metric: float | None) -> Any:

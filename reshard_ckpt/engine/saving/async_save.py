@@ -12,10 +12,11 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ...core.report import SaveReport
 from ...errors import CheckpointError, UsageError
@@ -28,6 +29,35 @@ from .options import SaveJob
 from .staging import MIN_RING_BYTES, Staging, ring_bytes
 from .step_guard import ChangeDetector, GuardedState, StepGuard
 from .write import FileLayout, fingerprints, lay_out, write_files
+
+
+class SaveTarget(Protocol):
+    """Where the images of an asynchronous save go."""
+
+    def take_ring(self, job: SaveJob, layouts: Sequence[FileLayout]) -> torch.Tensor:
+        """Return the memory to stage in: 1-D uint8, on the host."""
+
+    def finish(self, job: SaveJob, layouts: Sequence[FileLayout], staging: Staging, marks: NDArray[np.uint64]) -> SaveReport:
+        """Take the images from the ring, front to back, and commit; called in the saving thread."""
+
+    def give_back(self, ring: torch.Tensor) -> None:
+        """Take the ring back; called once nobody reads it any more, also after an error."""
+
+
+class StoreTarget:
+    """Writes the images to the store of the save."""
+
+    def take_ring(self, job: SaveJob, layouts: Sequence[FileLayout]) -> torch.Tensor:
+        return take_ring(job.local_shards, layouts, job.options.host_buffer_bytes)
+
+    def finish(self, job: SaveJob, layouts: Sequence[FileLayout], staging: Staging, marks: NDArray[np.uint64]) -> SaveReport:
+        receipt = write_files(job.storage, layouts, staging.drain, marks, job.recorder, sha256=job.options.sha256)
+        # A rank with no file to write drains nothing, and its fingerprints may not be there yet.
+        total = commit(job, receipt, ready=staging.wait_finished)
+        return SaveReport(job.path, job.save_id, receipt.num_bytes, total, 0.0, 0.0)
+
+    def give_back(self, ring: torch.Tensor) -> None:
+        POOL.give_back(ring)
 
 
 class SaveThread:
@@ -118,7 +148,7 @@ def _wrapped(save: RunningSave, error: BaseException) -> CheckpointError:
     return wrapped
 
 
-def launch(job: SaveJob, session: ExitStack, guarded: GuardedState) -> SaveHandle:
+def launch(job: SaveJob, session: ExitStack, guarded: GuardedState, target: SaveTarget | None = None) -> SaveHandle:
     """Stage the agreed part of the state and let threads do the rest.
 
     Parameters
@@ -127,10 +157,13 @@ def launch(job: SaveJob, session: ExitStack, guarded: GuardedState) -> SaveHandl
         Entered by the caller, who leaves it if this raises; once the saving thread runs, that has taken it over.
     guarded
         The optimizers whose steps can be held back, and what only they change; empty for eager staging.
+    target
+        Where the images go; the store by default.
     """
     local_shards, assignment, recorder, options = job.local_shards, job.agreed.assignment, job.recorder, job.options
     layouts = lay_out(local_shards, assignment, job.comm.rank)
-    ring = take_ring(local_shards, layouts, options.host_buffer_bytes)
+    target = target or StoreTarget()
+    ring = target.take_ring(job, layouts)
     addresses = {tensor.untyped_storage().data_ptr() for tensor in guarded.tensors}
     # On a device, what staging does comes after all that was queued before: so this comes first.
     detector = ChangeDetector(guarded.tensors) if guarded.optimizers else None
@@ -149,10 +182,7 @@ def launch(job: SaveJob, session: ExitStack, guarded: GuardedState) -> SaveHandl
         return local_shards.rows[row][1].tensor.untyped_storage().data_ptr() in addresses
 
     def write() -> SaveReport:
-        receipt = write_files(job.storage, layouts, staging.drain, marks, recorder, sha256=options.sha256)
-        # A rank with no file to write drains nothing, and its fingerprints may not be there yet.
-        total = commit(job, receipt, ready=staging.wait_finished)
-        return SaveReport(job.path, job.save_id, receipt.num_bytes, total, 0.0, 0.0)
+        return target.finish(job, layouts, staging, marks)
 
     save = RunningSave(job.path, job.save_id)
     handle = SaveHandle(save)
@@ -160,7 +190,7 @@ def launch(job: SaveJob, session: ExitStack, guarded: GuardedState) -> SaveHandl
     # Where the ring streams, all is copied before this returns.
     guard = StepGuard(guarded.optimizers, detector, handle.staged) if detector and staging.holds_all else None
     try:
-        thread.start(write, finally_=lambda: POOL.give_back(ring))
+        thread.start(write, finally_=lambda: target.give_back(ring))
     except BaseException:
         if guard is not None:
             guard.release()

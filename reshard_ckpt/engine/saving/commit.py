@@ -189,14 +189,7 @@ def publish(
         refuse_half_hashed(receipts, sha256)
         compare_replicas(plan.checks, plan.tables.names, receipts)
         files = _see_files(storage, receipts, before)
-    first = np.cumsum([0] + [len(receipt.files) for receipt in receipts])
-    written = WrittenItems(
-        np.concatenate([receipt.file + first[rank] for rank, receipt in enumerate(receipts)]),
-        np.concatenate([receipt.offset for receipt in receipts]),
-    )
-    said = decode_value(metadata, name="metadata")
-    when = time.time() if created_s is None else created_s
-    catalog = build_catalog(plan, written, files=files, values=values, save_id=save_id, created_s=when, metadata=said)
+    catalog = catalog_of(plan, values, receipts, files, save_id=save_id, metadata=metadata, created_s=created_s)
     # The order is the promise: every file is durable and seen, then the catalog appears, then what it replaced may go.
     encoded = encode_catalog(catalog)
     if sha256:  # durable before the catalog of which it speaks
@@ -209,6 +202,36 @@ def publish(
     except StorageError as error:  # the checkpoint exists: this is no reason to say that it does not
         warnings.warn(f"saved, but what it replaced is not all deleted: {error}; the next save tries again", stacklevel=2)
     return catalog
+
+
+def catalog_of(
+    plan: SavePlan,
+    values: Sequence[ValueEntry],
+    receipts: Sequence[Receipt],
+    files: Sequence[FileEntry],
+    *,
+    save_id: str,
+    metadata: bytes,
+    created_s: float | None = None,
+) -> Catalog:
+    """Build the catalog of a save from the plan and the receipts of all ranks, whose files are listed in their order."""
+    first = np.cumsum([0] + [len(receipt.files) for receipt in receipts])
+    written = WrittenItems(
+        np.concatenate([receipt.file + first[rank] for rank, receipt in enumerate(receipts)]),
+        np.concatenate([receipt.offset for receipt in receipts]),
+    )
+    said = decode_value(metadata, name="metadata")
+    when = time.time() if created_s is None else created_s
+    return build_catalog(plan, written, files=files, values=values, save_id=save_id, created_s=when, metadata=said)
+
+
+def file_entries(receipts: Sequence[Receipt]) -> list[FileEntry]:
+    """List the files of all receipts, in the order of ranks, for a catalog."""
+    return [
+        FileEntry(file.key, file.size, file.digests_key, file.digest, _folder(file), rank)
+        for rank, receipt in enumerate(receipts)
+        for file in receipt.files
+    ]
 
 
 def differing(checks: Checks, fingerprints: Sequence[NDArray[np.uint64]]) -> tuple[I64, I64]:
@@ -258,7 +281,6 @@ def compare_replicas(checks: Checks, names: Sequence[str], receipts: Sequence[Re
 
 
 def _see_files(storage: Storage, receipts: Sequence[Receipt], before: PreviousCheckpoint | None) -> list[FileEntry]:
-    entries = []
     folders = {_folder(file) for receipt in receipts for file in receipt.files}
     sizes = dict(found for folder in sorted(folders) for found in storage.list(folder))
     for rank, receipt in enumerate(receipts):
@@ -274,8 +296,7 @@ def _see_files(storage: Storage, receipts: Sequence[Receipt], before: PreviousCh
                         f"{storage.url}: rank {rank} wrote {key}{'' if size is None else f' with {size} bytes'}, but rank 0 sees "
                         f"{'no such file' if seen is None else f'{seen} bytes'}; save to a path that all ranks share"
                     )
-            entries.append(FileEntry(file.key, file.size, file.digests_key, file.digest, _folder(file), rank))
-    return entries
+    return file_entries(receipts)
 
 
 def _folder(file: WrittenFile) -> str:

@@ -189,6 +189,11 @@ def ring_bytes(layouts: Sequence[FileLayout]) -> int:
     return -(-_addresses(layouts)[1] // STEP_BYTES) * STEP_BYTES
 
 
+def image_addresses(layouts: Sequence[FileLayout]) -> list[int]:
+    """Where the image of each file begins in a ring that holds all."""
+    return _addresses(layouts)[0]
+
+
 def _addresses(layouts: Sequence[FileLayout]) -> tuple[list[int], int]:
     """Where each file begins, aligned for every element, and where the last one ends."""
     begin, at = [], 0

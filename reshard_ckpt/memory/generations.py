@@ -1,0 +1,176 @@
+"""Generations: the saves that this node knows, each a catalog with the step, the attempt and the nodes that hold its files.
+
+A generation file is put in place atomically, on every node of the job, once all images of the save are in memory. Whether the images
+are still there is for their slots to say: a slot that was refilled holds another save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from ..core.catalog.model import Catalog
+from ..errors import CheckpointError, CorruptError
+from ..format.catalog import MAX_CATALOG_BYTES, decode_catalog
+from ..format.checksums import digest128
+from ..storage.protocol import MissingKey, flat_bytes
+from .node import GENERATION_SUFFIX, SLOT_SUFFIX, write_atomically
+from .slots import Extent, ReadSlot
+
+_MAGIC = b"RSHGENR1"
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One save in memory.
+
+    Attributes
+    ----------
+    attempt, step
+        Which attempt of the run saved, and at which step: the newest generation is the one with the largest pair.
+    catalog
+        The bytes of the catalog, as they would be on disk.
+    save_id
+        That of the catalog.
+    holders
+        By key of a shard file: the ids of the nodes that hold it. A hint; what counts is what each node has.
+    """
+
+    attempt: int
+    step: int
+    save_id: str
+    catalog: bytes
+    holders: Mapping[str, Sequence[str]]
+
+    @property
+    def order(self) -> tuple[int, int, str]:
+        """Sort key: the newest is last."""
+        return self.attempt, self.step, self.save_id
+
+    @property
+    def name(self) -> str:
+        """The name of its file."""
+        return f"{self.attempt:08d}-{self.step:012d}-{self.save_id}{GENERATION_SUFFIX}"
+
+    def encoded(self) -> bytes:
+        """Encode for a file, and for other ranks."""
+        body: bytes = msgpack.packb(
+            {
+                "attempt": self.attempt,
+                "step": self.step,
+                "save_id": self.save_id,
+                "catalog": self.catalog,
+                "holders": {key: list(nodes) for key, nodes in self.holders.items()},
+            }
+        )
+        return _MAGIC + digest128(body) + body
+
+    def decoded_catalog(self) -> Catalog:
+        """Decode the catalog."""
+        return decode_catalog(self.catalog)
+
+
+def decode_generation(data: bytes, *, where: str) -> Generation:
+    """Decode a generation.
+
+    Raises
+    ------
+    CorruptError
+        It is damaged.
+    """
+    head = len(_MAGIC) + 16
+    if data[: len(_MAGIC)] != _MAGIC or digest128(data[head:]) != data[len(_MAGIC) : head]:
+        raise CorruptError(f"{where}: the generation is damaged; it is not used")
+    try:
+        fields: Any = msgpack.unpackb(data[head:], max_bin_len=MAX_CATALOG_BYTES)
+        holders = {str(key): tuple(map(str, nodes)) for key, nodes in fields["holders"].items()}
+        return Generation(int(fields["attempt"]), int(fields["step"]), str(fields["save_id"]), bytes(fields["catalog"]), holders)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptError(f"{where}: the generation cannot be read ({error}); it is not used") from error
+
+
+def keep_generation(folder: Path, generation: Generation) -> None:
+    """Put a generation in place on this node: from now on it can be found."""
+    write_atomically(folder / generation.name, generation.encoded())
+
+
+def find_generations(folder: Path) -> list[Generation]:
+    """List the generations that this node knows, the newest last; damaged ones are passed over."""
+    found = []
+    for path in folder.glob(f"*{GENERATION_SUFFIX}"):
+        with suppress(OSError, CheckpointError):
+            found.append(decode_generation(path.read_bytes(), where=str(path)))
+    return sorted(found, key=lambda generation: generation.order)
+
+
+def drop_generations(folder: Path, names: Iterable[str]) -> None:
+    """Forget generations; their slots are free from then on."""
+    for name in names:
+        (folder / name).unlink(missing_ok=True)
+
+
+class NodeImages:
+    """The whole images on this node, by save and key, for reading: the slots of any rank, alive or dead.
+
+    It has the reading half of a `Storage`, over the files of one save.
+    """
+
+    def __init__(self, folder: Path, save_id: str) -> None:
+        self._folder, self._save_id = folder, save_id
+        self._slots: list[ReadSlot] = []
+        self._at: dict[str, tuple[ReadSlot, Extent]] = {}
+        for path in sorted(folder.glob(f"*{SLOT_SUFFIX}")):
+            with suppress(OSError, CorruptError):
+                self._add(ReadSlot(str(path)))
+
+    def _add(self, slot: ReadSlot) -> None:
+        if slot.table is None or slot.table.save_id != self._save_id:
+            slot.close()
+            return
+        self._slots.append(slot)
+        for key, extent in slot.table.files.items():
+            self._at.setdefault(key, (slot, extent))
+
+    @property
+    def url(self) -> str:
+        """Where this is, for messages."""
+        return f"memory of this node ({self._folder})"
+
+    def keys(self) -> frozenset[str]:
+        """The keys of all files that are whole here."""
+        return frozenset(self._at)
+
+    def size(self, key: str) -> int | None:
+        """Look up the size of a file."""
+        found = self._at.get(key)
+        return None if found is None else found[1].size
+
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fill buffers from a byte of a file on."""
+        slot, extent = self._find(key)
+        slot.read_into(extent, offset, [flat_bytes(buffer) for buffer in buffers])
+
+    def read(self, key: str, limit: int) -> bytes:
+        """Read a whole file."""
+        slot, extent = self._find(key)
+        if extent.size > limit:
+            raise CorruptError(f"{self.url}: {key} has {extent.size} bytes, above the limit of {limit}; this copy is not used")
+        data = bytearray(extent.size)
+        slot.read_into(extent, 0, [memoryview(data)])
+        return bytes(data)
+
+    def _find(self, key: str) -> tuple[ReadSlot, Extent]:
+        try:
+            return self._at[key]
+        except KeyError:
+            raise MissingKey(f"{self.url}: no image of {key}") from None
+
+    def close(self) -> None:
+        """Close all slots."""
+        for slot in self._slots:
+            slot.close()

@@ -1,0 +1,177 @@
+"""Bytes from rank to rank in the background: point to point, over a gloo group of the tier's own.
+
+The group is made over the job's key-value store under a name of its own, without a collective, so the job's groups are not used and a
+backend without host memory (NCCL) does not matter. Every wait has a deadline; a group in which one has passed is not used again.
+
+`Links` sends and receives whole buffers. `Serving` answers requests for ranges of files while a checkpoint is loaded.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import CorruptError, PeerError, StorageError
+from ..storage.protocol import flat_bytes
+
+CHUNK_BYTES = 16 << 20
+_REQUEST, _DATA = 1, 1 << 16
+_FIELDS = 6
+_DONE, _READ = 0, 1
+
+
+class Links:
+    """A gloo group of some ranks.
+
+    Parameters
+    ----------
+    store
+        Keys of the job's store that nobody else has used.
+    rank, size
+        Of this process among them.
+    timeout_s
+        Seconds after which a wait has failed.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, *, timeout_s: float) -> None:
+        self.rank, self.size, self._timeout = rank, size, timedelta(seconds=timeout_s)
+        group_class: Any = dist.ProcessGroupGloo  # type: ignore[attr-defined]
+        try:
+            self._group = group_class(store, rank, size, self._timeout)
+        except RuntimeError as error:
+            raise PeerError(f"the ranks that hold each other's memory did not meet within {timeout_s:g} s: {error}") from error
+
+    def swap(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> None:
+        """Send buffers to ranks and receive others from ranks, all at once, a chunk of each at a time.
+
+        Raises
+        ------
+        PeerError
+            A rank did not come in time, or is gone.
+        """
+        longest = max((len(data) for data in (*outgoing.values(), *incoming.values())), default=0)
+        try:
+            for at in range(0, longest, CHUNK_BYTES):
+                work = [
+                    self._group.recv([data[at : at + CHUNK_BYTES]], rank, _DATA)
+                    for rank, data in incoming.items()
+                    if at < len(data)
+                ]
+                work += [
+                    self._group.send([data[at : at + CHUNK_BYTES]], rank, _DATA)
+                    for rank, data in outgoing.items()
+                    if at < len(data)
+                ]
+                for one in work:
+                    one.wait(self._timeout)
+        except RuntimeError as error:
+            raise PeerError(f"copying to and from other nodes' memory failed: {error}") from error
+
+    def send(self, rank: int, data: torch.Tensor, tag: int) -> None:
+        """Send a buffer, and wait until it is out."""
+        self._group.send([data], rank, tag).wait(self._timeout)
+
+    def receive(self, rank: int, data: torch.Tensor, tag: int) -> None:
+        """Fill a buffer from a rank."""
+        self._group.recv([data], rank, tag).wait(self._timeout)
+
+    def receive_any(self, data: torch.Tensor, tag: int) -> None:
+        """Fill a buffer from whichever rank sends first."""
+        self._group.recv_anysource([data], tag).wait(self._timeout)
+
+
+class Serving:
+    """Reads files of other ranks, and answers their reads, until all ranks are done.
+
+    Parameters
+    ----------
+    read_into
+        Fills buffers from a byte of a file of this rank on.
+    keys
+        The keys of all files, in the same order on all ranks.
+    """
+
+    def __init__(self, links: Links, keys: Sequence[str], read_into: Callable[[str, int, Sequence[memoryview]], None]) -> None:
+        self._links, self._keys, self._read_into = links, keys, read_into
+        self._number = {key: i for i, key in enumerate(keys)}
+        self._lock, self._tag = threading.Lock(), _DATA
+        self._thread = threading.Thread(target=self._serve, name="reshard-ckpt-memory", daemon=True)
+        self._thread.start()
+
+    def read(self, rank: int, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fill buffers from a byte of a file of another rank on; any thread may call it.
+
+        Raises
+        ------
+        StorageError
+            That rank could not read it.
+        PeerError
+            It did not answer.
+        """
+        views = [flat_bytes(buffer) for buffer in buffers]
+        with self._lock:
+            self._tag += 2
+            tag = self._tag
+        length = sum(len(view) for view in views)
+        answer = torch.empty(length + 1, dtype=torch.uint8)
+        try:
+            self._links.send(rank, self._message(_READ, self._number[key], offset, length, tag), _REQUEST)
+            self._links.receive(rank, answer, tag)
+        except RuntimeError as error:
+            raise PeerError(f"rank {rank} did not hand on {key} from its memory: {error}", ranks=(rank,)) from error
+        if answer[0] != 0:
+            raise CorruptError(f"rank {rank} could not read {key} in the memory of its node; this copy is not used")
+        data, at = memoryview(answer.numpy())[1:], 0
+        for view in views:
+            view[:] = data[at : at + len(view)]
+            at += len(view)
+
+    def finish(self) -> None:
+        """Tell all ranks that this one reads no more, and answer until all have said so."""
+        with suppress(RuntimeError):
+            for rank in range(self._links.size):
+                if rank != self._links.rank:
+                    self._links.send(rank, self._message(_DONE, 0, 0, 0, 0), _REQUEST)
+        self._thread.join()
+
+    def _message(self, kind: int, number: int, offset: int, length: int, tag: int) -> torch.Tensor:
+        return torch.tensor([kind, self._links.rank, number, offset, length, tag], dtype=torch.int64)
+
+    def _serve(self) -> None:
+        left = self._links.size - 1
+        message = torch.empty(_FIELDS, dtype=torch.int64)
+        try:
+            while left:
+                self._links.receive_any(message, _REQUEST)
+                kind, rank, number, offset, length, tag = message.tolist()
+                if kind == _DONE:
+                    left -= 1
+                    continue
+                self._links.send(rank, self._answer(number, offset, length), tag)
+        except RuntimeError:
+            return  # a rank is gone, or is late: whoever waits for this one learns it by a deadline
+
+    def _answer(self, number: int, offset: int, length: int) -> torch.Tensor:
+        answer = torch.empty(length + 1, dtype=torch.uint8)
+        answer[0] = 0
+        try:
+            self._read_into(self._keys[number], offset, [memoryview(answer.numpy())[1:]])
+        except (StorageError, CorruptError, OSError):
+            answer[0] = 1
+        return answer
+
+
+@contextmanager
+def serving(links: Links, keys: Sequence[str], read_into: Callable[[str, int, Sequence[memoryview]], None]) -> Iterator[Serving]:
+    """Serve this rank's files to others while the ``with`` block lasts, and a while longer if they still read."""
+    server = Serving(links, keys, read_into)
+    try:
+        yield server
+    finally:
+        server.finish()

@@ -1,0 +1,156 @@
+"""The tier's folder on one node: one per user and run, below ``/dev/shm``; who may use it, and how much memory there is.
+
+::
+
+    /dev/shm/reshard-ckpt-1000/             mode 0700, of this user; links are not followed
+      node                                  the node's random id
+      <run>/                                by digest of the run's root
+        root                                the root, for people
+        <n>.slot                            images: `slots`
+        <attempt>-<step>-<save id>.gen      generations: `generations`
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import StorageError
+from ..format.checksums import digest128
+
+FOLDER = "/dev/shm"
+SLOT_SUFFIX, GENERATION_SUFFIX = ".slot", ".gen"
+_RUN = re.compile(r"[0-9a-f]{32}")
+RESERVE_SHARE = 0.05
+"""Of the memory that is free by the cgroup's count: what is left for others."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunMemory:
+    """What the tier of this node holds of one run."""
+
+    root: str
+    path: str
+    num_bytes: int
+
+
+def user_folder(folder: str) -> Path:
+    """Return the folder of this user, made where there is none.
+
+    Raises
+    ------
+    StorageError
+        It is a link, belongs to somebody else, or is open to others.
+    """
+    path = Path(folder) / f"reshard-ckpt-{os.getuid()}"
+    try:
+        os.makedirs(folder, exist_ok=True)
+        try:
+            os.mkdir(path, 0o700)
+        except FileExistsError:
+            pass
+        found = os.lstat(path)
+    except OSError as error:
+        raise StorageError(f"{path}: {error.strerror}; pass Memory(folder=…) of a tmpfs that this user can write") from error
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise StorageError(
+            f"{path}: must be a folder of this user (uid {os.getuid()}) with mode 0700, and is of uid {found.st_uid} with mode "
+            f"{stat.S_IMODE(found.st_mode):04o}; remove it, or pass Memory(folder=…)"
+        )
+    return path
+
+
+def run_folder(folder: str, root: str) -> Path:
+    """Return the folder of a run, made where there is none."""
+    path = user_folder(folder) / digest128(root.encode()).hex()
+    path.mkdir(mode=0o700, exist_ok=True)
+    note = path / "root"
+    if not note.exists():
+        write_atomically(note, root.encode())
+    return path
+
+
+def node_id(folder: str) -> str:
+    """Return the id of this node: random, made by whoever comes first, and gone with the node's memory."""
+    path = user_folder(folder) / "node"
+    own = path.with_name(f"node.{secrets.token_hex(8)}")
+    try:
+        return _read_id(path)
+    except FileNotFoundError:
+        pass
+    own.write_text(secrets.token_hex(16))
+    try:
+        os.link(own, path)  # fails where another process was first, and its id counts
+    except FileExistsError:
+        pass
+    finally:
+        own.unlink()
+    return _read_id(path)
+
+
+def _read_id(path: Path) -> str:
+    text = path.read_text()
+    if not _RUN.fullmatch(text):
+        raise StorageError(f"{path}: holds no node id; remove it while no job runs here")
+    return text
+
+
+def machine_id() -> str:
+    """Return what tells this machine, since it was started, from others."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return os.uname().nodename
+
+
+def runs(folder: str) -> Iterator[RunMemory]:
+    """Yield what the tier of this node holds of each run."""
+    for path in sorted(user_folder(folder).iterdir()):
+        if _RUN.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+            try:
+                root = (path / "root").read_text()
+            except OSError:
+                root = "?"
+            yield RunMemory(root, str(path), sum(os.lstat(file).st_blocks * 512 for file in path.iterdir()))
+
+
+def remove_run(path: Path) -> None:
+    """Remove all that the tier of this node holds of a run."""
+    shutil.rmtree(path)
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Put a small file in place: whole or not at all."""
+    own = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    fd = os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+        os.replace(own, path)
+    except OSError as error:
+        own.unlink(missing_ok=True)
+        raise StorageError(f"{path}: {error.strerror}") from error
+
+
+def free_bytes(folder: str) -> int:
+    """Count the bytes that slots may still take on this node: what the tmpfs has left, and what the cgroup allows."""
+    found = os.statvfs(folder)
+    free = found.f_bavail * found.f_frsize
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            most, now = Path(limit).read_text().strip(), int(Path(used).read_text())
+        except (OSError, ValueError):
+            continue
+        if most != "max":
+            free = min(free, int((int(most) - now) * (1 - RESERVE_SHARE)))
+        break
+    return max(free, 0)

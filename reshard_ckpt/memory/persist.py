@@ -1,0 +1,98 @@
+"""Writing a generation from memory to the store: the same files and the same catalog, so the same checkpoint.
+
+1. Each file is copied block by block, and every block is verified on the way: damage in memory never reaches the store.
+2. Once all files are durable and seen, rank 0 publishes the catalog. A generation that was begun and killed is written again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+from ..comm.protocol import Comm
+from ..core.catalog.model import Catalog
+from ..engine.loading.files import open_files
+from ..engine.saving.commit import clean_up, look
+from ..errors import CorruptError, StorageError
+from ..format.catalog import decode_catalog
+from ..format.checksums import wrong_blocks
+from ..format.keys import CATALOG_KEY
+from ..storage import Storage
+from .generations import Generation, NodeImages
+
+COPY_BYTES = 4 << 20
+
+
+def write_files(images: NodeImages, catalog: Catalog, keys: Sequence[str], storage: Storage) -> int:
+    """Copy files of a generation to the store, verified, and make them durable; returns their bytes.
+
+    Raises
+    ------
+    CorruptError
+        A block in memory is damaged; the file is removed again.
+    StorageError
+        The store refused.
+    """
+    index_of = {file.key: index for index, file in enumerate(catalog.files)}
+    num_bytes = 0
+    for key in keys:
+        entry = catalog.files[index_of[key]]
+        storage.delete([entry.key, entry.digests_key])  # what a killed attempt may have left
+        digests = open_files(cast(Storage, images), catalog, [index_of[key]], [index_of[key]]).of_file[index_of[key]]
+        buffer = bytearray(min(COPY_BYTES, entry.size))
+        with storage.create(entry.key) as writer:
+            for at in range(0, entry.size, COPY_BYTES):
+                view = memoryview(buffer)[: min(COPY_BYTES, entry.size - at)]
+                images.read_into(entry.key, at, [view])
+                if wrong_blocks([view], at, digests.values, digests.block_bytes):
+                    raise CorruptError(f"{images.url}: {entry.key} is damaged, so it is not written to {storage.url}")
+                writer.write(view)
+        with storage.create(entry.digests_key) as writer:
+            writer.write(images.read(entry.digests_key, 1 << 30))
+        num_bytes += entry.size
+    storage.sync([k for key in keys for k in (key, catalog.files[index_of[key]].digests_key)])
+    return num_bytes
+
+
+def absent_files(storage: Storage, catalog: Catalog) -> list[str]:
+    """List the keys of the files of a catalog that the store lacks, or has in another size."""
+    return [file.key for file in catalog.files if storage.size(file.key) != file.size or storage.size(file.digests_key) is None]
+
+
+def publish(storage: Storage, generation: Generation) -> None:
+    """Publish the catalog of a generation whose files are all in the store.
+
+    Raises
+    ------
+    StorageError
+        A file is not seen from here.
+    """
+    catalog = generation.decoded_catalog()
+    absent = absent_files(storage, catalog)
+    if absent:
+        raise StorageError(f"{storage.url}: {len(absent)} files of the save are not seen, such as {absent[0]}; not published")
+    before = look(storage)
+    if before.catalog == generation.catalog:
+        return
+    storage.publish(CATALOG_KEY, generation.catalog, expected=before.catalog)
+    clean_up(storage, catalog, before.folders)
+
+
+def persist(comm: Comm, images: NodeImages, generation: Generation, mine: Sequence[str], storage: Storage) -> None:
+    """Write a generation to the store from all ranks together. Collective.
+
+    Parameters
+    ----------
+    mine
+        The keys of the files that this rank writes: each file is of one rank.
+    """
+    write_files(images, generation.decoded_catalog(), mine, storage)
+    if comm.gather(b"") is not None:
+        publish(storage, generation)
+    comm.broadcast(b"" if comm.rank == 0 else None)
+
+
+def is_persisted(storage: Storage, generation: Generation) -> bool:
+    """Whether the store has the checkpoint of this save."""
+    found = look(storage).catalog
+    return bool(found) and decode_catalog(cast(bytes, found)).save_id == generation.save_id

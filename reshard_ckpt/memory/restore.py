@@ -1,0 +1,240 @@
+"""Finding the newest whole generation among all nodes, and reading it from wherever its images are.
+
+1. Each node lists the generations that it knows, and the files of them that its slots hold.
+2. Rank 0 proposes the newest of which some node has each file. Nodes verify every block of what they have of it, each rank a part.
+3. If each file has a copy without damage, all nodes keep that generation and drop newer ones, which never became whole; else the next
+   older one is proposed.
+4. `open_images` makes it a source like any other: files of this node are read from its slots, others are asked of a rank that has
+   them. Whoever asked verifies the blocks, so damage on the way is found as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import msgpack
+
+from ..comm.protocol import Comm
+from ..core.catalog.model import Catalog
+from ..engine.loading.files import open_files
+from ..errors import CheckpointError, CorruptError
+from ..format.checksums import digests_file_bytes, wrong_blocks
+from ..formats.source import Source
+from ..storage import Storage
+from .generations import Generation, NodeImages, decode_generation, drop_generations, find_generations, keep_generation
+from .links import Links, Serving, serving
+from .topology import Topology
+
+VERIFY_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Restorable:
+    """A whole generation, and who has its files.
+
+    Attributes
+    ----------
+    generation
+        Which.
+    owners
+        By key: the ranks of the nodes that have the file whole.
+    passed_over
+        A line for each newer generation that is not whole.
+    """
+
+    generation: Generation
+    owners: Mapping[str, tuple[int, ...]]
+    passed_over: tuple[str, ...]
+
+    def is_local(self, topology: Topology) -> bool:
+        """Whether every node has every file."""
+        return all(len({topology.node_of[rank] for rank in ranks}) == len(topology.ids) for ranks in self.owners.values())
+
+
+def find_newest(
+    comm: Comm, folder: Path, topology: Topology, wanted: Callable[[Generation], bool], excluded: Sequence[str] = ()
+) -> Restorable | None:
+    """Find the newest generation that is whole on the nodes of the job, without a damaged block. Collective.
+
+    Parameters
+    ----------
+    wanted
+        Asked on the nodes that know a generation: False for those that are superseded.
+    excluded
+        Save ids that are not to be taken.
+    """
+    leads = topology.leads(comm.rank)
+    known = {g.save_id: g for g in find_generations(folder)}
+    candidates = [g for g in known.values() if wanted(g) and g.save_id not in excluded]
+    listed = [(*g.order, len(g.holders), sorted(_present(folder, g))) for g in candidates] if leads else []
+    gathered = comm.gather(msgpack.packb(listed))
+    passed: list[str] = []
+    for save_id, missing in _proposals(comm, gathered):
+        if missing:
+            passed.append(missing)
+            continue
+        found = _proved(comm, folder, topology, known.get(save_id), save_id, leads)
+        if isinstance(found, str):
+            passed.append(found)
+            continue
+        generation, owners = found
+        if leads:
+            keep_generation(folder, generation)
+            drop_generations(folder, [g.name for g in candidates if g.order > generation.order])
+        comm.gather(b"")
+        comm.broadcast(b"" if comm.rank == 0 else None)
+        return Restorable(generation, owners, tuple(passed))
+    return None
+
+
+def _present(folder: Path, generation: Generation) -> frozenset[str]:
+    images = NodeImages(folder, generation.save_id)
+    try:
+        return images.keys() & frozenset(generation.holders)
+    finally:
+        images.close()
+
+
+def _proposals(comm: Comm, gathered: Sequence[bytes] | None) -> Iterator[tuple[str, str]]:
+    """Yield save ids, the newest first, the same on all ranks; with the reason where some file is nowhere."""
+    message = None
+    if gathered is not None:
+        needed: dict[tuple[int, int, str], int] = {}
+        present: dict[tuple[int, int, str], set[str]] = {}
+        for data in gathered:
+            for attempt, step, save_id, number, keys in msgpack.unpackb(data):
+                needed[attempt, step, save_id] = number
+                present.setdefault((attempt, step, save_id), set()).update(keys)
+        proposals = []
+        for attempt, step, save_id in sorted(needed, reverse=True):
+            gone = needed[attempt, step, save_id] - len(present[attempt, step, save_id])
+            why = (
+                f"step {step} in memory: {gone} of {needed[attempt, step, save_id]} files are on no node that is left"
+                if gone
+                else ""
+            )
+            proposals.append((save_id, why))
+        message = msgpack.packb(proposals)
+    for save_id, why in msgpack.unpackb(comm.broadcast(message)):
+        yield str(save_id), str(why)
+
+
+def _proved(
+    comm: Comm, folder: Path, topology: Topology, known: Generation | None, save_id: str, leads: bool
+) -> tuple[Generation, dict[str, tuple[int, ...]]] | str:
+    """Have every node verify what it has of a generation; who has what, or why it is not whole."""
+    # One of the nodes that know it sends it to rank 0, and that to all.
+    gathered = comm.gather(known.encoded() if known is not None and leads else b"")
+    data = comm.broadcast(None if gathered is None else next((one for one in gathered if one), b""))
+    generation = decode_generation(data, where="a generation from another node")
+    local = topology.ranks_of[topology.node_of[comm.rank]]
+    images = NodeImages(folder, save_id)
+    try:
+        keys = sorted(images.keys() & frozenset(generation.holders))
+        mine = keys[local.index(comm.rank) :: len(local)]
+        whole = whole_files(images, generation.decoded_catalog(), mine)
+    finally:
+        images.close()
+    answers = comm.gather(msgpack.packb((whole, [key for key in mine if key not in whole])))
+    verdict = None
+    if answers is not None:
+        owners: dict[str, list[int]] = {}
+        damaged = []
+        for rank, answer in enumerate(answers):
+            good, bad = msgpack.unpackb(answer)
+            damaged += bad
+            for key in good:
+                owners.setdefault(key, []).extend(topology.ranks_of[topology.node_of[rank]])
+        lost = sorted(set(generation.holders) - set(owners))
+        verdict = msgpack.packb((owners, lost, damaged))
+    owners, lost, damaged = msgpack.unpackb(comm.broadcast(verdict))
+    if lost:
+        return f"step {generation.step} in memory: damaged in every copy that is left: {', '.join(lost[:3])}"
+    return generation, {str(key): tuple(ranks) for key, ranks in owners.items()}
+
+
+def whole_files(images: NodeImages, catalog: Catalog, keys: Sequence[str]) -> list[str]:
+    """Verify files block by block; returns the keys of those without damage."""
+    index_of = {file.key: index for index, file in enumerate(catalog.files)}
+    whole = []
+    for key in keys:
+        index = index_of[key]
+        with suppress(CheckpointError):
+            digests = open_files(cast(Storage, images), catalog, [index], [index]).of_file[index]
+            if not any(wrong_blocks([data], low, digests.values, digests.block_bytes) for low, data in _chunks(images, key)):
+                whole.append(key)
+    return whole
+
+
+def _chunks(images: NodeImages, key: str) -> Iterator[tuple[int, memoryview]]:
+    size = images.size(key) or 0
+    buffer = bytearray(min(VERIFY_BYTES, size))
+    for at in range(0, size, VERIFY_BYTES):
+        view = memoryview(buffer)[: min(VERIFY_BYTES, size - at)]
+        images.read_into(key, at, [view])
+        yield at, view
+
+
+class JobImages:
+    """The files of one generation, wherever they are in the job: what loading needs of a `Storage`."""
+
+    url = "memory of the job's nodes"
+
+    def __init__(
+        self, images: NodeImages, catalog: Catalog, owners: Mapping[str, tuple[int, ...]], rank: int, server: Serving | None
+    ) -> None:
+        self._images, self._server = images, server
+        self._sizes: dict[str, int] = {}
+        self._asked: dict[str, int] = {}
+        for number, file in enumerate(catalog.files):
+            self._sizes[file.key] = file.size
+            self._sizes[file.digests_key] = digests_file_bytes(file.size)
+            ranks = owners[file.key]
+            if rank not in ranks:  # readers and files are spread over those that have them
+                self._asked[file.key] = self._asked[file.digests_key] = ranks[(rank + number) % len(ranks)]
+
+    def size(self, key: str) -> int | None:
+        """Look up the size of a file."""
+        return self._sizes.get(key)
+
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fill buffers from a byte of a file on, from this node's memory or another's."""
+        owner = self._asked.get(key)
+        if owner is None:
+            self._images.read_into(key, offset, buffers)
+            return
+        assert self._server is not None
+        self._server.read(owner, key, offset, buffers)
+
+    def read(self, key: str, limit: int) -> bytes:
+        """Read a whole file."""
+        size = self._sizes[key]
+        if size > limit:
+            raise CorruptError(f"{self.url}: {key} has {size} bytes, above the limit of {limit}; use another checkpoint")
+        data = bytearray(size)
+        self.read_into(key, 0, [memoryview(data)])
+        return bytes(data)
+
+
+@contextmanager
+def open_images(comm: Comm, folder: Path, found: Restorable, make_links: Callable[[], Links] | None) -> Iterator[Source]:
+    """Open a generation as a source for loading, on every rank.
+
+    Parameters
+    ----------
+    make_links
+        Makes a group of all ranks of the job; None where every node has every file.
+    """
+    catalog = found.generation.decoded_catalog()
+    keys = [key for file in catalog.files for key in (file.key, file.digests_key)]
+    images = NodeImages(folder, found.generation.save_id)
+    with ExitStack() as stack:
+        stack.callback(images.close)
+        server = None if make_links is None else stack.enter_context(serving(make_links(), keys, images.read_into))
+        # Loading uses no other half of a store than this one.
+        storage = cast(Storage, JobImages(images, catalog, found.owners, comm.rank, server))
+        yield Source(storage, catalog)
