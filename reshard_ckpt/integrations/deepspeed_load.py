@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ..checkpoint.loading import load
 from ..checkpoint.reading import catalog, read
@@ -90,14 +91,18 @@ def load_checkpoint(
 
 
 def _checkpoint_path(load_dir: str, tag: Any) -> str | None:
-    """Return the path of a tag's folder, by default of the one that ``latest`` names; None where there is no such file."""
-    if tag is not None:
-        return os.path.join(load_dir, str(tag))
-    with open_storage(load_dir) as storage:
-        for key in LATEST:
-            if storage.size(key) is not None:
-                return os.path.join(load_dir, storage.read(key, limit=4096).decode().strip())
-    return None
+    """Return the path of a tag's folder, by default of the one that ``latest`` names; None where there is no such file.
+
+    Rank 0 reads ``latest`` for all: it is the one that writes it.
+    """
+    found = [None if tag is None else str(tag)]
+    if tag is None and dist.get_rank() == 0:
+        with open_storage(load_dir) as storage:
+            key = next((key for key in LATEST if storage.size(key) is not None), None)
+            found = [None if key is None else storage.read(key, limit=4096).decode().strip()]
+    if tag is None and dist.get_world_size() > 1:
+        dist.broadcast_object_list(found, 0)
+    return None if found[0] is None else os.path.join(load_dir, found[0])
 
 
 def _around(engine: Any, method: str) -> None:

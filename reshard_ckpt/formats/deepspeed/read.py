@@ -31,7 +31,7 @@ from .archive import FileReader, TensorView, TorchFile, is_contiguous
 from .columns import Columns
 from .folder import UNIVERSAL_STATE, TagFiles, refuse_experts
 from .layout import MASTER, NOT_SHARED, FlatGroup, Params, RankState, Runs, hyperparameters, open_state, striped_runs
-from .pipeline import open_layers, params_of_fragments, tied_names
+from .pipeline import TIED, open_layers, params_of_fragments, tied_names
 from .shards import Shard, TensorParallel
 from .unpartitioned import Candidate, apart, by_shapes, flat_groups, numbers_of
 from .values import NOT_VALUES, ROOT, leaves, plain
@@ -150,6 +150,8 @@ class FlatNames:
         self.tensor, self.box = np.array(numbers, np.int64), np.array(boxes, np.int64)
 
 
+_NOTHING = object()
+
 KnownNames = dict[tuple[int, str, str], FlatNames]
 """By group, key and dtype."""
 
@@ -178,7 +180,8 @@ class _Tag:
 
     def _model(self, mp: int) -> TorchFile:
         file = self._reader.open(self._files.models[mp, 0])
-        if not isinstance(file.content, dict) or "module" not in file.content:
+        module = file.content.get("module", _NOTHING) if isinstance(file.content, dict) else _NOTHING
+        if not isinstance(module, dict) and not (module is None and self._files.layers):
             raise CorruptError(f"{self._where}: {file.key} holds no model states of DeepSpeed; use another copy")
         return file
 
@@ -309,7 +312,7 @@ class _Tag:
         if max(opened.num_ranks, default=self._num_dp) != self._num_dp:
             raise CorruptError(
                 f"{self._where}: {file.key} is of {max(opened.num_ranks)} data-parallel ranks, and there are files of {self._num_dp}: "
-                "files of several saves are mixed; use another checkpoint"
+                "one was not copied, or those of several saves are mixed; copy it, or use another checkpoint"
             )
 
     def _add_shared_state(self, file: TorchFile, group: FlatGroup, shards: Sequence[Shard]) -> None:
@@ -433,6 +436,13 @@ class _Tag:
 
     def _add_layers(self) -> None:
         """Add what the files of a pipeline's layers have and no optimizer; the name of a tied layer is a second one."""
+        buffers = [name for model in self._models for name in model.content.get("buffer_names") or ()]
+        missing = next((name for name in buffers if self._layers and name not in self._layers), None)
+        if missing is not None and not missing.startswith(TIED):
+            raise CorruptError(
+                f"{self._where}: the buffer {missing} is in no file of a layer; copy layer_{missing.partition('.')[0]:0>2}-model_states.pt, "
+                "or use another checkpoint"
+            )
         tied = tied_names(self._layers, self._columns.names(), MODEL)
         for fqn, layer in self._layers.items():
             name = parameter_name(fqn)
@@ -536,6 +546,8 @@ class _Tag:
 
 def _shapes(model: TorchFile, key: str) -> list[dict[str, Ints]]:
     found = model.content.get(key)
+    if not isinstance(found, list | tuple | None):
+        raise CorruptError(f"{model.key}: its {key} is no list; use another copy")
     return [_shapes_of(shapes, model.key) for shapes in found or ()]
 
 
