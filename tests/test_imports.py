@@ -39,6 +39,7 @@ ALLOWED = {
     "checkpoint": _FORMATS | {"plotting"},
     "manager": _FORMATS | {"checkpoint"},
     "dcp": _FORMATS | {"checkpoint"},
+    "integrations": _FORMATS | {"checkpoint"},
     "cli": _CORE | {"comm", "engine/common", "engine/checking", "checkpoint", "__init__"},
     "__init__": {"state", "checkpoint"},
     "__main__": {"cli"},

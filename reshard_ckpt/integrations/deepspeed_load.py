@@ -61,7 +61,9 @@ def load_checkpoint(
     """
     refuse_unsupported(engine)
     if custom_load_fn is not None:
-        raise UsageError("custom_load_fn: tensors are loaded in place here, not through a function; rename them in the checkpoint")
+        raise UsageError(
+            "custom_load_fn: tensors are loaded in place here, not through a function; rename them in the checkpoint"
+        )
     path = _checkpoint_path(load_dir, tag)
     if path is None:
         return None, None
@@ -72,7 +74,9 @@ def load_checkpoint(
     kinds = _kinds(saved)
     if with_optimizer:
         held.allocate(kinds)
-    shared = _load_tensors(path, held, saved, kinds, strict=load_module_strict, with_optimizer=with_optimizer, timeout_s=timeout_s)
+    shared = _load_tensors(
+        path, held, saved, kinds, strict=load_module_strict, with_optimizer=with_optimizer, timeout_s=timeout_s
+    )
     values = _values(path, saved)
     if with_optimizer:
         held.set_shared(shared)
@@ -131,7 +135,7 @@ def _load_tensors(
 ) -> dict[str, dict[str, Any]]:
     """Load tensors in place; return what is shared by the parameters of a flat group, by parameter."""
     model, state = held.tensors(with_state=with_optimizer)
-    model |= {name: buffer for name, buffer in held.buffers().items()}
+    model |= held.buffers()
     shared: dict[str, dict[str, Any]] = {}
     for fqn, entries in state.items():
         for key in [key for key, value in entries.items() if _is_scalar(value)]:
@@ -153,7 +157,7 @@ def _load_tensors(
 
 
 def _is_scalar(value: Any) -> bool:
-    return not isinstance(value, torch.Tensor) and not hasattr(value, "layout") or getattr(value, "ndim", 1) == 0
+    return (not isinstance(value, torch.Tensor) and not hasattr(value, "layout")) or getattr(value, "ndim", 1) == 0
 
 
 def _values(path: str, saved: Catalog) -> dict[str, Any]:

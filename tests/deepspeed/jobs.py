@@ -110,7 +110,9 @@ def cross_entropy(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(out.float(), y)
 
 
-def config(stage: int, dtype: str, *, zero: Mapping[str, Any] | None = None, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def config(
+    stage: int, dtype: str, *, zero: Mapping[str, Any] | None = None, extra: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """The config of an engine, with a scheduler."""
     partition = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
     found: dict[str, Any] = {
@@ -152,7 +154,12 @@ def _dense_cases() -> dict[str, tuple[int, str, dict[str, Any]]]:
 CASES = _dense_cases()
 """Engines without model parallelism. ZeRO-1 in bf16 with gradients in fp32 is BF16_Optimizer."""
 
-PIPES = {f"p{stage}-{dtype}-{kind}": (stage, dtype, kind) for stage in (0, 1) for dtype in ("bf16", "fp16", "fp32") for kind in ("plain", "tied")}
+PIPES = {
+    f"p{stage}-{dtype}-{kind}": (stage, dtype, kind)
+    for stage in (0, 1)
+    for dtype in ("bf16", "fp16", "fp32")
+    for kind in ("plain", "tied")
+}
 PARALLEL = {f"t{stage}-{dtype}-tp": (stage, dtype) for stage in (0, 1, 2, 3) for dtype in ("bf16", "fp32")}
 
 
@@ -252,7 +259,9 @@ def _pipe_batches(engine: Any, first: int) -> Any:
 def digest(value: torch.Tensor) -> str:
     """Tell tensors apart by their elements: as float32 if they are numbers with a point, whatever their shape."""
     flat = value.detach().cpu().contiguous().reshape(-1)
-    return sha256((flat.float() if flat.is_floating_point() else flat).contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+    return sha256(
+        (flat.float() if flat.is_floating_point() else flat).contiguous().view(torch.uint8).numpy().tobytes()
+    ).hexdigest()[:16]
 
 
 def digests(path: str | Path) -> dict[str, str]:

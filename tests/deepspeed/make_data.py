@@ -1,8 +1,9 @@
-"""Make `tests/data/deepspeed`: small folders that DeepSpeed wrote, and the digests of what is in them, told by others than this library.
+"""Make `tests/data/deepspeed`: small folders that DeepSpeed wrote, and the digests of what is in them, told by others than
+this library.
 
-Run ``python -m tests.deepspeed.make_data`` in an environment that has DeepSpeed (`make compat-deepspeed` makes one). Each folder is
-packed, as most of torch's files is padding. Digests come from DeepSpeed's converters; where they cannot read a folder, or read it
-wrongly, from the live optimizer, or from a run that differs in nothing but the layout.
+Run ``python -m tests.deepspeed.make_data`` in an environment that has DeepSpeed (`make compat-deepspeed` makes one). Each
+folder is packed, as most of torch's files is padding. Digests come from DeepSpeed's converters; where they cannot read a
+folder, or read it wrongly, from the live optimizer, or from a run that differs in nothing but the layout.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from tests.deepspeed import jobs
 from tests.launch import run_ranks
 
 FOLDERS = (
-    "z0-bf16-plain", "z0-fp16-groups", "z0-fp32-tied", "z1-bf16-plain", "z1-fp32-elastic", "z2-fp32-aligned", "z2-fp32-robin", "z2-bf16-frozen",
-    "z2-fp16-groups", "z3-bf16-subgroups", "z3-bf16-frozen", "z3-fp32-tied", "p1-bf16-tied", "p0-bf16-plain", "p0-fp16-plain", "t1-bf16-tp",
-    "t3-fp32-tp",
+    "z0-bf16-plain", "z0-fp16-groups", "z0-fp32-tied", "z1-bf16-plain", "z1-fp32-elastic", "z2-fp32-aligned", "z2-fp32-robin",
+    "z2-bf16-frozen", "z2-fp16-groups", "z3-bf16-subgroups", "z3-bf16-frozen", "z3-fp32-tied", "p1-bf16-tied", "p0-bf16-plain",
+    "p0-fp16-plain", "t1-bf16-tp", "t3-fp32-tp",
 )  # fmt: skip
 SAME_AS = {"z2-fp32-robin": "z2-fp32-groups", "z1-fp32-elastic": "z1-fp32-plain"}
 """Runs that are the same but for their layout, and which the converters read."""
@@ -74,7 +75,9 @@ def main() -> None:
         for case in UNIVERSAL:
             pack(Path(out, f"{case}-universal"), DATA / f"{case}-universal.tar.xz")
             truth[f"{case}-universal"] = truth[case]
-    jobs.write_json(DATA / "digests.json", {case: truth[case] for case in sorted(truth) if case in FOLDERS or "universal" in case})
+    jobs.write_json(
+        DATA / "digests.json", {case: truth[case] for case in sorted(truth) if case in FOLDERS or "universal" in case}
+    )
     print(f"{len(list(DATA.iterdir()))} files, {sum(p.stat().st_size for p in DATA.iterdir())} bytes", file=sys.stderr)
 
 

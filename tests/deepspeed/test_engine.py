@@ -1,7 +1,7 @@
 """DeepSpeed's engine with this library attached, on real ranks: needs DeepSpeed, as `make compat-deepspeed` installs it.
 
-Whatever is saved is held against what DeepSpeed's own save of the same moment says: to its converters, to its live optimizer, and to
-a save of its own after a load of ours.
+Whatever is saved is held against what DeepSpeed's own save of the same moment says: to its converters, to its live optimizer,
+and to a save of its own after a load of ours.
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ PAIRS = [
     ("z1-bf16-plain", "z1-bf16-plain"), ("z1-bf16-plain", "z2-bf16-plain"), ("z2-fp16-groups", "z3-fp16-groups"),
     ("z3-bf16-subgroups", "z3-bf16-subgroups"), ("z3-fp32-tied", "z1-fp32-tied"), ("z2-fp32-aligned", "z1-fp32-robin"),
     ("z3-bf16-frozen", "z2-bf16-frozen"), ("z0-bf16-plain", "z0-bf16-plain"), ("z0-fp32-tied", "z3-fp32-tied"),
-    ("p1-bf16-tied", "p1-bf16-tied"), ("p0-fp16-plain", "p0-fp16-plain"), ("t1-bf16-tp", "t2-bf16-tp"), ("t3-fp32-tp", "t3-fp32-tp"),
+    ("p1-bf16-tied", "p1-bf16-tied"), ("p0-fp16-plain", "p0-fp16-plain"), ("t1-bf16-tp", "t2-bf16-tp"), ("t3-fp32-tp",
+    "t3-fp32-tp"),
 ]  # fmt: skip
 
 
@@ -261,5 +262,3 @@ def test_attach_refuses_what_is_no_engine() -> None:
 
     with pytest.raises(UsageError, match="deepspeed.initialize"):
         attach(torch.nn.Linear(2, 2))
-
-

@@ -75,7 +75,8 @@ class Columns:
             self._links.append(link)
         elif (self._dtypes[number], self._shapes[number]) != (dtype, shape):
             raise CorruptError(
-                f"{self.where}: {name} is {self._dtypes[number]} of shape {self._shapes[number]} in one file and {dtype} of shape "
+                f"{self.where}: {name} is {self._dtypes[number]} of shape {self._shapes[number]} in one file and {dtype} of "
+                "shape "
                 f"{shape} in another; files of several saves may be mixed, so use another checkpoint"
             )
         return number
@@ -90,7 +91,9 @@ class Columns:
 
     def rows(self, tensor: Numbers, box: Numbers, start: Numbers, count: Numbers, file: int, offset: Numbers) -> None:
         """Add rows: runs of boxes that lie in a file. One number stands for as many of it."""
-        columns = np.broadcast_arrays(*(np.atleast_1d(np.asarray(c, np.int64)) for c in (tensor, box, start, count, file, offset)))
+        columns = np.broadcast_arrays(
+            *(np.atleast_1d(np.asarray(c, np.int64)) for c in (tensor, box, start, count, file, offset))
+        )
         self._rows.append(tuple(columns))
 
     def value(self, path: Sequence[Any], value: Any, kind: ValueKind = ValueKind.PLAIN, link: StateLink | None = None) -> None:

@@ -68,7 +68,9 @@ def latest_tag(storage: Storage) -> str | None:
         if _is_checkpoint(storage, tag):
             return tag
         if any(map(_is_ours, _names_below(storage))):
-            raise CorruptError(f"{storage.url}: {key} names {tag!r:.200}, where no checkpoint is; pass the path of another one below")
+            raise CorruptError(
+                f"{storage.url}: {key} names {tag!r:.200}, where no checkpoint is; pass the path of another one below"
+            )
     return None
 
 
@@ -118,7 +120,8 @@ def tag_files(storage: Storage) -> TagFiles | None:
     prefixes = {m["prefix"] for m in optimizers}
     if len(prefixes) > 1:
         raise CorruptError(
-            f"{where}: has optimizer files of {len(prefixes)} saves, some beginning with bf16_; move those of one to another folder"
+            f"{where}: has optimizer files of {len(prefixes)} saves, some beginning with bf16_; move those of one to "
+            "another folder"
         )
     layers = {(int(m["layer"]), int(m["mp"] or 0)): m[0] for m in map(_LAYER.fullmatch, names) if m}
     experts = tuple(name for name in names if _EXPERT.fullmatch(name))
@@ -151,7 +154,8 @@ def _check_complete(files: TagFiles, where: str) -> None:
         missing = next(((mp, dp) for mp in range(num_mp) for dp in range(num) if (mp, dp) not in found), None)
         if missing is not None and found:
             raise CorruptError(
-                f"{where}: has files of {num_mp} model-parallel × {num_dp} data-parallel ranks, but no {kind}_states.pt of mp_rank "
+                f"{where}: has files of {num_mp} model-parallel × {num_dp} data-parallel ranks, but no {kind}_states.pt of "
+                "mp_rank "
                 f"{missing[0]:02d}, data-parallel rank {missing[1]}: copy it, or use another checkpoint"
             )
 
@@ -160,6 +164,7 @@ def refuse_experts(files: TagFiles, where: str) -> None:
     """Refuse a mixture of experts whose experts are divided among ranks."""
     if files.experts:
         raise UnsupportedError(
-            f"{where}: has {files.experts[0]}: experts that are divided among ranks are not read from DeepSpeed's own files; save "
+            f"{where}: has {files.experts[0]}: experts that are divided among ranks are not read from DeepSpeed's own "
+            "files; save "
             "with reshard_ckpt.integrations.deepspeed attached to the engine, or the module's state dict"
         )

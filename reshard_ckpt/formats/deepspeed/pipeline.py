@@ -1,7 +1,7 @@
 """The layers of a pipeline: a file for each, whose names begin with the number of the layer.
 
-A *tied* layer stands at several places. Its parameters are called ``tied_modules.<key>.…``, and lie in the optimizers of all stages
-that have one of these places: the first counts. The name by layer is a second one.
+A *tied* layer stands at several places. Its parameters are called ``tied_modules.<key>.…``, and lie in the optimizers of all
+stages that have one of these places: the first counts. The name by layer is a second one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ def open_layers(reader: FileReader, layers: Mapping[Rank, str], where: str) -> d
         file = reader.open(key)
         if not isinstance(file.content, dict):
             raise CorruptError(f"{where}: {key} holds no layer of a pipeline; use another copy")
-        found |= {f"{layer}.{name}": LayerTensor(file, view) for name, view in file.content.items() if isinstance(view, TensorView)}
+        found |= {
+            f"{layer}.{name}": LayerTensor(file, view) for name, view in file.content.items() if isinstance(view, TensorView)
+        }
     return found
 
 

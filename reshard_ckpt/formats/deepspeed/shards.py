@@ -86,7 +86,9 @@ class TensorParallel:
         if (found := self._maps.find(name)) is not None:
             return _shard_of(found, name, rank, shapes[rank])
         if (kind := self._other_kinds.find(name)) is not None:
-            raise UnsupportedError(f"{name}: is divided among tensor-parallel ranks as {kind} says, and there is no affine_map of it")
+            raise UnsupportedError(
+                f"{name}: is divided among tensor-parallel ranks as {kind} says, and there is no affine_map of it"
+            )
         if self._replicated.matches(name):
             return Shard.whole(shapes[rank]) if rank == 0 else Shard(shapes[0], ())
         return _cut_along(1 if self._rows.matches(name) else 0, name, rank, shapes)
@@ -138,7 +140,8 @@ def _shard_of(found: Mapping[str, Any], name: str, rank: int, held: Ints) -> Sha
             if min(piece["locations"]) == rank:
                 if piece.get("scale", 1.0) != 1.0:
                     raise UnsupportedError(
-                        f"{name}: its tensor-parallel ranks hold it times {piece['scale']}, so that it is in no file; convert the "
+                        f"{name}: its tensor-parallel ranks hold it times {piece['scale']}, so that it is in no file; "
+                        "convert the "
                         "folder with DeepSpeed's ds_to_universal, or save with reshard_ckpt"
                     )
                 segments += _segments(name, shape, held, piece)

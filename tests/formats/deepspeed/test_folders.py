@@ -1,4 +1,4 @@
-"""Folders that DeepSpeed 0.19.8 wrote, opened in place; what is in them was told by DeepSpeed itself (`tests.deepspeed.make_data`)."""
+"""Folders that DeepSpeed 0.19.8 wrote, opened in place; DeepSpeed itself told what is in them (`tests.deepspeed.make_data`)."""
 
 from __future__ import annotations
 
@@ -53,7 +53,11 @@ def test_every_tensor_is_what_deepspeed_says(case: str, unpack: Unpack) -> None:
 def test_every_parameter_has_state_linked_to_it_and_values_are_there(case: str, unpack: Unpack) -> None:
     path = unpack(case)
     catalog = checkpoint.catalog(path)
-    trained = {name.removeprefix("model.") for name in catalog.names if f"optimizer.state.{name.removeprefix('model.')}.exp_avg" in catalog}
+    trained = {
+        name.removeprefix("model.")
+        for name in catalog.names
+        if f"optimizer.state.{name.removeprefix('model.')}.exp_avg" in catalog
+    }
     links = catalog.links()
     for fqn in trained:
         for key in ("exp_avg", "exp_avg_sq", "step"):
@@ -215,7 +219,9 @@ def test_missing_and_cut_files_are_named(case: str, unpack: Unpack) -> None:
     for file in files:
         data = file.read_bytes()
         file.unlink()
-        if file.name == "layer_00-model_states.pt":  # its one tensor is in the optimizer's files, under the name of the tied module
+        if (
+            file.name == "layer_00-model_states.pt"
+        ):  # its one tensor is in the optimizer's files, under the name of the tied module
             assert digests(root) == {name: one for name, one in whole.items() if name != "model.0.weight"}
         elif file.name == "layer_03-model_states.pt":  # the same of a layer that is not tied
             assert digests(root) == whole
