@@ -9,7 +9,7 @@ JOBS ?= auto
 # More threads than cores make small models slower, and every test process would start its own.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check bench soak crash-points compat compat-megatron fuzz
+.PHONY: demo test check bench soak crash-points compat compat-deepspeed compat-megatron fuzz
 .DEFAULT_GOAL := check
 
 $(STAMP): pyproject.toml constraints.txt
@@ -73,6 +73,19 @@ compat-megatron:
 	  $$venv/bin/python -m pip install --quiet -c constraints.txt -e '.[dev,all]' packaging psutil; \
 	  $$venv/bin/python -m pip install --quiet --no-deps "megatron-core==$$v"; \
 	  $$venv/bin/python -m pytest -q -p no:cacheprovider tests/megatron; \
+	done
+
+# The tests that need DeepSpeed, in a venv of its own: its folders and its engine, on the CPU. DeepSpeed is built without its operators.
+COMPAT_DEEPSPEED ?= 0.19.8
+
+compat-deepspeed:
+	@set -e; for v in $(COMPAT_DEEPSPEED); do \
+	  echo "DeepSpeed $$v"; \
+	  venv=$(COMPAT_VENVS)/deepspeed-$$v; \
+	  test -x $$venv/bin/python || $(PYTHON) -m venv $$venv; \
+	  $$venv/bin/python -m pip install --quiet -c constraints.txt setuptools wheel numpy torch -e '.[dev,all]'; \
+	  DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $$venv/bin/python -m pip install --quiet -c constraints.txt --no-build-isolation "deepspeed==$$v"; \
+	  DS_ACCELERATOR=cpu $$venv/bin/python -m pytest -q -p no:cacheprovider tests/deepspeed; \
 	done
 
 bench: $(BENCH_STAMP)

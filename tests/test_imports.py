@@ -41,6 +41,7 @@ ALLOWED = {
     "manager": _FORMATS | {"checkpoint", "memory"},
     "dcp": _FORMATS | {"checkpoint"},
     "megatron": {"checkpoint", "state"},
+    "integrations": _FORMATS | {"checkpoint"},
     "cli": _CORE | {"comm", "engine/common", "engine/checking", "checkpoint", "__init__"},
     "__init__": {"state", "checkpoint"},
     "__main__": {"cli"},

@@ -1,10 +1,11 @@
 """DeepSpeed's engine saves and loads through this library: `attach` it to one, or `install` it for all that are configured so.
 
-``engine.save_checkpoint(dir, tag)`` writes a checkpoint of this library at ``dir/tag``, of global named tensors, in the background:
+``engine.save_checkpoint(dir, tag)`` writes a checkpoint of this library at ``dir/tag``, of global named tensors, in the
+background:
 
 1. DeepSpeed calls `Engine.create` and then `Engine.save`, once for each file that it would write. The last of these calls begins
-   one save of all that the engine holds, in the layout in which it is there (`deepspeed_state`). Nothing is written to the others.
-2. Training goes on. A step of the optimizer waits until what it changes is copied.
+   one save of all that the engine holds, in the layout in which it is there (`deepspeed_state`). Nothing is written to the
+others. 2. Training goes on. A step of the optimizer waits until what it changes is copied.
 3. After the commit, rank 0 replaces the file ``latest``. A save that is killed before leaves the last one's tag in it.
 
 ``engine.load_checkpoint`` loads what such a save or DeepSpeed itself has written, at whatever number of ranks, ZeRO stage and
@@ -22,7 +23,6 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from ..checkpoint.saving import async_save
@@ -82,8 +82,8 @@ def detach(engine: Any) -> Any:
 def install() -> None:
     """Attach every engine that is made from now on whose config has the block ``datastates_ckpt``.
 
-    Of that block, ``host_cache_size`` (GB) bounds the host memory of a rank. Call it before ``deepspeed.initialize``; a second call
-    does nothing.
+    Of that block, ``host_cache_size`` (GB) bounds the host memory of a rank. Call it before ``deepspeed.initialize``; a second
+    call does nothing.
     """
     from deepspeed.runtime.engine import DeepSpeedEngine
 
@@ -144,7 +144,9 @@ class _Loading:
             return self._stock(engine, load_dir, tag, *arguments, **options)
         ours.finish()
         names = ("load_module_strict", "load_optimizer_states", "load_lr_scheduler_states", "load_module_only", "custom_load_fn")
-        return load_checkpoint(engine, load_dir, tag, timeout_s=ours.timeout_s, **dict(zip(names, arguments, strict=False)), **options)
+        return load_checkpoint(
+            engine, load_dir, tag, timeout_s=ours.timeout_s, **dict(zip(names, arguments, strict=False)), **options
+        )
 
 
 class Engine:
@@ -396,9 +398,7 @@ def _plain_values(values: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
         state = optimizer.state_dict()
         own = {key: state[key] for key in _OF_OPTIMIZER if key in state}
         if "loss_scaler" in state:
-            own["loss_scaler"] = {key: value for key, value in vars(state["loss_scaler"]).items()}
+            own["loss_scaler"] = dict(vars(state["loss_scaler"]))
         if "zero_stage" in state:
             own["zero_stage"] = int(state["zero_stage"])
     return {**found, "optimizer": own} if own else found
-
-

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ..checkpoint.loading import load
 from ..checkpoint.reading import catalog, read
@@ -60,7 +61,9 @@ def load_checkpoint(
     """
     refuse_unsupported(engine)
     if custom_load_fn is not None:
-        raise UsageError("custom_load_fn: tensors are loaded in place here, not through a function; rename them in the checkpoint")
+        raise UsageError(
+            "custom_load_fn: tensors are loaded in place here, not through a function; rename them in the checkpoint"
+        )
     path = _checkpoint_path(load_dir, tag)
     if path is None:
         return None, None
@@ -71,7 +74,9 @@ def load_checkpoint(
     kinds = _kinds(saved)
     if with_optimizer:
         held.allocate(kinds)
-    shared = _load_tensors(path, held, saved, kinds, strict=load_module_strict, with_optimizer=with_optimizer, timeout_s=timeout_s)
+    shared = _load_tensors(
+        path, held, saved, kinds, strict=load_module_strict, with_optimizer=with_optimizer, timeout_s=timeout_s
+    )
     values = _values(path, saved)
     if with_optimizer:
         held.set_shared(shared)
@@ -90,14 +95,18 @@ def load_checkpoint(
 
 
 def _checkpoint_path(load_dir: str, tag: Any) -> str | None:
-    """Return the path of a tag's folder, by default of the one that ``latest`` names; None where there is no such file."""
-    if tag is not None:
-        return os.path.join(load_dir, str(tag))
-    with open_storage(load_dir) as storage:
-        for key in LATEST:
-            if storage.size(key) is not None:
-                return os.path.join(load_dir, storage.read(key, limit=4096).decode().strip())
-    return None
+    """Return the path of a tag's folder, by default of the one that ``latest`` names; None where there is no such file.
+
+    Rank 0 reads ``latest`` for all: it is the one that writes it.
+    """
+    found = [None if tag is None else str(tag)]
+    if tag is None and dist.get_rank() == 0:
+        with open_storage(load_dir) as storage:
+            key = next((key for key in LATEST if storage.size(key) is not None), None)
+            found = [None if key is None else storage.read(key, limit=4096).decode().strip()]
+    if tag is None and dist.get_world_size() > 1:
+        dist.broadcast_object_list(found, 0)
+    return None if found[0] is None else os.path.join(load_dir, found[0])
 
 
 def _around(engine: Any, method: str) -> None:
@@ -126,7 +135,7 @@ def _load_tensors(
 ) -> dict[str, dict[str, Any]]:
     """Load tensors in place; return what is shared by the parameters of a flat group, by parameter."""
     model, state = held.tensors(with_state=with_optimizer)
-    model |= {name: buffer for name, buffer in held.buffers().items()}
+    model |= held.buffers()
     shared: dict[str, dict[str, Any]] = {}
     for fqn, entries in state.items():
         for key in [key for key, value in entries.items() if _is_scalar(value)]:
@@ -148,7 +157,7 @@ def _load_tensors(
 
 
 def _is_scalar(value: Any) -> bool:
-    return not isinstance(value, torch.Tensor) and not hasattr(value, "layout") or getattr(value, "ndim", 1) == 0
+    return (not isinstance(value, torch.Tensor) and not hasattr(value, "layout")) or getattr(value, "ndim", 1) == 0
 
 
 def _values(path: str, saved: Catalog) -> dict[str, Any]:

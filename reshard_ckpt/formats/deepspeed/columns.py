@@ -75,7 +75,8 @@ class Columns:
             self._links.append(link)
         elif (self._dtypes[number], self._shapes[number]) != (dtype, shape):
             raise CorruptError(
-                f"{self.where}: {name} is {self._dtypes[number]} of shape {self._shapes[number]} in one file and {dtype} of shape "
+                f"{self.where}: {name} is {self._dtypes[number]} of shape {self._shapes[number]} in one file and {dtype} of "
+                "shape "
                 f"{shape} in another; files of several saves may be mixed, so use another checkpoint"
             )
         return number
