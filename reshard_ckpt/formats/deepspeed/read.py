@@ -108,7 +108,7 @@ class TensorAdder:
         for corner, start in zip((corners + np.array(shard.segments[0].offsets)).tolist(), starts.tolist(), strict=True):
             columns.rows(tensor, columns.box(tuple(corner), lengths), 0, prod(lengths), number, at + start * each)
 
-    def runs(self, file: TorchFile, names: "FlatNames", tensor: TensorView, runs: Runs) -> None:
+    def runs(self, file: TorchFile, names: FlatNames, tensor: TensorView, runs: Runs) -> None:
         """Add the runs of parameters in a flat tensor, which lies in a file."""
         if not is_contiguous(tensor):
             raise CorruptError(

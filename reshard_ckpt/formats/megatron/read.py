@@ -30,7 +30,7 @@ from ..dcp.read import open_path as open_dcp
 from ..protocol import Foreign, RawValue, locate
 from .integrity import read_integrity
 from .metadata import MegatronMetadata, read_metadata, unflattened
-from .names import COMMON_STATE, FORMAT, OPTIMIZER, common_path, link_of, object_path, plain_key, tensor_name
+from .names import COMMON_STATE, FORMAT, OPTIMIZER, common_path, is_bucket, link_of, object_path, plain_key, tensor_name
 from .objects import NAMESPACE_TAG, read_object
 
 CONFIG_KEY, COMMON_KEY, LATEST_KEY = "metadata.json", "common.pt", "latest_checkpointed_iteration.txt"
@@ -62,7 +62,18 @@ def open_path(path: str, *, as_saved: bool = False) -> Foreign | None:
         catalog, raw = read_folder(storage, as_saved=as_saved)
         digests = read_integrity(storage)
         stack.pop_all()
-        return Foreign(storage, catalog, FORMAT, raw=raw, sha256=digests)
+        return Foreign(storage, catalog, FORMAT, _advice(catalog), raw, digests)
+
+
+def _advice(catalog: Catalog) -> dict[str, str]:
+    """Write what to do about an optimizer that is saved as buckets."""
+    bucket = next((name for name in catalog.names if is_bucket(name)), None)
+    if bucket is None:
+        return {}
+    return {
+        OPTIMIZER: f"its optimizer is saved with sharding type dp_reshardable, as buckets such as {bucket}, which do not say which "
+        "parameter lies where; load it with Megatron on the same TP and PP, and save it with --dist-ckpt-optim-fully-reshardable"
+    }
 
 
 def _latest(storage: Storage) -> str | None:

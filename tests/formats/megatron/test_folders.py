@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from reshard_ckpt import checkpoint
-from reshard_ckpt.errors import CheckpointNotFound, CorruptError, UnsupportedError, UsageError
+from reshard_ckpt.errors import CheckpointNotFound, CorruptError, MismatchError, UnsupportedError, UsageError
 from reshard_ckpt.format.objects import Named
 from reshard_ckpt.formats.megatron.format import MegatronFormat
 from reshard_ckpt.formats.megatron.object_writer import object_bytes
@@ -117,6 +117,9 @@ def test_buckets_open_under_their_own_keys(folder: Unpacked) -> None:
     buckets = [name for name in catalog.names if name.startswith("optimizer.distributed.")]
     assert {name.rpartition(".")[2] for name in buckets} == {"param", "exp_avg", "exp_avg_sq"}
     assert all(name.startswith(("model.", "optimizer.distributed.")) for name in catalog.names)
+    wanted = {"optimizer": {"state": {"output_layer.weight": {"exp_avg": torch.zeros(32, 8)}}}}
+    with pytest.raises(MismatchError, match="saved with sharding type dp_reshardable, as buckets such as optimizer.distributed"):
+        checkpoint.load(folder("0.16.1-buckets"), wanted)
 
 
 def test_a_run_is_opened_at_its_newest_iteration_and_says_where_it_looked(folder: Unpacked, tmp_path: Path) -> None:
