@@ -70,7 +70,7 @@ def read_object(data: bytes, name: str) -> Any:
         return _Plain(records, len(data)).of(root, MAX_DEPTH)
     except PicklingError as error:
         raise UnsupportedError(f"{name}: {error}; nothing was executed") from None
-    except (ValueError, TypeError, KeyError, OverflowError) as error:
+    except (ValueError, TypeError, LookupError, OverflowError, RuntimeError, AttributeError) as error:
         raise CorruptError(f"{name}: holds what no program saved ({error}); use another checkpoint") from None
 
 

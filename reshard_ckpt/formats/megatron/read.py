@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -25,13 +26,15 @@ from ..catalog_builder import FilePart, ForeignTensor, build_catalog
 from ..dcp.chunks import file_sizes, read_problem
 from ..dcp.chunks import locate as locate_chunks
 from ..dcp.metadata import MAX_METADATA_BYTES, METADATA_KEY, Extent, SavedTensor
+from ..dcp.read import open_path as open_dcp
 from ..protocol import Foreign, RawValue, locate
 from .integrity import read_integrity
 from .metadata import MegatronMetadata, read_metadata, unflattened
-from .names import COMMON_STATE, FORMAT, OPTIMIZER, common_path, link_of, object_path, plain_key, tensor_name
+from .names import COMMON_STATE, FORMAT, OPTIMIZER, common_path, is_bucket, link_of, object_path, plain_key, tensor_name
 from .objects import NAMESPACE_TAG, read_object
 
 CONFIG_KEY, COMMON_KEY, LATEST_KEY = "metadata.json", "common.pt", "latest_checkpointed_iteration.txt"
+_OF_RANK = re.compile(r"mp_rank_\d+(_\d+)*/(model_optim_rng|distrib_optim)\.pt$")
 MAX_SMALL_BYTES, MAX_OBJECT_BYTES = 1 << 20, 1 << 30
 
 
@@ -50,13 +53,27 @@ def open_path(path: str, *, as_saved: bool = False) -> Foreign | None:
             return None
         latest = _latest(storage)
         if latest is not None:
-            storage = stack.enter_context(open_storage(f"{path.rstrip('/')}/{latest}"))
+            path = f"{path.rstrip('/')}/{latest}"
+            storage = stack.enter_context(open_storage(path))
+            if storage.size(METADATA_KEY) is not None and storage.size(CONFIG_KEY) is None and storage.size(COMMON_KEY) is None:
+                return open_dcp(path)  # torch_dcp and fsdp_dtensor: DTensors that DCP saved
         if not is_checkpoint(storage, of_run=latest is not None):
             return None
         catalog, raw = read_folder(storage, as_saved=as_saved)
         digests = read_integrity(storage)
         stack.pop_all()
-        return Foreign(storage, catalog, FORMAT, raw=raw, sha256=digests)
+        return Foreign(storage, catalog, FORMAT, _advice(catalog), raw, digests)
+
+
+def _advice(catalog: Catalog) -> dict[str, str]:
+    """Write what to do about an optimizer that is saved as buckets."""
+    bucket = next((name for name in catalog.names if is_bucket(name)), None)
+    if bucket is None:
+        return {}
+    return {
+        OPTIMIZER: f"its optimizer is saved with sharding type dp_reshardable, as buckets such as {bucket}, which do not say which "
+        "parameter lies where; load it with Megatron on the same TP and PP, and save it with --dist-ckpt-optim-fully-reshardable"
+    }
 
 
 def _latest(storage: Storage) -> str | None:
@@ -80,6 +97,14 @@ def is_checkpoint(storage: Storage, *, of_run: bool = False) -> bool:
         Its save did not end.
     """
     if storage.size(CONFIG_KEY) is None:
+        if storage.size(METADATA_KEY) is not None and storage.size(COMMON_KEY) is None:
+            return False  # of DCP
+        old = next((key for key, _ in storage.list() if _OF_RANK.match(key)), None)
+        if old is not None:
+            raise UnsupportedError(
+                f"{storage.url}: has a file of each rank ({old}), which do not say how their tensors were cut; load it with "
+                "Megatron, and save it with --ckpt-format torch_dist"
+            )
         if of_run and not any(True for _ in storage.list()):
             raise CheckpointNotFound(f"{storage.url}: is named by {LATEST_KEY}, but is not there; pass another iteration")
         return storage.size(COMMON_KEY) is not None and _refuse_unfinished(storage)

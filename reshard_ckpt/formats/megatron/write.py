@@ -74,7 +74,7 @@ def _lay_out(catalog: Catalog, values: Mapping[str, Any], *, master: str) -> Fol
                 f"{name} and {other} are both {key} in a checkpoint of Megatron; leave one out with exclude="
             )
         tensors[key] = catalog.index(name)
-    objects = {key: value for name, value in values.items() if (key := object_key(name)) is not None}
+    objects = {of: value for name, value in values.items() if (of := object_key(name)) is not None}
     for both in tensors.keys() & objects.keys():
         raise NameCollisionError(f"{both}: a tensor and an object have this key in a checkpoint of Megatron; leave one out")
     return FolderLayout(tensors, objects, {})
