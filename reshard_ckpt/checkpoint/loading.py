@@ -153,8 +153,14 @@ def load_wanted(
     Dtypes are converted. A tensor may be saved with another global shape, as far as the target's `check` lets it.
     """
     options = LoadOptions(cast=True, allow_resize=True, verify_first=verify_first)
-    report, _ = _load(path, prepare, options, only_wanted=True, rename_of=rename, process_group=process_group)
+    formats = tuple(map(_as_saved, FORMATS))
+    report, _ = _load(path, prepare, options, only_wanted=True, formats=formats, rename_of=rename, process_group=process_group)
     return report
+
+
+def _as_saved(one: Any) -> Any:
+    """Have a format that can give the names that its own library has."""
+    return replace(one, as_saved=True) if hasattr(one, "as_saved") else one
 
 
 def _load(

@@ -168,6 +168,39 @@ def scheduled(root: str) -> list[str]:
     return wrong
 
 
+def folders(root: str) -> list[str]:
+    """Load from folders that Megatron saved, straight into other layouts; and give Megatron what was saved here, converted."""
+    wrong = []
+    pairs = [(Grid(tp=2, pp=2), Grid(tp=4)), (Grid(tp=2, ep=2, experts=4), Grid(pp=2, ep=2, experts=4))]
+    for i, (saved, loaded) in enumerate(pairs):
+        job, path = Job(saved, filled=True), f"{root}/theirs{i}"
+        tree = job.tree()
+        tree["optimizer"] = job.optimizer.sharded_state_dict(job.model_tree(), metadata=METADATA)
+        folder(path)
+        dist_checkpointing.save(tree, path, validate_access_integrity=False)
+        new = Job(loaded, filled=False)
+        out = megatron.load(new.tree(), path)
+        wrong += [f"theirs {saved} -> {loaded}: {line}" for line in new.wrong()]
+        if out["iteration"] != 12 or out["args"] != job.tree()["args"]:
+            wrong.append(f"theirs {saved}: {out['args']}")
+        own, converted = f"{root}/own{i}", f"{root}/converted{i}"
+        megatron.save(Job(saved, filled=True).tree(), own)
+        if rank() == 0:
+            checkpoint.convert(own, converted, to="megatron")
+        torch.distributed.barrier()
+        new = Job(loaded, filled=False)
+        new.prepare()
+        tree = new.model_tree()
+        tree["optimizer"] = new.optimizer.sharded_state_dict(tree, is_loading=True, metadata=METADATA)
+        out = dist_checkpointing.load(tree, converted)
+        with steps_left_alone():
+            new.optimizer.load_state_dict(out["optimizer"])
+        wrong += [f"converted {saved} -> {loaded}: {line}" for line in new.wrong()]
+        if out["iteration"] != 12 or out["args"] != job.tree()["args"]:
+            wrong.append(f"converted {saved}: {out['args']}")
+    return wrong
+
+
 def rank() -> int:
     return torch.distributed.get_rank()
 
@@ -178,13 +211,16 @@ def folder(path: str) -> None:
     torch.distributed.barrier()
 
 
+OTHERS = {"trees": trees, "strategies": strategies, "scheduled": scheduled, "folders": folders}
+
+
 def main(case: str) -> None:
     """Run a case on four ranks."""
     with tempfile.TemporaryDirectory() as root:
         if case in CHANGES:
             results: list[Any] = cpu_shim.run_forked(changes, 4, root, CHANGES[case])
         else:
-            results = cpu_shim.run_forked({"trees": trees, "strategies": strategies, "scheduled": scheduled}[case], 4, root)
+            results = cpu_shim.run_forked(OTHERS[case], 4, root)
     for number, lines in enumerate(results):
         for line in lines:
             print(f"rank {number}: {line}")

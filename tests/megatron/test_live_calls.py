@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("case", ["dense", "experts", "whole", "vocabulary", "trees", "strategies", "scheduled"])
+@pytest.mark.parametrize("case", ["dense", "experts", "whole", "vocabulary", "trees", "strategies", "scheduled", "folders"])
 def test_live(case):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.megatron.live_cases", case]

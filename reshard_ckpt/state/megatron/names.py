@@ -3,7 +3,8 @@
 1. A tensor goes by its key. Keys of optimizer state have had several spellings for one thing: each chained optimizer's own
    prefix, and ``fp32_param`` where others write ``param``. `checkpoint_key` gives all of them one name, saving and loading.
 2. An object goes by its key and its place among the objects of that key, as in Megatron's own folders.
-3. Common values go by the keys that lead to them. A Namespace, such as ``args``, is a dict that says so under a key of its own.
+3. Common values go by the keys that lead to them. A Namespace, such as ``args``, is a dict; the metadata of the checkpoint say
+   which were. Elsewhere, one says so under a key of its own.
 
 A checkpoint that another program wrote, or `convert`, has names that suit all models: what is below ``model``, state below its
 parameter, groups of an optimizer right below it. `keys_of_catalog` finds the keys in them.
@@ -28,9 +29,6 @@ COMMON_OBJECT = "common_state/shard_0_1"
 
 CONTENT_METADATA = "content_metadata"
 
-MARK = {"megatron": {"names": "keys"}}
-"""What the metadata of a checkpoint say whose tensors go by their keys."""
-
 _NAMESPACE_TAG, _NAMESPACE = "__class__", "argparse:Namespace"
 _STATE = re.compile(r"(?:chained_\d+\.)?(optimizer\.state\.)(?:fp32_(param\.))?")
 _OBJECT = re.compile(r"(.+)[/.](shard_\d*(?:\.\d+)*_-?\d*(?:\.-?\d+)*)", re.DOTALL)
@@ -48,7 +46,25 @@ def checkpoint_key(key: str) -> str:
 
 def has_keys(catalog: Catalog) -> bool:
     """Tell whether the names of a catalog are keys."""
-    return isinstance(catalog.metadata, dict) and catalog.metadata.get("megatron") == MARK["megatron"]
+    return _said(catalog) is not None
+
+
+def metadata_of(tree: Any) -> dict[str, Any]:
+    """Return what the metadata of a checkpoint say of a tree: that names are keys, and which dicts were Namespaces."""
+    return {"megatron": {"namespaces": [list(path) for path in _namespaces(tree, ())]}}
+
+
+def _namespaces(tree: Any, path: Path) -> Iterator[Path]:
+    if isinstance(tree, argparse.Namespace):
+        yield path
+        tree = vars(tree)
+    for key, value in tree.items() if type(tree) is dict else ():
+        yield from _namespaces(value, (*path, key))
+
+
+def _said(catalog: Catalog) -> dict[str, Any] | None:
+    said = catalog.metadata.get("megatron") if isinstance(catalog.metadata, dict) else None
+    return said if isinstance(said, dict) else None
 
 
 def keys_of_catalog(catalog: Catalog) -> Callable[[str], str]:
@@ -81,7 +97,7 @@ def key_of_object(name: str) -> str | None:
 
 def common_values(tree: Any, path: Path = ()) -> Iterator[NamedValue]:
     """Yield the values of a common state by the keys that lead to them; what no dict holds is one value."""
-    items = {**vars(tree), _NAMESPACE_TAG: _NAMESPACE} if isinstance(tree, argparse.Namespace) else tree
+    items = vars(tree) if isinstance(tree, argparse.Namespace) else tree
     if type(items) is dict and (items or not path):
         for key, value in items.items():
             yield from common_values(value, (*path, key))
@@ -94,13 +110,19 @@ def common_state(catalog: Catalog, values: Mapping[str, Any]) -> dict[Any, Any]:
     if COMMON_OBJECT in values:
         return dict(_alive(values[COMMON_OBJECT]))
     paths = {entry.name: saved_path(decode_path(entry.path)) for entry in catalog.values_table if entry.name in values}
-    root: dict[Any, Any] = {}
+    root: Any = {}
     for name, path in paths.items():
         node = root
         *above, last = path if has_keys(catalog) else _own_path(path, paths.values())
         for key in above:
             node = node.setdefault(key, {})
         node[last] = values[name]
+    for path in (_said(catalog) or {}).get("namespaces", ()):
+        node = root
+        for key in path:
+            node = node.get(key) if isinstance(node, dict) else None
+        if isinstance(node, dict):
+            node[_NAMESPACE_TAG] = _NAMESPACE
     return dict(_alive(root))
 
 
