@@ -16,9 +16,9 @@ from ..checkpoint import LoadReport, catalog
 from ..checkpoint.loading import load_wanted
 from ..checkpoint.reading import read_values
 from ..errors import UsageError
-from ..state.megatron.names import CONTENT_METADATA, checkpoint_key, key_of_object
+from ..state.megatron.names import CONTENT_METADATA, common_state, key_of_object, keys_of_catalog
 from ..state.megatron.strictness import check_strategy, parse_mode
-from ..state.megatron.wanted import WantedTree, common_state, is_common, tensors_of
+from ..state.megatron.wanted import WantedTree, is_common, tensors_of
 
 
 def load(
@@ -75,7 +75,7 @@ def load(
         checkpoint_dir,
         wanted.prepare,
         verify_first=verify_integrity,
-        rename=checkpoint_key,
+        rename=keys_of_catalog,
         process_group=process_group,
     )
     _warn_of_casts(checkpoint_dir, report)
@@ -130,7 +130,8 @@ def load_sharded_metadata(checkpoint_dir: str, sharded_strategy: Any = None, com
     """Describe the tensors and the objects of a checkpoint, as Megatron's function of this name does."""
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-    names = [name for name in catalog(checkpoint_dir).value_names if key_of_object(name) is not None]
+    found = catalog(checkpoint_dir)
+    names = [keys_of_catalog(found)(name) for name in found.value_names if key_of_object(name) is not None]
     objects = {name: ShardedObject.empty_from_unique_key(name) for name in names}
     return {**objects, **load_tensors_metadata(checkpoint_dir)}
 

@@ -13,6 +13,7 @@ from typing import Any
 from ..checkpoint import SaveHandle
 from ..checkpoint.saving import begin_captured, save_captured
 from ..state.megatron.captured import SavedTree
+from ..state.megatron.names import metadata_of
 from ..state.megatron.strictness import check_strategy
 
 _BESIDE = {
@@ -106,11 +107,11 @@ def async_save(
 
 def save_tree(path: str, tree: SavedTree, *, sha256: bool = False) -> None:
     """Save a tree."""
-    save_captured(path, tree.capture, process_group=tree.process_group, metadata=tree.metadata, sha256=sha256, beside=_BESIDE)
+    about = metadata_of(tree.tree)
+    save_captured(path, tree.capture, process_group=tree.process_group, metadata=about, sha256=sha256, beside=_BESIDE)
 
 
 def begin_tree(path: str, tree: SavedTree, *, sha256: bool = False) -> SaveHandle:
     """Begin to save a tree; it is copied before this returns."""
-    return begin_captured(
-        path, tree.capture, process_group=tree.process_group, metadata=tree.metadata, sha256=sha256, beside=_BESIDE
-    )
+    about = metadata_of(tree.tree)
+    return begin_captured(path, tree.capture, process_group=tree.process_group, metadata=about, sha256=sha256, beside=_BESIDE)
