@@ -41,6 +41,7 @@ ALLOWED = {
     "manager": _FORMATS | {"checkpoint", "memory"},
     "dcp": _FORMATS | {"checkpoint"},
     "megatron": {"checkpoint", "state"},
+    "vescale": {"checkpoint", "formats", "state"},
     "cli": _CORE | {"comm", "engine/common", "engine/checking", "checkpoint", "__init__"},
     "__init__": {"state", "checkpoint"},
     "__main__": {"cli"},
