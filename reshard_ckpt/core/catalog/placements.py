@@ -247,7 +247,7 @@ def _parse_ragged(axis: str, numbers: Ints, num: int) -> AxisPlacement:
 
 
 def _spell_ragged(placement: AxisPlacement) -> str:
-    flattened = "" if placement.dim is None else f"{spans(range(placement.dim + 1))}; "
+    flattened = "" if placement.dim is None else f"{'0-' if placement.dim else ''}{placement.dim}; "
     return f"ragged({flattened}{'+'.join(map(str, placement.coords))})"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import shutil
 import zipfile
@@ -20,7 +21,7 @@ from reshard_ckpt import checkpoint
 from reshard_ckpt.errors import CheckpointError, CheckpointNotFound, CorruptError, MismatchError, UnsupportedError
 from tests.launch import run_ranks
 
-DATA = Path(__file__).resolve().parents[2] / "data" / "bytecheckpoint"
+DATA = Path(os.environ.get("BYTECHECKPOINT_FOLDERS") or Path(__file__).resolve().parents[2] / "data" / "bytecheckpoint").resolve()
 FLAVOURS = ["fsdp", "fsdp-flat", "fsdp2", "ddp"]
 PARAMETERS = ["up.weight", "up.bias", "down.0.weight"]
 
