@@ -17,6 +17,7 @@ from reshard_ckpt.core.catalog.specs import AxisPlacement
 from reshard_ckpt.errors import LayoutError, UsageError
 from tests.distributed.net import reference
 from tests.formats.vescale import test_folders as folders
+from tests.formats.vescale.writing import split, write_folder
 from tests.launch import run_ranks
 from tests.vescale.stand_ins import (
     MASTER,
@@ -152,8 +153,34 @@ def old_folder_job(folder: str) -> list[str]:
     return [name for name, tensor in net.state_dict().items() if not torch.equal(tensor.to_local(), wanted[name].to_local())]
 
 
+def write_old(root: Path) -> Path:
+    """A folder of vescale.checkpoint for `Net` and its optimizer, of tensor parallelism 2."""
+
+    def cut(name: str, key: str) -> Any:
+        placement = CUT[name]
+        return split(value(name, key, ()), 2, placement.dim) if isinstance(placement, Shard) else value(name, key, ())
+
+    write_folder(root / "model", {**{name: cut(name, "") for name in SHAPES}, "fused": reference("fused", (12, 2))})
+    state = {(0, name): {"step": torch.tensor(9.0), **{key: cut(name, key) for key in ("exp_avg", MASTER)}} for name in SHAPES}
+    groups = [{"lr": 0.25, "betas": (0.9, 0.95), "params": [0]}, {"lr": 0.25, "betas": (0.9, 0.95), "params": [1, 2]}]
+    write_folder(root / "optimizer" / "pp_0", {"param_group_meta": groups, torch.float32: state})
+    return root
+
+
+def old_state_job(folder: str) -> list[str]:
+    bad = []
+    for target in SIZES:
+        net, optimizer = job(target, nothing)
+        reshard_ckpt.vescale.load(folder, {"model": net, "optimizer": optimizer})
+        used = {group for group, _ in optimizer.model_param_group_index_map.values()}
+        bad += [f"{target}: lr {group['lr']}" for i, group in enumerate(optimizer.groups) if i in used and group["lr"] != 0.25]
+        bad += [f"{target}: {what}" for what in wrong(target, net, optimizer) if not what.startswith("lr ")]
+    return bad
+
+
 def test_folders_of_vescale_load_through_its_calls(tmp_path: Path) -> None:
     assert run_ranks(old_folder_job, 4, str(folders.write(tmp_path / "old"))) == [[]] * 4
+    assert run_ranks(old_state_job, 4, str(write_old(tmp_path / "state"))) == [[]] * 4
 
 
 def test_a_dtensor_of_vescale_whose_placements_do_not_explain_it_is_refused() -> None:
