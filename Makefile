@@ -9,7 +9,7 @@ JOBS ?= auto
 # More threads than cores make small models slower, and every test process would start its own.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check bench soak crash-points compat compat-deepspeed compat-megatron fuzz
+.PHONY: demo test check bench soak crash-points compat compat-bytecheckpoint compat-deepspeed compat-megatron fuzz
 .DEFAULT_GOAL := check
 
 $(STAMP): pyproject.toml constraints.txt
@@ -87,6 +87,20 @@ compat-deepspeed:
 	  DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $$venv/bin/python -m pip install --quiet -c constraints.txt --no-build-isolation "deepspeed==$$v"; \
 	  DS_ACCELERATOR=cpu $$venv/bin/python -m pytest -q -p no:cacheprovider tests/deepspeed; \
 	done
+
+# The real ByteCheckpoint writes its folders anew, on the torch of .venv (its pin on torch is only declared), and the tests read them.
+BCP := $(COMPAT_VENVS)/bytecheckpoint
+compat-bytecheckpoint: $(STAMP)
+	test -x $(BCP)/bin/python || $(PYTHON) -m venv $(BCP)
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+	  > "$$($(BCP)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/shared.pth"
+	$(BCP)/bin/python -m pip install --quiet --no-deps bytecheckpoint==0.0.2 'mmh3>=4.1,<4.3' universal-pathlib pathlib_abc \
+	  'cachetools<=10' grpcio protobuf
+	rm -rf $(BCP)/folders
+	set -e; for flavour in fsdp fsdp-flat fsdp2 ddp; do \
+	  $(BCP)/bin/python -m torch.distributed.run --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint localhost:0 \
+	    tests/data/bytecheckpoint/make.py $(BCP)/folders/$$flavour $$flavour; done
+	BYTECHECKPOINT_FOLDERS=$(BCP)/folders $(BIN)/python -m pytest -q tests/formats/bytecheckpoint
 
 bench: $(BENCH_STAMP)
 	$(BIN)/python -m benchmarks.compare --out bench_out/compare.json

@@ -42,6 +42,7 @@ ALLOWED = {
     "dcp": _FORMATS | {"checkpoint"},
     "megatron": {"checkpoint", "state"},
     "integrations": _FORMATS | {"checkpoint"},
+    "vescale": {"checkpoint", "formats", "state"},
     "cli": _CORE | {"comm", "engine/common", "engine/checking", "checkpoint", "__init__"},
     "__init__": {"state", "checkpoint"},
     "__main__": {"cli"},

@@ -17,7 +17,8 @@ from ..core.report import LoadReport
 from ..engine.common.logs import RankLog
 from ..engine.common.progress import OnProgress, reporter, size_text
 from ..engine.common.rename import renamed, without
-from ..engine.loading.load import LoadOptions, drop_refused, fetch, resolve, verify_ties
+from ..engine.loading.load import LoadOptions as LoadOptions  # with `load_state`, for the rooms above
+from ..engine.loading.load import drop_refused, fetch, resolve, verify_ties
 from ..engine.loading.read import execute
 from ..engine.loading.read_once import execute_once
 from ..engine.loading.saved_values import SavedValue, blob_reader, open_values

@@ -140,11 +140,52 @@ TENSOR_TABLE: Mapping[tuple[str, str], Any] = {
 }
 
 
+def raw_layout(dtype: torch.dtype, shape: Ints) -> TensorLayout:
+    """The layout of bytes that are a row-major tensor and nothing else."""
+    return TensorLayout(dtype, shape, row_major_strides(shape), 0, prod(shape) * dtype.itemsize)
+
+
+def read_object(pickled: bytes, storages: Mapping[str, bytes], *, name: str) -> Any:
+    """Read plain data with tensors in it, as ``torch.save`` pickles them, from the pickle and the bytes of its storages.
+
+    Raises
+    ------
+    UnsupportedError
+        It names a class or function that neither tensors nor plain data need.
+    CorruptError
+        It is damaged.
+    """
+    made = read_pickle(pickled, TENSOR_TABLE, name=name, persistent=stored_at)
+    try:
+        return _with_tensors(made, storages, name)
+    except (KeyError, RecursionError) as error:
+        raise CorruptError(f"{name}: has no storage {error}, or contains itself; use another checkpoint") from None
+
+
+def _with_tensors(made: Any, storages: Mapping[str, bytes], name: str) -> Any:
+    if isinstance(made, TensorView):
+        return _tensor_of(made, bytearray(storages[made.storage.key]), name)
+    if isinstance(made, dict):
+        return {key: _with_tensors(value, storages, name) for key, value in made.items()}
+    if isinstance(made, list | tuple):
+        return type(made)(_with_tensors(value, storages, name) for value in made)
+    return made
+
+
+def _tensor_of(view: TensorView, data: bytearray, name: str) -> torch.Tensor:
+    if 0 in view.shape:
+        return torch.empty(view.shape, dtype=view.dtype)
+    if _head(view, 0, name).end > len(data):
+        raise CorruptError(f"{name}: a tensor of shape {view.shape} reaches beyond its {len(data)} bytes; use another checkpoint")
+    return torch.frombuffer(data, dtype=view.dtype).as_strided(view.shape, view.strides, view.offset).clone()
+
+
 class HeadParser:
     """Parses the heads of chunks, and caches those that it has seen."""
 
     def __init__(self) -> None:
         self._known: dict[int, dict[bytes, TensorLayout]] = {}
+        self._alone: dict[bytes, TensorLayout] = {}
 
     def parse(self, data: memoryview, *, name: str) -> TensorLayout:
         """Parse the head of a chunk, of whose bytes `data` are the first.
@@ -163,6 +204,12 @@ class HeadParser:
         begin, head = _parse(bytes(data), name)
         self._known.setdefault(begin, {})[bytes(data[:begin])] = head
         return head
+
+    def parse_alone(self, pickled: bytes, *, name: str) -> TensorLayout:
+        """Parse the pickle of a tensor whose storage begins with the chunk."""
+        if pickled not in self._alone:
+            self._alone[pickled] = _head(_read_view(pickled, name), 0, name)
+        return self._alone[pickled]
 
 
 def _parse(data: bytes, name: str) -> tuple[int, TensorLayout]:
