@@ -14,10 +14,10 @@ from tests.launch import ROOT, project_table
 
 PACKAGE = ["FlatShard", "LocalShard", "checkpoint", "errors", "register_placement"]
 CHECKPOINT = [
-    "CompactReport", "ConvertReport", "Diff", "GoodputReport", "Inspection", "LoadReport", "LoadedStep", "Manager", "Memory",
-    "PerRank", "ReshardReport", "SaveHandle", "SaveReport", "Timeline", "VerifyReport", "async_save", "catalog", "compact",
-    "convert", "diff", "goodput", "inspect", "load", "plot", "prepare", "read", "reshard", "save", "timeline", "verify",
-    "write_manifest",
+    "CompactReport", "ConvertReport", "Diff", "GoodputReport", "Inspection", "LiveReshard", "LoadReport", "LoadedStep", "Manager",
+    "Memory", "PerRank", "ReshardReport", "SaveHandle", "SaveReport", "Timeline", "VerifyReport", "async_save", "catalog",
+    "compact", "convert", "diff", "goodput", "inspect", "load", "plot", "prepare", "read", "reshard", "reshard_live", "save",
+    "timeline", "verify", "write_manifest",
 ]  # fmt: skip
 DCP = [
     "AsyncCheckpointerType",
@@ -42,6 +42,17 @@ OPTIONS = {
         "timeline",
         "sha256",
         "progress",
+        "timeout_s",
+    ],
+    "reshard_live": [
+        "process_group",
+        "cast",
+        "rename",
+        "staged",
+        "strict",
+        "allow_missing",
+        "ignore",
+        "memory_bytes",
         "timeout_s",
     ],
     "load": [
