@@ -43,7 +43,7 @@ ALLOWED = {
     "megatron": {"checkpoint", "state"},
     "integrations": _FORMATS | {"checkpoint"},
     "vescale": {"checkpoint", "formats", "state"},
-    "cli": _CORE | {"comm", "engine/common", "engine/checking", "checkpoint", "__init__"},
+    "cli": _CORE | {"comm", "engine/common", "engine/checking", "checkpoint", "memory", "__init__"},
     "__init__": {"state", "checkpoint"},
     "__main__": {"cli"},
 }
@@ -59,6 +59,9 @@ IMPURE = {
 
 MAX_ARROWS = 60
 """Between rooms of the top level; more than that is a sign that a room is drawn wrong."""
+
+LEAVES = {"dcp", "integrations", "megatron", "nebula", "vescale"}
+"""The calls of other libraries, which nobody else imports: their arrows all go down, and are not counted."""
 
 
 def room_of(parts: tuple[str, ...]) -> str:
@@ -127,7 +130,8 @@ def test_rooms_of_the_top_level_stay_few_arrows_apart():
         if path.name != "__init__.py":
             here = path.relative_to(PACKAGE).parts[0]
             arrows |= {(here, room.split("/")[0]) for room in imported_rooms(path)}
-    arrows = {(here, there) for here, there in arrows if here != there}
+    assert not {(here, there) for here, there in arrows if there in LEAVES and here != there}
+    arrows = {(here, there) for here, there in arrows if here != there and here not in LEAVES}
     assert len(arrows) <= MAX_ARROWS, sorted(arrows)
 
 

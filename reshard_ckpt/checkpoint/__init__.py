@@ -8,7 +8,7 @@ from ..engine.checking.verify import VerifyReport
 from ..engine.resharding.compact import CompactReport
 from ..engine.saving.handle import SaveHandle
 from ..manager.manager import LoadedStep, Manager
-from ..memory.tier import Memory
+from ..memory.options import Memory
 from ..state.shards import PerRank
 from .compacting import compact
 from .comparing import Diff, diff

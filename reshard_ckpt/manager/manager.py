@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from types import MappingProxyType, TracebackType
 from typing import Any, SupportsIndex
 
+from ..checkpoint.listing import metric_of
 from ..checkpoint.loading import load
 from ..checkpoint.saving import async_save, save
 from ..comm import Stop, open_session, open_stop
@@ -33,9 +34,9 @@ from ..engine.saving.options import SaveOptions
 from ..errors import CheckpointError, CheckpointNotFound, CorruptError, StorageError, UsageError
 from ..format.keys import step_name
 from ..formats.source import Path
+from ..memory.options import Memory
 from ..memory.restore import Restorable
 from ..memory.run import MemoryRun
-from ..memory.tier import Memory
 from ..storage import Storage, open_storage, resolved_path
 from .attempts import PRIOR_S, AttemptLog
 from .preemption import SigtermHandler, grace_of
@@ -179,14 +180,22 @@ class Manager:
         stored = self._stored_steps()
         return stored if self._memory is None else sorted({*stored, *self._memory.steps()})
 
+    @property
+    def memory_skipped(self) -> int:
+        """How many saves went straight to the store because memory had no room; 0 without ``memory=``."""
+        return 0 if self._memory is None else self._memory.num_skipped
+
     def latest(self) -> int | None:
         """Return the newest step that is committed."""
         return max(self.steps(), default=None)
 
     def best(self) -> int | None:
         """Return the step with the best metric."""
-        steps = self.steps()
-        return next(iter(self._rule.ranked(steps, self._metrics(steps))), None)
+        metrics = self._metrics(self._stored_steps())
+        if self._memory is not None:
+            in_memory = {step: metric_of(catalog) for step, catalog in self._memory.catalogs().items()}
+            metrics.update({step: metric for step, metric in in_memory.items() if metric is not None})
+        return next(iter(self._rule.ranked(self.steps(), metrics)), None)
 
     @property
     def preempted(self) -> bool:
@@ -243,6 +252,8 @@ class Manager:
         with self._deferring(), self._costs.saving() as saved:
             report = save(path, state, metadata=with_metric(metadata, metric), **{**self._session, **options})
             saved.append(report)
+            if self._memory is not None:
+                self._memory.forget(step)  # what it has of this step is older
             self._committed(step)
         return report
 
@@ -335,7 +346,7 @@ class Manager:
         path = self._path_to_change(step)
         self._wait()
         with self._deferring(), open_session("delete", path, **self._session):
-            in_memory = self._memory is not None and self._memory.delete(step)
+            in_memory = self._memory is not None and self._memory.forget(step)
             if self._is_first:
                 with self._pruning:
                     self._delete(step, in_memory)
@@ -372,7 +383,8 @@ class Manager:
             if self._memory is not None:
                 found = self._memory.find(-1 if step is None else step, list(in_memory))
                 loaded = self._load_from_memory(found, state, options, in_memory, passed)
-                if loaded is not None:
+                if loaded is not None and found is not None:
+                    self._memory.persist_loaded(found)
                     return loaded
                 if found is not None:
                     continue  # it could not be loaded, so the next one

@@ -31,6 +31,8 @@ class Generation:
 
     Attributes
     ----------
+    run
+        Id of the run, which is new where its root began anew.
     attempt, step
         Which attempt of the run saved, and at which step: the newest generation is the one with the largest pair.
     catalog
@@ -41,6 +43,7 @@ class Generation:
         By key of a shard file: the ids of the nodes that hold it. A hint; what counts is what each node has.
     """
 
+    run: str
     attempt: int
     step: int
     save_id: str
@@ -61,6 +64,7 @@ class Generation:
         """Encode for a file, and for other ranks."""
         body: bytes = msgpack.packb(
             {
+                "run": self.run,
                 "attempt": self.attempt,
                 "step": self.step,
                 "save_id": self.save_id,
@@ -89,7 +93,8 @@ def decode_generation(data: bytes, *, where: str) -> Generation:
     try:
         fields: Any = msgpack.unpackb(data[head:], max_bin_len=MAX_CATALOG_BYTES)
         holders = {str(key): tuple(map(str, nodes)) for key, nodes in fields["holders"].items()}
-        return Generation(int(fields["attempt"]), int(fields["step"]), str(fields["save_id"]), bytes(fields["catalog"]), holders)
+        attempt, step, catalog = int(fields["attempt"]), int(fields["step"]), bytes(fields["catalog"])
+        return Generation(str(fields["run"]), attempt, step, str(fields["save_id"]), catalog, holders)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptError(f"{where}: the generation cannot be read ({error}); it is not used") from error
 

@@ -7,8 +7,9 @@ of attempt and step, in the store by the ids of the saves. So nodes that were aw
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from ..errors import CorruptError
 from ..storage import MissingKey, Storage
@@ -24,6 +25,8 @@ class Lineage:
 
     Attributes
     ----------
+    run
+        Random id of the run, new where there was no lineage: what other runs with this root left in memory does not count.
     attempt
         The number of the newest attempt; 0 before the first.
     starts
@@ -36,19 +39,20 @@ class Lineage:
     (3, True, False, True)
     """
 
+    run: str = ""
     attempt: int = 0
     starts: tuple[tuple[int, int], ...] = ()
     superseded: tuple[str, ...] = ()
 
     def begun(self) -> Lineage:
         """Begin an attempt, before it is known from where."""
-        return Lineage(self.attempt + 1, self.starts, self.superseded)
+        return Lineage(self.run, self.attempt + 1, self.starts, self.superseded)
 
     def loaded(self, step: int, newer: Iterable[str]) -> Lineage:
         """Begin an attempt at a step; `newer` are the ids of the saves in the store beyond it."""
         attempt = self.attempt + 1
         starts = (*self.starts, (attempt, step))[-_MAX_STARTS:]
-        return Lineage(attempt, starts, tuple(dict.fromkeys((*self.superseded, *newer)))[-_MAX_STARTS:])
+        return Lineage(self.run, attempt, starts, tuple(dict.fromkeys((*self.superseded, *newer)))[-_MAX_STARTS:])
 
     def counts(self, attempt: int, step: int) -> bool:
         """Whether what an attempt saved at a step was not superseded by a later one that began before it."""
@@ -56,7 +60,7 @@ class Lineage:
 
     def encoded(self) -> bytes:
         """Encode as JSON."""
-        return json.dumps({"attempt": self.attempt, "starts": self.starts, "superseded": self.superseded}).encode()
+        return json.dumps(asdict(self)).encode()
 
 
 def decode_lineage(data: bytes, *, where: str) -> Lineage:
@@ -70,7 +74,7 @@ def decode_lineage(data: bytes, *, where: str) -> Lineage:
     try:
         fields = json.loads(data)
         starts = tuple((int(attempt), int(step)) for attempt, step in fields["starts"])
-        return Lineage(int(fields["attempt"]), starts, tuple(map(str, fields["superseded"])))
+        return Lineage(str(fields["run"]), int(fields["attempt"]), starts, tuple(map(str, fields["superseded"])))
     except (ValueError, KeyError, TypeError) as error:
         raise CorruptError(
             f"{where}: the attempts of the run cannot be read ({error}); restore the file, or remove it and what "
@@ -83,7 +87,7 @@ def read_lineage(storage: Storage) -> Lineage:
     try:
         data = storage.read(LINEAGE_KEY, _MAX_BYTES)
     except MissingKey:
-        return Lineage()
+        return Lineage(secrets.token_hex(16))
     return decode_lineage(data, where=f"{storage.url}/{LINEAGE_KEY}")
 
 

@@ -18,6 +18,7 @@ import secrets
 import shutil
 import stat
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,10 +52,8 @@ def user_folder(folder: str) -> Path:
     path = Path(folder) / f"reshard-ckpt-{os.getuid()}"
     try:
         os.makedirs(folder, exist_ok=True)
-        try:
+        with suppress(FileExistsError):
             os.mkdir(path, 0o700)
-        except FileExistsError:
-            pass
         found = os.lstat(path)
     except OSError as error:
         raise StorageError(f"{path}: {error.strerror}; pass Memory(folder=…) of a tmpfs that this user can write") from error
@@ -66,10 +65,17 @@ def user_folder(folder: str) -> Path:
     return path
 
 
+def run_path(folder: str, root: str) -> Path:
+    """Return where the folder of a run is, or would be."""
+    return user_folder(folder) / digest128(root.encode()).hex()
+
+
 def run_folder(folder: str, root: str) -> Path:
     """Return the folder of a run, made where there is none."""
-    path = user_folder(folder) / digest128(root.encode()).hex()
+    path = run_path(folder, root)
     path.mkdir(mode=0o700, exist_ok=True)
+    if path.is_symlink():
+        raise StorageError(f"{path}: is a link; remove it")
     note = path / "root"
     if not note.exists():
         write_atomically(note, root.encode())
@@ -84,7 +90,7 @@ def node_id(folder: str) -> str:
         return _read_id(path)
     except FileNotFoundError:
         pass
-    own.write_text(secrets.token_hex(16))
+    write_atomically(own, secrets.token_hex(16).encode())
     try:
         os.link(own, path)  # fails where another process was first, and its id counts
     except FileExistsError:
@@ -139,18 +145,29 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def free_bytes(folder: str) -> int:
-    """Count the bytes that slots may still take on this node: what the tmpfs has left, and what the cgroup allows."""
+    """Count the bytes that slots may still take on this node: what the tmpfs has left, and what each cgroup around us allows."""
     found = os.statvfs(folder)
     free = found.f_bavail * found.f_frsize
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        try:
-            most, now = Path(limit).read_text().strip(), int(Path(used).read_text())
-        except (OSError, ValueError):
-            continue
-        if most != "max":
-            free = min(free, int((int(most) - now) * (1 - RESERVE_SHARE)))
-        break
+    for cgroup in _cgroups():
+        for limit, used, cache in (
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ):
+            with suppress(OSError, ValueError, StopIteration):
+                most, now = int((cgroup / limit).read_text()), int((cgroup / used).read_text())
+                lines = (cgroup / "memory.stat").read_text().splitlines()
+                now -= next(int(line.split()[1]) for line in lines if line.startswith(f"{cache} "))  # the kernel gives this back
+                free = min(free, int((most - now) * (1 - RESERVE_SHARE)))
     return max(free, 0)
+
+
+def _cgroups() -> Iterator[Path]:
+    """Yield the folders of this process's cgroup and of those around it, as far as they are seen from here."""
+    base = Path("/sys/fs/cgroup")
+    with suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, kinds, path = line.split(":", 2)
+            if kinds in ("", "memory"):
+                top = base / kinds
+                own = top / path.lstrip("/")
+                yield from (folder for folder in (own, *own.parents) if folder == top or top in folder.parents)

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from typing import cast
 
 import msgpack
 
+from ..comm.links import Links, Serving, serving
 from ..comm.protocol import Comm
 from ..core.catalog.model import Catalog
 from ..engine.loading.files import open_files
@@ -25,8 +27,8 @@ from ..errors import CheckpointError, CorruptError
 from ..format.checksums import digests_file_bytes, wrong_blocks
 from ..formats.source import Source
 from ..storage import Storage
+from ..storage.protocol import flat_bytes
 from .generations import Generation, NodeImages, decode_generation, drop_generations, find_generations, keep_generation
-from .links import Links, Serving, serving
 from .topology import Topology
 
 VERIFY_BYTES = 8 << 20
@@ -49,6 +51,10 @@ class Restorable:
     generation: Generation
     owners: Mapping[str, tuple[int, ...]]
     passed_over: tuple[str, ...]
+
+    def files_of(self, rank: int) -> list[str]:
+        """List the files that this rank is to copy, of those that its node has: each file is one rank's."""
+        return [key for n, (key, ranks) in enumerate(sorted(self.owners.items())) if ranks[n % len(ranks)] == rank]
 
     def is_local(self, topology: Topology) -> bool:
         """Whether every node has every file."""
@@ -208,7 +214,7 @@ class JobImages:
             self._images.read_into(key, offset, buffers)
             return
         assert self._server is not None
-        self._server.read(owner, key, offset, buffers)
+        self._server.read(owner, key, offset, [flat_bytes(buffer) for buffer in buffers])
 
     def read(self, key: str, limit: int) -> bytes:
         """Read a whole file."""
@@ -221,20 +227,23 @@ class JobImages:
 
 
 @contextmanager
-def open_images(comm: Comm, folder: Path, found: Restorable, make_links: Callable[[], Links] | None) -> Iterator[Source]:
+def open_images(comm: Comm, folder: Path, found: Restorable, make_links: Callable[[str], Links] | None) -> Iterator[Source]:
     """Open a generation as a source for loading, on every rank.
 
     Parameters
     ----------
     make_links
-        Makes a group of all ranks of the job; None where every node has every file.
+        Makes a group of all ranks of the job, by a name of its own; None where every node has every file.
     """
     catalog = found.generation.decoded_catalog()
     keys = [key for file in catalog.files for key in (file.key, file.digests_key)]
     images = NodeImages(folder, found.generation.save_id)
     with ExitStack() as stack:
         stack.callback(images.close)
-        server = None if make_links is None else stack.enter_context(serving(make_links(), keys, images.read_into))
+        server = None
+        if make_links is not None:
+            name = comm.broadcast(uuid.uuid4().hex.encode() if comm.rank == 0 else None).decode()
+            server = stack.enter_context(serving(make_links(name), keys, images.read_into))
         # Loading uses no other half of a store than this one.
         storage = cast(Storage, JobImages(images, catalog, found.owners, comm.rank, server))
         yield Source(storage, catalog)

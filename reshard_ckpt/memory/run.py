@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import threading
-import time
 import uuid
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -19,68 +18,27 @@ import msgpack
 from ..checkpoint.loading import load, load_state
 from ..checkpoint.saving import begin_save
 from ..comm import Comm, open_session, shared_store
-from ..core.durations import duration_s
+from ..comm.links import Links
+from ..core.catalog.model import Catalog
 from ..core.report import LoadReport
-from ..engine.common.logs import LOGGER
+from ..engine.common.step_folders import find_steps
 from ..engine.loading.load import LoadOptions
 from ..engine.saving.handle import RunningSave, SaveHandle
 from ..engine.saving.options import SaveJob, SaveOptions
-from ..errors import CheckpointError, UsageError
+from ..errors import UsageError
 from ..format.keys import step_name
 from ..storage import Storage, open_storage
-from .generations import Generation, NodeImages, drop_generations, find_generations
+from .background import Persisting, PersistRule
+from .generations import Generation, drop_generations, find_generations
 from .lineage import decode_lineage, keep_lineage, read_lineage
-from .links import Links
 from .node import machine_id, node_id, run_folder
-from .persist import is_persisted, persist
+from .options import Memory
+from .persist import is_persisted
 from .restore import Restorable, find_newest, open_images
-from .tier import Memory, MemoryTarget, Tier
+from .tier import MemoryTarget, Tier
 from .topology import find_topology
 
 _LOAD_OPTIONS = frozenset(field.name for field in fields(LoadOptions))
-
-
-class PersistRule:
-    """When rank 0 sends a generation to the store: every so many steps, or so many seconds after the one before.
-
-    Parameters
-    ----------
-    every
-        A whole number of steps, or a duration such as ``"10min"``.
-
-    Raises
-    ------
-    UsageError
-        It is neither.
-    """
-
-    def __init__(self, every: int | str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._steps = self._seconds = None
-        if isinstance(every, int) and not isinstance(every, bool):
-            if every < 1:
-                raise UsageError(f'persist_every={every!r}: pass a number of steps, 1 or more, or a duration such as "10min"')
-            self._steps = every
-        else:
-            self._seconds = duration_s(every, option="persist_every")
-        self._last_step: int | None = None
-        self._last_s = clock()
-
-    def begin(self, step: int) -> None:
-        """Count from this step on: the one that was loaded."""
-        self._last_step = step
-
-    def due(self, step: int) -> bool:
-        """Whether to send the generation of this step; if so, the interval begins anew."""
-        if self._steps is not None:
-            if self._last_step is None:
-                self._last_step = 0
-            is_due = step - self._last_step >= self._steps
-        else:
-            is_due = self._clock() - self._last_s >= (self._seconds or 0.0)
-        if is_due:
-            self._last_step, self._last_s = step, self._clock()
-        return is_due
 
 
 class MemoryHandle(SaveHandle):
@@ -148,31 +106,40 @@ class MemoryRun:
             keep_lineage(storage, self._lineage)
             message = msgpack.packb((uuid.uuid4().hex, self._lineage.encoded()))
         nonce, lineage = msgpack.unpackb(comm.broadcast(message))
-        self._adopt(lineage)
-        self._links_made = 0
         self._named = partial(self._store, str(nonce))
-        self._tier = Tier(
-            options, self._folder, topology, comm.rank, self._named, self._lineage.attempt, self._due, timeout_s=timeout_s
-        )
-        self._drop_superseded()
-        self._writing: _Persist | None = None
+        self._tier = Tier(options, self._folder, topology, comm.rank, self._named, self._due, timeout_s=timeout_s)
+        self._adopt(lineage)
+        self._name_others()
+        self._writing: Persisting | None = None
+        self._newest: Generation | None = None
+        self._stored: set[str] = set()
 
     def _store(self, nonce: str, name: str) -> Any:
         return shared_store(f"memory/{nonce}/{name}", self._session["process_group"])
 
     def _adopt(self, encoded: bytes) -> None:
         self._lineage = decode_lineage(encoded, where=self._root)
+        self._tier.run, self._tier.attempt = self._lineage.run, self._lineage.attempt
+        if self._tier.topology.leads(self._rank):
+            superseded = [g for g in find_generations(self._folder) if g.run == self._lineage.run and not self._counts(g)]
+            drop_generations(self._folder, [g.name for g in superseded])
+
+    def _name_others(self) -> None:
+        """Say what an earlier run with this root left: it is not loaded, as that root was removed since."""
+        others = [g for g in find_generations(self._folder) if g.run != self._lineage.run]
+        if others and self._tier.topology.leads(self._rank):
+            warnings.warn(
+                f"this node's memory holds {len(others)} checkpoints of another run with the root {self._root}, up to step "
+                f"{max(g.step for g in others)}, which are not loaded; reshard-ckpt memory drop {self._root} frees them",
+                stacklevel=5,
+            )
 
     def _due(self, step: int) -> bool:
         """Decide on rank 0 whether a generation is sent to the store; not while one is on its way."""
         return (self._writing is None or self._writing.done()) and self._rule.due(step)
 
     def _counts(self, generation: Generation) -> bool:
-        return self._lineage.counts(generation.attempt, generation.step)
-
-    def _drop_superseded(self) -> None:
-        if self._tier.topology.leads(self._rank):
-            drop_generations(self._folder, [g.name for g in find_generations(self._folder) if not self._counts(g)])
+        return generation.run == self._lineage.run and self._lineage.counts(generation.attempt, generation.step)
 
     @property
     def num_skipped(self) -> int:
@@ -181,7 +148,14 @@ class MemoryRun:
 
     def steps(self) -> list[int]:
         """List the steps that this node knows in memory, in order."""
-        return sorted({g.step for g in find_generations(self._folder) if self._counts(g)})
+        return sorted({generation.step for generation in self._known()})
+
+    def _known(self) -> list[Generation]:
+        return [generation for generation in find_generations(self._folder) if self._counts(generation)]
+
+    def catalogs(self) -> dict[int, Catalog]:
+        """Return the catalogs of the steps that this node knows in memory."""
+        return {generation.step: generation.decoded_catalog() for generation in self._known()}
 
     def is_superseded(self, save_id: str) -> bool:
         """Whether a save in the store no longer counts, because the run went back to an older step."""
@@ -189,12 +163,9 @@ class MemoryRun:
 
     def async_save(self, step: int, path: str, state: Mapping[str, Any], options: SaveOptions) -> SaveHandle:
         """Begin a save to memory; where memory has no room on some rank, to the store."""
-        if options.host_buffer_bytes is not None:
-            raise UsageError(
-                f"host_buffer_bytes={options.host_buffer_bytes}: with memory=, the images in memory are the staging buffer; "
-                "bound them by Memory(max_bytes=…)"
-            )
+        _refuse_options(options)
         targets: list[MemoryTarget | None] = []
+        begun: list[Persisting] = []
 
         def choose(job: SaveJob) -> MemoryTarget | None:
             targets.append(self._tier.target(job, step))
@@ -203,27 +174,63 @@ class MemoryRun:
         # Opened here, in the order of calls, and used only where this generation goes to the store.
         session = open_session("persist", path, **self._session)
         handle = begin_save(path, state, options, choose)
-        target = targets[0]
+        target, is_known = targets[0], threading.Event()
         if target is None:
+            handle.add_done_callback(partial(self._skipped, step))
             return MemoryHandle(handle.running, None, lambda timeout: True)
-        begun = threading.Event()
 
         def committed(done: SaveHandle) -> None:
             try:
-                if not done.failed() and target.persists and target.generation is not None:
-                    self._writing = _Persist(self._tier, self._folder, target.generation, path, session, self._on_stored)
+                if not done.failed() and target.generation is not None:
+                    self._newest = target.generation
+                    if target.persists:
+                        mine = [file.key for file in target.generation.decoded_catalog().files if file.rank == self._rank]
+                        begun.append(self._persist(target.generation, mine, path, session))
             finally:
-                begun.set()
+                is_known.set()
 
         handle.add_done_callback(committed)
 
         def in_store(timeout: float | None) -> bool:
-            begun.wait()
-            if not target.persists or self._writing is None:
-                return False
-            return self._writing.wait(timeout)
+            is_known.wait()
+            return begun[0].wait(timeout) if begun else handle.running.save_id in self._stored
 
         return MemoryHandle(handle.running, target, in_store)
+
+    def _skipped(self, step: int, done: SaveHandle) -> None:
+        """After a save that went to the store instead: what memory has of its step is older."""
+        if not done.failed():
+            self.forget(step)
+            self._on_stored(step)
+
+    def _persist(
+        self, generation: Generation, mine: Sequence[str], path: str, session: AbstractContextManager[Comm]
+    ) -> Persisting:
+        """Begin to write a generation to the store. Collective."""
+
+        def over(is_stored: bool) -> None:
+            self._tier.pool.unpin(generation.save_id)
+            if is_stored:
+                self._stored.add(generation.save_id)
+                self._on_stored(generation.step)
+
+        self._tier.pool.pin(generation.save_id)
+        self._writing = Persisting(self._folder, generation, mine, path, session, self._writing, over)
+        return self._writing
+
+    def persist_loaded(self, found: Restorable) -> None:
+        """Begin to write a generation that was loaded to the store, if it is not there: its job ended before that. Collective."""
+        path = self._path(found.generation.step)
+        session = open_session("persist", path, **self._session)
+        if not self._is_stored(found.generation, path):
+            self._persist(found.generation, found.files_of(self._rank), path, session)
+
+    def _path(self, step: int) -> str:
+        return f"{self._root.rstrip('/')}/{step_name(step)}"
+
+    def _is_stored(self, generation: Generation, path: str) -> bool:
+        with open_session("look for", f"{path} {generation.save_id}", **self._session) as comm, open_storage(path) as storage:
+            return comm.broadcast(b"%d" % is_persisted(storage, generation) if comm.rank == 0 else None) == b"1"
 
     def find(self, at_least: int, excluded: Sequence[str], step: int | None = None) -> Restorable | None:
         """Find the newest whole generation of a step, or of none older than `at_least`. Collective."""
@@ -231,7 +238,7 @@ class MemoryRun:
         def wanted(generation: Generation) -> bool:
             return self._counts(generation) and (generation.step >= at_least if step is None else generation.step == step)
 
-        with open_session("find in memory", f"{self._root} from step {at_least}", **self._session) as comm:
+        with open_session("find in memory", f"{self._root} from {at_least} at {step}", **self._session) as comm:
             return find_newest(comm, self._folder, self._tier.topology, wanted, excluded)
 
     def load(self, found: Restorable, state: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[LoadReport, str]:
@@ -248,10 +255,9 @@ class MemoryRun:
         report, _ = load_state(where, state, chosen, opened=opened, **others)
         return report, "memory" if make_links is None else "peer"
 
-    def _job_links(self) -> Links:
-        self._links_made += 1
+    def _job_links(self, name: str) -> Links:
         size = len(self._tier.topology.node_of)
-        return Links(self._named(f"load/{self._links_made}"), self._rank, size, timeout_s=self._timeout_s)
+        return Links(self._named(f"load/{name}"), self._rank, size, timeout_s=self._timeout_s)
 
     def loaded(self, step: int, newer: Callable[[], list[str]]) -> None:
         """Begin an attempt at the step that was loaded: what lies beyond it no longer counts. Collective.
@@ -266,17 +272,20 @@ class MemoryRun:
                 self._lineage = self._lineage.loaded(step, newer())
                 keep_lineage(self._storage, self._lineage)
             self._adopt(comm.broadcast(self._lineage.encoded() if comm.rank == 0 else None))
-        self._tier.attempt = self._lineage.attempt
         self._rule.begin(step)
-        self._drop_superseded()
+        self._newest = None
 
-    def delete(self, step: int) -> bool:
+    def forget(self, step: int) -> bool:
         """Forget what this node has of a step; whether there was anything."""
-        found = [g for g in find_generations(self._folder) if g.step == step]
+        found = [generation for generation in find_generations(self._folder) if generation.step == step]
+        if found:
+            self.wait()
         for generation in found:
-            self._tier.free(generation.save_id)
+            self._tier.pool.free(generation.save_id)
         if self._tier.topology.leads(self._rank):
-            drop_generations(self._folder, [g.name for g in found])
+            drop_generations(self._folder, [generation.name for generation in found])
+        if self._newest is not None and self._newest.step == step:
+            self._newest = None
         return bool(found)
 
     def wait(self) -> None:
@@ -300,73 +309,28 @@ class MemoryRun:
             self._tier.close()
 
     def _persist_newest(self) -> None:
-        found = self.find(0, ())
-        if found is None:
-            return
-        path = f"{self._root.rstrip('/')}/{step_name(found.generation.step)}"
-        with open_session("persist", path, **self._session) as comm, open_storage(path) as storage:
-            there = comm.broadcast(b"%d" % is_persisted(storage, found.generation) if comm.rank == 0 else None)
-            if there == b"1":
+        if self._newest is not None:
+            generation = self._newest
+            mine = [file.key for file in generation.decoded_catalog().files if file.rank == self._rank]
+        else:
+            with open_session("newest of", self._root, **self._session) as comm:
+                own = b"%d" % max(find_steps(self._storage)[0], default=0) if comm.rank == 0 else None
+                at_least = int(comm.broadcast(own))
+            found = self.find(at_least, ())
+            if found is None:
                 return
-            images = NodeImages(self._folder, found.generation.save_id)
-            try:
-                mine = [key for key, ranks in found.owners.items() if min(ranks) == comm.rank]
-                persist(comm, images, found.generation, mine, storage)
-            finally:
-                images.close()
-        self._on_stored(found.generation.step)
+            generation, mine = found.generation, found.files_of(self._rank)
+        path = self._path(generation.step)
+        session = open_session("persist", path, **self._session)
+        if generation.save_id not in self._stored and not self._is_stored(generation, path):
+            self._persist(generation, mine, path, session).wait(None)
 
 
-class _Persist:
-    """A generation on its way to the store, in a thread of its own."""
-
-    def __init__(
-        self,
-        tier: Tier,
-        folder: Path,
-        generation: Generation,
-        path: str,
-        session: AbstractContextManager[Comm],
-        on_stored: Callable[[int], None],
-    ) -> None:
-        self._on_stored = on_stored
-        self._tier, self._folder, self._generation, self._path, self._session = tier, folder, generation, path, session
-        self._over = threading.Event()
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="reshard-ckpt-persist", daemon=False)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            with self._session as comm, open_storage(self._path) as storage:
-                images = NodeImages(self._folder, self._generation.save_id)
-                try:
-                    catalog = self._generation.decoded_catalog()
-                    mine = [file.key for file in catalog.files if file.rank == comm.rank]
-                    persist(comm, images, self._generation, mine, storage)
-                finally:
-                    images.close()
-            self._on_stored(self._generation.step)
-        except BaseException as error:
-            self._error = error
-            LOGGER.error("the save to %s is in memory, but not in the store: %s", self._path, error)
-            warnings.warn(f"the save to {self._path} is in memory, but not in the store: {error}", stacklevel=2)
-        finally:
-            self._tier.unpin(self._generation.save_id)
-            self._over.set()
-
-    def done(self) -> bool:
-        """Whether it is over, by success or error."""
-        return self._over.is_set()
-
-    def join(self) -> None:
-        """Wait until it is over."""
-        self._thread.join()
-
-    def wait(self, timeout: float | None) -> bool:
-        """Wait until it is over; True where the generation is in the store."""
-        if not self._over.wait(timeout):
-            raise TimeoutError(f"the save to {self._path} is still being written to the store after {timeout} s; it goes on")
-        if self._error is not None:
-            raise CheckpointError(f"the save is in memory, but was not written to {self._path}: {self._error}") from self._error
-        return True
+def _refuse_options(options: SaveOptions) -> None:
+    if options.host_buffer_bytes is not None:
+        raise UsageError(
+            f"host_buffer_bytes={options.host_buffer_bytes}: with memory=, the images in memory are the staging buffer; "
+            "bound them by Memory(max_bytes=…)"
+        )
+    if options.sha256:
+        raise UsageError("sha256=True: with memory=, an asynchronous save keeps no manifest; Manager.save does, in the store")

@@ -16,7 +16,8 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,41 +95,67 @@ def decode_table(data: bytes | memoryview, size: int, *, where: str) -> SlotTabl
     return table
 
 
+def slot_bytes(num_bytes: int) -> int:
+    """Return how large a slot is that holds so many bytes of images and digests."""
+    return HEADER_BYTES + max(-(-num_bytes // ALIGN_BYTES), 1) * ALIGN_BYTES
+
+
 class Slot:
-    """One slot file, mapped, and locked against other processes until it is closed.
+    """One slot file, locked against other processes until it is closed; once it is reserved, mapped.
 
     Parameters
     ----------
     path
         The file, which is made where there is none, for its owner alone.
     num_bytes
-        How many bytes of images and digests it is to hold; a file that is there and large enough stays as it is.
+        How many bytes of images and digests it is to hold; None for a file that is there, as it is.
 
     Raises
     ------
-    NoRoom
-        The file system has no memory for it; the file is removed.
     StorageError
         Another process uses the slot.
     """
 
-    def __init__(self, path: str, num_bytes: int) -> None:
+    def __init__(self, path: str, num_bytes: int | None = None) -> None:
         self.path = path
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        create = 0 if num_bytes is None else os.O_CREAT
+        fd = os.open(path, os.O_RDWR | create | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise StorageError(f"{path}: another process uses this slot; is a second job of this run alive?") from None
-            wanted = HEADER_BYTES + -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
+            wanted = 0 if num_bytes is None else slot_bytes(num_bytes)
             if os.fstat(fd).st_size < wanted:
-                _reserve(fd, wanted, path)
+                os.ftruncate(fd, wanted)  # a promise, which others see by the size of the file
             self.size = os.fstat(fd).st_size
-            self._map = mmap.mmap(fd, self.size)
         except BaseException:
             os.close(fd)
             raise
         self._fd = fd
+        self._mapped: mmap.mmap | None = None
+
+    def reserve(self) -> Slot:
+        """Reserve the memory of the slot, and map it.
+
+        Raises
+        ------
+        NoRoom
+            The file system has no memory for it; the slot is removed.
+        """
+        try:
+            if os.fstat(self._fd).st_blocks * 512 < self.size:
+                os.posix_fallocate(self._fd, 0, self.size)
+            self._mapped = mmap.mmap(self._fd, self.size)
+        except OSError as error:
+            self.close(remove=True)
+            raise NoRoom(f"{self.path}: no {self.size:,} bytes of memory for a slot: {error.strerror}") from error
+        return self
+
+    @property
+    def _map(self) -> mmap.mmap:
+        assert self._mapped is not None, "reserve() first"
+        return self._mapped
 
     @property
     def num_bytes(self) -> int:
@@ -138,7 +165,7 @@ class Slot:
     @property
     def table(self) -> SlotTable | None:
         """What the slot holds; None while it is empty or being filled."""
-        return decode_table(memoryview(self._map), self.size, where=self.path)
+        return decode_table(os.pread(self._fd, HEADER_BYTES, 0), self.size, where=self.path)
 
     def void(self) -> None:
         """Make the header void: from now on nobody takes what is in the slot for whole."""
@@ -166,22 +193,15 @@ class Slot:
     def close(self, *, remove: bool = False) -> None:
         """Let go of the file, or remove it. The map itself lasts as long as somebody has a view of it."""
         if self._fd >= 0:
-            if remove:
-                self.void()
-                os.unlink(self.path)
-            os.close(self._fd)
-            self._fd = -1
-
-
-def _reserve(fd: int, size: int, path: str) -> None:
-    before = os.fstat(fd).st_size
-    try:
-        os.posix_fallocate(fd, 0, size)
-    except OSError as error:
-        os.ftruncate(fd, before)  # what was reserved before the error
-        if before == 0:
-            os.unlink(path)
-        raise NoRoom(f"{path}: no {size:,} bytes of memory for a slot: {error.strerror}") from error
+            try:
+                if remove:
+                    os.unlink(self.path)
+                    with suppress(OSError):  # somebody may have it open for reading
+                        os.pwrite(self._fd, _VOID, 0)
+            finally:
+                fcntl.flock(self._fd, fcntl.LOCK_UN)  # the map has a copy of the descriptor, and may last longer
+                os.close(self._fd)
+                self._fd = -1
 
 
 class ReadSlot:
@@ -224,10 +244,3 @@ class ReadSlot:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-
-
-def extents_end_to_end(sizes: Sequence[int], start: int) -> Iterator[Extent]:
-    """Yield extents for files one after the other, from a byte of the slot on."""
-    for size in sizes:
-        yield Extent(start, size)
-        start += size

@@ -12,11 +12,8 @@ A slot is refilled only if no kept generation has its images in it; so at every 
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,59 +22,22 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..comm.links import Links
 from ..core.report import SaveReport
 from ..engine.saving.commit import catalog_of, compare_replicas, file_entries
 from ..engine.saving.messages import Receipt, WrittenFile, decode_receipt, encode_receipt
 from ..engine.saving.options import SaveJob
 from ..engine.saving.staging import Staging, image_addresses, ring_bytes
 from ..engine.saving.write import FileLayout, lay_out, member_offsets
-from ..errors import CorruptError, PeerError, StorageError, UsageError
+from ..errors import CorruptError, PeerError, StorageError
 from ..format.catalog import encode_catalog
 from ..format.checksums import BlockHasher, decode_digests, digest128, digests_file_bytes, wrong_blocks
 from ..format.keys import digests_key
 from .generations import Generation, drop_generations, find_generations, keep_generation
-from .links import Links
-from .node import SLOT_SUFFIX, free_bytes
-from .slots import ALIGN_BYTES, HEADER_BYTES, Extent, NoRoom, Slot, SlotTable, decode_table
+from .options import Memory
+from .pool import HeldSlot, SlotPool, node_lock, remove_dead_slots
+from .slots import HEADER_BYTES, Extent, NoRoom, Slot, SlotTable, decode_table, slot_bytes
 from .topology import Topology
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """Keep the newest checkpoints of a run in the memory of its nodes, for ``Manager(memory=…)``.
-
-    Parameters
-    ----------
-    copies
-        How many other nodes hold a copy of what a node has.
-    generations
-        How many saves to keep. The memory of one more is needed while the next is being filled.
-    max_bytes
-        The most that the tier may take on a node, of all its ranks and copies together; by default what there is.
-    folder
-        A tmpfs that outlives the job's processes.
-    """
-
-    copies: int = 1
-    generations: int = 2
-    max_bytes: int | None = None
-    folder: str = "/dev/shm"
-
-    def __post_init__(self) -> None:
-        for option, least in (("copies", 0), ("generations", 1)):
-            value = getattr(self, option)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise UsageError(f"Memory({option}={value!r}): pass a whole number, {least} or more")
-        if self.max_bytes is not None and self.max_bytes <= 0:
-            raise UsageError(f"Memory(max_bytes={self.max_bytes!r}): pass a number of bytes above 0, or None")
-
-
-@dataclass(slots=True)
-class HeldSlot:
-    """A slot of this process, and the save that it holds or is being filled with."""
-
-    slot: Slot
-    save_id: str = ""
 
 
 class Tier:
@@ -95,10 +55,15 @@ class Tier:
         This rank.
     named_store
         Returns keys of the job's store that nobody else uses, by a name; None where this process is alone.
-    attempt
-        The number of this attempt of the run.
     due
         Whether the generation of a step goes to the store; asked on rank 0 at its commit.
+
+    Attributes
+    ----------
+    run, attempt
+        The run's id, and the number of this attempt of it.
+    num_skipped
+        How many saves went to the store because memory had no room.
     """
 
     def __init__(
@@ -108,45 +73,41 @@ class Tier:
         topology: Topology,
         rank: int,
         named_store: Callable[[str], Any],
-        attempt: int,
         due: Callable[[int], bool],
         *,
         timeout_s: float,
     ) -> None:
-        self.options, self.folder, self.topology, self.rank = options, folder, topology, rank
-        self.attempt, self.num_skipped = attempt, 0
-        self._named_store, self._timeout_s, self._due = named_store, timeout_s, due
-        self._slots: dict[int, list[HeldSlot]] = {}
-        self._lock = threading.Lock()
-        self._kept: list[str] = []
-        self._pinned: set[str] = set()
+        self.folder, self.topology, self.rank = folder, topology, rank
+        self.pool = SlotPool(options, folder)
+        self.run, self.attempt, self.num_skipped = "", 0, 0
+        self._options, self._named_store, self._timeout_s, self._due = options, named_store, timeout_s, due
         self._links: Links | None = None
-        self._epoch = 0
-        self._next_slot = 0
         self._warned = False
-
-    # Slots
 
     def target(self, job: SaveJob, step: int) -> MemoryTarget | None:
         """Take slots for a save on all ranks, or on none: then None, and a warning the first time. Collective."""
         layouts = lay_out(job.local_shards, job.agreed.assignment, job.comm.rank)
         used = ring_bytes(layouts) + sum(_aligned(digests_file_bytes(layout.num_bytes)) for layout in layouts)
-        gathered = job.comm.gather(used.to_bytes(8, "little"))
-        sizes = np.frombuffer(job.comm.broadcast(None if gathered is None else b"".join(gathered)), np.int64).tolist()
+        gathered = job.comm.gather(msgpack.packb((used, self._links is not None)))
+        message = None if gathered is None else msgpack.packb([msgpack.unpackb(one) for one in gathered])
+        pairs = msgpack.unpackb(job.comm.broadcast(message))
+        sizes = [int(size) for size, _ in pairs]
+        # A group of which some rank has lost its links makes new ones, all of it.
+        if not all(pairs[member][1] for member in self.topology.group_of(self.rank)[1]):
+            self._links = None
         taken: dict[int, HeldSlot] = {}
         reason = ""
         try:
             self._check_budget(sizes)
             for source in (self.rank, *self.topology.sources(self.rank)):
-                taken[source] = self._take(source, sizes[source], job.save_id)
-        except StorageError as error:
+                taken[source] = self.pool.take(source, sizes[source], job.save_id)
+        except (StorageError, OSError) as error:
             reason = str(error)
         votes = job.comm.gather(reason.encode())
         refused = job.comm.broadcast(None if votes is None else next((vote for vote in votes if vote), b"")).decode()
         if not refused:
             return MemoryTarget(self, step, taken, sizes)
-        for held in taken.values():
-            held.save_id = ""
+        self.pool.free(job.save_id)
         self._skip(refused)
         return None
 
@@ -158,70 +119,18 @@ class Tier:
 
     def _check_budget(self, sizes: Sequence[int]) -> None:
         local = self.topology.ranks_of[self.topology.node_of[self.rank]]
-        per_slot = {
-            rank: sum(HEADER_BYTES + _rounded(sizes[source]) for source in (rank, *self.topology.sources(rank))) for rank in local
-        }
-        wanted = (self.options.generations + 1) * sum(per_slot.values())
-        if self.options.max_bytes is not None and wanted > self.options.max_bytes:
+        held = [source for rank in local for source in (rank, *self.topology.sources(rank))]
+        wanted = (self._options.generations + 1) * sum(slot_bytes(sizes[source]) for source in held)
+        if self._options.max_bytes is not None and wanted > self._options.max_bytes:
             raise NoRoom(
-                f"the tier would take {wanted:,} bytes of this node's memory, {self.options.generations + 1} times the images of its "
-                f"ranks and copies, above Memory(max_bytes={self.options.max_bytes:,})"
+                f"the tier would take {wanted:,} bytes of this node's memory, {self._options.generations + 1} times the images of "
+                f"its ranks and copies, above Memory(max_bytes={self._options.max_bytes:,})"
             )
 
-    def _take(self, source: int, num_bytes: int, save_id: str) -> HeldSlot:
-        """Take a slot for the images of a rank: one that holds nothing that is kept, or a new one."""
-        with self._lock:
-            slots = self._slots.setdefault(source, [])
-            held = next((one for one in slots if one.save_id not in {*self._kept, *self._pinned}), None)
-            if held is None and len(slots) > self.options.generations:
-                # One generation is being written to the store: the oldest other one goes before its time, but never the newest.
-                oldest = [save_id for save_id in self._kept[:-1] if save_id not in self._pinned]
-                held = next((one for save_id in oldest for one in slots if one.save_id == save_id), None)
-                if held is None:
-                    raise NoRoom(
-                        "the generations in memory are still being written to the store, which is slower than saves come"
-                    )
-            if held is not None and held.slot.num_bytes < num_bytes:
-                slots.remove(held)
-                held.slot.close(remove=True)
-                held = None
-            if held is None:
-                held = HeldSlot(self._new_slot(num_bytes))
-                slots.append(held)
-            held.slot.void()
-            held.save_id = save_id
-            return held
-
-    def _new_slot(self, num_bytes: int) -> Slot:
-        local = len(self.topology.ranks_of[self.topology.node_of[self.rank]])
-        # The other ranks of the node allocate at the same time.
-        free, wanted = free_bytes(str(self.folder)), local * (HEADER_BYTES + _rounded(num_bytes))
-        if wanted > free:
-            raise NoRoom(f"{self.folder}: a slot for each of {local} ranks takes {wanted:,} bytes, and {free:,} are free")
-        name = f"{self.attempt:08d}-{self.rank:05d}-{self._next_slot}{SLOT_SUFFIX}"
-        self._next_slot += 1
-        return Slot(str(self.folder / name), num_bytes)
-
-    def free(self, save_id: str) -> None:
-        """Make the slots of a save that failed free again."""
-        with self._lock:
-            for held in self._all_slots():
-                if held.save_id == save_id:
-                    held.slot.void()
-                    held.save_id = ""
-
-    def unpin(self, save_id: str) -> None:
-        """Let the slots of a save that is in the store now be refilled once its generation is no longer kept."""
-        with self._lock:
-            self._pinned.discard(save_id)
-
-    def _all_slots(self) -> list[HeldSlot]:
-        return [held for slots in self._slots.values() for held in slots]
-
     def close(self) -> None:
-        """Let go of the slots, which stay in memory with what they hold."""
-        for held in self._all_slots():
-            held.slot.close()
+        """Let go of the slots, which stay in memory with what they hold, and of the links."""
+        self.pool.close()
+        self._links = None
 
     # Copies
 
@@ -238,7 +147,7 @@ class Tier:
         if not sources and not targets:
             return []
         try:
-            links, members = self._open_links()
+            links, members = self._open_links(table.save_id)
             head = torch.frombuffer(bytearray(table.encoded().ljust(HEADER_BYTES, b"\0")), dtype=torch.uint8)
             heads = {source: torch.empty(HEADER_BYTES, dtype=torch.uint8) for source in sources}
             links.swap({members.index(t): head for t in targets}, {members.index(s): heads[s] for s in sources})
@@ -258,11 +167,13 @@ class Tier:
                 warnings.warn(f"the copy of rank {source}'s images is not used: {error}", stacklevel=2)
         return held
 
-    def _open_links(self) -> tuple[Links, tuple[int, ...]]:
+    def _open_links(self, save_id: str) -> tuple[Links, tuple[int, ...]]:
         number, members = self.topology.group_of(self.rank)
         if self._links is None:
-            store = self._named_store(f"{number}/{self._epoch}")
-            self._links = Links(store, members.index(self.rank), len(members), timeout_s=self._timeout_s)
+            # Half of a session's time: those that wait at the commit for this rank must not give up before it does.
+            timeout_s = self._timeout_s / 2
+            name = self._named_store(f"{number}/{save_id}")
+            self._links = Links(name, members.index(self.rank), len(members), timeout_s=timeout_s)
         return self._links, members
 
     # Commit
@@ -279,26 +190,19 @@ class Tier:
         bool
             Whether it goes to the store; its slots are pinned then.
         """
-        comm, topology = job.comm, self.topology
+        comm = job.comm
         gathered = comm.gather(msgpack.packb((encode_receipt(receipt), list(held))))
         message = None
         if gathered is not None:
             pairs = [msgpack.unpackb(data) for data in gathered]
             message = msgpack.packb(self._published(job, step, [decode_receipt(r) for r, _ in pairs], [h for _, h in pairs]))
         fields = msgpack.unpackb(comm.broadcast(message))
-        generation = Generation(
-            fields["attempt"],
-            fields["step"],
-            fields["save_id"],
-            fields["catalog"],
-            {k: tuple(v) for k, v in fields["holders"].items()},
-        )
-        if topology.leads(self.rank):
+        holders = {key: tuple(nodes) for key, nodes in fields["holders"].items()}
+        generation = Generation(self.run, self.attempt, step, job.save_id, fields["catalog"], holders)
+        if self.topology.leads(self.rank):
             keep_generation(self.folder, generation)
         comm.gather(b"")  # every node has it: only now may an older one go
         comm.broadcast(b"" if comm.rank == 0 else None)
-        if topology.group_of(self.rank)[0] in fields["failed"]:
-            self._links, self._epoch = None, self._epoch + 1
         self._committed(generation, pin=fields["persist"])
         return generation, int(fields["copies"]), bool(fields["persist"])
 
@@ -313,51 +217,30 @@ class Tier:
         for rank, sources in enumerate(held):
             for source in sources:
                 holding[source].append(topology.ids[topology.node_of[rank]])
-        late = {rank for rank in range(len(receipts)) if len(holding[rank]) <= topology.most_copies}
         return {
-            "attempt": self.attempt,
-            "step": step,
-            "save_id": job.save_id,
             "catalog": encode_catalog(catalog),
             "holders": {file.key: holding[rank] for rank, receipt in enumerate(receipts) for file in receipt.files},
             "copies": min(len(nodes) - 1 for nodes in holding),
             "persist": self._due(step),
-            "failed": sorted({topology.group_of(rank)[0] for rank in late}),
         }
 
     def _committed(self, generation: Generation, *, pin: bool) -> None:
-        """Keep this generation, and forget the oldest: own slots are free, those of dead processes go."""
-        with self._lock:
-            if pin:
-                self._pinned.add(generation.save_id)
-            self._kept = [*self._kept, generation.save_id][-self.options.generations :]
-            pinned, own = set(self._pinned), {held.slot.path for held in self._all_slots()}
+        """Keep this generation, and forget what it replaces and the oldest: own slots are free, those of dead processes go."""
+        self.pool.keep(generation.save_id, pin=pin)
         if not self.topology.leads(self.rank):
             return
-        found = find_generations(self.folder)
-        old = [g for g in found[: -self.options.generations] if g.save_id not in pinned]
-        drop_generations(self.folder, [g.name for g in old])
-        kept = {g.save_id for g in found} - {g.save_id for g in old}
-        remove_dead_slots(self.folder, kept, own)
-
-
-def _rounded(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
+        found = [one for one in find_generations(self.folder) if one.run == self.run]
+        same = [one for one in found if one.step == generation.step and one.save_id != generation.save_id]
+        counted = [one for one in found if one not in same]
+        old = [*same, *counted[: -self._options.generations]]
+        drop_generations(self.folder, [one.name for one in old if one.save_id not in self.pool.pinned])
+        if self.pool.has_all():
+            with node_lock(self.folder):
+                remove_dead_slots(self.folder, {one.save_id for one in find_generations(self.folder)}, self.pool.paths())
 
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // 64) * 64
-
-
-def remove_dead_slots(folder: Path, kept: set[str], own: set[str]) -> None:
-    """Remove slots of processes that are gone, if they hold no save that is kept."""
-    for path in folder.glob(f"*{SLOT_SUFFIX}"):
-        if str(path) in own:
-            continue
-        with suppress(OSError, StorageError, CorruptError):
-            slot = Slot(str(path), 0)  # refused where its process is alive
-            table = slot.table
-            slot.close(remove=table is None or table.save_id not in kept)
 
 
 def seal_copy(slot: Slot, head: bytes) -> None:
@@ -401,7 +284,7 @@ class MemoryTarget:
                 held = self._tier.copy(self._taken, self._sizes, table)
             self.generation, self.copies, self.persists = self._tier.commit(job, self._step, receipt, held)
         except BaseException:
-            self._tier.free(job.save_id)
+            self._tier.pool.free(job.save_id)
             raise
         total = None if job.comm.rank else sum(file.size for file in self.generation.decoded_catalog().files)
         return SaveReport(job.path, job.save_id, receipt.num_bytes, total, 0.0, 0.0)

@@ -60,11 +60,6 @@ class Topology:
         """Whether a rank is the first of its node."""
         return self.ranks_of[self.node_of[rank]][0] == rank
 
-    @property
-    def most_copies(self) -> int:
-        """How many copies there can be: as many as asked for, or one on each other node."""
-        return min(self.copies, len(self.ids) - 1)
-
 
 def find_topology(comm: Comm, node: str, machine: str, copies: int) -> Topology:
     """Tell all ranks on which nodes they are. Collective."""

@@ -9,6 +9,7 @@ backend without host memory (NCCL) does not matter. Every wait has a deadline; a
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -18,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 from ..errors import CorruptError, PeerError, StorageError
-from ..storage.protocol import flat_bytes
 
 CHUNK_BYTES = 16 << 20
 _REQUEST, _DATA = 1, 1 << 16
@@ -36,12 +36,15 @@ class Links:
     rank, size
         Of this process among them.
     timeout_s
-        Seconds after which a wait has failed.
+        Seconds after which a swap, or one message, has failed.
     """
 
     def __init__(self, store: Any, rank: int, size: int, *, timeout_s: float) -> None:
         self.rank, self.size, self._timeout = rank, size, timedelta(seconds=timeout_s)
         group_class: Any = dist.ProcessGroupGloo  # type: ignore[attr-defined]
+        if hasattr(store, "clone"):  # a connection of its own: whoever waits for another rank's key holds it
+            store = store.clone()
+            store.set_timeout(self._timeout)
         try:
             self._group = group_class(store, rank, size, self._timeout)
         except RuntimeError as error:
@@ -56,6 +59,7 @@ class Links:
             A rank did not come in time, or is gone.
         """
         longest = max((len(data) for data in (*outgoing.values(), *incoming.values())), default=0)
+        deadline = time.monotonic() + self._timeout.total_seconds()
         try:
             for at in range(0, longest, CHUNK_BYTES):
                 work = [
@@ -69,7 +73,7 @@ class Links:
                     if at < len(data)
                 ]
                 for one in work:
-                    one.wait(self._timeout)
+                    one.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
         except RuntimeError as error:
             raise PeerError(f"copying to and from other nodes' memory failed: {error}") from error
 
@@ -105,7 +109,7 @@ class Serving:
         self._thread.start()
 
     def read(self, rank: int, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Fill buffers from a byte of a file of another rank on; any thread may call it.
+        """Fill flat buffers from a byte of a file of another rank on; any thread may call it.
 
         Raises
         ------
@@ -114,11 +118,10 @@ class Serving:
         PeerError
             It did not answer.
         """
-        views = [flat_bytes(buffer) for buffer in buffers]
         with self._lock:
             self._tag += 2
             tag = self._tag
-        length = sum(len(view) for view in views)
+        length = sum(len(buffer) for buffer in buffers)
         answer = torch.empty(length + 1, dtype=torch.uint8)
         try:
             self._links.send(rank, self._message(_READ, self._number[key], offset, length, tag), _REQUEST)
@@ -128,9 +131,9 @@ class Serving:
         if answer[0] != 0:
             raise CorruptError(f"rank {rank} could not read {key} in the memory of its node; this copy is not used")
         data, at = memoryview(answer.numpy())[1:], 0
-        for view in views:
-            view[:] = data[at : at + len(view)]
-            at += len(view)
+        for buffer in buffers:
+            buffer[:] = data[at : at + len(buffer)]
+            at += len(buffer)
 
     def finish(self) -> None:
         """Tell all ranks that this one reads no more, and answer until all have said so."""

@@ -1,0 +1,201 @@
+"""What the memory tier of this node holds of runs whose jobs are gone: listing it, writing it to the store, dropping it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..core.catalog.model import Catalog
+from ..errors import CheckpointNotFound, CorruptError, StorageError, UsageError
+from ..format.keys import step_name
+from ..storage import Storage, open_storage, resolved_path
+from .generations import Generation, NodeImages, find_generations
+from .lineage import LINEAGE_KEY, read_lineage
+from .node import FOLDER, SLOT_SUFFIX, node_id, remove_run, run_path, runs
+from .persist import absent_files, is_persisted, publish, write_files
+from .slots import Slot
+
+
+@dataclass(frozen=True, slots=True)
+class HeldStep:
+    """A checkpoint in the memory of this node.
+
+    Attributes
+    ----------
+    step, save_id
+        Which.
+    files_here, files
+        How many of its files are whole here, and how many it has.
+    """
+
+    step: int
+    save_id: str
+    files_here: int
+    files: int
+
+
+@dataclass(frozen=True, slots=True)
+class HeldRun:
+    """What the memory of this node holds of a run.
+
+    Attributes
+    ----------
+    root
+        The run's root.
+    num_bytes
+        The memory that it takes.
+    is_alive
+        Whether a process of the job is there.
+    steps
+        Its checkpoints, the newest last.
+    """
+
+    root: str
+    num_bytes: int
+    is_alive: bool
+    steps: tuple[HeldStep, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PersistReport:
+    """What `persist_held` did.
+
+    Attributes
+    ----------
+    step, path
+        Which checkpoint.
+    num_bytes
+        How much was written by this call.
+    is_published
+        Whether the store has the checkpoint now.
+    missing
+        The nodes whose files the store lacks; run it there.
+    """
+
+    step: int
+    path: str
+    num_bytes: int
+    is_published: bool
+    missing: tuple[str, ...]
+
+
+def held_runs(root: str | None = None, folder: str = FOLDER) -> list[HeldRun]:
+    """List what the memory of this node holds of a run, or of all runs of this user."""
+    wanted = None if root is None else resolved_path(root)
+    out = []
+    for run in runs(folder):
+        if wanted in (None, run.root):
+            path = Path(run.path)
+            steps = tuple(_held_step(path, generation) for generation in find_generations(path))
+            out.append(HeldRun(run.root, run.num_bytes, is_alive(path), steps))
+    return out
+
+
+def _held_step(path: Path, generation: Generation) -> HeldStep:
+    return HeldStep(generation.step, generation.save_id, len(_files_here(path, generation)), len(generation.holders))
+
+
+def _files_here(path: Path, generation: Generation) -> list[str]:
+    images = NodeImages(path, generation.save_id)
+    try:
+        return sorted(images.keys() & frozenset(generation.holders))
+    finally:
+        images.close()
+
+
+def is_alive(path: Path) -> bool:
+    """Whether a process has a slot of a run locked."""
+    for slot in path.glob(f"*{SLOT_SUFFIX}"):
+        try:
+            Slot(str(slot)).close()
+        except StorageError:
+            return True
+        except OSError:
+            continue
+    return False
+
+
+def drop_held(root: str, folder: str = FOLDER) -> int:
+    """Drop all that the memory of this node holds of a run; returns the bytes.
+
+    Raises
+    ------
+    CheckpointNotFound
+        It holds nothing of it.
+    UsageError
+        The job is alive.
+    """
+    path = _run(root, folder)
+    num_bytes = sum(run.num_bytes for run in runs(folder) if run.path == str(path))
+    remove_run(path)
+    return num_bytes
+
+
+def persist_held(root: str, folder: str = FOLDER, *, step: int | None = None) -> PersistReport:
+    """Write the newest checkpoint of a run, or that of a step, from the memory of this node to the store.
+
+    Run it on every node: each writes the files that it holds and the store lacks. Whoever finds all of them there publishes.
+
+    Raises
+    ------
+    CheckpointNotFound
+        The memory of this node holds nothing of it.
+    UsageError
+        The job is alive.
+    """
+    path = _run(root, folder)
+    with open_storage(resolved_path(root)) as storage:
+        generation = _chosen(path, storage, step)
+    target = f"{resolved_path(root).rstrip('/')}/{step_name(generation.step)}"
+    with open_storage(target) as storage:
+        if is_persisted(storage, generation):
+            return PersistReport(generation.step, target, 0, True, ())
+        catalog, here = generation.decoded_catalog(), _files_here(path, generation)
+        own = [key for key in here if generation.holders[key][0] == node_id(folder)]
+        num_bytes = _write_absent(path, generation, own, storage, catalog)
+        # After its own: meanwhile the others may have written theirs.
+        num_bytes += _write_absent(path, generation, here, storage, catalog)
+        absent = absent_files(storage, catalog)
+        if not absent:
+            publish(storage, generation)
+    missing = sorted({generation.holders[key][0] for key in absent})
+    return PersistReport(generation.step, target, num_bytes, not absent, tuple(missing))
+
+
+def _write_absent(path: Path, generation: Generation, keys: Sequence[str], storage: Storage, catalog: Catalog) -> int:
+    absent = set(absent_files(storage, catalog))
+    images, num_bytes = NodeImages(path, generation.save_id), 0
+    try:
+        for key in keys:
+            if key in absent:
+                with suppress(CorruptError):  # another node may hold a better copy, or it is named as missing
+                    num_bytes += write_files(images, catalog, [key], storage)
+    finally:
+        images.close()
+    return num_bytes
+
+
+def _chosen(path: Path, storage: Storage, step: int | None) -> Generation:
+    """Choose the newest generation that counts; all do where the root, and with it the run's lineage, is lost."""
+    found = find_generations(path)
+    if storage.size(LINEAGE_KEY) is not None:
+        lineage = read_lineage(storage)
+        found = [one for one in found if one.run == lineage.run and lineage.counts(one.attempt, one.step)]
+    chosen = [one for one in found if step is None or one.step == step]
+    if not chosen:
+        steps = ", ".join(str(one.step) for one in found) or "none"
+        raise CheckpointNotFound(f"{storage.url}: the memory of this node has no such checkpoint; the steps there: {steps}")
+    return chosen[-1]
+
+
+def _run(root: str, folder: str) -> Path:
+    path = run_path(folder, resolved_path(root))
+    if not path.is_dir():
+        raise CheckpointNotFound(
+            f"{root}: the memory of this node ({folder}) holds nothing of this run; reshard-ckpt memory list names the runs"
+        )
+    if is_alive(path):
+        raise UsageError(f"{root}: a job of this run is alive on this node; end it first")
+    return path

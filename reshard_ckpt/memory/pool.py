@@ -1,0 +1,207 @@
+"""The slots of one rank: which save is in which, and how much memory they take on the node.
+
+1. A save takes a slot that holds nothing that is kept: one of this process, one that a dead process left, or a new one.
+2. New memory is promised under a lock of the node, by the size of the file, and reserved outside of it; so ranks that allocate at
+   the same time never promise more than there is.
+3. Where there is too little, what dead processes left goes first, the oldest generation first; never the newest.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import CorruptError, StorageError
+from .generations import drop_generations, find_generations
+from .node import SLOT_SUFFIX, free_bytes
+from .options import Memory
+from .slots import NoRoom, Slot, slot_bytes
+
+
+@dataclass(slots=True)
+class HeldSlot:
+    """A slot of this process, and the save that it holds or is being filled with."""
+
+    slot: Slot
+    save_id: str = ""
+
+
+class SlotPool:
+    """The slots of this process, for its own images and for the copies that it holds.
+
+    Parameters
+    ----------
+    options
+        What the user chose.
+    folder
+        The run's folder on this node.
+    """
+
+    def __init__(self, options: Memory, folder: Path) -> None:
+        self._options, self._folder = options, folder
+        self._slots: dict[int, list[HeldSlot]] = {}
+        self._kept: list[str] = []
+        self._pinned: set[str] = set()
+        self._lock = threading.Lock()
+
+    def take(self, source: int, num_bytes: int, save_id: str) -> HeldSlot:
+        """Take a slot for the images of a rank, and make it void.
+
+        Raises
+        ------
+        NoRoom
+            There is no memory for it.
+        """
+        with self._lock:
+            slots = self._slots.setdefault(source, [])
+            held = self._reusable(slots)
+            if held is not None and held.slot.num_bytes < num_bytes:
+                slots.remove(held)
+                held.slot.close(remove=True)
+                held = None
+            if held is None:
+                held = HeldSlot(self._adopted(num_bytes) or self._new_slot(num_bytes))
+                slots.append(held)
+            held.slot.void()
+            held.save_id = save_id
+            return held
+
+    def _reusable(self, slots: list[HeldSlot]) -> HeldSlot | None:
+        held = next((one for one in slots if one.save_id not in {*self._kept, *self._pinned}), None)
+        if held is not None or len(slots) <= self._options.generations:
+            return held
+        # One generation is being written to the store: the oldest other one goes before its time, but never the newest.
+        oldest = [save_id for save_id in self._kept[:-1] if save_id not in self._pinned]
+        held = next((one for save_id in oldest for one in slots if one.save_id == save_id), None)
+        if held is None:
+            raise NoRoom("the generations in memory are still being written to the store, which is slower than saves come")
+        return held
+
+    def _adopted(self, num_bytes: int) -> Slot | None:
+        """Take over a slot that a dead process left, if it is large enough and holds nothing that is known."""
+        with node_lock(self._folder):
+            known = {generation.save_id for generation in find_generations(self._folder)}
+            for slot in dead_slots(self._folder, self.paths()):
+                if slot.num_bytes >= num_bytes and saved_in(slot) not in known:
+                    return slot.reserve()
+                slot.close()
+        return None
+
+    def _new_slot(self, num_bytes: int) -> Slot:
+        path, wanted = str(self._folder / f"{secrets.token_hex(8)}{SLOT_SUFFIX}"), slot_bytes(num_bytes)
+        with node_lock(self._folder):
+            while short := self._shortage(wanted):
+                if not self._give_up_oldest():
+                    raise NoRoom(short)
+            slot = Slot(path, num_bytes)
+        return slot.reserve()
+
+    def _shortage(self, wanted: int) -> str:
+        """Say why there is no memory for so many bytes; empty where there is."""
+        found = [os.lstat(path) for path in self._folder.glob(f"*{SLOT_SUFFIX}")]
+        promised = sum(max(one.st_size - one.st_blocks * 512, 0) for one in found)
+        free, taken, most = free_bytes(str(self._folder)) - promised, sum(one.st_size for one in found), self._options.max_bytes
+        if wanted > free:
+            return f"{self._folder}: a slot takes {wanted:,} bytes, and {max(free, 0):,} of this node's memory are free"
+        if most is not None and taken + wanted > most:
+            return f"{self._folder}: {taken + wanted:,} bytes with one more slot are above Memory(max_bytes={most:,})"
+        return ""
+
+    def _give_up_oldest(self) -> bool:
+        """Remove what dead processes left: slots that hold nothing known, or the oldest generation, but not the newest of all."""
+        known = find_generations(self._folder)
+        if remove_dead_slots(self._folder, {generation.save_id for generation in known}, self.paths()):
+            return True
+        dead = [one for one in known[:-1] if one.save_id not in {*self._kept, *self._pinned}]
+        drop_generations(self._folder, [one.name for one in dead[:1]])
+        return bool(dead)
+
+    def keep(self, save_id: str, *, pin: bool) -> None:
+        """Keep the slots of a save that is committed, and no longer those of the oldest one."""
+        with self._lock:
+            if pin:
+                self._pinned.add(save_id)
+            self._kept = [*self._kept, save_id][-self._options.generations :]
+
+    def pin(self, save_id: str) -> None:
+        """Keep the slots of a save while it is written to the store."""
+        with self._lock:
+            self._pinned.add(save_id)
+
+    def unpin(self, save_id: str) -> None:
+        """Let the slots of a save that is in the store now be refilled once it is no longer kept."""
+        with self._lock:
+            self._pinned.discard(save_id)
+
+    @property
+    def pinned(self) -> frozenset[str]:
+        """The saves that are being written to the store."""
+        return frozenset(self._pinned)
+
+    def free(self, save_id: str) -> None:
+        """Make the slots of a save that failed, or is forgotten, free again."""
+        with self._lock:
+            for held in self._all():
+                if held.save_id == save_id:
+                    held.slot.void()
+                    held.save_id = ""
+
+    def has_all(self) -> bool:
+        """Whether this process has as many slots as it will ever take."""
+        return bool(self._slots) and all(len(slots) > self._options.generations for slots in self._slots.values())
+
+    def paths(self) -> set[str]:
+        """The files of this process."""
+        return {held.slot.path for held in self._all()}
+
+    def _all(self) -> list[HeldSlot]:
+        return [held for slots in self._slots.values() for held in slots]
+
+    def close(self) -> None:
+        """Let go of the slots, which stay in memory with what they hold; those that hold nothing go."""
+        for held in self._all():
+            held.slot.close(remove=not held.save_id)
+
+
+@contextmanager
+def node_lock(folder: Path) -> Iterator[None]:
+    """Keep other processes of this node from allocating slots of a run, and from removing them."""
+    fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def dead_slots(folder: Path, own: set[str]) -> Iterator[Slot]:
+    """Yield the slots of processes that are gone, locked; whoever takes one closes it."""
+    for path in sorted(folder.glob(f"*{SLOT_SUFFIX}")):
+        if str(path) not in own:
+            with suppress(OSError, StorageError):  # its process is alive
+                yield Slot(str(path))
+
+
+def saved_in(slot: Slot) -> str:
+    """Return the id of the save that a slot holds whole; empty where there is none."""
+    try:
+        table = slot.table
+    except CorruptError:
+        return ""
+    return "" if table is None else table.save_id
+
+
+def remove_dead_slots(folder: Path, kept: set[str], own: set[str]) -> bool:
+    """Remove slots of processes that are gone, if they hold no save that is kept; whether there were any."""
+    removed = False
+    for slot in dead_slots(folder, own):
+        goes = saved_in(slot) not in kept
+        slot.close(remove=goes)
+        removed |= goes
+    return removed

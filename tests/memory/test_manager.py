@@ -1,0 +1,354 @@
+"""A manager with a memory tier, in one process: what goes where, what is loaded from where, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reshard_ckpt import checkpoint
+from reshard_ckpt.checkpoint import Manager, Memory
+from reshard_ckpt.errors import CheckpointError, CheckpointNotFound, StorageError, UsageError
+from reshard_ckpt.memory import background
+from reshard_ckpt.memory.node import node_id, run_path, user_folder
+from tests.cli.running import run
+from tests.layouts import values_of
+
+
+def state(number: int) -> dict[str, Any]:
+    """Several blocks of a tensor, whose bytes depend on place and number, and plain values."""
+    return {"w": values_of((700, 1024), "F32", number), "extra": {"step": number, "long": "x" * 9000}}
+
+
+def loaded(manager: Manager) -> tuple[int, str]:
+    """Load the newest checkpoint; its step and tier, once it is proved right."""
+    into = state(0)
+    found = manager.load_latest(into)
+    assert found is not None
+    assert_is(into, found.step)
+    return found.step, found.tier
+
+
+def assert_is(into: dict[str, Any], number: int) -> None:
+    wanted = state(number)
+    assert into["w"].view(dtype=into["w"].dtype).numpy().tobytes() == wanted["w"].numpy().tobytes()
+    assert into["extra"] == wanted["extra"]
+
+
+def killed(manager: Manager) -> None:
+    """Leave as a job that fails: nothing more goes to the store."""
+    manager.__exit__(RuntimeError, RuntimeError(), None)
+
+
+def slot_of(folder: Path, root: Path, save_id: str) -> Path:
+    """The slot on this node that has the images of a save."""
+    return next(p for p in run_path(str(folder), str(root)).glob("*.slot") if save_id.encode() in p.read_bytes()[:65536])
+
+
+def flip(path: Path, offset: int) -> None:
+    """Turn one bit over."""
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 4]))
+
+
+@pytest.fixture
+def memory(shm: Path) -> Memory:
+    return Memory(copies=0, folder=str(shm))
+
+
+@pytest.fixture(autouse=True)
+def strict() -> Iterator[None]:
+    """A warning that no test expects is an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def test_saves_go_to_memory_and_every_so_often_to_the_store(tmp_path: Path, memory: Memory):
+    with Manager(tmp_path, memory=memory, persist_every=3) as manager:
+        assert manager.load_latest(state(0)) is None
+        for step in range(1, 6):
+            handle = manager.async_save(step, state(step))
+            assert handle.result().num_bytes > 700 * 4096
+            assert (handle.copies, handle.persisted()) == (0, step == 3)
+            assert (tmp_path / "step_3" / "catalog.msgpack").exists() == (step >= 3)
+        assert manager.steps() == [3, 4, 5]
+        assert loaded(manager) == (5, "memory")
+    assert handle.persisted()  # by the clean close
+    assert checkpoint.verify(tmp_path / "step_5").ok
+    assert not (tmp_path / "step_4").exists()
+    assert_is_stored(tmp_path, 5)
+
+
+def test_the_first_goes_to_the_store_one_interval_after_the_start(tmp_path: Path, memory: Memory):
+    now = [100.0]
+    rule = background.PersistRule("10min", clock=lambda: now[0])
+    due = []
+    for now[0] in (100, 699, 700, 701, 1299, 1300):  # noqa: B007
+        due.append(rule.due(0))
+    assert due == [False, False, True, False, False, True]
+    with pytest.raises(UsageError, match="persist_every=0"):
+        Manager(tmp_path, memory=memory, persist_every=0)
+
+
+def test_save_and_what_has_no_room_go_to_the_store_and_are_pruned(tmp_path: Path, memory: Memory):
+    with Manager(tmp_path, memory=memory, persist_every=1000, keep_last=2, keep_best=1) as manager:
+        manager.async_save(10, state(10), metric=9.0).result()
+        manager.save(10, state(11), metric=1.0)  # newer than what memory has of this step
+        into = state(0)
+        found = manager.load_latest(into)
+        assert found is not None
+        assert (found.step, found.tier, into["extra"]["step"]) == (10, "store", 11)
+        for step in (20, 30, 40):
+            manager.save(step, state(step), metric=float(step == 20))
+        assert manager.steps() == [20, 30, 40]  # the best, and the last two
+        manager.async_save(50, state(50), metric=5.0).result()
+        assert (manager.best(), manager.latest()) == (50, 50)
+        manager.delete(50)
+        assert manager.latest() == 40
+        with pytest.raises(CheckpointNotFound):
+            manager.delete(50)
+        assert loaded(manager) == (40, "store")
+
+
+def test_an_older_step_supersedes_newer_ones_also_on_a_node_that_was_away(tmp_path: Path, memory: Memory, shm: Path):
+    root, away = tmp_path / "run", shm / "away"
+    manager = Manager(root, memory=memory, persist_every=3)
+    for step in (1, 2, 3, 4):
+        manager.async_save(step, state(step)).persisted()
+    killed(manager)
+    here = run_path(str(shm), str(root))
+    shutil.copytree(here, away)
+    with Manager(root, memory=memory) as manager:
+        into = state(0)
+        manager.load(3, into)
+        assert_is(into, 3)
+        assert manager.steps() == [3]
+        killed(manager)
+    shutil.rmtree(here)
+    shutil.copytree(away, here)  # it comes back with step 4
+    manager = Manager(root, memory=memory)
+    assert loaded(manager) == (3, "memory")
+    manager.load(3, state(0))
+    manager.async_save(4, state(44)).result()
+    into = state(0)
+    manager.load(4, into)
+    assert_is(into, 44)
+    killed(manager)
+
+
+def test_in_the_store_too_what_is_beyond_the_step_that_was_loaded_no_longer_counts(tmp_path: Path, memory: Memory):
+    with Manager(tmp_path, memory=memory) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state(step))
+        manager.load(1, state(0))
+        assert loaded(manager) == (1, "store")
+        manager.async_save(2, state(2)).result()
+        assert loaded(manager) == (2, "memory")
+
+
+def test_what_a_kill_kept_from_the_store_is_written_by_the_next_start(
+    tmp_path: Path, memory: Memory, monkeypatch: pytest.MonkeyPatch
+):
+    manager = Manager(tmp_path, memory=memory, persist_every=1)
+    with monkeypatch.context() as patch:
+        patch.setattr("reshard_ckpt.memory.persist.publish", lambda *_: 1 / 0)
+        handle = manager.async_save(7, state(7))
+        assert handle.result().num_bytes
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with pytest.raises(CheckpointError, match="in memory"):
+                handle.persisted()
+            killed(manager)
+    assert any((tmp_path / "step_7").rglob("*.safetensors"))  # the files without the catalog
+    manager = Manager(tmp_path, memory=memory, persist_every=1000)
+    assert loaded(manager) == (7, "memory")
+    killed(manager)  # it waits for what is on its way
+    assert checkpoint.verify(tmp_path / "step_7").ok
+
+
+def test_a_run_that_begins_anew_does_not_load_what_another_with_its_root_left(tmp_path: Path, memory: Memory):
+    root = tmp_path / "run"
+    manager = Manager(root, memory=memory)
+    manager.async_save(5, state(5)).result()
+    killed(manager)
+    shutil.rmtree(root)
+    with pytest.warns(UserWarning, match="1 checkpoints of another run .* up to step 5, which are not loaded"):
+        manager = Manager(root, memory=memory)
+    assert manager.load_latest(state(0)) is None
+    manager.async_save(1, state(1)).result()
+    assert loaded(manager) == (1, "memory")
+    killed(manager)
+
+
+def test_one_bit_turned_over_in_memory_is_never_loaded(tmp_path: Path, memory: Memory, shm: Path):
+    root = tmp_path / "run"
+    manager = Manager(root, memory=memory, persist_every=1000)
+    manager.save(1, state(1))
+    ids = {}
+    for step in (2, 3):
+        handle = manager.async_save(step, state(step))
+        handle.result()
+        ids[step] = handle.running.save_id
+    killed(manager)
+    flip(slot_of(shm, root, ids[3]), 65536 + 2_000_000)
+    manager = Manager(root, memory=memory)
+    into = state(0)
+    found = manager.load_latest(into)
+    assert found is not None
+    assert (found.step, found.tier) == (2, "memory")
+    assert "step 3 in memory: damaged in every copy that is left" in found.passed_over[0]
+    assert_is(into, 2)
+    killed(manager)
+    shutil.rmtree(root / "step_2")
+    flip(slot_of(shm, root, ids[2]), 40)  # in the header
+    manager = Manager(root, memory=memory)
+    assert loaded(manager) == (1, "store")
+    killed(manager)
+
+
+def test_memory_that_is_short_is_named_once_and_counted(tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch):
+    small = Memory(copies=0, folder=str(shm), max_bytes=10 << 20)
+    with Manager(tmp_path / "a", memory=small, keep_last=1) as manager:
+        with pytest.warns(UserWarning, match="goes to the store, not to memory.* above Memory") as warned:
+            handles = [manager.async_save(step, state(step)) for step in (1, 2, 3)]
+            assert [(handle.persisted(), handle.copies) for handle in handles] == [(True, 0)] * 3
+        assert len(warned) == 1
+        assert manager.memory_skipped == 3
+        assert manager.steps() == [3]  # pruned like any other save
+        assert loaded(manager) == (3, "store")
+
+    def full(fd: int, offset: int, length: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with Manager(tmp_path / "b", memory=Memory(copies=0, folder=str(shm))) as manager:
+        with pytest.warns(UserWarning, match="No space left on device"):
+            manager.async_save(1, state(1)).result()
+        assert loaded(manager) == (1, "store")
+    assert not list(run_path(str(shm), str(tmp_path / "b")).glob("*.slot"))
+
+
+def test_the_budget_holds_over_restarts_and_changes_of_size(tmp_path: Path, shm: Path):
+    most = 3 * ((8 << 20) + (64 << 10))
+    folder = run_path(str(shm), str(tmp_path))
+    for attempt in range(4):
+        manager = Manager(tmp_path, memory=Memory(copies=0, folder=str(shm), max_bytes=most), persist_every=1000)
+        if attempt:
+            assert loaded(manager) == (3 * attempt, "memory")
+        for step in range(3 * attempt + 1, 3 * attempt + 4):
+            manager.async_save(step, state(step)).result()
+            assert sum(path.stat().st_blocks * 512 for path in folder.glob("*.slot")) <= most
+        assert manager.memory_skipped == 0
+        killed(manager)
+        assert len(list(folder.glob("*.slot"))) <= 3
+
+
+def test_pinned_generations_are_not_refilled(tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch):
+    go = threading.Event()
+    whole = background.persist
+
+    def slow(*args: Any) -> None:
+        go.wait()
+        whole(*args)
+
+    monkeypatch.setattr(background, "persist", slow)
+    memory = Memory(copies=0, folder=str(shm), generations=1)
+    with Manager(tmp_path, memory=memory, persist_every=2) as manager:
+        handles = [manager.async_save(step, state(step)) for step in (1, 2, 3)]
+        handles[-1].result()
+        with pytest.warns(UserWarning, match="still being written to the store"):
+            manager.async_save(4, state(4)).result()
+        go.set()
+        assert handles[1].persisted()
+    assert_is_stored(tmp_path, 2)
+    assert_is_stored(tmp_path, 4)
+
+
+def assert_is_stored(root: Path, step: int) -> None:
+    into = state(0)
+    checkpoint.load(root / f"step_{step}", into)
+    assert_is(into, step)
+
+
+def test_what_is_refused(tmp_path: Path, memory: Memory):
+    with Manager(tmp_path, memory=memory) as manager:
+        with pytest.raises(UsageError, match="host_buffer_bytes=.*Memory\\(max_bytes"):
+            manager.async_save(1, state(1), host_buffer_bytes=1 << 24)
+        with pytest.raises(UsageError, match="sha256"):
+            manager.async_save(1, state(1), sha256=True)
+        with pytest.raises(TypeError):
+            manager.async_save(1, state(1), nonsense=True)
+        manager.async_save(1, state(1)).result()
+    with pytest.raises(UsageError, match="read_only"):
+        Manager(tmp_path, memory=memory, read_only=True)
+    for wrong in ({"copies": -1}, {"generations": 0}, {"copies": True}, {"max_bytes": 0}):
+        with pytest.raises(UsageError, match="Memory"):
+            Memory(**wrong)
+
+
+def test_files_are_for_their_owner_alone_and_links_are_not_followed(tmp_path: Path, memory: Memory, shm: Path):
+    os.umask(0o022)
+    root = tmp_path / "run"
+    manager = Manager(root, memory=memory)
+    manager.async_save(1, state(1)).result()
+    killed(manager)
+    top = user_folder(str(shm))
+    for path in (top, *top.rglob("*")):
+        wanted = 0o700 if path.is_dir() else 0o600
+        assert stat.S_IMODE(path.lstat().st_mode) == wanted, path
+    top.chmod(0o755)
+    with pytest.raises(StorageError, match="mode 0755"):
+        Manager(root, memory=memory)
+    top.chmod(0o700)
+    folder, moved = run_path(str(shm), str(root)), tmp_path / "elsewhere"
+    slot = next(folder.glob("*.slot"))
+    shutil.move(slot, moved)
+    slot.symlink_to(moved)
+    manager = Manager(root, memory=memory)
+    assert manager.load_latest(state(0)) is None or loaded(manager)[1] == "store"
+    killed(manager)
+    folder.rename(shm / "whole")
+    folder.symlink_to(shm / "whole")
+    with pytest.raises(StorageError, match="is a link"):
+        Manager(root, memory=memory)
+    top.rename(shm / "top")
+    top.symlink_to(shm / "top")
+    with pytest.raises(StorageError, match="must be a folder of this user"):
+        Manager(root, memory=memory)
+
+
+def test_the_commands_list_persist_and_drop(tmp_path: Path, memory: Memory, shm: Path):
+    root = tmp_path / "run"
+    manager = Manager(root, memory=memory, persist_every=1000)
+    for step in (1, 2, 3):
+        manager.async_save(step, state(step)).result()
+    refused = run("memory", "drop", root, "--folder", shm)
+    assert (refused.code, "is alive" in refused.err) == (2, True)
+    killed(manager)
+    (held,) = run("memory", "list", "--folder", shm, "--json").json
+    assert held["root"] == str(root)
+    assert [(one["step"], one["files_here"], one["files"]) for one in held["steps"]] == [(2, 1, 1), (3, 1, 1)]
+    shown = run("memory", "list", root, "--folder", shm)
+    assert "1 of 1" in shown.out
+    done = run("memory", "persist", root, "--folder", shm)
+    assert (done.code, "published" in done.out) == (0, True)
+    assert_is_stored(root, 3)
+    assert run("memory", "persist", root, "--folder", shm, "--step", "2").code == 0
+    assert_is_stored(root, 2)
+    assert run("memory", "persist", root, "--folder", shm, "--step", "9").code == 1
+    assert run("memory", "drop", root, "--folder", shm).code == 0
+    assert [path.name for path in user_folder(str(shm)).iterdir()] == ["node"]
+    assert len(node_id(str(shm))) == 32
+    assert run("memory", "persist", root, "--folder", shm).code == 1
+    assert run("memory", "drop", "--folder", shm).code == 2
