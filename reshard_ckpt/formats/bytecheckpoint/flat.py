@@ -7,7 +7,8 @@ parameter is a run of that parameter's elements, and becomes as many boxes as th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -73,7 +74,13 @@ def _parts(names: Any, shapes: Any, padding: Any, sizes: Any) -> Iterator[FlatPa
 
 
 def unflattened(saved: Metadata, flats: FlatParams, where: str) -> Metadata:
-    """Put each parameter, or its state, in the place of the flat ones that hold them."""
+    """Put each parameter, or its state, in the place of the flat ones that hold them.
+
+    Raises
+    ------
+    CorruptError
+        The notes do not fit the vectors.
+    """
     tensors, paths, heads = dict(saved.tensors), dict(saved.paths), HeadParser()
     for fqn, tensor in saved.tensors.items():
         flat, key = _flat_name(saved.paths.get(fqn, (fqn,)))
@@ -81,14 +88,19 @@ def unflattened(saved: Metadata, flats: FlatParams, where: str) -> Metadata:
             continue
         del tensors[fqn]
         paths.pop(fqn, None)
+        if len(tensor.shape) > 1:
+            raise CorruptError(
+                f"{where}: {fqn:.200} of shape {tensor.shape} is said to be a flat parameter; use another checkpoint"
+            )
         if not tensor.shape:  # a count of what requires a gradient, for the package itself
             continue
+        held = _Chunks(tensor)
         for part in flats[flat]:
             path: KeyPath = (part.fqn,) if key is None else ("state", part.fqn, key)
             name = dotted(path)
             if name in tensors:
                 raise CorruptError(f"{where}: {name:.200} is in two flat parameters; use another checkpoint")
-            chunks = [piece for chunk in tensor.chunks for piece in _pieces(tensor, chunk, part, heads, f"{where}: {fqn}")]
+            chunks = [piece for chunk in held.within(part) for piece in _pieces(tensor, chunk, part, heads, f"{where}: {fqn}")]
             tensors[name], paths[name] = SavedTensor(tensor.dtype, part.shape, tuple(chunks)), path
     named = {part.fqn for parts in flats.values() for part in parts}
     for fqn, path in paths.items():  # of the step count of a parameter, key and name are one
@@ -96,6 +108,19 @@ def unflattened(saved: Metadata, flats: FlatParams, where: str) -> Metadata:
         if len(path) == 2 and path[0] == "state" and fqn_of in named:
             paths[fqn] = ("state", fqn_of, last)
     return replace(saved, tensors=tensors, paths=paths)
+
+
+class _Chunks:
+    """The chunks of a vector, in order."""
+
+    def __init__(self, tensor: SavedTensor) -> None:
+        self._chunks = sorted(tensor.chunks, key=lambda chunk: chunk.offsets)
+        self._starts = [chunk.offsets[0] for chunk in self._chunks]
+
+    def within(self, part: FlatPart) -> Sequence[Chunk]:
+        """Those that may hold something of a parameter: the last that begins before it, and all that begin in it."""
+        first = max(bisect_right(self._starts, part.start) - 1, 0)
+        return self._chunks[first : bisect_left(self._starts, part.start + prod(part.shape))]
 
 
 def _flat_name(path: KeyPath) -> tuple[str, str | None]:

@@ -157,27 +157,43 @@ def read_object(pickled: bytes, storages: Mapping[str, bytes], *, name: str) -> 
     """
     made = read_pickle(pickled, TENSOR_TABLE, name=name, persistent=stored_at)
     try:
-        return _with_tensors(made, storages, name)
+        return _ObjectBuilder(storages, len(pickled), name).build(made)
     except (KeyError, RecursionError) as error:
         raise CorruptError(f"{name}: has no storage {error}, or contains itself; use another checkpoint") from None
 
 
-def _with_tensors(made: Any, storages: Mapping[str, bytes], name: str) -> Any:
-    if isinstance(made, TensorView):
-        return _tensor_of(made, bytearray(storages[made.storage.key]), name)
-    if isinstance(made, dict):
-        return {key: _with_tensors(value, storages, name) for key, value in made.items()}
-    if isinstance(made, list | tuple):
-        return type(made)(_with_tensors(value, storages, name) for value in made)
-    return made
+class _ObjectBuilder:
+    """Puts tensors into plain data, which a pickle may refer to many times: never more of either than its size can spell."""
 
+    def __init__(self, storages: Mapping[str, bytes], num_bytes: int, name: str) -> None:
+        self._storages = {key: bytearray(data) for key, data in storages.items()}
+        self._objects_left = num_bytes
+        self._bytes_left = 4 * sum(map(len, storages.values())) + num_bytes
+        self._name = name
 
-def _tensor_of(view: TensorView, data: bytearray, name: str) -> torch.Tensor:
-    if 0 in view.shape:
-        return torch.empty(view.shape, dtype=view.dtype)
-    if _head(view, 0, name).end > len(data):
-        raise CorruptError(f"{name}: a tensor of shape {view.shape} reaches beyond its {len(data)} bytes; use another checkpoint")
-    return torch.frombuffer(data, dtype=view.dtype).as_strided(view.shape, view.strides, view.offset).clone()
+    def build(self, made: Any) -> Any:
+        self._objects_left -= 1
+        if self._objects_left < 0:
+            raise CorruptError(f"{self._name}: holds more than its bytes can spell; use another checkpoint")
+        if isinstance(made, TensorView):
+            return self._tensor(made, self._storages[made.storage.key])
+        if isinstance(made, dict):
+            return {key: self.build(value) for key, value in made.items()}
+        if isinstance(made, list | tuple):
+            return type(made)(self.build(value) for value in made)
+        return made
+
+    def _tensor(self, view: TensorView, data: bytearray) -> torch.Tensor:
+        if 0 in view.shape:
+            return torch.empty(view.shape, dtype=view.dtype)
+        self._bytes_left -= prod(view.shape) * view.dtype.itemsize
+        if _head(view, 0, self._name).end > len(data) or self._bytes_left < 0:
+            raise CorruptError(
+                f"{self._name}: a tensor of shape {view.shape} reaches beyond its {len(data)} bytes; use another checkpoint"
+            )
+        usable = len(data) // view.dtype.itemsize * view.dtype.itemsize
+        flat = torch.frombuffer(memoryview(data)[:usable], dtype=view.dtype)
+        return flat.as_strided(view.shape, view.strides, view.offset).clone()
 
 
 class HeadParser:

@@ -209,6 +209,17 @@ def test_a_tensor_of_extra_state_beyond_its_storage_is_refused(copied: Path) -> 
         checkpoint.read(copied, ["extra_state"])
 
 
+def test_extra_state_that_grows_when_it_is_read_is_refused(copied: Path) -> None:
+    many: Any = [0]
+    for _ in range(60):
+        many = [many, many]
+    for state in ({"x": many}, {"x": torch.zeros(1).expand(1 << 40)}):
+        for rank in range(2):
+            torch.save(state, copied / "extra_state" / f"extra_state_rank_{rank}.pt", pickle_protocol=4)
+        with pytest.raises(CorruptError, match=r"more than its bytes can spell|reaches beyond its 4 bytes"):
+            checkpoint.read(copied, ["extra_state"])
+
+
 def test_a_file_outside_of_the_folder_is_refused(copied: Path) -> None:
     change(copied / "model" / ".metadata", b"__1_0.distcp", b"../../../etc")
     with pytest.raises(CorruptError):
