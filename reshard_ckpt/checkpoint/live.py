@@ -169,6 +169,11 @@ class _Options:
         if self.memory_bytes < MIN_MEMORY_BYTES:
             raise UsageError(f"memory_bytes={self.memory_bytes}: messages need at least {MIN_MEMORY_BYTES} bytes")
 
+    @property
+    def round_bytes(self) -> int:
+        """The bytes of one round: a buffer's, less what heads and the rounding of its size take."""
+        return self.memory_bytes // NUM_BUFFERS * 7 // 8
+
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
@@ -217,7 +222,7 @@ class _Job:
         chosen = np.flatnonzero((source[rows.tensor] >= 0) & (rows.count > 0))
         wanted = WantedRows(opened.wanted, chosen, source[rows.tensor[chosen]])
         self._moves = plan_moves(
-            comm, self._source.held, wanted, self._travels(opened.wanted), node_name(), self._options.memory_bytes // NUM_BUFFERS
+            comm, self._source.held, wanted, self._travels(opened.wanted), node_name(), self._options.round_bytes
         )
         tied = {i for group in self._overlaps.tied for i in group}
         self._spares = Spares(opened.wanted, self._sources.keys() if self._options.staged else tied)
@@ -292,7 +297,7 @@ class _Job:
         for tensor in memory_rows(local):
             kind = tensor.device.type
             if kind not in known:
-                known[kind] = torch.distributed.is_initialized() and carries(self._group, kind)
+                known[kind] = carries(self._group, kind)
         return [known[tensor.device.type] for tensor in memory_rows(local)]
 
     def _find_overlaps(self, opened: _Opened) -> Overlaps:

@@ -210,7 +210,10 @@ def plan_moves(
     data = comm.scatter(messages)
     table = _unpacked(data[_ROUNDS.size :])
     width = (table.shape[1] - 7) // 2
-    return Moves(Parts(*table[:, :7].T, table[:, 7 : 7 + width], table[:, 7 + width :]), _ROUNDS.unpack_from(data))
+    device, number, owner, owner_row, taker, taker_row, wire = table[:, :7].T
+    offsets, lengths = table[:, 7 : 7 + width], table[:, 7 + width :]
+    own = Parts(device, number, owner, owner_row, taker, taker_row, wire, offsets, lengths)
+    return Moves(own, _ROUNDS.unpack_from(data))
 
 
 def _wanted_columns(wanted: WantedRows, devices: Sequence[bool]) -> I64:
@@ -243,14 +246,15 @@ def _columns_of(parts: Parts) -> I64:
 
 def _packed(table: I64) -> bytes:
     # By column, as differences: neighbours are alike.
-    data = np.diff(table, prepend=0, axis=0).astype("<i8").T.tobytes()
+    data: bytes = np.diff(table, prepend=0, axis=0).astype("<i8").T.tobytes()
     return table.shape[1].to_bytes(4, "little") + zlib.compress(data, 1)
 
 
 def _unpacked(data: bytes) -> I64:
     width = int.from_bytes(data[:4], "little")
     table = np.frombuffer(zlib.decompress(data[4:]), "<i8").reshape(width, -1).T
-    return table.cumsum(axis=0)
+    columns: I64 = table.cumsum(axis=0)
+    return columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,13 +299,16 @@ class _Memories:
         if key not in self._bytes:
             self._bytes[key] = storage_bytes(tensor)
         first = (tensor.storage_offset() + boxes.first[i]) * each
-        return np.ndarray(boxes.lengths[i], RAW[each], self._bytes[key], first, tuple(s * each for s in boxes.strides[i]))
+        strides = tuple(stride * each for stride in boxes.strides[i])
+        raw: Array = np.ndarray(boxes.lengths[i], RAW[each], self._bytes[key], first, strides)
+        return raw
 
 
 def _in_buffer(buffer: torch.Tensor, at: int, lengths: Ints, wire: torch.dtype, like: View) -> View:
     """View a part in a message, as what it is copied from or to."""
     if isinstance(like, np.ndarray):
-        return np.ndarray(lengths, RAW[wire.itemsize], buffer.numpy().data, at)
+        raw: Array = np.ndarray(lengths, RAW[wire.itemsize], buffer.numpy().data, at)
+        return raw
     num = int(np.prod(lengths, dtype=np.int64)) * wire.itemsize
     return buffer[at : at + num].view(wire).view(lengths)
 
