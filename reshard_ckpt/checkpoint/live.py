@@ -23,7 +23,8 @@ from ..engine.common.rename import renamed, without
 from ..engine.common.rounds import NUM_BUFFERS, Buffers, Rounds, named_error, settle
 from ..engine.loading.load import LoadOptions, Resolved, drop_refused, resolve
 from ..engine.loading.vote import VoteResult, Wanted, missing_values, vote
-from ..engine.resharding.live import Mover, Moves, Overlaps, Spares, WantedRows, find_overlaps, memory_rows, plan_moves
+from ..engine.resharding.live import Mover, Moves, WantedRows, memory_rows, plan_moves
+from ..engine.resharding.live_memory import Overlaps, Spares, find_overlaps
 from ..engine.resharding.live_source import LiveSource, LiveValues, open_live
 from ..engine.saving.handle import SAVES
 from ..engine.saving.local_shards import LocalShards, describe_local
