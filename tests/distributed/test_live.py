@@ -19,6 +19,7 @@ from reshard_ckpt.state import capture
 from tests.distributed.cases import Case
 from tests.distributed.net import Layout, blank
 from tests.distributed.outcomes import Outcome, outcome
+from tests.distributed.test_limits import Peak, only_linux
 from tests.distributed.test_matrix import LAYOUTS as LARGE
 from tests.helpers import places, position_values
 from tests.launch import run_ranks
@@ -337,3 +338,23 @@ def cast_job() -> list[Any]:
 
 def test_a_cast_to_a_smaller_dtype_is_made_before_the_bytes_travel():
     assert run_ranks(cast_job, 2) == [[0, True], [32 * 8 * 2, True]]
+
+
+def memory_job() -> tuple[int, bool]:
+    """Rows become columns of a tensor of 64 MB, with 8 MiB for messages."""
+    rank, size = dist.get_rank(), 4096
+    rows = torch.arange(rank * size // 4, (rank + 1) * size // 4).float()[:, None] + torch.arange(size) / size
+    src = {"w": LocalShard(rows, (size, size), (rank * size // 4, 0))}
+    dst = {"w": LocalShard(torch.full((size, size // 4), -1.0), (size, size), (0, rank * size // 4))}
+    checkpoint.reshard_live({"warm": torch.zeros(3)}, {"warm": torch.zeros(3)})  # imports and connections are there from now on
+    with Peak() as peak:
+        checkpoint.LiveReshard(src, dst, memory_bytes=8 << 20).run()
+    wanted = torch.arange(size)[:, None] + torch.arange(rank * size // 4, (rank + 1) * size // 4) / size
+    return peak.grown, torch.equal(dst["w"].tensor, wanted)
+
+
+@only_linux
+def test_messages_stay_within_the_memory_that_is_set():
+    for grown, right in run_ranks(memory_job, 4):
+        assert right
+        assert grown < 16 << 20, f"{grown / 2**20:.1f} MiB, 8 of them for messages"
