@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import inspect
+import logging
 import os
 import re
 import threading
@@ -25,19 +26,17 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..checkpoint import SaveHandle
 from ..checkpoint.saving import async_save
-from ..engine.common.logs import LOGGER
-from ..engine.saving.handle import SaveHandle
 from ..errors import CheckpointError, UnsupportedError, UsageError
-from ..format.values import encode_value
+from ..formats.deepspeed.live import is_plain, write_latest
 from ..formats.deepspeed.values import NOT_VALUES
-from ..storage import open_storage
 from .deepspeed_load import load_checkpoint
 from .deepspeed_state import EngineState, base_optimizer, refuse_unsupported
 
 __all__ = ["attach", "detach", "install"]
 
-LATEST = "latest"
+_LOGGER = logging.getLogger("reshard_ckpt")
 _MODEL = re.compile(r"(?:zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt")
 _OPTIMIZER = re.compile(r".*optim_states\.pt")
 _LAYER = re.compile(r"layer_\d+.*model_states\.pt")
@@ -308,7 +307,7 @@ def _finish_all() -> None:
         try:
             engine.finish()
         except CheckpointError:
-            LOGGER.exception("the last checkpoint of a DeepSpeed engine was not saved")
+            _LOGGER.exception("the last checkpoint of a DeepSpeed engine was not saved")
 
 
 class _Running:
@@ -333,8 +332,7 @@ class _Running:
     def _after(self, handle: SaveHandle) -> None:
         try:
             if self._writes_latest and not handle.failed():
-                with open_storage(self.info.save_dir) as storage:
-                    storage.publish(LATEST, str(self.info.tag).encode())
+                write_latest(self.info.save_dir, str(self.info.tag))
         except BaseException as error:
             self._error = error
         finally:
@@ -389,9 +387,7 @@ def _plain_values(values: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
         One is no plain value; the message has its key.
     """
     found = dict(values)
-    try:
-        encode_value(found.get("ds_config"), "deepspeed.ds_config")
-    except CheckpointError:  # a config may hold objects; whoever resumes has a config of their own
+    if not is_plain(found.get("ds_config")):  # it may hold objects; whoever resumes has a config of their own
         found.pop("ds_config", None)
     own: dict[str, Any] = {}
     if optimizer is not None:

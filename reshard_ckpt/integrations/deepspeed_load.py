@@ -17,25 +17,15 @@ import torch.distributed as dist
 
 from ..checkpoint.loading import load
 from ..checkpoint.reading import catalog, read
-from ..core.catalog.links import groups_name
-from ..core.catalog.model import Catalog
-from ..core.catalog.param_groups import SWITCHES, Groups
-from ..core.geometry.dtypes import CODES
-from ..errors import MismatchError, UsageError
-from ..format.torch_dtypes import TORCH_DTYPES
-from ..format.values import decode_path
-from ..formats.deepspeed.folder import LATEST
-from ..formats.deepspeed.values import NOT_VALUES
-from ..storage import open_storage
+from ..errors import UsageError
+from ..formats.deepspeed.live import GROUPS_NAME, Kinds, hyperparameters_of, kinds_of_state, read_latest, value_keys
+from ..formats.deepspeed.rows import OPTIMIZER
+from ..formats.deepspeed.values import NOT_VALUES, ROOT
 from .deepspeed_state import EngineState, base_optimizer, refuse_unsupported
-
-ROOT, OPTIMIZER = "deepspeed", "optimizer"
 
 _ENGINE_STATES = ("skipped_steps", "global_steps", "dp_world_size", "mp_world_size", "data_sampler", "random_ltd", "lr_scheduler",
                   "optimizer")  # fmt: skip
 """Keys that are the engine's, and not handed to the user as ``client_state``."""
-
-Kinds = dict[str, dict[str, tuple[bool, torch.dtype]]]
 
 
 def load_checkpoint(
@@ -71,7 +61,7 @@ def load_checkpoint(
     _around(engine, "checkpoint_event_prologue")
     saved = catalog(path)
     held = EngineState(engine, loading=True)
-    kinds = _kinds(saved)
+    kinds = kinds_of_state(saved)
     if with_optimizer:
         held.allocate(kinds)
     shared = _load_tensors(
@@ -80,7 +70,7 @@ def load_checkpoint(
     values = _values(path, saved)
     if with_optimizer:
         held.set_shared(shared)
-        _set_groups(held, base_optimizer(engine), values.get(groups_name(OPTIMIZER)))
+        _set_groups(held, base_optimizer(engine), values.get(GROUPS_NAME))
         _set_optimizer(engine.optimizer, values[ROOT].get(OPTIMIZER) or {})
     held.update_parameters()
     if with_optimizer and hasattr(engine.optimizer, "_link_all_hp_params"):
@@ -101,9 +91,7 @@ def _checkpoint_path(load_dir: str, tag: Any) -> str | None:
     """
     found = [None if tag is None else str(tag)]
     if tag is None and dist.get_rank() == 0:
-        with open_storage(load_dir) as storage:
-            key = next((key for key in LATEST if storage.size(key) is not None), None)
-            found = [None if key is None else storage.read(key, limit=4096).decode().strip()]
+        found = [read_latest(load_dir)]
     if tag is None and dist.get_world_size() > 1:
         dist.broadcast_object_list(found, 0)
     return None if found[0] is None else os.path.join(load_dir, found[0])
@@ -115,23 +103,8 @@ def _around(engine: Any, method: str) -> None:
         getattr(engine.optimizer, method)()
 
 
-def _kinds(saved: Catalog) -> Kinds:
-    """Say what state the checkpoint has of each parameter: whether it is of the parameter's shape, and its dtype."""
-    found: Kinds = {}
-    for name, link in saved.links().items():
-        if link.optimizer != OPTIMIZER:
-            continue
-        if name in saved:
-            index = saved.index(name)
-            dtype = TORCH_DTYPES[CODES[int(saved.tensors_table.dtype[index])]]
-            found.setdefault(link.fqn, {})[link.key] = (bool(saved.shape(index)), dtype)
-        else:
-            found.setdefault(link.fqn, {})[link.key] = (False, torch.float32)
-    return found
-
-
 def _load_tensors(
-    path: str, held: EngineState, saved: Catalog, kinds: Kinds, *, strict: bool, with_optimizer: bool, timeout_s: float
+    path: str, held: EngineState, saved: Any, kinds: Kinds, *, strict: bool, with_optimizer: bool, timeout_s: float
 ) -> dict[str, dict[str, Any]]:
     """Load tensors in place; return what is shared by the parameters of a flat group, by parameter."""
     model, state = held.tensors(with_state=with_optimizer)
@@ -148,7 +121,7 @@ def _load_tensors(
     state = {fqn: entries for fqn, entries in state.items() if entries}
     if state:
         tree[OPTIMIZER] = {"state": state}
-    ignore = [groups_name(OPTIMIZER), *(n for n, link in saved.links().items() if n not in saved and link.optimizer == OPTIMIZER)]
+    ignore = [GROUPS_NAME, *(n for n, link in saved.links().items() if n not in saved and link.optimizer == OPTIMIZER)]
     load(path, tree, strict=strict, cast=True, ignore=ignore, timeout_s=timeout_s)
     if numbers:
         for name, value in read(path, list(numbers)).items():
@@ -160,35 +133,26 @@ def _is_scalar(value: Any) -> bool:
     return (not isinstance(value, torch.Tensor) and not hasattr(value, "layout")) or getattr(value, "ndim", 1) == 0
 
 
-def _values(path: str, saved: Catalog) -> dict[str, Any]:
+def _values(path: str, saved: Any) -> dict[str, Any]:
     """Read all values: the groups of the optimizer, and below `ROOT` a tree of what DeepSpeed and the user had."""
-    entries = {entry.name: entry for entry in saved.values_table if entry.name.startswith(f"{ROOT}.")}
-    tensors = [name for name in saved.names if name.startswith(f"{ROOT}.")]
-    wanted = [*entries, *tensors, *(n for n in [groups_name(OPTIMIZER)] if n in saved.value_names)]
+    keys = value_keys(saved)
+    wanted = [*keys, *(name for name in [GROUPS_NAME] if name in saved.value_names)]
     found = read(path, wanted) if wanted else {}
     tree: dict[str, Any] = {}
-    for name, value in found.items():
-        if name.startswith(f"{ROOT}."):
-            keys = decode_path(entries[name].path) if name in entries else tuple(name.split("."))
-            node = tree
-            for key in keys[1:-1]:
-                node = node.setdefault(key, {})
-            node[keys[-1]] = value
-    return {ROOT: tree, groups_name(OPTIMIZER): found.get(groups_name(OPTIMIZER))}
+    for name, (_, *above, last) in keys.items():
+        node = tree
+        for key in above:
+            node = node.setdefault(key, {})
+        node[last] = found[name]
+    return {ROOT: tree, GROUPS_NAME: found.get(GROUPS_NAME)}
 
 
 def _set_groups(held: EngineState, base: Any, saved: Any) -> None:
     """Give the groups of torch's optimizer the hyperparameters that were saved for their parameters."""
     if not saved:
         return
-    known = Groups(saved)
-    problems: list[str] = []
-    for i, (group, names) in enumerate(zip(base.param_groups, held.group_names(), strict=True)):
-        found = known.select(names, name=f"group {i} of the optimizer")
-        problems += found.problems
-        group.update({key: value for key, value in found.hyperparameters.items() if key not in SWITCHES})
-    if problems:
-        raise MismatchError("\n".join(problems), problems)
+    for group, found in zip(base.param_groups, hyperparameters_of(saved, held.group_names()), strict=True):
+        group.update(found)
 
 
 def _set_optimizer(optimizer: Any, values: Mapping[str, Any]) -> None:

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..core.catalog.specs import Ints
 from ..errors import UnsupportedError
 from ..formats.deepspeed.layout import MASTER, Params, RankState, hyperparameters, named_runs, open_state, striped_runs
+from ..formats.deepspeed.live import declared, declared_whole
 from ..formats.deepspeed.shards import Shard, TensorParallel
-from ..state.shards import FlatShard, LocalShard
+
+Ints = tuple[int, ...]
 
 FLAT_OWNERS = (
     "single_partition_of_fp32_groups",  # ZeRO-1 and 2
@@ -353,17 +354,15 @@ class _Parallel:
             self._known[fqn] = found if found.segments else self._map.shard(fqn, 0, shapes)
         return self._known[fqn]
 
-    def part(self, fqn: str, local: Ints, tensor: torch.Tensor, start: int) -> FlatShard:
+    def part(self, fqn: str, local: Ints, tensor: torch.Tensor, start: int) -> Any:
         """Declare a run of the flat local tensor."""
-        shard = self.shard(fqn, local)
-        pieces = [(segment.offsets, segment.lengths) for segment in sorted(shard.segments, key=lambda s: s.at)]
-        return FlatShard(tensor, shard.shape, start, pieces=pieces)
+        return declared(tensor, self.shard(fqn, local), start)
 
-    def whole(self, fqn: str, tensor: torch.Tensor) -> FlatShard | LocalShard:
+    def whole(self, fqn: str, tensor: torch.Tensor) -> Any:
         """Declare a whole local tensor."""
         if tensor.is_contiguous() or self._map is not None:
             return self.part(fqn, tuple(tensor.shape), tensor, 0)
-        return LocalShard(tensor, tuple(tensor.shape), (0,) * tensor.ndim)
+        return declared_whole(tensor)
 
 
 def _of_later_stages(engine: Any) -> set[str]:

@@ -123,8 +123,10 @@ def test_verify_diff_convert_reshard_and_inspect_work(unpack: Unpack, tmp_path: 
     checkpoint.convert(path, tmp_path / "native", to="reshard")
     assert digests(tmp_path / "native") == digests(path)
     assert checkpoint.diff(path, tmp_path / "native", values=True).equal
-    checkpoint.reshard(path, tmp_path / "resharded", {"dp": 3})
+    checkpoint.reshard(path, tmp_path / "resharded", mesh={"dp": 3})
     assert digests(tmp_path / "resharded") == digests(path)
+    drawn = checkpoint.plot(path, "model.layers.0.gate_up_proj.weight", output=tmp_path / "weight.svg")
+    assert drawn.stat().st_size > 0
     shown = subprocess.run(
         [sys.executable, "-m", "reshard_ckpt", "inspect", str(path)], capture_output=True, text=True, check=True, env=os.environ
     ).stdout
