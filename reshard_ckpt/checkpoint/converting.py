@@ -24,7 +24,9 @@ from ..format.checksums import digest128
 from ..format.objects import names_kept
 from ..formats.dcp import OPTIMIZER_FORMS, write_dcp
 from ..formats.destination import OutputFolder, new_file, new_folder
-from ..formats.megatron.write import write_megatron
+from ..formats.foreign import FORMATS, ForeignFormat
+from ..formats.megatron import MegatronFormat
+from ..formats.megatron.write import FULLY_RESHARDABLE, write_megatron
 from ..formats.safetensors_writer import finished_files, lay_out, write_safetensors
 from ..formats.side_files import copy_side_files
 from ..formats.source import Path, Source, open_source
@@ -185,7 +187,8 @@ def convert(
         Of a safetensors file: bytes, or text such as ``"5GB"`` or ``"4GiB"``. A larger tensor has a file of its own.
     optimizer
         For ``to="dcp"``, the form of optimizers: ``"nested"`` as ``get_optimizer_state_dict`` returns them (the default), or
-        ``"flat"`` as it does with ``flatten_optimizer_state_dict=True``.
+        ``"flat"`` as it does with ``flatten_optimizer_state_dict=True``. For ``to="megatron"``, ``"fully_reshardable"`` names the
+        state that a source of Megatron has in buckets (``dp_reshardable``), where the weights prove which it is.
     unstack
         For ``to="safetensors"``: write layers, and experts, that are stacked in one tensor as a tensor each, as in
         ``layers.3.mlp.weight``; Megatron stacks them.
@@ -225,7 +228,8 @@ def convert(
     format_options = _FormatOptions(parse_size(max_shard_size), _optimizer_form(optimizer, to))
     if unstack and to != "safetensors":
         raise UsageError(f"unstack=True: is for to='safetensors', and not for to={to!r}, which keeps them stacked; leave it out")
-    with open_source(src) as source:
+    named = format_options.optimizer == FULLY_RESHARDABLE
+    with open_source(src, tuple(map(_with_named_buckets, FORMATS)) if named else FORMATS) as source:
         conversion = _select(source, to, root, select, exclude, rename, cast, verify, reporter(progress))
         if unstack:
             conversion = replace(conversion, unstacked=take_apart(conversion.catalog, source.storage.url))
@@ -243,11 +247,18 @@ def convert(
 
 
 def _optimizer_form(optimizer: str | None, to: str) -> str:
+    if to == "megatron" and optimizer == FULLY_RESHARDABLE:
+        return optimizer
     if optimizer is not None and (to != "dcp" or optimizer not in OPTIMIZER_FORMS):
         raise UsageError(
-            f"optimizer={optimizer!r}: for to='dcp', one of {' and '.join(map(repr, OPTIMIZER_FORMS))}; leave it out"
+            f"optimizer={optimizer!r}: for to='dcp', one of {' and '.join(map(repr, OPTIMIZER_FORMS))}, for to='megatron' "
+            f"{FULLY_RESHARDABLE!r}; leave it out"
         )
     return optimizer or OPTIMIZER_FORMS[0]
+
+
+def _with_named_buckets(one: ForeignFormat) -> ForeignFormat:
+    return replace(one, named=True) if isinstance(one, MegatronFormat) else one
 
 
 def _select(

@@ -21,7 +21,10 @@ To = Annotated[
 Optimizer = Annotated[
     str | None,
     typer.Option(
-        "--optimizer", metavar="FORM", help="For --to dcp, of optimizers: nested (by default) or flat.", show_default=False
+        "--optimizer",
+        metavar="FORM",
+        help="For --to dcp: nested (by default) or flat; for --to megatron: fully_reshardable, to name buckets.",
+        show_default=False,
     ),
 ]
 Root = Annotated[

@@ -345,9 +345,8 @@ def run_megatron_object(data: bytes) -> None:
 
 
 def megatron_object_seeds() -> Iterator[bytes]:
-    args = argparse.Namespace(
-        lr=0.5, dtype=torch.bfloat16, inner=argparse.Namespace(path=["a", b"b"]), device=torch.device("cpu")
-    )
+    inner = argparse.Namespace(path=["a", b"b"])
+    args = argparse.Namespace(lr=0.5, dtype=torch.bfloat16, inner=inner, device=torch.device("cpu"))
     rng = {"numpy": ("MT19937", np.arange(4, dtype=np.uint32), 3, np.float64(0.5)), "torch": torch.arange(6).reshape(2, 3).t()}
     for value in ({"args": args, "iteration": 7, 0: {(torch.bfloat16, torch.float32): [1]}}, [rng, {1, 2}, torch.Size([2])]):
         out = io.BytesIO()

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ...core.catalog.model import Catalog, ValueEntry
+from ...core.catalog.model import Catalog, FileEntry, ValueEntry
 from ...core.catalog.specs import Ints, ValueKind
 from ...errors import CheckpointError, CheckpointNotFound, CorruptError, UnsupportedError
 from ...format.torch_dtypes import dtype_code
@@ -28,6 +28,7 @@ from ..dcp.chunks import locate as locate_chunks
 from ..dcp.metadata import MAX_METADATA_BYTES, METADATA_KEY, Extent, SavedTensor
 from ..dcp.read import open_path as open_dcp
 from ..protocol import Foreign, RawValue, locate
+from .buckets import groups_path, name_buckets
 from .integrity import read_integrity
 from .metadata import MegatronMetadata, read_metadata, unflattened
 from .names import COMMON_STATE, FORMAT, OPTIMIZER, common_path, is_bucket, link_of, object_path, plain_key, tensor_name
@@ -38,13 +39,15 @@ _OF_RANK = re.compile(r"mp_rank_\d+(_\d+)*/(model_optim_rng|distrib_optim)\.pt$"
 MAX_SMALL_BYTES, MAX_OBJECT_BYTES = 1 << 20, 1 << 30
 
 
-def open_path(path: str, *, as_saved: bool = False) -> Foreign | None:
+def open_path(path: str, *, as_saved: bool = False, named: bool = False) -> Foreign | None:
     """Open a path for reading; return None if it is no checkpoint of Megatron; see `ForeignFormat`.
 
     Parameters
     ----------
     as_saved
         Names are Megatron's keys, and paths those of its own state; the metadata of the catalog say which dicts were Namespaces.
+    named
+        Name the state that lies in buckets, where the weights prove it (`buckets`); this reads all of them.
     """
     with ExitStack() as stack:
         storage, key = locate(path)
@@ -59,7 +62,7 @@ def open_path(path: str, *, as_saved: bool = False) -> Foreign | None:
                 return open_dcp(path)  # torch_dcp and fsdp_dtensor: DTensors that DCP saved
         if not is_checkpoint(storage, of_run=latest is not None):
             return None
-        catalog, raw = read_folder(storage, as_saved=as_saved)
+        catalog, raw = read_folder(storage, as_saved=as_saved, named=named)
         digests = read_integrity(storage)
         stack.pop_all()
         return Foreign(storage, catalog, FORMAT, _advice(catalog), raw, digests)
@@ -71,8 +74,8 @@ def _advice(catalog: Catalog) -> dict[str, str]:
     if bucket is None:
         return {}
     return {
-        OPTIMIZER: f"its optimizer is saved with sharding type dp_reshardable, as buckets such as {bucket}, which do not say which "
-        "parameter lies where; load it with Megatron on the same TP and PP, and save it with --dist-ckpt-optim-fully-reshardable"
+        OPTIMIZER: f"its optimizer is saved with sharding type dp_reshardable, as buckets such as {bucket}, which do not say "
+        "which parameter lies where; name them with convert(..., to='megatron', optimizer='fully_reshardable')"
     }
 
 
@@ -132,13 +135,15 @@ def _refuse_unfinished(storage: Storage) -> bool:
     return False
 
 
-def read_folder(storage: Storage, *, as_saved: bool = False) -> tuple[Catalog, dict[str, RawValue]]:
+def read_folder(storage: Storage, *, as_saved: bool = False, named: bool = False) -> tuple[Catalog, dict[str, RawValue]]:
     """Build the catalog of a folder, and list its values as they lie in the files."""
     name = f"{storage.url}: {METADATA_KEY}"
     metadata = read_metadata(bytes(storage.read(METADATA_KEY, limit=MAX_METADATA_BYTES)), name=name)
     located = locate_chunks(storage, metadata.saved.tensors)
     folder = _Folder(storage, metadata, dict(located.unreadable), as_saved)
     tensors = [found for key, saved in metadata.saved.tensors.items() if (found := folder.tensor(key, saved, located.parts[key]))]
+    if named and any(is_bucket(tensor.name) for tensor in tensors):
+        tensors = folder.with_names(tensors, located.files)
     folder.add_values()
     about = {FORMAT: {"namespaces": folder.namespaces}} if as_saved else None
     catalog = build_catalog(tensors, located.files, folder.entries, format=FORMAT, metadata=about, where=storage.url)
@@ -153,6 +158,8 @@ class _Folder:
     metadata: MegatronMetadata
     errors: dict[str, CheckpointError]
     as_saved: bool = False
+    groups: dict[tuple[Any, ...], list[Any]] | None = None
+    """Where buckets are named: the groups that their objects hold, by the paths that they have then."""
     namespaces: list[list[Any]] = field(default_factory=list)
     unreadable: dict[str, CheckpointError] = field(default_factory=dict)
     entries: list[ValueEntry] = field(default_factory=list)
@@ -183,6 +190,13 @@ class _Folder:
                 "its true shape; load it with the version of Megatron that saved it, and save it again with a newer one"
             )
 
+    def with_names(self, tensors: Sequence[ForeignTensor], files: Sequence[FileEntry]) -> list[ForeignTensor]:
+        """Put the named state in the place of buckets."""
+        found = name_buckets(self.storage, tensors, files)
+        self.unreadable.update(found.unreadable)
+        self.groups = {}
+        return [*(tensor for tensor in tensors if not is_bucket(tensor.name)), *found.tensors]
+
     def add_values(self) -> None:
         """Add the common state and the objects."""
         if self.storage.size(COMMON_KEY) is not None:
@@ -195,8 +209,26 @@ class _Folder:
                 self.unreadable[".".join(self._object_path(key))] = problem
             elif key == COMMON_STATE and COMMON_KEY not in self.raw:
                 self._add_common(key, extent)
+            elif self.groups is not None and is_bucket(key):
+                self._keep_groups(key, extent)
             elif key != COMMON_STATE:
                 self._add_object(key, extent)
+        for path, groups in (self.groups or {}).items():
+            self._add(path, groups)
+
+    def _keep_groups(self, key: str, extent: Extent) -> None:
+        """Keep the groups of an optimizer that its buckets' object holds; each rank has those that it has parameters of."""
+        path = groups_path(key)
+        if path is None or self.groups is None:
+            return
+        try:
+            kept = self.groups.setdefault(path, [])
+            (found,) = self._read(key, extent)
+            kept.extend(group for group in found["param_groups"] if group not in kept)
+        except CheckpointError as error:
+            self.unreadable[".".join(map(str, path))] = error
+        except (ValueError, TypeError, KeyError):
+            self.unreadable[".".join(map(str, path))] = CorruptError(f"{self.storage.url}: {key} holds no groups of an optimizer")
 
     def _read(self, key: str, extent: Extent) -> Any:
         self.raw[key] = RawValue((key,), extent.file, extent.offset, extent.length)

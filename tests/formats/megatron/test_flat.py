@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import pairwise, product
 from math import prod
 
 import numpy as np
@@ -34,7 +34,7 @@ def test_runs_of_boxes_hold_what_was_flattened(cut: tuple[tuple[int, ...], tuple
     for corner in product(*map(range, fragments)):
         box = tuple(slice(c * n, (c + 1) * n) for c, n in zip(corner, part, strict=True))
         flat = whole[box].reshape(-1)  # as Megatron flattens what a rank holds
-        for low, high in zip(cuts, cuts[1:], strict=False):
+        for low, high in pairwise(cuts):
             stored = FilePart((*corner, low), (*(1 for _ in corner), high - low), 0, 0)
             run = unflattened(stored, (*fragments, prod(part)), shape, "x")
             target = tuple(slice(o, o + n) for o, n in zip(run.offsets, run.lengths, strict=True))
