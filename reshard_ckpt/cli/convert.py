@@ -23,7 +23,7 @@ Optimizer = Annotated[
     typer.Option(
         "--optimizer",
         metavar="FORM",
-        help="For --to dcp: nested (by default) or flat; for --to megatron: fully_reshardable, to name buckets.",
+        help="For --to dcp: nested (by default) or flat. For --to megatron: fully_reshardable, which names buckets.",
         show_default=False,
     ),
 ]
