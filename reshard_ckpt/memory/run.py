@@ -274,6 +274,8 @@ class MemoryRun:
             self._adopt(comm.broadcast(self._lineage.encoded() if comm.rank == 0 else None))
         self._rule.begin(step)
         self._newest = None
+        if self._tier.topology.leads(self._rank):  # a killed job may have left one more than is kept
+            drop_generations(self._folder, [g.name for g in self._known()[: -self.options.generations]])
 
     def forget(self, step: int) -> bool:
         """Forget what this node has of a step; whether there was anything."""

@@ -11,6 +11,7 @@ import signal
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from reshard_ckpt import LocalShard
 from reshard_ckpt.checkpoint import Manager, Memory
+from reshard_ckpt.comm.links import Links, Serving
+from reshard_ckpt.errors import PeerError
+from reshard_ckpt.memory.node import run_path
+from reshard_ckpt.memory.slots import HEADER_BYTES, ReadSlot
 from tests.layouts import values_of
 
 WIDTHS = (24, 40, 9)
@@ -138,8 +143,14 @@ def restore(root: str, folders: Sequence[str], layout: str, **memory: Any) -> Re
 
 
 def lose_nodes(root: str, folders: Sequence[str]) -> list[tuple[Any, ...]]:
-    """Three nodes; for one copy and for two: save, leave without closing cleanly, lose as many nodes, and restore on the others."""
+    """Three nodes; for one copy and for two: save, leave without closing cleanly, lose as many nodes, and restore on the others.
+
+    With no copy, what was saved is left where it is.
+    """
     rank, out = dist.get_rank(), []
+    manager = Manager(f"{root}/0", memory=Memory(folder=f"{folders[rank]}/0", copies=0), persist_every=1000)
+    manager.async_save(7, rows(7, rank, 3)).result()
+    manager.__exit__(RuntimeError, RuntimeError(), None)
     groups = {1: dist.new_group([1, 2]), 2: dist.new_group([2])}
     for copies in (1, 2):
         run, folder = f"{root}/{copies}", f"{folders[rank]}/{copies}"
@@ -162,4 +173,98 @@ def lose_nodes(root: str, folders: Sequence[str]) -> list[tuple[Any, ...]]:
             assert loaded is not None
             out.append((copies, handle.copies, loaded.step, loaded.tier, are_rows(state, 3, place, size), again.steps()))
         dist.barrier()
+    return out
+
+
+def be_damaged(root: str, folders: Sequence[str]) -> dict[str, Any]:
+    """Two nodes with a copy each: bits turned over in memory, and on the way; and a copy that comes too late."""
+    rank, out = dist.get_rank(), {}
+    memory = Memory(folder=folders[rank])
+
+    def saved(manager: Manager, step: int) -> Any:
+        handle = manager.async_save(step, rows(step, rank, 2))
+        handle.result()
+        return handle
+
+    def reloaded() -> tuple[Any, ...]:
+        """Load all that is in memory alone."""
+        if rank == 0:
+            for step in (5, 6):
+                shutil.rmtree(Path(root, f"step_{step}"), ignore_errors=True)
+        dist.barrier()
+        manager, place = Manager(root, memory=memory, persist_every=1000, timeout_s=60), 1 - rank  # what the other one saved
+        state = rows(0, place, 2)
+        try:
+            found = manager.load_latest(state)
+            assert found is not None
+            return found.step, found.tier, are_rows(state, found.step, place, 2), found.passed_over
+        finally:
+            manager.__exit__(RuntimeError, RuntimeError(), None)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        manager = Manager(root, memory=memory, persist_every=1000, timeout_s=60)
+        manager.save(1, rows(1, rank, 2))
+        handles = {step: saved(manager, step) for step in (2, 3)}
+        out["copies"] = [handle.copies for handle in handles.values()]
+
+        swap = Links.swap
+
+        def damaged(links: Links, outgoing: Any, incoming: Any) -> None:
+            swap(links, outgoing, incoming)
+            for data in incoming.values():
+                if len(data) > HEADER_BYTES and rank == 1:
+                    data[17] ^= 4
+
+        Links.swap = damaged  # type: ignore[method-assign]
+        handles[4] = saved(manager, 4)
+        Links.swap = swap  # type: ignore[method-assign]
+        out["damaged on the way to a copy"] = handles[4].copies, [str(w.message) for w in caught if "damaged on its way" in str(w.message)]
+
+        def late(links: Links, outgoing: Any, incoming: Any) -> None:
+            raise PeerError("too late")
+
+        Links.swap = late if rank == 0 else swap  # type: ignore[method-assign]
+        manager._memory._tier._links._timeout = timedelta(seconds=1)  # type: ignore[union-attr]
+        handles[5] = saved(manager, 5)
+        Links.swap = swap  # type: ignore[method-assign]
+        handles[6] = saved(manager, 6)
+        out["late"] = handles[5].copies, handles[6].copies
+        manager.__exit__(RuntimeError, RuntimeError(), None)
+        dist.barrier()
+
+        here = run_path(folders[rank], root)
+
+        def flip_in_memory(step: int, of: int) -> None:
+            for path in here.glob("*.slot"):
+                slot = ReadSlot(str(path))
+                if slot.table and slot.table.save_id == handles[step].running.save_id and slot.table.rank == of:
+                    with open(path, "r+b") as file:
+                        file.seek(HEADER_BYTES + 21)
+                        byte = file.read(1)[0]
+                        file.seek(HEADER_BYTES + 21)
+                        file.write(bytes([byte ^ 1]))
+                slot.close()
+
+        if rank == 0:
+            flip_in_memory(6, 0)  # rank 1's node has a copy
+        dist.barrier()
+        out["one copy damaged"] = reloaded()
+
+        if rank == 1:
+            flip_in_memory(6, 0)
+        dist.barrier()
+        out["both copies damaged"] = reloaded()
+
+        answer = Serving._answer
+
+        def wrong(server: Serving, *args: int) -> torch.Tensor:
+            data = answer(server, *args)
+            data[9] ^= 1
+            return data
+
+        Serving._answer = wrong  # type: ignore[method-assign]
+        out["damaged on the way back"] = reloaded()
+        Serving._answer = answer  # type: ignore[method-assign]
+    dist.barrier()
     return out

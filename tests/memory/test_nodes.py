@@ -7,10 +7,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from reshard_ckpt import checkpoint
+from reshard_ckpt.memory.node import node_id
+from tests.cli.running import run
 from tests.launch import RanksFailed, run_ranks
-from tests.memory.nodes import lose_nodes, restore, save_and_be_killed
+from tests.layouts import values_of
+from tests.memory.nodes import SHAPE, be_damaged, lose_nodes, restore, save_and_be_killed
 
 
 def test_all_ranks_killed_and_a_node_lost(tmp_path: Path, shm: Path):
@@ -48,3 +52,27 @@ def test_three_nodes_with_one_copy_and_with_two(tmp_path: Path, shm: Path):
     assert found[0] == []
     assert found[1] == [(1, 1, 3, "peer", True, [2, 3])]
     assert found[2] == [(1, 1, 3, "peer", True, [2, 3]), (2, 2, 3, "memory", True, [2, 3])]
+
+    # Each node by itself writes what it has; the last one publishes.
+    for place, name in enumerate("ABC"):
+        ran = run("memory", "persist", tmp_path / "0", "--folder", shm / name / "0", "--json")
+        missing = [node_id(str(shm / other / "0")) for other in "ABC"[place + 1 :]]
+        assert (ran.code, ran.json["is_published"], ran.json["missing"]) == (int(bool(missing)), not missing, sorted(missing))
+    read = checkpoint.read(tmp_path / "0" / "step_7")
+    assert read["w"].view(torch.int32).equal(values_of(SHAPE, "F32", 7).view(torch.int32))
+
+
+def test_no_damaged_copy_is_loaded_and_none_that_is_late_holds_up_training(tmp_path: Path, shm: Path):
+    found = run_ranks(be_damaged, 2, str(tmp_path), [str(shm / name) for name in "AB"])
+    for rank, one in enumerate(found):
+        assert one["copies"] == [1, 1]
+        assert one["damaged on the way to a copy"][0] == 0
+        assert len(one["damaged on the way to a copy"][1]) == rank
+        assert one["late"] == (0, 1)  # and the next save has its copy again
+        assert one["one copy damaged"] == (6, "peer", True, ())
+        step, tier, is_right, passed_over = one["both copies damaged"]
+        assert (step, tier, is_right) == (5, "peer", True)
+        assert "step 6 in memory: damaged in every copy that is left" in passed_over[0]
+        step, tier, is_right, passed_over = one["damaged on the way back"]
+        assert (step, tier, is_right) == (1, "store", True)
+        assert "step 5 in memory" in passed_over[0]
