@@ -33,7 +33,11 @@ def megatron_compatible(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-@functools.lru_cache
 def _both(kind: type[CheckpointError], theirs: type[Exception]) -> type[CheckpointError]:
     """Return a class that is both, made once, so that errors of one kind are of one class."""
-    return type(kind.__name__, (kind, theirs), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+    if (kind, theirs) not in _MADE:
+        _MADE[kind, theirs] = type(kind.__name__, (kind, theirs), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+    return _MADE[kind, theirs]
+
+
+_MADE: dict[tuple[type, type], type[CheckpointError]] = {}

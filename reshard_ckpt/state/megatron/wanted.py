@@ -127,7 +127,7 @@ def _boxes(memory: torch.Tensor, piece: Piece) -> list[tuple[Ints, Ints, torch.T
 
 
 def is_common(name: str) -> bool:
-    """Tell whether the value of this name is common state, or an object."""
+    """Tell whether the value of this name is common state, and no object."""
     return name == COMMON_OBJECT or key_of_object(name) is None
 
 
