@@ -24,6 +24,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ..checkpoint import SaveHandle
@@ -167,6 +168,7 @@ class Engine:
         self._host_buffer_bytes = host_buffer_bytes
         self._info: Any = None
         self._values: dict[str, Any] = {}
+        self._kept: frozenset[str] | None = None
         self._changed: dict[str, Any] = {}
         self._running: _Running | None = None
         _AT_EXIT.add(self)
@@ -182,7 +184,7 @@ class Engine:
         engine = self._of()
         refuse_unsupported(engine)
         self.finish()
-        self._info, self._values = info, {}
+        self._info, self._values, self._kept = info, {}, None
         self._change(engine, save_non_zero_checkpoint=True)
         # DeepSpeed would copy all frozen parameters, and what is saved are the live ones.
         self._change(engine, _get_zero_frozen_param_attributes=lambda function: {})
@@ -197,7 +199,9 @@ class Engine:
         if _LAYER.fullmatch(name):
             return
         if _MODEL.fullmatch(name):
-            self._values = {key: value for key, value in state_dict.items() if key not in NOT_VALUES}
+            self._values = {key: _own(value) for key, value in state_dict.items() if key not in NOT_VALUES}
+            module = state_dict.get("module")
+            self._kept = frozenset(module) if isinstance(module, dict) else None
             if engine.save_zero_checkpoint:
                 return
         elif not _OPTIMIZER.fullmatch(name):
@@ -279,7 +283,7 @@ class Engine:
     def _begin(self, engine: Any) -> None:
         info, path = self._info, self._path()
         self._set_back()
-        state = _state(engine, self._values)
+        state = _state(engine, self._values, self._kept)
         hooks = getattr(base_optimizer(engine), "register_step_pre_hook", None)
         handle = async_save(
             path,
@@ -350,12 +354,29 @@ class _Running:
             raise self._error
 
 
-def _state(engine: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is saved: tensors in the layout of this rank; values, and what all ranks have, from the first of them."""
+def _own(value: Any) -> Any:
+    """Copy the tensors in a value of the user, who may change them while they are saved."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if type(value) is dict:
+        return {key: _own(child) for key, child in value.items()}
+    return type(value)(map(_own, value)) if type(value) in (list, tuple) else value
+
+
+def _state(engine: Any, values: Mapping[str, Any], kept: frozenset[str] | None) -> dict[str, Any]:
+    """Return what is saved: tensors in the layout of this rank; values, and what all ranks have, from the first of them.
+
+    Parameters
+    ----------
+    kept
+        The names of the module that DeepSpeed would save, which are not all with ``exclude_frozen_parameters``; None for all.
+    """
     held = EngineState(engine)
     model, state = held.tensors(with_state=True)
     if _is_first(engine):
         model |= {name: buffer.detach().clone() for name, buffer in held.buffers().items()}
+    if kept is not None:
+        model = {name: part for name, part in model.items() if name in kept}
     tree: dict[str, Any] = {"model": model} if model else {}
     if engine.optimizer is not None:
         tree["optimizer"] = {"state": state, "param_groups": held.groups()}

@@ -152,6 +152,12 @@ def options_of_load(out: str) -> dict[str, Any]:
         reshard_deepspeed.detach(engine)
     except CheckpointError as error:
         found["bad"] = str(error)
+    engine = reshard_deepspeed.attach(jobs.engine_of("z2-bf16-frozen"))
+    jobs.train(engine, 1)
+    engine.save_checkpoint(f"{out}/frozen", exclude_frozen_parameters=True, client_state={"seen": torch.arange(3)})
+    engine.checkpoint_engine.cleanup()
+    dist.barrier()
+    found["kept"] = checkpoint.catalog(f"{out}/frozen/global_step1").names
     return found
 
 
@@ -164,6 +170,9 @@ def test_options_of_load_keep_their_meaning(saved_on_two: Path) -> None:
     assert (found["no state"]["model"], found["no state"]["steps"], found["no state"]["state"]) == (model, 3, False)
     assert found["no scheduler"]["schedule"] < 2
     assert "deepspeed.hook" in found["bad"]
+    kept = {name for name in found["kept"] if name.startswith(("model.", "deepspeed."))}
+    assert {"model.b.weight", "model.scale", "deepspeed.seen"} <= kept
+    assert kept.isdisjoint({"model.a.weight", "model.emb.weight"})
 
 
 def killed_while_saving(out: str) -> None:

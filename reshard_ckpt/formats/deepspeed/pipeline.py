@@ -12,8 +12,9 @@ from typing import Any
 
 from ...core.catalog.specs import Ints
 from ...errors import CorruptError, UnsupportedError
+from ..dcp.heads import TensorView
 from ..dcp.pickle_reader import StandInObject
-from .archive import FileReader, TensorView, TorchFile
+from .archive import FileReader, TorchFile
 from .folder import Rank
 from .layout import Params
 

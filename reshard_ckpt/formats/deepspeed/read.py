@@ -26,7 +26,8 @@ from ...core.catalog.specs import Ints, StateLink, ValueKind, row_major_strides
 from ...errors import CheckpointError, CorruptError, UnsupportedError
 from ...format.torch_dtypes import dtype_code
 from ...storage.protocol import Storage
-from .archive import FileReader, TensorView, TorchFile, is_contiguous
+from ..dcp.heads import TensorView
+from .archive import FileReader, TorchFile, is_contiguous
 from .columns import Columns
 from .folder import UNIVERSAL_STATE, TagFiles, refuse_experts
 from .layout import MASTER, NOT_SHARED, FlatGroup, Params, RankState, Runs, hyperparameters, open_state, striped_runs

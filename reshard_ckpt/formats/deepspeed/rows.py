@@ -11,7 +11,8 @@ from ...core.catalog.specs import StateLink
 from ...errors import CorruptError, UnsupportedError
 from ...format.torch_dtypes import dtype_code
 from ..dcp.chunks import run_lengths, runs_of
-from .archive import TensorView, TorchFile, is_contiguous
+from ..dcp.heads import TensorView
+from .archive import TorchFile, is_contiguous
 from .columns import Columns
 from .layout import MASTER, Params, Runs
 from .shards import Shard

@@ -21,7 +21,8 @@ import torch
 
 from ...core.catalog.specs import Ints
 from ...errors import CorruptError
-from .archive import TensorView, TorchFile, is_contiguous
+from ..dcp.heads import TensorView
+from .archive import TorchFile, is_contiguous
 from .layout import Params
 
 SAMPLE = 64

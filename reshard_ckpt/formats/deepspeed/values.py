@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ...errors import UnsupportedError
+from ..dcp.heads import TensorView
 from ..dcp.pickle_reader import Opaque, StandInClass, StandInFunction, StandInObject
-from .archive import TensorView
 
 ROOT = "deepspeed"
 """What the names of values begin with."""
