@@ -129,7 +129,8 @@ def _columns_of(parts: Parts) -> I64:
 def _packed(table: I64) -> bytes:
     # By column, as differences: neighbours are alike.
     data: bytes = np.diff(table, prepend=0, axis=0).astype("<i8").T.tobytes()
-    return table.shape[1].to_bytes(4, "little") + zlib.compress(data, 1)
+    head: bytes = int(table.shape[1]).to_bytes(4, "little")
+    return head + zlib.compress(data, 1)
 
 
 def _unpacked(data: bytes) -> I64:
