@@ -22,6 +22,12 @@ def _need_compiler() -> None:
         pytest.skip(reason)
 
 
+@pytest.fixture
+def compiler() -> None:
+    """What builds the simulated device, for tests that start processes which have it."""
+    _need_compiler()
+
+
 @pytest.fixture(params=["cuda", "sim"])
 def device(request: pytest.FixtureRequest) -> str:
     """The type of a device."""
