@@ -14,6 +14,7 @@ import subprocess
 import sysconfig
 import tempfile
 import threading
+import time
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -123,6 +124,15 @@ def hold_link() -> Callable[[], bool]:
     return lambda: bool(torch.ops.simulated.open_gate(0))
 
 
+def let_run(stream: torch.Stream) -> None:
+    """Give what a stream has queued time to run, if nothing holds it: so that what should be held, and is not, shows."""
+    end = stream.record_event()
+    for _ in range(100):
+        if end.query():
+            return
+        time.sleep(0.005)
+
+
 def set_speed(*, kernel_us: int = 0, link_bytes_per_s: int = 0) -> None:
     """Have each kernel take longer, and the link (0: as fast as the host copies)."""
     torch.ops.simulated.set_speed(kernel_us, link_bytes_per_s)
@@ -146,6 +156,9 @@ def load() -> None:
     torch.utils.rename_privateuse1_backend(DEVICE)
     torch.ops.simulated.init()
     torch._register_device_module(DEVICE, _module())
+    # Torch prints a tensor by kernels whose results have a size that depends on the data, which this device lacks.
+    shown = torch.Tensor.__repr__
+    torch.Tensor.__repr__ = lambda t, **options: shown(t.cpu() if t.device.type == DEVICE else t, **options)  # type: ignore[method-assign]
     REGISTRARS[DEVICE] = Registrar(torch.ops.simulated.pin, torch.ops.simulated.unpin)
 
 

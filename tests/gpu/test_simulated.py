@@ -13,6 +13,7 @@ import torch
 
 from reshard_ckpt import checkpoint
 from reshard_ckpt.engine.common.host_memory import POOL
+from reshard_ckpt.engine.common.lanes import lane_of
 from reshard_ckpt.engine.loading.read import Reader
 from reshard_ckpt.engine.saving import async_save
 from reshard_ckpt.engine.saving.fingerprint import fingerprints
@@ -61,6 +62,7 @@ def test_held_step_goes_on_at_once_and_stays_behind_the_copies(tmp_path: Path) -
     for _ in range(3):
         training.step()
     assert simulated.host_waits() == 0
+    simulated.let_run(torch.accelerator.current_stream())
     assert not handle.running.staged.done()
     assert let_go(), "a step has waited for the copies"
     handle.result(60)
@@ -273,6 +275,7 @@ def test_an_optimizer_that_is_not_in_the_state_is_held(tmp_path: Path) -> None:
     handle = checkpoint.async_save(tmp_path, {"model": training.model}, staging="lazy", hold=training.optimizer)
     training.step()
     assert simulated.host_waits() == 0
+    simulated.let_run(torch.accelerator.current_stream())
     assert let_go()
     handle.result(60)
     assert_saved(tmp_path, expected)
@@ -292,6 +295,7 @@ def test_load_comes_after_what_the_callers_stream_has_queued(tmp_path: Path, mon
         tensor.fill_(-1)
 
     def opened(self: Reader) -> None:
+        simulated.let_run(lane_of(large.device).link)
         assert let_go(), "the load has waited before all was queued"
         torch.accelerator.current_stream().synchronize()
         finish(self)
