@@ -53,7 +53,7 @@ def test_lazy_save_of_what_optimizers_own_waits_for_nothing(tmp_path: Path) -> N
 
 
 def test_held_step_goes_on_at_once_and_stays_behind_the_copies(tmp_path: Path) -> None:
-    training = Training("sim", plain=True)
+    training = Training("sim", plain=True, width=300)  # too large to be packed
     expected = training.expected()
     torch.accelerator.synchronize()
     let_go = simulated.hold_link()
@@ -267,7 +267,7 @@ def test_where_the_caller_holds_nothing_is_copied_before_the_call_returns(tmp_pa
 
 
 def test_an_optimizer_that_is_not_in_the_state_is_held(tmp_path: Path) -> None:
-    training = Training("sim", plain=True)
+    training = Training("sim", plain=True, width=300)  # too large to be packed
     expected = {name: value for name, value in training.expected().items() if name.startswith("model.")}
     torch.accelerator.synchronize()
     let_go = simulated.hold_link()
