@@ -34,6 +34,7 @@ OPTIONS = {
     "save": ["mesh", "process_group", "metadata", "timeline", "sha256", "progress", "timeout_s"],
     "async_save": [
         "staging",
+        "hold",
         "host_buffer_bytes",
         "when_busy",
         "mesh",
