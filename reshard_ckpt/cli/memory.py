@@ -43,7 +43,13 @@ def memory(
             print_json([as_plain(run) for run in found])
             return 0
         rows = [
-            [run.root, "alive" if run.is_alive else "", size_text(run.num_bytes), str(one.step), f"{one.files_here} of {one.files}"]
+            [
+                run.root,
+                "alive" if run.is_alive else "",
+                size_text(run.num_bytes),
+                str(one.step),
+                f"{one.files_here} of {one.files}",
+            ]
             for run in found
             for one in run.steps
         ]
@@ -62,7 +68,9 @@ def memory(
     if as_json:
         print_json(as_plain(report))
     else:
-        print_text(f"{report.path}: {size_text(report.num_bytes)} written, {'published' if report.is_published else 'not published'}")
+        print_text(
+            f"{report.path}: {size_text(report.num_bytes)} written, {'published' if report.is_published else 'not published'}"
+        )
     if not report.is_published:
         print_note(
             f"files of {plural(len(report.missing), 'node')} are missing: {', '.join(report.missing)}; run this there, or choose "

@@ -15,7 +15,6 @@ precision (`deepspeed_load`).
 from __future__ import annotations
 
 import atexit
-import inspect
 import logging
 import os
 import re
@@ -300,9 +299,8 @@ class Engine:
 _NOTHING = object()
 _AT_EXIT: weakref.WeakSet[Engine] = weakref.WeakSet()
 
-_LAZY: dict[str, Any] = (
-    {"staging": "lazy", "hold": "caller"} if "hold" in inspect.signature(async_save).parameters else {"staging": "lazy"}
-)
+_LAZY: dict[str, Any] = {"staging": "lazy", "hold": "caller"}
+"""The base optimizer's hook waits for `staged`, so nothing is copied before a save returns."""
 
 
 @atexit.register

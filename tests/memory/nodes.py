@@ -219,7 +219,10 @@ def be_damaged(root: str, folders: Sequence[str]) -> dict[str, Any]:
         Links.swap = damaged  # type: ignore[method-assign]
         handles[4] = saved(manager, 4)
         Links.swap = swap  # type: ignore[method-assign]
-        out["damaged on the way to a copy"] = handles[4].copies, [str(w.message) for w in caught if "damaged on its way" in str(w.message)]
+        out["damaged on the way to a copy"] = (
+            handles[4].copies,
+            [str(w.message) for w in caught if "damaged on its way" in str(w.message)],
+        )
 
         def late(links: Links, outgoing: Any, incoming: Any) -> None:
             raise PeerError("too late")

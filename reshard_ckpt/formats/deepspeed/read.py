@@ -28,7 +28,7 @@ from ...format.torch_dtypes import dtype_code
 from ...storage.protocol import Storage
 from ..dcp.heads import TensorView
 from .archive import FileReader, TorchFile, is_contiguous
-from .columns import Columns
+from .columns import CatalogColumns
 from .folder import UNIVERSAL_STATE, TagFiles, refuse_experts
 from .layout import MASTER, NOT_SHARED, FlatGroup, Params, RankState, Runs, hyperparameters, open_state, striped_runs
 from .pipeline import TIED, open_layers, params_of_fragments, tied_names
@@ -76,7 +76,7 @@ class _Tag:
     def __init__(self, storage: Storage, files: TagFiles) -> None:
         self._storage, self._files, self._reader = storage, files, FileReader(storage)
         self._where = storage.url
-        self._columns = Columns(FORMAT, storage.url)
+        self._columns = CatalogColumns(FORMAT, storage.url)
         self._add = TensorAdder(self._columns)
         self._models = [self._model(mp) for mp in range(files.num_models)]
         first = self._models[0].content

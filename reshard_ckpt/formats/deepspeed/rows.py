@@ -13,7 +13,7 @@ from ...format.torch_dtypes import dtype_code
 from ..dcp.chunks import run_lengths, runs_of
 from ..dcp.heads import TensorView
 from .archive import TorchFile, is_contiguous
-from .columns import Columns
+from .columns import CatalogColumns
 from .layout import MASTER, Params, Runs
 from .shards import Shard
 
@@ -35,7 +35,7 @@ def state_link(fqn: str, key: str) -> StateLink:
 class TensorAdder:
     """Adds tensors of files to a catalog."""
 
-    def __init__(self, columns: Columns) -> None:
+    def __init__(self, columns: CatalogColumns) -> None:
         self.columns = columns
 
     def whole(self, file: TorchFile, name: str, view: TensorView, link: StateLink | None = None) -> None:
@@ -93,7 +93,7 @@ class TensorAdder:
 class FlatNames:
     """The tensors of one key of a flat group: for each parameter the tensor's number, and its one box where it has just one."""
 
-    def __init__(self, columns: Columns, params: Params, shards: Sequence[Shard], key: str, dtype: str) -> None:
+    def __init__(self, columns: CatalogColumns, params: Params, shards: Sequence[Shard], key: str, dtype: str) -> None:
         self.shards = shards
         numbers, boxes = [], []
         for fqn, shard in zip(params.names, shards, strict=True):
