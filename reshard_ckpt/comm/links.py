@@ -1,7 +1,7 @@
 """Bytes from rank to rank in the background: point to point, over a gloo group of the tier's own.
 
-The group is made over the job's key-value store under a name of its own, without a collective, so the job's groups are not used and a
-backend without host memory (NCCL) does not matter. Every wait has a deadline; a group in which one has passed is not used again.
+The group is made over the job's key-value store under a name of its own, without a collective. So the job's groups are not used,
+and a backend without host memory (NCCL) does not matter. Every wait has a deadline; a group in which one has passed is not used again.
 
 `Links` sends and receives whole buffers. `Serving` answers requests for ranges of files while a checkpoint is loaded.
 """

@@ -91,8 +91,8 @@ class Manager:
         A number is how many seconds that save may take from the signal on, by default 20. Then it is given up; as every save is
         at once, where a rank that it needs is known to have ended.
     memory
-        A `Memory`: `async_save` goes to the memory of nodes first, and from there to the store at ``persist_every``; `load_latest`
-        takes the newest of both.
+        A `Memory`: `async_save` goes to the memory of nodes first, and from there to the store at ``persist_every``;
+        `load_latest` takes the newest of both.
     persist_every
         With ``memory=``, how often a save goes on to the store: a duration such as ``"10min"``, or a number of steps.
     interval

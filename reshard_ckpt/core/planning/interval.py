@@ -6,7 +6,7 @@ between failures and an interval of ``T`` seconds:
 - `young`: ``√(2 C M)`` (Young, *A first order approximation to the optimum checkpoint interval*, 1974);
 - `daly`: its higher-order form, right also where ``C`` is not far below ``M`` (Daly, *A higher order estimate of the optimum
   checkpoint interval for restart dumps*, 2006, equation 37);
-- `TierCosts.lost`: the share of time that one tier loses, ``C / T + λ (T / 2 + lag + R)``. Tiers add up: a failure is counted at the
+- `TierCosts.lost`: the share of time that one tier loses, ``C / T + λ (T / 2 + lag + R)``. Tiers add up: a failure counts at the
   fastest tier that survives it (Vaidya 1995; Moody et al. 2010 for several levels);
 - a cap on ``C / T``, as CheckFreq has with 3.5 % (Mohan, Phanishayee, Chidambaram, FAST 2021).
 
