@@ -40,6 +40,7 @@ ALLOWED = {
     "memory": _FORMATS | {"checkpoint"},
     "manager": _FORMATS | {"checkpoint", "memory"},
     "dcp": _FORMATS | {"checkpoint"},
+    "nebula": {"checkpoint", "format"},
     "megatron": {"checkpoint", "state"},
     "integrations": _FORMATS | {"checkpoint"},
     "vescale": {"checkpoint", "formats", "state"},

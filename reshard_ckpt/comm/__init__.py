@@ -75,7 +75,7 @@ def open_session(
 
 
 def shared_store(name: str, process_group: ProcessGroup | None = None) -> Any:
-    """Return the keys of the job's store below a name that nobody has used before, as a store of torch; None for one process."""
+    """Return keys of the job's store below a name that nobody has used before, as one of torch's stores; None for one process."""
     group = current_group(process_group)
     return None if group is None else group.named(name)
 

@@ -1,7 +1,8 @@
-"""Bytes from rank to rank in the background: point to point, over a gloo group of the tier's own.
+"""Bytes from rank to rank in the background: point to point, over a gloo group of the memory tier's own.
 
-The group is made over the job's key-value store under a name of its own, without a collective. So the job's groups are not used,
-and a backend without host memory (NCCL) does not matter. Every wait has a deadline; a group in which one has passed is not used again.
+The group is made over the job's key-value store under a name of its own, without a collective; so the job's groups are not used,
+and a backend without host memory (NCCL) does not matter. Every wait has a deadline; a group in which one has passed is not used
+again.
 
 `Links` sends and receives whole buffers. `Serving` answers requests for ranges of files while a checkpoint is loaded.
 """
@@ -41,7 +42,7 @@ class Links:
 
     def __init__(self, store: Any, rank: int, size: int, *, timeout_s: float) -> None:
         self.rank, self.size, self._timeout = rank, size, timedelta(seconds=timeout_s)
-        group_class: Any = dist.ProcessGroupGloo  # type: ignore[attr-defined]
+        group_class: Any = dist.ProcessGroupGloo
         if hasattr(store, "clone"):  # a connection of its own: whoever waits for another rank's key holds it
             store = store.clone()
             store.set_timeout(self._timeout)
@@ -130,7 +131,7 @@ class Serving:
             raise PeerError(f"rank {rank} did not hand on {key} from its memory: {error}", ranks=(rank,)) from error
         if answer[0] != 0:
             raise CorruptError(f"rank {rank} could not read {key} in the memory of its node; this copy is not used")
-        data, at = memoryview(answer.numpy())[1:], 0
+        data, at = _bytes_of(answer)[1:], 0
         for buffer in buffers:
             buffer[:] = data[at : at + len(buffer)]
             at += len(buffer)
@@ -164,10 +165,15 @@ class Serving:
         answer = torch.empty(length + 1, dtype=torch.uint8)
         answer[0] = 0
         try:
-            self._read_into(self._keys[number], offset, [memoryview(answer.numpy())[1:]])
+            self._read_into(self._keys[number], offset, [_bytes_of(answer)[1:]])
         except (StorageError, CorruptError, OSError):
             answer[0] = 1
         return answer
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    array: Any = tensor.numpy()
+    return memoryview(array)
 
 
 @contextmanager

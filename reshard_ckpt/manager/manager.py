@@ -180,6 +180,17 @@ class Manager:
         stored = self._stored_steps()
         return stored if self._memory is None else sorted({*stored, *self._memory.steps()})
 
+    def metadata(self, step: int) -> Any:
+        """Return the metadata that were passed with a step, the metric among them; None where there are none, or no such step."""
+        in_memory = {} if self._memory is None else self._memory.catalogs()
+        if _checked(step) in in_memory:
+            return in_memory[step].metadata
+        try:
+            with open_storage(self.path(step)) as storage:
+                return open_catalog(storage).metadata
+        except CheckpointNotFound:
+            return None
+
     @property
     def memory_skipped(self) -> int:
         """How many saves went straight to the store because memory had no room; 0 without ``memory=``."""

@@ -1,7 +1,7 @@
 """Generations: the saves that this node knows, each a catalog with the step, the attempt and the nodes that hold its files.
 
-A generation file is put in place atomically, on every node of the job, once all images of the save are in memory. Whether the images
-are still there is for their slots to say: a slot that was refilled holds another save.
+A generation file is put in place atomically, on every node of the job, once all images of the save are in memory. Whether the
+images are still there is for their slots to say: a slot that was refilled holds another save.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The attempts of a run that has a memory tier, kept in its root: which saves count after somebody went back to an older step.
 
-An attempt begins with each load. What earlier attempts had saved beyond the step that was loaded is superseded: in memory by the pair
-of attempt and step, in the store by the ids of the saves. So nodes that were away, and bring back what they hold, are judged alike.
+An attempt begins with each load. What earlier attempts had saved beyond the step that was loaded is superseded: in memory by the
+pair of attempt and step, in the store by the ids of the saves. So nodes that were away, and bring back what they hold, are judged
+alike.
 """
 
 from __future__ import annotations

@@ -88,9 +88,10 @@ class SlotPool:
         with node_lock(self._folder):
             known = {generation.save_id for generation in find_generations(self._folder)}
             for slot in dead_slots(self._folder, self.paths()):
-                if slot.num_bytes >= num_bytes and saved_in(slot) not in known:
+                is_free = saved_in(slot) not in known
+                if is_free and slot.num_bytes >= num_bytes:
                     return slot.reserve()
-                slot.close()
+                slot.close(remove=is_free)  # too small: its process was killed while it made it, or saved less
         return None
 
     def _new_slot(self, num_bytes: int) -> Slot:

@@ -1,9 +1,10 @@
 """Finding the newest whole generation among all nodes, and reading it from wherever its images are.
 
 1. Each node lists the generations that it knows, and the files of them that its slots hold.
-2. Rank 0 proposes the newest of which some node has each file. Nodes verify every block of what they have of it, each rank a part.
-3. If each file has a copy without damage, all nodes keep that generation and drop newer ones, which never became whole; else the next
-   older one is proposed.
+2. Rank 0 proposes the newest of which some node has each file. Nodes verify every block of what they have of it, each rank a
+   part.
+3. If each file has a copy without damage, all nodes keep that generation and drop newer ones, which never became whole; else the
+   next older one is proposed.
 4. `open_images` makes it a source like any other: files of this node are read from its slots, others are asked of a rank that has
    them. Whoever asked verifies the blocks, so damage on the way is found as well.
 """

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -296,7 +295,7 @@ class MemoryRun:
             self._writing.join()
 
     def close(self, *, clean: bool) -> None:
-        """Send the newest generation to the store, if it is not there, and let go of the memory, which stays. Collective if `clean`.
+        """Send the newest generation to the store, if it is not there; let go of the memory, which stays. Collective if `clean`.
 
         Raises
         ------

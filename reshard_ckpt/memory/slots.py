@@ -7,8 +7,8 @@
     digests           the digests files
 
 A header is written last, and made void first: a slot with a header is whole. tmpfs has no power cut, and a process that is killed
-has made all stores before that one, in their order, so nothing is to be flushed. Memory is reserved by `posix_fallocate`, which fails
-by an error; a hole in a mapped file that finds no memory would end the process by SIGBUS.
+has made all stores before that one, in their order, so nothing is to be flushed. Memory is reserved by `posix_fallocate`, which
+fails by an error; a hole in a mapped file that finds no memory would end the process by SIGBUS.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class SlotTable:
             There are too many files for it.
         """
         table = {key: (extent.offset, extent.size) for key, extent in self.files.items()}
-        body = msgpack.packb({"save_id": self.save_id, "rank": self.rank, "files": table})
+        body: bytes = msgpack.packb({"save_id": self.save_id, "rank": self.rank, "files": table})
         if _FIXED + len(body) > HEADER_BYTES:
             raise NoRoom(f"rank {self.rank} writes {len(self.files)} files, too many for the header of a slot in memory")
         return MAGIC + digest128(body) + len(body).to_bytes(4, "little") + body

@@ -1,11 +1,11 @@
 """Saves into the memory of nodes: slots, images, copies on other nodes, and the commit of a generation.
 
-1. Before the state is staged, ranks tell each other the sizes of their images. Each takes slots for its own images and for the copies
-   that it holds; where one of them has no room, all leave the tier out, and the save goes to the store.
+1. Before the state is staged, ranks tell each other the sizes of their images. Each takes slots for its own images and for the
+   copies that it holds; where one of them has no room, all leave the tier out, and the save goes to the store.
 2. Staging copies the state straight into the slot, which is the staging ring. A thread hashes the blocks and seals the slot.
 3. The slot goes to the ranks that hold its copies. They verify each block before they seal theirs.
-4. Receipts go to rank 0, which makes the catalog that the save would have in the store. Each node keeps it as a generation; when all
-   have said so, the save is committed, and the oldest generation is free.
+4. Receipts go to rank 0, which makes the catalog that the save would have in the store. Each node keeps it as a generation; when
+   all have said so, the save is committed, and the oldest generation is free.
 
 A slot is refilled only if no kept generation has its images in it; so at every instant a whole generation is in memory.
 """
@@ -123,8 +123,8 @@ class Tier:
         wanted = (self._options.generations + 1) * sum(slot_bytes(sizes[source]) for source in held)
         if self._options.max_bytes is not None and wanted > self._options.max_bytes:
             raise NoRoom(
-                f"the tier would take {wanted:,} bytes of this node's memory, {self._options.generations + 1} times the images of "
-                f"its ranks and copies, above Memory(max_bytes={self._options.max_bytes:,})"
+                f"the tier would take {wanted:,} bytes of this node's memory, {self._options.generations + 1} times the images "
+                f"of its ranks and copies, above Memory(max_bytes={self._options.max_bytes:,})"
             )
 
     def close(self) -> None:

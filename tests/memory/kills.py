@@ -2,9 +2,10 @@
 
 ``python -m tests.memory.kills --out FILE`` forks each job from this process, so that torch is imported once.
 
-1. A process saves steps 1 to 5 to memory, keeping two generations, of which some go on to the store. It is killed by SIGKILL after
-   each of its system calls below a folder, or, as a mapped slot is filled without any, in each step of filling one.
-2. The newest checkpoint must then load, bit for bit: no older one than the last whose save had returned, and where one had, from memory.
+1. A process saves steps 1 to 5 to memory, keeping two generations, of which some go on to the store. It is killed by SIGKILL
+   after each of its system calls below a folder, or, as a mapped slot is filled without any, in each step of filling one.
+2. The newest checkpoint must then load, bit for bit: no older one than the last whose save had returned, and where one had, from
+   memory.
 3. The next job must go on from there, and leave the memory within its budget.
 """
 
@@ -20,6 +21,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +95,7 @@ def after_calls(parent: Path, every: int) -> dict[str, Any]:
     for n in range(1, len(dry.calls) + 1, every):
         base = fresh(parent)
         traced = Traced(str(base), n)
-        traced.start(lambda: job(base))
+        traced.start(partial(job, base))
         traced.finish()
         try:
             tiers.append(look(base))

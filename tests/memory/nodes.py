@@ -1,6 +1,6 @@
 """Jobs with a memory tier. A node is a folder: its id, and all that it has in memory, are in it, and go with it.
 
-Two folders stand in for two machines here: what tells nodes apart is the id in the folder, and the copies go over gloo all the same.
+Two folders stand in for two machines here: what tells nodes apart is the id in the folder, and copies go over gloo all the same.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ class Training:
     """
 
     def __init__(self, layout: str) -> None:
-        self.model = torch.nn.Sequential(*(torch.nn.Linear(a, b) for a, b in zip(WIDTHS, WIDTHS[1:], strict=False)))
+        self.model = torch.nn.Sequential(*(torch.nn.Linear(a, b) for a, b in pairwise(WIDTHS)))
         if layout != "dp":
             mesh = (dist.get_world_size(),) if layout == "fsdp" else (2, dist.get_world_size() // 2)
             names = ("shard",) if layout == "fsdp" else ("replicate", "shard")

@@ -12,14 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from reshard_ckpt import checkpoint
 from reshard_ckpt.checkpoint import Manager, Memory
 from reshard_ckpt.errors import CheckpointError, CheckpointNotFound, StorageError, UsageError
 from reshard_ckpt.memory import background
 from reshard_ckpt.memory.node import node_id, run_path, user_folder
+from reshard_ckpt.memory.offline import drop_held
 from tests.cli.running import run
 from tests.layouts import values_of
+
+
+NUM_GENERATIONS = 1000 if os.environ.get("HYPOTHESIS_PROFILE") == "long" else 150
 
 
 def state(number: int) -> dict[str, Any]:
@@ -94,7 +99,7 @@ def test_the_first_goes_to_the_store_one_interval_after_the_start(tmp_path: Path
     now = [100.0]
     rule = background.PersistRule("10min", clock=lambda: now[0])
     due = []
-    for now[0] in (100, 699, 700, 701, 1299, 1300):  # noqa: B007
+    for now[0] in (100, 699, 700, 701, 1299, 1300):
         due.append(rule.due(0))
     assert due == [False, False, True, False, False, True]
     with pytest.raises(UsageError, match="persist_every=0"):
@@ -222,11 +227,11 @@ def test_memory_that_is_short_is_named_once_and_counted(tmp_path: Path, shm: Pat
     with Manager(tmp_path / "a", memory=small, keep_last=1) as manager:
         with pytest.warns(UserWarning, match="goes to the store, not to memory.* above Memory") as warned:
             handles = [manager.async_save(step, state(step)) for step in (1, 2, 3)]
-            assert [(handle.persisted(), handle.copies) for handle in handles] == [(True, 0)] * 3
+        assert [(handle.persisted(), handle.copies) for handle in handles] == [(True, 0)] * 3
         assert len(warned) == 1
         assert manager.memory_skipped == 3
-        assert manager.steps() == [3]  # pruned like any other save
         assert loaded(manager) == (3, "store")
+        assert manager.steps() == [3]  # pruned like any other save
 
     def full(fd: int, offset: int, length: int) -> None:
         raise OSError(28, "No space left on device")
@@ -252,6 +257,24 @@ def test_the_budget_holds_over_restarts_and_changes_of_size(tmp_path: Path, shm:
         assert manager.memory_skipped == 0
         killed(manager)
         assert len(list(folder.glob("*.slot"))) <= 3
+
+
+def test_hundreds_of_generations_stay_within_the_budget_and_drop_leaves_nothing(tmp_path: Path, shm: Path):
+    most, weights, root = 3 * ((8 << 20) + (64 << 10)), torch.zeros(600_000, dtype=torch.int32), tmp_path / "run"
+    folder, descriptors = run_path(str(shm), str(root)), set()
+    with Manager(root, memory=Memory(copies=0, folder=str(shm), max_bytes=most), persist_every=100, keep_last=2) as manager:
+        for step in range(1, NUM_GENERATIONS + 1):
+            manager.async_save(step, {"w": weights.fill_(step)}).result()
+            assert sum(path.stat().st_blocks * 512 for path in folder.glob("*.slot")) <= most
+            descriptors.add(len(os.listdir("/proc/self/fd")))
+        assert max(descriptors) - min(descriptors) <= 8
+        assert manager.memory_skipped == 0
+        found = manager.load_latest({"w": weights.zero_()})
+        assert found is not None
+        assert (found.step, found.tier, int(weights.min())) == (NUM_GENERATIONS, "memory", NUM_GENERATIONS)
+    assert sorted(path.suffix for path in folder.iterdir()) == ["", "", ".gen", ".gen", ".slot", ".slot", ".slot"]
+    drop_held(str(root), str(shm))
+    assert [path.name for path in user_folder(str(shm)).iterdir()] == ["node"]
 
 
 def test_pinned_generations_are_not_refilled(tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch):

@@ -1,0 +1,150 @@
+"""The calls of Azure's Nebula on a `Manager` with a memory tier: ``import reshard_ckpt.nebula as nm`` in a script that uses them.
+
+A checkpoint has *files*: named states, as for ``torch.save``. All ranks make all calls. A tag may end in the number of its step.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from .checkpoint import Manager, Memory, SaveHandle
+from .errors import CheckpointNotFound, UsageError
+from .format.values import decode_value, encode_value
+
+_TAG, _TREE, _TENSOR = "nebula_tag", "tree", "__tensor__"
+_MANAGERS: list[Manager] = []
+_BEGUN: list[int] = []
+
+
+def memory_from_environment() -> Memory:
+    """Return the memory of `init`: a copy on another node, if there is one, and ``NEBULA_MEMORY_BUFFER_SIZE`` bytes of each."""
+    limit, nodes = os.environ.get("NEBULA_MEMORY_BUFFER_SIZE"), int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    return Memory(copies=min(1, nodes - 1), max_bytes=int(limit) if limit else None)
+
+
+def init(
+    persistent_storage_path: str,
+    persistent_time_interval: float = 100,
+    num_of_version_in_retention: int = 2,
+    *,
+    memory: Memory | None = None,
+) -> Manager:
+    """Open the run: saves go to memory, and every so many seconds to the path, which keeps so many versions."""
+    finish()
+    memory, every = memory or memory_from_environment(), f"{persistent_time_interval}s"
+    _MANAGERS.append(Manager(persistent_storage_path, memory=memory, persist_every=every, keep_last=num_of_version_in_retention))
+    return _MANAGERS[0]
+
+
+@atexit.register
+def finish() -> None:
+    """Send the newest checkpoint to the storage path, and close the run; at the end of the process, by itself."""
+    _BEGUN.clear()
+    while _MANAGERS:
+        _MANAGERS.pop().close()
+
+
+def manager(persist_path: str | None = None) -> Manager:
+    """Return the manager that `init` has opened, or open the run at a path."""
+    if not _MANAGERS and persist_path is None:
+        raise UsageError("nebula: call init(persistent_storage_path) first")
+    return _MANAGERS[0] if _MANAGERS else init(str(persist_path))
+
+
+class Checkpoint:
+    """One checkpoint, by its tag: committed when this rank has saved so many files, or, with -2, by `commit`."""
+
+    def __init__(self, tag: str = "", num_of_files: int = 1) -> None:
+        self.tag, self._num_files = str(tag), num_of_files
+        self._files: dict[str, Any] = {}
+        self.handle: SaveHandle | None = None
+
+    def save(self, name: str, state: Any) -> None:
+        """Add a file: a module, a state dict, or any tree of tensors and plain values."""
+        tensors: dict[str, torch.Tensor] = {}
+
+        def taken(node: Any, path: str) -> Any:
+            if not isinstance(node, torch.Tensor):
+                return node
+            tensors[path] = node.detach()
+            return {_TENSOR: path, "shape": list(node.shape), "dtype": str(node.dtype).removeprefix("torch.")}
+
+        tree = encode_value(_mapped(state.state_dict() if hasattr(state, "state_dict") else state, taken), name)
+        self._files[name] = {"tensors": tensors, _TREE: tree}
+        if len(self._files) == self._num_files:
+            self.commit()
+
+    def commit(self) -> bool:
+        """Save all files that were added, in the background. Collective."""
+        digits = re.search(r"(\d+)$", self.tag)
+        step = int(digits[1]) if digits else max([-1, *manager().steps(), *_BEGUN]) + 1
+        _BEGUN.append(step)
+        self.tag = self.tag or str(step)
+        self.handle = manager().async_save(step, {"files": self._files}, metadata={_TAG: self.tag})
+        self._files = {}
+        return True
+
+    def load(self, name: str, map_location: Any = None) -> Any:
+        """Return a file, whole, as it was saved: tensors that were sharded are put together. Collective."""
+        step = next((step for step, tag in _tags().items() if tag == self.tag), None)
+        if step is None:
+            raise CheckpointNotFound(f"nebula: no checkpoint {self.tag!r}; there are: {', '.join(_tags().values())}")
+        found: dict[str, Any] = {"files": {name: {_TREE: b""}}}
+        manager().load(step, found, strict=False)
+        if not found["files"][name][_TREE]:
+            raise CheckpointNotFound(f"nebula: the checkpoint {self.tag!r} has no file {name!r}")
+        tensors: dict[str, torch.Tensor] = {}
+
+        def made(node: Any, path: str) -> Any:
+            if not isinstance(node, Mapping) or _TENSOR not in node:
+                return node
+            tensors[node[_TENSOR]] = torch.empty(node["shape"], dtype=getattr(torch, node["dtype"]), device=map_location)
+            return tensors[node[_TENSOR]]
+
+        tree = _mapped(decode_value(found["files"][name][_TREE]), made)
+        manager().load(step, {"files": {name: {"tensors": tensors}}}, strict=False)
+        return tree
+
+
+def list_checkpoints(persist_path: str | None = None) -> list[Checkpoint]:
+    """List the checkpoints of the run, in memory and at the storage path, the newest last."""
+    return [Checkpoint(tag) for tag in _tags(persist_path).values()]
+
+
+def get_checkpoint(tag: str, persist_path: str | None = None) -> Checkpoint:
+    """Return a checkpoint by its tag."""
+    manager(persist_path)
+    return Checkpoint(tag)
+
+
+def get_latest_checkpoint(persist_path: str | None = None) -> Checkpoint | None:
+    """Return the newest checkpoint, None where there is none."""
+    return next(reversed(list_checkpoints(persist_path)), None)
+
+
+def get_latest_checkpoint_path(name: str = "", persist_path: str | None = None) -> str:
+    """Return the folder of the newest checkpoint at the storage path, where it is or will be; it has all files."""
+    latest = manager(persist_path).latest()
+    return "" if latest is None else manager().path(latest)
+
+
+def _tags(persist_path: str | None = None) -> dict[int, str]:
+    return {step: str((manager().metadata(step) or {}).get(_TAG, step)) for step in manager(persist_path).steps()}
+
+
+def _mapped(node: Any, change: Callable[[Any, str], Any], path: str = "") -> Any:
+    """Change the nodes of a tree, outermost first; below one that was changed nothing is looked at."""
+    changed = change(node, path)
+    if changed is not node:
+        return changed
+    if isinstance(node, Mapping):
+        return {key: _mapped(value, change, f"{path}/{key!r}") for key, value in node.items()}
+    if isinstance(node, list | tuple):
+        return type(node)(_mapped(value, change, f"{path}/{i}") for i, value in enumerate(node))
+    return node

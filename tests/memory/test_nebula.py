@@ -1,0 +1,77 @@
+"""A script written for Azure's Nebula runs on the calls of `reshard_ckpt.nebula`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import reshard_ckpt.nebula as nm
+from reshard_ckpt import checkpoint
+from reshard_ckpt.checkpoint import Memory
+from reshard_ckpt.errors import CheckpointNotFound, UsageError
+
+
+def test_a_script_of_nebula_saves_lists_and_loads(tmp_path: Path, shm: Path):
+    with pytest.raises(UsageError, match="call init"):
+        nm.list_checkpoints()
+    memory = Memory(copies=0, folder=str(shm))
+    model = torch.nn.Linear(5, 3)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 5)).sum().backward()
+    optimizer.step()
+    nm.init(str(tmp_path / "run"), persistent_time_interval=3600, num_of_version_in_retention=1, memory=memory)
+    assert nm.get_latest_checkpoint() is None
+    assert nm.get_latest_checkpoint_path("model") == ""
+
+    nm.Checkpoint("global_step10").save("model", model)  # one file: committed at once
+    both = nm.Checkpoint("global_step20", -2)
+    both.save("model", model)
+    both.save("optimizer", optimizer)
+    assert both.handle is None
+    assert both.commit()
+    wanted = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    assert both.handle is not None
+    both.handle.staged()
+    with torch.no_grad():
+        model.weight.zero_()
+    two = nm.Checkpoint("", 2)
+    two.save("model", model)
+    assert two.handle is None
+    two.save("epoch", {"epoch": 7, 3: [1, (2.5, None)]})
+    assert two.handle is not None
+    two.handle.result()
+    assert [one.tag for one in nm.list_checkpoints()] == ["global_step20", "21"]  # two generations, and none persisted yet
+    assert nm.get_latest_checkpoint_path("model") == str(tmp_path / "run" / "step_21")
+    latest = nm.get_latest_checkpoint()
+    assert latest is not None
+    assert latest.load("epoch") == {"epoch": 7, 3: [1, (2.5, None)]}
+    with pytest.raises(CheckpointNotFound, match="no file 'scheduler'"):
+        latest.load("scheduler")
+    again = nm.get_checkpoint("global_step20")
+    loaded = again.load("model")
+    assert list(loaded) == list(wanted)
+    assert all(torch.equal(loaded[key], wanted[key]) for key in wanted)
+    into = torch.optim.Adam(torch.nn.Linear(5, 3).parameters())
+    into.load_state_dict(again.load("optimizer"))
+    assert torch.equal(into.state_dict()["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
+    with pytest.raises(CheckpointNotFound, match="no checkpoint 'global_step30'; there are: global_step20"):
+        nm.get_checkpoint("global_step30").load("model")
+    nm.finish()
+    assert checkpoint.verify(tmp_path / "run" / "step_20").ok  # what was gone back to is the newest
+
+
+def test_the_buffer_size_of_the_environment_bounds_memory(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("NEBULA_MEMORY_BUFFER_SIZE", str(200_000_000))
+    memory = nm.memory_from_environment()
+    assert (memory.copies, memory.max_bytes) == (0, 200_000_000)
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "4")
+    assert nm.memory_from_environment().copies == 1
+
+
+@pytest.fixture(autouse=True)
+def closed(shm: Path) -> Iterator[None]:
+    yield
+    nm.finish()

@@ -1,0 +1,34 @@
+"""A tmpfs of 64 MB, in a mount namespace of its own: named skips, no SIGBUS, and training is unharmed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launch import ROOT
+
+MOUNT = 'mount -t tmpfs -o size=64m tmpfs "$0" && exec "$@"'
+
+
+def test_a_tmpfs_of_64_mb(tmp_path: Path):
+    mounted = tmp_path / "shm"
+    mounted.mkdir()
+    unshare = ["unshare", "--mount", "sh", "-c", MOUNT, str(mounted)]
+    if shutil.which("unshare") is None or subprocess.run([*unshare, "true"], capture_output=True).returncode:
+        pytest.skip("this system permits no mount namespace; the other tests of room have an error of posix_fallocate stand in")
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [*unshare, sys.executable, "-m", "tests.memory.small_tmpfs", str(tmp_path / "run"), str(mounted)]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr  # a negative one is a signal: SIGBUS is -7
+    found = json.loads(done.stdout)
+    assert found["tiers"] == ["memory", "memory", "store", "store", "store", "store"]
+    assert found["skipped"] == 4
+    (warning,) = found["warnings"]
+    assert "goes to the store, not to memory" in warning
+    assert str(mounted) in warning
