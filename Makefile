@@ -9,7 +9,7 @@ JOBS ?= auto
 # More threads than cores make small models slower, and every test process would start its own.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check bench soak crash-points compat fuzz
+.PHONY: demo test check bench soak crash-points compat compat-bytecheckpoint compat-deepspeed compat-megatron fuzz
 .DEFAULT_GOAL := check
 
 $(STAMP): pyproject.toml constraints.txt
@@ -61,6 +61,46 @@ compat:
 	    hypothesis msgpack numpy pytest pytest-xdist PyYAML rich safetensors typer xxhash; \
 	  $(COMPAT_VENVS)/$$v/bin/python -m pytest -q -p no:cacheprovider -n $(JOBS) --dist worksteal $(COMPAT_TESTS); \
 	done
+
+# Megatron-Core itself, each version in a venv of its own: what it saves opens here, and it loads what is written here. From 0.17 on it
+# needs Python 3.12: make compat-megatron PYTHON=python3.12 MEGATRON=0.19.1.
+MEGATRON ?= 0.13.0 0.15.3 0.16.1
+
+compat-megatron:
+	@set -e; for v in $(MEGATRON); do \
+	  echo "megatron-core $$v"; venv=$(COMPAT_VENVS)/megatron-$$v; \
+	  test -x $$venv/bin/python || $(PYTHON) -m venv $$venv; \
+	  $$venv/bin/python -m pip install --quiet -c constraints.txt -e '.[dev,all]' packaging psutil; \
+	  $$venv/bin/python -m pip install --quiet --no-deps "megatron-core==$$v"; \
+	  $$venv/bin/python -m pytest -q -p no:cacheprovider tests/megatron; \
+	done
+
+# The tests that need DeepSpeed, in a venv of its own: its folders and its engine, on the CPU. DeepSpeed is built without its operators.
+COMPAT_DEEPSPEED ?= 0.19.8
+
+compat-deepspeed:
+	@set -e; for v in $(COMPAT_DEEPSPEED); do \
+	  echo "DeepSpeed $$v"; \
+	  venv=$(COMPAT_VENVS)/deepspeed-$$v; \
+	  test -x $$venv/bin/python || $(PYTHON) -m venv $$venv; \
+	  $$venv/bin/python -m pip install --quiet -c constraints.txt setuptools wheel numpy torch -e '.[dev,all]'; \
+	  DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $$venv/bin/python -m pip install --quiet -c constraints.txt --no-build-isolation "deepspeed==$$v"; \
+	  DS_ACCELERATOR=cpu $$venv/bin/python -m pytest -q -p no:cacheprovider tests/deepspeed; \
+	done
+
+# The real ByteCheckpoint writes its folders anew, on the torch of .venv (its pin on torch is only declared), and the tests read them.
+BCP := $(COMPAT_VENVS)/bytecheckpoint
+compat-bytecheckpoint: $(STAMP)
+	test -x $(BCP)/bin/python || $(PYTHON) -m venv $(BCP)
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+	  > "$$($(BCP)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/shared.pth"
+	$(BCP)/bin/python -m pip install --quiet --no-deps bytecheckpoint==0.0.2 'mmh3>=4.1,<4.3' universal-pathlib pathlib_abc \
+	  'cachetools<=10' grpcio protobuf
+	rm -rf $(BCP)/folders
+	set -e; for flavour in fsdp fsdp-flat fsdp2 ddp; do \
+	  $(BCP)/bin/python -m torch.distributed.run --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint localhost:0 \
+	    tests/data/bytecheckpoint/make.py $(BCP)/folders/$$flavour $$flavour; done
+	BYTECHECKPOINT_FOLDERS=$(BCP)/folders $(BIN)/python -m pytest -q tests/formats/bytecheckpoint
 
 bench: $(BENCH_STAMP)
 	$(BIN)/python -m benchmarks.compare --out bench_out/compare.json

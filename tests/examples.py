@@ -13,3 +13,8 @@ _USUAL = 100
 def examples(number: int, **others: Any) -> settings:
     """Return the settings of a test that usually tries `number` examples."""
     return settings(max_examples=number * settings.default.max_examples // _USUAL, **others)  # type: ignore[union-attr]
+
+
+def is_long() -> bool:
+    """Whether the profile ``long`` is chosen, for tests that try a sample of their cases otherwise."""
+    return bool(settings.default.max_examples > _USUAL)  # type: ignore[union-attr]

@@ -14,10 +14,10 @@ from tests.launch import ROOT, project_table
 
 PACKAGE = ["FlatShard", "LocalShard", "checkpoint", "errors", "register_placement"]
 CHECKPOINT = [
-    "CompactReport", "ConvertReport", "Diff", "GoodputReport", "Inspection", "LoadReport", "LoadedStep", "Manager", "Memory",
-    "PerRank", "ReshardReport", "SaveHandle", "SaveReport", "Timeline", "VerifyReport", "async_save", "catalog", "compact",
-    "convert", "diff", "goodput", "inspect", "load", "plot", "prepare", "read", "reshard", "save", "timeline", "verify",
-    "write_manifest",
+    "CompactReport", "ConvertReport", "Diff", "GoodputReport", "Inspection", "LiveReshard", "LoadReport", "LoadedStep", "Manager",
+    "Memory", "PerRank", "ReshardReport", "SaveHandle", "SaveReport", "Timeline", "VerifyReport", "async_save", "catalog",
+    "compact", "convert", "diff", "goodput", "inspect", "load", "plot", "prepare", "read", "reshard", "reshard_live", "save",
+    "timeline", "verify", "write_manifest",
 ]  # fmt: skip
 DCP = [
     "AsyncCheckpointerType",
@@ -34,6 +34,7 @@ OPTIONS = {
     "save": ["mesh", "process_group", "metadata", "timeline", "sha256", "progress", "timeout_s"],
     "async_save": [
         "staging",
+        "hold",
         "host_buffer_bytes",
         "when_busy",
         "mesh",
@@ -42,6 +43,17 @@ OPTIONS = {
         "timeline",
         "sha256",
         "progress",
+        "timeout_s",
+    ],
+    "reshard_live": [
+        "process_group",
+        "cast",
+        "rename",
+        "staged",
+        "strict",
+        "allow_missing",
+        "ignore",
+        "memory_bytes",
         "timeout_s",
     ],
     "load": [
@@ -74,7 +86,7 @@ def test_path_and_state_are_positional_and_options_are_named(name: str):
     parameters = inspect.signature(getattr(checkpoint, name)).parameters
     positional = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     named = [p.name for p in parameters.values() if p.kind is p.KEYWORD_ONLY]
-    assert positional == ["path", "state"]
+    assert positional == (["src", "dst"] if name == "reshard_live" else ["path", "state"])
     assert sorted(named) == sorted(OPTIONS[name])
 
 

@@ -24,11 +24,15 @@ from ..format.checksums import digest128
 from ..format.objects import names_kept
 from ..formats.dcp import OPTIMIZER_FORMS, write_dcp
 from ..formats.destination import OutputFolder, new_file, new_folder
-from ..formats.megatron.write import write_megatron
+from ..formats.foreign import FORMATS, ForeignFormat
+from ..formats.megatron import MegatronFormat
+from ..formats.megatron.write import FULLY_RESHARDABLE, write_megatron
 from ..formats.safetensors_writer import finished_files, lay_out, write_safetensors
 from ..formats.side_files import copy_side_files
 from ..formats.source import Path, Source, open_source
 from ..formats.torch_writer import write_torch
+from ..formats.unstacked import Unstacked
+from ..formats.unstacked import unstack as take_apart
 from ..storage import LocalStorage, path_text
 from .resharding import write_as_one_rank
 from .selecting import Names, SelectedNames, cast_dtypes, select_names, top_level_keys
@@ -78,6 +82,12 @@ class _Conversion:
     left_out: tuple[str, ...]
     verify: bool
     report: OnProgress
+    unstacked: Unstacked | None = None
+
+    @property
+    def written(self) -> Catalog:
+        """The tensors of the result, of which some may be parts of tensors of `catalog`."""
+        return self.catalog if self.unstacked is None else self.unstacked.catalog
 
     @property
     def num_bytes(self) -> int:
@@ -88,6 +98,8 @@ class _Conversion:
 
     def tensor_bytes(self, tensors: Sequence[int]) -> Iterator[memoryview]:
         """Yield the bytes of whole tensors, converted, end to end."""
+        if self.unstacked is not None:
+            return self.run_bytes([self.unstacked.runs[index] for index in tensors])
         return self.run_bytes([whole_run(self.catalog, index) for index in tensors])
 
     def run_bytes(self, runs: Sequence[Run]) -> Iterator[memoryview]:
@@ -149,6 +161,7 @@ def convert(
     to: str = "safetensors",
     max_shard_size: int | str = "5GB",
     optimizer: str | None = None,
+    unstack: bool = False,
     root: str | None = None,
     select: Names = None,
     exclude: Names = None,
@@ -174,7 +187,11 @@ def convert(
         Of a safetensors file: bytes, or text such as ``"5GB"`` or ``"4GiB"``. A larger tensor has a file of its own.
     optimizer
         For ``to="dcp"``, the form of optimizers: ``"nested"`` as ``get_optimizer_state_dict`` returns them (the default), or
-        ``"flat"`` as it does with ``flatten_optimizer_state_dict=True``.
+        ``"flat"`` as it does with ``flatten_optimizer_state_dict=True``. For ``to="megatron"``, ``"fully_reshardable"`` names the
+        state that a source of Megatron has in buckets (``dp_reshardable``), where the weights prove which it is.
+    unstack
+        For ``to="safetensors"``: write layers, and experts, that are stacked in one tensor as a tensor each, as in
+        ``layers.3.mlp.weight``; Megatron stacks them.
     root
         Take what lies below this name, and leave the name out of theirs. By default ``"model"`` for safetensors, which have no
         place for anything else, and ``""`` for the others, which is everything.
@@ -209,14 +226,19 @@ def convert(
     if to not in _WRITERS:
         raise UsageError(f"to={to!r}: there are {', '.join(map(repr, _WRITERS))}")
     format_options = _FormatOptions(parse_size(max_shard_size), _optimizer_form(optimizer, to))
-    with open_source(src) as source:
+    if unstack and to != "safetensors":
+        raise UsageError(f"unstack=True: is for to='safetensors', and not for to={to!r}, which keeps them stacked; leave it out")
+    named = format_options.optimizer == FULLY_RESHARDABLE
+    with open_source(src, tuple(map(_with_named_buckets, FORMATS)) if named else FORMATS) as source:
         conversion = _select(source, to, root, select, exclude, rename, cast, verify, reporter(progress))
+        if unstack:
+            conversion = replace(conversion, unstacked=take_apart(conversion.catalog, source.storage.url))
         destination = _Destination(path_text(src), source.storage.url, path_text(dst), overwrite)
         result = _WRITERS[to](conversion, destination, format_options)
     return ConvertReport(
         format=to,
         files=result.files,
-        num_tensors=len(conversion.catalog.names),
+        num_tensors=len(conversion.written.names),
         num_values=len(conversion.values),
         num_bytes=conversion.num_bytes,
         bytes_kept=result.bytes_kept,
@@ -225,11 +247,18 @@ def convert(
 
 
 def _optimizer_form(optimizer: str | None, to: str) -> str:
+    if to == "megatron" and optimizer == FULLY_RESHARDABLE:
+        return optimizer
     if optimizer is not None and (to != "dcp" or optimizer not in OPTIMIZER_FORMS):
         raise UsageError(
-            f"optimizer={optimizer!r}: for to='dcp', one of {' and '.join(map(repr, OPTIMIZER_FORMS))}; leave it out"
+            f"optimizer={optimizer!r}: for to='dcp', one of {' and '.join(map(repr, OPTIMIZER_FORMS))}, for to='megatron' "
+            f"{FULLY_RESHARDABLE!r}; leave it out"
         )
     return optimizer or OPTIMIZER_FORMS[0]
+
+
+def _with_named_buckets(one: ForeignFormat) -> ForeignFormat:
+    return replace(one, named=True) if isinstance(one, MegatronFormat) else one
 
 
 def _select(
@@ -298,9 +327,10 @@ def parse_size(size: int | str) -> int:
 
 
 def _to_safetensors(conversion: _Conversion, destination: _Destination, format_options: _FormatOptions) -> _Result:
-    files = lay_out(conversion.catalog, format_options.max_bytes)
+    files = lay_out(conversion.written, format_options.max_bytes)
+    identity = conversion.identity("safetensors", format_options.max_bytes, conversion.unstacked is not None)
     with (
-        destination.folder(conversion.identity("safetensors", format_options.max_bytes)) as output,
+        destination.folder(identity) as output,
         LocalStorage(output.result) as storage,
         LocalStorage(output.resume_info) as resume_info,
     ):
@@ -308,7 +338,7 @@ def _to_safetensors(conversion: _Conversion, destination: _Destination, format_o
         storage.delete({key for key, _ in storage.list()} - {file.key for file in kept})
         if not os.path.isfile(destination.src):
             copy_side_files(conversion.source.storage, conversion.source.catalog, storage)
-        write_safetensors(storage, conversion.catalog, conversion.tensor_bytes, files, resume_info=resume_info, kept=kept)
+        write_safetensors(storage, conversion.written, conversion.tensor_bytes, files, resume_info=resume_info, kept=kept)
         return _Result(_keys(storage), sum(file.num_bytes for file in kept))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ..core.durations import duration_s
-from ..core.planning.interval import MAX_OVERHEAD, Goodput, Job, best_goodput
+from ..core.planning.interval import MAX_OVERHEAD, Goodput, JobFigures, best_goodput
 from ..errors import UsageError
 from ..formats.source import Path
 from .plotting import PICTURES, check_suffix, load_plotting, write_picture
@@ -29,7 +29,7 @@ class GoodputReport:
         By what would be different: the same for that job.
     """
 
-    job: Job
+    job: JobFigures
     best: Goodput
     alternatives: Mapping[str, Goodput]
 
@@ -96,7 +96,7 @@ def goodput(
             raise UsageError(f"{option}={share!r}: a share is between 0 and 1")
     if stall < 0 or (copies is not None and copies < 0):
         raise UsageError(f"stall={stall!r}, copies={copies!r}: must not be below 0")
-    job = Job(
+    job = JobFigures(
         state_bytes=state_gb * GB,
         write_bytes_per_s=write_gbps * GB,
         read_bytes_per_s=(write_gbps if read_gbps is None else read_gbps) * GB,
@@ -116,7 +116,7 @@ def goodput(
     return report
 
 
-def _alternatives(job: Job) -> dict[str, Job]:
+def _alternatives(job: JobFigures) -> dict[str, JobFigures]:
     fewer = {} if job.copies is None else {"no memory tier": replace(job, copies=None)}
     more = 1 if job.copies is None else job.copies + 1
     if more < job.nodes:

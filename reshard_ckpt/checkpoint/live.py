@@ -23,7 +23,8 @@ from ..engine.common.rename import renamed, without
 from ..engine.common.rounds import NUM_BUFFERS, Buffers, Rounds, named_error, settle
 from ..engine.loading.load import LoadOptions, Resolved, drop_refused, resolve
 from ..engine.loading.vote import VoteResult, Wanted, missing_values, vote
-from ..engine.resharding.live import Mover, Moves, Overlaps, Spares, WantedRows, find_overlaps, memory_rows, plan_moves
+from ..engine.resharding.live import Mover, Moves, WantedRows, memory_rows, plan_moves
+from ..engine.resharding.live_memory import Overlaps, Spares, find_overlaps
 from ..engine.resharding.live_source import LiveSource, LiveValues, open_live
 from ..engine.saving.handle import SAVES
 from ..engine.saving.local_shards import LocalShards, describe_local
@@ -169,6 +170,11 @@ class _Options:
         if self.memory_bytes < MIN_MEMORY_BYTES:
             raise UsageError(f"memory_bytes={self.memory_bytes}: messages need at least {MIN_MEMORY_BYTES} bytes")
 
+    @property
+    def round_bytes(self) -> int:
+        """The bytes of one round: a buffer's, less what heads and the rounding of its size take."""
+        return self.memory_bytes // NUM_BUFFERS * 7 // 8
+
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
@@ -217,7 +223,7 @@ class _Job:
         chosen = np.flatnonzero((source[rows.tensor] >= 0) & (rows.count > 0))
         wanted = WantedRows(opened.wanted, chosen, source[rows.tensor[chosen]])
         self._moves = plan_moves(
-            comm, self._source.held, wanted, self._travels(opened.wanted), node_name(), self._options.memory_bytes // NUM_BUFFERS
+            comm, self._source.held, wanted, self._travels(opened.wanted), node_name(), self._options.round_bytes
         )
         tied = {i for group in self._overlaps.tied for i in group}
         self._spares = Spares(opened.wanted, self._sources.keys() if self._options.staged else tied)
@@ -292,7 +298,7 @@ class _Job:
         for tensor in memory_rows(local):
             kind = tensor.device.type
             if kind not in known:
-                known[kind] = torch.distributed.is_initialized() and carries(self._group, kind)
+                known[kind] = carries(self._group, kind)
         return [known[tensor.device.type] for tensor in memory_rows(local)]
 
     def _find_overlaps(self, opened: _Opened) -> Overlaps:

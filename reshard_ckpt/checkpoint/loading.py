@@ -17,7 +17,8 @@ from ..core.report import LoadReport
 from ..engine.common.logs import RankLog
 from ..engine.common.progress import OnProgress, reporter, size_text
 from ..engine.common.rename import renamed, without
-from ..engine.loading.load import LoadOptions, drop_refused, fetch, resolve, verify_ties
+from ..engine.loading.load import LoadOptions as LoadOptions  # with `load_state`, for the rooms above
+from ..engine.loading.load import drop_refused, fetch, resolve, verify_ties
 from ..engine.loading.read import execute
 from ..engine.loading.read_once import execute_once
 from ..engine.loading.saved_values import SavedValue, blob_reader, open_values
@@ -150,17 +151,22 @@ def load_wanted(
     prepare: Callable[[Catalog, Comm], Target],
     *,
     verify_first: bool,
-    rename: Callable[[str], str],
-    formats: Sequence[ForeignFormat] = FORMATS,
+    rename: Callable[[Catalog], Callable[[str], str]],
     process_group: Any = None,
 ) -> LoadReport:
-    """Load what `prepare` says that this rank wants of a catalog, and nothing else.
+    """Load what `prepare` says that this rank wants of a catalog, which goes by the names that `rename` gives; nothing else.
 
     Dtypes are converted. A tensor may be saved with another global shape, as far as the target's `check` lets it.
     """
     options = LoadOptions(cast=True, allow_resize=True, verify_first=verify_first)
-    report, _ = _load(path, prepare, options, only_wanted=True, formats=formats, rename=rename, process_group=process_group)
+    formats = tuple(map(_as_saved, FORMATS))
+    report, _ = _load(path, prepare, options, only_wanted=True, formats=formats, rename_of=rename, process_group=process_group)
     return report
+
+
+def _as_saved(one: Any) -> Any:
+    """Have a format that can give the names that its own library has."""
+    return replace(one, as_saved=True) if hasattr(one, "as_saved") else one
 
 
 def _load(
@@ -172,6 +178,7 @@ def _load(
     formats: Sequence[ForeignFormat] = FORMATS,
     opened: Callable[[Comm], AbstractContextManager[Source]] | None = None,
     rename: Mapping[str, str] | Callable[[str], str] | None = None,
+    rename_of: Callable[[Catalog], Callable[[str], str]] | None = None,
     progress: bool | OnProgress = False,
     process_group: Any = None,
     timeout_s: float = 600.0,
@@ -184,6 +191,7 @@ def _load(
         options = replace(options, tied_under_one_name=source.format != NATIVE)
         SAVES.wait_staged()  # what a save still copies must not change under it
         storage, saved = source.storage, source.catalog
+        rename = rename if rename_of is None else rename_of(saved)
         if rename is not None:
             saved = renamed(saved, rename, read=blob_reader(storage, source.catalog, verify=options.verify))
         target = prepare(saved, comm)

@@ -11,6 +11,7 @@ from typing import Any
 from ..comm import Comm, open_session
 from ..core.report import SaveReport
 from ..engine.common.host_memory import POOL
+from ..engine.common.lanes import has_lane
 from ..engine.common.logs import RankLog
 from ..engine.common.progress import OnProgress, reporter
 from ..engine.common.recorder import Recorder, TimedComm
@@ -19,9 +20,12 @@ from ..engine.saving.async_save import SaveTarget, launch, take_ring
 from ..engine.saving.commit import begin, commit, differing_names
 from ..engine.saving.handle import SAVES, SaveHandle
 from ..engine.saving.local_shards import LocalShards, describe_local
-from ..engine.saving.options import SaveJob, SaveOptions
+from ..engine.saving.messages import Receipt
+from ..engine.saving.options import Hold, SaveJob, SaveOptions
+from ..engine.saving.staged_fingerprints import all_fingerprints
 from ..engine.saving.step_guard import GuardedState
-from ..engine.saving.write import all_fingerprints, lay_out, write_assignment
+from ..engine.saving.write import lay_out, write_assignment
+from ..engine.saving.write_staged import write_staged
 from ..format.values import encode_value
 from ..formats.source import Path
 from ..state.capture import capture
@@ -89,18 +93,25 @@ def save(
 def _save(path: Path, capture: Capture, options: SaveOptions) -> SaveReport:
     with ExitStack() as session:
         job = _agreed_job(session, path, capture, options)
-        receipt = write_assignment(
-            job.storage,
-            job.local_shards,
-            job.agreed.assignment,
-            job.comm.rank,
-            recorder=job.recorder,
-            sha256=options.sha256,
-            marks=job.fingerprints,
-        )
+        receipt = _written(job)
         total = commit(job, receipt)
     seconds = job.recorder.now() - job.recorder.began
     return SaveReport(job.path, job.save_id, receipt.num_bytes, total, seconds, seconds)
+
+
+def _written(job: SaveJob) -> Receipt:
+    """Write this rank's part: from the tensors' own memory, or through pinned memory where some lie on an accelerator."""
+    if any(has_lane(device) for device in {local.tensor.device for _, local in job.local_shards.rows}):
+        return write_staged(job)
+    return write_assignment(
+        job.storage,
+        job.local_shards,
+        job.agreed.assignment,
+        job.comm.rank,
+        recorder=job.recorder,
+        sha256=job.options.sha256,
+        marks=job.fingerprints,
+    )
 
 
 def async_save(
@@ -108,6 +119,7 @@ def async_save(
     state: Mapping[str, Any],
     *,
     staging: str = "eager",
+    hold: Hold = "optimizers",
     host_buffer_bytes: int | None = None,
     when_busy: str = "wait",
     mesh: Any = None,
@@ -130,6 +142,11 @@ def async_save(
         loop needs no change. What else may change meanwhile (buffers, other objects) is copied before this returns. A change of
         parameters that is no step fails the save, unless it waits for ``staged()``.
         Where an optimizer's steps cannot be held back (compiled, ``capturable=True``), lazy is eager.
+    hold
+        Who holds changes back while a lazy save copies. ``"optimizers"``: those in the state, as above. An optimizer, or a list:
+        these as well, which need not be in the state; what they own need not be copied at once. ``"caller"``: nothing is copied
+        before this returns, and nothing is held back or checked; the caller changes nothing of the state before ``staged()``
+        returns.
     host_buffer_bytes
         Upper bound of the host memory for staging, at least 16 MiB. Below what this rank writes, staging is eager, and waits
         for the disk.
@@ -148,7 +165,7 @@ def async_save(
         As for `save`, as far as known before this returns; or the previous save failed in the background.
     """
     options = SaveOptions(
-        mesh, process_group, metadata, timeline, sha256, progress, timeout_s, staging, host_buffer_bytes, when_busy
+        mesh, process_group, metadata, timeline, sha256, progress, timeout_s, staging, host_buffer_bytes, when_busy, hold
     )
     return begin_save(path, state, options)
 
@@ -160,7 +177,8 @@ def begin_save(
     path: Path, state: Mapping[str, Any], options: SaveOptions, choose_target: ChooseTarget = lambda job: None
 ) -> SaveHandle:
     """Begin a save as `async_save` does, with options as one value; `choose_target` may send the images elsewhere."""
-    guarded = (lambda: GuardedState(*held_back(state))) if options.staging == "lazy" else GuardedState
+    guards = options.staging == "lazy" and not options.caller_holds
+    guarded = (lambda: GuardedState(*held_back([state, *options.more_held]))) if guards else GuardedState
     return _begin(path, _capture_of(state, options), options, guarded, choose_target)
 
 
@@ -219,7 +237,7 @@ def _agreed_job(session: ExitStack, path: Path, capture: Capture, options: SaveO
     marks = None
     if options.compare_first:
         with recorder.step("compare"):
-            marks = all_fingerprints(local_shards, agreed.assignment)
+            marks = all_fingerprints(local_shards, agreed.assignment.checks)
             differ = differing_names(comm, agreed, marks)
         if differ:
             local_shards, marks = _described(partial(capture, differ), comm.rank, recorder), None

@@ -21,7 +21,10 @@ To = Annotated[
 Optimizer = Annotated[
     str | None,
     typer.Option(
-        "--optimizer", metavar="FORM", help="For --to dcp, of optimizers: nested (by default) or flat.", show_default=False
+        "--optimizer",
+        metavar="FORM",
+        help="For --to dcp: nested (by default) or flat. For --to megatron: fully_reshardable, which names buckets.",
+        show_default=False,
     ),
 ]
 Root = Annotated[
@@ -45,6 +48,9 @@ def convert(
     to: To = "safetensors",
     max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Of a safetensors file.")] = "5GB",
     optimizer: Optimizer = None,
+    unstack: Annotated[
+        bool, typer.Option("--unstack", help="For --to safetensors: layers that are stacked in one tensor, as a tensor each.")
+    ] = False,
     root: Root = None,
     select: Select = None,
     exclude: Exclude = None,
@@ -70,6 +76,7 @@ def convert(
             to=to,
             max_shard_size=max_shard_size,
             optimizer=optimizer,
+            unstack=unstack,
             root=root,
             select=select,
             exclude=exclude,

@@ -90,7 +90,8 @@ class Exchange:
         outgoing = torch.frombuffer(bytearray(b"".join(messages)) or bytearray(1), dtype=torch.uint8)[: sum(sent)]
         incoming = torch.empty(int(received.sum()), dtype=torch.uint8)
         self._swap(outgoing, sent, incoming, received.tolist())
-        return [bytes(part.numpy()) for part in incoming.split(received.tolist())]
+        data, ends = incoming.numpy().tobytes(), received.cumsum(0).tolist()
+        return [data[end - size : end] for size, end in zip(received.tolist(), ends, strict=True)]
 
     def _swap(self, outgoing: torch.Tensor, sent: Sequence[int], incoming: torch.Tensor, received: Sequence[int]) -> None:
         into = incoming if self.device == HOST else torch.empty_like(incoming, device=self.device)
@@ -133,6 +134,8 @@ def carries(process_group: ProcessGroup | None, device_type: str) -> bool:
 
     gloo takes memory of accelerators too, but through the host, which packing does as well.
     """
+    if current_group(process_group) is None:
+        return False
     config = dist.get_backend_config(_group(process_group))
     backends = dict(pair.split(":", 1) for pair in config.lower().split(",") if ":" in pair)
     backend = backends.get(device_type, "" if backends else config)

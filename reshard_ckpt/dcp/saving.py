@@ -148,7 +148,9 @@ def async_save(
     group = group_of(process_group, no_dist)
     path, form = _path_and_form(state_dict, checkpoint_id, storage_writer, group, use_collectives)
     later = uses_async_staging(async_stager)
-    save = begin_save(path, form, SaveOptions(process_group=group, waits_for_staging=later)).running
+    # With an asynchronous stager the caller changes nothing before `staging_completion` is done.
+    chosen = SaveOptions(process_group=group, staging="lazy", hold="caller") if later else SaveOptions(process_group=group)
+    save = begin_save(path, form, chosen).running
     upload = _upload(save, path)
     # Torch says that the result of the second is None, and makes it the metadata.
     return AsyncSaveResponse(staging_completion=save.staged, upload_completion=upload) if later else upload  # type: ignore[arg-type]

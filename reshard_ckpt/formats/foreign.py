@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from .bytecheckpoint import ByteCheckpointFormat
 from .catalog_builder import FilePart, ForeignTensor
 from .dcp.format import DcpFormat
 from .deepspeed.format import DeepSpeedFormat
@@ -15,10 +16,13 @@ from .megatron.format import MegatronFormat
 from .protocol import Foreign, ForeignFormat, RawValue
 from .safetensors import SafetensorsFormat
 from .torch_file import TorchFormat
+from .vescale import VeScaleFormat
 
 __all__ = ["FORMATS", "FilePart", "Foreign", "ForeignFormat", "ForeignTensor", "RawValue", "open_foreign"]
 
 FORMATS: tuple[ForeignFormat, ...] = (
+    ByteCheckpointFormat(),
+    VeScaleFormat(),
     MegatronFormat(),
     DcpFormat(),
     DeepSpeedFormat(),

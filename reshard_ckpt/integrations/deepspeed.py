@@ -1,10 +1,11 @@
 """DeepSpeed's engine saves and loads through this library: `attach` it to one, or `install` it for all that are configured so.
 
-``engine.save_checkpoint(dir, tag)`` writes a checkpoint of this library at ``dir/tag``, of global named tensors, in the background:
+``engine.save_checkpoint(dir, tag)`` writes a checkpoint of this library at ``dir/tag``, of global named tensors, in the
+background:
 
 1. DeepSpeed calls `Engine.create` and then `Engine.save`, once for each file that it would write. The last of these calls begins
-   one save of all that the engine holds, in the layout in which it is there (`deepspeed_state`). Nothing is written to the others.
-2. Training goes on. A step of the optimizer waits until what it changes is copied.
+   one save of all that the engine holds, in the layout in which it is there (`deepspeed_state`). Nothing is written to the
+others. 2. Training goes on. A step of the optimizer waits until what it changes is copied.
 3. After the commit, rank 0 replaces the file ``latest``. A save that is killed before leaves the last one's tag in it.
 
 ``engine.load_checkpoint`` loads what such a save or DeepSpeed itself has written, at whatever number of ranks, ZeRO stage and
@@ -14,7 +15,7 @@ precision (`deepspeed_load`).
 from __future__ import annotations
 
 import atexit
-import inspect
+import logging
 import os
 import re
 import threading
@@ -25,19 +26,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..checkpoint import SaveHandle
 from ..checkpoint.saving import async_save
-from ..engine.common.logs import LOGGER
-from ..engine.saving.handle import SaveHandle
 from ..errors import CheckpointError, UnsupportedError, UsageError
-from ..format.values import encode_value
+from ..formats.deepspeed.live import is_plain, write_latest
 from ..formats.deepspeed.values import NOT_VALUES
-from ..storage import open_storage
 from .deepspeed_load import load_checkpoint
 from .deepspeed_state import EngineState, base_optimizer, refuse_unsupported
 
 __all__ = ["attach", "detach", "install"]
 
-LATEST = "latest"
+_LOGGER = logging.getLogger("reshard_ckpt")
 _MODEL = re.compile(r"(?:zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt")
 _OPTIMIZER = re.compile(r".*optim_states\.pt")
 _LAYER = re.compile(r"layer_\d+.*model_states\.pt")
@@ -82,8 +81,8 @@ def detach(engine: Any) -> Any:
 def install() -> None:
     """Attach every engine that is made from now on whose config has the block ``datastates_ckpt``.
 
-    Of that block, ``host_cache_size`` (GB) bounds the host memory of a rank. Call it before ``deepspeed.initialize``; a second call
-    does nothing.
+    Of that block, ``host_cache_size`` (GB) bounds the host memory of a rank. Call it before ``deepspeed.initialize``; a second
+    call does nothing.
     """
     from deepspeed.runtime.engine import DeepSpeedEngine
 
@@ -144,7 +143,9 @@ class _Loading:
             return self._stock(engine, load_dir, tag, *arguments, **options)
         ours.finish()
         names = ("load_module_strict", "load_optimizer_states", "load_lr_scheduler_states", "load_module_only", "custom_load_fn")
-        return load_checkpoint(engine, load_dir, tag, timeout_s=ours.timeout_s, **dict(zip(names, arguments, strict=False)), **options)
+        return load_checkpoint(
+            engine, load_dir, tag, timeout_s=ours.timeout_s, **dict(zip(names, arguments, strict=False)), **options
+        )
 
 
 class Engine:
@@ -166,6 +167,7 @@ class Engine:
         self._host_buffer_bytes = host_buffer_bytes
         self._info: Any = None
         self._values: dict[str, Any] = {}
+        self._kept: frozenset[str] | None = None
         self._changed: dict[str, Any] = {}
         self._running: _Running | None = None
         _AT_EXIT.add(self)
@@ -181,7 +183,7 @@ class Engine:
         engine = self._of()
         refuse_unsupported(engine)
         self.finish()
-        self._info, self._values = info, {}
+        self._info, self._values, self._kept = info, {}, None
         self._change(engine, save_non_zero_checkpoint=True)
         # DeepSpeed would copy all frozen parameters, and what is saved are the live ones.
         self._change(engine, _get_zero_frozen_param_attributes=lambda function: {})
@@ -196,7 +198,9 @@ class Engine:
         if _LAYER.fullmatch(name):
             return
         if _MODEL.fullmatch(name):
-            self._values = {key: value for key, value in state_dict.items() if key not in NOT_VALUES}
+            self._values = {key: _own(value) for key, value in state_dict.items() if key not in NOT_VALUES}
+            module = state_dict.get("module")
+            self._kept = frozenset(module) if isinstance(module, dict) else None
             if engine.save_zero_checkpoint:
                 return
         elif not _OPTIMIZER.fullmatch(name):
@@ -278,7 +282,7 @@ class Engine:
     def _begin(self, engine: Any) -> None:
         info, path = self._info, self._path()
         self._set_back()
-        state = _state(engine, self._values)
+        state = _state(engine, self._values, self._kept)
         hooks = getattr(base_optimizer(engine), "register_step_pre_hook", None)
         handle = async_save(
             path,
@@ -295,9 +299,8 @@ class Engine:
 _NOTHING = object()
 _AT_EXIT: weakref.WeakSet[Engine] = weakref.WeakSet()
 
-_LAZY: dict[str, Any] = (
-    {"staging": "lazy", "hold": "caller"} if "hold" in inspect.signature(async_save).parameters else {"staging": "lazy"}
-)
+_LAZY: dict[str, Any] = {"staging": "lazy", "hold": "caller"}
+"""The base optimizer's hook waits for `staged`, so nothing is copied before a save returns."""
 
 
 @atexit.register
@@ -306,7 +309,7 @@ def _finish_all() -> None:
         try:
             engine.finish()
         except CheckpointError:
-            LOGGER.exception("the last checkpoint of a DeepSpeed engine was not saved")
+            _LOGGER.exception("the last checkpoint of a DeepSpeed engine was not saved")
 
 
 class _Running:
@@ -331,8 +334,7 @@ class _Running:
     def _after(self, handle: SaveHandle) -> None:
         try:
             if self._writes_latest and not handle.failed():
-                with open_storage(self.info.save_dir) as storage:
-                    storage.publish(LATEST, str(self.info.tag).encode())
+                write_latest(self.info.save_dir, str(self.info.tag))
         except BaseException as error:
             self._error = error
         finally:
@@ -350,12 +352,29 @@ class _Running:
             raise self._error
 
 
-def _state(engine: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is saved: tensors in the layout of this rank; values, and what all ranks have, from the first of them."""
+def _own(value: Any) -> Any:
+    """Copy the tensors in a value of the user, who may change them while they are saved."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if type(value) is dict:
+        return {key: _own(child) for key, child in value.items()}
+    return type(value)(map(_own, value)) if type(value) in (list, tuple) else value
+
+
+def _state(engine: Any, values: Mapping[str, Any], kept: frozenset[str] | None) -> dict[str, Any]:
+    """Return what is saved: tensors in the layout of this rank; values, and what all ranks have, from the first of them.
+
+    Parameters
+    ----------
+    kept
+        The names of the module that DeepSpeed would save, which are not all with ``exclude_frozen_parameters``; None for all.
+    """
     held = EngineState(engine)
     model, state = held.tensors(with_state=True)
     if _is_first(engine):
         model |= {name: buffer.detach().clone() for name, buffer in held.buffers().items()}
+    if kept is not None:
+        model = {name: part for name, part in model.items() if name in kept}
     tree: dict[str, Any] = {"model": model} if model else {}
     if engine.optimizer is not None:
         tree["optimizer"] = {"state": state, "param_groups": held.groups()}
@@ -387,18 +406,14 @@ def _plain_values(values: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
         One is no plain value; the message has its key.
     """
     found = dict(values)
-    try:
-        encode_value(found.get("ds_config"), "deepspeed.ds_config")
-    except CheckpointError:  # a config may hold objects; whoever resumes has a config of their own
+    if not is_plain(found.get("ds_config")):  # it may hold objects; whoever resumes has a config of their own
         found.pop("ds_config", None)
     own: dict[str, Any] = {}
     if optimizer is not None:
         state = optimizer.state_dict()
         own = {key: state[key] for key in _OF_OPTIMIZER if key in state}
         if "loss_scaler" in state:
-            own["loss_scaler"] = {key: value for key, value in vars(state["loss_scaler"]).items()}
+            own["loss_scaler"] = dict(vars(state["loss_scaler"]))
         if "zero_stage" in state:
             own["zero_stage"] = int(state["zero_stage"])
     return {**found, "optimizer": own} if own else found
-
-

@@ -13,28 +13,19 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ..checkpoint.loading import load
 from ..checkpoint.reading import catalog, read
-from ..core.catalog.links import groups_name
-from ..core.catalog.model import Catalog
-from ..core.catalog.param_groups import SWITCHES, Groups
-from ..core.geometry.dtypes import CODES
-from ..errors import MismatchError, UsageError
-from ..format.torch_dtypes import TORCH_DTYPES
-from ..format.values import decode_path
-from ..formats.deepspeed.folder import LATEST
-from ..formats.deepspeed.values import NOT_VALUES
-from ..storage import open_storage
+from ..errors import UsageError
+from ..formats.deepspeed.live import GROUPS_NAME, Kinds, hyperparameters_of, kinds_of_state, read_latest, value_keys
+from ..formats.deepspeed.rows import OPTIMIZER
+from ..formats.deepspeed.values import NOT_VALUES, ROOT
 from .deepspeed_state import EngineState, base_optimizer, refuse_unsupported
-
-ROOT, OPTIMIZER = "deepspeed", "optimizer"
 
 _ENGINE_STATES = ("skipped_steps", "global_steps", "dp_world_size", "mp_world_size", "data_sampler", "random_ltd", "lr_scheduler",
                   "optimizer")  # fmt: skip
 """Keys that are the engine's, and not handed to the user as ``client_state``."""
-
-Kinds = dict[str, dict[str, tuple[bool, torch.dtype]]]
 
 
 def load_checkpoint(
@@ -60,7 +51,9 @@ def load_checkpoint(
     """
     refuse_unsupported(engine)
     if custom_load_fn is not None:
-        raise UsageError("custom_load_fn: tensors are loaded in place here, not through a function; rename them in the checkpoint")
+        raise UsageError(
+            "custom_load_fn: tensors are loaded in place here, not through a function; rename them in the checkpoint"
+        )
     path = _checkpoint_path(load_dir, tag)
     if path is None:
         return None, None
@@ -68,14 +61,16 @@ def load_checkpoint(
     _around(engine, "checkpoint_event_prologue")
     saved = catalog(path)
     held = EngineState(engine, loading=True)
-    kinds = _kinds(saved)
+    kinds = kinds_of_state(saved)
     if with_optimizer:
         held.allocate(kinds)
-    shared = _load_tensors(path, held, saved, kinds, strict=load_module_strict, with_optimizer=with_optimizer, timeout_s=timeout_s)
+    shared = _load_tensors(
+        path, held, saved, kinds, strict=load_module_strict, with_optimizer=with_optimizer, timeout_s=timeout_s
+    )
     values = _values(path, saved)
     if with_optimizer:
         held.set_shared(shared)
-        _set_groups(held, base_optimizer(engine), values.get(groups_name(OPTIMIZER)))
+        _set_groups(held, base_optimizer(engine), values.get(GROUPS_NAME))
         _set_optimizer(engine.optimizer, values[ROOT].get(OPTIMIZER) or {})
     held.update_parameters()
     if with_optimizer and hasattr(engine.optimizer, "_link_all_hp_params"):
@@ -90,14 +85,16 @@ def load_checkpoint(
 
 
 def _checkpoint_path(load_dir: str, tag: Any) -> str | None:
-    """Return the path of a tag's folder, by default of the one that ``latest`` names; None where there is no such file."""
-    if tag is not None:
-        return os.path.join(load_dir, str(tag))
-    with open_storage(load_dir) as storage:
-        for key in LATEST:
-            if storage.size(key) is not None:
-                return os.path.join(load_dir, storage.read(key, limit=4096).decode().strip())
-    return None
+    """Return the path of a tag's folder, by default of the one that ``latest`` names; None where there is no such file.
+
+    Rank 0 reads ``latest`` for all: it is the one that writes it.
+    """
+    found = [None if tag is None else str(tag)]
+    if tag is None and dist.get_rank() == 0:
+        found = [read_latest(load_dir)]
+    if tag is None and dist.get_world_size() > 1:
+        dist.broadcast_object_list(found, 0)
+    return None if found[0] is None else os.path.join(load_dir, found[0])
 
 
 def _around(engine: Any, method: str) -> None:
@@ -106,27 +103,12 @@ def _around(engine: Any, method: str) -> None:
         getattr(engine.optimizer, method)()
 
 
-def _kinds(saved: Catalog) -> Kinds:
-    """Say what state the checkpoint has of each parameter: whether it is of the parameter's shape, and its dtype."""
-    found: Kinds = {}
-    for name, link in saved.links().items():
-        if link.optimizer != OPTIMIZER:
-            continue
-        if name in saved:
-            index = saved.index(name)
-            dtype = TORCH_DTYPES[CODES[int(saved.tensors_table.dtype[index])]]
-            found.setdefault(link.fqn, {})[link.key] = (bool(saved.shape(index)), dtype)
-        else:
-            found.setdefault(link.fqn, {})[link.key] = (False, torch.float32)
-    return found
-
-
 def _load_tensors(
-    path: str, held: EngineState, saved: Catalog, kinds: Kinds, *, strict: bool, with_optimizer: bool, timeout_s: float
+    path: str, held: EngineState, saved: Any, kinds: Kinds, *, strict: bool, with_optimizer: bool, timeout_s: float
 ) -> dict[str, dict[str, Any]]:
     """Load tensors in place; return what is shared by the parameters of a flat group, by parameter."""
     model, state = held.tensors(with_state=with_optimizer)
-    model |= {name: buffer for name, buffer in held.buffers().items()}
+    model |= held.buffers()
     shared: dict[str, dict[str, Any]] = {}
     for fqn, entries in state.items():
         for key in [key for key, value in entries.items() if _is_scalar(value)]:
@@ -139,7 +121,7 @@ def _load_tensors(
     state = {fqn: entries for fqn, entries in state.items() if entries}
     if state:
         tree[OPTIMIZER] = {"state": state}
-    ignore = [groups_name(OPTIMIZER), *(n for n, link in saved.links().items() if n not in saved and link.optimizer == OPTIMIZER)]
+    ignore = [GROUPS_NAME, *(n for n, link in saved.links().items() if n not in saved and link.optimizer == OPTIMIZER)]
     load(path, tree, strict=strict, cast=True, ignore=ignore, timeout_s=timeout_s)
     if numbers:
         for name, value in read(path, list(numbers)).items():
@@ -148,38 +130,29 @@ def _load_tensors(
 
 
 def _is_scalar(value: Any) -> bool:
-    return not isinstance(value, torch.Tensor) and not hasattr(value, "layout") or getattr(value, "ndim", 1) == 0
+    return (not isinstance(value, torch.Tensor) and not hasattr(value, "layout")) or getattr(value, "ndim", 1) == 0
 
 
-def _values(path: str, saved: Catalog) -> dict[str, Any]:
+def _values(path: str, saved: Any) -> dict[str, Any]:
     """Read all values: the groups of the optimizer, and below `ROOT` a tree of what DeepSpeed and the user had."""
-    entries = {entry.name: entry for entry in saved.values_table if entry.name.startswith(f"{ROOT}.")}
-    tensors = [name for name in saved.names if name.startswith(f"{ROOT}.")]
-    wanted = [*entries, *tensors, *(n for n in [groups_name(OPTIMIZER)] if n in saved.value_names)]
+    keys = value_keys(saved)
+    wanted = [*keys, *(name for name in [GROUPS_NAME] if name in saved.value_names)]
     found = read(path, wanted) if wanted else {}
     tree: dict[str, Any] = {}
-    for name, value in found.items():
-        if name.startswith(f"{ROOT}."):
-            keys = decode_path(entries[name].path) if name in entries else tuple(name.split("."))
-            node = tree
-            for key in keys[1:-1]:
-                node = node.setdefault(key, {})
-            node[keys[-1]] = value
-    return {ROOT: tree, groups_name(OPTIMIZER): found.get(groups_name(OPTIMIZER))}
+    for name, (_, *above, last) in keys.items():
+        node = tree
+        for key in above:
+            node = node.setdefault(key, {})
+        node[last] = found[name]
+    return {ROOT: tree, GROUPS_NAME: found.get(GROUPS_NAME)}
 
 
 def _set_groups(held: EngineState, base: Any, saved: Any) -> None:
     """Give the groups of torch's optimizer the hyperparameters that were saved for their parameters."""
     if not saved:
         return
-    known = Groups(saved)
-    problems: list[str] = []
-    for i, (group, names) in enumerate(zip(base.param_groups, held.group_names(), strict=True)):
-        found = known.select(names, name=f"group {i} of the optimizer")
-        problems += found.problems
-        group.update({key: value for key, value in found.hyperparameters.items() if key not in SWITCHES})
-    if problems:
-        raise MismatchError("\n".join(problems), problems)
+    for group, found in zip(base.param_groups, hyperparameters_of(saved, held.group_names()), strict=True):
+        group.update(found)
 
 
 def _set_optimizer(optimizer: Any, values: Mapping[str, Any]) -> None:

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..core.catalog.specs import Ints
 from ..errors import UnsupportedError
 from ..formats.deepspeed.layout import MASTER, Params, RankState, hyperparameters, named_runs, open_state, striped_runs
+from ..formats.deepspeed.live import declared, declared_whole
 from ..formats.deepspeed.shards import Shard, TensorParallel
-from ..state.shards import FlatShard, LocalShard
+
+Ints = tuple[int, ...]
 
 FLAT_OWNERS = (
     "single_partition_of_fp32_groups",  # ZeRO-1 and 2
@@ -39,9 +40,13 @@ def refuse_unsupported(engine: Any) -> None:
         The engine offloads to NVMe, or divides experts among ranks.
     """
     if engine.zero_nvme_offload_optimizer() or _offloads_parameters_to_nvme(engine):
-        raise UnsupportedError("DeepSpeed offloads to NVMe here, where no tensor can be read in place; offload to the CPU instead")
+        raise UnsupportedError(
+            "DeepSpeed offloads to NVMe here, where no tensor can be read in place; offload to the CPU instead"
+        )
     if engine.has_moe_layers:
-        raise UnsupportedError("this model has MoE layers of DeepSpeed, whose experts are divided among ranks; that is not supported")
+        raise UnsupportedError(
+            "this model has MoE layers of DeepSpeed, whose experts are divided among ranks; that is not supported"
+        )
     if getattr(engine, "zenflow", False):
         raise UnsupportedError("ZenFlow updates the optimizer's state in a process of its own; that is not supported")
 
@@ -213,7 +218,9 @@ class EngineState:
             state = base.state[owner]
             for key, (is_part, dtype) in wanted.items():
                 if key not in state:
-                    state[key] = torch.zeros_like(owner, dtype=dtype, requires_grad=False) if is_part else torch.zeros((), dtype=dtype)
+                    state[key] = (
+                        torch.zeros_like(owner, dtype=dtype, requires_grad=False) if is_part else torch.zeros((), dtype=dtype)
+                    )
 
     def _owners(self) -> Iterator[tuple[Sequence[str], Any]]:
         """Yield what torch's optimizer has for a parameter, and the names of the parameters that it is."""
@@ -243,7 +250,8 @@ class EngineState:
                 for fqn, other in others:
                     if not _equal(value, other):
                         raise UnsupportedError(
-                            f"optimizer.state.{first}.{key} is {_shown(value)} and that of {fqn} {_shown(other)}; both are in one flat "
+                            f"optimizer.state.{first}.{key} is {_shown(value)} and that of {fqn} {_shown(other)}; both are "
+                            "in one flat "
                             "group here, which has one value; put them into groups of their own"
                         )
                 if isinstance(value, torch.Tensor) and isinstance(state.get(key), torch.Tensor):
@@ -262,7 +270,7 @@ class EngineState:
             _update_stripes(optimizer)
         elif hasattr(optimizer, "fp32_groups_flat") or hasattr(optimizer, "fp32_groups"):
             masters = getattr(optimizer, "fp32_groups", None) or [
-                torch._utils._unflatten_dense_tensors(flat, group)
+                [part.view_as(p) for part, p in zip(flat.data.split([p.numel() for p in group]), group, strict=True)]
                 for flat, group in zip(optimizer.fp32_groups_flat, optimizer.fp16_groups, strict=True)
             ]
             for group, of in zip(optimizer.fp16_groups, masters, strict=True):
@@ -273,7 +281,10 @@ class EngineState:
 def _update_stripes(optimizer: Any) -> None:
     """Copy the master weights of ZeRO-3 to its stripes, as its own ``load_state_dict`` does."""
     for flat, masters, parts in zip(
-        optimizer.fp16_partitioned_groups_flat, optimizer.fp32_partitioned_groups_flat, optimizer.fp16_partitioned_groups, strict=True
+        optimizer.fp16_partitioned_groups_flat,
+        optimizer.fp32_partitioned_groups_flat,
+        optimizer.fp16_partitioned_groups,
+        strict=True,
     ):
         if masters.numel():
             flat.data.copy_(masters.data)
@@ -325,7 +336,8 @@ class _Parallel:
             dist.all_gather_object(self._shapes, mine, group=group)
         elif engine.mp_world_size > 1 and not hasattr(engine, "stage_id"):
             raise UnsupportedError(
-                f"this engine has {engine.mp_world_size} model-parallel ranks of its own mpu; only AutoTP and pipelines are supported"
+                f"this engine has {engine.mp_world_size} model-parallel ranks of its own mpu; only AutoTP and pipelines are "
+                "supported"
             )
 
     def counts(self, fqn: str) -> bool:
@@ -342,17 +354,15 @@ class _Parallel:
             self._known[fqn] = found if found.segments else self._map.shard(fqn, 0, shapes)
         return self._known[fqn]
 
-    def part(self, fqn: str, local: Ints, tensor: torch.Tensor, start: int) -> FlatShard:
+    def part(self, fqn: str, local: Ints, tensor: torch.Tensor, start: int) -> Any:
         """Declare a run of the flat local tensor."""
-        shard = self.shard(fqn, local)
-        pieces = [(segment.offsets, segment.lengths) for segment in sorted(shard.segments, key=lambda s: s.at)]
-        return FlatShard(tensor, shard.shape, start, pieces=pieces)
+        return declared(tensor, self.shard(fqn, local), start)
 
-    def whole(self, fqn: str, tensor: torch.Tensor) -> FlatShard | LocalShard:
+    def whole(self, fqn: str, tensor: torch.Tensor) -> Any:
         """Declare a whole local tensor."""
         if tensor.is_contiguous() or self._map is not None:
             return self.part(fqn, tuple(tensor.shape), tensor, 0)
-        return LocalShard(tensor, tuple(tensor.shape), (0,) * tensor.ndim)
+        return declared_whole(tensor)
 
 
 def _of_later_stages(engine: Any) -> set[str]:

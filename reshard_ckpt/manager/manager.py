@@ -43,7 +43,7 @@ from .attempts import PRIOR_S, AttemptLog
 from .preemption import SigtermHandler, grace_of
 from .retention import Retention
 from .run_folder import StepInfo, look, take_lock, with_metric
-from .schedule import SaveCosts, Schedule, interval_rule
+from .schedule import SaveCosts, SaveSchedule, interval_rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ class Manager:
                 self._attempts = AttemptLog(self._storage)
             self._memory = None if memory is None else self._open_memory(memory, persist_every)
             self._held = opening.pop_all()
-        self._schedule = None if rule is None else Schedule(rule, self._agree_at, self._costs if self._is_first else None)
+        self._schedule = None if rule is None else SaveSchedule(rule, self._agree_at, self._costs if self._is_first else None)
 
     def _open_memory(self, memory: Memory, persist_every: int | str) -> MemoryRun:
         if self._read_only:

@@ -1,7 +1,7 @@
 """When a run saves: every so many steps, every so many seconds, or as often as its measured costs and failures advise.
 
 1. Rank 0 measures: the time of steps with and without a save under way, and what the saves' own reports say (`SaveCosts`).
-2. Ranks agree on the step at which they look again. Until then `Schedule.due` is False on each, and nothing is sent.
+2. Ranks agree on the step at which they look again. Until then `SaveSchedule.due` is False on each, and nothing is sent.
 3. At that step rank 0 decides, and tells all: save now or not, and when to look next.
 
 So the ranks' clocks may differ, and a step asks nobody but where a save is near.
@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ..core.durations import duration_s
-from ..core.planning.interval import Tier
+from ..core.planning.interval import TierCosts
 from ..core.report import SaveReport
 from ..errors import UsageError
 
@@ -127,14 +127,14 @@ class SaveCosts:
     def _step_s(self) -> float:
         return statistics.median(self._calm) if self._calm else 0.0
 
-    def tier(self) -> Tier | None:
+    def tier(self) -> TierCosts | None:
         """Describe what saves cost, without a rate of failures; None before the first one was measured."""
         with self._lock:
             if not self._costs or not self._durations:
                 return None
             # A save that costs nothing measurable would be best at every step; a thousandth of a step keeps the sum finite.
             cost_s = max(statistics.median(self._costs), 1e-3 * self._step_s(), 1e-6)
-            return Tier(cost_s, statistics.median(self._durations), 0.0, 0.0)
+            return TierCosts(cost_s, statistics.median(self._durations), 0.0, 0.0)
 
 
 class Interval(Protocol):
@@ -166,7 +166,7 @@ class BestInterval:
         return None if tier is None else replace(tier, failures_per_s=1 / self.mtbf_s()).best_interval(self.max_overhead)
 
 
-class Schedule:
+class SaveSchedule:
     """The saves of a run by the clock of rank 0.
 
     Parameters

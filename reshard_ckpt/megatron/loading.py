@@ -16,11 +16,13 @@ from ..checkpoint import LoadReport, catalog
 from ..checkpoint.loading import load_wanted
 from ..checkpoint.reading import read_values
 from ..errors import UsageError
-from ..state.megatron.names import CONTENT_METADATA, checkpoint_key, key_of_object
+from ..state.megatron.names import CONTENT_METADATA, common_state, key_of_object, keys_of_catalog
 from ..state.megatron.strictness import check_strategy, parse_mode
-from ..state.megatron.wanted import WantedTree, common_state, is_common, tensors_of
+from ..state.megatron.wanted import WantedTree, is_common, tensors_of
+from .errors import megatron_compatible
 
 
+@megatron_compatible
 def load(
     sharded_state_dict: dict[str, Any],
     checkpoint_dir: str,
@@ -75,7 +77,7 @@ def load(
         checkpoint_dir,
         wanted.prepare,
         verify_first=verify_integrity,
-        rename=checkpoint_key,
+        rename=keys_of_catalog,
         process_group=process_group,
     )
     _warn_of_casts(checkpoint_dir, report)
@@ -91,6 +93,7 @@ def _warn_of_casts(path: str, report: LoadReport) -> None:
         warnings.warn(f"{path}: converted to the dtypes of the tree: {shown}", stacklevel=3)
 
 
+@megatron_compatible
 def load_common_state_dict(checkpoint_dir: str) -> dict[Any, Any]:
     """Load what is not sharded, as ``megatron.core.dist_checkpointing.load_common_state_dict`` is called; in one process.
 
@@ -112,6 +115,7 @@ def load_content_metadata(checkpoint_dir: str | None = None, *, preloaded_state_
     return preloaded_state_dict.get(CONTENT_METADATA)
 
 
+@megatron_compatible
 def load_tensors_metadata(checkpoint_dir: str, sharded_strategy: Any = None) -> dict[str, Any]:
     """Describe the tensors of a checkpoint, as ``megatron.core.dist_checkpointing.load_tensors_metadata`` is called.
 
@@ -126,11 +130,13 @@ def load_tensors_metadata(checkpoint_dir: str, sharded_strategy: Any = None) -> 
     return {key: ShardedTensor.from_rank_offsets(key, tensor).without_data() for key, tensor in found.items()}
 
 
+@megatron_compatible
 def load_sharded_metadata(checkpoint_dir: str, sharded_strategy: Any = None, common_strategy: Any = None) -> dict[str, Any]:
     """Describe the tensors and the objects of a checkpoint, as Megatron's function of this name does."""
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-    names = [name for name in catalog(checkpoint_dir).value_names if key_of_object(name) is not None]
+    found = catalog(checkpoint_dir)
+    names = [keys_of_catalog(found)(name) for name in found.value_names if key_of_object(name) is not None]
     objects = {name: ShardedObject.empty_from_unique_key(name) for name in names}
     return {**objects, **load_tensors_metadata(checkpoint_dir)}
 

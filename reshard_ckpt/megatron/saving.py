@@ -13,7 +13,9 @@ from typing import Any
 from ..checkpoint import SaveHandle
 from ..checkpoint.saving import begin_captured, save_captured
 from ..state.megatron.captured import SavedTree
+from ..state.megatron.names import metadata_of
 from ..state.megatron.strictness import check_strategy
+from .errors import megatron_compatible
 
 _BESIDE = {
     "metadata.json": json.dumps(
@@ -22,6 +24,7 @@ _BESIDE = {
 }
 
 
+@megatron_compatible
 def save(
     sharded_state_dict: dict[str, Any],
     checkpoint_dir: str,
@@ -84,6 +87,7 @@ def save(
     return None
 
 
+@megatron_compatible
 def async_save(
     sharded_state_dict: dict[str, Any],
     checkpoint_dir: str,
@@ -104,13 +108,15 @@ def async_save(
     return begin_tree(checkpoint_dir, tree, sha256=verify_integrity)
 
 
+@megatron_compatible
 def save_tree(path: str, tree: SavedTree, *, sha256: bool = False) -> None:
     """Save a tree."""
-    save_captured(path, tree.capture, process_group=tree.process_group, metadata=tree.metadata, sha256=sha256, beside=_BESIDE)
+    about = metadata_of(tree.tree)
+    save_captured(path, tree.capture, process_group=tree.process_group, metadata=about, sha256=sha256, beside=_BESIDE)
 
 
+@megatron_compatible
 def begin_tree(path: str, tree: SavedTree, *, sha256: bool = False) -> SaveHandle:
     """Begin to save a tree; it is copied before this returns."""
-    return begin_captured(
-        path, tree.capture, process_group=tree.process_group, metadata=tree.metadata, sha256=sha256, beside=_BESIDE
-    )
+    about = metadata_of(tree.tree)
+    return begin_captured(path, tree.capture, process_group=tree.process_group, metadata=about, sha256=sha256, beside=_BESIDE)

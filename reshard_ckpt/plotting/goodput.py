@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator, PercentFormatter
 
 from ..core.durations import duration_text
-from ..core.planning.interval import Goodput, Job, Tier, tiers
+from ..core.planning.interval import Goodput, JobFigures, TierCosts, tiers
 from .canvas import PALETTE, add_axes, new_figure, styled
 
 WIDTH, HEIGHT = 720.0, 420.0
@@ -17,12 +17,12 @@ TICKS_S = (0.1, 1, 10, 30, 60, 180, 600, 1800, 3600, 10800, 43200, 86400, 604800
 
 
 @styled()
-def draw_goodput(job: Job, best: Goodput) -> Figure:
+def draw_goodput(job: JobFigures, best: Goodput) -> Figure:
     """Draw the share of time lost to saves and failures over the interval, for each tier and for the store alone."""
     memory, store, _ = tiers(job)
     figure = new_figure(WIDTH, HEIGHT)
     axes = add_axes(figure, 70, 56, WIDTH - 100, HEIGHT - 110)
-    curves: list[tuple[str, Tier, float]] = []
+    curves: list[tuple[str, TierCosts, float]] = []
     if memory is not None and best.memory_s is not None:
         curves.append(("saves to memory", memory, best.memory_s))
         alone = tiers(replace(job, copies=None))[1]

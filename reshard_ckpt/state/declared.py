@@ -7,6 +7,7 @@ bring is understood by older ones:
    `CheckpointableTensor`. Where it has fewer dims than the global one, its rows are the leading dims, merged.
 2. A `ShardedTensor`: a list of shards, each with its offsets.
 3. A DTensor around a `LocalShardsWrapper`: the same, with two lists.
+4. A DTensor of another class than torch's, such as veScale's of 2024: it has `placements`, `device_mesh` and `to_local`.
 
 Anything else that plans by itself for DCP (``__create_write_items__``, ``__create_chunk_list__``) holds a part that nobody here
 knows, and is refused: saved as it looks, it would be whole.
@@ -22,10 +23,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ..errors import LayoutError, UnsupportedError, UsageError
+from .dtensor import dtensor_layout
 from .shards import FlatShard, LocalShard, Shards
 from .tensors import TensorLike
 
 _FIELDS = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+_DTENSOR = ("placements", "device_mesh", "to_local")
 _CLAIMS = ("__create_write_items__", "__create_chunk_list__")
 
 
@@ -71,6 +74,8 @@ def _parts(value: torch.Tensor) -> list[_Part] | None:
         return list(_wrapped(local, tuple(value.shape))) if hasattr(local, "local_shards") else None
     if hasattr(value, _FIELDS[0]):
         return list(_checkpointable(value))
+    if all(hasattr(value, field) for field in _DTENSOR):
+        return list(_placed(value))
     if hasattr(value, "local_shards") and hasattr(value, "metadata"):
         return list(_sharded(value))
     if any(hasattr(value, replication) for replication in _CLAIMS):
@@ -116,6 +121,17 @@ def _unmerged(tensor: torch.Tensor, first: tuple[int, ...], size: tuple[int, ...
             "would be the leading ones merged"
         )
     return tensor.detach().narrow(0, first[0], rows).view(size)  # to split a dim never copies
+
+
+def _placed(tensor: Any) -> Iterator[_Part]:
+    """The boxes of a DTensor that is none of torch's, by its placements."""
+    with torch.no_grad():
+        local = tensor.to_local()
+    layout = dtensor_layout(tensor, tuple(local.shape), "its DTensor")
+    if layout.flat_start is not None:
+        raise UnsupportedError(f"{tensor.placements} of a {type(tensor).__name__} cut it flattened; pass a FlatShard")
+    pieces = [(box.local_offsets, box.offsets, box.lengths) for box in layout.boxes]
+    yield _Part(local, layout.shape, pieces=pieces)
 
 
 def _sharded(tensor: Any) -> Iterator[_Part]:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, product
 from math import prod
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -42,8 +43,10 @@ class AxisCut:
     split_factor: int = 1
 
 
-def dtensor_layout(tensor: DTensor, local_shape: Ints, name: str) -> Layout:
+def dtensor_layout(tensor: Any, local_shape: Ints, name: str) -> Layout:
     """The layout of a DTensor whose local tensor has shape `local_shape`; ranks outside its mesh hold nothing.
+
+    It may be of another class than torch's that has `shape`, `placements` and `device_mesh`.
 
     Raises
     ------

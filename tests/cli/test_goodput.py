@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard_ckpt.core.planning.interval import Job, best_goodput, daly
+from reshard_ckpt.core.planning.interval import JobFigures, best_goodput, daly
 from tests.cli.running import run
 
 ARGUMENTS = (
@@ -25,7 +25,7 @@ ARGUMENTS = (
     "--copy-gbps",
     10,
 )
-JOB = Job(2e12, 20e9, 20e9, 10e9, 5.0, 10800.0, 300.0, 64, 1)
+JOB = JobFigures(2e12, 20e9, 20e9, 10e9, 5.0, 10800.0, 300.0, 64, 1)
 
 
 def test_json_has_what_the_formulas_say():

@@ -31,6 +31,7 @@ PUBLIC: dict[str, Any] = {
     "Step": Step,
 }
 RESULTS = {
+    "checkpoint.CompactReport",
     "checkpoint.ConvertReport",
     "checkpoint.Diff",
     "checkpoint.GoodputReport",

@@ -17,6 +17,7 @@ RUN = [
     "coming-from-dcp.md",
     "coming-from-dcp-fsdp2.md",
     "coming-from-dcp-torchtitan.md",
+    "coming-from-vescale.md",
     "offline-reshard.md",
     "tutorial.md",
     "resharding.md",

@@ -266,6 +266,49 @@ def test_options_are_checked(tmp_path: Path) -> None:
         checkpoint.async_save(tmp_path, {"a": torch.zeros(1)}, staging="later")
 
 
+def test_who_holds_changes_back_is_checked(tmp_path: Path) -> None:
+    state = {"a": torch.zeros(1)}
+    with pytest.raises(UsageError, match="hold='nobody': pass one of 'optimizers', 'caller'"):
+        checkpoint.async_save(tmp_path, state, staging="lazy", hold="nobody")
+    with pytest.raises(UsageError, match="hold='caller' is for staging='lazy'"):
+        checkpoint.async_save(tmp_path, state, hold="caller")
+    with pytest.raises(UsageError, match=r"hold: Linear\(.*is no torch optimizer"):
+        checkpoint.async_save(tmp_path, state, staging="lazy", hold=[torch.nn.Linear(1, 1)])
+    with pytest.raises(UsageError, match="hold=3: pass 'optimizers', 'caller', an optimizer, or a list"):
+        checkpoint.async_save(tmp_path, state, staging="lazy", hold=3)
+
+
+def test_where_the_caller_holds_nothing_is_copied_before_the_call_returns(tmp_path: Path, gate: threading.Event) -> None:
+    state = {"s": {"a": torch.arange(1000.0), "list": [torch.arange(7)]}}
+    handle = checkpoint.async_save(tmp_path, state, staging="lazy", hold="caller")
+    state["s"]["a"].neg_()  # before `staged`, to see when it is copied
+    gate.set()
+    handle.staged()
+    state["s"]["a"].zero_()
+    handle.result(60)
+    assert torch.equal(checkpoint.read(tmp_path)["s.a"], -torch.arange(1000.0))
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_an_optimizer_that_is_not_in_the_state_is_held_back(tmp_path: Path, gate: threading.Event, as_list: bool) -> None:
+    weights = [torch.nn.Parameter(torch.full((100,), float(i))) for i in range(2)]
+    optimizers = [torch.optim.SGD([weight], lr=1.0) for weight in weights]
+    handle = checkpoint.async_save(
+        tmp_path, {"s": weights[0].detach()}, staging="lazy", hold=optimizers if as_list else optimizers[0]
+    )
+    for weight in weights:
+        weight.grad = torch.ones(100)
+    stepped = threading.Thread(target=optimizers[0].step)
+    stepped.start()
+    if not as_list:
+        optimizers[1].step()  # is held by nobody
+    gate.set()
+    stepped.join(60)
+    handle.result(60)
+    assert torch.equal(checkpoint.read(tmp_path)["s"], torch.zeros(100))
+    assert torch.equal(weights[0].detach(), torch.full((100,), -1.0))
+
+
 def test_no_thread_is_left(tmp_path: Path) -> None:
     for _ in range(5):
         checkpoint.async_save(tmp_path, {"a": torch.zeros(8)}).result(60)

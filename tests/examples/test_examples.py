@@ -21,6 +21,7 @@ NUM_PROCESSES = {
     "dcp_torchtitan": 2,
     "ddp": 2,
     "fsdp2_tp": 4,
+    "live_weights": 6,
     "lora": 2,
     "pipeline": 2,
 }

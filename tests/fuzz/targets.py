@@ -6,6 +6,7 @@ nearly all that chance alone makes.
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import io
 import os
@@ -34,6 +35,7 @@ from reshard_ckpt.format.checksums import BlockHasher, decode_digests, num_block
 from reshard_ckpt.format.shard_file import parse_header, parse_member_name
 from reshard_ckpt.format.timeline import decode_timeline
 from reshard_ckpt.format.values import decode_path, decode_value, encode_value
+from reshard_ckpt.formats.megatron.objects import read_object
 from reshard_ckpt.storage import open_storage
 from tests.reliability.hostile import mutated_bytes, mutated_catalog, mutated_node
 
@@ -337,6 +339,21 @@ def mutated_in_place(data: bytes, chance: random.Random) -> bytes:
     return bytes(out[: len(data)])
 
 
+def run_megatron_object(data: bytes) -> None:
+    with suppress(CheckpointError):
+        encode_value(read_object(data, "object"), "object")
+
+
+def megatron_object_seeds() -> Iterator[bytes]:
+    inner = argparse.Namespace(path=["a", b"b"])
+    args = argparse.Namespace(lr=0.5, dtype=torch.bfloat16, inner=inner, device=torch.device("cpu"))
+    rng = {"numpy": ("MT19937", np.arange(4, dtype=np.uint32), 3, np.float64(0.5)), "torch": torch.arange(6).reshape(2, 3).t()}
+    for value in ({"args": args, "iteration": 7, 0: {(torch.bfloat16, torch.float32): [1]}}, [rng, {1, 2}, torch.Size([2])]):
+        out = io.BytesIO()
+        torch.save(value, out)
+        yield out.getvalue()
+
+
 TARGETS = {
     "catalog": Target(run_catalog, catalog_seeds, mutated_catalog),
     "header": Target(run_header, file_seeds, with_length(mutated_json)),
@@ -347,6 +364,7 @@ TARGETS = {
     "index": Target(foreign("hub/model.safetensors.index.json"), index_seeds, mutated_json, max_bytes=4096),
     "torch": Target(foreign("x.pt"), torch_seeds, mutated_zip),
     "dcp_metadata": Target(foreign("dcp/.metadata"), dcp_seeds("dcp", ".metadata"), mutated_pickle),
+    "megatron_object": Target(run_megatron_object, megatron_object_seeds, mutated_zip),
     "dcp_of_rank": Target(foreign("own/__1.metadata"), dcp_seeds("own", "__1.metadata", own=True), mutated_pickle),
     "dcp_chunks": Target(foreign("chunks/__0_0.distcp"), dcp_seeds("chunks", "__0_0.distcp"), mutated_in_place),
 }

@@ -15,7 +15,7 @@ from reshard_ckpt.checkpoint import Manager, SaveReport
 from reshard_ckpt.core.planning.interval import daly
 from reshard_ckpt.errors import PeerError, UsageError
 from reshard_ckpt.manager.attempts import ATTEMPTS_KEY, PRIOR_S, Attempt, AttemptLog, estimate_mtbf, read_attempts
-from reshard_ckpt.manager.schedule import WARM_UP_STEPS, BestInterval, FixedInterval, SaveCosts, Schedule
+from reshard_ckpt.manager.schedule import WARM_UP_STEPS, BestInterval, FixedInterval, SaveCosts, SaveSchedule
 from reshard_ckpt.storage import open_storage
 from tests.distributed.outcomes import Outcome, outcome
 from tests.launch import run_ranks
@@ -36,7 +36,7 @@ def report(duration_s: float, stall_s: float) -> SaveReport:
 
 
 def run(
-    schedule: Schedule, costs: SaveCosts, clock: Clock, steps: int, *, step_s: float, cost_s: float, save_steps: int
+    schedule: SaveSchedule, costs: SaveCosts, clock: Clock, steps: int, *, step_s: float, cost_s: float, save_steps: int
 ) -> list[int]:
     """Train for so many steps of `step_s`; a save spans `save_steps` of them and makes them `cost_s` longer, together."""
     saved: list[int] = []
@@ -105,7 +105,7 @@ def test_failed_saves_teach_no_cost():
 def test_auto_saves_after_a_warm_up_and_then_at_the_best_interval():
     clock = Clock()
     costs = SaveCosts(clock)
-    schedule = Schedule(BestInterval(lambda: 3600.0, 0.5), alone, costs)
+    schedule = SaveSchedule(BestInterval(lambda: 3600.0, 0.5), alone, costs)
     saved = run(schedule, costs, clock, 2000, step_s=2.0, cost_s=5.0, save_steps=5)
     assert saved[0] == WARM_UP_STEPS + 1
     best = (daly(5.0, 3600.0) + 5.0 - 5.0) / 2.0  # steps: an interval holds the 5 s of the save itself
@@ -117,7 +117,7 @@ def test_auto_saves_after_a_warm_up_and_then_at_the_best_interval():
 def test_overhead_stays_below_its_cap():
     clock = Clock()
     costs = SaveCosts(clock)
-    schedule = Schedule(BestInterval(lambda: 60.0, 0.035), alone, costs)
+    schedule = SaveSchedule(BestInterval(lambda: 60.0, 0.035), alone, costs)
     saved = run(schedule, costs, clock, 3000, step_s=1.0, cost_s=4.0, save_steps=2)
     spent = len(saved) * 4.0
     assert len(saved) > 10
@@ -127,7 +127,7 @@ def test_overhead_stays_below_its_cap():
 def test_no_save_is_due_while_one_is_under_way():
     clock = Clock()
     costs = SaveCosts(clock)
-    schedule = Schedule(FixedInterval(1.0), alone, costs)
+    schedule = SaveSchedule(FixedInterval(1.0), alone, costs)
     saved = run(schedule, costs, clock, 100, step_s=1.0, cost_s=0.1, save_steps=12)
     assert all(later - earlier >= 12 for earlier, later in itertools.pairwise(saved))
 
@@ -142,7 +142,7 @@ def test_a_fixed_interval_is_kept_to_half_a_step_with_few_agreements(step_s: flo
         looks.append(step)
         return alone(step, own)
 
-    schedule = Schedule(FixedInterval(600.0), agree, costs)
+    schedule = SaveSchedule(FixedInterval(600.0), agree, costs)
     saved = run(schedule, costs, clock, max(60, int(3000 / step_s)), step_s=step_s, cost_s=0.0, save_steps=1)
     gaps = [(later - earlier) * step_s for earlier, later in itertools.pairwise(saved)]
     assert gaps

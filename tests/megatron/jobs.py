@@ -115,11 +115,15 @@ def _chunk(case: Case, config: TransformerConfig, i: int) -> Any:
 
 
 def set_state(job: Job) -> None:
-    """Take a step, so that the optimizer has state; then make each moment a function of its master weight."""
+    """Take a step, so that the optimizer has state."""
     for chunk in job.chunks:
         for parameter in chunk.parameters():
             parameter.main_grad.fill_(0.01)
     job.optimizer.step()
+
+
+def set_moments(job: Job) -> None:
+    """Take the master weights from the model, and make each moment a function of its master weight."""
     job.optimizer.reload_model_params()
     for one in getattr(job.optimizer, "chained_optimizers", [job.optimizer]):
         for parameter, state in one.optimizer.state.items():
@@ -197,9 +201,10 @@ def fill(tree: Any, *, optimizer: bool = True) -> None:
 def save(case: Case, path: str, *, proof: bool = False, **options: Any) -> None:
     """Save a job; with `proof`, the state of the optimizer is a function of the model's weights, element by element."""
     job = build(case)
+    set_state(job)
     for chunk in job.chunks:
         fill(chunk.module.sharded_state_dict())
-    set_state(job)
+    set_moments(job)
     tree = tree_of(job, case)
     fill(tree, optimizer=not proof)
     if dist.get_rank() == 0:

@@ -158,7 +158,7 @@ class Job:
                     if key != "step":
                         state.view(-1).copy_(self._expected_state(param, key)[run])
 
-    def _expected_state(self, param: torch.Tensor, key: str) -> torch.Tensor:
+    def _expected_state(self, param: torch.Tensor, key: str, vocabulary: int | None = None) -> torch.Tensor:
         """The whole of a parameter's state on this rank, flattened, by what the tree says of the parameter."""
         sharded = next(s for s in nested_values(self.model_tree()) if getattr(s, "data", None) is param)
         state = torch.zeros(param.shape)
@@ -169,17 +169,30 @@ class Job:
             else replace(sharded, dtype=state.dtype, **changed)
         )
         for shard in nested_values({"of": _built(tree)}):
-            shard.data.copy_(expected(shard))
+            shard.data.copy_(expected(shard, vocabulary))
         return state.flatten()
 
-    def wrong(self) -> list[str]:
-        """List what has not the values of its place."""
-        bad = [f"{s.key} at {s.global_offset}" for s in self.shards() if not torch.equal(s.data, expected(s))]
+    def prepare(self) -> None:
+        """Have the optimizer make its state, which Megatron's trees for loading are made of."""
+        for one in self.optimizers():
+            for master in (param for group in one.optimizer.param_groups for param in group["params"]):
+                state = one.optimizer.state[master]
+                state["step"] = torch.tensor(0.0)
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
+
+    def wrong_parameters(self, vocabulary: int | None = None) -> list[str]:
+        """List the parameters that have not the values of their places."""
+        bad = (s for s in self.shards() if not torch.equal(s.data, expected(s, vocabulary)))
+        return [f"{shard.key} at {shard.global_offset}" for shard in bad]
+
+    def wrong(self, vocabulary: int | None = None) -> list[str]:
+        """List what has not the values of its place; beyond the `vocabulary` that was saved, all is zero."""
+        bad = self.wrong_parameters(vocabulary)
         for param, run, states in self.runs():
             if "exp_avg" not in states or float(states["step"]) != 7.0:
                 bad.append(f"state of {tuple(param.shape)}: {states.keys()} {states.get('step')}")
             for key, state in states.items():
-                if key != "step" and not torch.equal(state.view(-1), self._expected_state(param, key)[run]):
+                if key != "step" and not torch.equal(state.view(-1), self._expected_state(param, key, vocabulary)[run]):
                     bad.append(f"{key} of {tuple(param.shape)} {run}")
         return bad
 
@@ -199,9 +212,15 @@ def whole(key: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return values.view(shape).to(dtype)
 
 
-def expected(shard: ShardedTensor) -> torch.Tensor:
-    """What the data of a shard should be."""
-    return whole(shard.key, tuple(shard.global_shape), shard.dtype)[shard.global_slice()].view(shard.local_shape)
+def expected(shard: ShardedTensor, vocabulary: int | None = None) -> torch.Tensor:
+    """What the data of a shard should be; of a padded tensor, as many rows as were saved, and zeros."""
+    shape = tuple(shard.global_shape)
+    full = whole(shard.key, shape, shard.dtype)
+    if vocabulary is not None and shard.allow_shape_mismatch:
+        full = torch.zeros(shape, dtype=shard.dtype)
+        rows = min(vocabulary, shape[0])
+        full[:rows] = whole(shard.key, (vocabulary, *shape[1:]), shard.dtype)[:rows]
+    return full[shard.global_slice()].view(shard.local_shape)
 
 
 __all__ = ["Grid", "Job", "ShardedObject", "expected", "whole"]

@@ -6,6 +6,8 @@ import argparse
 import io
 import json
 import os
+import sys
+import types
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from reshard_ckpt import checkpoint, megatron
-from reshard_ckpt.errors import MismatchError, UnsupportedError
+from reshard_ckpt.errors import CheckpointNotFound, MismatchError, UnsupportedError
 from reshard_ckpt.storage.local import LocalStorage
 from tests.launch import run_ranks
 from tests.megatron.stand_ins import (
@@ -345,3 +347,18 @@ def test_flattened_ranges_old_keys_and_buffers_of_bytes():
     assert out["extra"].read() == b"state"
     assert out["local"] == [2]
     assert megatron.load_common_state_dict("memory://old") == {}
+
+
+def test_errors_are_megatrons_too_where_it_is_imported(monkeypatch):
+    class CheckpointingException(Exception):
+        pass
+
+    core = types.ModuleType("megatron.core.dist_checkpointing.core")
+    core.CheckpointingException = CheckpointingException
+    with pytest.raises(CheckpointNotFound) as alone:
+        megatron.load({}, "memory://none")
+    monkeypatch.setitem(sys.modules, core.__name__, core)
+    with pytest.raises(CheckpointingException, match="no committed checkpoint") as both:
+        megatron.load({}, "memory://none")
+    assert not isinstance(alone.value, CheckpointingException)
+    assert isinstance(both.value, CheckpointNotFound)

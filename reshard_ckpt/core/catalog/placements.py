@@ -179,6 +179,26 @@ def _if_resident(region: LocalRegion, placement: AxisPlacement, num: int, index:
     return region if index in placement.coords else None
 
 
+def _recognize_shard(axis: str, placement: Any, shape: Ints) -> AxisPlacement | None:
+    """What veScale's own ``Shard(dim)`` and ``InterleavedShard(dim, interleaved_size)`` of 2024 are here.
+
+    The latter cuts each of so many equal parts of the dim, as tensor parallelism does with fused weights.
+    """
+    kind, dim = type(placement), getattr(placement, "dim", None)
+    is_shard = kind.__name__ == "Shard" and kind.__module__.partition(".")[0] == "vescale"
+    parts = getattr(placement, "interleaved_size", None)
+    if not is_shard and parts is None:
+        return None
+    if type(dim) is not int or not -len(shape) <= dim < len(shape):
+        raise LayoutError(f"{placement!r} on axis {axis!r} cuts dim {dim} of shape {shape}, which it does not have")
+    dim %= len(shape)
+    if parts is None:
+        return AxisPlacement(axis, "shard", dim)
+    if type(parts) is not int or parts < 1 or shape[dim] % parts:
+        raise LayoutError(f"{placement!r} on axis {axis!r} makes {parts} equal parts of dim {dim} of shape {shape}; correct it")
+    return AxisPlacement(axis, "shard", dim, sections=(shape[dim] // parts,) * parts if parts > 1 else ())
+
+
 def _cut_ragged(region: LocalRegion, placement: AxisPlacement, num: int, index: int) -> LocalRegion:
     units = placement.coords
     if len(units) != num or not any(units):
@@ -227,7 +247,7 @@ def _parse_ragged(axis: str, numbers: Ints, num: int) -> AxisPlacement:
 
 
 def _spell_ragged(placement: AxisPlacement) -> str:
-    flattened = "" if placement.dim is None else f"{spans(range(placement.dim + 1))}; "
+    flattened = "" if placement.dim is None else f"{'0-' if placement.dim else ''}{placement.dim}; "
     return f"ragged({flattened}{'+'.join(map(str, placement.coords))})"
 
 
@@ -258,7 +278,9 @@ def _spell_shard(placement: AxisPlacement) -> str:
 
 
 _KINDS = (
-    PlacementKind(name="shard", form="shard(dim)", cut=_cut_dim, parse=_parse_shard, spell=_spell_shard),
+    PlacementKind(
+        name="shard", form="shard(dim)", cut=_cut_dim, parse=_parse_shard, spell=_spell_shard, recognize=_recognize_shard
+    ),
     PlacementKind(
         name="replicate", form="replicate", cut=_keep, parse=_parse_word("replicate"), spell=lambda placement: "replicate"
     ),

@@ -10,11 +10,11 @@ import numpy as np
 
 from .runs import I64
 
-Table = TypeVar("Table", bound="Columns")
+Table = TypeVar("Table", bound="ColumnTable")
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
+class ColumnTable:
     """A table of which rows are chosen, or ordered, in all columns at once."""
 
     def take(self: Table, rows: Any) -> Table:

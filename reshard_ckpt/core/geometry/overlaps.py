@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .columns import Columns
+from .columns import ColumnTable
 from .ordering import is_new
 from .runs import I64, ranges
 
 
 @dataclass(frozen=True, slots=True)
-class CutRuns(Columns):
+class CutRuns(ColumnTable):
     """Runs after cutting: the index of the run that each was part of, and its own elements of the box."""
 
     source: I64

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ...errors import UnsupportedError
-from .columns import Columns, batches
+from .columns import ColumnTable, batches
 from .ordering import is_new, lex_order
 from .runs import I64, bounds, decompose, ranges, volumes
 
@@ -39,7 +39,7 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
-class _Runs(Columns):
+class _Runs(ColumnTable):
     """Runs, of which ``row`` is the index in the input; of runs that were joined, of one of them."""
 
     tensor: I64

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..geometry.columns import Columns
+from ..geometry.columns import ColumnTable
 from ..geometry.runs import I64
 
 ROW_ALIGN_BYTES = 256 << 10
@@ -30,7 +30,7 @@ class ReplicaGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class Assigned(Columns):
+class Assigned(ColumnTable):
     """Who writes what: elements ``[start, start + count)`` of the item, counted from the item's own beginning."""
 
     item: I64

@@ -33,6 +33,10 @@ OWN = -1
 """The round of what a rank takes from itself."""
 
 
+def _item_bytes(dtype: I64) -> I64:
+    return item_bytes_of(dtype.astype(np.uint8))
+
+
 @dataclass(frozen=True, slots=True)
 class RankRuns:
     """Runs of boxes of tensors on all ranks, one a row; `local` numbers the rows of each rank.
@@ -80,7 +84,7 @@ class Parts:
     @property
     def num_bytes(self) -> I64:
         """Bytes of each part on its way."""
-        return volumes(self.lengths) * item_bytes_of(self.wire)
+        return volumes(self.lengths) * _item_bytes(self.wire)
 
     def of_rank(self, rank: int) -> Parts:
         """Return what one rank sends, receives, or takes from itself."""
@@ -121,13 +125,13 @@ def plan_exchange(held: RankRuns, wanted: RankRuns, node: Sequence[int], round_b
     taker_row = takers[begin[run[pair]] + step]
     run = held_parent[held_box][pair]
     low, lengths = low[pair], lengths[pair]
-    sizes = item_bytes_of(held.dtype[held_first][run]), item_bytes_of(wanted.dtype[taker_row])
+    sizes = _item_bytes(held.dtype[held_first][run]), _item_bytes(wanted.dtype[taker_row])
     wire = np.where(sizes[1] < sizes[0], wanted.dtype[taker_row], held.dtype[held_first][run])
     own_row = _own_rows(held, held_run, run, wanted.rank[taker_row], len(node))
     limit = min(max(round_bytes // (2 * len(node)), MIN_PART_BYTES), MAX_PART_BYTES)
-    source, low, lengths = _cut(low, lengths, item_bytes_of(wire), np.where(own_row >= 0, np.int64(2) ** 62, limit))
+    source, low, lengths = _cut(low, lengths, _item_bytes(wire), np.where(own_row >= 0, np.int64(2) ** 62, limit))
     run, taker_row, wire, owner_row = run[source], taker_row[source], wire[source], own_row[source]
-    size = volumes(lengths) * item_bytes_of(wire)
+    size = volumes(lengths) * _item_bytes(wire)
     far = np.flatnonzero(owner_row < 0)
     owner_row[far] = _choose(held, held_run, run[far], wanted.rank[taker_row[far]], size[far], np.array(node))
     parts = Parts(
@@ -144,7 +148,7 @@ def plan_exchange(held: RankRuns, wanted: RankRuns, node: Sequence[int], round_b
     for device in (0, 1):
         rows = np.flatnonzero((parts.device == device) & (parts.owner != parts.taker))
         parts.round[rows] = spread(parts.owner[rows], parts.taker[rows], size[rows], len(node), round_bytes)
-    return parts.take(lex_order(parts.device, parts.round, parts.owner, parts.taker, -item_bytes_of(wire)))
+    return parts.take(lex_order(parts.device, parts.round, parts.owner, parts.taker, -_item_bytes(wire)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,4 +317,5 @@ def spread(owner: I64, taker: I64, size: I64, num_ranks: int, round_bytes: int) 
     before = np.empty_like(size)
     before[order] = ends - size[order]
     first = np.concatenate([[0], np.cumsum(total)[:-1]])
-    return (before - first[stream]) * num_rounds // np.maximum(total[stream], 1)
+    rounds: I64 = (before - first[stream]) * num_rounds // np.maximum(total[stream], 1)
+    return rounds

@@ -6,7 +6,7 @@ between failures and an interval of ``T`` seconds:
 - `young`: ``√(2 C M)`` (Young, *A first order approximation to the optimum checkpoint interval*, 1974);
 - `daly`: its higher-order form, right also where ``C`` is not far below ``M`` (Daly, *A higher order estimate of the optimum
   checkpoint interval for restart dumps*, 2006, equation 37);
-- `Tier.lost`: the share of time that one tier loses, ``C / T + λ (T / 2 + lag + R)``. Tiers add up: a failure is counted at the
+- `TierCosts.lost`: the share of time that one tier loses, ``C / T + λ (T / 2 + lag + R)``. Tiers add up: a failure counts at the
   fastest tier that survives it (Vaidya 1995; Moody et al. 2010 for several levels);
 - a cap on ``C / T``, as CheckFreq has with 3.5 % (Mohan, Phanishayee, Chidambaram, FAST 2021).
 
@@ -47,7 +47,7 @@ def daly(cost_s: float, mtbf_s: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Tier:
+class TierCosts:
     """What one place for checkpoints costs, and what it saves.
 
     Attributes
@@ -101,7 +101,7 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class JobFigures:
     """A job and its machines, as far as the interval depends on them.
 
     Attributes
@@ -170,7 +170,7 @@ class Goodput:
         return 1.0 - self.lost.total
 
 
-def best_goodput(job: Job, max_overhead: float = MAX_OVERHEAD) -> Goodput:
+def best_goodput(job: JobFigures, max_overhead: float = MAX_OVERHEAD) -> Goodput:
     """Choose the intervals of all tiers of a job.
 
     With a memory tier the store is written from memory, in the background, so that only a save to memory costs steps.
@@ -183,12 +183,12 @@ def best_goodput(job: Job, max_overhead: float = MAX_OVERHEAD) -> Goodput:
     return Goodput(memory_s, store_s, lost, store.lost(store_s), survives)
 
 
-def tiers(job: Job) -> tuple[Tier | None, Tier, float]:
+def tiers(job: JobFigures) -> tuple[TierCosts | None, TierCosts, float]:
     """Describe the memory tier, the store, and the share of failures that the memory tier survives."""
     write_s = job.state_bytes / job.write_bytes_per_s
     read_s = job.state_bytes / job.read_bytes_per_s
     rate = 1 / job.mtbf_s
-    store_alone = Tier(job.stall_s, job.stall_s + write_s, job.restart_s + read_s, rate)
+    store_alone = TierCosts(job.stall_s, job.stall_s + write_s, job.restart_s + read_s, rate)
     if job.copies is None:
         return None, store_alone, 0.0
     copies = min(job.copies, job.nodes - 1)
@@ -200,6 +200,6 @@ def tiers(job: Job) -> tuple[Tier | None, Tier, float]:
     survives = 1 - job.node_share * ((1 - double) * single_lost + double * pair_lost_share(job.nodes, copies))
     if not survives:  # every failure takes the memory: saving to it would cost and bring nothing
         return None, store_alone, 0.0
-    memory = Tier(job.stall_s, job.stall_s + image_s * copies, job.restart_s + image_s, rate * survives)
-    store = Tier(0.0, write_s, job.restart_s + read_s, rate * (1 - survives))
+    memory = TierCosts(job.stall_s, job.stall_s + image_s * copies, job.restart_s + image_s, rate * survives)
+    store = TierCosts(0.0, write_s, job.restart_s + read_s, rate * (1 - survives))
     return memory, store, survives

@@ -17,7 +17,7 @@ import numpy as np
 
 from ...errors import CorruptError
 from ..catalog.model import Catalog
-from ..geometry.columns import Columns, batches
+from ..geometry.columns import ColumnTable, batches
 from ..geometry.dtypes import item_bytes_of
 from ..geometry.runs import I64, bounds, decompose, pad_left, ranges, strides_of, volumes
 from .local_metadata import PieceColumns
@@ -116,7 +116,7 @@ def _wanted_boxes(catalog: Catalog, source: I64, wanted: PieceColumns, width: in
 
 
 @dataclass(frozen=True, slots=True)
-class _Pairs(Columns):
+class _Pairs(ColumnTable):
     """Pairs of a wanted box and a row of its tensor: the part of the row that is looked at, and bytes of an element."""
 
     box: I64

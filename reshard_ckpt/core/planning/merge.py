@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import LayoutError
-from ..geometry.columns import Columns
+from ..geometry.columns import ColumnTable
 from ..geometry.dtypes import CODES
 from ..geometry.ordering import group_ids, is_new, lex_order
 from ..geometry.runs import I64, pad_left, ranges
@@ -56,7 +56,7 @@ class MergedBoxes:
 
 
 @dataclass(frozen=True, slots=True)
-class MergedRows(Columns):
+class MergedRows(ColumnTable):
     """Every piece of every rank that is not an alias, sorted; `local` is its row in its rank's metadata."""
 
     tensor: I64

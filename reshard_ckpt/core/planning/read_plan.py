@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..geometry.columns import Columns
+from ..geometry.columns import ColumnTable
 from ..geometry.runs import I64, ranges, volumes
 from .load_plan import LoadPlan
 
@@ -61,7 +61,7 @@ class ReadPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class _Ranges(Columns):
+class _Ranges(ColumnTable):
     """Byte ranges of windows; those that are `near` each other by so many bytes are read as one."""
 
     window: I64

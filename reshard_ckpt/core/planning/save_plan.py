@@ -268,7 +268,7 @@ def _placements(
 
 
 @dataclass(frozen=True, slots=True)
-class Holders:
+class HeldRows:
     """Who holds what: distinct runs that tile every tensor, in order of tensor, box and start; and who holds each.
 
     Entry i of the holders, which is row ``local`` of its ``rank``, holds run ``run``. Of a buffer under DDP, the lowest rank's
@@ -286,7 +286,7 @@ class Holders:
     local: I64
 
 
-def find_holders(job_metadata: JobMetadata, name_own: NameOwn) -> Holders:
+def find_holders(job_metadata: JobMetadata, name_own: NameOwn) -> HeldRows:
     """Find who holds what of the tensors of all ranks.
 
     Raises
@@ -302,7 +302,7 @@ def find_holders(job_metadata: JobMetadata, name_own: NameOwn) -> Holders:
     first[runs.begin[:-1]] = True
     run = runs.of_row[runs.holder]
     chosen = runs.holder[first | (runs.replication[run] != Replication.BUFFER)]
-    return Holders(
+    return HeldRows(
         tables=tables,
         boxes=boxes,
         tensor=runs.tensor,

@@ -29,6 +29,10 @@ NUM_BUFFERS = 4
 """Of each two for what is sent, and two for what is received, one is under way while the other is filled or emptied."""
 
 
+LARGE_BYTES = 16 << 20
+"""Buffers of this size lie in large pages: they may then take 2 MiB more than was asked for."""
+
+
 class Traffic(Protocol):
     """One rank's side of an exchange; `num_rounds` is the same on all ranks. Failures are raised, and stop all ranks."""
 
@@ -56,9 +60,11 @@ class Buffers:
         buffer = self._buffers.get(which)
         if buffer is None or buffer.numel() < num_bytes:
             self._buffers.pop(which, None)
-            host = self._device.type == "cpu"
-            new = allocate(num_bytes, pinned=False) if host else torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-            buffer = self._buffers[which] = new
+            if self._device.type == "cpu" and num_bytes >= LARGE_BYTES:
+                buffer = allocate(num_bytes, pinned=False)
+            else:
+                buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            self._buffers[which] = buffer
         return buffer[:num_bytes]
 
 

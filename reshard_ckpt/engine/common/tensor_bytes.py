@@ -96,7 +96,7 @@ def chunks(local: LocalPiece, start: int, count: int, scratch: torch.Tensor) -> 
 
 
 def copy_run(local: LocalPiece, start: int, count: int, out: torch.Tensor, *, non_blocking: bool = False) -> None:
-    """Copy a run of the piece's box, in order, into host memory.
+    """Copy a run of the piece's box, in order, into memory of the host, or of its own device.
 
     Parameters
     ----------

@@ -33,6 +33,7 @@ from ...format.checksums import digest128
 from ...format.keys import CATALOG_KEY, SAVE_ID
 from ...format.torch_dtypes import TORCH_DTYPES
 from ...storage.protocol import Storage
+from ..common.lanes import has_lane
 from ..common.progress import OnProgress, silent
 from ..common.step_folders import describe_run
 from .files import check_files, open_files
@@ -196,8 +197,9 @@ def resolve(
     kept = tuple(member.spec for member in members)
     source = np.array([member.source for member in members], np.int64)
     wanted = piece_columns(kept, width_of(kept))
-    # Windows that ranks exchange do not join, so that each is a request to storage.
-    window_bytes = REQUEST_BYTES if options.read_once else WINDOW_BYTES
+    # Windows that ranks exchange do not join, so that each is a request to storage; those that go to a device cross the link.
+    devices = {member.target.tensor.device for member in members}
+    window_bytes = REQUEST_BYTES if options.read_once or any(map(has_lane, devices)) else WINDOW_BYTES
     plan = plan_load(catalog, source, wanted, window_bytes)
     faults = faults_of(catalog, source)
     for fault in faults:

@@ -2,7 +2,7 @@
 
 1. `core.planning.read_plan` says which extents of each window are read, and which of its bytes land directly in their target.
 2. A window's other bytes land in one buffer a thread; every touched block is hashed where it lies.
-3. What is in the buffer is copied to its place: strided, cast, or to another device.
+3. What is in the buffer is copied to its place, strided or cast; to devices by `device_targets`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from ...core.catalog.model import Catalog
+from ...core.catalog.specs import Ints, row_major_strides
 from ...core.geometry.runs import I64
 from ...core.planning.load_plan import LoadPlan
 from ...core.planning.read_plan import ReadPlan, item_spans, plan_reads
@@ -29,6 +30,7 @@ from ...storage.protocol import Storage
 from ..common.progress import OnProgress, Tally, silent
 from ..common.rounds import NOTHING_CHANGED, overwritten_text
 from ..common.tensor_bytes import RAW, region, storage_bytes
+from .device_targets import DevicePart, DeviceTargets
 from .files import BlockDigests
 
 WINDOW_BYTES = 1 << 20
@@ -107,6 +109,8 @@ def execute(task: ReadTask, report: OnProgress = silent) -> int:
     except Damage as damage:
         # Only now, when no thread reads any more, the list of what was overwritten is complete.
         raise reader.explain(damage) from None
+    finally:
+        reader.finish()
     return reads.num_bytes
 
 
@@ -189,7 +193,10 @@ class Damage(Exception):
 
 
 class Reader:
-    """One execution of a task; windows are independent, so its methods run in several threads."""
+    """One execution of a task; windows are independent, so its methods run in several threads.
+
+    It is made in the thread that loads, whose queued work on devices comes before, and ends with `finish`.
+    """
 
     def __init__(self, task: ReadTask, reads: ReadPlan, tally: Tally) -> None:
         self.task, self._reads, self._tally = task, reads, tally
@@ -205,6 +212,8 @@ class Reader:
         targets = task.targets
         used = np.unique(task.plan.dest).tolist() if task.copy else []
         self._memories = {i: _memory_of(targets[i].tensor) for i in used if targets[i].may_land}
+        self._devices = DeviceTargets([targets[i].tensor for i in used])
+        self._on_device = {i for i in used if self._devices.has(targets[i].tensor)}
         self._landings = self._landing_views()
         self._local = threading.local()
         # The windows that have changed a target so far: by bytes that landed, and by items that were copied.
@@ -219,6 +228,10 @@ class Reader:
             memory, first = self._memories[dest]
             views.append(memory[first + dst : first + dst + size])
         return views
+
+    def finish(self) -> None:
+        """Wait until what was read is in place; when no thread reads any more, also after a failure."""
+        self._devices.finish()
 
     def read_window(self, window: int) -> None:
         """Read one window, verify it, and put its bytes in place."""
@@ -253,12 +266,20 @@ class Reader:
             size += high - low
         if self.task.copy:
             self._copied.append(window)
-            for item in range(self._item_start[window], self._item_start[window + 1]):
-                self._place(item, buffer, origin)
+            numbers = range(self._item_start[window], self._item_start[window + 1])
+            for item in numbers:
+                if self._items.dest[item] not in self._on_device:
+                    self._place(item, buffer, origin)
+            if self._on_device:
+                there = [i for i in numbers if self._items.dest[i] in self._on_device]
+                items = self._items
+                self._devices.place([self._part(items, i, items.src[i] - origin, items.src_strides[i]) for i in there])
         self._tally.add(size)
 
     def _buffer(self, size: int) -> memoryview:
         """Return this thread's memory for what does not land directly."""
+        if self._on_device:
+            return self._devices.buffer(size)
         buffer: memoryview | None = getattr(self._local, "buffer", None)
         if buffer is None or len(buffer) < size:
             buffer = self._local.buffer = torch.empty(size, dtype=torch.uint8).numpy().data
@@ -270,8 +291,19 @@ class Reader:
 
     def place_received(self, window: int, items: CopyItems, data: memoryview, at: Sequence[int]) -> None:
         """Put all items of a window in place, which another rank has read: each lies in order, `at` some byte of `data`."""
+        there = [i for i, dest in enumerate(items.dest) if dest in self._on_device]
+        if there:
+            # Into memory that is kept while a device copies from it; the message's is not.
+            parts = []
+            for i in there:
+                strides = tuple(stride * items.item_bytes[i] for stride in row_major_strides(items.lengths[i]))
+                parts.append(self._part(items, i, at[i], strides))
+            end = max(part.end for part in parts)
+            self._devices.buffer(end)[:end] = data[:end]
+            self._devices.place(parts)
         for i, offset in enumerate(at):
-            self._put(items, i, data, offset, None)
+            if items.dest[i] not in self._on_device:
+                self._put(items, i, data, offset, None)
         extents = slice(self._extent_start[window], self._extent_start[window + 1])
         self._tally.add(sum(self._high[extents]) - sum(self._low[extents]))
 
@@ -288,6 +320,12 @@ class Reader:
         aligned = source if source.flags.aligned else source.copy()  # a foreign file need not align its elements
         values = torch.from_numpy(aligned).view(target.dtype)
         region(target.tensor, items.dst[item], lengths, items.dst_strides[item]).copy_(values)
+
+    def _part(self, items: CopyItems, item: int, offset: int, src_strides: Ints) -> DevicePart:
+        """Describe an item that goes to a device, and lies at some byte of this thread's buffer, with strides in bytes."""
+        target = self.task.targets[items.dest[item]]
+        base, strides, lengths = items.dst[item], items.dst_strides[item], items.lengths[item]
+        return DevicePart(target.tensor, base, strides, target.dtype, offset, lengths, src_strides)
 
     def verify(self, file: int, low: int, parts: Sequence[memoryview], window: int) -> None:
         """Compare the blocks of an extent with their digests, where there are any; `window` is the one that needs it."""

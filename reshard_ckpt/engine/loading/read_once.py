@@ -89,12 +89,15 @@ def execute_once(
     def changed() -> set[str]:
         return {*reader.changed(), *traffic.changed()}
 
-    rounds.attempt(lambda: in_threads(reader.read_window, alone))
-    if task.copy:
-        with traffic:
-            rounds.run(changed)
-    else:
-        rounds.attempt(lambda: in_threads(lambda i: tally.add(len(traffic.read(mine[i]))), range(len(mine))))
+    try:
+        rounds.attempt(lambda: in_threads(reader.read_window, alone))
+        if task.copy:
+            with traffic:
+                rounds.run(changed)
+        else:
+            rounds.attempt(lambda: in_threads(lambda i: tally.add(len(traffic.read(mine[i]))), range(len(mine))))
+    finally:
+        reader.finish()
 
     def explain(failure: BaseException, overwritten: str) -> CheckpointError:
         return reader.explain(failure, overwritten) if isinstance(failure, Damage) else named_error(failure, overwritten)

@@ -1,21 +1,17 @@
 """The exchange between live tensors: from the memory in which ranks hold a state to that in which they want it.
 
-1. `find_overlaps`: what is read and what is written must not share memory, unless they are the same tensor.
-2. `plan_moves`: rank 0 plans for all (`core.planning.exchange`), and sends each rank its parts.
-3. `Mover`: this rank's side. A part is a strided box of memory on both sides; it is packed from where it lies, and unpacked to
+1. `plan_moves`: rank 0 plans for all (`core.planning.exchange`), and sends each rank its parts.
+2. `Mover`: this rank's side. A part is a strided box of memory on both sides; it is packed from where it lies, and unpacked to
    where it goes. What a rank takes from itself is copied at once.
-4. `Spares`: what must not change before every rank has all goes to spare memory first: everything if staged, else tied tensors,
-   which must get the same bytes from all that they load from.
 """
 
 from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,16 +23,12 @@ from ...core.geometry.ordering import is_new, lex_order
 from ...core.geometry.runs import I64, pad_left
 from ...core.planning.exchange import OWN, Parts, RankRuns, plan_exchange
 from ...core.planning.local_metadata import piece_columns, width_of
-from ...core.planning.same_memory import find_shared
-from ...errors import MismatchError, UsageError
 from ...format.torch_dtypes import TORCH_DTYPES
-from ..common.tensor_bytes import RAW, LocalPiece, region, storage_bytes
+from ..common.tensor_bytes import RAW, region, storage_bytes
 from ..saving.local_shards import LocalShards
 
 Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
 View = torch.Tensor | Array
-
-_INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _ROUNDS = struct.Struct("<II")
 
@@ -56,116 +48,6 @@ class WantedRows:
 def memory_rows(local: LocalShards) -> list[torch.Tensor]:
     """List the memory of each row."""
     return [piece.tensor for _, piece in local.rows]
-
-
-@dataclass(frozen=True, slots=True)
-class Overlaps:
-    """Which destinations share memory, and may: by index, those that are the very memory that they would be copied from, and
-    groups of those that are one memory, which load from several tensors."""
-
-    identical: frozenset[int]
-    tied: tuple[tuple[int, ...], ...]
-
-
-def find_overlaps(held: LocalShards, wanted: LocalShards, chosen: Collection[int], same: Callable[[str, str], bool]) -> Overlaps:
-    """Find destinations whose memory is also that of a source, or of another destination.
-
-    Parameters
-    ----------
-    chosen
-        The tensors of `wanted`, by index, that will be written.
-    same
-        Tells whether the first name, of a destination, loads from the second, of a source.
-
-    Raises
-    ------
-    UsageError
-        One shares its memory with anything but itself, or shares a part of it; nothing was changed.
-    """
-    sources = {i: piece.tensor for i, piece in held.rows}
-    targets = {i: piece.tensor for i, piece in wanted.rows if i in chosen}
-    memory = [*sources.values(), *targets.values()]
-    specs = [held.specs[i] for i in sources] + [wanted.specs[i] for i in targets]
-    number: dict[torch.device, int] = {}
-    device = np.array([number.setdefault(t.device, len(number)) for t in memory], np.int64)
-    address, each = (np.array([f(t) for t in memory], np.int64) for f in (torch.Tensor.data_ptr, torch.Tensor.element_size))
-
-    def where(i: int) -> tuple[Any, ...]:
-        return address[i], memory[i].dtype, specs[i].pieces
-
-    index, identical, tied = list(targets), set[int](), []
-    for shared in find_shared(piece_columns(specs, width_of(specs)), device, address, each):
-        of_src = [i for i in shared.targets if i < len(sources)]
-        of_dst = [i for i in shared.targets if i >= len(sources)]
-        for j in of_dst:
-            alike = [i for i in (of_src or of_dst) if where(i) == where(j)]
-            other = next((i for i in (of_src or of_dst) if i not in alike), j)
-            if of_src and not any(same(specs[j].name, specs[i].name) for i in alike):
-                raise UsageError(_overlap_text(specs[j].name, specs[of_src[0]].name))
-            if not of_src and other != j:
-                raise UsageError(f"{specs[j].name}: shares a part of its memory with {specs[other].name} in dst; pass copies")
-        if of_src:
-            identical.update(index[j - len(sources)] for j in of_dst)
-        else:
-            tied.append(tuple(index[j - len(sources)] for j in of_dst))
-    return Overlaps(frozenset(identical), tuple(tied))
-
-
-def _overlap_text(name: str, other: str) -> str:
-    return (
-        f"{name}: its memory in dst is also that of {other} in src, which would be overwritten while it is read; pass a copy "
-        "on one side, or the same tensor under the same name on both"
-    )
-
-
-class Spares:
-    """Spare memory for destinations that are put in place only once every rank has all.
-
-    Parameters
-    ----------
-    wanted
-        The destination.
-    chosen
-        Its tensors, by index, that get spare memory.
-    """
-
-    def __init__(self, wanted: LocalShards, chosen: Collection[int]) -> None:
-        tensors = {i: piece.tensor for i, piece in wanted.rows if i in chosen}
-        counts = {i: sum(piece.count for piece in wanted.specs[i].pieces) for i in tensors}
-        self._partial = {i for i, tensor in tensors.items() if counts[i] < tensor.numel()}
-        self.memory = {
-            i: torch.empty_strided(tuple(t.shape), t.stride(), dtype=t.dtype, device=t.device) for i, t in tensors.items()
-        }
-
-    def instead_of(self, wanted: LocalShards) -> LocalShards:
-        """Return the destination with the spare memory in place of its own."""
-        own = {i: piece.tensor for i, piece in wanted.rows}
-        for i in self._partial:  # what nothing is loaded into keeps its value
-            self.memory[i].copy_(own[i])
-        rows = [(i, LocalPiece(self.memory.get(i, piece.tensor), piece.piece)) for i, piece in wanted.rows]
-        return replace(wanted, rows=rows)
-
-    def conflict(self, wanted: LocalShards, tied: Iterable[Sequence[int]]) -> MismatchError | None:
-        """Make the error of tied destinations that have got different bytes; None where there are none."""
-        for first, *others in tied:
-            for other in others:
-                if not torch.equal(_raw(self.memory[first]), _raw(self.memory[other])):
-                    names = wanted.specs[other].name, wanted.specs[first].name
-                    return MismatchError(
-                        f"{names[0]}: tied to {names[1]} in dst, but src holds different values for them; untie them"
-                    )
-        return None
-
-    def put(self, wanted: LocalShards) -> None:
-        """Copy the spare memory to its place."""
-        own = {i: piece.tensor for i, piece in wanted.rows}
-        for i, memory in self.memory.items():
-            own[i].copy_(memory)
-
-
-def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    """View the elements as integers, so that NaNs are equal where their bits are."""
-    return tensor.view(_INTS[tensor.element_size()])
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +92,10 @@ def plan_moves(
     data = comm.scatter(messages)
     table = _unpacked(data[_ROUNDS.size :])
     width = (table.shape[1] - 7) // 2
-    return Moves(Parts(*table[:, :7].T, table[:, 7 : 7 + width], table[:, 7 + width :]), _ROUNDS.unpack_from(data))
+    device, number, owner, owner_row, taker, taker_row, wire = table[:, :7].T
+    offsets, lengths = table[:, 7 : 7 + width], table[:, 7 + width :]
+    own = Parts(device, number, owner, owner_row, taker, taker_row, wire, offsets, lengths)
+    return Moves(own, _ROUNDS.unpack_from(data))
 
 
 def _wanted_columns(wanted: WantedRows, devices: Sequence[bool]) -> I64:
@@ -243,14 +128,16 @@ def _columns_of(parts: Parts) -> I64:
 
 def _packed(table: I64) -> bytes:
     # By column, as differences: neighbours are alike.
-    data = np.diff(table, prepend=0, axis=0).astype("<i8").T.tobytes()
-    return table.shape[1].to_bytes(4, "little") + zlib.compress(data, 1)
+    data: bytes = np.diff(table, prepend=0, axis=0).astype("<i8").T.tobytes()
+    head: bytes = int(table.shape[1]).to_bytes(4, "little")
+    return head + zlib.compress(data, 1)
 
 
 def _unpacked(data: bytes) -> I64:
     width = int.from_bytes(data[:4], "little")
     table = np.frombuffer(zlib.decompress(data[4:]), "<i8").reshape(width, -1).T
-    return table.cumsum(axis=0)
+    columns: I64 = table.cumsum(axis=0)
+    return columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,13 +182,16 @@ class _Memories:
         if key not in self._bytes:
             self._bytes[key] = storage_bytes(tensor)
         first = (tensor.storage_offset() + boxes.first[i]) * each
-        return np.ndarray(boxes.lengths[i], RAW[each], self._bytes[key], first, tuple(s * each for s in boxes.strides[i]))
+        strides = tuple(stride * each for stride in boxes.strides[i])
+        raw: Array = np.ndarray(boxes.lengths[i], RAW[each], self._bytes[key], first, strides)
+        return raw
 
 
 def _in_buffer(buffer: torch.Tensor, at: int, lengths: Ints, wire: torch.dtype, like: View) -> View:
     """View a part in a message, as what it is copied from or to."""
     if isinstance(like, np.ndarray):
-        return np.ndarray(lengths, RAW[wire.itemsize], buffer.numpy().data, at)
+        raw: Array = np.ndarray(lengths, RAW[wire.itemsize], buffer.numpy().data, at)
+        return raw
     num = int(np.prod(lengths, dtype=np.int64)) * wire.itemsize
     return buffer[at : at + num].view(wire).view(lengths)
 

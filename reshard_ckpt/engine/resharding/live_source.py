@@ -22,7 +22,7 @@ from ...core.geometry.dtypes import item_bytes_of
 from ...core.planning.exchange import RankRuns
 from ...core.planning.local_metadata import LocalValue
 from ...core.planning.merge import MergedTables
-from ...core.planning.save_plan import Holders, find_holders
+from ...core.planning.save_plan import HeldRows, find_holders
 from ...errors import LayoutError
 from ...format.catalog import decode_catalog, encode_catalog
 from ...format.keys import new_save_id
@@ -71,7 +71,7 @@ def open_live(comm: Comm, local: LocalShards, devices: Sequence[bool]) -> LiveSo
     return LiveSource(catalog, _held(holders, bits), holders.tables)
 
 
-def _catalog(holders: Holders) -> Catalog:
+def _catalog(holders: HeldRows) -> Catalog:
     tables, num = holders.tables, len(holders.tables.names)
     sizes = holders.count * item_bytes_of(tables.dtype)[holders.tensor]
     return Catalog(
@@ -100,7 +100,7 @@ def _catalog(holders: Holders) -> Catalog:
     )
 
 
-def _held(holders: Holders, devices: Sequence[Any]) -> RankRuns:
+def _held(holders: HeldRows, devices: Sequence[Any]) -> RankRuns:
     run = holders.run
     tensor, box = holders.tensor[run], holders.box[run]
     first = np.concatenate([[0], np.cumsum([len(bits) for bits in devices])])

@@ -2,7 +2,8 @@
 
 1. In the caller: agree, as every save does. What cannot wait is copied before the call returns.
 2. *Eager*: that is everything. *Lazy*: what only the optimizers change is copied by a thread, while forward and backward run;
-   a guard holds each optimizer's next step back until it is done.
+   a guard holds each optimizer's next step back until it is done, or queued to be done before the step on its device. Where the
+   caller holds all changes back, a thread copies everything.
 3. Another thread writes, sends the receipt and commits, over the session that the caller opened: never by the job's collectives.
 """
 
@@ -12,6 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,14 +23,16 @@ from numpy.typing import NDArray
 from ...core.report import SaveReport
 from ...errors import CheckpointError, UsageError
 from ..common.host_memory import POOL
+from ..common.lanes import has_lane
 from ..common.recorder import Recorder
 from .commit import commit
 from .handle import RunningSave, SaveHandle
 from .local_shards import LocalShards
 from .options import SaveJob
+from .staged_fingerprints import StagedFingerprints
 from .staging import MIN_RING_BYTES, Staging, ring_bytes
 from .step_guard import ChangeDetector, GuardedState, StepGuard
-from .write import FileLayout, fingerprints, lay_out, write_files
+from .write import FileLayout, lay_out, write_files
 
 
 class SaveTarget(Protocol):
@@ -168,38 +172,57 @@ def launch(job: SaveJob, session: ExitStack, guarded: GuardedState, target: Save
     # On a device, what staging does comes after all that was queued before: so this comes first.
     detector = ChangeDetector(guarded.tensors) if guarded.optimizers else None
     staging = Staging(local_shards, assignment, layouts, ring)
-    known = job.fingerprints
-    marks = np.zeros(len(assignment.checks.local), np.uint64) if known is None else known
+    marks = StagedFingerprints(staging.lanes, local_shards, assignment.checks, job.fingerprints)
 
-    def copy(chosen: Callable[[int], bool]) -> None:
+    def copy(chosen: Callable[[int], bool], *, last: bool = True, queued: Callable[[], None] = lambda: None) -> None:
         began = recorder.now()
-        recorder.add("stage", began, staging.fill(chosen))
-        with recorder.step("compare"), staging.copying():
-            if known is None:
-                fingerprints(local_shards, assignment.checks, chosen, marks)
+        num_bytes = staging.fill(chosen, last=last)
+        if not staging.is_under_way:
+            recorder.add("stage", began, num_bytes)
+        with recorder.step("compare"):
+            marks.queue(chosen)
+        if staging.is_under_way or marks.is_under_way:
+            queued()
+            staging.settle()
+            recorder.add("stage", began, num_bytes)
+        marks.finish()
 
     def is_guarded(row: int) -> bool:
         return local_shards.rows[row][1].tensor.untyped_storage().data_ptr() in addresses
 
     def write() -> SaveReport:
-        return target.finish(job, layouts, staging, marks)
+        return target.finish(job, layouts, staging, marks.marks)
 
     save = RunningSave(job.path, job.save_id)
     handle = SaveHandle(save)
     thread = SaveThread(save, session.pop_all(), staging, recorder)
     # Where the ring streams, all is copied before this returns.
-    guard = StepGuard(guarded.optimizers, detector, handle.staged) if detector and staging.holds_all else None
+    guard = None
+    if detector is not None and staging.holds_all:
+        guard = StepGuard(guarded.optimizers, detector, lambda: save.wait_for(save.queued))
+
+    def finally_() -> None:
+        staging.close()
+        target.give_back(ring)
+
+    def let_steps_through() -> None:
+        if guard is not None:
+            queued = staging.lanes.record()
+            guard.let_through(lambda: staging.lanes.follow(queued))
+            save.let_steps_through()
+
     try:
-        thread.start(write, finally_=lambda: target.give_back(ring))
+        thread.start(write, finally_=finally_)
     except BaseException:
         if guard is not None:
             guard.release()
         raise
     try:
         if guard is None:
-            thread.stage(lambda: copy(lambda _: True), in_background=options.waits_for_staging)
+            thread.stage(lambda: copy(lambda _: True), in_background=options.caller_holds)
         else:
-            _stage_lazily(thread, staging, guard, copy, is_guarded)
+            now = partial(copy, lambda row: not is_guarded(row), last=False)
+            _stage_lazily(thread, staging, guard, now, partial(copy, is_guarded, queued=let_steps_through))
     except BaseException as error:  # Ctrl-C, which may come at any moment
         thread.give_up(error)
         raise
@@ -208,35 +231,32 @@ def launch(job: SaveJob, session: ExitStack, guarded: GuardedState, target: Save
 
 
 def _stage_lazily(
-    thread: SaveThread,
-    staging: Staging,
-    guard: StepGuard,
-    copy: Callable[[Callable[[int], bool]], None],
-    is_guarded: Callable[[int], bool],
+    thread: SaveThread, staging: Staging, guard: StepGuard, copy_now: Callable[[], None], copy_guarded: Callable[[], None]
 ) -> None:
     """Copy now what forward changes as well (buffers, an average of the weights), and in a thread what optimizers own."""
 
-    def copy_guarded() -> None:
+    def copy_later() -> None:
         try:
-            copy(is_guarded)
+            copy_guarded()
         finally:
-            guard.close()
+            with staging.lanes.entered():
+                guard.close()
 
     interrupt: BaseException | None = None
     try:
-        copy(lambda row: not is_guarded(row))
+        copy_now()
     except BaseException as error:
         staging.fail(error)
         interrupt = None if isinstance(error, Exception) else error
-    thread.stage(copy_guarded, in_background=True)
+    thread.stage(copy_later, in_background=True)
     if interrupt is not None:
         raise interrupt
 
 
 def take_ring(local_shards: LocalShards, layouts: Sequence[FileLayout], host_buffer_bytes: int | None) -> torch.Tensor:
-    """Memory for the images of these files, or as much of it as the caller allows."""
+    """Take memory for the images of these files, or as much of it as the caller allows; pinned for what lies on a device."""
     wanted = ring_bytes(layouts)
     if host_buffer_bytes is not None:
         wanted = min(wanted, max(host_buffer_bytes, MIN_RING_BYTES))
-    pinned = any(local.tensor.device.type == "cuda" for _, local in local_shards.rows)
-    return POOL.take(wanted, pinned=pinned)
+    pinned = any(has_lane(device) for device in {local.tensor.device for _, local in local_shards.rows})
+    return POOL.take(wanted, pinned=pinned)[:wanted]

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
 import torch
 import xxhash
+from numpy.typing import NDArray
 
 from ..common.tensor_bytes import LocalPiece, bytes_in_place, chunks
+from .local_shards import LocalShards
+from .messages import RunColumns
 
 WHOLE_BYTES = 1 << 20
 """Pieces up to this size are hashed whole."""
@@ -18,12 +25,7 @@ def fingerprint(local: LocalPiece, scratch: torch.Tensor) -> int:
     """Return the XXH3-64 of a piece's bytes, or of `NUM_SAMPLES` blocks spread evenly over it, first and last included."""
     piece, item_bytes = local.piece, local.tensor.element_size()
     hasher = xxhash.xxh3_64()
-    if piece.count * item_bytes <= WHOLE_BYTES:
-        runs = [(piece.start, piece.count)]
-    else:
-        size = SAMPLE_BYTES // item_bytes
-        last = piece.start + piece.count - size
-        runs = [(piece.start + (last - piece.start) * i // (NUM_SAMPLES - 1), size) for i in range(NUM_SAMPLES)]
+    runs = sampled_runs(local)
     whole = bytes_in_place(local, piece.start, piece.count)
     if whole is not None:  # one view for all samples: making a view takes longer than hashing what it shows
         for start, count in runs:
@@ -33,3 +35,26 @@ def fingerprint(local: LocalPiece, scratch: torch.Tensor) -> int:
         for chunk in chunks(local, start, count, scratch):
             hasher.update(chunk)
     return hasher.intdigest()
+
+
+def sampled_runs(local: LocalPiece) -> list[tuple[int, int]]:
+    """List the runs of a piece that are hashed."""
+    piece, item_bytes = local.piece, local.tensor.element_size()
+    if piece.count * item_bytes <= WHOLE_BYTES:
+        return [(piece.start, piece.count)]
+    size = SAMPLE_BYTES // item_bytes
+    last = piece.start + piece.count - size
+    return [(piece.start + (last - piece.start) * i // (NUM_SAMPLES - 1), size) for i in range(NUM_SAMPLES)]
+
+
+def fingerprints(local_shards: LocalShards, checks: RunColumns, chosen: Callable[[int], bool], marks: NDArray[np.uint64]) -> None:
+    """Put the fingerprints of all checks of chosen rows into `marks`."""
+    scratch = torch.empty(WHOLE_BYTES, dtype=torch.uint8)
+    for i, local in checked_pieces(local_shards, checks, chosen):
+        marks[i] = fingerprint(local, scratch)
+
+
+def checked_pieces(local_shards: LocalShards, checks: RunColumns, chosen: Callable[[int], bool]) -> list[tuple[int, LocalPiece]]:
+    columns = zip(*(column.tolist() for column in (checks.local, checks.start, checks.count)), strict=True)
+    pieces = [(i, local_shards.rows[row][1], start, count) for i, (row, start, count) in enumerate(columns) if chosen(row)]
+    return [(i, LocalPiece(p.tensor, replace(p.piece, start=start, count=count))) for i, p, start, count in pieces]

@@ -1,6 +1,6 @@
 """A save that is under way: its futures, the handle that a user waits on, and the queue of this process's saves.
 
-1. `RunningSave` holds one future that is done once the state may change, and one of the report. The saving thread sets both.
+1. `RunningSave` holds futures of what the state may do meanwhile, and one of the report. The threads of the save set them.
 2. `SaveHandle` is what `async_save` returns. It counts how long its user waited, and remembers that an error was raised.
 3. `SAVES` lets one save run at a time, and raises an error that nobody asked for when the next save begins.
 """
@@ -38,6 +38,8 @@ class RunningSave:
 
     Attributes
     ----------
+    queued
+        The future that is done once steps may go on: what they change is copied, or queued to be before them on its device.
     staged
         The future that is done once the state may change.
     committed
@@ -54,13 +56,27 @@ class RunningSave:
 
     def _make_futures(self) -> None:
         self._lock = threading.Lock()
+        self.queued: Future[None] = _running_future()
         self.staged: Future[None] = _running_future()
         self.committed: Future[SaveReport] = _running_future()
 
+    def let_steps_through(self) -> None:
+        """Let held steps go on; a second call does nothing."""
+        with suppress(InvalidStateError):
+            self.queued.set_result(None)
+
     def finish_staging(self) -> None:
         """Let the state change from now on; a second call does nothing."""
+        self.let_steps_through()
         with suppress(InvalidStateError):
             self.staged.set_result(None)
+
+    def wait_for(self, future: Future[None]) -> None:
+        """Wait for `queued` or `staged`, and count for how long a caller was held up."""
+        if not future.done():
+            began = time.monotonic()
+            future.result()
+            self.add_stall(time.monotonic() - began)
 
     def finish(self, outcome: SaveReport | BaseException) -> None:
         """End the save with its report or its error."""
@@ -134,11 +150,7 @@ class SaveHandle:
 
     def staged(self) -> None:
         """Wait until the state may change: all of it is copied, or the save has failed (`result` says how)."""
-        if self.running.staged.done():
-            return
-        began = time.monotonic()
-        self.running.staged.result()
-        self.running.add_stall(time.monotonic() - began)
+        self.running.wait_for(self.running.staged)
 
     def done(self) -> bool:
         """Whether the save has been committed or has failed."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch.optim import Optimizer
 
 from ...comm.protocol import Comm
 from ...errors import UsageError
@@ -16,6 +17,9 @@ from ..common.progress import OnProgress
 from ..common.recorder import Recorder
 from .agreement import AgreedPlan
 from .local_shards import LocalShards
+
+Hold = str | Optimizer | Sequence[Optimizer]
+"""Who holds changes back while a lazy save copies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +36,7 @@ class SaveOptions:
     staging: str = "eager"
     host_buffer_bytes: int | None = None
     when_busy: str = "wait"
-    waits_for_staging: bool = False
-    """The caller changes nothing before all is staged, so nothing need be copied before the call returns."""
+    hold: Hold = "optimizers"
     compare_first: bool = False
     """Replicas are compared before anything is written, and captured again where they differ."""
     beside: Mapping[str, bytes] = field(default_factory=dict)
@@ -42,6 +45,30 @@ class SaveOptions:
     def __post_init__(self) -> None:
         _check_choice("staging", self.staging, ("eager", "lazy"))
         _check_choice("when_busy", self.when_busy, ("wait", "error"))
+        if isinstance(self.hold, str):
+            _check_choice("hold", self.hold, ("optimizers", "caller"))
+        elif not isinstance(self.hold, Optimizer | list | tuple):
+            raise UsageError(f"hold={self.hold!r}: pass 'optimizers', 'caller', an optimizer, or a list of optimizers")
+        for optimizer in self.more_held:
+            if not isinstance(optimizer, Optimizer):
+                raise UsageError(
+                    f"hold: {optimizer!r} is no torch optimizer, so its steps cannot be held back; pass hold='caller', and wait "
+                    "for staged() before the state changes"
+                )
+        if self.staging == "eager" and self.hold != "optimizers":
+            raise UsageError(f"hold={self.hold!r} is for staging='lazy': an eager save has copied all when async_save returns")
+
+    @property
+    def caller_holds(self) -> bool:
+        """Whether the caller changes nothing before all is staged, so that nothing need be copied before the call returns."""
+        return self.hold == "caller"
+
+    @property
+    def more_held(self) -> list[Optimizer]:
+        """The optimizers to hold back beside those in the state."""
+        if isinstance(self.hold, str):
+            return []
+        return [self.hold] if isinstance(self.hold, Optimizer) else list(self.hold)
 
 
 def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:

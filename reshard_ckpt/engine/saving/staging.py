@@ -1,21 +1,27 @@
 """Staging: a ring of host memory that holds the images of this rank's files, where training cannot change them.
 
 1. The images of all files lie end to end in one address space; the item at address ``a`` is kept at ``a`` modulo the ring's size.
-2. One thread *fills*: it copies items, and waits where the ring is full of bytes not yet written.
-3. Another *drains*: it writes what is filled, front to back, and so makes room.
+2. One thread *fills*: it copies items, and waits where the ring is full of bytes not yet written. From a device it only queues
+   copies, and closes a *batch* every so often: events, after which all before an address is there. It settles batches in turn.
+3. Another *drains*: it writes what is settled, front to back, and so makes room.
 
 A ring as large as the images never waits, and may be filled in any order; a smaller one (``host_buffer_bytes``) streams.
+
+On a device small items, and those that are not in order, are packed into scratch memory, which goes over the link at once. A
+small item of the host between two of them is put into the ring later, as the copy of the whole pack passes over its place.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 
 import torch
 
-from ..common.tensor_bytes import copy_run
+from ..common.lanes import PACK_BYTES, SMALL_BYTES, Lane, Lanes, Scratch
+from ..common.tensor_bytes import LocalPiece, copy_run, is_in_order
 from .local_shards import LocalShards
 from .messages import Assignment
 from .write import WRITE_BYTES, FileLayout
@@ -23,11 +29,38 @@ from .write import WRITE_BYTES, FileLayout
 STEP_BYTES = 4 << 20
 """Bytes copied at once into a ring that streams; a multiple of every element size."""
 
+BATCH_BYTES = 256 << 20
+"""Bytes queued between two events where the ring never waits, so that writing begins long before all is copied."""
+
 MIN_RING_BYTES = 16 << 20
 
 
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Copies that are queued: once the events have passed, and `late` is put, the images are whole up to an address."""
+
+    end: int
+    events: Sequence[torch.Event]
+    late: Sequence[tuple[int, torch.Tensor]]
+
+
+@dataclass(slots=True)
+class _Pack:
+    """Consecutive items that are gathered on a device: their addresses, and where the address `origin` is in the scratch."""
+
+    lane: Lane
+    scratch: torch.Tensor
+    origin: int
+    begin: int
+    end: int
+    limit: int
+
+
 class Staging:
-    """The images of one rank's files while they go from the state to the store."""
+    """The images of one rank's files while they go from the state to the store.
+
+    To be made in the thread that trains: copies from a device come after what its current streams have queued then.
+    """
 
     def __init__(
         self, local_shards: LocalShards, assignment: Assignment, layouts: Sequence[FileLayout], ring: torch.Tensor
@@ -43,21 +76,38 @@ class Staging:
         self._error: BaseException | None = None
         self._begin, self.num_bytes = _addresses(layouts)
         self._item_at = _item_addresses(layouts, self._begin)
-        self._streams = _Streams(local.tensor.device for _, local in local_shards.rows)
+        self.lanes = Lanes(local.tensor for _, local in local_shards.rows)
         # Copies are fastest in few large pieces; a ring that streams must hand over small ones.
         self._step = self._capacity if self.holds_all else STEP_BYTES
-        self._non_blocking = bool(self._streams) and ring.is_pinned()
+        self._batch_bytes = BATCH_BYTES if self.holds_all else STEP_BYTES
+        self._non_blocking = bool(self.lanes) and ring.is_pinned()
+        self._scratch: dict[torch.device, Scratch] = {}
+        self._pack: _Pack | None = None
+        self._late: list[tuple[int, torch.Tensor]] = []
+        self._batches: deque[_Batch] = deque()
+        self._batched = 0
+        self._queues = False
 
     @property
     def holds_all(self) -> bool:
         """Whether the ring never has to wait."""
         return self._capacity >= self.num_bytes
 
-    def fill(self, chosen: Callable[[int], bool]) -> int:
-        """Copy headers, and the items of chosen rows, into the ring, in the order of the files.
+    @property
+    def is_under_way(self) -> bool:
+        """Whether copies are queued that may not have ended."""
+        return any(batch.events for batch in self._batches)
 
-        Once this returns they are there, and may change, also those of a device. All rows at once, unless the ring holds all.
+    def fill(self, chosen: Callable[[int], bool], *, last: bool = True) -> int:
+        """Put headers, and the items of chosen rows, into the ring, in the order of the files.
+
+        Once this returns they are there, or queued, where they lie on a device. All rows at once, unless the ring holds all.
         Raises whatever stopped the draining thread.
+
+        Parameters
+        ----------
+        last
+            With this all rows have been chosen. Else what was queued is there, too, when this returns.
 
         Returns
         -------
@@ -65,23 +115,39 @@ class Staging:
             The bytes copied, without the headers.
         """
         num_bytes = 0
-        with self.copying():
+        with self.lanes.entered():
             for layout, begin in zip(self._layouts, self._begin, strict=True):
                 self._put_bytes(begin, layout.header)
                 for item in range(layout.items.start, layout.items.stop):
-                    if chosen(self._items[item][0]):
-                        num_bytes += self._put_item(item)
+                    if not chosen(self._items[item][0]):
+                        self._send()  # a pack passes over all that lies in it
+                        continue
+                    if last and self._item_at[item] - self._batched >= self._batch_bytes:
+                        self._close_batch(self._item_at[item])
+                    num_bytes += self._put_item(item)
+            self._close_batch(self.num_bytes if last else 0)
+        if not last:
+            self.settle()
         return num_bytes
 
-    def copying(self) -> AbstractContextManager[None]:
-        """What reads the state belongs in this: it comes after what the job's streams had queued when staging began."""
-        return self._streams.copying()
+    def settle(self) -> None:
+        """Wait until all that is queued is there."""
+        while self._batches:
+            self._settle_one()
 
     def finish(self) -> None:
-        """All is copied: the rest may be drained."""
+        """Settle, and let the rest be drained."""
+        self.settle()
         with self._changed:
             self._filled, self._finished = self.num_bytes, True
             self._changed.notify_all()
+
+    def close(self) -> None:
+        """Give scratch memory back; where the save failed, first wait for copies that nobody waits for, into the ring too."""
+        if self._batches:
+            with self.lanes.entered():
+                self.lanes.synchronize()
+        self._scratch.clear()
 
     def wait_finished(self) -> None:
         """Wait for `finish`; raises what stopped the filling thread."""
@@ -107,19 +173,72 @@ class Staging:
             at += size
             self._advance(written=at)
 
+    def _scratch_of(self, lane: Lane) -> Scratch:
+        if lane.device not in self._scratch:
+            self._scratch[lane.device] = Scratch(lane)
+        return self._scratch[lane.device]
+
     def _put_item(self, item: int) -> int:
         row, start, count = self._items[item]
-        local = self._local_shards.rows[row][1]
-        each, at = local.tensor.element_size(), self._item_at[item]
+        local, at = self._local_shards.rows[row][1], self._item_at[item]
+        num_bytes: int = count * local.tensor.element_size()
+        lane = self.lanes.by_device.get(local.tensor.device) if self._non_blocking else None
+        if lane is not None and (num_bytes < SMALL_BYTES or not is_in_order(local.piece)):
+            self._pack_run(lane, local, start, count, at)
+        elif lane is None and self._pack is not None and at + num_bytes <= self._pack.limit and num_bytes < SMALL_BYTES:
+            self._pack.end = at + num_bytes
+            copied = torch.empty(num_bytes, dtype=torch.uint8)
+            copy_run(local, start, count, copied)
+            self._late.append((at, copied))
+        else:
+            self._put_run(local, start, count, at)
+        return num_bytes
+
+    def _put_run(self, local: LocalPiece, start: int, count: int, at: int) -> None:
+        self._send()
+        each = local.tensor.element_size()
         while count:
             place = at % self._capacity
             num = min(count, self._step // each, (self._capacity - place) // each)
             self._reserve(at, num * each)
             copy_run(local, start, num, self._ring[place : place + num * each], non_blocking=self._non_blocking)
+            self._queues |= local.tensor.device in self.lanes.by_device
             start, count, at = start + num, count - num, at + num * each
-        return at - self._item_at[item]
+
+    def _pack_run(self, lane: Lane, local: LocalPiece, start: int, count: int, at: int) -> None:
+        each = local.tensor.element_size()
+        while count:
+            pack = self._pack
+            if pack is None or pack.lane is not lane or pack.limit - at < each:
+                self._send()
+                pack = self._pack = self._begin_pack(lane, at)
+            num = min(count, (pack.limit - at) // each)
+            low = at - pack.origin
+            copy_run(local, start, num, pack.scratch[low : low + num * each])
+            start, count, at = start + num, count - num, at + num * each
+            pack.end = at
+
+    def _begin_pack(self, lane: Lane, at: int) -> _Pack:
+        place = at % self._capacity
+        origin = at - place % 64  # aligned there as it is here
+        limit = min(origin + min(PACK_BYTES, STEP_BYTES), at - place + self._capacity)
+        return _Pack(lane, self._scratch_of(lane).begin(), origin, at, at, limit)
+
+    def _send(self) -> None:
+        """Queue the copy of what is packed, if anything is."""
+        pack, self._pack = self._pack, None
+        if pack is None:
+            return
+        late, self._late = self._late, []  # not before this pack
+        self._reserve(pack.begin, pack.end - pack.begin)
+        place = pack.begin % self._capacity
+        part = slice(pack.begin - pack.origin, pack.end - pack.origin)
+        self._scratch_of(pack.lane).send(part, self._ring[place : place + pack.end - pack.begin])
+        self._queues = True
+        self._late += late
 
     def _put_bytes(self, at: int, data: bytes) -> None:
+        self._send()
         while data:
             place = at % self._capacity
             size = min(len(data), self._capacity - place, STEP_BYTES)
@@ -128,12 +247,36 @@ class Staging:
             data, at = data[size:], at + size
 
     def _reserve(self, at: int, size: int) -> None:
-        """Wait for room; where the ring streams, what lies before is complete, since it fills in order."""
+        """Wait for room; where the ring streams, what lies before is queued, since it fills in order."""
         if self.holds_all:
             return
-        self._streams.wait()
-        self._advance(filled=at)
-        self._wait(lambda: at + size <= self._written + self._capacity)
+        self._close_batch(at)
+        # One batch may be under way while the next is queued, but one that the writer waits for must be settled.
+        while self._batches and not (self._batches[0].events and len(self._batches) == 1 and self._has_room(at + size)):
+            self._settle_one()
+        self._wait(lambda: self._has_room(at + size))
+
+    def _has_room(self, end: int) -> bool:
+        return end <= self._written + self._capacity
+
+    def _close_batch(self, end: int) -> None:
+        """Mark all that is queued so far; after that the images are whole up to `end`."""
+        self._send()
+        # Where nothing was queued, an event would only wait for the work of the job.
+        events = self.lanes.record() if self._queues else ()
+        self._queues = False
+        late, self._late = self._late, []
+        self._batches.append(_Batch(end, events, late))
+        self._batched = end
+
+    def _settle_one(self) -> None:
+        batch = self._batches.popleft()
+        for event in batch.events:
+            event.synchronize()
+        for at, data in batch.late:
+            place = at % self._capacity
+            self._ring[place : place + data.numel()] = data
+        self._advance(filled=batch.end)
 
     def _wait_filled(self, at: int) -> int:
         self._wait(lambda: self._filled > at)
@@ -149,39 +292,6 @@ class Staging:
         with self._changed:
             self._filled, self._written = max(self._filled, filled), max(self._written, written)
             self._changed.notify_all()
-
-
-class _Streams:
-    """Copies from CUDA run on streams of their own, after what the job's streams have queued by now; the CPU has none.
-
-    To be made in the thread that trains: its current streams are those that have the last step's work. A thread of ours has other
-    current streams, which would wait for nothing.
-    """
-
-    def __init__(self, devices: Iterator[torch.device]) -> None:
-        cuda = {device for device in devices if device.type == "cuda"}
-        self._streams = [torch.cuda.Stream(device) for device in cuda]  # type: ignore[no-untyped-call]
-        for stream in self._streams:
-            stream.wait_stream(torch.cuda.current_stream(stream.device))
-
-    def __bool__(self) -> bool:
-        return bool(self._streams)
-
-    @contextmanager
-    def copying(self) -> Iterator[None]:
-        """Run what is inside on these streams, and wait for it: whoever leaves may change the sources, or reuse the ring."""
-        try:
-            with ExitStack() as stack:
-                for stream in self._streams:
-                    stack.enter_context(torch.cuda.stream(stream))
-                yield
-        finally:
-            self.wait()
-
-    def wait(self) -> None:
-        """Until all copies are done."""
-        for stream in self._streams:
-            stream.synchronize()
 
 
 def ring_bytes(layouts: Sequence[FileLayout]) -> int:

@@ -6,11 +6,14 @@
    it does. Both stay for good: to remove a hook while torch iterates over them, in the thread that trains, would raise there.
 2. Not all code that changes parameters is a step that can be met: compiled code, a replayed graph, a user's own line. So a
    guard compares version counters and some of the values with those of its beginning, and gives the save up if they differ.
+3. Of a device, all may be queued long before it is copied. Then a step goes on at once, but on its device behind the copies; what
+   the guard compares is looked at just before the first such step, in the thread that steps.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
@@ -22,12 +25,16 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...errors import UsageError
+from ..common.lanes import has_lane
 
 _HELD: dict[int, StepGuard] = {}
 """Guards by the `id` of the optimizers that they hold, and keep alive."""
 
 MAX_SAMPLED = 64
 """Tensors of one optimizer whose values are compared; a step changes nearly all of them."""
+
+MAX_SCALARS = 1024
+"""Tensors without dims, such as the numbers of steps, that are compared: all of them, but where there are very many."""
 
 SAMPLE_ELEMENTS = 16
 
@@ -48,15 +55,31 @@ class StepGuard:
     detector
         Of changes to what these optimizers own, made in the thread that makes this.
     wait
-        Waits until it is copied.
+        Waits until it is copied, or `let_through` was called.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], detector: ChangeDetector, wait: Callable[[], None]) -> None:
         self.wait = wait
         self._optimizers, self._detector = optimizers, detector
+        self._lock = threading.Lock()
+        self._follow: Callable[[], None] | None = None
+        self._seen: Snapshot | None = None
         for optimizer in optimizers:
             _put_in_front(optimizer)
             _HELD[id(optimizer)] = self
+
+    def let_through(self, follow: Callable[[], None]) -> None:
+        """All is copied, or queued to be: a step need only come after that on its device, which `follow` sees to."""
+        with self._lock:
+            self._follow = follow
+
+    def hold_back(self) -> None:
+        """Wait, in the thread that steps, until it may."""
+        self.wait()
+        with self._lock:
+            if self._follow is not None:
+                self._follow()
+                self._seen = self._seen or self._detector.look()
 
     def release(self) -> None:
         """Let every step through."""
@@ -74,7 +97,11 @@ class StepGuard:
         """
         try:
             # Held until this is known: a step that comes now must still wait, or it would count as one that came through.
-            changed = self._detector.has_changed()
+            with self._lock:
+                changed = self._seen is None and self._detector.has_changed()
+                seen, self._follow = self._seen, None
+            if seen is not None:
+                changed = self._detector.has_changed(seen)
         finally:
             self.release()
         if changed:
@@ -86,6 +113,15 @@ class StepGuard:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What a detector sees at one moment: version counters, and samples, which a device may still have to take."""
+
+    versions: list[int]
+    samples: list[torch.Tensor]
+    taken: list[torch.Event]
+
+
 class ChangeDetector:
     """Tells whether tensors have changed since it was made: by version counters of all, and some values of some.
 
@@ -95,29 +131,44 @@ class ChangeDetector:
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = list(tensors)
         sizeable = [tensor for tensor in self._tensors if tensor.ndim and tensor.numel()]
-        self._sampled = sizeable[:: max(-(-len(sizeable) // MAX_SAMPLED), 1)]
-        self._versions, self._samples = self._count(), self._sample()
+        scalars = [tensor for tensor in self._tensors if not tensor.ndim]
+        # Numbers of steps lie on the device where the optimizer is fused; a step may change nothing else that is sampled.
+        self._sampled = [*_spread(sizeable, MAX_SAMPLED), *_spread(scalars, MAX_SCALARS)]
+        self._before = self.look()
 
-    def has_changed(self) -> bool:
-        """Whether one of the tensors has been written to."""
-        if self._versions != self._count():
+    def look(self) -> Snapshot:
+        """Take a snapshot; on a device it is queued, behind what the current streams of this thread have."""
+        versions = [0 if tensor.is_inference() else tensor._version for tensor in self._tensors]
+        samples = self._sample()
+        devices = {sample.device for sample in samples}
+        taken = [torch.accelerator.current_stream(device).record_event() for device in devices if has_lane(device)]
+        return Snapshot(versions, samples, taken)
+
+    def has_changed(self, seen: Snapshot | None = None) -> bool:
+        """Whether one of the tensors has been written to, by now or by when `seen` was taken."""
+        now = seen or self.look()
+        if self._before.versions != now.versions:
             return True
-        return any(not torch.equal(before, now) for before, now in zip(self._samples, self._sample(), strict=True))
-
-    def _count(self) -> list[int]:
-        return [0 if tensor.is_inference() else tensor._version for tensor in self._tensors]
+        for event in now.taken:
+            event.synchronize()
+        return any(not torch.equal(before, after) for before, after in zip(self._before.samples, now.samples, strict=True))
 
     def _sample(self) -> list[torch.Tensor]:
         """Elements from the middle of each sampled tensor, as bytes, together by device and dtype."""
         parts: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         with torch.no_grad():
             for tensor in self._sampled:
-                *outer, last = tensor.shape
+                *outer, last = tensor.shape or (1,)
                 low = max((last - SAMPLE_ELEMENTS) // 2, 0)
                 where: tuple[int | slice, ...] = (*(size // 2 for size in outer), slice(low, low + SAMPLE_ELEMENTS))
-                part = tensor.detach()[where]
+                part = (tensor.detach() if tensor.ndim else tensor.detach().reshape(1))[where]
                 parts.setdefault((tensor.device, tensor.dtype), []).append(part.contiguous().view(torch.uint8))
             return [torch.cat(of_kind) for of_kind in parts.values()]
+
+
+def _spread(tensors: Sequence[torch.Tensor], most: int) -> Sequence[torch.Tensor]:
+    """Choose at most so many, spread over all."""
+    return tensors[:: max(-(-len(tensors) // most), 1)]
 
 
 class HeldStep:
@@ -176,7 +227,7 @@ def _hold_back(optimizer: object, *_: object) -> None:
         return
     guard = _HELD.get(id(optimizer))
     if guard is not None:
-        guard.wait()
+        guard.hold_back()
 
 
 def _stand_first() -> None:

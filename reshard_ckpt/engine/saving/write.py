@@ -31,10 +31,10 @@ from ...storage.protocol import Storage
 from ..common.memo import Memo
 from ..common.progress import Tally
 from ..common.recorder import Recorder
-from ..common.tensor_bytes import LocalPiece, bytes_in_place, chunks, slices
-from .fingerprint import WHOLE_BYTES, fingerprint
+from ..common.tensor_bytes import bytes_in_place, chunks, slices
 from .local_shards import LocalShards
-from .messages import Assignment, Receipt, RunColumns, WrittenFile
+from .messages import Assignment, Receipt, WrittenFile
+from .staged_fingerprints import all_fingerprints
 
 WRITE_BYTES = 1 << 20
 """Bytes hashed and written at once: few enough to be in the processor's cache for the second of the two."""
@@ -119,23 +119,6 @@ def member_of(spec: TensorSpec, offsets: Ints, lengths: Ints, start: int, count:
     return make_member(spec.name, spec.dtype, spec.shape, offsets, lengths, start, count)
 
 
-def fingerprints(local_shards: LocalShards, checks: RunColumns, chosen: Callable[[int], bool], marks: NDArray[np.uint64]) -> None:
-    """Put the fingerprints of all checks of chosen rows into `marks`."""
-    scratch = torch.empty(WHOLE_BYTES, dtype=torch.uint8)
-    columns = (checks.local, checks.start, checks.count)
-    for i, (row, start, count) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
-        if chosen(row):
-            local = local_shards.rows[row][1]
-            marks[i] = fingerprint(LocalPiece(local.tensor, replace(local.piece, start=start, count=count)), scratch)
-
-
-def all_fingerprints(local_shards: LocalShards, assignment: Assignment) -> NDArray[np.uint64]:
-    """Take the fingerprints of all checks of an assignment."""
-    marks = np.zeros(len(assignment.checks.local), np.uint64)
-    fingerprints(local_shards, assignment.checks, lambda _: True, marks)
-    return marks
-
-
 def write_assignment(
     storage: Storage,
     local_shards: LocalShards,
@@ -164,7 +147,7 @@ def write_assignment(
     recorder = recorder or Recorder()
     if marks is None:
         with recorder.step("compare"):
-            marks = all_fingerprints(local_shards, assignment)
+            marks = all_fingerprints(local_shards, assignment.checks)
     layouts = lay_out(local_shards, assignment, rank, header_bytes)
     chunks_of = partial(_file_chunks, local_shards, assignment)
     return write_files(storage, layouts, chunks_of, marks, recorder, sha256=sha256)

@@ -27,7 +27,7 @@ from ...core.geometry.runs import I64
 from ...errors import CheckpointError, CorruptError, UnsupportedError
 from ...storage.protocol import Storage, read_range
 from ..catalog_builder import FilePart, foreign_file
-from .heads import HEAD_BYTES, LONG_HEAD_BYTES, HeadParser, HeadTooShort, TensorLayout, safetensors_heads
+from .heads import HEAD_BYTES, LONG_HEAD_BYTES, HeadParser, HeadTooShort, TensorLayout, raw_layout, safetensors_heads
 from .metadata import Chunk, Extent, SavedTensor
 
 FORMAT = "dcp"
@@ -58,8 +58,8 @@ class ChunkPlaces:
     unreadable: Mapping[str, CheckpointError]
 
 
-def locate(storage: Storage, tensors: Mapping[str, SavedTensor]) -> ChunkPlaces:
-    """Find the bytes of all chunks."""
+def locate(storage: Storage, tensors: Mapping[str, SavedTensor], *, format: str = FORMAT) -> ChunkPlaces:
+    """Find the bytes of all chunks; `format` is that of the files."""
     unreadable: dict[str, CheckpointError] = {}
     places = sorted(
         ((fqn, chunk) for fqn, tensor in tensors.items() for chunk in tensor.chunks),
@@ -69,11 +69,14 @@ def locate(storage: Storage, tensors: Mapping[str, SavedTensor]) -> ChunkPlaces:
     readable = [place for place in places if _is_readable(storage, place, sizes, unreadable)]
     files = {file: i for i, file in enumerate(dict.fromkeys(chunk.extent.file for _, chunk in readable))}
     finder = _PartFinder(storage, tensors, files, unreadable)
-    for window, data in _read_windows(storage, readable):
+    for fqn, chunk in readable:
+        if chunk.head is not None:
+            finder.find_described(fqn, chunk, chunk.head)
+    for window, data in _read_windows(storage, [place for place in readable if place[1].head is None]):
         for fqn, chunk in window.places:
             begin = chunk.extent.offset - window.low
             finder.find(fqn, chunk, data[begin : begin + min(HEAD_BYTES, chunk.extent.length)])
-    entries = tuple(foreign_file(file, sizes[file] or 0, FORMAT) for file in files)
+    entries = tuple(foreign_file(file, sizes[file] or 0, format) for file in files)
     return ChunkPlaces(finder.parts, entries, unreadable)
 
 
@@ -182,6 +185,18 @@ class _PartFinder:
                 room = head.end
             self._check(head, self._tensors[fqn], chunk, room, name)
             self._add(fqn, chunk, head, name)
+        except CheckpointError as error:
+            self._unreadable[fqn] = error
+
+    def find_described(self, fqn: str, chunk: Chunk, head: bytes) -> None:
+        """Add the parts of a chunk that is the storage of a tensor, described elsewhere."""
+        if fqn in self._unreadable:
+            return
+        name = f"{self._storage.url}: {fqn}"
+        try:
+            layout = self._heads.parse_alone(head, name=name) if head else raw_layout(self._tensors[fqn].dtype, chunk.lengths)
+            self._check(layout, self._tensors[fqn], chunk, chunk.extent.length, name)
+            self._add(fqn, chunk, layout, name)
         except CheckpointError as error:
             self._unreadable[fqn] = error
 

@@ -78,6 +78,11 @@ def _read(storage: Storage, key: str) -> Metadata:
     return read_metadata(storage.read(key, limit=MAX_METADATA_BYTES), name=f"{storage.url}: {key}")
 
 
+def merged(storage: Storage, parts: Sequence[Metadata]) -> FolderMetadata:
+    """Merge metadata that were written apart; what differs under one name is unreadable."""
+    return _RankMerger(storage).all(parts)
+
+
 class _RankMerger:
     """Merges the metadata that ranks wrote on their own."""
 

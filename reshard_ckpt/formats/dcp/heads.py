@@ -140,11 +140,68 @@ TENSOR_TABLE: Mapping[tuple[str, str], Any] = {
 }
 
 
+def raw_layout(dtype: torch.dtype, shape: Ints) -> TensorLayout:
+    """The layout of bytes that are a row-major tensor and nothing else."""
+    return TensorLayout(dtype, shape, row_major_strides(shape), 0, prod(shape) * dtype.itemsize)
+
+
+def read_object(pickled: bytes, storages: Mapping[str, bytes], *, name: str) -> Any:
+    """Read plain data with tensors in it, as ``torch.save`` pickles them, from the pickle and the bytes of its storages.
+
+    Raises
+    ------
+    UnsupportedError
+        It names a class or function that neither tensors nor plain data need.
+    CorruptError
+        It is damaged.
+    """
+    made = read_pickle(pickled, TENSOR_TABLE, name=name, persistent=stored_at)
+    try:
+        return _ObjectBuilder(storages, len(pickled), name).build(made)
+    except (KeyError, RecursionError) as error:
+        raise CorruptError(f"{name}: has no storage {error}, or contains itself; use another checkpoint") from None
+
+
+class _ObjectBuilder:
+    """Puts tensors into plain data, which a pickle may refer to many times: never more of either than its size can spell."""
+
+    def __init__(self, storages: Mapping[str, bytes], num_bytes: int, name: str) -> None:
+        self._storages = {key: bytearray(data) for key, data in storages.items()}
+        self._objects_left = num_bytes
+        self._bytes_left = 4 * sum(map(len, storages.values())) + num_bytes
+        self._name = name
+
+    def build(self, made: Any) -> Any:
+        self._objects_left -= 1
+        if self._objects_left < 0:
+            raise CorruptError(f"{self._name}: holds more than its bytes can spell; use another checkpoint")
+        if isinstance(made, TensorView):
+            return self._tensor(made, self._storages[made.storage.key])
+        if isinstance(made, dict):
+            return {key: self.build(value) for key, value in made.items()}
+        if isinstance(made, list | tuple):
+            return type(made)(self.build(value) for value in made)
+        return made
+
+    def _tensor(self, view: TensorView, data: bytearray) -> torch.Tensor:
+        if 0 in view.shape:
+            return torch.empty(view.shape, dtype=view.dtype)
+        self._bytes_left -= prod(view.shape) * view.dtype.itemsize
+        if _head(view, 0, self._name).end > len(data) or self._bytes_left < 0:
+            raise CorruptError(
+                f"{self._name}: a tensor of shape {view.shape} reaches beyond its {len(data)} bytes; use another checkpoint"
+            )
+        usable = len(data) // view.dtype.itemsize * view.dtype.itemsize
+        flat = torch.frombuffer(memoryview(data)[:usable], dtype=view.dtype)
+        return flat.as_strided(view.shape, view.strides, view.offset).clone()
+
+
 class HeadParser:
     """Parses the heads of chunks, and caches those that it has seen."""
 
     def __init__(self) -> None:
         self._known: dict[int, dict[bytes, TensorLayout]] = {}
+        self._alone: dict[bytes, TensorLayout] = {}
 
     def parse(self, data: memoryview, *, name: str) -> TensorLayout:
         """Parse the head of a chunk, of whose bytes `data` are the first.
@@ -163,6 +220,12 @@ class HeadParser:
         begin, head = _parse(bytes(data), name)
         self._known.setdefault(begin, {})[bytes(data[:begin])] = head
         return head
+
+    def parse_alone(self, pickled: bytes, *, name: str) -> TensorLayout:
+        """Parse the pickle of a tensor whose storage begins with the chunk."""
+        if pickled not in self._alone:
+            self._alone[pickled] = _head(_read_view(pickled, name), 0, name)
+        return self._alone[pickled]
 
 
 def _parse(data: bytes, name: str) -> tuple[int, TensorLayout]:

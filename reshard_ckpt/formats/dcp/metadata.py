@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -29,6 +29,7 @@ METADATA_KEY = ".metadata"
 MAX_METADATA_BYTES = 4 << 30
 MAX_ELEMENTS = 1 << 58
 
+Found = TypeVar("Found")
 Key = str | int
 """A step of a path: a key of a dict, or an index of a list."""
 
@@ -45,11 +46,16 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A box of a tensor, and where it is stored."""
+    """A box of a tensor, and where it is stored.
+
+    `head` is the pickle of a tensor whose storage the bytes are, where a writer keeps the two apart, or empty where the bytes are
+    those of the box in row-major order; else the head comes before the bytes.
+    """
 
     offsets: Ints
     lengths: Ints
     extent: Extent
+    head: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +74,8 @@ class Metadata:
     tensors: Mapping[str, SavedTensor]
     values: Mapping[str, Extent]
     paths: Mapping[str, tuple[Key, ...]]
+    notes: Any = None
+    """What another library's writer adds for itself, not checked."""
 
 
 DCP_METADATA = "torch.distributed.checkpoint.metadata"
@@ -130,8 +138,13 @@ TABLE: dict[tuple[str, str], Any] = {
 }
 
 
-def read_metadata(data: bytes, *, name: str) -> Metadata:
+def read_metadata(data: bytes, *, name: str, classes: Mapping[tuple[str, str], StandInClass] | None = None) -> Metadata:
     """Decode and check a ``.metadata`` file.
+
+    Parameters
+    ----------
+    classes
+        What another library's copies of DCP's classes are, by their names.
 
     Raises
     ------
@@ -140,7 +153,8 @@ def read_metadata(data: bytes, *, name: str) -> Metadata:
     CorruptError
         It is damaged, or not what DCP writes.
     """
-    return decode_metadata(read_pickle(data, TABLE, name=name), len(data), name=name)
+    root = read_pickle(data, {**TABLE, **(classes or {})}, name=name)
+    return decode_metadata(root, len(data), name=name)
 
 
 def decode_metadata(root: Any, num_bytes: int, *, name: str, kind: str = "Metadata") -> Metadata:
@@ -172,6 +186,7 @@ def _decode(root: dict[str, Any], num_bytes: int) -> Metadata:
             extents[id(info)] = _extent(info)
         listed.setdefault(fqn, []).append((offset, extents[id(info)]))
     places = {fqn: _by_offset(fqn, pairs) for fqn, pairs in listed.items()}
+    heads = _heads(root.get("all_tensor_metadata"))
     budget = _Budget(num_bytes)
     tensors: dict[str, SavedTensor] = {}
     values: dict[str, Extent] = {}
@@ -181,16 +196,25 @@ def _decode(root: dict[str, Any], num_bytes: int) -> Metadata:
         if entry.kind.name == "BytesStorageMetadata":
             values[fqn] = places[fqn][None]
         else:
-            tensors[fqn] = _tensor(fqn, _fields(entry, "TensorStorageMetadata"), places.get(fqn, {}), budget)
+            tensors[fqn] = _tensor(fqn, _fields(entry, "TensorStorageMetadata"), places.get(fqn, {}), budget, heads.get(fqn))
     paths = dict(_paths(root.get("planner_data")))
     numbers = {str(key): key for path in paths.values() for key in path if type(key) is int}
     if too_many_alike(numbers.values()) or too_many_alike(paths.values()):
         raise ValueError(f"more than {MAX_ALIKE} keys of its paths have the same hash")
-    return Metadata(tensors, values, paths)
+    return Metadata(tensors, values, paths, root.get("user_defined_dict"))
 
 
-def _by_offset(fqn: str, pairs: list[tuple[Ints | None, Extent]]) -> dict[Ints | None, Extent]:
-    """Map offsets to the extents of one name; offsets that collide as keys are refused before the dict."""
+def _heads(described: Any) -> dict[str, dict[Ints | None, Any]]:
+    """The heads of chunks by name and offset, where a writer has them in the metadata."""
+    listed: dict[str, list[tuple[Ints | None, Any]]] = {}
+    for index, head in _dict(described or {}, "all_tensor_metadata").items():
+        fqn, offset = _index(index)
+        listed.setdefault(fqn, []).append((offset, head))
+    return {fqn: _by_offset(fqn, pairs) for fqn, pairs in listed.items()}
+
+
+def _by_offset(fqn: str, pairs: list[tuple[Ints | None, Found]]) -> dict[Ints | None, Found]:
+    """Map offsets to what is there of one name; offsets that collide as keys are refused before the dict."""
     if too_many_alike([offset for offset, _ in pairs]):
         raise ValueError(f"more than {MAX_ALIKE} offsets of {fqn:.200} have the same hash")
     return dict(pairs)
@@ -233,7 +257,13 @@ def _extent(info: Any) -> Extent:
     return Extent(file, offset, length, tuple(str(t)[:100] for t in transforms if isinstance(t, str)))
 
 
-def _tensor(fqn: str, fields: dict[str, Any], places: Mapping[Ints | None, Extent], budget: _Budget) -> SavedTensor:
+def _tensor(
+    fqn: str,
+    fields: dict[str, Any],
+    places: Mapping[Ints | None, Extent],
+    budget: _Budget,
+    heads: Mapping[Ints | None, Any] | None,
+) -> SavedTensor:
     shape, chunks = _size(fields["size"]), fields["chunks"]
     if not isinstance(chunks, list) or prod(max(size, 1) for size in shape) > MAX_ELEMENTS or min(shape, default=0) < 0:
         raise ValueError(f"{fqn} has no chunks, or a size that no tensor has")
@@ -249,7 +279,10 @@ def _tensor(fqn: str, fields: dict[str, Any], places: Mapping[Ints | None, Exten
         if known is not None and known.lengths != lengths:
             raise ValueError(f"{fqn} has two chunks at {offsets}, of sizes {known.lengths} and {lengths}")
         if known is None:
-            found[offsets] = Chunk(offsets, lengths, places[offsets])
+            head = None if heads is None else heads[offsets]
+            if heads is not None and not isinstance(head, bytes):
+                raise ValueError(f"{fqn} has a chunk at {offsets} without a description")
+            found[offsets] = Chunk(offsets, lengths, places[offsets], head)
     return SavedTensor(_dtype(fields["properties"]), shape, tuple(found.values()))
 
 

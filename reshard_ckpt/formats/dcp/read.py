@@ -9,16 +9,16 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
 import torch
 
 from ...core.catalog.links import GROUPS
-from ...core.catalog.model import Catalog, ValueEntry
+from ...core.catalog.model import Catalog, FileEntry, ValueEntry
 from ...core.catalog.specs import ValueKind
 from ...errors import CheckpointError, CorruptError
 from ...format.links import linked
@@ -57,12 +57,12 @@ def open_path(path: str, *, as_saved: bool = False) -> Foreign | None:
         if key is not None or not is_folder(storage):
             return None
         catalog, raw = _open(storage, as_saved=as_saved)
-        return Foreign(storage, catalog, FORMAT, _advice(catalog), raw)
+        return Foreign(storage, catalog, FORMAT, advice_on_numbers(catalog), raw)
 
     return open_located(path, look)
 
 
-def _advice(catalog: Catalog) -> dict[str, str]:
+def advice_on_numbers(catalog: Catalog) -> dict[str, str]:
     """Write what to do about optimizers whose parameters are known by number alone."""
     numbered = []
     for value in catalog.values_table:
@@ -111,6 +111,44 @@ def _garbage_collection_paused() -> Iterator[None]:
             gc.enable()
 
 
+@dataclass(frozen=True, slots=True)
+class MoreContents:
+    """What else belongs to a catalog: tensors in files that come after the folder's own, values, and what cannot be read."""
+
+    tensors: Sequence[ForeignTensor] = ()
+    files: Sequence[FileEntry] = ()
+    values: Sequence[ValueEntry] = ()
+    unreadable: Mapping[str, CheckpointError] = field(default_factory=dict)
+
+
+NO_MORE = MoreContents()
+
+
+def catalog_of(
+    storage: Storage,
+    folder: FolderMetadata,
+    *,
+    format: str,
+    more: Callable[[int], MoreContents] = lambda num_files: NO_MORE,
+    parameters: Sequence[str] = (),
+) -> Catalog:
+    """Build the catalog of metadata whose paths are already those of this library, from another library's folders.
+
+    Parameters
+    ----------
+    more
+        Gives what is not in the metadata, from the number of files that come before its own.
+    parameters
+        The names of all parameters of the optimizer, in any order, where its state has them and its groups have numbers.
+    """
+    with _garbage_collection_paused():
+        saved = folder.saved
+        located, values = locate_chunks(storage, saved.tensors, format=format), read_values(storage, saved.values)
+        unreadable = {**located.unreadable, **values.unreadable, **folder.unreadable}
+        contents = _Folder(storage, saved, names_of(saved, as_saved=True), located, values.values, unreadable, parameters)
+        return contents.catalog(by_number=True, format=format, more=more(len(located.files)))
+
+
 class _Folder:
     """The content of a folder, on its way to a catalog."""
 
@@ -122,7 +160,9 @@ class _Folder:
         located: ChunkPlaces,
         values: Mapping[str, Any],
         unreadable: Mapping[str, CheckpointError],
+        parameters: Sequence[str] = (),
     ) -> None:
+        self._parameters = parameters
         self._storage, self._saved, self._names, self._located = storage, saved, names, located
         self._values = {name: value for name, value in values.items() if name not in unreadable}
         self._errors = unreadable
@@ -130,7 +170,7 @@ class _Folder:
         self._entries: list[ValueEntry] = []
         self._paths = dict(names.paths)
 
-    def catalog(self, *, by_number: bool) -> Catalog:
+    def catalog(self, *, by_number: bool, format: str = FORMAT, more: MoreContents = NO_MORE) -> Catalog:
         """Build the catalog; with `by_number`, also the groups of optimizers that know parameters by number."""
         for optimizer, entries in self._names.groups.items():
             self._add_groups(optimizer, entries, by_number)
@@ -138,8 +178,9 @@ class _Folder:
             self._take_whole_groups(fqn, by_number)
         tensors = [found for fqn, path in self._paths.items() if (found := self._tensor(fqn, path)) is not None]
         self._add_values()
-        catalog = linked(build_catalog(tensors, self._located.files, self._entries, format=FORMAT, where=self._storage.url))
-        return replace(catalog, unreadable=self._unreadable)
+        files, values = (*self._located.files, *more.files), [*self._entries, *more.values]
+        catalog = linked(build_catalog([*tensors, *more.tensors], files, values, format=format, where=self._storage.url))
+        return replace(catalog, unreadable={**self._unreadable, **more.unreadable})
 
     def _tensor(self, fqn: str, path: KeyPath) -> ForeignTensor | None:
         name, saved = dotted(path), self._saved.tensors.get(fqn)
@@ -204,7 +245,10 @@ class _Folder:
                 self._take_groups(path[:-1], found)
 
     def _take_groups(self, optimizer: KeyPath, found: OptimizerGroups) -> None:
-        self._add_value((*optimizer, GROUPS), ValueKind.PARAM_GROUPS, found.groups)
+        groups = found.groups
+        if found.by_number and len(groups) == 1 and len(groups[0]["params"]) == len(self._parameters):
+            groups = [{**groups[0], "params": list(self._parameters)}]  # of one group all are members, whichever has which number
+        self._add_value((*optimizer, GROUPS), ValueKind.PARAM_GROUPS, groups)
         if found.named:
             self._paths = {fqn: renumbered(p, optimizer, found.named) for fqn, p in self._paths.items()}
 

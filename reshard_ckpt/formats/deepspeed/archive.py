@@ -87,7 +87,8 @@ class TorchFile:
         member = self._members.get(f"data/{tensor.storage.key}")
         if member is None or is_negative or (last + 1) * tensor.dtype.itemsize > member[1]:
             raise CorruptError(
-                f"{self._storage.url}: {self.key} has a tensor of shape {tensor.shape} that reaches beyond its data; use another copy"
+                f"{self._storage.url}: {self.key} has a tensor of shape {tensor.shape} that reaches beyond its data; use "
+                "another copy"
             )
         return self._begin(tensor.storage.key, *member) + tensor.offset * tensor.dtype.itemsize
 

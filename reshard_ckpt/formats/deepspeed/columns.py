@@ -1,6 +1,6 @@
 """A catalog over foreign files, collected as columns: a folder of a thousand ranks has millions of rows.
 
-Tensors, boxes and files are numbered as they come; rows come as whole arrays. `Columns.catalog` sorts the tensors by name.
+Tensors, boxes and files are numbered as they come; rows come as whole arrays. `CatalogColumns.catalog` sorts the tensors by name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..catalog_builder import foreign_file
 Numbers = I64 | int
 
 
-class Columns:
+class CatalogColumns:
     """What a catalog is made of, on its way to one.
 
     Parameters
@@ -75,7 +75,8 @@ class Columns:
             self._links.append(link)
         elif (self._dtypes[number], self._shapes[number]) != (dtype, shape):
             raise CorruptError(
-                f"{self.where}: {name} is {self._dtypes[number]} of shape {self._shapes[number]} in one file and {dtype} of shape "
+                f"{self.where}: {name} is {self._dtypes[number]} of shape {self._shapes[number]} in one file and {dtype} of "
+                "shape "
                 f"{shape} in another; files of several saves may be mixed, so use another checkpoint"
             )
         return number

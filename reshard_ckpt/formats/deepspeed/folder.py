@@ -120,14 +120,14 @@ def tag_files(storage: Storage) -> TagFiles | None:
     prefixes = {m["prefix"] for m in optimizers}
     if len(prefixes) > 1:
         raise CorruptError(
-            f"{where}: has optimizer files of {len(prefixes)} saves, some beginning with bf16_; move those of one to another folder"
+            f"{where}: has optimizer files of {len(prefixes)} saves, some beginning with bf16_; move those of one to "
+            "another folder"
         )
     layers = {(int(m["layer"]), int(m["mp"] or 0)): m[0] for m in map(_LAYER.fullmatch, names) if m}
     experts = tuple(name for name in names if _EXPERT.fullmatch(name))
     universal = _universal_files(storage) if storage.size(UNIVERSAL_STATE) is not None else None
     found = TagFiles(models, {_rank(m): m[0] for m in optimizers}, layers, experts, universal)
-    _check_complete(found.models, "model_states", where)
-    _check_complete(found.optimizers, "optim_states", where)
+    _check_complete(found, where)
     return found
 
 
@@ -145,24 +145,26 @@ def _rank(match: re.Match[str]) -> Rank:
     return int(match["mp"]), int(match["dp"] or 0)
 
 
-def _check_complete(files: Mapping[Rank, str], kind: str, where: str) -> None:
-    """Check that no rank below the highest is missing."""
-    if not files:
-        return
-    num_mp, num_dp = 1 + max(mp for mp, _ in files), 1 + max(dp for _, dp in files)
-    if len(files) == num_mp * num_dp:
-        return
-    missing = next((mp, dp) for mp in range(num_mp) for dp in range(num_dp) if (mp, dp) not in files)
-    raise CorruptError(
-        f"{where}: has {len(files)} files {kind}.pt of {num_mp} model-parallel × {num_dp} data-parallel ranks; that of mp_rank "
-        f"{missing[0]:02d}, data-parallel rank {missing[1]}, is missing: copy it, or use another checkpoint"
-    )
+def _check_complete(files: TagFiles, where: str) -> None:
+    """Check that there is a file of each kind for every rank that has a file of any kind."""
+    num_mp = 1 + max(mp for mp, _ in (*files.models, *files.optimizers))
+    num_dp = 1 + max(dp for _, dp in (*files.models, *files.optimizers))
+    divided = any(key.startswith("zero_pp_rank_") for key in files.models.values())  # of ZeRO-3 each rank has its own
+    for kind, found, num in (("model", files.models, num_dp if divided else 1), ("optim", files.optimizers, num_dp)):
+        missing = next(((mp, dp) for mp in range(num_mp) for dp in range(num) if (mp, dp) not in found), None)
+        if missing is not None and found:
+            raise CorruptError(
+                f"{where}: has files of {num_mp} model-parallel × {num_dp} data-parallel ranks, but no {kind}_states.pt of "
+                "mp_rank "
+                f"{missing[0]:02d}, data-parallel rank {missing[1]}: copy it, or use another checkpoint"
+            )
 
 
 def refuse_experts(files: TagFiles, where: str) -> None:
     """Refuse a mixture of experts whose experts are divided among ranks."""
     if files.experts:
         raise UnsupportedError(
-            f"{where}: has {files.experts[0]}: experts that are divided among ranks are not read from DeepSpeed's own files; save "
+            f"{where}: has {files.experts[0]}: experts that are divided among ranks are not read from DeepSpeed's own "
+            "files; save "
             "with reshard_ckpt.integrations.deepspeed attached to the engine, or the module's state dict"
         )

@@ -207,7 +207,7 @@ def _packed(shapes: Sequence[Params], state: Mapping[str, Any], rank: int, value
     for i, (group, master, ranks) in enumerate(zip(params, masters, num_ranks, strict=True)):
         _check_ranks(where, ranks, rank)
         runs, length = packed_runs(group, ranks, rank), packed_length(group, ranks)
-        own = base[i] if is_elastic else _state_of(base, i, i)
+        own = base[i] if is_elastic else _state_of(base, i)
         groups.append(_flat_group(group, runs, length, master, own, f"{where}: group {i}"))
     found = [{}] * num if is_elastic else [hyperparameters(group) for group in base["param_groups"]]
     _check_lengths(where, num, param_groups=found)
@@ -225,7 +225,7 @@ def _striped(shapes: Sequence[Params], state: Mapping[str, Any], rank: int, valu
     groups = []
     for i, (params, master) in enumerate(zip(shapes, masters, strict=True)):
         length = int((-(-params.numel // num_ranks)).sum())
-        own = _state_of(base, i, i)
+        own = _state_of(base, i)
         groups.append(_flat_group(params, striped_runs(params, num_ranks, rank), length, master, own, f"{where}: group {i}"))
     listed = [number for group in base["param_groups"] for number in group["params"]]
     if listed != list(range(len(groups))):
@@ -237,10 +237,10 @@ def _striped(shapes: Sequence[Params], state: Mapping[str, Any], rank: int, valu
     return RankState(tuple(groups), {}, param_groups, values, (num_ranks,) * len(groups))
 
 
-def _state_of(base: Mapping[str, Any], position: int, number: int) -> Mapping[str, Any]:
+def _state_of(base: Mapping[str, Any], number: int) -> Mapping[str, Any]:
     """Return the state of a flat group; it is numbered by its position among all of the optimizer's groups."""
-    state: Mapping[Any, Any] = base["state"]
-    return state.get(number, state.get(str(position), {}))
+    found: Mapping[str, Any] = base["state"].get(number, {})
+    return found
 
 
 def _flat_group(params: Params, runs: Runs, length: int, master: Sized, state: Mapping[str, Any], where: str) -> FlatGroup:
@@ -282,7 +282,7 @@ def _check_ranks(where: str, num_ranks: Any, rank: int) -> None:
 
 
 def named_runs(state: RankState) -> Iterator[tuple[str, str, Ints, Any, int, int, int]]:
-    """Yield each run of a flat tensor: parameter, key, shape, tensor, where it begins in the tensor and in the parameter, count."""
+    """Yield each run of a flat tensor: parameter, key, shape, tensor, its begin in the tensor and in the parameter, count."""
     for group in state.groups:
         columns = zip(*(c.tolist() for c in (group.runs.param, group.runs.at, group.runs.start, group.runs.count)), strict=True)
         for param, at, start, count in columns:

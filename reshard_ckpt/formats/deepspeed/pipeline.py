@@ -1,7 +1,7 @@
 """The layers of a pipeline: a file for each, whose names begin with the number of the layer.
 
-A *tied* layer stands at several places. Its parameters are called ``tied_modules.<key>.…``, and lie in the optimizers of all stages
-that have one of these places: the first counts. The name by layer is a second one.
+A *tied* layer stands at several places. Its parameters are called ``tied_modules.<key>.…``, and lie in the optimizers of all
+stages that have one of these places: the first counts. The name by layer is a second one.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from typing import Any
 
 from ...core.catalog.specs import Ints
 from ...errors import CorruptError, UnsupportedError
+from ..dcp.heads import TensorView
 from ..dcp.pickle_reader import StandInObject
-from .archive import FileReader, TensorView, TorchFile
+from .archive import FileReader, TorchFile
 from .folder import Rank
 from .layout import Params
 
-_TIED = "tied_modules."
+TIED = "tied_modules."
+"""What the names of tied modules begin with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +61,14 @@ def tied_names(layers: Mapping[str, LayerTensor], names: Iterable[str], model: s
     -------
     The name in the catalog of the tied module's tensor, by the name by layer.
     """
-    tied = [name for name in names if name.startswith(f"{model}.{_TIED}")]
+    tied = [name for name in names if name.startswith(f"{model}.{TIED}")]
     known = {name.partition(".")[2].partition(".")[0] for name in names if name.startswith(f"{model}.")}
     found = {}
     for fqn in layers:
         layer, _, rest = fqn.partition(".")
         if layer in known:
             continue
-        same = [name for name in tied if name.removeprefix(f"{model}.{_TIED}").partition(".")[2] == rest]
+        same = [name for name in tied if name.removeprefix(f"{model}.{TIED}").partition(".")[2] == rest]
         if len(same) == 1:
             found[fqn] = same[0]
     return found
@@ -105,7 +107,7 @@ def _shape(fqn: str, size: int, layers: Mapping[str, LayerTensor], where: str) -
     """Look up the shape of a parameter; that of a tied one is the shape of a layer of that size that ends alike."""
     if fqn in layers:
         return layers[fqn].view.shape
-    rest = fqn.removeprefix(_TIED).partition(".")[2]
+    rest = fqn.removeprefix(TIED).partition(".")[2]
     shapes = {layer.view.shape for name, layer in layers.items() if name.partition(".")[2] == rest}
     fitting = [shape for shape in shapes if Params.of({fqn: shape}).numel[0] == size]
     if len(fitting) != 1:

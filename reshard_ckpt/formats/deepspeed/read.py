@@ -26,30 +26,18 @@ from ...core.catalog.specs import Ints, StateLink, ValueKind, row_major_strides
 from ...errors import CheckpointError, CorruptError, UnsupportedError
 from ...format.torch_dtypes import dtype_code
 from ...storage.protocol import Storage
-from ..dcp.chunks import run_lengths, runs_of
-from .archive import FileReader, TensorView, TorchFile, is_contiguous
-from .columns import Columns
+from ..dcp.heads import TensorView
+from .archive import FileReader, TorchFile, is_contiguous
+from .columns import CatalogColumns
 from .folder import UNIVERSAL_STATE, TagFiles, refuse_experts
 from .layout import MASTER, NOT_SHARED, FlatGroup, Params, RankState, Runs, hyperparameters, open_state, striped_runs
-from .pipeline import open_layers, params_of_fragments, tied_names
+from .pipeline import TIED, open_layers, params_of_fragments, tied_names
+from .rows import MODEL, OPTIMIZER, FlatNames, KnownNames, TensorAdder, parameter_name, state_link
 from .shards import Shard, TensorParallel
 from .unpartitioned import Candidate, apart, by_shapes, flat_groups, numbers_of
 from .values import NOT_VALUES, ROOT, leaves, plain
 
 FORMAT = "deepspeed"
-MODEL, OPTIMIZER = "model", "optimizer"
-MAX_RUNS = 1 << 20
-"""Of a tensor that does not lie in row-major order."""
-
-
-def parameter_name(fqn: str) -> str:
-    """Return the name of a parameter or buffer."""
-    return f"{MODEL}.{fqn}"
-
-
-def state_link(fqn: str, key: str) -> StateLink:
-    """Link an entry of the optimizer's state to its parameter."""
-    return StateLink(OPTIMIZER, fqn, key, parameter_name(fqn))
 
 
 def open_tag(storage: Storage, files: TagFiles) -> Catalog:
@@ -79,81 +67,7 @@ def garbage_collection_paused() -> Iterator[None]:
             gc.enable()
 
 
-class TensorAdder:
-    """Adds tensors of files to a catalog."""
-
-    def __init__(self, columns: Columns) -> None:
-        self.columns = columns
-
-    def whole(self, file: TorchFile, name: str, view: TensorView, link: StateLink | None = None) -> None:
-        """Add a tensor that a file has whole, in whatever order its elements lie."""
-        self.shard(file, name, view, Shard.whole(view.shape), link)
-
-    def shard(self, file: TorchFile, name: str, view: TensorView, shard: Shard, link: StateLink | None = None) -> None:
-        """Add a tensor of which a file has a part."""
-        columns = self.columns
-        tensor = columns.tensor(name, dtype_code(view.dtype, name), shard.shape, link)
-        if not prod(view.shape) or not shard.segments:
-            return
-        at, each, number = file.at(view), view.dtype.itemsize, columns.file(file.key, file.size)
-        if is_contiguous(view):
-            for segment in shard.segments:
-                box = columns.box(segment.offsets, segment.lengths)
-                columns.rows(tensor, box, 0, prod(segment.lengths), number, at + segment.at * each)
-            return
-        num = prod(view.shape) // prod(run_lengths(view.shape, view.strides))
-        if len(shard.segments) > 1 or shard.segments[0].lengths != view.shape or num > MAX_RUNS:
-            raise UnsupportedError(f"{name}: lies in {file.key} with strides {view.strides}; save it contiguous")
-        lengths, corners, starts = runs_of(view.shape, view.strides)
-        for corner, start in zip((corners + np.array(shard.segments[0].offsets)).tolist(), starts.tolist(), strict=True):
-            columns.rows(tensor, columns.box(tuple(corner), lengths), 0, prod(lengths), number, at + start * each)
-
-    def runs(self, file: TorchFile, names: "FlatNames", tensor: TensorView, runs: Runs) -> None:
-        """Add the runs of parameters in a flat tensor, which lies in a file."""
-        if not is_contiguous(tensor):
-            raise CorruptError(
-                f"{self.columns.where}: a flat tensor in {file.key} has strides {tensor.strides}; use another copy"
-            )
-        if not len(runs.param):
-            return
-        number, at, each = self.columns.file(file.key, file.size), file.at(tensor), tensor.dtype.itemsize
-        box = names.box[runs.param]
-        plain_ones = box >= 0
-        self.columns.rows(
-            names.tensor[runs.param][plain_ones],
-            box[plain_ones],
-            runs.start[plain_ones],
-            runs.count[plain_ones],
-            number,
-            at + runs.at[plain_ones] * each,
-        )
-        others = (column[~plain_ones].tolist() for column in (runs.param, runs.start, runs.count, runs.at))
-        for param, start, count, place in zip(*others, strict=True):
-            for segment in names.shards[param].segments:
-                low, high = max(start, segment.at), min(start + count, segment.at + prod(segment.lengths))
-                if low < high:
-                    inside = self.columns.box(segment.offsets, segment.lengths)
-                    offset = at + (place + low - start) * each
-                    self.columns.rows(names.tensor[param], inside, low - segment.at, high - low, number, offset)
-
-
-class FlatNames:
-    """The tensors of one key of a flat group: for each parameter the tensor's number, and its one box where it has just one."""
-
-    def __init__(self, columns: Columns, params: Params, shards: Sequence[Shard], key: str, dtype: str) -> None:
-        self.shards = shards
-        numbers, boxes = [], []
-        for fqn, shard in zip(params.names, shards, strict=True):
-            link = None if key == MASTER else state_link(fqn, key)
-            name = parameter_name(fqn) if link is None else link.name
-            numbers.append(columns.tensor(name, dtype, shard.shape, link) if shard.readable else -1)
-            one = shard.segments[0] if len(shard.segments) == 1 else None
-            boxes.append(-1 if one is None else columns.box(one.offsets, one.lengths))
-        self.tensor, self.box = np.array(numbers, np.int64), np.array(boxes, np.int64)
-
-
-KnownNames = dict[tuple[int, str, str], FlatNames]
-"""By group, key and dtype."""
+_NOTHING = object()
 
 
 class _Tag:
@@ -162,7 +76,7 @@ class _Tag:
     def __init__(self, storage: Storage, files: TagFiles) -> None:
         self._storage, self._files, self._reader = storage, files, FileReader(storage)
         self._where = storage.url
-        self._columns = Columns(FORMAT, storage.url)
+        self._columns = CatalogColumns(FORMAT, storage.url)
         self._add = TensorAdder(self._columns)
         self._models = [self._model(mp) for mp in range(files.num_models)]
         first = self._models[0].content
@@ -180,7 +94,8 @@ class _Tag:
 
     def _model(self, mp: int) -> TorchFile:
         file = self._reader.open(self._files.models[mp, 0])
-        if not isinstance(file.content, dict) or "module" not in file.content:
+        module = file.content.get("module", _NOTHING) if isinstance(file.content, dict) else _NOTHING
+        if not isinstance(module, dict) and not (module is None and self._files.layers):
             raise CorruptError(f"{self._where}: {file.key} holds no model states of DeepSpeed; use another copy")
         return file
 
@@ -188,7 +103,8 @@ class _Tag:
         info = content.get("universal_checkpoint_info")
         if not isinstance(info, dict):
             raise UnsupportedError(
-                f"{self._where}: has files of {self._files.num_models} model-parallel ranks, and no universal_checkpoint_info that "
+                f"{self._where}: has files of {self._files.num_models} model-parallel ranks, and no "
+                "universal_checkpoint_info that "
                 "says how they divide the parameters; save with reshard_ckpt.integrations.deepspeed instead"
             )
         return plain(info)  # type: ignore[no-any-return]
@@ -310,8 +226,9 @@ class _Tag:
     def _check_num_ranks(self, opened: RankState, file: TorchFile) -> None:
         if max(opened.num_ranks, default=self._num_dp) != self._num_dp:
             raise CorruptError(
-                f"{self._where}: {file.key} is of {max(opened.num_ranks)} data-parallel ranks, and there are files of {self._num_dp}: "
-                "files of several saves are mixed; use another checkpoint"
+                f"{self._where}: {file.key} is of {max(opened.num_ranks)} data-parallel ranks, and there are files of "
+                f"{self._num_dp}: "
+                "one was not copied, or those of several saves are mixed; copy it, or use another checkpoint"
             )
 
     def _add_shared_state(self, file: TorchFile, group: FlatGroup, shards: Sequence[Shard]) -> None:
@@ -437,6 +354,14 @@ class _Tag:
 
     def _add_layers(self) -> None:
         """Add what the files of a pipeline's layers have and no optimizer; the name of a tied layer is a second one."""
+        buffers = [name for model in self._models for name in model.content.get("buffer_names") or ()]
+        missing = next((name for name in buffers if self._layers and name not in self._layers), None)
+        if missing is not None and not missing.startswith(TIED):
+            raise CorruptError(
+                f"{self._where}: the buffer {missing} is in no file of a layer; copy "
+                f"layer_{missing.partition('.')[0]:0>2}-model_states.pt, "
+                "or use another checkpoint"
+            )
         tied = tied_names(self._layers, self._columns.names(), MODEL)
         for fqn, layer in self._layers.items():
             name = parameter_name(fqn)
@@ -470,7 +395,8 @@ class _Tag:
         name, is_buffer = parameter_name(fqn), fqn in (model.content.get("buffer_names") or ())
         if self._is_striped and view.shape == (0,) and not is_buffer:
             self._columns.unreadable[name] = CorruptError(
-                f"{self._where}: {fqn} is divided among the ranks of ZeRO-3, and the files of its parts, optim_states.pt, are not "
+                f"{self._where}: {fqn} is divided among the ranks of ZeRO-3, and the files of its parts, optim_states.pt, "
+                "are not "
                 "here; copy them"
             )
         elif self._parallel is not None and not is_buffer:
@@ -542,6 +468,8 @@ class _Tag:
 
 def _shapes(model: TorchFile, key: str) -> list[dict[str, Ints]]:
     found = model.content.get(key)
+    if not isinstance(found, list | tuple | None):
+        raise CorruptError(f"{model.key}: its {key} is no list; use another copy")
     return [_shapes_of(shapes, model.key) for shapes in found or ()]
 
 

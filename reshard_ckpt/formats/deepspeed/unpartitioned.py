@@ -2,8 +2,8 @@
 
 Such a file has the optimizer's parameters by position alone. Three kinds are recognized:
 
-1. *Flat* master weights (the fused wrapper): the module's tensors are their cast to half precision, bit for bit. So each parameter
-   is the next one of the module whose bytes, at both ends and in the middle, are those of the master weights at this place.
+1. *Flat* master weights (the fused wrapper): the module's tensors are their cast to half precision, bit for bit. So each
+   parameter is the next one of the module whose bytes, at both ends and in the middle, are those of the master weights there.
 2. Master weights *apart* (the wrapper that does not flatten), compared in the same way.
 3. torch's own optimizer in full precision: a parameter is recognized by the shape of its state. Where parameters of one shape are
    in several groups, or frozen, shapes do not tell; then the state stays keyed by number.
@@ -21,7 +21,8 @@ import torch
 
 from ...core.catalog.specs import Ints
 from ...errors import CorruptError
-from .archive import TensorView, TorchFile, is_contiguous
+from ..dcp.heads import TensorView
+from .archive import TorchFile, is_contiguous
 from .layout import Params
 
 SAMPLE = 64

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ...errors import UnsupportedError
+from ..dcp.heads import TensorView
 from ..dcp.pickle_reader import Opaque, StandInClass, StandInFunction, StandInObject
-from .archive import TensorView
 
 ROOT = "deepspeed"
 """What the names of values begin with."""
@@ -66,7 +66,8 @@ def plain(value: Any, depth: int = 0) -> Any:
     if isinstance(value, Opaque | StandInObject | StandInClass | StandInFunction):
         name = value.name if not isinstance(value, StandInObject) else value.kind.name
         raise UnsupportedError(
-            f"needs {name}, which could run any code; nothing was executed. Leave it out, or load it with DeepSpeed and save it again "
+            f"needs {name}, which could run any code; nothing was executed. Leave it out, or load it with DeepSpeed and "
+            "save it again "
             "as a plain value"
         )
     return value

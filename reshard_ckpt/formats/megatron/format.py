@@ -13,6 +13,10 @@ if TYPE_CHECKING:
 class MegatronFormat:
     """Checkpoints of Megatron-Core, as one of `FORMATS`."""
 
+    as_saved: bool = False
+    """Names are Megatron's keys; see `read.open_path`."""
+    named: bool = False
+    """State that lies in buckets has names where the weights prove it; see `buckets`."""
     name: str = "megatron"
     looks_for: str = "a run or an iteration of Megatron-Core, which has latest_checkpointed_iteration.txt or a metadata.json"
 
@@ -20,4 +24,4 @@ class MegatronFormat:
         """Open a path; see `ForeignFormat`."""
         from .read import open_path  # it needs the formats' common parts, which are in the room that lists this one
 
-        return open_path(path)
+        return open_path(path, as_saved=self.as_saved, named=self.named)

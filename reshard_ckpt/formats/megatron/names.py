@@ -10,6 +10,8 @@ A key of Megatron's is the name of a tensor or object without the place of the s
 4. *Objects*: ``<key>/shard_<offset>_<shape>`` is ``<key>.shard_<offset>_<shape>``, a value below its own key.
 5. *Common state* has the paths in the state that was saved. Only the groups of an optimizer stand one level higher, as
    ``optimizer.param_groups``.
+
+The calls that stand in for Megatron's own keep its keys as names instead (`plain_key`), also in checkpoints of this library.
 """
 
 from __future__ import annotations
@@ -19,6 +21,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...core.catalog.specs import StateLink
+
+FORMAT = "megatron"
+"""Also the key of a catalog's metadata that says that names are Megatron's keys, and which dicts were Namespaces."""
 
 MODEL, OPTIMIZER, GROUPS = "model", "optimizer", "param_groups"
 MASTER, OLD_MASTER = "param", "fp32_param"
@@ -44,6 +49,16 @@ def link_of(key: str) -> StateLink | None:
     return StateLink(OPTIMIZER, fqn, MASTER if state == OLD_MASTER else state, f"{MODEL}.{fqn}")
 
 
+def plain_key(key: str) -> str:
+    """Return a tensor's key in the one spelling that it has where keys are names: without a chain, the master as ``param``.
+
+    >>> plain_key("chained_1.optimizer.state.fp32_param.output_layer.weight")
+    'optimizer.state.param.output_layer.weight'
+    """
+    link = link_of(key)
+    return key if link is None else f"optimizer.state.{link.key}.{link.fqn}"
+
+
 def is_bucket(key: str) -> bool:
     """Return whether a key is one of a buffer of the distributed optimizer, or of what belongs to it."""
     return _BUCKET.fullmatch(key) is not None
@@ -62,11 +77,12 @@ def tensor_name(key: str) -> str:
 
 
 def tensor_key(name: str, link: StateLink | None, master: str = MASTER) -> str:
-    """Return Megatron's key of a tensor of this name; what no rule fits is its own key.
+    """Return Megatron's key of a tensor of this name; what no rule fits, such as a key, is its own key.
 
     >>> tensor_key("model.output_layer.weight", None)
     'output_layer.weight'
     """
+    link = link or link_of(name)
     if link is not None:
         return f"optimizer.state.{master if link.key in (MASTER, OLD_MASTER) else link.key}.{link.fqn}"
     return re.sub(rf"^{MODEL}\d*\.", "", name)
@@ -106,7 +122,8 @@ def common_path(path: Path) -> Path:
 def saved_path(path: Path, paths: Sequence[Path]) -> Path:
     """Return the path in the common state that Megatron expects, given all of them; the other way of `common_path`."""
     own_state = (*path[:-1], "state")
-    if _is_groups(path) and not any(other[: len(own_state)] == own_state for other in paths):
+    inner = len(path) > 2 and path[-2] == OPTIMIZER
+    if _is_groups(path) and not inner and not any(other[: len(own_state)] == own_state for other in paths):
         return (*path[:-1], OPTIMIZER, GROUPS)
     return path  # FP32 optimizers have no inner one: their state stands beside
 

@@ -70,7 +70,7 @@ def read_object(data: bytes, name: str) -> Any:
         return _Plain(records, len(data)).of(root, MAX_DEPTH)
     except PicklingError as error:
         raise UnsupportedError(f"{name}: {error}; nothing was executed") from None
-    except (ValueError, TypeError, KeyError, OverflowError) as error:
+    except (ValueError, TypeError, LookupError, OverflowError, RuntimeError, AttributeError) as error:
         raise CorruptError(f"{name}: holds what no program saved ({error}); use another checkpoint") from None
 
 
@@ -244,8 +244,8 @@ class _Plain:
         kind = self.dtype(dtype.arguments, dtype.state)
         if prod(shape) * kind.itemsize != len(data):
             raise ValueError("an array whose bytes are not as many as its shape wants")
-        found: np.ndarray[Any, Any] = np.frombuffer(data, kind).reshape(shape, order="F" if fortran else "C")
-        return found.copy()
+        found: np.ndarray[Any, Any] = np.frombuffer(data, kind).reshape(shape, order="F" if fortran else "C").copy()
+        return found
 
     def scalar(self, arguments: tuple[Any, ...]) -> Any:
         dtype, data = arguments

@@ -9,12 +9,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ...core.catalog.model import Catalog, ValueEntry
+from ...core.catalog.model import Catalog, FileEntry, ValueEntry
 from ...core.catalog.specs import Ints, ValueKind
 from ...errors import CheckpointError, CheckpointNotFound, CorruptError, UnsupportedError
 from ...format.torch_dtypes import dtype_code
@@ -25,19 +26,29 @@ from ..catalog_builder import FilePart, ForeignTensor, build_catalog
 from ..dcp.chunks import file_sizes, read_problem
 from ..dcp.chunks import locate as locate_chunks
 from ..dcp.metadata import MAX_METADATA_BYTES, METADATA_KEY, Extent, SavedTensor
+from ..dcp.read import open_path as open_dcp
 from ..protocol import Foreign, RawValue, locate
+from .buckets import groups_path, name_buckets
 from .integrity import read_integrity
 from .metadata import MegatronMetadata, read_metadata, unflattened
-from .names import COMMON_STATE, OPTIMIZER, common_path, is_bucket, link_of, object_path, tensor_name
-from .objects import read_object
+from .names import COMMON_STATE, FORMAT, OPTIMIZER, common_path, is_bucket, link_of, object_path, plain_key, tensor_name
+from .objects import NAMESPACE_TAG, read_object
 
-FORMAT = "megatron"
 CONFIG_KEY, COMMON_KEY, LATEST_KEY = "metadata.json", "common.pt", "latest_checkpointed_iteration.txt"
+_OF_RANK = re.compile(r"mp_rank_\d+(_\d+)*/(model_optim_rng|distrib_optim)\.pt$")
 MAX_SMALL_BYTES, MAX_OBJECT_BYTES = 1 << 20, 1 << 30
 
 
-def open_path(path: str) -> Foreign | None:
-    """Open a path for reading; return None if it is no checkpoint of Megatron; see `ForeignFormat`."""
+def open_path(path: str, *, as_saved: bool = False, named: bool = False) -> Foreign | None:
+    """Open a path for reading; return None if it is no checkpoint of Megatron; see `ForeignFormat`.
+
+    Parameters
+    ----------
+    as_saved
+        Names are Megatron's keys, and paths those of its own state; the metadata of the catalog say which dicts were Namespaces.
+    named
+        Name the state that lies in buckets, where the weights prove it (`buckets`); this reads all of them.
+    """
     with ExitStack() as stack:
         storage, key = locate(path)
         stack.enter_context(storage)
@@ -45,13 +56,27 @@ def open_path(path: str) -> Foreign | None:
             return None
         latest = _latest(storage)
         if latest is not None:
-            storage = stack.enter_context(open_storage(f"{path.rstrip('/')}/{latest}"))
+            path = f"{path.rstrip('/')}/{latest}"
+            storage = stack.enter_context(open_storage(path))
+            if storage.size(METADATA_KEY) is not None and storage.size(CONFIG_KEY) is None and storage.size(COMMON_KEY) is None:
+                return open_dcp(path)  # torch_dcp and fsdp_dtensor: DTensors that DCP saved
         if not is_checkpoint(storage, of_run=latest is not None):
             return None
-        catalog, raw = read_folder(storage)
+        catalog, raw = read_folder(storage, as_saved=as_saved, named=named)
         digests = read_integrity(storage)
         stack.pop_all()
-        return Foreign(storage, catalog, FORMAT, raw=raw, sha256=digests)
+        return Foreign(storage, catalog, FORMAT, _advice(catalog), raw, digests)
+
+
+def _advice(catalog: Catalog) -> dict[str, str]:
+    """Write what to do about an optimizer that is saved as buckets."""
+    bucket = next((name for name in catalog.names if is_bucket(name)), None)
+    if bucket is None:
+        return {}
+    return {
+        OPTIMIZER: f"its optimizer is saved with sharding type dp_reshardable, as buckets such as {bucket}, which do not say "
+        "which parameter lies where; name them with convert(..., to='megatron', optimizer='fully_reshardable')"
+    }
 
 
 def _latest(storage: Storage) -> str | None:
@@ -75,6 +100,14 @@ def is_checkpoint(storage: Storage, *, of_run: bool = False) -> bool:
         Its save did not end.
     """
     if storage.size(CONFIG_KEY) is None:
+        if storage.size(METADATA_KEY) is not None and storage.size(COMMON_KEY) is None:
+            return False  # of DCP
+        old = next((key for key, _ in storage.list() if _OF_RANK.match(key)), None)
+        if old is not None:
+            raise UnsupportedError(
+                f"{storage.url}: has a file of each rank ({old}), which do not say how their tensors were cut; load it with "
+                "Megatron, and save it with --ckpt-format torch_dist"
+            )
         if of_run and not any(True for _ in storage.list()):
             raise CheckpointNotFound(f"{storage.url}: is named by {LATEST_KEY}, but is not there; pass another iteration")
         return storage.size(COMMON_KEY) is not None and _refuse_unfinished(storage)
@@ -102,15 +135,18 @@ def _refuse_unfinished(storage: Storage) -> bool:
     return False
 
 
-def read_folder(storage: Storage) -> tuple[Catalog, dict[str, RawValue]]:
+def read_folder(storage: Storage, *, as_saved: bool = False, named: bool = False) -> tuple[Catalog, dict[str, RawValue]]:
     """Build the catalog of a folder, and list its values as they lie in the files."""
     name = f"{storage.url}: {METADATA_KEY}"
     metadata = read_metadata(bytes(storage.read(METADATA_KEY, limit=MAX_METADATA_BYTES)), name=name)
     located = locate_chunks(storage, metadata.saved.tensors)
-    folder = _Folder(storage, metadata, dict(located.unreadable))
+    folder = _Folder(storage, metadata, dict(located.unreadable), as_saved)
     tensors = [found for key, saved in metadata.saved.tensors.items() if (found := folder.tensor(key, saved, located.parts[key]))]
+    if named and any(is_bucket(tensor.name) for tensor in tensors):
+        tensors = folder.with_names(tensors, located.files)
     folder.add_values()
-    catalog = build_catalog(tensors, located.files, folder.entries, format=FORMAT, where=storage.url)
+    about = {FORMAT: {"namespaces": folder.namespaces}} if as_saved else None
+    catalog = build_catalog(tensors, located.files, folder.entries, format=FORMAT, metadata=about, where=storage.url)
     return replace(catalog, unreadable=folder.unreadable), folder.raw
 
 
@@ -121,23 +157,25 @@ class _Folder:
     storage: Storage
     metadata: MegatronMetadata
     errors: dict[str, CheckpointError]
+    as_saved: bool = False
+    groups: dict[tuple[Any, ...], list[Any]] | None = None
+    """Where buckets are named: the groups that their objects hold, by the paths that they have then."""
+    namespaces: list[list[Any]] = field(default_factory=list)
     unreadable: dict[str, CheckpointError] = field(default_factory=dict)
     entries: list[ValueEntry] = field(default_factory=list)
     raw: dict[str, RawValue] = field(default_factory=dict)
 
     def tensor(self, key: str, saved: SavedTensor, parts: Sequence[FilePart]) -> ForeignTensor | None:
         """Describe a tensor in its true shape, or record why it cannot be read."""
-        name = tensor_name(key)
+        name, link = (plain_key(key), None) if self.as_saved else (tensor_name(key), link_of(key))
         try:
             if key in self.errors:
                 raise self.errors[key]
-            shape = self.metadata.true_shapes.get(key)
-            if shape is not None:
+            shape = self.metadata.true_shapes.get(key, saved.shape)
+            if key in self.metadata.true_shapes:
                 parts = [unflattened(part, saved.shape, shape, f"{self.storage.url}: {key}") for part in parts]
-            self._check_shape(key, shape or saved.shape)
-            return ForeignTensor(
-                name, dtype_code(saved.dtype, name), saved.shape if shape is None else shape, tuple(parts), link=link_of(key)
-            )
+            self._check_shape(key, shape)
+            return ForeignTensor(name, dtype_code(saved.dtype, name), shape, tuple(parts), link=link)
         except CheckpointError as error:
             self.unreadable[name] = error
             return None
@@ -149,8 +187,15 @@ class _Folder:
         if parameter is not None and shape != parameter.shape:
             raise UnsupportedError(
                 f"{self.storage.url}: {key} has shape {shape}, and its parameter {parameter.shape}: it is saved flat, without "
-                "its true shape; load it with the version of Megatron that saved it, and save it again with 0.13 or newer"
+                "its true shape; load it with the version of Megatron that saved it, and save it again with a newer one"
             )
+
+    def with_names(self, tensors: Sequence[ForeignTensor], files: Sequence[FileEntry]) -> list[ForeignTensor]:
+        """Put the named state in the place of buckets."""
+        found = name_buckets(self.storage, tensors, files)
+        self.unreadable.update(found.unreadable)
+        self.groups = {}
+        return [*(tensor for tensor in tensors if not is_bucket(tensor.name)), *found.tensors]
 
     def add_values(self) -> None:
         """Add the common state and the objects."""
@@ -161,11 +206,29 @@ class _Folder:
         for key, extent in self.metadata.saved.values.items():
             problem = read_problem(self.storage, key, extent, sizes[extent.file])
             if problem is not None:
-                self.unreadable[".".join(object_path(key))] = problem
+                self.unreadable[".".join(self._object_path(key))] = problem
             elif key == COMMON_STATE and COMMON_KEY not in self.raw:
                 self._add_common(key, extent)
+            elif self.groups is not None and is_bucket(key):
+                self._keep_groups(key, extent)
             elif key != COMMON_STATE:
                 self._add_object(key, extent)
+        for path, groups in (self.groups or {}).items():
+            self._add(path, groups)
+
+    def _keep_groups(self, key: str, extent: Extent) -> None:
+        """Keep the groups of an optimizer that its buckets' object holds; each rank has those that it has parameters of."""
+        path = groups_path(key)
+        if path is None or self.groups is None:
+            return
+        try:
+            kept = self.groups.setdefault(path, [])
+            (found,) = self._read(key, extent)
+            kept.extend(group for group in found["param_groups"] if group not in kept)
+        except CheckpointError as error:
+            self.unreadable[".".join(map(str, path))] = error
+        except (ValueError, TypeError, KeyError):
+            self.unreadable[".".join(map(str, path))] = CorruptError(f"{self.storage.url}: {key} holds no groups of an optimizer")
 
     def _read(self, key: str, extent: Extent) -> Any:
         self.raw[key] = RawValue((key,), extent.file, extent.offset, extent.length)
@@ -184,10 +247,16 @@ class _Folder:
             self.unreadable[key] = error
             return
         for path, value in _leaves(_without_steps(state), ()):
-            self._add(common_path(path), value)
+            if self.as_saved and path[-1] == NAMESPACE_TAG:
+                self.namespaces.append(list(path[:-1]))
+            else:
+                self._add(path if self.as_saved else common_path(path), value)
+
+    def _object_path(self, key: str) -> tuple[str, ...]:
+        return (key,) if self.as_saved else object_path(key)
 
     def _add_object(self, key: str, extent: Extent) -> None:
-        path = object_path(key)
+        path = self._object_path(key)
         try:
             found = self._read(key, extent)
             if not isinstance(found, list) or len(found) != 1:
@@ -232,6 +301,3 @@ def _without_step(optimizer: Mapping[Any, Any]) -> dict[Any, Any]:
             continue
         kept[key] = _without_step(value) if isinstance(key, int) and isinstance(value, dict) else value
     return kept
-
-
-__all__ = ["FORMAT", "is_bucket", "open_path", "read_folder"]

@@ -19,8 +19,9 @@ from ...state.scan import Index
 from ...state.scan import saved_path as state_path
 from ...storage.protocol import Storage
 from ..dcp.write import BytesOf, FolderLayout, write_folder
-from .names import MASTER, OLD_MASTER, OPTIMIZER, Path, is_bucket, object_key, saved_path, tensor_key
+from .names import FORMAT, MASTER, OLD_MASTER, OPTIMIZER, Path, is_bucket, link_of, object_key, saved_path, tensor_key
 from .object_writer import object_bytes
+from .objects import NAMESPACE, NAMESPACE_TAG
 
 CONFIG_KEY, COMMON_KEY = "metadata.json", "common.pt"
 SHARDING, FULLY_RESHARDABLE = "param_state_sharding_type", "fully_reshardable"
@@ -65,16 +66,17 @@ def _lay_out(catalog: Catalog, values: Mapping[str, Any], *, master: str) -> Fol
     links = catalog.links()
     tensors: dict[str, int] = {}
     for name in catalog.names:
-        key = tensor_key(name, links.get(name), master)
+        # Where keys are names, one that begins with "model." does so in Megatron, too.
+        key = name if _has_keys(catalog) and link_of(name) is None else tensor_key(name, links.get(name), master)
         if key in tensors:
             other = catalog.names[tensors[key]] if tensors[key] < len(catalog.names) else key
             raise NameCollisionError(
                 f"{name} and {other} are both {key} in a checkpoint of Megatron; leave one out with exclude="
             )
         tensors[key] = catalog.index(name)
-    objects = {key: value for name, value in values.items() if (key := object_key(name)) is not None}
-    for key in tensors.keys() & objects.keys():
-        raise NameCollisionError(f"{key}: a tensor and an object have this key in a checkpoint of Megatron; leave one out")
+    objects = {of: value for name, value in values.items() if (of := object_key(name)) is not None}
+    for both in tensors.keys() & objects.keys():
+        raise NameCollisionError(f"{both}: a tensor and an object have this key in a checkpoint of Megatron; leave one out")
     return FolderLayout(tensors, objects, {})
 
 
@@ -89,9 +91,30 @@ def _common_state(catalog: Catalog, values: Mapping[str, Any]) -> dict[Any, Any]
             value = [{key: item for key, item in group.items() if key != "params"} for group in value]
             _put(common, (*paths[entry.name][:-1], SHARDING), FULLY_RESHARDABLE, entry.name)
         _put(common, saved_path(paths[entry.name], list(paths.values())), value, entry.name)
-    if catalog.links() and not any(is_bucket(name) for name in catalog.names):
+    for path in _about(catalog).get("namespaces", ()):
+        _mark_namespace(common, path)
+    if (catalog.links() or any(map(link_of, catalog.names))) and not any(is_bucket(name) for name in catalog.names):
         _say_reshardable(common)
     return common
+
+
+def _about(catalog: Catalog) -> Mapping[str, Any]:
+    """Return what a save by the calls that stand in for Megatron's noted in the catalog."""
+    metadata = catalog.metadata
+    about = metadata.get(FORMAT) if isinstance(metadata, dict) else None
+    return about if isinstance(about, dict) else {}
+
+
+def _has_keys(catalog: Catalog) -> bool:
+    return bool(_about(catalog))
+
+
+def _mark_namespace(common: dict[Any, Any], path: Any) -> None:
+    node: Any = common
+    for key in path:
+        node = node.get(key) if isinstance(node, dict) else None
+    if isinstance(node, dict):
+        node[NAMESPACE_TAG] = ":".join(NAMESPACE)
 
 
 def _keys(path: bytes) -> Path:

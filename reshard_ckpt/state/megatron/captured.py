@@ -21,7 +21,7 @@ from ..collector import Collector, NamedValue
 from ..entries import Captured
 from ..mesh import group_of
 from ..tensors import local_memory
-from .names import CONTENT_METADATA, common_values, namespaces
+from .names import CONTENT_METADATA, common_values
 from .optimizers import lower_tree
 from .tree import NOTHING, Node, common_of, entries_of, objects_of
 
@@ -51,11 +51,6 @@ class SavedTree:
     def __post_init__(self) -> None:
         if self.replicas not in _REPLICAS:
             raise UsageError(f"replicas={self.replicas!r}: pass one of {', '.join(map(repr, _REPLICAS))}")
-
-    @property
-    def metadata(self) -> dict[str, Any]:
-        """What the catalog keeps of it: that it is Megatron's, and which dicts were Namespaces."""
-        return {"megatron": {"namespaces": [list(path) for path in namespaces(self.tree)]}}
 
     def capture(self, differing: frozenset[str]) -> Captured:
         """Describe what this rank has to save; of tensors whose replicas differ, the main one alone.

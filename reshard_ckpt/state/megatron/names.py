@@ -3,28 +3,36 @@
 1. A tensor goes by its key. Keys of optimizer state have had several spellings for one thing: each chained optimizer's own
    prefix, and ``fp32_param`` where others write ``param``. `checkpoint_key` gives all of them one name, saving and loading.
 2. An object goes by its key and its place among the objects of that key, as in Megatron's own folders.
-3. Common values go by the keys that lead to them. A tree's Namespaces, such as ``args``, are dicts in the checkpoint, whose
-   metadata says where they were.
+3. Common values go by the keys that lead to them. A Namespace, such as ``args``, is a dict; the metadata of the checkpoint say
+   which were. Elsewhere, one says so under a key of its own.
+
+A checkpoint that another program wrote, or `convert`, has names that suit all models: what is below ``model``, state below its
+parameter, groups of an optimizer right below it. `keys_of_catalog` finds the keys in them.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from ...core.catalog.model import Catalog
 from ...core.catalog.specs import ValueKind
+from ...format.values import decode_path
 from ..collector import NamedValue
-from ..scan import Path, name_of, path_keys
+from ..scan import Index, Path, name_of, path_keys, saved_path
 
 COMMON_OBJECT = "common_state/shard_0_1"
 """What Megatron from 0.19 on calls the common state, which it saves as an object."""
 
 CONTENT_METADATA = "content_metadata"
 
+_NAMESPACE_TAG, _NAMESPACE = "__class__", "argparse:Namespace"
 _STATE = re.compile(r"(?:chained_\d+\.)?(optimizer\.state\.)(?:fp32_(param\.))?")
-_OBJECT = re.compile(r"(.+)/shard_[\d.]*_-?[\d.]*", re.DOTALL)
+_OBJECT = re.compile(r"(.+)[/.](shard_\d*(?:\.\d+)*_-?\d*(?:\.-?\d+)*)", re.DOTALL)
+_MODEL = re.compile(r"model\d*\.")
 
 
 def checkpoint_key(key: str) -> str:
@@ -34,6 +42,45 @@ def checkpoint_key(key: str) -> str:
     'optimizer.state.param.output_layer.weight'
     """
     return _STATE.sub(lambda found: found[1] + (found[2] or ""), key, count=1) if _STATE.match(key) else key
+
+
+def has_keys(catalog: Catalog) -> bool:
+    """Tell whether the names of a catalog are keys."""
+    return _said(catalog) is not None
+
+
+def metadata_of(tree: Any) -> dict[str, Any]:
+    """Return what the metadata of a checkpoint say of a tree: that names are keys, and which dicts were Namespaces."""
+    return {"megatron": {"namespaces": [list(path) for path in _namespaces(tree, ())]}}
+
+
+def _namespaces(tree: Any, path: Path) -> Iterator[Path]:
+    if isinstance(tree, argparse.Namespace):
+        yield path
+        tree = vars(tree)
+    for key, value in tree.items() if type(tree) is dict else ():
+        yield from _namespaces(value, (*path, key))
+
+
+def _said(catalog: Catalog) -> dict[str, Any] | None:
+    said = catalog.metadata.get("megatron") if isinstance(catalog.metadata, dict) else None
+    return said if isinstance(said, dict) else None
+
+
+def keys_of_catalog(catalog: Catalog) -> Callable[[str], str]:
+    """Return what gives the key of a tensor or object by its name in a catalog."""
+    if has_keys(catalog):
+        return checkpoint_key
+    links, tensors = catalog.links(), frozenset(catalog.names)
+
+    def key_of(name: str) -> str:
+        if name not in tensors:
+            found = _OBJECT.fullmatch(name)
+            return name if found is None else f"{found[1]}/{found[2]}"
+        link = links.get(name)
+        return checkpoint_key(_MODEL.sub("", name, count=1) if link is None else f"optimizer.state.{link.key}.{link.fqn}")
+
+    return key_of
 
 
 def object_name(sharded: Any) -> str:
@@ -58,31 +105,48 @@ def common_values(tree: Any, path: Path = ()) -> Iterator[NamedValue]:
         yield NamedValue(name_of(path), path_keys(path), ValueKind.PLAIN, tree)
 
 
-def namespaces(tree: Any, path: Path = ()) -> Iterator[Path]:
-    """Yield the paths of all Namespaces in the dicts of a tree."""
-    if isinstance(tree, argparse.Namespace):
-        yield path
-        tree = vars(tree)
-    if type(tree) is dict:
-        for key, value in tree.items():
-            yield from namespaces(value, (*path, key))
-
-
-def common_tree(values: Iterable[tuple[Path, Any]], of_namespaces: Iterable[Path]) -> dict[Any, Any]:
-    """Make the common state again, of its values by path; dicts at some paths were Namespaces."""
-    root: dict[Any, Any] = {}
-    for path, value in values:
+def common_state(catalog: Catalog, values: Mapping[str, Any]) -> dict[Any, Any]:
+    """Make the common state again, of its values by name; a checkpoint that keeps it as an object has it whole."""
+    if COMMON_OBJECT in values:
+        return dict(_alive(values[COMMON_OBJECT]))
+    paths = {entry.name: saved_path(decode_path(entry.path)) for entry in catalog.values_table if entry.name in values}
+    root: Any = {}
+    for name, path in paths.items():
         node = root
-        for key in path[:-1]:
+        *above, last = path if has_keys(catalog) else _own_path(path, paths.values())
+        for key in above:
             node = node.setdefault(key, {})
-        node[path[-1]] = value
-    for path in sorted(of_namespaces, key=len, reverse=True):  # what is inside first
-        above: Any = root
-        for key in path[:-1]:
-            above = above.get(key) if isinstance(above, dict) else None
-        if isinstance(above, dict) and type(above.get(path[-1])) is dict:
-            above[path[-1]] = _namespace(above[path[-1]])
-    return root
+        node[last] = values[name]
+    for path in (_said(catalog) or {}).get("namespaces", ()):
+        node = root
+        for key in path:
+            node = node.get(key) if isinstance(node, dict) else None
+        if isinstance(node, dict):
+            node[_NAMESPACE_TAG] = _NAMESPACE
+    return dict(_alive(root))
+
+
+def _own_path(path: Path, paths: Iterable[Path]) -> Path:
+    """Return the path that Megatron has for one in another program's checkpoint; most optimizers have groups in an inner one."""
+    keys = tuple(int(key) if isinstance(key, Index) else key for key in path)
+    beside = (*keys[:-1], "state")
+    if len(keys) < 2 or keys[0] != "optimizer" or keys[-1] != "param_groups" or any(p[: len(beside)] == beside for p in paths):
+        return keys
+    return (*keys[:-1], "optimizer", "param_groups")
+
+
+def _alive(value: Any) -> Any:
+    """Make what is tagged as one of the standard library's objects that object again; anything else stays as it is."""
+    if type(value) is dict:
+        items = {key: _alive(item) for key, item in value.items() if key != _NAMESPACE_TAG or item != _NAMESPACE}
+        return _namespace(items) if len(items) < len(value) else items
+    if type(value) is list:
+        return [_alive(item) for item in value]
+    # A tagged value of a class that is not imported: its module, its name, its plain state.
+    named = getattr(value, "module", None), getattr(value, "name", None)
+    if named in (("_io", "BytesIO"), ("io", "BytesIO")):
+        return io.BytesIO(value.plain[0] if isinstance(value.plain, tuple) else value.plain)
+    return value
 
 
 def _namespace(items: Mapping[Any, Any]) -> argparse.Namespace:

@@ -235,17 +235,18 @@ def _groups(part: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def _own_part(saved: Sequence[dict[str, Any]], number: int, num: int) -> dict[str, Any]:
-    """Return the common state of one of `num` chained optimizers, with all groups in which it may find its own.
+    """Return the common state of one of `num` chained optimizers.
 
-    Megatron finds a group by what it is for, the last of several. A job whose experts are parallel has optimizers and groups of
-    their own for them, and one where they are not has them among the others. So the groups of all parts go before its own, and
-    before those each as one for the other kind of parameters.
+    A job whose experts are parallel has an optimizer and groups of their own for them; one where they are not has them among the
+    others. Megatron finds a group by what it is for, the last of several. So where the numbers of optimizers differ, all groups
+    are there, and before them each once more as one for the other kind of parameters.
     """
-    own = saved[number] if len(saved) == num else saved[0]
-    groups = [group for part in saved if part is not own for group in _groups(part) or ()] + (_groups(own) or [])
+    if len(saved) == num:
+        return {key: value for key, value in saved[number].items() if key != _IN_FULL}
+    groups = [group for part in saved for group in _groups(part) or ()]
     other = [{**group, _EXPERT: not group[_EXPERT]} for group in groups if _EXPERT in group]
-    kept = {key: value for key, value in own.items() if key != _IN_FULL}
-    return {**kept, "optimizer": {**own["optimizer"], "param_groups": [*other, *groups]}}
+    kept = {key: value for key, value in saved[0].items() if key != _IN_FULL}
+    return {**kept, "optimizer": {**kept["optimizer"], "param_groups": [*other, *groups]}}
 
 
 def _unsaved(node: Node, common: Any, at: str) -> Iterator[str]:

@@ -20,12 +20,10 @@ from ...core.catalog.specs import Ints, Piece
 from ...core.geometry.runs import decompose
 from ...engine.common.tensor_bytes import LocalTensor, region
 from ...format.torch_dtypes import TORCH_DTYPES
-from ...format.values import decode_path
 from ..collector import Collector
 from ..entries import Target
-from ..scan import Path, saved_path
 from ..tensors import check_writable, local_memory
-from .names import COMMON_OBJECT, checkpoint_key, common_tree, key_of_object
+from .names import COMMON_OBJECT, common_state, key_of_object, keys_of_catalog
 from .optimizers import lower_tree, unplaced_state
 from .strictness import Keys, compare_keys
 from .tree import NOTHING, Loaded, entries_of, loaded_of, merged, objects_of, problems_of
@@ -129,26 +127,12 @@ def _boxes(memory: torch.Tensor, piece: Piece) -> list[tuple[Ints, Ints, torch.T
 
 
 def is_common(name: str) -> bool:
-    """Tell whether the value of this name is common state, or an object."""
+    """Tell whether the value of this name is common state, and no object."""
     return name == COMMON_OBJECT or key_of_object(name) is None
-
-
-def _paths(catalog: Catalog) -> dict[str, Path]:
-    return {entry.name: saved_path(decode_path(entry.path)) for entry in catalog.values_table}
-
-
-def common_state(catalog: Catalog, values: Mapping[str, Any]) -> dict[Any, Any]:
-    """Make the common state of its values, by name; a checkpoint that keeps it as an object has it whole."""
-    if COMMON_OBJECT in values:
-        return dict(values[COMMON_OBJECT])
-    paths = _paths(catalog)
-    said = catalog.metadata.get("megatron") if isinstance(catalog.metadata, dict) else None
-    known = said.get("namespaces") if isinstance(said, dict) else [["args"]]  # a folder of Megatron's own
-    found = [tuple(path) for path in known if isinstance(path, list)] if isinstance(known, list) else []
-    return common_tree([(paths[name], value) for name, value in values.items()], found)
 
 
 def tensors_of(catalog: Catalog) -> dict[str, torch.Tensor]:
     """Describe the tensors of a checkpoint, by key, as tensors without data."""
-    indices = {checkpoint_key(name): catalog.index(name) for name in catalog.names}
+    key_of = keys_of_catalog(catalog)
+    indices = {key_of(name): catalog.index(name) for name in catalog.names}
     return {key: torch.empty(catalog.shape(i), dtype=TORCH_DTYPES[catalog.dtype(i)], device="meta") for key, i in indices.items()}

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard_ckpt.core.planning.copies import copy_groups, copy_holders, pair_lost_share, survives
-from reshard_ckpt.core.planning.interval import Job, Tier, best_goodput, daly, tiers, young
+from reshard_ckpt.core.planning.interval import JobFigures, TierCosts, best_goodput, daly, tiers, young
 
 
 @pytest.mark.parametrize(("mtbf_min", "best_min"), [(24 * 60, 117), (6 * 60, 57), (15, 9.1)])
@@ -28,7 +28,7 @@ def test_young_and_daly_agree_where_saves_cost_nearly_nothing():
     assert daly(1e-6, 1e6) == pytest.approx(young(1e-6, 1e6), rel=1e-4)
 
 
-def simulate_one(tier: Tier, interval: float, seed: int) -> float:
+def simulate_one(tier: TierCosts, interval: float, seed: int) -> float:
     """The share of time lost by one tier: each of 200,000 failures at random keeps the work of the newest committed save."""
     up = np.random.default_rng(seed).exponential(1 / tier.failures_per_s, 200_000)
     saves = np.maximum(np.floor((up - tier.save_s) / interval), 0)
@@ -36,7 +36,7 @@ def simulate_one(tier: Tier, interval: float, seed: int) -> float:
     return float(1 - kept.sum() / (up + tier.restore_s).sum())
 
 
-def simulate(tiers: list[tuple[Tier, float]], hours: float, seed: int) -> float:
+def simulate(tiers: list[tuple[TierCosts, float]], hours: float, seed: int) -> float:
     """The share of time lost when failures strike at random, by playing it through second by second of work, event by event.
 
     Each tier is saved at its own interval; its failures, drawn by its rate, fall back to the newest save of that tier that was
@@ -73,8 +73,8 @@ def simulate(tiers: list[tuple[Tier, float]], hours: float, seed: int) -> float:
     return 1 - work / now
 
 
-FAST = Tier(cost_s=4.0, save_s=20.0, restore_s=60.0, failures_per_s=1 / 14400)
-SLOW = Tier(cost_s=1.0, save_s=300.0, restore_s=400.0, failures_per_s=1 / 86400)
+FAST = TierCosts(cost_s=4.0, save_s=20.0, restore_s=60.0, failures_per_s=1 / 14400)
+SLOW = TierCosts(cost_s=1.0, save_s=300.0, restore_s=400.0, failures_per_s=1 / 86400)
 
 
 @pytest.mark.parametrize("stretch", [0.4, 1.0, 3.0])
@@ -97,10 +97,10 @@ def test_best_interval_loses_less_in_a_simulation_than_its_neighbours():
 
 
 def test_cap_on_the_overhead_and_length_of_a_save_keep_saves_apart():
-    often = Tier(cost_s=10.0, save_s=5.0, restore_s=0.0, failures_per_s=1 / 600)
+    often = TierCosts(cost_s=10.0, save_s=5.0, restore_s=0.0, failures_per_s=1 / 600)
     assert often.best_interval(max_overhead=1.0) < 150
     assert often.best_interval(max_overhead=0.035) == pytest.approx(10 / 0.035)
-    assert Tier(1e-3, 900.0, 0.0, 1 / 3600).best_interval() == 900.0
+    assert TierCosts(1e-3, 900.0, 0.0, 1 / 3600).best_interval() == 900.0
 
 
 @given(st.integers(1, 9), st.integers(0, 4), st.integers(1, 9))
@@ -140,7 +140,7 @@ def test_with_one_copy_a_second_lost_node_is_the_only_holder_once_in_n_minus_1(n
     assert pair_lost_share(nodes, 1) == pytest.approx(1 / (nodes - 1))
 
 
-JOB = Job(
+JOB = JobFigures(
     state_bytes=2e12, write_bytes_per_s=20e9, read_bytes_per_s=20e9, copy_bytes_per_s=10e9, stall_s=5, mtbf_s=10800,
     restart_s=300, nodes=64,
 )  # fmt: skip

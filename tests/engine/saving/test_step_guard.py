@@ -9,6 +9,7 @@ import pickle
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -277,7 +278,7 @@ def test_changes_are_detected_in_any_tensor(shape: tuple[int, ...], dtype: torch
 def test_what_is_sampled_is_bounded() -> None:
     tensors = [torch.zeros(100) for _ in range(1000)]
     detector = ChangeDetector(tensors)
-    assert sum(sample.numel() for sample in detector._samples) <= 64 * 16 * 4
+    assert sum(sample.numel() for sample in detector.look().samples) <= 64 * 16 * 4
 
 
 def test_step_that_comes_while_the_guard_looks_is_held_and_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,18 +317,18 @@ def test_a_save_that_ends_while_torch_iterates_over_hooks_does_not_disturb_it(
     state = state_of(stepped(torch.optim.SGD))
     optimizer, awaited = state["optimizer"], threading.Event()
     step = optimizer.step if bound == "before" else lambda: optimizer.step()
-    stage, staged = async_save.SaveThread._stage, async_save.SaveHandle.staged
+    stage, wait_for = async_save.SaveThread._stage, async_save.RunningSave.wait_for
 
     def held(self: async_save.SaveThread, fill: Callable[[], None]) -> BaseException | None:
         awaited.wait(60)
         return stage(self, fill)
 
-    def asked(self: async_save.SaveHandle) -> None:
+    def asked(self: async_save.RunningSave, future: Future[None]) -> None:
         awaited.set()
-        staged(self)
+        wait_for(self, future)
 
     monkeypatch.setattr(async_save.SaveThread, "_stage", held)
-    monkeypatch.setattr(async_save.SaveHandle, "staged", asked)
+    monkeypatch.setattr(async_save.RunningSave, "wait_for", asked)
     handle = checkpoint.async_save(tmp_path, state, staging="lazy")
     ran: list[int] = []
 

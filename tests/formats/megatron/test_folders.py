@@ -14,10 +14,12 @@ import pytest
 import torch
 
 from reshard_ckpt import checkpoint
-from reshard_ckpt.errors import CheckpointNotFound, CorruptError, UnsupportedError, UsageError
+from reshard_ckpt.errors import CheckpointNotFound, CorruptError, MismatchError, UnsupportedError, UsageError
 from reshard_ckpt.format.objects import Named
+from reshard_ckpt.formats.megatron.format import MegatronFormat
 from reshard_ckpt.formats.megatron.object_writer import object_bytes
 from reshard_ckpt.formats.megatron.objects import read_object
+from reshard_ckpt.formats.source import open_source
 from tests.megatron.folders import NAMES, VERSIONS, expected, unpack
 
 Unpacked = Callable[[str], Path]
@@ -115,6 +117,9 @@ def test_buckets_open_under_their_own_keys(folder: Unpacked) -> None:
     buckets = [name for name in catalog.names if name.startswith("optimizer.distributed.")]
     assert {name.rpartition(".")[2] for name in buckets} == {"param", "exp_avg", "exp_avg_sq"}
     assert all(name.startswith(("model.", "optimizer.distributed.")) for name in catalog.names)
+    wanted = {"optimizer": {"state": {"output_layer.weight": {"exp_avg": torch.zeros(32, 8)}}}}
+    with pytest.raises(MismatchError, match="saved with sharding type dp_reshardable, as buckets such as optimizer.distributed"):
+        checkpoint.load(folder("0.16.1-buckets"), wanted)
 
 
 def test_a_run_is_opened_at_its_newest_iteration_and_says_where_it_looked(folder: Unpacked, tmp_path: Path) -> None:
@@ -206,3 +211,30 @@ def test_objects_come_back_from_the_writer_as_what_they_were() -> None:
     again = torch.load(io.BytesIO(object_bytes(decoded, "x")), weights_only=False)
     for key, item in value.items():
         assert repr(again[key]) == repr(item), key
+
+
+def test_as_saved_names_are_the_keys_and_paths_of_megatron(folder: Unpacked, tmp_path: Path) -> None:
+    with open_source(folder("0.15.3-moe"), (MegatronFormat(as_saved=True),)) as source:
+        catalog = source.catalog
+    assert "decoder.layers.mlp.experts.experts.linear_fc1.weight" in catalog.names
+    assert "optimizer.state.param.decoder.layers.mlp.experts.experts.linear_fc1.weight" in catalog.names
+    assert {"rng_state/shard_0.0_2.1", "args.lr", "optimizer.0.optimizer.param_groups"} <= set(catalog.value_names)
+    assert catalog.metadata == {"megatron": {"namespaces": [["args", "nested"], ["args"]]}}
+
+
+def test_a_run_that_dcp_saved_opens_at_its_newest_iteration(tmp_path: Path) -> None:
+    weights = {"model": {"w": torch.arange(6.0).reshape(2, 3)}}
+    checkpoint.save(tmp_path / "own", weights)
+    checkpoint.convert(tmp_path / "own", tmp_path / "run" / "iter_0000003", to="dcp")
+    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("3\n")
+    assert torch.equal(checkpoint.read(tmp_path / "run")["model.w"], weights["model"]["w"])
+
+
+def test_files_of_single_ranks_are_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "iter_0000003" / "mp_rank_00_001" / "model_optim_rng.pt"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(saved({"model": {}}))
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
+    for folder in (tmp_path, tmp_path / "iter_0000003"):
+        with pytest.raises(UnsupportedError, match=r"a file of each rank \(mp_rank_00_001/model_optim_rng.pt\)"):
+            checkpoint.catalog(folder)

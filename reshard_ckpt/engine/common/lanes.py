@@ -1,0 +1,155 @@
+"""Lanes: the streams that this package copies on, one pair for each device, and their order with the streams of the job.
+
+1. A device has a stream that packs and one that copies over the link. They are made once and kept: torch caches a device's memory
+   by stream, so that streams of each save would strand what the saves before had cached.
+2. `Lanes` is made in the thread whose work it follows: what is queued here comes after all that its current streams have.
+3. Whatever queues copies does so inside of `Lanes.entered`, in any thread.
+
+It serves any accelerator through `torch.accelerator`, `torch.Stream` and `torch.Event`, by the type of its device. The CPU, and
+devices that torch gives no streams, have no lane: to copy from them ends with the copy.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+PACK_BYTES = 4 << 20
+"""The most that is packed on a device before it goes over the link: enough for the link's full rate."""
+
+SMALL_BYTES = 256 << 10
+"""Smaller tensors, and those that are not in order, are packed: a copy over the link has a fixed cost."""
+
+_WITHOUT_STREAMS = {"cpu", "meta", "mps"}
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """The streams of one device."""
+
+    device: torch.device
+    pack: torch.Stream
+    link: torch.Stream
+
+
+_KEPT: dict[torch.device, Lane] = {}
+_MAKING = threading.Lock()
+
+
+def lane_of(device: torch.device) -> Lane:
+    """Return the lane of a device, the same for every save and load."""
+    with _MAKING:
+        if device not in _KEPT:
+            _KEPT[device] = Lane(device, torch.Stream(device=device), torch.Stream(device=device))
+        return _KEPT[device]
+
+
+def has_lane(device: torch.device) -> bool:
+    """Tell whether work on a device is queued on streams that torch knows."""
+    if device.type in _WITHOUT_STREAMS:
+        return False
+    try:
+        accelerator = torch.accelerator.current_accelerator()
+    except RuntimeError:  # torch 2.6 raises where there is none
+        return False
+    return accelerator is not None and accelerator.type == device.type
+
+
+class Lanes:
+    """The lanes of the devices that some tensors lie on, behind what the current streams of this thread have queued."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        devices = sorted({tensor.device for tensor in tensors}, key=lambda device: (device.type, device.index or 0))
+        self.by_device = {device: lane_of(device) for device in devices if has_lane(device)}
+        self._home = threading.get_ident()
+        for lane in self:
+            # A thread of ours has other current streams, which would wait for nothing.
+            now = torch.accelerator.current_stream(lane.device).record_event()
+            lane.pack.wait_event(now)
+            lane.link.wait_event(now)
+
+    def __iter__(self) -> Iterator[Lane]:
+        return iter(self.by_device.values())
+
+    def __bool__(self) -> bool:
+        return bool(self.by_device)
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Copy over the link inside of this; where that fails, wait for what was queued, as nobody else will.
+
+        The devices become current in this thread. A thread that works for us never goes back to device 0, where it began: with
+        CUDA that would make a context there, of half a gigabyte, for each rank.
+        """
+        if not self:
+            yield
+            return
+        at_home = threading.get_ident() == self._home
+        before = [torch.accelerator.current_stream()] if at_home else []
+        before[:0] = [torch.accelerator.current_stream(lane.device) for lane in self] if at_home else []
+        try:
+            for lane in self:
+                torch.accelerator.set_stream(lane.link)
+            yield
+        except BaseException:
+            self.synchronize()
+            raise
+        finally:
+            for stream in before:
+                torch.accelerator.set_stream(stream)
+
+    def record(self) -> list[torch.Event]:
+        """Mark what is queued so far; each link comes after what was packed for it."""
+        return [lane.link.record_event() for lane in self]
+
+    def follow(self, events: Sequence[torch.Event]) -> None:
+        """Have what this thread queues on these devices from now on come after `events`; the host waits for nothing."""
+        for lane, event in zip(self, events, strict=True):
+            torch.accelerator.current_stream(lane.device).wait_event(event)
+
+    def synchronize(self) -> None:
+        """Wait for all that is queued."""
+        for lane in self:
+            lane.pack.synchronize()
+            lane.link.synchronize()
+
+
+class Scratch:
+    """Two buffers on a device, by turns: while one goes over the link, the other is packed; or unpacked, on the way in."""
+
+    def __init__(self, lane: Lane, num_bytes: int = PACK_BYTES) -> None:
+        self._lane = lane
+        self._buffers = [torch.empty(num_bytes, dtype=torch.uint8, device=lane.device) for _ in range(2)]
+        self._free: list[torch.Event | None] = [None, None]
+        self._turn = 0
+
+    def begin(self) -> torch.Tensor:
+        """Return the next buffer; until `send`, what is queued in this thread packs."""
+        self._turn = 1 - self._turn
+        if (sent := self._free[self._turn]) is not None:
+            self._lane.pack.wait_event(sent)
+        torch.accelerator.set_stream(self._lane.pack)
+        return self._buffers[self._turn]
+
+    def send(self, part: slice, target: torch.Tensor) -> None:
+        """Queue the copy of a part of what is packed into pinned host memory."""
+        packed = self._lane.pack.record_event()
+        torch.accelerator.set_stream(self._lane.link)
+        self._lane.link.wait_event(packed)
+        target.copy_(self._buffers[self._turn][part], non_blocking=True)
+        self._free[self._turn] = self._lane.link.record_event()
+
+
+def _forked() -> None:
+    """Begin anew in a forked child: another thread may have held the lock, and streams are not inherited."""
+    global _MAKING
+    _MAKING = threading.Lock()
+    _KEPT.clear()
+
+
+os.register_at_fork(after_in_child=_forked)

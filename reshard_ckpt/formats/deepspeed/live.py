@@ -1,0 +1,97 @@
+"""What the integration with DeepSpeed's engine asks of checkpoints: their state, their values, and which is the latest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ...core.catalog.links import GROUPS
+from ...core.catalog.model import Catalog
+from ...core.catalog.param_groups import SWITCHES, Groups
+from ...core.geometry.dtypes import CODES
+from ...errors import CheckpointError, MismatchError
+from ...format.torch_dtypes import TORCH_DTYPES
+from ...format.values import decode_path, encode_value
+from ...state.shards import FlatShard, LocalShard
+from ...storage import open_storage
+from .folder import LATEST
+from .rows import OPTIMIZER
+from .shards import Shard
+from .values import ROOT
+
+GROUPS_NAME = f"{OPTIMIZER}.{GROUPS}"
+
+Kinds = dict[str, dict[str, tuple[bool, torch.dtype]]]
+
+
+def declared(tensor: torch.Tensor, shard: Shard, start: int) -> FlatShard:
+    """Declare a run of the flat tensor that is a shard of a parameter; `start` counts elements of the shard."""
+    pieces = [(segment.offsets, segment.lengths) for segment in sorted(shard.segments, key=lambda segment: segment.at)]
+    return FlatShard(tensor, shard.shape, start, pieces=pieces)
+
+
+def declared_whole(tensor: torch.Tensor) -> LocalShard:
+    """Declare a tensor that is whole here, in whatever order its elements lie."""
+    return LocalShard(tensor, tuple(tensor.shape), (0,) * tensor.ndim)
+
+
+def is_plain(value: Any) -> bool:
+    """Tell whether a value can be kept without a class of its own."""
+    try:
+        encode_value(value, "a value")
+    except CheckpointError:
+        return False
+    return True
+
+
+def kinds_of_state(saved: Catalog) -> Kinds:
+    """Say what state a checkpoint has of each parameter: whether it is of the parameter's shape, and its dtype."""
+    found: Kinds = {}
+    for name, link in saved.links().items():
+        if link.optimizer != OPTIMIZER:
+            continue
+        if name in saved:
+            index = saved.index(name)
+            dtype = TORCH_DTYPES[CODES[int(saved.tensors_table.dtype[index])]]
+            found.setdefault(link.fqn, {})[link.key] = (bool(saved.shape(index)), dtype)
+        else:
+            found.setdefault(link.fqn, {})[link.key] = (False, torch.float32)
+    return found
+
+
+def value_keys(saved: Catalog) -> dict[str, tuple[Any, ...]]:
+    """Return the keys of everything below `ROOT` that can be read, by its name."""
+    found = {name: tuple(name.split(".")) for name in saved.names if name.startswith(f"{ROOT}.")}
+    values = (entry for entry in saved.values_table if entry.name.startswith(f"{ROOT}."))
+    return found | {entry.name: decode_path(entry.path) for entry in values}
+
+
+def hyperparameters_of(saved: Sequence[Mapping[str, Any]], groups: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
+    """Return for each group of parameters the hyperparameters that were saved for them.
+
+    Raises
+    ------
+    MismatchError
+        Those of one group differ, or a parameter was in no group.
+    """
+    known = Groups(saved)
+    found = [known.select(names, name=f"group {i} of the optimizer") for i, names in enumerate(groups)]
+    problems = [line for one in found for line in one.problems]
+    if problems:
+        raise MismatchError("\n".join(problems), problems)
+    return [{key: value for key, value in one.hyperparameters.items() if key not in SWITCHES} for one in found]
+
+
+def read_latest(root: str) -> str | None:
+    """Read the tag that a root names; None where it names none."""
+    with open_storage(root) as storage:
+        key = next((key for key in LATEST if storage.size(key) is not None), None)
+        return None if key is None else storage.read(key, limit=4096).decode().strip()
+
+
+def write_latest(root: str, tag: str) -> None:
+    """Have a root name a tag, in one step."""
+    with open_storage(root) as storage:
+        storage.publish(LATEST[0], tag.encode())

@@ -1,0 +1,117 @@
+"""Several folders below one root, each with a ``.metadata`` like DCP's own: read as one, under the names of this library.
+
+1. *Read* the metadata of a folder, whose classes may be another library's copies of DCP's.
+2. *Rename*: a path in the state that the library saved becomes the path that this library gives to the same thing.
+3. Together they are one `Metadata`, of which the reader of DCP's folders makes a catalog.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+
+from ..errors import CorruptError, UnsupportedError
+from ..storage.protocol import Storage
+from .dcp.metadata import MAX_METADATA_BYTES, METADATA_KEY, Extent, Metadata, SavedTensor, read_metadata
+from .dcp.names import KeyPath, dotted
+from .dcp.pickle_reader import StandInClass
+
+Classes = Mapping[tuple[str, str], StandInClass]
+PathOf = Callable[[KeyPath], KeyPath | None]
+"""The path of an entry here, from its path in the state that was saved; None leaves it out."""
+
+
+def classes_of(module: str, names: Iterable[str]) -> Classes:
+    """Another library's classes that have the names of DCP's, and their fields."""
+    return {(module, name): StandInClass(name) for name in names}
+
+
+def metadata_bytes(storage: Storage, folder: str) -> bytes | None:
+    """Read the ``.metadata`` of a folder; None where there is none."""
+    key = _key(folder, METADATA_KEY)
+    return None if storage.size(key) is None else bytes(storage.read(key, limit=MAX_METADATA_BYTES))
+
+
+def is_written_by(storage: Storage, folders: Iterable[str], module: str, *, format: str) -> bool:
+    """Tell whether one of these folders below a root has metadata with classes of a module.
+
+    Raises
+    ------
+    UnsupportedError
+        The path is such a folder itself, and not the root.
+    """
+    text = module.encode()
+    found = any(text in (metadata_bytes(storage, folder) or b"") for folder in folders)
+    if not found and text in (metadata_bytes(storage, "") or b""):
+        raise UnsupportedError(f"{storage.url}: is one part of a {format} checkpoint; pass the root that has the folder model/")
+    return found
+
+
+def read_part(storage: Storage, folder: str, classes: Classes) -> Metadata | None:
+    """Read the metadata of a folder below the root, with files as the root has them; None where there is no such folder.
+
+    Raises
+    ------
+    CorruptError
+        The folder has data, and no metadata: the save did not end.
+    """
+    data = metadata_bytes(storage, folder)
+    if data is not None:
+        return _below(read_metadata(data, name=f"{storage.url}: {_key(folder, METADATA_KEY)}", classes=classes), folder)
+    if any(key.startswith(f"{folder}/") and key.endswith(".distcp") for key, _ in storage.list()):
+        raise CorruptError(
+            f"{storage.url}: {folder} has .distcp files and no {METADATA_KEY}, which is written last: the save did not end, so "
+            "use another checkpoint"
+        )
+    return None
+
+
+def _below(saved: Metadata, folder: str) -> Metadata:
+    def moved(extent: Extent) -> Extent:
+        return replace(extent, file=_key(folder, extent.file))
+
+    tensors = {
+        fqn: replace(tensor, chunks=tuple(replace(chunk, extent=moved(chunk.extent)) for chunk in tensor.chunks))
+        for fqn, tensor in saved.tensors.items()
+    }
+    return replace(saved, tensors=tensors, values={fqn: moved(extent) for fqn, extent in saved.values.items()})
+
+
+def renamed(saved: Metadata, path_of: PathOf, where: str) -> Metadata:
+    """Give everything the name and the path that it has here.
+
+    Raises
+    ------
+    CorruptError
+        Two entries come to one name.
+    """
+    tensors: dict[str, SavedTensor] = {}
+    values: dict[str, Extent] = {}
+    paths: dict[str, KeyPath] = {}
+    for fqn in (*saved.tensors, *saved.values):
+        path = path_of(saved.paths.get(fqn, (fqn,)))
+        if path is None:
+            continue
+        name = dotted(path)
+        if name in paths:
+            raise CorruptError(f"{where}: {fqn:.200} and another entry are both {name:.200}; use another checkpoint")
+        paths[name] = path
+        if fqn in saved.tensors:
+            tensors[name] = saved.tensors[fqn]
+        else:
+            values[name] = saved.values[fqn]
+    return replace(saved, tensors=tensors, values=values, paths=paths)
+
+
+def together(parts: Iterable[Metadata]) -> Metadata:
+    """One metadata of parts that have different names."""
+    known = list(parts)
+    return Metadata(
+        {name: tensor for part in known for name, tensor in part.tensors.items()},
+        {name: extent for part in known for name, extent in part.values.items()},
+        {name: path for part in known for name, path in part.paths.items()},
+    )
+
+
+def _key(folder: str, file: str) -> str:
+    return f"{folder}/{file}" if folder else file

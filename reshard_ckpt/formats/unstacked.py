@@ -1,0 +1,72 @@
+"""Layers and experts that are stacked in one tensor, as a tensor each: what tools expect that know a model by its layers.
+
+``decoder.layers.mlp.weight`` of shape (L, …) becomes ``decoder.layers.0.mlp.weight`` and so on, ``experts.experts.…`` of shape
+(L, E, …) or (E, …) likewise. Each is a contiguous part of the stacked tensor, so nothing but a name and a run is made.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+from ..core.catalog.model import Catalog
+from ..core.planning.stacked import expert_dim, layer_dim
+from ..engine.loading.stream import Run, whole_run
+from .catalog_builder import ForeignTensor, build_catalog
+
+
+@dataclass(frozen=True, slots=True)
+class Unstacked:
+    """The names, shapes and dtypes of the single tensors, and for each of them the run of a tensor of the stacked catalog."""
+
+    catalog: Catalog
+    runs: tuple[Run, ...]
+
+
+def unstack(catalog: Catalog, where: str) -> Unstacked:
+    """Take apart what is stacked in a catalog; everything else stays as it is.
+
+    Raises
+    ------
+    NameCollisionError
+        A layer's tensor has the name of another tensor.
+    """
+    parts = [part for name in catalog.names for part in _parts(catalog, name)]
+    made = build_catalog([tensor for tensor, _ in parts], (), format=catalog.save_id, where=where)
+    runs = {tensor.name: run for tensor, run in parts}
+    return Unstacked(made, tuple(runs[name] for name in made.names))
+
+
+def _parts(catalog: Catalog, name: str) -> Iterator[tuple[ForeignTensor, Run]]:
+    index = catalog.index(name)
+    whole, shape, dtype = whole_run(catalog, index), catalog.shape(index), catalog.dtype(index)
+    source = catalog.source(index)
+    alias = catalog.names[source] if source != index else None
+    dims = _stacked_dims(name, shape)
+    count = prod(shape[len(dims) :])
+    for number in range(prod(dims)):
+        other = None if alias is None else _numbered(alias, dims, number)
+        tensor = ForeignTensor(_numbered(name, dims, number), dtype, shape[len(dims) :], (), other)
+        yield tensor, Run(index, whole.offsets, whole.lengths, number * count, count)
+
+
+def _stacked_dims(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    found = {dim for dim in (layer_dim(name), expert_dim(name)) if dim is not None and dim < len(shape)}
+    return shape[: len(found)]  # they are the first ones
+
+
+def _numbered(name: str, dims: tuple[int, ...], number: int) -> str:
+    """Put the numbers of a part into a name.
+
+    >>> _numbered("decoder.layers.mlp.experts.experts.fc1.weight", (2, 4), 6)
+    'decoder.layers.1.mlp.experts.experts.2.fc1.weight'
+    """
+    if layer_dim(name) is not None and dims:
+        layer, number = divmod(number, prod(dims[1:]))
+        name = re.sub(r"(^|\.)layers\.(?!\d+(\.|$))", rf"\g<1>layers.{layer}.", name, count=1)
+        dims = dims[1:]
+    if expert_dim(name) is not None and dims:
+        name = re.sub(r"(^|\.)experts\.experts\.", rf"\g<1>experts.experts.{number}.", name, count=1)
+    return name

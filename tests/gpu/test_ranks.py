@@ -1,0 +1,26 @@
+"""Jobs of two ranks, each with a simulated device of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.gpu import on_ranks
+from tests.launch import run_ranks
+
+pytestmark = pytest.mark.usefixtures("compiler")
+
+
+def test_dtensors_on_a_mesh_of_devices_are_saved_and_loaded(tmp_path: Path) -> None:
+    for rank, (wrong, devices) in enumerate(run_ranks(on_ranks.dtensors, 2, tmp_path)):
+        assert wrong == []
+        assert devices <= {rank}
+
+
+def test_replicas_on_devices_that_differ_are_found(tmp_path: Path) -> None:
+    assert all("s.t" in said and "PerRank" in said for said in run_ranks(on_ranks.replicas_that_differ, 2, tmp_path))
+
+
+def test_read_once_comes_after_what_the_callers_stream_has_queued(tmp_path: Path) -> None:
+    assert run_ranks(on_ranks.read_once, 2, tmp_path) == [True, True]

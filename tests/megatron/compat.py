@@ -1,0 +1,55 @@
+"""Jobs of the installed megatron-core for `test_compat`: ``python -m tests.megatron.compat save FOLDER``.
+
+``save`` makes a checkpoint of each case; ``load`` loads each of ``FOLDER/converted`` on other layouts, and prints what is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+from tests.megatron import cpu_shim
+
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "dense": (4, {"tp": 2, "pp": 2}),
+    "moe": (4, {"pp": 2, "ep": 2, "experts": 4}),
+    "uneven": (4, {"tp": 2, "pp": 2, "layers": 3, "first_stage": 1, "tied": True}),
+    "virtual": (4, {"tp": 2, "pp": 2, "layers": 4, "vpp": 2}),
+    "separate": (4, {"tp": 2, "pp": 2, "metadata": {"non_homogeneous_layers": True}}),
+    "plain": (2, {"tp": 2, "distributed": False}),
+}
+LAYOUTS: dict[str, list[tuple[int, dict[str, Any]]]] = {
+    "dense": [(4, {"pp": 2}), (4, {"tp": 4})],
+    "moe": [(4, {"ep": 4, "experts": 4}), (2, {"ep": 2, "experts": 4})],
+}
+OLD_MASTER = {"optimizer.state.param.": "optimizer.state.fp32_param."}
+
+
+def main(what: str, folder: str) -> None:
+    cpu_shim.install()
+    from megatron.core import __version__
+
+    from tests.megatron import jobs
+
+    old = tuple(map(int, __version__.split(".")[:2])) < (0, 16)
+    if what == "save":
+        for name, (nproc, layout) in CASES.items():
+            sharding = {} if old or not layout.get("distributed", True) else {"sharding": "fully_reshardable"}
+            path = os.path.join(folder, "saved", name, "iter_0000007")
+            cpu_shim.run_forked(jobs.save, nproc, jobs.Case(**layout, **sharding), path)
+        print(json.dumps({"version": __version__}))
+        return
+    wrong = {}
+    for name in [] if old else sorted(os.listdir(os.path.join(folder, "converted"))):
+        for nproc, layout in LAYOUTS[name.partition("-")[0]]:
+            case = jobs.Case(**layout, sharding="fully_reshardable")
+            keys = OLD_MASTER if name.endswith("0.13.0") else {}
+            found = cpu_shim.run_forked(jobs.load, nproc, case, os.path.join(folder, "converted", name), keys)
+            wrong[f"{name} {layout}"] = sorted({one for rank in found for one in rank})
+    print(json.dumps(wrong))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,26 @@
+"""`reshard_ckpt.megatron` with the real megatron-core, on the CPU: ``make compat-megatron``."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed; make compat-megatron installs it"
+)
+
+
+@pytest.mark.parametrize("case", ["dense", "experts", "whole", "vocabulary", "trees", "strategies", "scheduled", "folders"])
+def test_live(case):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.megatron.live_cases", case]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.stdout.splitlines()[-1:] == ["done"], done.stdout + done.stderr
+    assert done.stdout.splitlines()[:-1] == []
