@@ -109,6 +109,7 @@ bench: $(BENCH_STAMP)
 	$(BIN)/python -m benchmarks.train_stall --ranks 4 --rounds 6 --out bench_out/train_stall_4_ranks.json
 	$(BIN)/python -m benchmarks.writer --rounds 5 --out bench_out/writer.json
 	$(BIN)/python -m benchmarks.gpu_stall --out bench_out/gpu_stall.json
+	$(BIN)/python -m benchmarks.memory_tier --out bench_out/memory_tier.json
 	$(BIN)/python -m benchmarks.planning --ranks 16384 --shards 1000000 --json bench_out/planning.json
 
 MINUTES ?= 15

@@ -220,8 +220,8 @@ class MemoryRun:
     def persist_loaded(self, found: Restorable) -> None:
         """Begin to write a generation that was loaded to the store, if it is not there: its job ended before that. Collective."""
         path = self._path(found.generation.step)
-        session = open_session("persist", path, **self._session)
         if not self._is_stored(found.generation, path):
+            session = open_session("persist", path, **self._session)
             self._persist(found.generation, found.files_of(self._rank), path, session)
 
     def _path(self, step: int) -> str:
@@ -324,8 +324,8 @@ class MemoryRun:
                 return
             generation, mine = found.generation, found.files_of(self._rank)
         path = self._path(generation.step)
-        session = open_session("persist", path, **self._session)
         if generation.save_id not in self._stored and not self._is_stored(generation, path):
+            session = open_session("persist", path, **self._session)
             self._persist(generation, mine, path, session).wait(None)
 
 

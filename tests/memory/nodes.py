@@ -272,3 +272,20 @@ def be_damaged(root: str, folders: Sequence[str]) -> dict[str, Any]:
         Serving._answer = answer  # type: ignore[method-assign]
     dist.barrier()
     return out
+
+
+def one_rank_raises(root: str, folders: Sequence[str]) -> tuple[str, list[int]]:
+    """Rank 1 leaves the manager by an error and goes on with something else; rank 0 closes, and must not wait for it for ever."""
+    rank = dist.get_rank()
+    manager = Manager(root, memory=Memory(folder=folders[rank]), persist_every=1000, timeout_s=60)
+    manager.async_save(1, rows(1, rank, 2)).result()
+    said = ""
+    try:
+        if rank == 1:
+            manager.__exit__(RuntimeError, RuntimeError(), None)
+            Manager(f"{root}/other", timeout_s=60)  # its next call of all ranks
+        else:
+            manager.close()
+    except PeerError as error:
+        said = str(error)
+    return said, manager.steps()

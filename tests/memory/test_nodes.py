@@ -14,7 +14,7 @@ from reshard_ckpt.memory.node import node_id
 from tests.cli.running import run
 from tests.launch import RanksFailed, run_ranks
 from tests.layouts import values_of
-from tests.memory.nodes import SHAPE, be_damaged, lose_nodes, restore, save_and_be_killed
+from tests.memory.nodes import SHAPE, be_damaged, lose_nodes, one_rank_raises, restore, save_and_be_killed
 
 
 def test_all_ranks_killed_and_a_node_lost(tmp_path: Path, shm: Path):
@@ -76,3 +76,9 @@ def test_no_damaged_copy_is_loaded_and_none_that_is_late_holds_up_training(tmp_p
         step, tier, is_right, passed_over = one["damaged on the way back"]
         assert (step, tier, is_right) == (1, "store", True)
         assert "step 5 in memory" in passed_over[0]
+
+
+def test_a_rank_that_left_by_an_error_is_named_when_another_closes(tmp_path: Path, shm: Path):
+    found = run_ranks(one_rank_raises, 2, str(tmp_path), [str(shm / name) for name in "AB"])
+    assert all("ranks called different things" in said for said, _ in found), found
+    assert [steps for _, steps in found] == [[1], [1]]  # it stays in memory
