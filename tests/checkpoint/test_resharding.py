@@ -35,7 +35,7 @@ from reshard_ckpt.format.values import decode_value, encode_value
 from reshard_ckpt.storage import LocalStorage, open_storage
 from reshard_ckpt.storage.local import LocalWriter
 from reshard_ckpt.storage.memory import MemoryStorage
-from tests.examples import examples
+from tests.tries import examples
 from tests.jobs import load_job
 from tests.launch import ROOT, run_ranks, run_script
 from tests.topologies import Job, hold_rank, save, transformer

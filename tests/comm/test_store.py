@@ -20,7 +20,7 @@ from reshard_ckpt.errors import CorruptError, LayoutError, MismatchError, PeerEr
 from reshard_ckpt.storage import MissingKey
 from tests.comm.contract import CommContract, Run
 from tests.comm.threads import Server, run_session
-from tests.examples import examples
+from tests.tries import examples
 
 
 @pytest.fixture(params=["hash", "tcp"])

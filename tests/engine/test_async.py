@@ -19,7 +19,7 @@ from reshard_ckpt.engine.saving.staging import Staging, ring_bytes
 from reshard_ckpt.engine.saving.write import lay_out
 from reshard_ckpt.errors import CheckpointError, StorageError, UsageError
 from reshard_ckpt.storage.local import LocalStorage, LocalWriter
-from tests.examples import examples
+from tests.tries import examples
 from tests.jobs import plan_job
 from tests.layouts import filled, layouts, shapes, spec_of, values_of
 

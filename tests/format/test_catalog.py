@@ -20,7 +20,7 @@ from reshard_ckpt.core.geometry.dtypes import CODES
 from reshard_ckpt.errors import CorruptError, UnsupportedError
 from reshard_ckpt.format.catalog import decode_catalog, encode_catalog, section_digest
 from reshard_ckpt.format.catalog_check import problems
-from tests.examples import examples
+from tests.tries import examples
 from tests.format.building import Run, Tensor, build, checkpoints, position_bytes
 
 TENSORS = [

@@ -22,7 +22,7 @@ from reshard_ckpt.format.checksums import (
     digests_file_bytes,
     encode_digests,
 )
-from tests.examples import examples
+from tests.tries import examples
 
 DATA = np.random.default_rng(0).integers(0, 256, 5 * ALLOWED_BLOCK_BYTES[0] + 17, np.uint8).tobytes()
 

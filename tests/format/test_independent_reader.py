@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from reshard_ckpt import checkpoint
 from reshard_ckpt.format.catalog import encode_catalog
 from reshard_ckpt.format.shard_file import parse_header
-from tests.examples import examples
+from tests.tries import examples
 from tests.format import independent_reader
 from tests.format.building import Built, Run, Tensor, build, checkpoints, position_bytes
 

@@ -29,7 +29,7 @@ from reshard_ckpt.format.shard_file import (
     parse_member_name,
     sub_box,
 )
-from tests.examples import examples
+from tests.tries import examples
 from tests.format.building import NAMES, SHAPES
 
 NASTY = NAMES | st.text("@[]#%:,0\n\x7f", max_size=10)

@@ -28,7 +28,7 @@ from hypothesis.extra import numpy as npst
 from reshard_ckpt.errors import CorruptError, UnsupportedError
 from reshard_ckpt.format.value_decode import MAX_DEPTH, TENSOR_DTYPES, TORCH_DTYPES
 from reshard_ckpt.format.values import decode_path, decode_value, encode_path, encode_value
-from tests.examples import examples
+from tests.tries import examples
 
 
 class Color(enum.Enum):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from reshard_ckpt.plotting import table as tables
 from reshard_ckpt.plotting.feeds import boxes_of
 from reshard_ckpt.plotting.table import Table, lay_out
-from tests.examples import examples
+from tests.tries import examples
 from tests.layouts import Layout, addresses, layouts, shapes
 
 

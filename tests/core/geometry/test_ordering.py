@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard_ckpt.core.geometry.ordering import group_ids, lex_order
-from tests.examples import examples
+from tests.tries import examples
 
 # Narrow columns pack into one integer, wide ones do not.
 columns = st.integers(1, 4).flatmap(

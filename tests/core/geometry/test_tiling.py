@@ -13,7 +13,7 @@ from reshard_ckpt.core.geometry import tiling
 from reshard_ckpt.core.geometry.ordering import group_ids
 from reshard_ckpt.core.geometry.tiling import find_faults, find_gap, find_overlap
 from tests.core.geometry.test_runs import Run, elements
-from tests.examples import examples
+from tests.tries import examples
 
 
 @st.composite

@@ -12,7 +12,7 @@ from reshard_ckpt.core.catalog.specs import AxisPlacement, Mesh
 from reshard_ckpt.core.geometry.ordering import lex_order
 from reshard_ckpt.core.planning.axis_cuts import Placement
 from reshard_ckpt.core.planning.placement import PieceTable, derive
-from tests.examples import examples
+from tests.tries import examples
 
 OFFSETS = np.array([(a, b) for a in range(2) for b in range(2)], np.int64)
 RUNS_PER_BOX = 2

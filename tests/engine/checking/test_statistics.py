@@ -16,7 +16,7 @@ from reshard_ckpt.engine.checking.statistics import statistics
 from reshard_ckpt.format.torch_dtypes import TORCH_DTYPES
 from reshard_ckpt.formats.source import open_source
 from reshard_ckpt.storage.memory import MemoryStorage
-from tests.examples import examples
+from tests.tries import examples
 from tests.jobs import save_job
 from tests.layouts import filled, layouts, shapes, spec_of, values_of
 

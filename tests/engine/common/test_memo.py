@@ -15,7 +15,7 @@ from reshard_ckpt.engine.common.memo import Memo
 from reshard_ckpt.engine.saving import agreement, local_shards, write
 from reshard_ckpt.state import dtensor, layouts, tensors
 from reshard_ckpt.storage import open_storage
-from tests.examples import examples
+from tests.tries import examples
 
 NAMES = ("a", "b", "c")
 DTYPES = (torch.float32, torch.float64, torch.int64, torch.bfloat16)

@@ -19,7 +19,7 @@ from reshard_ckpt.engine.saving.local_shards import describe_local
 from reshard_ckpt.engine.saving.messages import decode_assignment, encode_assignments, encode_metadata
 from reshard_ckpt.format.checksums import digest128
 from reshard_ckpt.format.values import encode_value
-from tests.examples import examples
+from tests.tries import examples
 from tests.layouts import layouts, shapes
 
 Run = tuple[str, tuple[int, ...], tuple[int, ...], int, int]

@@ -16,7 +16,7 @@ from reshard_ckpt.errors import CheckpointError, CorruptError, UnsupportedError
 from reshard_ckpt.formats.dcp.metadata import TABLE, read_metadata
 from reshard_ckpt.formats.dcp.pickle_reader import StandInObject, read_pickle
 from reshard_ckpt.formats.dcp.pickle_writer import FunctionCall, Global, Instance, Pairs, pickled
-from tests.examples import examples
+from tests.tries import examples
 
 _TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=300)
 _LEAVES = st.none() | st.booleans() | st.integers(-(2**100), 2**100) | _TEXT

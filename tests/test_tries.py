@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hypothesis import settings
 
-from tests.examples import examples
+from tests.tries import examples
 
 
 def test_long_profile_multiplies_a_number_that_a_test_gives():
