@@ -36,10 +36,10 @@ from reshard_ckpt.format.torch_dtypes import TORCH_DTYPES
 from reshard_ckpt.formats import destination
 from reshard_ckpt.formats.torch_zip import read_records
 from reshard_ckpt.storage import LocalStorage, LocksUnsupported, open_storage
-from tests.tries import examples
 from tests.jobs import save_job
 from tests.launch import ROOT
 from tests.layouts import filled, layouts, shapes, spec_of, values_of
+from tests.tries import examples
 
 IN_A_FOLDER = examples(40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 FORMATS = ["safetensors", "torch", "dcp", "reshard"]

@@ -35,10 +35,10 @@ from reshard_ckpt.format.values import decode_value, encode_value
 from reshard_ckpt.storage import LocalStorage, open_storage
 from reshard_ckpt.storage.local import LocalWriter
 from reshard_ckpt.storage.memory import MemoryStorage
-from tests.tries import examples
 from tests.jobs import load_job
 from tests.launch import ROOT, run_ranks, run_script
 from tests.topologies import Job, hold_rank, save, transformer
+from tests.tries import examples
 
 SRC, DST, WANTED = "memory://reshard/src", "memory://reshard/dst", "memory://reshard/wanted"
 

@@ -26,8 +26,8 @@ from reshard_ckpt import checkpoint
 from reshard_ckpt.dcp import ReshardReader, ReshardWriter
 from reshard_ckpt.errors import LayoutError, UnsupportedError
 from tests.dcp.on_ranks import same_bytes
-from tests.tries import examples
 from tests.layouts import values_of
+from tests.tries import examples
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 

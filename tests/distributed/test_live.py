@@ -21,9 +21,9 @@ from tests.distributed.net import Layout, blank
 from tests.distributed.outcomes import Outcome, outcome
 from tests.distributed.test_limits import Peak, only_linux
 from tests.distributed.test_matrix import LAYOUTS as LARGE
-from tests.tries import is_long
 from tests.helpers import places, position_values
 from tests.launch import run_ranks
+from tests.tries import is_long
 
 LAYOUTS = (
     Layout("plain"),

@@ -16,9 +16,9 @@ from reshard_ckpt.engine.loading.load import LoadOptions
 from reshard_ckpt.engine.loading.read import WINDOW_BYTES
 from reshard_ckpt.errors import LayoutError
 from reshard_ckpt.storage.memory import MemoryStorage
-from tests.tries import examples
 from tests.jobs import load_job, save_job
 from tests.layouts import Layout, addresses, filled, flat_layouts, layouts, shapes, spec_of, values_of, whole_piece
+from tests.tries import examples
 
 
 @st.composite

@@ -19,9 +19,9 @@ from reshard_ckpt.engine.saving.staging import Staging, ring_bytes
 from reshard_ckpt.engine.saving.write import lay_out
 from reshard_ckpt.errors import CheckpointError, StorageError, UsageError
 from reshard_ckpt.storage.local import LocalStorage, LocalWriter
-from tests.tries import examples
 from tests.jobs import plan_job
 from tests.layouts import filled, layouts, shapes, spec_of, values_of
+from tests.tries import examples
 
 
 class Model(torch.nn.Module):

@@ -20,8 +20,8 @@ from reshard_ckpt.core.geometry.dtypes import CODES
 from reshard_ckpt.errors import CorruptError, UnsupportedError
 from reshard_ckpt.format.catalog import decode_catalog, encode_catalog, section_digest
 from reshard_ckpt.format.catalog_check import problems
-from tests.tries import examples
 from tests.format.building import Run, Tensor, build, checkpoints, position_bytes
+from tests.tries import examples
 
 TENSORS = [
     Tensor("a", "F32", (4, 6), position_bytes(0, 96), (Run((0, 0), (2, 6), 0, 12, 0), Run((2, 0), (2, 6), 0, 12, 1))),

@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 from reshard_ckpt import checkpoint
 from reshard_ckpt.format.catalog import encode_catalog
 from reshard_ckpt.format.shard_file import parse_header
-from tests.tries import examples
 from tests.format import independent_reader
 from tests.format.building import Built, Run, Tensor, build, checkpoints, position_bytes
+from tests.tries import examples
 
 
 def write(built: Built, root: Path) -> None:

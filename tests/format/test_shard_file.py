@@ -29,8 +29,8 @@ from reshard_ckpt.format.shard_file import (
     parse_member_name,
     sub_box,
 )
-from tests.tries import examples
 from tests.format.building import NAMES, SHAPES
+from tests.tries import examples
 
 NASTY = NAMES | st.text("@[]#%:,0\n\x7f", max_size=10)
 

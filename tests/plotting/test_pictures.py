@@ -27,9 +27,9 @@ from reshard_ckpt.plotting.page import bytes_by_rank, report_page
 from reshard_ckpt.plotting.times import draw_timeline, timeline_words
 from reshard_ckpt.storage.memory import MemoryStorage
 from tests.cli.states import save_trained
-from tests.tries import examples
 from tests.jobs import save_job
 from tests.layouts import Layout, addresses, filled, layouts, shapes, spec_of, values_of
+from tests.tries import examples
 
 
 def texts(figure: Figure) -> set[str]:

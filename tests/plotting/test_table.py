@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from reshard_ckpt.plotting import table as tables
 from reshard_ckpt.plotting.feeds import boxes_of
 from reshard_ckpt.plotting.table import Table, lay_out
-from tests.tries import examples
 from tests.layouts import Layout, addresses, layouts, shapes
+from tests.tries import examples
 
 
 def laid_out(layout: Layout) -> Table:

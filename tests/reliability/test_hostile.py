@@ -28,9 +28,9 @@ from reshard_ckpt.core.geometry.tiling import find_gap, find_overlap
 from reshard_ckpt.errors import CheckpointError, CorruptError, UnsupportedError
 from reshard_ckpt.format.catalog import decode_catalog, encode_catalog
 from reshard_ckpt.storage import open_storage
-from tests.tries import examples
 from tests.fuzz.targets import TARGETS, mutated_zip, torch_seeds
 from tests.reliability.hostile import mutated_bytes, mutated_catalog, seal, unseal
+from tests.tries import examples
 
 MIB = 1 << 20
 

@@ -21,10 +21,10 @@ from reshard_ckpt.state.dtensor import _layout
 from reshard_ckpt.state.layouts import Layout
 from reshard_ckpt.storage import open_storage
 from reshard_ckpt.storage.protocol import Storage
-from tests.tries import examples
 from tests.jobs import Tensors, load_job, save_job
 from tests.layouts import addresses, layouts, spec_of, values_of
 from tests.ragged import Ragged, StridedRagged, cut, splits
+from tests.tries import examples
 
 AXES, SIZES = ("fsdp", "tp"), (4, 2)
 COORDINATES = list(product(range(4), range(2)))

@@ -13,8 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from reshard_ckpt.errors import CheckpointError
 from reshard_ckpt.storage import LocalStorage, MemoryStorage, Storage
-from tests.tries import examples
 from tests.storage.contract import read_range
+from tests.tries import examples
 
 KEYS = st.sampled_from(["a", "b", "a/c", "a/d", "a/c/e", "b/f/g"])
 DATA = st.binary(max_size=20)

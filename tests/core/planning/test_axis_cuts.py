@@ -20,9 +20,9 @@ from reshard_ckpt.core.planning.placement import PieceTable, derive
 from reshard_ckpt.core.planning.saved_rows import SavedRows
 from reshard_ckpt.storage import open_storage
 from reshard_ckpt.storage.memory import MemoryStorage
-from tests.tries import examples
 from tests.jobs import Tensors, save_job
 from tests.layouts import pack_boxes, values_of
+from tests.tries import examples
 
 SRC, DST, BACK = (f"memory://axis_cuts/{name}" for name in ("src", "dst", "back"))
 

@@ -19,9 +19,9 @@ from reshard_ckpt.core.planning.local_metadata import piece_columns
 from reshard_ckpt.core.planning.match import match
 from reshard_ckpt.core.planning.read_plan import NEAR_BYTES, ReadPlan, plan_reads
 from reshard_ckpt.storage.memory import MemoryStorage
-from tests.tries import examples
 from tests.jobs import save_job
 from tests.layouts import filled, layouts, shapes, spec_of, values_of
+from tests.tries import examples
 
 WINDOW = 8 << 20
 

@@ -16,9 +16,9 @@ from reshard_ckpt.engine.checking.statistics import statistics
 from reshard_ckpt.format.torch_dtypes import TORCH_DTYPES
 from reshard_ckpt.formats.source import open_source
 from reshard_ckpt.storage.memory import MemoryStorage
-from tests.tries import examples
 from tests.jobs import save_job
 from tests.layouts import filled, layouts, shapes, spec_of, values_of
+from tests.tries import examples
 
 SPECIAL = [float("nan"), float("inf"), -float("inf"), -0.0, 0.0, 1.5, -2.0]
 FLOATS = [code for code in CODES if TORCH_DTYPES[code].is_floating_point]

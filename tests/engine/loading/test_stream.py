@@ -22,10 +22,10 @@ from reshard_ckpt.engine.loading.stream import Run, RunReader, cut_windows, in_t
 from reshard_ckpt.errors import CorruptError
 from reshard_ckpt.storage.memory import MemoryStorage
 from reshard_ckpt.storage.protocol import Storage
-from tests.tries import examples
 from tests.jobs import save_job
 from tests.layouts import filled, layouts, shapes, spec_of, values_of, whole_piece
 from tests.storage.faulty import FaultyStorage
+from tests.tries import examples
 
 
 @st.composite

@@ -19,8 +19,8 @@ from reshard_ckpt.engine.saving.local_shards import describe_local
 from reshard_ckpt.engine.saving.messages import decode_assignment, encode_assignments, encode_metadata
 from reshard_ckpt.format.checksums import digest128
 from reshard_ckpt.format.values import encode_value
-from tests.tries import examples
 from tests.layouts import layouts, shapes
+from tests.tries import examples
 
 Run = tuple[str, tuple[int, ...], tuple[int, ...], int, int]
 
