@@ -80,7 +80,7 @@ def advice_on_numbers(catalog: Catalog) -> dict[str, str]:
 
 def _open(storage: Storage, *, as_saved: bool) -> tuple[Catalog, dict[str, RawValue]]:
     """Build the catalog of a folder that ``torch.distributed.checkpoint`` wrote; and find its values as they lie in the files."""
-    with _garbage_collection_paused():
+    with garbage_collection_paused():
         folder = read_folder(storage)
         saved = folder.saved
         names = names_of(saved, as_saved=as_saved)
@@ -100,7 +100,7 @@ def _raw_values(storage: Storage, folder: FolderMetadata) -> Iterator[tuple[str,
 
 
 @contextmanager
-def _garbage_collection_paused() -> Iterator[None]:
+def garbage_collection_paused() -> Iterator[None]:
     """Pause the search for cycles: over a million new objects it takes longer than making them, and finds nothing."""
     enabled = gc.isenabled()
     gc.disable()
@@ -141,7 +141,7 @@ def catalog_of(
     parameters
         The names of all parameters of the optimizer, in any order, where its state has them and its groups have numbers.
     """
-    with _garbage_collection_paused():
+    with garbage_collection_paused():
         saved = folder.saved
         located, values = locate_chunks(storage, saved.tensors, format=format), read_values(storage, saved.values)
         unreadable = {**located.unreadable, **values.unreadable, **folder.unreadable}

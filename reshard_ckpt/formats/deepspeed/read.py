@@ -9,9 +9,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -27,6 +25,7 @@ from ...errors import CheckpointError, CorruptError, UnsupportedError
 from ...format.torch_dtypes import dtype_code
 from ...storage.protocol import Storage
 from ..dcp.heads import TensorView
+from ..dcp.read import garbage_collection_paused
 from .archive import FileReader, TorchFile, is_contiguous
 from .columns import CatalogColumns
 from .folder import UNIVERSAL_STATE, TagFiles, refuse_experts
@@ -53,18 +52,6 @@ def open_tag(storage: Storage, files: TagFiles) -> Catalog:
     refuse_experts(files, storage.url)
     with garbage_collection_paused():
         return _Tag(storage, files).catalog()
-
-
-@contextmanager
-def garbage_collection_paused() -> Iterator[None]:
-    """Pause the search for cycles: over a million new objects it takes longer than making them, and finds nothing."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 _NOTHING = object()
