@@ -7,8 +7,9 @@
    imports the test's module.
 2. In the launcher runs the elastic agent that is behind the ``torchrun`` command. It holds the store and forks the ranks: each is
    a real process with the environment that torchrun gives it, and starts in a tenth of a second instead of three seconds.
-3. Once in some thousand launches torch's ``init_process_group`` itself hangs; such a rank leaves, and all are started again.
-4. A rank that hangs dumps its stack shortly before the time is over; then the whole process group is killed.
+3. Once in some thousand launches the start itself hangs, in torch's ``init_process_group`` or in a fork of the agent, which has
+   threads. A job whose ranks did not all come as far as the test's function is started again.
+4. A rank that hangs dumps its stack shortly before the time is over, as the launcher does; then the whole process group is killed.
 
 What is about a process's own start or end uses `run_script`: the interpreter's exit, the installed command, an example's imports.
 """
@@ -89,8 +90,12 @@ def run_ranks(
     raise AssertionError
 
 
+class _TimeOver(RanksFailed):
+    """The job was not done in its time."""
+
+
 class _NoGroup(RanksFailed):
-    """A rank did not come as far as the function: the process group did not form."""
+    """The time was over before every rank had come as far as the function."""
 
 
 def _run_once(
@@ -108,13 +113,15 @@ def _run_once(
             else:
                 _run([sys.executable, "-m", "tests.launch", str(job)], what, timeout_s, env)
         except RanksFailed as error:
-            if any(Path(folder).glob("stuck-*")):
+            if any(Path(folder).glob("stuck-*")) or (
+                isinstance(error, _TimeOver) and len(list(Path(folder).glob("started-*"))) < nproc
+            ):
                 raise _NoGroup(str(error)) from None
             # What each rank raised, the first one first: torchrun itself shows one of them, often a victim.
             tracebacks = [
                 path.read_text() for path in sorted(Path(folder).glob("error-*"), key=lambda path: path.stat().st_mtime_ns)
             ]
-            raise RanksFailed("\n".join([f"{name} on {nproc} ranks", *tracebacks]) if tracebacks else str(error)) from None
+            raise RanksFailed("\n".join([str(error).partition("\n")[0], *tracebacks]) if tracebacks else str(error)) from None
         by_rank: dict[int, Any] = pickle.loads(results.read_bytes())
     return [by_rank[rank] for rank in range(nproc)]
 
@@ -153,7 +160,7 @@ def _run(command: Sequence[str], what: str, timeout_s: float, env: Mapping[str, 
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
-        raise RanksFailed(f"{what}: not done after {timeout_s} s\n{output}") from None
+        raise _TimeOver(f"{what}: not done after {timeout_s} s\n{output}") from None
     except BaseException:
         os.killpg(process.pid, signal.SIGKILL)
         raise
@@ -172,7 +179,7 @@ def _run_warm(server: ForkServer, job: Path, what: str, timeout_s: float) -> Non
     try:
         code = server.run(request, timeout_s)
     except subprocess.TimeoutExpired:
-        raise RanksFailed(f"{what}: not done after {timeout_s} s\n{output.read_text()}") from None
+        raise _TimeOver(f"{what}: not done after {timeout_s} s\n{output.read_text()}") from None
     except BaseException:
         stop_server()  # it may be in the middle of an answer
         raise
@@ -197,23 +204,70 @@ def stop_server() -> None:
         server.close()
 
 
-def _leave(mark: Path) -> None:
-    mark.touch()
-    os._exit(1)
+def _dump_stacks_at(time_s: float) -> None:
+    """Have this process and its forks print their stacks at a time, unless they end before."""
+
+    def arm() -> None:
+        faulthandler.dump_traceback_later(max(time_s - time.time(), 0.5))
+
+    # A fork would wait for ever for the watching thread, which is the parent's: so there is none while it forks.
+    os.register_at_fork(before=faulthandler.cancel_dump_traceback_later, after_in_parent=arm, after_in_child=arm)
+    arm()
 
 
-def _rank_main(module: str, name: str, init: bool, dump_at: float, args: tuple[Any, ...], folder: str) -> Any:
+class _Gate:
+    """Holds ranks back until all are forked, or a lock that the launcher's store holds for one stays locked in the next.
+
+    The store's thread asks the system for the name of who connects; a fork in this moment never connects to anything.
+    """
+
+    def __init__(self, nproc: int) -> None:
+        self._read, self._write = os.pipe()
+        self._forks, self._left = os.getpid(), nproc
+        os.register_at_fork(after_in_parent=self._forked)
+
+    def _forked(self) -> None:
+        if os.getpid() == self._forks:
+            self._left -= 1
+            if self._left == 0:
+                os.close(self._write)
+
+    def wait(self) -> None:
+        """Return when the last rank is forked."""
+        os.close(self._write)
+        os.read(self._read, 1)  # the end of the pipe: nobody has its other end any more
+        os.close(self._read)
+
+
+def _init_group(stuck: Path) -> None:
+    """Come together with the other ranks, or leave a mark and this process."""
+    import torch.distributed as dist
+
+    def leave() -> None:
+        stuck.touch()
+        os._exit(1)
+
+    timer = threading.Timer(_INIT_S, leave)
+    timer.start()
+    try:
+        dist.init_process_group("gloo")
+        dist.barrier()  # or one that is done at once closes connections that another still makes
+    except Exception:
+        traceback.print_exc()
+        leave()
+    timer.cancel()
+
+
+def _rank_main(gate: _Gate, module: str, name: str, init: bool, args: tuple[Any, ...], folder: str) -> Any:
     """What one rank does."""
     import torch.distributed as dist
 
-    faulthandler.dump_traceback_later(max(dump_at - time.time(), 0.5))
+    gate.wait()
     function = functools.reduce(getattr, name.split("."), importlib.import_module(module))
     try:
         if init:
-            stuck = threading.Timer(_INIT_S, _leave, [Path(folder, f"stuck-{os.environ['RANK']}")])
-            stuck.start()
-            dist.init_process_group("gloo")
-            stuck.cancel()
+            _init_group(Path(folder, f"stuck-{os.environ['RANK']}"))
+        Path(folder, f"started-{os.environ['RANK']}").touch()
         result = function(*args)
     except BaseException:
         rank = os.environ["RANK"]
@@ -221,8 +275,7 @@ def _rank_main(module: str, name: str, init: bool, dump_at: float, args: tuple[A
         raise
     if dist.is_initialized():
         dist.destroy_process_group()
-    faulthandler.cancel_dump_traceback_later()
-    return result
+    return result  # its stack may still be dumped: the end of a process may hang too
 
 
 def launch(job: str) -> None:
@@ -230,6 +283,7 @@ def launch(job: str) -> None:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     module, name, nproc, init, dump_at, args, folder = pickle.loads(Path(job).read_bytes())
+    _dump_stacks_at(dump_at)
     importlib.import_module(module)
     config = LaunchConfig(
         min_nodes=1,
@@ -242,7 +296,7 @@ def launch(job: str) -> None:
         max_restarts=0,
         monitor_interval=0.05,
     )
-    by_rank = elastic_launch(config, _rank_main)(module, name, init, dump_at, args, folder)
+    by_rank = elastic_launch(config, _rank_main)(_Gate(nproc), module, name, init, args, folder)
     Path(folder, _RESULTS).write_bytes(pickle.dumps(by_rank))
 
 
