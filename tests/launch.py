@@ -9,7 +9,7 @@
    a real process with the environment that torchrun gives it, and starts in a tenth of a second instead of three seconds.
 3. Once in some thousand launches the start itself hangs, in torch's ``init_process_group`` or in a fork of the agent, which has
    threads. A job whose ranks did not all come as far as the test's function is started again.
-4. A rank that hangs dumps its stack shortly before the time is over, as the launcher does; then the whole process group is killed.
+4. A rank that hangs dumps its stack shortly before the time is over, as the launcher does; then all its processes are killed.
 
 What is about a process's own start or end uses `run_script`: the interpreter's exit, the installed command, an example's imports.
 """

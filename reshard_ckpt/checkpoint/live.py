@@ -204,10 +204,12 @@ class _Job:
 
     def begin(self, comm: Comm) -> _Job:
         """Open both states, let all ranks judge, and plan."""
+        self._rank, self._size = comm.rank, comm.size
         captured = capture(self._src, process_group=self._group)
         held = describe_local(captured.tensors, (), None, comm.rank)
         self._source = open_live(comm, held, self._travels(held))
-        opened = self._open(comm, held, captured.values)
+        self._values.share(comm, captured.values, self._source.tables)
+        opened = self._open(held)
         resolved = resolve(opened.saved, opened.target.tensors, self._options.load)
         self._verdict = self._vote(comm, opened, resolved)
         self._resolved = drop_refused(opened.saved, resolved, self._verdict.refused)
@@ -244,13 +246,30 @@ class _Job:
         """Move what was there when this began."""
         opened, self._first = self._first, None
         assert opened is not None
-        return self._move(comm, opened)
+        SAVES.wait_staged()  # what a save still copies must not change under it
+        comm.gather(b"")  # from here on the ranks meet in collectives, so nobody may have failed
+        return self._move(comm, opened, None)
 
     def again(self, comm: Comm) -> LoadReport:
         """Move what is there now."""
         captured = capture(self._src, process_group=self._group)
         self._first = None
-        opened = self._open(comm, describe_local(captured.tensors, (), None, comm.rank), captured.values)
+        self._values.share(comm, captured.values, self._source.tables)
+        opened, failure = None, None
+        try:
+            opened = self._opened_again(describe_local(captured.tensors, (), None, comm.rank))
+        except BaseException as error:
+            failure = error
+        if all(exchange is None for exchange in self._exchanges):
+            if failure is not None:
+                raise failure
+            comm.gather(b"")  # nothing is moved unless all can
+        return self._move(comm, opened, failure)  # whose first messages tell the others of a failure
+
+    def _opened_again(self, held: LocalShards) -> _Opened:
+        """Open both states, which must have the layouts that this was made for."""
+        SAVES.wait_staged()
+        opened = self._open(held)
         if self._layout_of(opened) != self._layout:
             raise UsageError("a layout of src or dst has changed since this LiveReshard was made; make a new one")
         into = self._spares.instead_of(opened.wanted)
@@ -263,22 +282,21 @@ class _Job:
         problems = [*missing_values(opened.saved, opened.target.values), *opened.target.check(opened.values)]
         if problems and self._options.load.strict:
             raise MismatchError(summarize(problems, "make the values of src and dst fit"), problems)
-        return self._move(comm, opened)
+        return opened
 
-    def _open(self, comm: Comm, held: LocalShards, values: Sequence[Any]) -> _Opened:
+    def _open(self, held: LocalShards) -> _Opened:
         """Look at the destination, in the light of the values that the sources of all ranks have now."""
-        self._values.share(comm, values, self._source.tables)
         saved = catalog = self._values.added_to(self._source.catalog)
         if self._options.rename is not None:
             saved = renamed(catalog, self._options.rename)
         old = {new.name: value.name for new, value in zip(saved.values_table, catalog.values_table, strict=True)}
-        target = prepare_load(self._dst, saved, rank=comm.rank, size=comm.size)
+        target = prepare_load(self._dst, saved, rank=self._rank, size=self._size)
         ignored: tuple[str, ...] = ()
         if self._options.load.ignore:
             ignored = (*wanted_names(target), *saved.names, *saved.value_names)
             target, saved = without_ignored(target, self._options.load.ignore), without(saved, self._options.load.ignore)
         decoded = self._values.decoded(saved.values_table, old, target.prefixes, PerRankValues)
-        wanted = describe_local(target.tensors, (), None, comm.rank)
+        wanted = describe_local(target.tensors, (), None, self._rank)
         return _Opened(held, wanted, saved, target, decoded, ignored)
 
     def _vote(self, comm: Comm, opened: _Opened, resolved: Resolved) -> VoteResult:
@@ -317,26 +335,27 @@ class _Job:
             parts += [encoded.tensors, encoded.rows, bytes(self._travels(local))]
         return digest128(msgpack.packb(parts))
 
-    def _move(self, comm: Comm, opened: _Opened) -> LoadReport:
+    def _move(self, comm: Comm, opened: _Opened | None, failure: BaseException | None) -> LoadReport:
         began = time.monotonic()
-        SAVES.wait_staged()  # what a save still copies must not change under it
-        comm.gather(b"")  # from here on the ranks meet in collectives, so nobody may have failed
-        failure: BaseException | None = None
-        stopped = False
 
         def changed() -> list[str]:
+            if opened is None:
+                return []
             rows = {row for mover in self._movers for row in mover.changed()}
             return sorted({opened.wanted.specs[i].name for i in _tensors(opened.wanted, rows) if i not in self._spares.memory})
 
-        for mover in self._movers:
-            mover.begin()
-        for mover, exchange, buffers in zip(self._movers, self._exchanges, self._buffers, strict=True):
-            if stopped:
-                break
-            failure, stopped = _exchanged(mover, exchange, buffers, failure, changed)
-        if failure is None and not stopped:
-            failure = self._spares.conflict(opened.wanted, self._overlaps.tied)
-        settle(comm, failure, changed, named_error)
+        def finish() -> None:
+            assert opened is not None
+            for mover, exchange in zip(self._movers, self._exchanges, strict=True):
+                if exchange is None:
+                    mover.copy_own()
+            if (conflict := self._spares.conflict(opened.wanted, self._overlaps.tied)) is not None:
+                raise conflict
+
+        failure, complete = self._exchanged(failure, changed, finish)
+        if not complete:
+            settle(comm, failure, changed, named_error)
+        assert opened is not None
         self._spares.put(opened.wanted)
         resolved = self._resolved
         loaded = {spec.alias_of or spec.name for spec in resolved.specs}
@@ -356,6 +375,32 @@ class _Job:
         report = self._verdict.report
         return report.loaded(len(resolved.targets), resolved.plan.num_bytes, received, converted, saved_as)
 
+    def _exchanged(
+        self, failure: BaseException | None, changed: Callable[[], list[str]], finish: Callable[[], None]
+    ) -> tuple[BaseException | None, bool]:
+        """Run the exchanges, and `finish` before all are told how it went.
+
+        Returns what failed on this rank, and whether all ranks are known to have everything.
+        """
+        rounds = None
+        for mover in self._movers:
+            mover.begin()
+        running = [(m, e, b) for m, e, b in zip(self._movers, self._exchanges, self._buffers, strict=True) if e is not None]
+        for i, (mover, exchange, buffers) in enumerate(running):
+            rounds = Rounds(exchange, mover, buffers)
+            rounds.failure = failure
+            rounds.run(changed, finish if i == len(running) - 1 else None)
+            failure = rounds.failure
+            if rounds.stopped:
+                break
+        if rounds is not None:
+            return failure, rounds.complete
+        try:
+            finish()
+        except BaseException as error:
+            failure = error
+        return failure, False
+
 
 def _addresses(opened: _Opened) -> list[tuple[int, tuple[int, ...]]]:
     return [(t.data_ptr(), t.stride()) for local in (opened.held, opened.wanted) for t in memory_rows(local)]
@@ -364,20 +409,3 @@ def _addresses(opened: _Opened) -> list[tuple[int, tuple[int, ...]]]:
 def _tensors(local: LocalShards, rows: Iterable[int]) -> set[int]:
     """List the tensors of some rows, by index."""
     return {local.rows[row][0] for row in rows}
-
-
-def _exchanged(
-    mover: Mover, exchange: Any, buffers: Buffers, failure: BaseException | None, changed: Callable[[], list[str]]
-) -> tuple[BaseException | None, bool]:
-    """Run one mover; returns what failed on this rank so far, and whether all have stopped."""
-    if exchange is None:
-        try:
-            mover.copy_own()
-        except Exception as error:
-            return failure or error, False
-        return failure, False
-    rounds = Rounds(exchange, mover, buffers)
-    rounds.failure = failure
-    rounds.attempt(mover.copy_own)
-    rounds.run(changed)
-    return rounds.failure, rounds.stopped

@@ -42,7 +42,7 @@ class Exchange:
     def __init__(self, group: ProcessGroup, *, timeout_s: float, device: torch.device = HOST) -> None:
         self._group, self._timeout = group, timedelta(seconds=timeout_s)
         self.device = device
-        self.size = dist.get_world_size(group)
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def start(
         self, outgoing: torch.Tensor, sent: Sequence[int], incoming: torch.Tensor, received: Sequence[int]

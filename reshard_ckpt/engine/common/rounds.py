@@ -4,13 +4,16 @@
    Where the bytes come from is its own business: live tensors, or files that it reads and verifies.
 2. While one round is under way, the next is packed; while it is unpacked, the next is under way.
 3. The part for each rank begins with a byte that says whether its sender has failed. So all ranks stop after the same round, and
-   none waits in a collective that another one never enters.
-4. `settle` brings the outcome of all ranks together: what failed on one is raised on all, with what had been overwritten on any.
+   none waits in a collective that another one never enters. A last message, of these bytes alone, says how the last round went.
+4. Ranks of one machine read each other's messages where they were packed; through the process group go their heads, and what
+   travels between machines.
+5. `settle` brings the outcome of all ranks together: what failed on one is raised on all, with what had been overwritten on any.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from typing import Protocol
 
 import msgpack
@@ -18,6 +21,7 @@ import torch
 
 from ...comm import Exchange
 from ...comm.protocol import Comm
+from ...comm.shared_memory import SharedMemory, share
 from ...core.words import few
 from ...errors import CheckpointError, PeerError
 from .host_memory import allocate
@@ -25,9 +29,17 @@ from .host_memory import allocate
 HEAD_BYTES = 16
 """The head of each part; a multiple of every size of an element, so that parts are aligned for all of them."""
 
-NUM_BUFFERS = 4
-"""Of each two for what is sent, and two for what is received, one is under way while the other is filled or emptied."""
+_FAILED, _PLACE = 0, 8
+"""Where in a head is said that its sender has failed, and where in the sender's shared memory the part begins."""
 
+NUM_BUFFERS = 4
+"""Of each two for what is sent, and two for what is received, one is under way while the other is filled or emptied.
+
+As many in shared memory: when a round is packed, others may still read the one three before.
+"""
+
+
+PAGE_BYTES = 4096
 
 LARGE_BYTES = 16 << 20
 """Buffers of this size lie in large pages: they may then take 2 MiB more than was asked for."""
@@ -41,11 +53,11 @@ class Traffic(Protocol):
     def sizes(self, number: int) -> tuple[Sequence[int], Sequence[int]]:
         """Return the bytes that go to every rank in a round, and those that come from every rank."""
 
-    def pack(self, number: int, out: torch.Tensor, starts: Sequence[int]) -> None:
-        """Put the bytes for rank r, in the order that it expects, into the buffer from byte ``starts[r]`` on."""
+    def pack(self, number: int, out: Sequence[torch.Tensor], starts: Sequence[int]) -> None:
+        """Put the bytes for rank r, in the order that it expects, into ``out[r]`` from byte ``starts[r]`` on."""
 
-    def unpack(self, number: int, data: torch.Tensor, starts: Sequence[int]) -> None:
-        """Take the bytes of rank r from byte ``starts[r]`` of the buffer on."""
+    def unpack(self, number: int, data: Sequence[torch.Tensor], starts: Sequence[int]) -> None:
+        """Take the bytes of rank r from byte ``starts[r]`` of ``data[r]`` on."""
 
 
 class Buffers:
@@ -54,6 +66,7 @@ class Buffers:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._buffers: dict[int, torch.Tensor] = {}
+        self._shared: SharedMemory | None = None
 
     def get(self, which: int, num_bytes: int) -> torch.Tensor:
         """Return that many bytes of one of the `NUM_BUFFERS` buffers."""
@@ -67,18 +80,24 @@ class Buffers:
             self._buffers[which] = buffer
         return buffer[:num_bytes]
 
+    def share(self, exchange: Exchange, num_bytes: int) -> SharedMemory:
+        """Share memory with the ranks of this machine, the first time; collective then."""
+        if self._shared is None:
+            self._shared = share(exchange, num_bytes)
+        return self._shared
+
+
+def _padded(size: int) -> int:
+    return -(-size // HEAD_BYTES) * HEAD_BYTES
+
 
 class _Message:
-    """Where the part of each rank lies in a message of one round."""
+    """Where the part of each rank lies in a message of one round; only the heads of parts in `elsewhere` do."""
 
-    def __init__(self, sizes: Sequence[int]) -> None:
-        self.sizes = [HEAD_BYTES + -(-size // HEAD_BYTES) * HEAD_BYTES for size in sizes]
-        self.heads: list[int] = []
-        at = 0
-        for size in self.sizes:
-            self.heads.append(at)
-            at += size
-        self.num_bytes = at
+    def __init__(self, sizes: Sequence[int], elsewhere: Sequence[bool]) -> None:
+        self.sizes = [HEAD_BYTES + (0 if other else _padded(size)) for size, other in zip(sizes, elsewhere, strict=True)]
+        self.num_bytes = sum(self.sizes)
+        self.heads = [end - size for end, size in zip(accumulate(self.sizes), self.sizes, strict=True)]
         self.starts = [head + HEAD_BYTES for head in self.heads]
 
 
@@ -96,13 +115,17 @@ class Rounds:
         What failed on this rank, if anything.
     stopped
         Whether some rank had failed, so that the rounds are not complete.
+    complete
+        Whether all ranks are known to have put everything in place.
     """
 
     def __init__(self, exchange: Exchange, traffic: Traffic, buffers: Buffers | None = None) -> None:
         self._exchange, self._traffic = exchange, traffic
         self._buffers = buffers or Buffers(exchange.device)
+        self._slot_bytes = 0
+        self._shared = SharedMemory(torch.empty(0, dtype=torch.uint8), [None] * exchange.size, [False] * exchange.size)
         self.failure: BaseException | None = None
-        self.stopped = False
+        self.stopped = self.complete = False
 
     def attempt(self, work: Callable[[], None]) -> None:
         """Do some work, unless something has failed; the next round tells the others of a failure."""
@@ -112,8 +135,15 @@ class Rounds:
             except BaseException as error:
                 self.failure = error
 
-    def run(self, changed: Callable[[], Iterable[str]]) -> None:
-        """Take part in all rounds; `changed` names the tensors that have new values on this rank, wholly or in part.
+    def run(self, changed: Callable[[], Iterable[str]], finish: Callable[[], None] | None = None) -> None:
+        """Take part in all rounds.
+
+        Parameters
+        ----------
+        changed
+            Names the tensors that have new values on this rank, wholly or in part.
+        finish
+            Called after the last round, before the others are told whether this rank has failed.
 
         Raises
         ------
@@ -121,44 +151,84 @@ class Rounds:
             The process group failed, so that the others may not come to `settle`.
         """
         try:
-            self._run()
+            self._run(finish)
         except PeerError as error:
             raise PeerError(f"{error}; on this rank {overwritten_text(sorted(changed()))}", error.ranks) from error
 
-    def _run(self) -> None:
+    def _run(self, finish: Callable[[], None] | None) -> None:
         num_rounds = self._traffic.num_rounds
-        arrived = self._start(0, *self._packed(0)) if num_rounds else None
+        if not num_rounds:
+            return
+        if self._exchange.device.type == "cpu":
+            largest = max(sum(map(_padded, self._sizes(number)[0])) for number in range(num_rounds))
+            self._slot_bytes = -(-largest // PAGE_BYTES) * PAGE_BYTES
+            self._shared = self._buffers.share(self._exchange, NUM_BUFFERS * self._slot_bytes)
+        arrived: _Arriving | None = self._start(0, *self._packed(0))
         for number in range(num_rounds):
             assert arrived is not None
             following = self._packed(number + 1) if number + 1 < num_rounds else None
-            wait, data, message = arrived
-            wait()
-            self.stopped = bool(data[message.heads].any())
+            data, starts = self._await(arrived)
             if self.stopped:
                 return
             arrived = None if following is None else self._start(number + 1, *following)
-            self.attempt(lambda: self._traffic.unpack(number, data, message.starts))  # noqa: B023
+            self.attempt(lambda: self._traffic.unpack(number, data, starts))  # noqa: B023
+        if finish is not None:
+            self.attempt(finish)
+        self._await(self._start(num_rounds, *self._packed(num_rounds)))
+        self.complete = not self.stopped
+
+    def _await(self, arriving: _Arriving) -> tuple[list[torch.Tensor], list[int]]:
+        """Wait for a message, and see whether one of its senders has failed; returns where the part of each rank lies."""
+        wait, data, message = arriving
+        wait()
+        self.stopped = bool(data[[head + _FAILED for head in message.heads]].any())
+        memories, starts = [data] * len(message.heads), list(message.starts)
+        for rank, memory in enumerate(self._shared.read):
+            if memory is not None:
+                place = data[message.heads[rank] + _PLACE : message.heads[rank] + HEAD_BYTES]
+                memories[rank], starts[rank] = memory, int(place.view(torch.int64))
+        return memories, starts
+
+    def _sizes(self, number: int) -> tuple[Sequence[int], Sequence[int]]:
+        if number < self._traffic.num_rounds:
+            return self._traffic.sizes(number)
+        return ([0] * self._exchange.size,) * 2  # the last message has heads alone
 
     def _packed(self, number: int) -> tuple[torch.Tensor, _Message]:
-        """Pack the message of a round; the heads say whether this rank has failed by now."""
-        message = _Message(self._traffic.sizes(number)[0])
+        """Pack the message of a round; the heads say whether this rank has failed by now, and where shared parts lie."""
+        sizes, readers = self._sizes(number)[0], self._shared.readers
+        message = _Message(sizes, readers)
         out = self._buffers.get(number % 2, message.num_bytes)
-        self.attempt(lambda: self._traffic.pack(number, out, message.starts))
-        out[message.heads] = int(self.failure is not None)
+        memories, starts = [out] * len(sizes), list(message.starts)
+        at = number % NUM_BUFFERS * self._slot_bytes
+        for rank, reads in enumerate(readers):
+            if reads:
+                memories[rank], starts[rank] = self._shared.own, at
+                at += _padded(sizes[rank])
+        if number < self._traffic.num_rounds:
+            self.attempt(lambda: self._traffic.pack(number, memories, starts))
+        heads = torch.zeros(len(sizes), HEAD_BYTES // 8, dtype=torch.int64)
+        heads[:, _PLACE // 8] = torch.tensor(starts)
+        heads.view(torch.uint8)[:, _FAILED] = int(self.failure is not None)
+        for head, data in zip(message.heads, heads.view(torch.uint8), strict=True):
+            out[head : head + HEAD_BYTES] = data
         return out, message
 
-    def _start(self, number: int, out: torch.Tensor, sent: _Message) -> tuple[Callable[[], None], torch.Tensor, _Message]:
-        received = _Message(self._traffic.sizes(number)[1])
+    def _start(self, number: int, out: torch.Tensor, sent: _Message) -> _Arriving:
+        received = _Message(self._sizes(number)[1], [memory is not None for memory in self._shared.read])
         data = self._buffers.get(2 + number % 2, received.num_bytes)
         return self._exchange.start(out, sent.sizes, data, received.sizes), data, received
 
+
+_Arriving = tuple[Callable[[], None], torch.Tensor, _Message]
+"""A message under way: what waits for it, where it arrives, and where its parts lie."""
 
 Explain = Callable[[BaseException, str], CheckpointError]
 """Makes the error of a failure on this rank; the text says what has been overwritten on any rank."""
 
 
 def settle(comm: Comm, failure: BaseException | None, changed: Callable[[], Iterable[str]], explain: Explain) -> None:
-    """Raise what failed on any rank on all of them, with what has been overwritten. Collective.
+    """Raise what failed on any rank on all of them, with what has been overwritten. Collective; not needed after complete rounds.
 
     Parameters
     ----------

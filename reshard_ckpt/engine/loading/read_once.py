@@ -102,7 +102,8 @@ def execute_once(
     def explain(failure: BaseException, overwritten: str) -> CheckpointError:
         return reader.explain(failure, overwritten) if isinstance(failure, Damage) else named_error(failure, overwritten)
 
-    settle(comm, rounds.failure, changed, explain)
+    if not rounds.complete:
+        settle(comm, rounds.failure, changed, explain)
     return own_bytes
 
 
@@ -270,7 +271,7 @@ class _Windows:
             received[source] += size
         return sent, received
 
-    def pack(self, number: int, out: torch.Tensor, starts: Sequence[int]) -> None:
+    def pack(self, number: int, out: Sequence[torch.Tensor], starts: Sequence[int]) -> None:
         """Pack a round, once its windows are read and what this rank itself needs of them is in place; begin to read the next."""
         data = self._ahead.result()
         self._ahead = self._one.submit(self._read_for, number + 1)
@@ -278,8 +279,8 @@ class _Windows:
         self._windows.update(zip(windows, data, strict=True))
         placed = [i for i in windows if self._schedule[i].places]
         in_threads(lambda k: self._place_own(placed[k]), range(len(placed)), self._placers)
-        view, sends, begin = out.numpy().data, self._sends[number], _begins(self._sends[number], starts)
-        in_threads(lambda k: self._pack(*sends[k], view[begin[k] :]), range(len(sends)), self._placers)
+        views, sends, begin = [part.numpy().data for part in out], self._sends[number], _begins(self._sends[number], starts)
+        in_threads(lambda k: self._pack(*sends[k], views[sends[k][0]][begin[k] :]), range(len(sends)), self._placers)
         for i in self._done[number]:
             del self._windows[i]
 
@@ -290,10 +291,10 @@ class _Windows:
             source = np.ndarray(lengths, RAW[each], self._windows[i], window.place(src), strides)
             np.copyto(np.ndarray(lengths, RAW[each], out, at), source)
 
-    def unpack(self, number: int, data: torch.Tensor, starts: Sequence[int]) -> None:
+    def unpack(self, number: int, data: Sequence[torch.Tensor], starts: Sequence[int]) -> None:
         receives, begin = self._receives[number], _begins(self._receives[number], starts)
-        view = data.numpy().data
-        in_threads(lambda k: self._unpack(*receives[k], view[begin[k] :]), range(len(receives)), self._placers)
+        views = [part.numpy().data for part in data]
+        in_threads(lambda k: self._unpack(*receives[k], views[receives[k][0]][begin[k] :]), range(len(receives)), self._placers)
 
     def _unpack(self, source: int, i: int, size: int, data: memoryview) -> None:
         self._changed.add(i)

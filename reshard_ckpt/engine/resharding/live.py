@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 
@@ -229,7 +229,7 @@ class Mover:
         self._sends, self._receives = _Schedule(parts, out & ~into, parts.taker), _Schedule(parts, into & ~out, parts.owner)
         self._from = _boxes_in(held, np.where(out, parts.owner_row, -1), parts.offsets, parts.lengths)
         self._into = _boxes_in(wanted, np.where(into, parts.taker_row, -1), parts.offsets, parts.lengths)
-        self._views: dict[tuple[str, int], list[tuple[View, View]]] = {}
+        self._views: dict[tuple[Hashable, ...], list[tuple[View, View]]] = {}
         self._keeps = len(parts.owner) <= MAX_VIEWS
         self.received_bytes = int(self._bytes[into & ~out].sum())
         self._bind(memory_rows(held), memory_rows(wanted))
@@ -257,7 +257,7 @@ class Mover:
     def copy_own(self) -> None:
         """Copy what this rank takes from itself."""
         self._done.add(OWN)
-        for into, source in self._pairs("own", 0, self._own_pairs):
+        for into, source in self._pairs(("own",), self._own_pairs):
             _copy(into, source)
 
     def _own_pairs(self) -> list[tuple[View, View]]:
@@ -269,12 +269,12 @@ class Mover:
             pairs.append((into, source))
         return pairs
 
-    def _pairs(self, kind: str, number: int, make: Callable[[], list[tuple[View, View]]]) -> list[tuple[View, View]]:
-        pairs = self._views.get((kind, number))
+    def _pairs(self, key: tuple[Hashable, ...], make: Callable[[], list[tuple[View, View]]]) -> list[tuple[View, View]]:
+        pairs = self._views.get(key)
         if pairs is None:
             pairs = make()
             if self._keeps:
-                self._views[kind, number] = pairs
+                self._views[key] = pairs
         return pairs
 
     def sizes(self, number: int) -> tuple[Sequence[int], Sequence[int]]:
@@ -283,28 +283,35 @@ class Mover:
             self._receives.sizes(number, self._bytes, self._size),
         )
 
-    def pack(self, number: int, out: torch.Tensor, starts: Sequence[int]) -> None:
+    def pack(self, number: int, out: Sequence[torch.Tensor], starts: Sequence[int]) -> None:
         def make() -> list[tuple[View, View]]:
             pairs = []
-            for i, at in self._sends.places(number, self._bytes, starts):
+            for i, at, dest in self._sends.places(number, self._bytes, starts):
                 source = self._held.view(self._from, i, self._wire[i])
-                pairs.append((_in_buffer(out, at, self._from.lengths[i], self._wire[i], source), source))
+                pairs.append((_in_buffer(out[dest], at, self._from.lengths[i], self._wire[i], source), source))
             return pairs
 
-        for into, source in self._pairs(f"out {out.data_ptr()}", number, make):
+        for into, source in self._pairs(("out", number, *_places(out, starts)), make):
             _copy(into, source)
 
-    def unpack(self, number: int, data: torch.Tensor, starts: Sequence[int]) -> None:
+    def unpack(self, number: int, data: Sequence[torch.Tensor], starts: Sequence[int]) -> None:
         def make() -> list[tuple[View, View]]:
             pairs = []
-            for i, at in self._receives.places(number, self._bytes, starts):
+            for i, at, source in self._receives.places(number, self._bytes, starts):
                 into = self._wanted.view(self._into, i, self._wire[i])
-                pairs.append((into, _in_buffer(data, at, self._into.lengths[i], self._wire[i], into)))
+                pairs.append((into, _in_buffer(data[source], at, self._into.lengths[i], self._wire[i], into)))
             return pairs
 
+        if number == 0:
+            self.copy_own()  # not before the first message says that no rank has failed
         self._done.add(number)
-        for into, source in self._pairs(f"in {data.data_ptr()}", number, make):
+        for into, source in self._pairs(("in", number, *_places(data, starts)), make):
             _copy(into, source)
+
+
+def _places(memory: Sequence[torch.Tensor], starts: Sequence[int]) -> list[int]:
+    """List where the parts of all ranks begin."""
+    return [part.data_ptr() + start for part, start in zip(memory, starts, strict=True)]
 
 
 class _Schedule:
@@ -328,8 +335,8 @@ class _Schedule:
         out: list[int] = total.astype(np.int64).tolist()
         return out
 
-    def places(self, number: int, num_bytes: I64, starts: Sequence[int]) -> list[tuple[int, int]]:
-        """List the parts of a round, and where in the buffer each begins."""
+    def places(self, number: int, num_bytes: I64, starts: Sequence[int]) -> list[tuple[int, int, int]]:
+        """List the parts of a round, where in the memory of a rank each begins, and which rank's that is."""
         part = self._of(number)
         rows, peer = self._rows[part], self._peer[part]
         if not len(rows):
@@ -339,4 +346,4 @@ class _Schedule:
         first = np.flatnonzero(is_new(peer))
         counts = [b - a for a, b in pairwise([*first.tolist(), len(rows)])]
         at = before - np.repeat(before[first], counts) + np.array(starts, np.int64)[peer]
-        return list(zip(rows.tolist(), at.tolist(), strict=True))
+        return list(zip(rows.tolist(), at.tolist(), peer.tolist(), strict=True))
