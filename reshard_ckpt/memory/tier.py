@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..comm.links import Links
+from ..comm.protocol import Comm
 from ..core.report import SaveReport
 from ..engine.saving.commit import catalog_of, compare_replicas, file_entries
 from ..engine.saving.messages import Receipt, WrittenFile, decode_receipt, encode_receipt
@@ -179,16 +181,16 @@ class Tier:
     # Commit
 
     def commit(self, job: SaveJob, step: int, receipt: Receipt, held: Sequence[int]) -> tuple[Generation, int, bool]:
-        """Make the catalog on rank 0, keep the generation on every node, and free what is older. Collective.
+        """Make the catalog on rank 0, and keep the generation on every node. Collective.
 
         Returns
         -------
         Generation
-            What was committed.
+            What is to be acknowledged.
         int
             How many copies each image has at least.
         bool
-            Whether it goes to the store; its slots are pinned then.
+            Whether it goes to the store.
         """
         comm = job.comm
         gathered = comm.gather(msgpack.packb((encode_receipt(receipt), list(held))))
@@ -201,10 +203,19 @@ class Tier:
         generation = Generation(self.run, self.attempt, step, job.save_id, fields["catalog"], holders)
         if self.topology.leads(self.rank):
             keep_generation(self.folder, generation)
-        comm.gather(b"")  # every node has it: only now may an older one go
-        comm.broadcast(b"" if comm.rank == 0 else None)
-        self._committed(generation, pin=fields["persist"])
         return generation, int(fields["copies"]), bool(fields["persist"])
+
+    def acknowledge(self, comm: Comm, generation: Generation, *, pin: bool) -> None:
+        """Say that this node has the generation; once all have said so it is committed, and older ones may go. Collective."""
+        # Unless it is known that no rank let an older one go, the images stay: they may be all that is whole.
+        comm.gather(b"", undo=partial(self._undo, generation))
+        self.pool.keep(generation.save_id, pin=pin)
+        self._forget_older(generation)
+
+    def _undo(self, generation: Generation) -> None:
+        self.pool.free(generation.save_id)
+        if self.topology.leads(self.rank):
+            drop_generations(self.folder, [generation.name])
 
     def _published(self, job: SaveJob, step: int, receipts: Sequence[Receipt], held: Sequence[Sequence[int]]) -> dict[str, Any]:
         plan = job.agreed.plan
@@ -224,9 +235,8 @@ class Tier:
             "persist": self._due(step),
         }
 
-    def _committed(self, generation: Generation, *, pin: bool) -> None:
-        """Keep this generation, and forget what it replaces and the oldest: own slots are free, those of dead processes go."""
-        self.pool.keep(generation.save_id, pin=pin)
+    def _forget_older(self, generation: Generation) -> None:
+        """Forget what a generation replaces, and the oldest: own slots are free, those of dead processes go."""
         if not self.topology.leads(self.rank):
             return
         found = [one for one in find_generations(self.folder) if one.run == self.run]
@@ -280,13 +290,17 @@ class MemoryTarget:
         """Hash and seal the images, copy them to other nodes, and commit."""
         try:
             receipt, table = self._sealed(job, layouts, staging, marks)
+            # A rank whose images failed sends no copy: nobody is to wait for it until a deadline of the links.
+            job.comm.gather(b"")
             with job.recorder.step("copy"):
                 held = self._tier.copy(self._taken, self._sizes, table)
-            self.generation, self.copies, self.persists = self._tier.commit(job, self._step, receipt, held)
+            generation, self.copies, self.persists = self._tier.commit(job, self._step, receipt, held)
         except BaseException:
             self._tier.pool.free(job.save_id)
             raise
-        total = None if job.comm.rank else sum(file.size for file in self.generation.decoded_catalog().files)
+        self._tier.acknowledge(job.comm, generation, pin=self.persists)
+        self.generation = generation
+        total = None if job.comm.rank else sum(file.size for file in generation.decoded_catalog().files)
         return SaveReport(job.path, job.save_id, receipt.num_bytes, total, 0.0, 0.0)
 
     def _sealed(

@@ -14,7 +14,7 @@ from reshard_ckpt.memory.node import node_id
 from tests.cli.running import run
 from tests.launch import RanksFailed, run_ranks
 from tests.layouts import values_of
-from tests.memory.nodes import SHAPE, be_damaged, lose_nodes, one_rank_raises, restore, save_and_be_killed
+from tests.memory.nodes import SHAPE, a_save_fails, be_damaged, lose_nodes, one_rank_raises, restore, save_and_be_killed
 
 
 def test_all_ranks_killed_and_a_node_lost(tmp_path: Path, shm: Path):
@@ -82,3 +82,17 @@ def test_a_rank_that_left_by_an_error_is_named_when_another_closes(tmp_path: Pat
     found = run_ranks(one_rank_raises, 2, str(tmp_path), [str(shm / name) for name in "AB"])
     assert all("ranks called different things" in said for said, _ in found), found
     assert [steps for _, steps in found] == [[1], [1]]  # it stays in memory
+
+
+def test_a_save_that_fails_on_one_rank_holds_up_none_and_leaves_a_whole_generation(tmp_path: Path, shm: Path):
+    found = run_ranks(a_save_fails, 2, str(tmp_path), [str(shm / name) for name in "AB"])
+    for one in found:
+        error, warned = one["before its copy"]
+        assert "ZeroDivisionError" in error
+        assert warned == []  # rank 0 did not begin to wait for a copy
+        assert one["the next"] == ("", [2])
+        assert one["first"] == ""
+        assert "no space" in one["before all have it"][0]
+        assert one["before all have it"][1] == [1]
+        assert "the store does not answer" in one["once rank 0 may have let the older one go"]
+        assert one["then"] == (3, True)
