@@ -261,6 +261,9 @@ class Manager:
         """
         self._refuse_unless_open("save")
         path = self._path_to_change(step)
+        if self._memory is not None:
+            self._wait()
+            self._memory.wait_for(step)
         with self._deferring(), self._costs.saving() as saved:
             report = save(path, state, metadata=with_metric(metadata, metric), **{**self._session, **options})
             saved.append(report)
@@ -589,9 +592,9 @@ class Manager:
         return f"the run has {name_steps(self.steps()) or 'none at all'}"
 
     def _kept(self, steps: Sequence[int]) -> frozenset[int]:
-        """Return the steps that the rule keeps, with and without damaged ones counted, and the last that is known to be good."""
+        """Return the steps that the rule keeps, with and without damaged and superseded ones, and the last known to be good."""
         metrics = self._metrics(steps) if self._rule.keep_best else {}
-        whole = [step for step in steps if step not in self._damaged]
+        whole = [step for step in steps if step not in self._damaged and self._counts(step)]
         good = [step for step in self._good if step in steps][-1:]
         return self._rule.kept(steps, metrics) | self._rule.kept(whole, metrics) | frozenset(good)
 

@@ -41,10 +41,16 @@ class SlotPool:
         What the user chose.
     folder
         The run's folder on this node.
+
+    Attributes
+    ----------
+    run
+        The id of the run whose newest generation stays.
     """
 
     def __init__(self, options: Memory, folder: Path) -> None:
         self._options, self._folder = options, folder
+        self.run = ""
         self._slots: dict[int, list[HeldSlot]] = {}
         self._kept: list[str] = []
         self._pinned: set[str] = set()
@@ -105,7 +111,10 @@ class SlotPool:
 
     def _shortage(self, wanted: int) -> str:
         """Say why there is no memory for so many bytes; empty where there is."""
-        found = [os.lstat(path) for path in self._folder.glob(f"*{SLOT_SUFFIX}")]
+        found = []
+        for path in self._folder.glob(f"*{SLOT_SUFFIX}"):
+            with suppress(FileNotFoundError):  # its process has just given it back
+                found.append(os.lstat(path))
         promised = sum(max(one.st_size - one.st_blocks * 512, 0) for one in found)
         free, taken, most = free_bytes(str(self._folder)) - promised, sum(one.st_size for one in found), self._options.max_bytes
         if wanted > free:
@@ -115,8 +124,8 @@ class SlotPool:
         return ""
 
     def _give_up_oldest(self) -> bool:
-        """Remove what dead processes left: slots that hold nothing known, or the oldest generation, but not the newest of all."""
-        known = find_generations(self._folder)
+        """Remove what dead processes left: slots that hold nothing known, or the oldest generation, but not this run's newest."""
+        known = sorted(find_generations(self._folder), key=lambda one: one.run == self.run)  # attempts of other runs are no order
         if remove_dead_slots(self._folder, {generation.save_id for generation in known}, self.paths()):
             return True
         dead = [one for one in known[:-1] if one.save_id not in {*self._kept, *self._pinned}]

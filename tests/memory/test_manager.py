@@ -18,8 +18,11 @@ from reshard_ckpt import checkpoint
 from reshard_ckpt.checkpoint import Manager, Memory
 from reshard_ckpt.errors import CheckpointError, CheckpointNotFound, StorageError, UsageError
 from reshard_ckpt.memory import background
+from reshard_ckpt.memory.generations import Generation, find_generations, keep_generation
 from reshard_ckpt.memory.node import node_id, run_path, user_folder
 from reshard_ckpt.memory.offline import drop_held
+from reshard_ckpt.memory.pool import SlotPool
+from reshard_ckpt.memory.run import MemoryRun
 from tests.cli.running import run
 from tests.layouts import values_of
 
@@ -295,6 +298,87 @@ def test_pinned_generations_are_not_refilled(tmp_path: Path, shm: Path, monkeypa
         assert handles[1].persisted()
     assert_is_stored(tmp_path, 2)
     assert_is_stored(tmp_path, 4)
+
+
+def held_up(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Have what goes to the store wait for an event, which also comes once somebody waits for it."""
+    go, whole, wait = threading.Event(), background.persist, MemoryRun.wait
+
+    def slow(*args: Any) -> None:
+        go.wait()
+        whole(*args)
+
+    def hurry(self: MemoryRun) -> None:
+        go.set()
+        wait(self)
+
+    monkeypatch.setattr(background, "persist", slow)
+    monkeypatch.setattr(MemoryRun, "wait", hurry)
+    return go
+
+
+def test_what_is_on_its_way_to_the_store_replaces_nothing_newer(tmp_path: Path, memory: Memory, monkeypatch: pytest.MonkeyPatch):
+    with Manager(tmp_path, memory=memory, persist_every=1) as manager:
+        held_up(monkeypatch)
+        manager.async_save(5, state(5)).result()
+        manager.save(5, state(55))
+        into = state(0)
+        manager.load(5, into)
+        assert_is(into, 55)
+    into = state(0)
+    checkpoint.load(tmp_path / "step_5", into)
+    assert_is(into, 55)
+
+
+def test_what_is_on_its_way_to_the_store_is_superseded_too(tmp_path: Path, memory: Memory, monkeypatch: pytest.MonkeyPatch):
+    manager = Manager(tmp_path, memory=memory, persist_every=1)
+    manager.save(1, state(1))
+    go = held_up(monkeypatch)
+    handle = manager.async_save(2, state(2))
+    handle.result()
+    manager.load(1, state(0))
+    go.set()
+    assert handle.persisted()
+    killed(manager)
+    manager = Manager(tmp_path, memory=memory)
+    assert loaded(manager) == (1, "store")
+    killed(manager)
+
+
+def test_superseded_steps_do_not_push_out_those_that_count(tmp_path: Path, memory: Memory):
+    with Manager(tmp_path, memory=memory, persist_every=1000, keep_last=2) as manager:
+        for step in (10, 20):
+            manager.save(step, state(step))
+        manager.load(10, state(0))
+        manager.save(11, state(11))
+        assert manager.steps() == [10, 11, 20]
+        manager.save(12, state(12))
+        assert manager.steps() == [11, 12, 20]
+
+
+def test_a_store_that_cannot_delete_has_the_checkpoint_all_the_same(
+    tmp_path: Path, memory: Memory, monkeypatch: pytest.MonkeyPatch
+):
+    def refused(*_: Any) -> None:
+        raise StorageError("read-only")
+
+    monkeypatch.setattr("reshard_ckpt.memory.persist.clean_up", refused)
+    said = "stored, but what it replaced is not all deleted: read-only"
+    with Manager(tmp_path, memory=memory, persist_every=1) as manager, pytest.warns(UserWarning, match=said):
+        assert manager.async_save(1, state(1)).persisted()
+    assert_is_stored(tmp_path, 1)
+
+
+def test_what_another_run_left_goes_before_the_newest_of_this_one(tmp_path: Path):
+    pool = SlotPool(Memory(), tmp_path)
+    pool.run = "this"
+    for run_id, attempt, step in (("this", 1, 1), ("this", 1, 2), ("other", 7, 9)):
+        keep_generation(tmp_path, Generation(run_id, attempt, step, f"{run_id}{step}", b"", {}))
+    gone = []
+    while pool._give_up_oldest():
+        left = {one.save_id for one in find_generations(tmp_path)}
+        gone += {"this1", "this2", "other9"} - left - set(gone)
+    assert gone == ["other9", "this1"]
 
 
 def assert_is_stored(root: Path, step: int) -> None:
