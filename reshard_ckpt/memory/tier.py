@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from ..comm.links import Links
 from ..comm.protocol import Comm
 from ..core.report import SaveReport
+from ..engine.saving.async_save import wants_pinned
 from ..engine.saving.commit import catalog_of, compare_replicas, file_entries
 from ..engine.saving.messages import Receipt, WrittenFile, decode_receipt, encode_receipt
 from ..engine.saving.options import SaveJob
@@ -283,8 +284,11 @@ class MemoryTarget:
         self.copies, self.persists = 0, False
 
     def take_ring(self, job: SaveJob, layouts: Sequence[FileLayout]) -> torch.Tensor:
-        """Return the slot's memory: staging fills the images in place."""
-        return self._taken[self._tier.rank].slot.region()[: ring_bytes(layouts)]
+        """Return the slot's memory, pinned for what lies on a device: staging fills the images in place."""
+        slot = self._taken[self._tier.rank].slot
+        if wants_pinned(job.local_shards):
+            slot.pin()
+        return slot.region()[: ring_bytes(layouts)]
 
     def finish(self, job: SaveJob, layouts: Sequence[FileLayout], staging: Staging, marks: NDArray[np.uint64]) -> SaveReport:
         """Hash and seal the images, copy them to other nodes, and commit."""
