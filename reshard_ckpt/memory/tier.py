@@ -1,7 +1,8 @@
 """Saves into the memory of nodes: slots, images, copies on other nodes, and the commit of a generation.
 
 1. Before the state is staged, ranks tell each other the sizes of their images. Each takes slots for its own images and for the
-   copies that it holds; where one of them has no room, all leave the tier out, and the save goes to the store.
+   copies that it holds. Where one of them has room for fewer generations, all keep fewer; where for none beside the newest, all
+   leave the tier out, and the save goes to the store.
 2. Staging copies the state straight into the slot, which is the staging ring. A thread hashes the blocks and seals the slot.
 3. The slot goes to the ranks that hold its copies. They verify each block before they seal theirs.
 4. Receipts go to rank 0, which makes the catalog that the save would have in the store. Each node keeps it as a generation; when
@@ -85,7 +86,7 @@ class Tier:
         self.run, self.attempt, self.num_skipped = "", 0, 0
         self._options, self._named_store, self._timeout_s, self._due = options, named_store, timeout_s, due
         self._links: Links | None = None
-        self._warned = False
+        self._warned: set[str] = set()
 
     def target(self, job: SaveJob, step: int) -> MemoryTarget | None:
         """Take slots for a save on all ranks, or on none: then None, and a warning the first time. Collective."""
@@ -99,36 +100,56 @@ class Tier:
         if not all(pairs[member][1] for member in self.topology.group_of(self.rank)[1]):
             self._links = None
         taken: dict[int, HeldSlot] = {}
-        reason = ""
+        refused = ""
         try:
-            self._check_budget(sizes)
+            self._fit_budget(sizes)
             for source in (self.rank, *self.topology.sources(self.rank)):
                 taken[source] = self.pool.take(source, sizes[source], job.save_id)
         except (StorageError, OSError) as error:
-            reason = str(error)
-        votes = job.comm.gather(reason.encode())
-        refused = job.comm.broadcast(None if votes is None else next((vote for vote in votes if vote), b"")).decode()
+            refused = str(error)
+        refused, short = self._agreed(job, refused)
+        if short:
+            self._warn_once(f"memory has room for fewer generations, so it keeps no more than {self.pool.generations}", short)
         if not refused:
             return MemoryTarget(self, step, taken, sizes)
         self.pool.free(job.save_id)
-        self._skip(refused)
+        self.num_skipped += 1
+        self._warn_once("this save goes to the store, not to memory, and so may later ones", refused)
         return None
 
-    def _skip(self, reason: str) -> None:
-        self.num_skipped += 1
-        if self.rank == 0 and not self._warned:
-            self._warned = True
-            warnings.warn(f"this save goes to the store, not to memory, and so may later ones: {reason}", stacklevel=6)
+    def _agreed(self, job: SaveJob, refused: str) -> tuple[str, str]:
+        """Agree on how many generations are kept; returns why this save is none of them, and why they are fewer. Collective."""
+        votes = job.comm.gather(msgpack.packb((refused, self.pool.short, self.pool.generations, self.pool.given_up())))
+        message = None
+        if votes is not None:
+            all_refused, all_short, generations, given_up = zip(*map(msgpack.unpackb, votes), strict=True)
+            reasons = [next(filter(None, texts), "") for texts in (all_refused, all_short)]
+            message = msgpack.packb((*reasons, min(generations), sorted({one for some in given_up for one in some})))
+        refused, short, fewest, gone = msgpack.unpackb(job.comm.broadcast(message))
+        self.pool.agree(fewest, gone)
+        if gone and self.topology.leads(self.rank):
+            drop_generations(self.folder, [one.name for one in find_generations(self.folder) if one.save_id in gone])
+        return str(refused), str(short)
 
-    def _check_budget(self, sizes: Sequence[int]) -> None:
+    def _warn_once(self, what: str, why: str) -> None:
+        if self.rank == 0 and what not in self._warned:
+            self._warned.add(what)
+            warnings.warn(f"{what}: {why}", stacklevel=6)
+
+    def _fit_budget(self, sizes: Sequence[int]) -> None:
+        """Keep no more generations than the user's budget for this node has room for, beside the one that is being filled."""
+        most = self._options.max_bytes
+        if most is None:
+            return
         local = self.topology.ranks_of[self.topology.node_of[self.rank]]
         held = [source for rank in local for source in (rank, *self.topology.sources(rank))]
-        wanted = (self._options.generations + 1) * sum(slot_bytes(sizes[source]) for source in held)
-        if self._options.max_bytes is not None and wanted > self._options.max_bytes:
-            raise NoRoom(
-                f"the tier would take {wanted:,} bytes of this node's memory, {self._options.generations + 1} times the images "
-                f"of its ranks and copies, above Memory(max_bytes={self._options.max_bytes:,})"
-            )
+        each = sum(slot_bytes(sizes[source]) for source in held)
+        fits = most // each - 1
+        short = f"a save takes {each:,} bytes of this node's memory, with the copies that it holds, of Memory(max_bytes={most:,})"
+        if fits < 1:
+            raise NoRoom(f"{short}, and the newest is kept while the next one is filled")
+        if fits < self.pool.generations:
+            self.pool.generations, self.pool.short = fits, short
 
     def close(self) -> None:
         """Let go of the slots, which stay in memory with what they hold, and of the links."""
@@ -243,7 +264,7 @@ class Tier:
         found = [one for one in find_generations(self.folder) if one.run == self.run]
         same = [one for one in found if one.step == generation.step and one.save_id != generation.save_id]
         counted = [one for one in found if one not in same]
-        old = [*same, *counted[: -self._options.generations]]
+        old = [*same, *counted[: -self.pool.generations]]
         drop_generations(self.folder, [one.name for one in old if one.save_id not in self.pool.pinned])
         if self.pool.has_all():
             with node_lock(self.folder):

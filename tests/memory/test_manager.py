@@ -17,7 +17,7 @@ import torch
 from reshard_ckpt import checkpoint
 from reshard_ckpt.checkpoint import Manager, Memory
 from reshard_ckpt.errors import CheckpointError, CheckpointNotFound, StorageError, UsageError
-from reshard_ckpt.memory import background
+from reshard_ckpt.memory import background, pool
 from reshard_ckpt.memory.generations import Generation, find_generations, keep_generation
 from reshard_ckpt.memory.node import node_id, run_path, user_folder
 from reshard_ckpt.memory.offline import drop_held
@@ -27,6 +27,8 @@ from tests.cli.running import run
 from tests.layouts import values_of
 
 NUM_GENERATIONS = 1000 if os.environ.get("HYPOTHESIS_PROFILE") == "long" else 150
+SLOT_BYTES = (8 << 20) + (64 << 10)
+"""What `state` takes in memory."""
 
 
 def state(number: int) -> dict[str, Any]:
@@ -41,6 +43,11 @@ def loaded(manager: Manager) -> tuple[int, str]:
     assert found is not None
     assert_is(into, found.step)
     return found.step, found.tier
+
+
+def twice(number: int) -> dict[str, Any]:
+    """A state that takes twice the memory."""
+    return {**state(number), "w2": state(number + 1)["w"], "w3": state(number + 2)["w"]}
 
 
 def assert_is(into: dict[str, Any], number: int) -> None:
@@ -227,7 +234,7 @@ def test_one_bit_turned_over_in_memory_is_never_loaded(tmp_path: Path, memory: M
 def test_memory_that_is_short_is_named_once_and_counted(tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch):
     small = Memory(copies=0, folder=str(shm), max_bytes=10 << 20)
     with Manager(tmp_path / "a", memory=small, keep_last=1) as manager:
-        with pytest.warns(UserWarning, match="goes to the store, not to memory.* above Memory") as warned:
+        with pytest.warns(UserWarning, match="not to memory.* Memory\\(max_bytes=10,485,760\\), and the newest") as warned:
             handles = [manager.async_save(step, state(step)) for step in (1, 2, 3)]
         assert [(handle.persisted(), handle.copies) for handle in handles] == [(True, 0)] * 3
         assert len(warned) == 1
@@ -246,8 +253,66 @@ def test_memory_that_is_short_is_named_once_and_counted(tmp_path: Path, shm: Pat
     assert not list(run_path(str(shm), str(tmp_path / "b")).glob("*.slot"))
 
 
+@pytest.mark.parametrize("found_by", ["the budget", "the file system"])
+def test_fewer_generations_are_kept_where_memory_has_room_for_fewer(
+    tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch, found_by: str
+):
+    """Two slots of three are there: one generation, and one that is being filled."""
+    two = 2 * SLOT_BYTES
+    folder, budget = run_path(str(shm), str(tmp_path)), two if found_by == "the budget" else None
+    if budget is None:
+        monkeypatch.setattr(pool, "free_bytes", lambda _: two - sum(p.stat().st_size for p in folder.glob("*.slot")))
+    memory = Memory(copies=0, folder=str(shm), max_bytes=budget)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with Manager(tmp_path, memory=memory, persist_every=1000) as manager:
+            for step in range(1, 6):
+                manager.async_save(step, state(step)).result()
+                assert len(list(folder.glob("*.slot"))) <= 2
+            assert manager.steps() == [5]
+            assert loaded(manager) == (5, "memory")
+            assert manager.memory_skipped == 0
+            for step in (6, 7):  # for one of twice the size there is room, but not beside the newest
+                manager.async_save(step, twice(step)).result()
+            assert manager.memory_skipped == 2
+            assert manager.steps() == [5, 6, 7]
+            killed(manager)
+    messages = [str(one.message) for one in caught]
+    assert len(messages) == 2, messages
+    assert "so it keeps no more than 1" in messages[0]
+    assert "goes to the store, not to memory" in messages[1]
+    into = state(0)
+    with Manager(tmp_path, memory=memory) as manager:
+        manager.load(5, into)
+        assert_is(into, 5)
+        killed(manager)
+
+
+def test_generations_that_grow_give_the_memory_of_older_ones_up(tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = run_path(str(shm), str(tmp_path))
+    monkeypatch.setattr(pool, "free_bytes", lambda _: 4 * SLOT_BYTES - sum(p.stat().st_size for p in folder.glob("*.slot")))
+    with Manager(tmp_path, memory=Memory(copies=0, folder=str(shm)), persist_every=1000) as manager:
+        for step in (1, 2, 3):
+            manager.async_save(step, state(step)).result()
+        manager.async_save(4, twice(4)).result()
+        assert manager.steps() == [3, 4]
+        with pytest.warns(UserWarning, match="keeps no more than 1"):
+            manager.async_save(5, twice(5)).result()
+        for step in (6, 7):
+            manager.async_save(step, twice(step)).result()
+            assert manager.steps() == [step]
+        assert manager.memory_skipped == 0
+        into = twice(0)
+        found = manager.load_latest(into)
+        assert found is not None
+        assert (found.step, found.tier) == (7, "memory")
+        wanted = twice(7)
+        assert all(into[name].numpy().tobytes() == wanted[name].numpy().tobytes() for name in ("w", "w2", "w3"))
+        killed(manager)
+
+
 def test_the_budget_holds_over_restarts_and_changes_of_size(tmp_path: Path, shm: Path):
-    most = 3 * ((8 << 20) + (64 << 10))
+    most = 3 * SLOT_BYTES
     folder = run_path(str(shm), str(tmp_path))
     for attempt in range(4):
         manager = Manager(tmp_path, memory=Memory(copies=0, folder=str(shm), max_bytes=most), persist_every=1000)
@@ -262,7 +327,7 @@ def test_the_budget_holds_over_restarts_and_changes_of_size(tmp_path: Path, shm:
 
 
 def test_hundreds_of_generations_stay_within_the_budget_and_drop_leaves_nothing(tmp_path: Path, shm: Path):
-    most, weights, root = 3 * ((8 << 20) + (64 << 10)), torch.zeros(600_000, dtype=torch.int32), tmp_path / "run"
+    most, weights, root = 3 * SLOT_BYTES, torch.zeros(600_000, dtype=torch.int32), tmp_path / "run"
     folder = run_path(str(shm), str(root))
     with Manager(root, memory=Memory(copies=0, folder=str(shm), max_bytes=most), persist_every=100, keep_last=2) as manager:
         for step in range(1, NUM_GENERATIONS + 1):
