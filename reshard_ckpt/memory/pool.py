@@ -75,13 +75,11 @@ class SlotPool:
             slots = self._slots.setdefault(source, [])
             held = self._reusable(slots)
             if held is not None and held.slot.num_bytes < num_bytes:
-                slots.remove(held)
-                held.slot.close(remove=True)
+                self._remove(slots, held)
                 held = None
             if held is None:
                 held = self._added(slots, num_bytes)
-            if held.save_id in self._kept:
-                self._given_up.add(held.save_id)
+            self._give_up(held.save_id)
             held.slot.void()
             held.save_id = save_id
             return held
@@ -117,10 +115,8 @@ class SlotPool:
                     held.slot.void()
                     held.save_id = ""
             for slots in self._slots.values():
-                spare = [held for held in slots if not held.save_id][: max(len(slots) - generations - 1, 0)]
-                for held in spare:
-                    slots.remove(held)
-                    held.slot.close(remove=True)
+                for held in [held for held in slots if not held.save_id][: max(len(slots) - generations - 1, 0)]:
+                    self._remove(slots, held)
 
     def _added(self, slots: list[HeldSlot], num_bytes: int) -> HeldSlot:
         """Add a slot; where there is no memory for one more, the oldest generation gives its own up, or its memory."""
@@ -135,10 +131,17 @@ class SlotPool:
                 self.generations, self.short = min(self.generations, len(slots) - 1), str(error)
             if oldest.slot.num_bytes >= num_bytes:
                 return oldest
-            slots.remove(oldest)
-            oldest.slot.close(remove=True)
-            self._kept.remove(oldest.save_id)
-            self._given_up.add(oldest.save_id)
+            self._remove(slots, oldest)
+
+    def _remove(self, slots: list[HeldSlot], held: HeldSlot) -> None:
+        self._give_up(held.save_id)
+        slots.remove(held)
+        held.slot.close(remove=True)
+
+    def _give_up(self, save_id: str) -> None:
+        if save_id in self._kept:
+            self._kept.remove(save_id)
+            self._given_up.add(save_id)
 
     def _adopted(self, num_bytes: int) -> Slot | None:
         """Take over a slot that a dead process left, if it is large enough and holds nothing that is known."""
