@@ -12,7 +12,6 @@ import faulthandler
 import os
 import shutil
 import subprocess
-import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -20,11 +19,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tests.launch import RanksFailed, run_ranks
+from tests.launch import RanksFailed, _init_group, run_ranks
 
 NETWORK, MOUNT, FOLDERS = "network namespaces", "mount namespaces", "folders"
 _HOLD = 'mount -t tmpfs -o size=256m,mode=1777 tmpfs "$0" && echo held && exec cat'
-_TRIES, _INIT_S = 3, 60
+_TRIES, _DUMP_S = 3, 110
 
 
 class Nodes(AbstractContextManager["Nodes"]):
@@ -127,33 +126,30 @@ class Nodes(AbstractContextManager["Nodes"]):
         folders = [str(self._shm / name if self.kind == FOLDERS else self._mount) for name in names]
         for _ in range(_TRIES):
             self._runs += 1
-            begun = self._folder / f"begun-{self._runs}"
-            begun.mkdir()
+            stuck = self._folder / f"stuck-{self._runs}"
+            stuck.mkdir()
             try:
-                return run_ranks(_rank, len(names), pids, network, str(begun), function, (str(root), folders, *args), init=False)
+                return run_ranks(_rank, len(names), pids, network, str(stuck), function, (str(root), folders, *args), init=False)
             except RanksFailed:
-                if any(begun.iterdir()):
+                if not any(stuck.iterdir()):
                     raise
         raise RanksFailed(f"no process group on {names} in {_TRIES} tries")
 
 
 def _rank(
-    pids: list[int], network: tuple[str, str] | None, begun: str, function: Callable[..., Any], args: tuple[Any, ...]
+    pids: list[int], network: tuple[str, str] | None, stuck: str, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> Any:
     """What one rank does."""
     rank = int(os.environ["RANK"])
     if pids:
         faulthandler.cancel_dump_traceback_later()  # its thread would keep this process from another mount namespace
         _enter(pids[rank], ["net", "mnt"] if network else ["mnt"])
+        faulthandler.dump_traceback_later(_DUMP_S)
     if network:
         address, interface = network
         os.environ.update(MASTER_ADDR=address, MASTER_PORT="29500", GLOO_SOCKET_IFNAME=interface)
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"  # that is outside
-    stuck = threading.Timer(_INIT_S, os._exit, [1])
-    stuck.start()
-    dist.init_process_group("gloo")
-    stuck.cancel()
-    Path(begun, str(rank)).touch()
+    _init_group(Path(stuck, str(rank)))
     try:
         return function(*args)
     finally:
