@@ -41,10 +41,12 @@ fuzz: $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[fuzz]'
 	$(BIN)/python -m tests.fuzz --seconds $(FUZZ_SECONDS)
 
-# Kills a save after each of its system calls in turn; docs/reliability.md has the figures.
+# Kills a save after each of its system calls in turn, and saves to memory at each step of them; docs/reliability.md has the figures.
 crash-points: $(STAMP)
 	mkdir -p bench_out
 	$(BIN)/python -m tests.reliability.kills --out bench_out/crash_points.json
+	$(BIN)/python -m tests.memory.kills --out bench_out/memory_kills.json
+	$(BIN)/python -m tests.memory.copy_kills --out bench_out/memory_copy_kills.json
 
 # The core of the suite on the oldest and the newest torch, each in a venv of its own. PyPI's builds have CUDA, and run on the CPU as
 # well; PIP_EXTRA_INDEX_URL may name an index that has smaller ones.

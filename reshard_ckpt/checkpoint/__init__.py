@@ -7,7 +7,8 @@ from ..core.timeline import Timeline
 from ..engine.checking.verify import VerifyReport
 from ..engine.resharding.compact import CompactReport
 from ..engine.saving.handle import SaveHandle
-from ..manager.manager import LoadedStep, Manager
+from ..manager.manager import Manager
+from ..manager.restoring import LoadedStep
 from ..memory.options import Memory
 from ..state.shards import PerRank
 from .compacting import compact

@@ -7,11 +7,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from typing import TYPE_CHECKING, Any
 
 from ..errors import PeerError
+from .calls import call_of
 from .exchange import Exchange, open_exchange
 from .group import Missed, SessionCounter, current_group, launched_group
 from .protocol import ALONE, Comm, SoloComm
 from .stopping import AgreedStop, SoloStop, Stop
-from .store import StoreComm, call_of, give_up_sessions
+from .store import StoreComm, give_up_sessions
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -29,8 +29,8 @@ import torch.distributed as dist
 
 from ..errors import PeerError, UsageError
 from .home import REPLY_S, Home, HostedHome, SettledHome, own_address
+from .payloads import KeyValueStore
 from .protocol import ALONE
-from .store import KeyValueStore
 
 _ADDRESS_BYTES = 256
 

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch.distributed import DistError
 
 from ..errors import PeerError
+from .payloads import KeyValueStore
 from .peers import Ended, Peers
-from .store import KeyValueStore
 
 # No call of ours waits in the store, so a reply that takes this long means that nobody is there.
 REPLY_S = 120.0

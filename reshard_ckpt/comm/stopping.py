@@ -24,7 +24,7 @@ from typing import Protocol
 from torch.distributed import DistError
 
 from ..errors import PeerError
-from .store import KeyValueStore
+from .payloads import KeyValueStore
 from .wire import name_ranks
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.0005, 0.05

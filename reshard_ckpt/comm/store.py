@@ -21,25 +21,21 @@ interrupted, would hold the client's lock against every other user in this proce
 from __future__ import annotations
 
 import json
-import struct
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Protocol
 
 from torch.distributed import DistError
 
 from ..errors import PeerError
+from .calls import call_of, disagreement
+from .payloads import KeyValueStore, Payloads
 from .peers import Ended, nobody_ended
 from .wire import Frame, Refusal, decode_frames, encode_frame, name_ranks, refusal_of
 
 # The decisions that let a step pass: the name of the call that rank 0 itself makes there.
 _PASSED = (b"gather", b"broadcast", b"scatter")
-_LENGTH = struct.Struct("<Q")
 
-# TCPStore drops a client that sends a value above 8 MiB; smaller ones also let other ranks have their turn.
-_CHUNK_BYTES = 2 << 20
 _INLINE_BYTES = 64 << 10
 
 _FIRST_PAUSE_S = 0.0002
@@ -48,22 +44,8 @@ _FAREWELL_S = 5.0
 _HOST_FAREWELL_S = 60.0
 """Where rank 0's own process hosts the store: if it left before the others, their save would fail."""
 
-
 _given_up = 0
 """How often this process has given up all its sessions."""
-
-
-class KeyValueStore(Protocol):
-    """The methods of `torch.distributed.Store` that are used here; its type stubs lack some of them."""
-
-    def append(self, key: str, value: bytes, /) -> None: ...
-    def add(self, key: str, amount: int, /) -> int: ...
-    def set(self, key: str, value: bytes, /) -> None: ...
-    def get(self, key: str, /) -> bytes: ...
-    def check(self, keys: list[str], /) -> bool: ...
-    def compare_set(self, key: str, expected: bytes, desired: bytes, /) -> bytes: ...
-    def multi_set(self, keys: list[str], values: list[bytes], /) -> None: ...
-    def delete_key(self, key: str, /) -> bool: ...
 
 
 class StoreComm:
@@ -89,6 +71,7 @@ class StoreComm:
         hosts: bool = False,
     ) -> None:
         self._store, self.rank, self.size = store, rank, size
+        self._payloads = Payloads(store)
         self._ended, self._farewell_s = ended, _HOST_FAREWELL_S if hosts else _FAREWELL_S
         self._title, self._timeout_s = title, timeout_s
         # Thousands of ranks that ask twenty times a second would keep the store busy with nothing.
@@ -118,9 +101,9 @@ class StoreComm:
             key = self._key("all")
             if self.rank:
                 self._await_decision("broadcast")
-                return self._load(key)
+                return self._payloads.load(key)
             assert payload is not None
-            self._save({key: payload})
+            self._payloads.save({key: payload})
             self._decide("broadcast")
             return bytes(payload)
 
@@ -130,10 +113,10 @@ class StoreComm:
             if self.rank:
                 key = self._key("to", self.rank)
                 self._await_decision("scatter")
-                return self._take(key)
+                return self._payloads.take(key)
             assert payloads is not None
             assert len(payloads) == self.size
-            self._save({self._key("to", rank): payloads[rank] for rank in range(1, self.size)})
+            self._payloads.save({self._key("to", rank): payloads[rank] for rank in range(1, self.size)})
             self._decide("scatter")
             return bytes(payloads[0])
 
@@ -172,7 +155,7 @@ class StoreComm:
             return
         calls = self._collect(call)
         if len(set(calls)) > 1:
-            self._refuse(_disagreement(calls))
+            self._refuse(disagreement(calls))
             self._stop_if_over()
         self._decide("gather")
 
@@ -218,7 +201,7 @@ class StoreComm:
             while self._refuse(refusal_of(error, self.rank)) is None:
                 self._step += 1
             for step in range(self._step):
-                self._drop(f"{step}/to/{self.rank}")  # what rank 0 sent, and this rank will not take any more
+                self._payloads.drop(f"{step}/to/{self.rank}")  # what rank 0 sent, and this rank will not take any more
 
     def leave(self, *, waits: bool = True) -> None:
         """Count this rank out; the last one deletes all keys. Never raises for want of the store."""
@@ -257,7 +240,7 @@ class StoreComm:
         self._stop_if_over()
         separate = len(payload) > _INLINE_BYTES and self.rank != 0
         if separate:
-            self._save({self._key("from", self.rank): payload})
+            self._payloads.save({self._key("from", self.rank): payload})
         # Rank 0 keeps its own payload; its frame shows the others that it has arrived, and sometimes (`shown`) for which call.
         is_empty = separate or (self.rank == 0 and not shown)
         frame = Frame(self.rank, separate, b"" if is_empty else bytes(payload))
@@ -275,7 +258,7 @@ class StoreComm:
         messages = [bytes(own)]
         for rank in range(1, self.size):
             frame = frames[rank]
-            messages.append(self._take(self._key("from", rank)) if frame.separate else frame.payload)
+            messages.append(self._payloads.take(self._key("from", rank)) if frame.separate else frame.payload)
         return messages
 
     def _decide(self, call: str) -> None:
@@ -378,54 +361,17 @@ class StoreComm:
             time.sleep(min(max(waited / 10, _FIRST_PAUSE_S), self._max_pause_s, timeout_s - waited))
         return True
 
-    # --- payloads, in chunks: <key>/0 begins with the length of all ---
-
-    def _save(self, payloads: Mapping[str, bytes]) -> None:
-        keys: list[str] = []
-        values: list[bytes] = []
-        num_bytes = 0
-        for key, value in _chunked(payloads):
-            keys.append(key)
-            values.append(value)
-            num_bytes += len(value)
-            if num_bytes >= _CHUNK_BYTES:
-                self._store.multi_set(keys, values)
-                keys, values, num_bytes = [], [], 0
-        if keys:
-            self._store.multi_set(keys, values)
-
-    def _load(self, key: str) -> bytes:
-        first = self._store.get(f"{key}/0")
-        length = _LENGTH.unpack_from(first)[0]
-        payload = bytearray(first[_LENGTH.size :])
-        for i in range(1, _num_chunks(length)):
-            payload += self._store.get(f"{key}/{i}")
-        return bytes(payload)
-
-    def _drop(self, key: str) -> None:
-        """Delete a payload, if it is there."""
-        if self._store.check([f"{key}/0"]):
-            length = _LENGTH.unpack_from(self._store.get(f"{key}/0"))[0]
-            # The first one last, so that an interrupted deletion can be taken up again.
-            for i in reversed(range(_num_chunks(length))):
-                self._store.delete_key(f"{key}/{i}")
-
-    def _take(self, key: str) -> bytes:
-        payload = self._load(key)
-        self._drop(key)
-        return payload
-
     def _delete_all(self) -> None:
         """Delete every key of the session; called when no rank will touch one any more."""
         for step in range(self._step + 1):
-            self._drop(f"{step}/all")
+            self._payloads.drop(f"{step}/all")
             for name in ("in", "arrived", "bell", "decision"):
                 self._store.delete_key(f"{step}/{name}")
         if self._refusal is not None:
             # What was put down for a step that was refused, so that nobody has taken it.
             for rank in range(1, self.size):
-                self._drop(f"{self._step}/from/{rank}")
-                self._drop(f"{self._step}/to/{rank}")
+                self._payloads.drop(f"{self._step}/from/{rank}")
+                self._payloads.drop(f"{self._step}/to/{rank}")
         self._store.delete_key("left")
 
     @contextmanager
@@ -452,36 +398,3 @@ def give_up_sessions() -> None:
 def _passed(decision: bytes) -> str:
     """Parse a decision: the call that it lets pass, "" if it is a refusal."""
     return decision.decode() if decision in _PASSED else ""
-
-
-def call_of(kind: str, subject: str) -> bytes:
-    """Encode what a session is opened for, as ranks compare it."""
-    return json.dumps([kind, subject]).encode()
-
-
-def _num_chunks(length: int) -> int:
-    return max(1, -(-length // _CHUNK_BYTES))
-
-
-def _chunked(payloads: Mapping[str, bytes]) -> Iterator[tuple[str, bytes]]:
-    for key, payload in payloads.items():
-        view = memoryview(payload)
-        for i in range(_num_chunks(len(payload))):
-            chunk = view[i * _CHUNK_BYTES : (i + 1) * _CHUNK_BYTES]
-            yield f"{key}/{i}", b"".join((_LENGTH.pack(len(payload)), chunk)) if i == 0 else bytes(chunk)
-
-
-def _disagreement(calls: Sequence[bytes]) -> Refusal:
-    """Make the refusal of different calls: which ranks made which, and those in the minority as the ones at fault."""
-    count = Counter(calls)
-    usual = max(count, key=lambda call: (count[call], call == calls[0]))
-    by_call = {call: [rank for rank, made in enumerate(calls) if made == call] for call in dict.fromkeys(calls)}
-    lines = "; ".join(f"{name_ranks(ranks)}: {kind} {subject!r}" for (kind, subject), ranks in _spelled(by_call))
-    message = f"ranks called different things: {lines}; every rank must make the same calls in the same order"
-    return Refusal("PeerError", message, tuple(rank for rank, made in enumerate(calls) if made != usual))
-
-
-def _spelled(by_call: Mapping[bytes, list[int]]) -> Iterator[tuple[tuple[str, str], list[int]]]:
-    for call, ranks in list(by_call.items())[:8]:
-        kind, subject = json.loads(call)
-        yield (kind, subject), ranks

@@ -14,58 +14,32 @@ import os
 import threading
 import uuid
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from dataclasses import dataclass
-from types import MappingProxyType, TracebackType
+from types import TracebackType
 from typing import Any, SupportsIndex
 
 from ..checkpoint.listing import metric_of
-from ..checkpoint.loading import load
 from ..checkpoint.saving import async_save, save
 from ..comm import Stop, open_session, open_stop
 from ..core.planning.interval import MAX_OVERHEAD
 from ..core.report import LoadReport, SaveReport
-from ..engine.common.logs import LOGGER
-from ..engine.common.step_folders import alone_with, find_steps, name_steps, remove_files, remove_step
+from ..engine.common.step_folders import name_steps
 from ..engine.loading.load import open_catalog
-from ..engine.saving.commit import clean_up
 from ..engine.saving.handle import SaveHandle
 from ..engine.saving.options import SaveOptions
-from ..errors import CheckpointError, CheckpointNotFound, CorruptError, StorageError, UsageError
-from ..format.keys import step_name
+from ..errors import CheckpointError, CheckpointNotFound, StorageError, UsageError
 from ..formats.source import Path
 from ..memory.options import Memory
-from ..memory.restore import Restorable
 from ..memory.run import MemoryRun
 from ..storage import Storage, open_storage, resolved_path
 from .attempts import PRIOR_S, AttemptLog
 from .preemption import SigtermHandler, grace_of
+from .restoring import LoadedStep, Restoring
 from .retention import Retention
-from .run_folder import StepInfo, look, take_lock, with_metric
+from .run_folder import take_lock, with_metric
 from .schedule import SaveCosts, SaveSchedule, interval_rule
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedStep:
-    """What `Manager.load_latest` loaded.
-
-    Attributes
-    ----------
-    step
-        The step of the checkpoint.
-    report
-        As of `load`.
-    passed_over
-        One line for each newer checkpoint that is damaged, or no longer whole.
-    tier
-        Where it came from: ``"memory"`` of this rank's node, ``"peer"``: also that of other nodes, or ``"store"``.
-    """
-
-    step: int
-    report: LoadReport
-    passed_over: tuple[str, ...]
-    tier: str = "store"
+from .stored import StoredSteps
 
 
 class Manager:
@@ -137,13 +111,9 @@ class Manager:
         self._root = resolved_path(root)  # once: the process may change its working folder
         self._session = {"process_group": process_group, "timeout_s": timeout_s}
         self._read_only = read_only
-        self._step_info: dict[int, StepInfo] = {}
-        self._good: list[int] = []
-        self._damaged: set[int] = set()
         self._pending: SaveHandle | None = None
         self._process = os.getpid()
         self._settled = threading.Event()
-        self._pruning = threading.Lock()
         self._is_first = True
         self._is_closed = False
         self._stop: Stop | None = None
@@ -153,32 +123,38 @@ class Manager:
         self._costs = SaveCosts()
         self._held = ExitStack()
         with ExitStack() as opening:
-            self._storage: Storage = opening.enter_context(open_storage(self._root))
+            storage = opening.enter_context(open_storage(self._root))
+            self._stored = StoredSteps(storage, self._root, self._rule)
             with open_session("manage", self._root, **self._session) as comm:
                 self._is_first = comm.rank == 0
                 if self._is_first and not read_only:
-                    opening.enter_context(take_lock(self._storage))
-                    self._remove_leftovers()
+                    opening.enter_context(take_lock(storage))
+                    self._stored.remove_leftovers()
             self._sigterm = opening.enter_context(SigtermHandler(grace_s)) if grace_s else None
             if interval == "auto" and self._is_first and not read_only:
-                self._attempts = AttemptLog(self._storage)
-            self._memory = None if memory is None else self._open_memory(memory, persist_every)
+                self._attempts = AttemptLog(storage)
+            self._memory = None if memory is None else self._open_memory(memory, storage, persist_every)
             self._held = opening.pop_all()
+        self._restoring = Restoring(
+            self._root, self._stored, self._memory, self._deferring, is_first=self._is_first, session=self._session
+        )
         self._schedule = None if rule is None else SaveSchedule(rule, self._agree_at, self._costs if self._is_first else None)
 
-    def _open_memory(self, memory: Memory, persist_every: int | str) -> MemoryRun:
+    def _open_memory(self, memory: Memory, storage: Storage, persist_every: int | str) -> MemoryRun:
         if self._read_only:
             raise UsageError(f"{self._root}: this manager is read_only; memory= is for the job that saves")
         with open_session("open the memory of", self._root, **self._session) as comm:
-            return MemoryRun(memory, self._root, self._storage, comm, persist_every, self._committed, **self._session)
+            run = MemoryRun(memory, self._root, storage, comm, persist_every, self._committed, **self._session)
+        self._stored.is_superseded = run.is_superseded
+        return run
 
     def path(self, step: int) -> str:
         """Return the path of the checkpoint of a step."""
-        return f"{self._root.rstrip('/')}/{step_name(_checked(step))}"
+        return self._stored.path(_checked(step))
 
     def steps(self) -> list[int]:
         """List the steps that are committed, in order; with ``memory=``, also those that this node has in memory."""
-        stored = self._stored_steps()
+        stored = self._stored.steps()
         return stored if self._memory is None else sorted({*stored, *self._memory.steps()})
 
     def metadata(self, step: int) -> Any:
@@ -203,7 +179,7 @@ class Manager:
 
     def best(self) -> int | None:
         """Return the step with the best metric."""
-        metrics = self._metrics(self._stored_steps())
+        metrics = self._stored.metrics(self._stored.steps())
         if self._memory is not None:
             in_memory = {step: metric_of(catalog) for step, catalog in self._memory.catalogs().items()}
             metrics.update({step: metric for step, metric in in_memory.items() if metric is not None})
@@ -261,6 +237,9 @@ class Manager:
         """
         self._refuse_unless_open("save")
         path = self._path_to_change(step)
+        if self._memory is not None:
+            self._wait()
+            self._memory.wait_for(step)
         with self._deferring(), self._costs.saving() as saved:
             report = save(path, state, metadata=with_metric(metadata, metric), **{**self._session, **options})
             saved.append(report)
@@ -327,22 +306,12 @@ class Manager:
             That step has none; the message lists those that have.
         """
         self._refuse_unless_open("load")
-        path = self.path(step)
+        step = _checked(step)
         self._wait()
-        if self._memory is not None:
-            for prove in _proofs(options):
-                found = self._memory.find(0, (), step, prove=prove)
-                loaded = self._load_from_memory(found, state, {**self._session, **options}, {}, prove=prove)
-                if loaded is not None:
-                    return loaded.report
         try:
-            with self._deferring():
-                report = load(path, state, **{**self._session, **options})
+            return self._restoring.load(step, state, options)
         except CheckpointNotFound as error:
             raise CheckpointNotFound(f"{error}; {self._steps_text()}") from error
-        self._good.append(step)
-        self._begin_at(step)
-        return report
 
     def delete(self, step: int) -> None:
         """Remove the checkpoint of one step, whether or not the rule keeps it; files that another one refers to stay.
@@ -361,10 +330,9 @@ class Manager:
         self._wait()
         with self._deferring(), open_session("delete", path, **self._session):
             in_memory = self._memory is not None and self._memory.forget(step)
-            if self._is_first:
-                with self._pruning:
-                    self._delete(step, in_memory)
-        self._good = [good for good in self._good if good != step]
+            if self._is_first and not self._stored.delete(step) and not in_memory:
+                raise CheckpointNotFound(f"{path}: no committed checkpoint; {self._steps_text()}")
+        self._stored.note_deleted(step)
 
     def load_latest(self, state: Mapping[str, Any], **options: Any) -> LoadedStep | None:
         """Load the newest checkpoint that is whole, passing over damaged ones, with a warning for each.
@@ -389,72 +357,7 @@ class Manager:
         """
         self._refuse_unless_open("load_latest")
         self._wait()
-        options = {"verify_first": not options.get("strict", True), **self._session, **options}
-        passed: dict[int, str] = {}
-        in_memory: dict[str, str] = {}
-        prove = _proofs(options)[0]
-        while True:
-            step = self._newest_except(passed)
-            if self._memory is not None:
-                found = self._memory.find(-1 if step is None else step, list(in_memory), prove=prove)
-                loaded = self._load_from_memory(found, state, options, in_memory, passed, prove=prove)
-                if loaded is not None and found is not None:
-                    self._memory.persist_loaded(found)
-                    return loaded
-                if found is not None:
-                    prove = True  # it could not be loaded: from another copy, or the next one
-                    continue
-            if step is None:
-                break
-            try:
-                with self._deferring():
-                    report = load(self.path(step), state, **options)
-            except (CheckpointNotFound, CorruptError, StorageError) as error:
-                passed[step] = f"step {step}: {error}"
-                self._damaged.add(step)
-                if self._is_first:
-                    warnings.warn(f"passed over, as it cannot be loaded: {passed[step]}", stacklevel=2)
-                continue
-            self._good.append(step)
-            self._begin_at(step)
-            return LoadedStep(step, report, (*in_memory.values(), *passed.values()))
-        if passed or in_memory:
-            lines = (*in_memory.values(), *passed.values())
-            raise CorruptError(f"{self._storage.url}: no checkpoint can be loaded:\n" + "\n".join(lines))
-        return None
-
-    def _load_from_memory(
-        self,
-        found: Restorable | None,
-        state: Mapping[str, Any],
-        options: Mapping[str, Any],
-        passed: dict[str, str],
-        passed_in_store: Mapping[int, str] = MappingProxyType({}),
-        *,
-        prove: bool,
-    ) -> LoadedStep | None:
-        """Load a generation; None where there is none or it turns out to be damaged, with a line in `passed` if it was proved."""
-        if found is None or self._memory is None:
-            return None
-        step = found.generation.step
-        try:
-            with self._deferring():
-                report, tier = self._memory.load(found, state, options)
-        except (CorruptError, StorageError) as error:
-            if not prove:
-                LOGGER.warning("step %d in memory is damaged, so that all copies are verified now: %s", step, error)
-                return None
-            passed[found.generation.save_id] = f"step {step} in memory: {error}"
-            if self._is_first:
-                warnings.warn(f"passed over, as it cannot be loaded: step {step} in memory: {error}", stacklevel=3)
-            return None
-        self._begin_at(step)
-        return LoadedStep(step, report, (*found.passed_over, *passed.values(), *passed_in_store.values()), tier)
-
-    def _begin_at(self, step: int) -> None:
-        """With a memory tier: what was saved beyond the step that was loaded no longer counts."""
-        if self._memory is not None:
-            self._memory.loaded(step, lambda: [self._info(other).save_id for other in self._stored_steps() if other > step])
+        return self._restoring.load_latest(state, options)
 
     def close(self) -> None:
         """Wait for the save in progress, and release the root. Raise the error of a failed save, unless it was raised already."""
@@ -533,95 +436,21 @@ class Manager:
         if self._pending is not None and not gave_up:
             self._settled.wait()
 
-    def _newest_except(self, passed: Mapping[int, str]) -> int | None:
-        """Return the newest step, as rank 0 sees it, without those already passed over."""
-        with open_session("load_latest", f"{self._root} but {sorted(passed)}", **self._session) as comm:
-            own = None
-            if comm.rank == 0:
-                own = b"%d" % max(
-                    (step for step in self._stored_steps() if step not in passed and self._counts(step)), default=-1
-                )
-            step = int(comm.broadcast(own))
-        return None if step < 0 else step
-
-    def _counts(self, step: int) -> bool:
-        """Whether a step in the store was not superseded: the run went back to an older one."""
-        return self._memory is None or not self._memory.is_superseded(self._info(step).save_id)
-
     def _committed(self, step: int) -> None:
         """Prune after a step that this process, among others, has just committed."""
-        self._good.append(step)
-        self._damaged.discard(step)
-        self._step_info.pop(step, None)
+        self._stored.note_committed(step)
         if self._attempts is not None:
             with suppress(StorageError):
                 self._attempts.seen()
         # A close that was interrupted may have let go of the root meanwhile.
         if self._is_first and self._rule.keep_last is not None and not self._is_closed:
             try:
-                with self._pruning:
-                    self._prune()
+                self._stored.prune()
             except CheckpointError as error:  # the save itself is done
                 warnings.warn(f"saved, but not all that may go is removed: {error}; the next save tries again", stacklevel=3)
 
-    def _stored_steps(self) -> list[int]:
-        return find_steps(self._storage)[0]
-
-    def _prune(self) -> None:
-        steps = self._stored_steps()
-        kept = self._kept(steps)
-        for step in steps:
-            if step not in kept and remove_step(self._storage, step, self._referred(other for other in steps if other != step)):
-                steps = [other for other in steps if other != step]
-                self._step_info.pop(step, None)
-
-    def _delete(self, step: int, in_memory: bool) -> None:
-        steps = self._stored_steps()
-        if step not in steps and in_memory:
-            return
-        if step not in steps:
-            raise CheckpointNotFound(f"{self.path(step)}: no committed checkpoint; {self._steps_text()}")
-        if not remove_step(self._storage, step, self._referred(other for other in steps if other != step)):
-            raise StorageError(f"{self.path(step)}: somebody reads it, so it is not removed; try again when that is over")
-        self._step_info.pop(step, None)
-
     def _steps_text(self) -> str:
         return f"the run has {name_steps(self.steps()) or 'none at all'}"
-
-    def _kept(self, steps: Sequence[int]) -> frozenset[int]:
-        """Return the steps that the rule keeps, with and without damaged ones counted, and the last that is known to be good."""
-        metrics = self._metrics(steps) if self._rule.keep_best else {}
-        whole = [step for step in steps if step not in self._damaged]
-        good = [step for step in self._good if step in steps][-1:]
-        return self._rule.kept(steps, metrics) | self._rule.kept(whole, metrics) | frozenset(good)
-
-    def _metrics(self, steps: Iterable[int]) -> dict[int, float]:
-        return {step: metric for step in steps if (metric := self._info(step).metric) is not None}
-
-    def _referred(self, steps: Iterable[int]) -> frozenset[str]:
-        return frozenset(key for step in steps for key in self._info(step).referred)
-
-    def _info(self, step: int) -> StepInfo:
-        if step not in self._step_info:
-            self._step_info[step] = look(self.path(step), step)
-        return self._step_info[step]
-
-    def _remove_leftovers(self) -> None:
-        """Remove what dead saves left: the root is locked, so no other job is alive there."""
-        committed, begun = find_steps(self._storage)
-        stale = [step for step in committed if len(self._storage.folders(step_name(step))) > 1]
-        for step in stale:
-            with alone_with(self._storage, step) as alone, open_storage(self.path(step)) as storage, suppress(CorruptError):
-                if alone:  # else it is being compacted, or read
-                    clean_up(storage, open_catalog(storage), storage.folders())
-        referred = self._referred(committed) if begun else frozenset()
-        for step in begun:
-            remove_files(self._storage, step, referred)
-
-
-def _proofs(options: Mapping[str, Any]) -> tuple[bool, ...]:
-    """Whether memory is to be proved block by block before a load from it: only after damage was found, if loads verify."""
-    return (False, True) if options.get("verify", True) else (True,)
 
 
 def _checked(step: int) -> int:

@@ -72,6 +72,11 @@ class Persisting:
         The one before, for which this one waits.
     then
         Called at the end, with whether the generation is in the store.
+
+    Attributes
+    ----------
+    generation, before
+        As passed; `before` is None once it is over.
     """
 
     def __init__(
@@ -84,22 +89,22 @@ class Persisting:
         before: Persisting | None,
         then: Callable[[bool], object],
     ) -> None:
-        self._folder, self._generation, self._mine, self._path = folder, generation, mine, path
-        self._session, self._before, self._then = session, before, then
+        self._folder, self.generation, self._mine, self._path = folder, generation, mine, path
+        self._session, self.before, self._then = session, before, then
         self._over = threading.Event()
         self._error: BaseException | None = None
         # No daemon: when the job ends, the interpreter waits for it, as for a save.
         threading.Thread(target=self._run, name="reshard-ckpt-persist", daemon=False).start()
 
     def _run(self) -> None:
-        if self._before is not None:
-            self._before.join()
-            self._before = None
+        if self.before is not None:
+            self.before.join()
+            self.before = None
         try:
             with self._session as comm, open_storage(self._path) as storage:
-                images = NodeImages(self._folder, self._generation.save_id)
+                images = NodeImages(self._folder, self.generation.save_id)
                 try:
-                    persist(comm, images, self._generation, self._mine, storage)
+                    persist(comm, images, self.generation, self._mine, storage)
                 finally:
                     images.close()
         except BaseException as error:

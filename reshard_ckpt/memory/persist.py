@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import cast
 
@@ -75,7 +76,10 @@ def publish(storage: Storage, generation: Generation) -> None:
     if before.catalog == generation.catalog:
         return
     storage.publish(CATALOG_KEY, generation.catalog, expected=before.catalog)
-    clean_up(storage, catalog, before.folders)
+    try:
+        clean_up(storage, catalog, before.folders)
+    except StorageError as error:  # the checkpoint is in the store: this is no reason to say that it is not
+        warnings.warn(f"stored, but what it replaced is not all deleted: {error}; the next save there tries again", stacklevel=2)
 
 
 def persist(comm: Comm, images: NodeImages, generation: Generation, mine: Sequence[str], storage: Storage) -> None:

@@ -4,6 +4,7 @@
 2. New memory is promised under a lock of the node, by the size of the file, and reserved outside of it; so ranks that allocate at
    the same time never promise more than there is.
 3. Where there is too little, what dead processes left goes first, the oldest generation first; never the newest.
+4. Where there is still too little, fewer generations are kept: the oldest of this process gives its slot up.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import fcntl
 import os
 import secrets
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,10 +42,22 @@ class SlotPool:
         What the user chose.
     folder
         The run's folder on this node.
+
+    Attributes
+    ----------
+    run
+        The id of the run whose newest generation stays.
+    generations
+        How many saves are kept: as many as the user chose, or as there is memory for.
+    short
+        Why it is fewer, where that was found here; else empty.
     """
 
     def __init__(self, options: Memory, folder: Path) -> None:
         self._options, self._folder = options, folder
+        self.run = ""
+        self.generations, self.short = options.generations, ""
+        self._given_up: set[str] = set()
         self._slots: dict[int, list[HeldSlot]] = {}
         self._kept: list[str] = []
         self._pinned: set[str] = set()
@@ -62,26 +75,73 @@ class SlotPool:
             slots = self._slots.setdefault(source, [])
             held = self._reusable(slots)
             if held is not None and held.slot.num_bytes < num_bytes:
-                slots.remove(held)
-                held.slot.close(remove=True)
+                self._remove(slots, held)
                 held = None
             if held is None:
-                held = HeldSlot(self._adopted(num_bytes) or self._new_slot(num_bytes))
-                slots.append(held)
+                held = self._added(slots, num_bytes)
+            self._give_up(held.save_id)
             held.slot.void()
             held.save_id = save_id
             return held
 
     def _reusable(self, slots: list[HeldSlot]) -> HeldSlot | None:
         held = next((one for one in slots if one.save_id not in {*self._kept, *self._pinned}), None)
-        if held is not None or len(slots) <= self._options.generations:
+        if held is not None or len(slots) <= self.generations:
             return held
-        # One generation is being written to the store: the oldest other one goes before its time, but never the newest.
-        oldest = [save_id for save_id in self._kept[:-1] if save_id not in self._pinned]
-        held = next((one for save_id in oldest for one in slots if one.save_id == save_id), None)
+        # One generation is being written to the store: the oldest other one goes before its time.
+        held = self._oldest(slots)
         if held is None:
             raise NoRoom("the generations in memory are still being written to the store, which is slower than saves come")
         return held
+
+    def _oldest(self, slots: list[HeldSlot]) -> HeldSlot | None:
+        """Find the slot of the oldest generation that may go: never the newest, nor one that is on its way to the store."""
+        old = [save_id for save_id in self._kept[:-1] if save_id not in self._pinned]
+        return next((one for save_id in old for one in slots if one.save_id == save_id), None)
+
+    def given_up(self) -> list[str]:
+        """Tell which kept saves have lost a slot here since this was last asked; they are whole no longer."""
+        with self._lock:
+            given_up, self._given_up = sorted(self._given_up), set()
+            return given_up
+
+    def agree(self, generations: int, given_up: Collection[str]) -> None:
+        """Keep no more generations than every rank has memory for, without those that some rank gave up; free what is over."""
+        with self._lock:
+            self.generations = generations
+            self._kept = [save_id for save_id in self._kept if save_id not in given_up]
+            for held in self._all():
+                if held.save_id in given_up and held.save_id not in self._pinned:
+                    held.slot.void()
+                    held.save_id = ""
+            for slots in self._slots.values():
+                for held in [held for held in slots if not held.save_id][: max(len(slots) - generations - 1, 0)]:
+                    self._remove(slots, held)
+
+    def _added(self, slots: list[HeldSlot], num_bytes: int) -> HeldSlot:
+        """Add a slot; where there is no memory for one more, the oldest generation gives its own up, or its memory."""
+        while True:
+            try:
+                slots.append(HeldSlot(self._adopted(num_bytes) or self._new_slot(num_bytes)))
+                return slots[-1]
+            except NoRoom as error:
+                oldest = self._oldest(slots)
+                if oldest is None:
+                    raise
+                self.generations, self.short = min(self.generations, len(slots) - 1), str(error)
+            if oldest.slot.num_bytes >= num_bytes:
+                return oldest
+            self._remove(slots, oldest)
+
+    def _remove(self, slots: list[HeldSlot], held: HeldSlot) -> None:
+        self._give_up(held.save_id)
+        slots.remove(held)
+        held.slot.close(remove=True)
+
+    def _give_up(self, save_id: str) -> None:
+        if save_id in self._kept:
+            self._kept.remove(save_id)
+            self._given_up.add(save_id)
 
     def _adopted(self, num_bytes: int) -> Slot | None:
         """Take over a slot that a dead process left, if it is large enough and holds nothing that is known."""
@@ -105,7 +165,10 @@ class SlotPool:
 
     def _shortage(self, wanted: int) -> str:
         """Say why there is no memory for so many bytes; empty where there is."""
-        found = [os.lstat(path) for path in self._folder.glob(f"*{SLOT_SUFFIX}")]
+        found = []
+        for path in self._folder.glob(f"*{SLOT_SUFFIX}"):
+            with suppress(FileNotFoundError):  # its process has just given it back
+                found.append(os.lstat(path))
         promised = sum(max(one.st_size - one.st_blocks * 512, 0) for one in found)
         free, taken, most = free_bytes(str(self._folder)) - promised, sum(one.st_size for one in found), self._options.max_bytes
         if wanted > free:
@@ -115,8 +178,8 @@ class SlotPool:
         return ""
 
     def _give_up_oldest(self) -> bool:
-        """Remove what dead processes left: slots that hold nothing known, or the oldest generation, but not the newest of all."""
-        known = find_generations(self._folder)
+        """Remove what dead processes left: slots that hold nothing known, or the oldest generation, but not this run's newest."""
+        known = sorted(find_generations(self._folder), key=lambda one: one.run == self.run)  # attempts of other runs are no order
         if remove_dead_slots(self._folder, {generation.save_id for generation in known}, self.paths()):
             return True
         dead = [one for one in known[:-1] if one.save_id not in {*self._kept, *self._pinned}]
@@ -128,7 +191,7 @@ class SlotPool:
         with self._lock:
             if pin:
                 self._pinned.add(save_id)
-            self._kept = [*self._kept, save_id][-self._options.generations :]
+            self._kept = [*self._kept, save_id][-self.generations :]
 
     def pin(self, save_id: str) -> None:
         """Keep the slots of a save while it is written to the store."""
@@ -155,7 +218,7 @@ class SlotPool:
 
     def has_all(self) -> bool:
         """Whether this process has as many slots as it will ever take."""
-        return bool(self._slots) and all(len(slots) > self._options.generations for slots in self._slots.values())
+        return bool(self._slots) and all(len(slots) > self.generations for slots in self._slots.values())
 
     def paths(self) -> set[str]:
         """The files of this process."""

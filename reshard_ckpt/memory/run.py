@@ -119,6 +119,7 @@ class MemoryRun:
     def _adopt(self, encoded: bytes) -> None:
         self._lineage = decode_lineage(encoded, where=self._root)
         self._tier.run, self._tier.attempt = self._lineage.run, self._lineage.attempt
+        self._tier.pool.run = self._lineage.run
         if self._tier.topology.leads(self._rank):
             superseded = [g for g in find_generations(self._folder) if g.run == self._lineage.run and not self._counts(g)]
             drop_generations(self._folder, [g.name for g in superseded])
@@ -163,6 +164,7 @@ class MemoryRun:
     def async_save(self, step: int, path: str, state: Mapping[str, Any], options: SaveOptions) -> SaveHandle:
         """Begin a save to memory; where memory has no room on some rank, to the store."""
         _refuse_options(options)
+        self.wait_for(step)
         targets: list[MemoryTarget | None] = []
         begun: list[Persisting] = []
 
@@ -186,6 +188,8 @@ class MemoryRun:
                         mine = [file.key for file in target.generation.decoded_catalog().files if file.rank == self._rank]
                         begun.append(self._persist(target.generation, mine, path, session))
             finally:
+                if not begun:
+                    self._tier.pool.unpin(done.running.save_id)
                 is_known.set()
 
         handle.add_done_callback(committed)
@@ -270,7 +274,8 @@ class MemoryRun:
         """
         with open_session("begin at", f"{self._root} step {step}", **self._session) as comm:
             if comm.rank == 0:
-                self._lineage = self._lineage.loaded(step, newer())
+                begun = [g.save_id for g in self._on_the_way() if g.step > step]
+                self._lineage = self._lineage.loaded(step, [*newer(), *begun])
                 keep_lineage(self._storage, self._lineage)
             self._adopt(comm.broadcast(self._lineage.encoded() if comm.rank == 0 else None))
         self._rule.begin(step)
@@ -281,8 +286,7 @@ class MemoryRun:
     def forget(self, step: int) -> bool:
         """Forget what this node has of a step; whether there was anything."""
         found = [generation for generation in find_generations(self._folder) if generation.step == step]
-        if found:
-            self.wait()
+        self.wait_for(step)
         for generation in found:
             self._tier.pool.free(generation.save_id)
         if self._tier.topology.leads(self._rank):
@@ -290,6 +294,19 @@ class MemoryRun:
         if self._newest is not None and self._newest.step == step:
             self._newest = None
         return bool(found)
+
+    def _on_the_way(self) -> list[Generation]:
+        """List what is being written to the store, or will be."""
+        out, one = [], self._writing
+        while one is not None and not one.done():
+            out.append(one.generation)
+            one = one.before
+        return out
+
+    def wait_for(self, step: int) -> None:
+        """Wait until nothing of a step is on its way to the store, where it would replace what is newer."""
+        if any(generation.step == step for generation in self._on_the_way()):
+            self.wait()
 
     def wait(self) -> None:
         """Wait until nothing is on its way to the store."""

@@ -14,7 +14,6 @@ fails by an error; a hole in a mapped file that finds no memory would end the pr
 from __future__ import annotations
 
 import fcntl
-import mmap
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -24,6 +23,7 @@ from typing import Any
 import msgpack
 import torch
 
+from ..engine.common.pinning import PinnableMap, pin
 from ..errors import CorruptError, StorageError
 from ..format.checksums import digest128
 
@@ -133,7 +133,7 @@ class Slot:
             os.close(fd)
             raise
         self._fd = fd
-        self._mapped: mmap.mmap | None = None
+        self._mapped: PinnableMap | None = None
 
     def reserve(self) -> Slot:
         """Reserve the memory of the slot, and map it.
@@ -146,16 +146,20 @@ class Slot:
         try:
             if os.fstat(self._fd).st_blocks * 512 < self.size:
                 os.posix_fallocate(self._fd, 0, self.size)
-            self._mapped = mmap.mmap(self._fd, self.size)
+            self._mapped = PinnableMap(self._fd, self.size)
         except OSError as error:
             self.close(remove=True)
             raise NoRoom(f"{self.path}: no {self.size:,} bytes of memory for a slot: {error.strerror}") from error
         return self
 
     @property
-    def _map(self) -> mmap.mmap:
+    def _map(self) -> PinnableMap:
         assert self._mapped is not None, "reserve() first"
         return self._mapped
+
+    def pin(self) -> None:
+        """Pin the slot, so that a device copies into it at full speed; elsewhere it stays as it is."""
+        pin(self._map)
 
     @property
     def num_bytes(self) -> int:
@@ -191,7 +195,8 @@ class Slot:
         return Extent(offset, len(data))
 
     def close(self, *, remove: bool = False) -> None:
-        """Let go of the file, or remove it. The map itself lasts as long as somebody has a view of it."""
+        """Let go of the file, or remove it. The map itself, if it is pinned too, lasts as long as somebody has a view of it."""
+        self._mapped = None
         if self._fd >= 0:
             try:
                 if remove:

@@ -1,7 +1,8 @@
 """Saves into the memory of nodes: slots, images, copies on other nodes, and the commit of a generation.
 
 1. Before the state is staged, ranks tell each other the sizes of their images. Each takes slots for its own images and for the
-   copies that it holds; where one of them has no room, all leave the tier out, and the save goes to the store.
+   copies that it holds. Where one of them has room for fewer generations, all keep fewer; where for none beside the newest, all
+   leave the tier out, and the save goes to the store.
 2. Staging copies the state straight into the slot, which is the staging ring. A thread hashes the blocks and seals the slot.
 3. The slot goes to the ranks that hold its copies. They verify each block before they seal theirs.
 4. Receipts go to rank 0, which makes the catalog that the save would have in the store. Each node keeps it as a generation; when
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,9 @@ import torch
 from numpy.typing import NDArray
 
 from ..comm.links import Links
+from ..comm.protocol import Comm
 from ..core.report import SaveReport
+from ..engine.saving.async_save import wants_pinned
 from ..engine.saving.commit import catalog_of, compare_replicas, file_entries
 from ..engine.saving.messages import Receipt, WrittenFile, decode_receipt, encode_receipt
 from ..engine.saving.options import SaveJob
@@ -82,7 +86,7 @@ class Tier:
         self.run, self.attempt, self.num_skipped = "", 0, 0
         self._options, self._named_store, self._timeout_s, self._due = options, named_store, timeout_s, due
         self._links: Links | None = None
-        self._warned = False
+        self._warned: set[str] = set()
 
     def target(self, job: SaveJob, step: int) -> MemoryTarget | None:
         """Take slots for a save on all ranks, or on none: then None, and a warning the first time. Collective."""
@@ -96,36 +100,56 @@ class Tier:
         if not all(pairs[member][1] for member in self.topology.group_of(self.rank)[1]):
             self._links = None
         taken: dict[int, HeldSlot] = {}
-        reason = ""
+        refused = ""
         try:
-            self._check_budget(sizes)
+            self._fit_budget(sizes)
             for source in (self.rank, *self.topology.sources(self.rank)):
                 taken[source] = self.pool.take(source, sizes[source], job.save_id)
         except (StorageError, OSError) as error:
-            reason = str(error)
-        votes = job.comm.gather(reason.encode())
-        refused = job.comm.broadcast(None if votes is None else next((vote for vote in votes if vote), b"")).decode()
+            refused = str(error)
+        refused, short = self._agreed(job, refused)
+        if short:
+            self._warn_once(f"memory has room for fewer generations, so it keeps no more than {self.pool.generations}", short)
         if not refused:
             return MemoryTarget(self, step, taken, sizes)
         self.pool.free(job.save_id)
-        self._skip(refused)
+        self.num_skipped += 1
+        self._warn_once("this save goes to the store, not to memory, and so may later ones", refused)
         return None
 
-    def _skip(self, reason: str) -> None:
-        self.num_skipped += 1
-        if self.rank == 0 and not self._warned:
-            self._warned = True
-            warnings.warn(f"this save goes to the store, not to memory, and so may later ones: {reason}", stacklevel=6)
+    def _agreed(self, job: SaveJob, refused: str) -> tuple[str, str]:
+        """Agree on how many generations are kept; returns why this save is none of them, and why they are fewer. Collective."""
+        votes = job.comm.gather(msgpack.packb((refused, self.pool.short, self.pool.generations, self.pool.given_up())))
+        message = None
+        if votes is not None:
+            all_refused, all_short, generations, given_up = zip(*map(msgpack.unpackb, votes), strict=True)
+            reasons = [next(filter(None, texts), "") for texts in (all_refused, all_short)]
+            message = msgpack.packb((*reasons, min(generations), sorted({one for some in given_up for one in some})))
+        refused, short, fewest, gone = msgpack.unpackb(job.comm.broadcast(message))
+        self.pool.agree(fewest, gone)
+        if gone and self.topology.leads(self.rank):
+            drop_generations(self.folder, [one.name for one in find_generations(self.folder) if one.save_id in gone])
+        return str(refused), str(short)
 
-    def _check_budget(self, sizes: Sequence[int]) -> None:
+    def _warn_once(self, what: str, why: str) -> None:
+        if self.rank == 0 and what not in self._warned:
+            self._warned.add(what)
+            warnings.warn(f"{what}: {why}", stacklevel=6)
+
+    def _fit_budget(self, sizes: Sequence[int]) -> None:
+        """Keep no more generations than the user's budget for this node has room for, beside the one that is being filled."""
+        most = self._options.max_bytes
+        if most is None:
+            return
         local = self.topology.ranks_of[self.topology.node_of[self.rank]]
         held = [source for rank in local for source in (rank, *self.topology.sources(rank))]
-        wanted = (self._options.generations + 1) * sum(slot_bytes(sizes[source]) for source in held)
-        if self._options.max_bytes is not None and wanted > self._options.max_bytes:
-            raise NoRoom(
-                f"the tier would take {wanted:,} bytes of this node's memory, {self._options.generations + 1} times the images "
-                f"of its ranks and copies, above Memory(max_bytes={self._options.max_bytes:,})"
-            )
+        each = sum(slot_bytes(sizes[source]) for source in held)
+        fits = most // each - 1
+        short = f"a save takes {each:,} bytes of this node's memory, with the copies that it holds, of Memory(max_bytes={most:,})"
+        if fits < 1:
+            raise NoRoom(f"{short}, and the newest is kept while the next one is filled")
+        if fits < self.pool.generations:
+            self.pool.generations, self.pool.short = fits, short
 
     def close(self) -> None:
         """Let go of the slots, which stay in memory with what they hold, and of the links."""
@@ -179,16 +203,16 @@ class Tier:
     # Commit
 
     def commit(self, job: SaveJob, step: int, receipt: Receipt, held: Sequence[int]) -> tuple[Generation, int, bool]:
-        """Make the catalog on rank 0, keep the generation on every node, and free what is older. Collective.
+        """Make the catalog on rank 0, and keep the generation on every node. Collective.
 
         Returns
         -------
         Generation
-            What was committed.
+            What is to be acknowledged.
         int
             How many copies each image has at least.
         bool
-            Whether it goes to the store; its slots are pinned then.
+            Whether it goes to the store.
         """
         comm = job.comm
         gathered = comm.gather(msgpack.packb((encode_receipt(receipt), list(held))))
@@ -201,10 +225,19 @@ class Tier:
         generation = Generation(self.run, self.attempt, step, job.save_id, fields["catalog"], holders)
         if self.topology.leads(self.rank):
             keep_generation(self.folder, generation)
-        comm.gather(b"")  # every node has it: only now may an older one go
-        comm.broadcast(b"" if comm.rank == 0 else None)
-        self._committed(generation, pin=fields["persist"])
         return generation, int(fields["copies"]), bool(fields["persist"])
+
+    def acknowledge(self, comm: Comm, generation: Generation, *, pin: bool) -> None:
+        """Say that this node has the generation; once all have said so it is committed, and older ones may go. Collective."""
+        # Unless it is known that no rank let an older one go, the images stay: they may be all that is whole.
+        comm.gather(b"", undo=partial(self._undo, generation))
+        self.pool.keep(generation.save_id, pin=pin)
+        self._forget_older(generation)
+
+    def _undo(self, generation: Generation) -> None:
+        self.pool.free(generation.save_id)
+        if self.topology.leads(self.rank):
+            drop_generations(self.folder, [generation.name])
 
     def _published(self, job: SaveJob, step: int, receipts: Sequence[Receipt], held: Sequence[Sequence[int]]) -> dict[str, Any]:
         plan = job.agreed.plan
@@ -224,15 +257,14 @@ class Tier:
             "persist": self._due(step),
         }
 
-    def _committed(self, generation: Generation, *, pin: bool) -> None:
-        """Keep this generation, and forget what it replaces and the oldest: own slots are free, those of dead processes go."""
-        self.pool.keep(generation.save_id, pin=pin)
+    def _forget_older(self, generation: Generation) -> None:
+        """Forget what a generation replaces, and the oldest: own slots are free, those of dead processes go."""
         if not self.topology.leads(self.rank):
             return
         found = [one for one in find_generations(self.folder) if one.run == self.run]
         same = [one for one in found if one.step == generation.step and one.save_id != generation.save_id]
         counted = [one for one in found if one not in same]
-        old = [*same, *counted[: -self._options.generations]]
+        old = [*same, *counted[: -self.pool.generations]]
         drop_generations(self.folder, [one.name for one in old if one.save_id not in self.pool.pinned])
         if self.pool.has_all():
             with node_lock(self.folder):
@@ -273,20 +305,27 @@ class MemoryTarget:
         self.copies, self.persists = 0, False
 
     def take_ring(self, job: SaveJob, layouts: Sequence[FileLayout]) -> torch.Tensor:
-        """Return the slot's memory: staging fills the images in place."""
-        return self._taken[self._tier.rank].slot.region()[: ring_bytes(layouts)]
+        """Return the slot's memory, pinned for what lies on a device: staging fills the images in place."""
+        slot = self._taken[self._tier.rank].slot
+        if wants_pinned(job.local_shards):
+            slot.pin()
+        return slot.region()[: ring_bytes(layouts)]
 
     def finish(self, job: SaveJob, layouts: Sequence[FileLayout], staging: Staging, marks: NDArray[np.uint64]) -> SaveReport:
         """Hash and seal the images, copy them to other nodes, and commit."""
         try:
             receipt, table = self._sealed(job, layouts, staging, marks)
+            # A rank whose images failed sends no copy: nobody is to wait for it until a deadline of the links.
+            job.comm.gather(b"")
             with job.recorder.step("copy"):
                 held = self._tier.copy(self._taken, self._sizes, table)
-            self.generation, self.copies, self.persists = self._tier.commit(job, self._step, receipt, held)
+            generation, self.copies, self.persists = self._tier.commit(job, self._step, receipt, held)
         except BaseException:
             self._tier.pool.free(job.save_id)
             raise
-        total = None if job.comm.rank else sum(file.size for file in self.generation.decoded_catalog().files)
+        self._tier.acknowledge(job.comm, generation, pin=self.persists)
+        self.generation = generation
+        total = None if job.comm.rank else sum(file.size for file in generation.decoded_catalog().files)
         return SaveReport(job.path, job.save_id, receipt.num_bytes, total, 0.0, 0.0)
 
     def _sealed(

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard_ckpt.comm import StoreComm
+from reshard_ckpt.comm import StoreComm, payloads
 from reshard_ckpt.comm import store as store_module
 from reshard_ckpt.comm.wire import Refusal
 from reshard_ckpt.errors import CorruptError, LayoutError, MismatchError, PeerError, StorageError
@@ -60,7 +60,7 @@ def test_many_ranks(server: Server):
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the messages of `program` have keys of their own, and several."""
     monkeypatch.setattr(store_module, "_INLINE_BYTES", 50)
-    monkeypatch.setattr(store_module, "_CHUNK_BYTES", 80)
+    monkeypatch.setattr(payloads, "_CHUNK_BYTES", 80)
 
 
 def program(comm: StoreComm, at: Callable[[int], None]) -> str:

@@ -164,7 +164,7 @@ def test_a_child_forked_while_a_manager_saves_and_removes_is_told(tmp_path: Path
         "delete": lambda: manager.delete(1),
         "preempted": lambda: manager.preempted,
     }
-    with manager._pruning:  # as the thread does that removes, which waits here after its commit
+    with manager._stored.pruning:  # as the thread does that removes, which waits here after its commit
         handle = manager.async_save(2, state())
         handle.running.wait()
         for name, call in calls.items():

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from reshard_ckpt import checkpoint
+from reshard_ckpt.checkpoint import Manager, Memory
 from reshard_ckpt.engine.common.host_memory import POOL
 from reshard_ckpt.engine.common.lanes import lane_of
 from reshard_ckpt.engine.loading.read import Reader
@@ -195,6 +196,33 @@ def test_sync_save_and_load_copy_no_pageable_memory(tmp_path: Path) -> None:
     counted = simulated.counters()
     assert (counted.pageable, counted.blocking, counted.temporaries) == (0, 0, 0)
     assert [name for name, value in values.items() if not torch.equal(other[name].cpu(), value)] == []
+
+
+def test_saves_to_memory_copy_no_pageable_memory_and_unpin_it_in_the_end(tmp_path: Path) -> None:
+    POOL.clear()
+    before = simulated.counters().pinned
+    state = {
+        "large": numbered(24).to("sim"),
+        "strided": numbered(8).reshape(512, -1).to("sim").t(),
+        "small": numbered(0.01).to("sim"),
+    }
+    values = {name: value.cpu() for name, value in state.items()}
+    other = {name: torch.zeros_like(value) for name, value in state.items()}
+    memory = Memory(copies=0, folder=str(tmp_path / "memory"))
+    with Manager(tmp_path / "run", memory=memory, persist_every=1000) as manager:
+        torch.accelerator.synchronize()
+        simulated.reset()
+        for step in range(1, 5):
+            manager.async_save(step, {"s": state}).result(60)
+        counted = simulated.counters()
+        assert (counted.pageable, counted.blocking, counted.temporaries) == (0, 0, 0)
+        assert 3 * 32 * MIB < counted.pinned - before < 3 * 41 * MIB
+        loaded = manager.load_latest({"s": other})
+        assert loaded is not None
+        assert (loaded.step, loaded.tier, simulated.counters().pageable) == (4, "memory", 0)
+    assert [name for name, value in values.items() if not torch.equal(other[name].cpu(), value)] == []
+    POOL.clear()
+    assert simulated.counters().pinned == before
 
 
 def test_small_tensors_cross_the_link_together(tmp_path: Path) -> None:

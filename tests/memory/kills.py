@@ -104,16 +104,23 @@ def after_calls(parent: Path, every: int) -> dict[str, Any]:
     return {"points": len(dry.calls), "tried": len(tiers), "tiers": {tier: tiers.count(tier) for tier in sorted(set(tiers))}}
 
 
-@contextmanager
-def killed_at(point: int) -> Iterator[list[str]]:
-    """Count the steps of filling slots, and die at one of them: in the middle of a stretch of memory, and after each step."""
-    names: list[str] = []
-    restored: list[tuple[Any, str, Any]] = []
+def step_of(names: list[str], point: int) -> Callable[[str], None]:
+    """Return what adds the name of a step to those so far, and dies if it is the one."""
 
     def step(name: str) -> None:
         names.append(name)
         if len(names) == point:
             os.kill(os.getpid(), signal.SIGKILL)
+
+    return step
+
+
+@contextmanager
+def killed_at(point: int) -> Iterator[list[str]]:
+    """Count the steps of filling slots, and die at one of them: in the middle of a stretch of memory, and after each step."""
+    names: list[str] = []
+    restored: list[tuple[Any, str, Any]] = []
+    step = step_of(names, point)
 
     def patch(owner: Any, name: str, made: Callable[[Any], Any]) -> None:
         restored.append((owner, name, getattr(owner, name)))

@@ -25,9 +25,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from reshard_ckpt import LocalShard
 from reshard_ckpt.checkpoint import Manager, Memory
 from reshard_ckpt.comm.links import Links, Serving
-from reshard_ckpt.errors import PeerError
+from reshard_ckpt.errors import CheckpointError, PeerError, StorageError
+from reshard_ckpt.memory import tier
 from reshard_ckpt.memory.node import run_path
 from reshard_ckpt.memory.slots import HEADER_BYTES, ReadSlot
+from reshard_ckpt.memory.tier import MemoryTarget, Tier
 from tests.layouts import values_of
 
 WIDTHS = (24, 40, 9)
@@ -289,3 +291,67 @@ def one_rank_raises(root: str, folders: Sequence[str]) -> tuple[str, list[int]]:
     except PeerError as error:
         said = str(error)
     return said, manager.steps()
+
+
+def a_save_fails(root: str, folders: Sequence[str]) -> dict[str, Any]:
+    """Saves that fail on one rank, at several moments: what the others learn, and what is whole afterwards."""
+    rank, out = dist.get_rank(), {}
+
+    def attempt(manager: Manager, step: int) -> str:
+        try:
+            manager.async_save(step, rows(step, rank, 2)).result()
+        except CheckpointError as error:
+            return str(error)
+        return ""
+
+    # Two nodes: rank 1 fails before it sends its copy, for which rank 0 does not wait.
+    manager = Manager(f"{root}/two", memory=Memory(folder=folders[rank]), persist_every=1000, timeout_s=60)
+    sealed = MemoryTarget._sealed
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if rank == 1:
+            MemoryTarget._sealed = lambda *_: 1 / 0  # type: ignore[method-assign,assignment,return-value]
+        out["before its copy"] = attempt(manager, 1), [str(one.message) for one in caught]
+        MemoryTarget._sealed = sealed  # type: ignore[method-assign]
+    out["the next"] = attempt(manager, 2), manager.steps()
+    manager.__exit__(RuntimeError, RuntimeError(), None)
+
+    # One node with two ranks and one generation.
+    memory = Memory(folder=f"{folders[0]}/one", copies=0, generations=1)
+    manager = Manager(f"{root}/one", memory=memory, persist_every=1000, timeout_s=60)
+    keep, acknowledge = tier.keep_generation, Tier.acknowledge
+    out["first"] = attempt(manager, 1)
+    tier.keep_generation = _raising  # type: ignore[assignment]
+    out["before all have it"] = attempt(manager, 2), manager.steps()
+    tier.keep_generation = keep
+
+    def cut_off(self: Tier, comm: Any, generation: Any, *, pin: bool) -> None:
+        acknowledge(self, _CutOff(comm), generation, pin=pin)
+
+    if rank == 1:
+        Tier.acknowledge = cut_off  # type: ignore[method-assign,assignment]
+    out["once rank 0 may have let the older one go"] = attempt(manager, 3)
+    Tier.acknowledge = acknowledge  # type: ignore[method-assign]
+    manager.__exit__(RuntimeError, RuntimeError(), None)
+    dist.barrier()
+    manager = Manager(f"{root}/one", memory=memory, persist_every=1000, timeout_s=60)
+    state = rows(0, rank, 2)
+    found = manager.load_latest(state)
+    out["then"] = found and (found.step, are_rows(state, found.step, rank, 2))
+    manager.__exit__(RuntimeError, RuntimeError(), None)
+    return out
+
+
+def _raising(*_: Any) -> None:
+    raise StorageError("no space")
+
+
+class _CutOff:
+    """A session of which this rank does not learn any more how a gather ended, as when the process of rank 0 was killed."""
+
+    def __init__(self, comm: Any) -> None:
+        self._comm = comm
+
+    def gather(self, payload: bytes, **options: Any) -> None:
+        self._comm.gather(payload, **options)
+        raise PeerError("the store does not answer")

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import warnings
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from reshard_ckpt.checkpoint import Manager, Memory
 
-NUM = 5 << 20
-"""Numbers of four bytes: 20 MiB, of which a tmpfs of 64 MB holds two and not three."""
 
-
-def main(root: str, folder: str) -> None:
-    weights = torch.zeros(NUM, dtype=torch.int32)
-    tiers = []
+def train(root: str, folder: str, mebibytes: int) -> dict[str, Any]:
+    """Save six times; where each save was then, and what was said."""
+    num = mebibytes << 18
+    weights, tiers = torch.zeros(num, dtype=torch.int32), []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with Manager(root, memory=Memory(copies=0, folder=folder), persist_every="1h") as manager:
             for step in range(1, 7):
-                weights.copy_(torch.arange(NUM, dtype=torch.int32) + step)
+                weights.copy_(torch.arange(num, dtype=torch.int32) + step)
                 handle = manager.async_save(step, {"w": weights})
                 handle.staged()
                 weights.fill_(-1)  # training goes on
@@ -29,10 +30,20 @@ def main(root: str, folder: str) -> None:
                 found = manager.load_latest({"w": weights})
                 assert found is not None
                 assert found.step == step
-                assert torch.equal(weights, torch.arange(NUM, dtype=torch.int32) + step)
+                assert torch.equal(weights, torch.arange(num, dtype=torch.int32) + step)
                 tiers.append(found.tier)
             skipped = manager.memory_skipped
-    print(json.dumps({"tiers": tiers, "skipped": skipped, "warnings": [str(one.message) for one in caught]}))
+    return {"tiers": tiers, "skipped": skipped, "warnings": [str(one.message) for one in caught]}
+
+
+def main(root: str, folder: str) -> None:
+    """Train with a state of which the tmpfs of 64 MB holds two and not three, one and not two, or none."""
+    found = {}
+    for mebibytes in (20, 36, 100):
+        found[mebibytes] = train(f"{root}/{mebibytes}", folder, mebibytes)
+        for one in Path(folder).iterdir():
+            shutil.rmtree(one)
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -17,13 +17,18 @@ import torch
 from reshard_ckpt import checkpoint
 from reshard_ckpt.checkpoint import Manager, Memory
 from reshard_ckpt.errors import CheckpointError, CheckpointNotFound, StorageError, UsageError
-from reshard_ckpt.memory import background
+from reshard_ckpt.memory import background, pool
+from reshard_ckpt.memory.generations import Generation, find_generations, keep_generation
 from reshard_ckpt.memory.node import node_id, run_path, user_folder
 from reshard_ckpt.memory.offline import drop_held
+from reshard_ckpt.memory.pool import SlotPool
+from reshard_ckpt.memory.run import MemoryRun
 from tests.cli.running import run
 from tests.layouts import values_of
 
 NUM_GENERATIONS = 1000 if os.environ.get("HYPOTHESIS_PROFILE") == "long" else 150
+SLOT_BYTES = (8 << 20) + (64 << 10)
+"""What `state` takes in memory."""
 
 
 def state(number: int) -> dict[str, Any]:
@@ -38,6 +43,11 @@ def loaded(manager: Manager) -> tuple[int, str]:
     assert found is not None
     assert_is(into, found.step)
     return found.step, found.tier
+
+
+def twice(number: int) -> dict[str, Any]:
+    """A state that takes twice the memory."""
+    return {**state(number), "w2": state(number + 1)["w"], "w3": state(number + 2)["w"]}
 
 
 def assert_is(into: dict[str, Any], number: int) -> None:
@@ -224,7 +234,7 @@ def test_one_bit_turned_over_in_memory_is_never_loaded(tmp_path: Path, memory: M
 def test_memory_that_is_short_is_named_once_and_counted(tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch):
     small = Memory(copies=0, folder=str(shm), max_bytes=10 << 20)
     with Manager(tmp_path / "a", memory=small, keep_last=1) as manager:
-        with pytest.warns(UserWarning, match="goes to the store, not to memory.* above Memory") as warned:
+        with pytest.warns(UserWarning, match="not to memory.* Memory\\(max_bytes=10,485,760\\), and the newest") as warned:
             handles = [manager.async_save(step, state(step)) for step in (1, 2, 3)]
         assert [(handle.persisted(), handle.copies) for handle in handles] == [(True, 0)] * 3
         assert len(warned) == 1
@@ -243,8 +253,66 @@ def test_memory_that_is_short_is_named_once_and_counted(tmp_path: Path, shm: Pat
     assert not list(run_path(str(shm), str(tmp_path / "b")).glob("*.slot"))
 
 
+@pytest.mark.parametrize("found_by", ["the budget", "the file system"])
+def test_fewer_generations_are_kept_where_memory_has_room_for_fewer(
+    tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch, found_by: str
+):
+    """Two slots of three are there: one generation, and one that is being filled."""
+    two = 2 * SLOT_BYTES
+    folder, budget = run_path(str(shm), str(tmp_path)), two if found_by == "the budget" else None
+    if budget is None:
+        monkeypatch.setattr(pool, "free_bytes", lambda _: two - sum(p.stat().st_size for p in folder.glob("*.slot")))
+    memory = Memory(copies=0, folder=str(shm), max_bytes=budget)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with Manager(tmp_path, memory=memory, persist_every=1000) as manager:
+            for step in range(1, 6):
+                manager.async_save(step, state(step)).result()
+                assert len(list(folder.glob("*.slot"))) <= 2
+            assert manager.steps() == [5]
+            assert loaded(manager) == (5, "memory")
+            assert manager.memory_skipped == 0
+            for step in (6, 7):  # for one of twice the size there is room, but not beside the newest
+                manager.async_save(step, twice(step)).result()
+            assert manager.memory_skipped == 2
+            assert manager.steps() == [5, 6, 7]
+            killed(manager)
+    messages = [str(one.message) for one in caught]
+    assert len(messages) == 2, messages
+    assert "so it keeps no more than 1" in messages[0]
+    assert "goes to the store, not to memory" in messages[1]
+    into = state(0)
+    with Manager(tmp_path, memory=memory) as manager:
+        manager.load(5, into)
+        assert_is(into, 5)
+        killed(manager)
+
+
+def test_generations_that_grow_give_the_memory_of_older_ones_up(tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = run_path(str(shm), str(tmp_path))
+    monkeypatch.setattr(pool, "free_bytes", lambda _: 4 * SLOT_BYTES - sum(p.stat().st_size for p in folder.glob("*.slot")))
+    with Manager(tmp_path, memory=Memory(copies=0, folder=str(shm)), persist_every=1000) as manager:
+        for step in (1, 2, 3):
+            manager.async_save(step, state(step)).result()
+        manager.async_save(4, twice(4)).result()
+        assert manager.steps() == [3, 4]
+        with pytest.warns(UserWarning, match="keeps no more than 1"):
+            manager.async_save(5, twice(5)).result()
+        for step in (6, 7):
+            manager.async_save(step, twice(step)).result()
+            assert manager.steps() == [step]
+        assert manager.memory_skipped == 0
+        into = twice(0)
+        found = manager.load_latest(into)
+        assert found is not None
+        assert (found.step, found.tier) == (7, "memory")
+        wanted = twice(7)
+        assert all(into[name].numpy().tobytes() == wanted[name].numpy().tobytes() for name in ("w", "w2", "w3"))
+        killed(manager)
+
+
 def test_the_budget_holds_over_restarts_and_changes_of_size(tmp_path: Path, shm: Path):
-    most = 3 * ((8 << 20) + (64 << 10))
+    most = 3 * SLOT_BYTES
     folder = run_path(str(shm), str(tmp_path))
     for attempt in range(4):
         manager = Manager(tmp_path, memory=Memory(copies=0, folder=str(shm), max_bytes=most), persist_every=1000)
@@ -259,7 +327,7 @@ def test_the_budget_holds_over_restarts_and_changes_of_size(tmp_path: Path, shm:
 
 
 def test_hundreds_of_generations_stay_within_the_budget_and_drop_leaves_nothing(tmp_path: Path, shm: Path):
-    most, weights, root = 3 * ((8 << 20) + (64 << 10)), torch.zeros(600_000, dtype=torch.int32), tmp_path / "run"
+    most, weights, root = 3 * SLOT_BYTES, torch.zeros(600_000, dtype=torch.int32), tmp_path / "run"
     folder = run_path(str(shm), str(root))
     with Manager(root, memory=Memory(copies=0, folder=str(shm), max_bytes=most), persist_every=100, keep_last=2) as manager:
         for step in range(1, NUM_GENERATIONS + 1):
@@ -295,6 +363,87 @@ def test_pinned_generations_are_not_refilled(tmp_path: Path, shm: Path, monkeypa
         assert handles[1].persisted()
     assert_is_stored(tmp_path, 2)
     assert_is_stored(tmp_path, 4)
+
+
+def held_up(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Have what goes to the store wait for an event, which also comes once somebody waits for it."""
+    go, whole, wait = threading.Event(), background.persist, MemoryRun.wait
+
+    def slow(*args: Any) -> None:
+        go.wait()
+        whole(*args)
+
+    def hurry(self: MemoryRun) -> None:
+        go.set()
+        wait(self)
+
+    monkeypatch.setattr(background, "persist", slow)
+    monkeypatch.setattr(MemoryRun, "wait", hurry)
+    return go
+
+
+def test_what_is_on_its_way_to_the_store_replaces_nothing_newer(tmp_path: Path, memory: Memory, monkeypatch: pytest.MonkeyPatch):
+    with Manager(tmp_path, memory=memory, persist_every=1) as manager:
+        held_up(monkeypatch)
+        manager.async_save(5, state(5)).result()
+        manager.save(5, state(55))
+        into = state(0)
+        manager.load(5, into)
+        assert_is(into, 55)
+    into = state(0)
+    checkpoint.load(tmp_path / "step_5", into)
+    assert_is(into, 55)
+
+
+def test_what_is_on_its_way_to_the_store_is_superseded_too(tmp_path: Path, memory: Memory, monkeypatch: pytest.MonkeyPatch):
+    manager = Manager(tmp_path, memory=memory, persist_every=1)
+    manager.save(1, state(1))
+    go = held_up(monkeypatch)
+    handle = manager.async_save(2, state(2))
+    handle.result()
+    manager.load(1, state(0))
+    go.set()
+    assert handle.persisted()
+    killed(manager)
+    manager = Manager(tmp_path, memory=memory)
+    assert loaded(manager) == (1, "store")
+    killed(manager)
+
+
+def test_superseded_steps_do_not_push_out_those_that_count(tmp_path: Path, memory: Memory):
+    with Manager(tmp_path, memory=memory, persist_every=1000, keep_last=2) as manager:
+        for step in (10, 20):
+            manager.save(step, state(step))
+        manager.load(10, state(0))
+        manager.save(11, state(11))
+        assert manager.steps() == [10, 11, 20]
+        manager.save(12, state(12))
+        assert manager.steps() == [11, 12, 20]
+
+
+def test_a_store_that_cannot_delete_has_the_checkpoint_all_the_same(
+    tmp_path: Path, memory: Memory, monkeypatch: pytest.MonkeyPatch
+):
+    def refused(*_: Any) -> None:
+        raise StorageError("read-only")
+
+    monkeypatch.setattr("reshard_ckpt.memory.persist.clean_up", refused)
+    said = "stored, but what it replaced is not all deleted: read-only"
+    with Manager(tmp_path, memory=memory, persist_every=1) as manager, pytest.warns(UserWarning, match=said):
+        assert manager.async_save(1, state(1)).persisted()
+    assert_is_stored(tmp_path, 1)
+
+
+def test_what_another_run_left_goes_before_the_newest_of_this_one(tmp_path: Path):
+    pool = SlotPool(Memory(), tmp_path)
+    pool.run = "this"
+    for run_id, attempt, step in (("this", 1, 1), ("this", 1, 2), ("other", 7, 9)):
+        keep_generation(tmp_path, Generation(run_id, attempt, step, f"{run_id}{step}", b"", {}))
+    gone = []
+    while pool._give_up_oldest():
+        left = {one.save_id for one in find_generations(tmp_path)}
+        gone += {"this1", "this2", "other9"} - left - set(gone)
+    assert gone == ["other9", "this1"]
 
 
 def assert_is_stored(root: Path, step: int) -> None:

@@ -41,8 +41,8 @@ REGISTRARS = {"cuda": Registrar(_cuda_register, _cuda_unregister)}
 """By the type of the device."""
 
 
-class _Registered(mmap.mmap):
-    """A mapping that is registered; it is unregistered before it is unmapped, when nobody views it any more."""
+class PinnableMap(mmap.mmap):
+    """A mapping that `pin` may register; it is unregistered before it is unmapped, when nobody views it any more."""
 
     registrar: Registrar | None = None
     address = 0
@@ -53,31 +53,31 @@ class _Registered(mmap.mmap):
                 self.registrar.unregister(self.address)
 
 
+def pin(mapping: PinnableMap) -> bool:
+    """Register a mapping with the accelerator; False where it is not known how, or the driver refuses."""
+    registrar = _registrar()
+    if registrar is None or mapping.registrar is not None:
+        return registrar is not None
+    address = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
+    try:
+        registrar.register(address, len(mapping))
+    except Exception:  # a limit of locked memory, or a driver that cannot
+        return False
+    mapping.registrar, mapping.address = registrar, address
+    return True
+
+
 def empty_pinned(num_bytes: int) -> torch.Tensor:
     """Allocate pinned host memory for the accelerator, as a 1-D uint8 tensor; `num_bytes` is a multiple of the page size."""
-    registrar = _registrar()
-    if registrar is not None and (memory := _registered(registrar, num_bytes)) is not None:
-        return memory
+    mapping = None if _registrar() is None else map_private(num_bytes, PinnableMap)
+    if mapping is not None and pin(mapping):
+        return torch.frombuffer(mapping, dtype=torch.uint8)
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
 
 def _registrar() -> Registrar | None:
     accelerator = torch.accelerator.current_accelerator()
     return None if accelerator is None else REGISTRARS.get(accelerator.type)
-
-
-def _registered(registrar: Registrar, num_bytes: int) -> torch.Tensor | None:
-    """Map memory and register it; None where the system or the driver refuses."""
-    mapping = map_private(num_bytes, _Registered)
-    if mapping is None:
-        return None
-    memory = torch.frombuffer(mapping, dtype=torch.uint8)
-    try:
-        registrar.register(memory.data_ptr(), num_bytes)
-    except Exception:  # a limit of locked memory, or a driver that cannot
-        return None
-    mapping.registrar, mapping.address = registrar, memory.data_ptr()
-    return memory
 
 
 def map_private(num_bytes: int, kind: Any = mmap.mmap) -> Any:

@@ -258,5 +258,9 @@ def take_ring(local_shards: LocalShards, layouts: Sequence[FileLayout], host_buf
     wanted = ring_bytes(layouts)
     if host_buffer_bytes is not None:
         wanted = min(wanted, max(host_buffer_bytes, MIN_RING_BYTES))
-    pinned = any(has_lane(device) for device in {local.tensor.device for _, local in local_shards.rows})
-    return POOL.take(wanted, pinned=pinned)[:wanted]
+    return POOL.take(wanted, pinned=wants_pinned(local_shards))[:wanted]
+
+
+def wants_pinned(local_shards: LocalShards) -> bool:
+    """Whether something of the state lies on a device that copies faster into pinned memory."""
+    return any(has_lane(device) for device in {local.tensor.device for _, local in local_shards.rows})

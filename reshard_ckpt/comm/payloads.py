@@ -1,0 +1,82 @@
+"""Payloads of any size in a key-value store, in chunks: ``<key>/0`` begins with the length of all."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
+_LENGTH = struct.Struct("<Q")
+
+# TCPStore drops a client that sends a value above 8 MiB; smaller ones also let other ranks have their turn.
+_CHUNK_BYTES = 2 << 20
+
+
+class KeyValueStore(Protocol):
+    """The methods of `torch.distributed.Store` that are used here; its type stubs lack some of them."""
+
+    def append(self, key: str, value: bytes, /) -> None: ...
+    def add(self, key: str, amount: int, /) -> int: ...
+    def set(self, key: str, value: bytes, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def check(self, keys: list[str], /) -> bool: ...
+    def compare_set(self, key: str, expected: bytes, desired: bytes, /) -> bytes: ...
+    def multi_set(self, keys: list[str], values: list[bytes], /) -> None: ...
+    def delete_key(self, key: str, /) -> bool: ...
+
+
+class Payloads:
+    """The payloads in one store."""
+
+    def __init__(self, store: KeyValueStore) -> None:
+        self._store = store
+
+    def save(self, payloads: Mapping[str, bytes]) -> None:
+        """Put payloads down, each under its key."""
+        keys: list[str] = []
+        values: list[bytes] = []
+        num_bytes = 0
+        for key, value in _chunked(payloads):
+            keys.append(key)
+            values.append(value)
+            num_bytes += len(value)
+            if num_bytes >= _CHUNK_BYTES:
+                self._store.multi_set(keys, values)
+                keys, values, num_bytes = [], [], 0
+        if keys:
+            self._store.multi_set(keys, values)
+
+    def load(self, key: str) -> bytes:
+        """Return a payload that is there."""
+        first = self._store.get(f"{key}/0")
+        length = _LENGTH.unpack_from(first)[0]
+        payload = bytearray(first[_LENGTH.size :])
+        for i in range(1, _num_chunks(length)):
+            payload += self._store.get(f"{key}/{i}")
+        return bytes(payload)
+
+    def drop(self, key: str) -> None:
+        """Delete a payload, if it is there."""
+        if self._store.check([f"{key}/0"]):
+            length = _LENGTH.unpack_from(self._store.get(f"{key}/0"))[0]
+            # The first one last, so that an interrupted deletion can be taken up again.
+            for i in reversed(range(_num_chunks(length))):
+                self._store.delete_key(f"{key}/{i}")
+
+    def take(self, key: str) -> bytes:
+        """Return a payload, and delete it."""
+        payload = self.load(key)
+        self.drop(key)
+        return payload
+
+
+def _num_chunks(length: int) -> int:
+    return max(1, -(-length // _CHUNK_BYTES))
+
+
+def _chunked(payloads: Mapping[str, bytes]) -> Iterator[tuple[str, bytes]]:
+    for key, payload in payloads.items():
+        view = memoryview(payload)
+        for i in range(_num_chunks(len(payload))):
+            chunk = view[i * _CHUNK_BYTES : (i + 1) * _CHUNK_BYTES]
+            yield f"{key}/{i}", b"".join((_LENGTH.pack(len(payload)), chunk)) if i == 0 else bytes(chunk)

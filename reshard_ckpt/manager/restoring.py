@@ -1,0 +1,174 @@
+"""Loading the checkpoints of a run: of a step, or the newest that is whole, from memory or the store.
+
+1. Rank 0 names the newest step in the store that counts; all nodes together the newest generation in memory that is no older.
+2. What is in memory is loaded as its headers say. Where that finds damage, all copies are proved, and the next older is taken.
+3. Else the store's is loaded. One that is damaged, or gone, is passed over, with a warning, for the next older one.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from ..checkpoint.loading import load
+from ..comm import open_session
+from ..core.report import LoadReport
+from ..engine.common.logs import LOGGER
+from ..errors import CheckpointNotFound, CorruptError, StorageError
+from ..memory.restore import Restorable
+from ..memory.run import MemoryRun
+from .stored import StoredSteps
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedStep:
+    """What `Manager.load_latest` loaded.
+
+    Attributes
+    ----------
+    step
+        The step of the checkpoint.
+    report
+        As of `load`.
+    passed_over
+        One line for each newer checkpoint that is damaged, or no longer whole.
+    tier
+        Where it came from: ``"memory"`` of this rank's node, ``"peer"``: also that of other nodes, or ``"store"``.
+    """
+
+    step: int
+    report: LoadReport
+    passed_over: tuple[str, ...]
+    tier: str = "store"
+
+
+class Restoring:
+    """Loads the checkpoints of one run.
+
+    Parameters
+    ----------
+    root
+        The path of the run.
+    stored, memory
+        What is in the store, and in memory, if there is such a tier.
+    deferring
+        Opened around each load: signals wait for its end.
+    is_first
+        Whether this is rank 0, which names what is passed over.
+    session
+        Options of every session.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        stored: StoredSteps,
+        memory: MemoryRun | None,
+        deferring: Callable[[], AbstractContextManager[object]],
+        *,
+        is_first: bool,
+        session: Mapping[str, Any],
+    ) -> None:
+        self._root, self._stored, self._memory = root, stored, memory
+        self._deferring, self._is_first, self._session = deferring, is_first, session
+
+    def load(self, step: int, state: Mapping[str, Any], options: Mapping[str, Any]) -> LoadReport:
+        """Load the checkpoint of one step; see `Manager.load`."""
+        options = {**self._session, **options}
+        if self._memory is not None:
+            for prove in _proofs(options):
+                found = self._memory.find(0, (), step, prove=prove)
+                loaded = self._from_memory(found, state, options, {}, prove=prove)
+                if loaded is not None:
+                    return loaded.report
+        report = self._from_store(step, state, options)
+        self._begin_at(step, in_store=True)
+        return report
+
+    def load_latest(self, state: Mapping[str, Any], options: Mapping[str, Any]) -> LoadedStep | None:
+        """Load the newest checkpoint that is whole; see `Manager.load_latest`."""
+        options = {"verify_first": not options.get("strict", True), **self._session, **options}
+        passed: dict[int, str] = {}
+        in_memory: dict[str, str] = {}
+        prove = _proofs(options)[0]
+        while True:
+            step = self._newest_except(passed)
+            if self._memory is not None:
+                found = self._memory.find(-1 if step is None else step, list(in_memory), prove=prove)
+                loaded = self._from_memory(found, state, options, in_memory, passed, prove=prove)
+                if loaded is not None and found is not None:
+                    self._memory.persist_loaded(found)
+                    return loaded
+                if found is not None:
+                    prove = True  # it could not be loaded: from another copy, or the next one
+                    continue
+            if step is None:
+                break
+            try:
+                report = self._from_store(step, state, options)
+            except (CheckpointNotFound, CorruptError, StorageError) as error:
+                passed[step] = f"step {step}: {error}"
+                self._stored.note_damaged(step)
+                if self._is_first:
+                    warnings.warn(f"passed over, as it cannot be loaded: {passed[step]}", stacklevel=3)
+                continue
+            self._begin_at(step, in_store=True)
+            return LoadedStep(step, report, (*in_memory.values(), *passed.values()))
+        if passed or in_memory:
+            lines = (*in_memory.values(), *passed.values())
+            raise CorruptError(f"{self._stored.url}: no checkpoint can be loaded:\n" + "\n".join(lines))
+        return None
+
+    def _from_store(self, step: int, state: Mapping[str, Any], options: Mapping[str, Any]) -> LoadReport:
+        with self._deferring():
+            return load(self._stored.path(step), state, **options)
+
+    def _from_memory(
+        self,
+        found: Restorable | None,
+        state: Mapping[str, Any],
+        options: Mapping[str, Any],
+        passed: dict[str, str],
+        passed_in_store: Mapping[int, str] = MappingProxyType({}),
+        *,
+        prove: bool,
+    ) -> LoadedStep | None:
+        """Load a generation; None where there is none or it turns out to be damaged, with a line in `passed` if it was proved."""
+        if found is None or self._memory is None:
+            return None
+        step = found.generation.step
+        try:
+            with self._deferring():
+                report, tier = self._memory.load(found, state, options)
+        except (CorruptError, StorageError) as error:
+            if not prove:
+                LOGGER.warning("step %d in memory is damaged, so that all copies are verified now: %s", step, error)
+                return None
+            passed[found.generation.save_id] = f"step {step} in memory: {error}"
+            if self._is_first:
+                warnings.warn(f"passed over, as it cannot be loaded: step {step} in memory: {error}", stacklevel=4)
+            return None
+        self._begin_at(step, in_store=False)
+        return LoadedStep(step, report, (*found.passed_over, *passed.values(), *passed_in_store.values()), tier)
+
+    def _begin_at(self, step: int, *, in_store: bool) -> None:
+        """Note what was loaded; with a memory tier, what was saved beyond that step no longer counts."""
+        if in_store:
+            self._stored.note_good(step)
+        if self._memory is not None:
+            self._memory.loaded(step, lambda: self._stored.save_ids_beyond(step))
+
+    def _newest_except(self, passed: Mapping[int, str]) -> int | None:
+        """Return the newest step in the store, as rank 0 sees it, without those already passed over."""
+        with open_session("load_latest", f"{self._root} but {sorted(passed)}", **self._session) as comm:
+            step = int(comm.broadcast(b"%d" % self._stored.newest_except(passed) if comm.rank == 0 else None))
+        return None if step < 0 else step
+
+
+def _proofs(options: Mapping[str, Any]) -> tuple[bool, ...]:
+    """Whether memory is to be proved block by block before a load from it: only after damage was found, if loads verify."""
+    return (False, True) if options.get("verify", True) else (True,)

@@ -1,0 +1,153 @@
+"""The checkpoints of a run in its store: which there are, which of them the rule keeps, and removing the others.
+
+Rank 0 alone removes. One that somebody reads stays, and so does the last one that is known to be good.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+
+from ..engine.common.step_folders import alone_with, find_steps, remove_files, remove_step
+from ..engine.loading.load import open_catalog
+from ..engine.saving.commit import clean_up
+from ..errors import CorruptError, StorageError
+from ..format.keys import step_name
+from ..storage import Storage, open_storage
+from .retention import Retention
+from .run_folder import StepInfo, look
+
+
+class StoredSteps:
+    """The committed steps below a root.
+
+    Parameters
+    ----------
+    storage
+        The root.
+    root
+        Its path.
+    rule
+        What to keep.
+
+    Attributes
+    ----------
+    is_superseded
+        Tells by its id whether a save no longer counts, because the run went back to an older step; None where all count.
+    pruning
+        Held while checkpoints are removed.
+    """
+
+    def __init__(self, storage: Storage, root: str, rule: Retention) -> None:
+        self._storage, self._root, self._rule = storage, root, rule
+        self.is_superseded: Callable[[str], bool] | None = None
+        self.pruning = threading.Lock()
+        self._infos: dict[int, StepInfo] = {}
+        self._good: list[int] = []
+        self._damaged: set[int] = set()
+
+    @property
+    def url(self) -> str:
+        """The root, for messages."""
+        return self._storage.url
+
+    def path(self, step: int) -> str:
+        """Return the path of the checkpoint of a step."""
+        return f"{self._root.rstrip('/')}/{step_name(step)}"
+
+    def steps(self) -> list[int]:
+        """List the steps that are committed, in order."""
+        return find_steps(self._storage)[0]
+
+    def newest_except(self, passed: Iterable[int]) -> int:
+        """Find the newest step that counts, without some; −1 where there is none."""
+        left = sorted({*self.steps()} - {*passed}, reverse=True)
+        return next((step for step in left if self._counts(step)), -1)
+
+    def save_ids_beyond(self, step: int) -> list[str]:
+        """List the ids of the saves of newer steps."""
+        return [self._info(other).save_id for other in self.steps() if other > step]
+
+    def metrics(self, steps: Iterable[int]) -> dict[int, float]:
+        """Return the metrics of the steps that have one."""
+        return {step: metric for step in steps if (metric := self._info(step).metric) is not None}
+
+    def note_good(self, step: int) -> None:
+        """Note that a step was loaded, or has just been committed: the last such one is kept."""
+        self._good.append(step)
+
+    def note_committed(self, step: int) -> None:
+        """Note that a step was committed, maybe anew."""
+        self.note_good(step)
+        self._damaged.discard(step)
+        self._infos.pop(step, None)
+
+    def note_damaged(self, step: int) -> None:
+        """Note that a step could not be loaded: it pushes out none that may be whole."""
+        self._damaged.add(step)
+
+    def note_deleted(self, step: int) -> None:
+        """Note that a step was deleted."""
+        self._good = [good for good in self._good if good != step]
+
+    def prune(self) -> None:
+        """Remove what the rule does not keep."""
+        with self.pruning:
+            steps = self.steps()
+            kept = self._kept(steps)
+            for step in steps:
+                if step not in kept and self._remove(step, steps):
+                    steps = [other for other in steps if other != step]
+
+    def delete(self, step: int) -> bool:
+        """Remove a step; whether it was there.
+
+        Raises
+        ------
+        StorageError
+            Somebody reads it.
+        """
+        with self.pruning:
+            steps = self.steps()
+            if step not in steps:
+                return False
+            if not self._remove(step, steps):
+                raise StorageError(f"{self.path(step)}: somebody reads it, so it is not removed; try again when that is over")
+            return True
+
+    def _remove(self, step: int, steps: Iterable[int]) -> bool:
+        removed = remove_step(self._storage, step, self._referred(other for other in steps if other != step))
+        if removed:
+            self._infos.pop(step, None)
+        return removed
+
+    def _kept(self, steps: Sequence[int]) -> frozenset[int]:
+        """Return the steps that the rule keeps, with and without damaged and superseded ones, and the last known to be good."""
+        metrics = self.metrics(steps) if self._rule.keep_best else {}
+        whole = [step for step in steps if step not in self._damaged and self._counts(step)]
+        good = [step for step in self._good if step in steps][-1:]
+        return self._rule.kept(steps, metrics) | self._rule.kept(whole, metrics) | frozenset(good)
+
+    def _counts(self, step: int) -> bool:
+        return self.is_superseded is None or not self.is_superseded(self._info(step).save_id)
+
+    def _referred(self, steps: Iterable[int]) -> frozenset[str]:
+        return frozenset(key for step in steps for key in self._info(step).referred)
+
+    def _info(self, step: int) -> StepInfo:
+        if step not in self._infos:
+            self._infos[step] = look(self.path(step), step)
+        return self._infos[step]
+
+    def remove_leftovers(self) -> None:
+        """Remove what dead saves left: the root is locked, so no other job is alive there."""
+        committed, begun = find_steps(self._storage)
+        stale = [step for step in committed if len(self._storage.folders(step_name(step))) > 1]
+        for step in stale:
+            with alone_with(self._storage, step) as alone, open_storage(self.path(step)) as storage, suppress(CorruptError):
+                if alone:  # else it is being compacted, or read
+                    clean_up(storage, open_catalog(storage), storage.folders())
+        referred = self._referred(committed) if begun else frozenset()
+        for step in begun:
+            remove_files(self._storage, step, referred)
