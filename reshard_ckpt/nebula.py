@@ -145,6 +145,6 @@ def _mapped(node: Any, change: Callable[[Any, str], Any], path: str = "") -> Any
         return changed
     if isinstance(node, Mapping):
         return {key: _mapped(value, change, f"{path}/{key!r}") for key, value in node.items()}
-    if isinstance(node, list | tuple):
+    if type(node) in (list, tuple):  # of others nobody knows how they are made; `encode_value` names what is no plain value
         return type(node)(_mapped(value, change, f"{path}/{i}") for i, value in enumerate(node))
     return node

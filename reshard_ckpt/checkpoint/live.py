@@ -16,6 +16,7 @@ import torch
 from ..comm import Comm, open_session
 from ..comm.exchange import HOST, carries, node_name, open_exchange
 from ..core.catalog.model import Catalog
+from ..core.catalog.specs import Ints
 from ..core.report import LoadReport, summarize
 from ..engine.common.logs import RankLog
 from ..engine.common.progress import size_text
@@ -227,8 +228,7 @@ class _Job:
         self._moves = plan_moves(
             comm, self._source.held, wanted, self._travels(opened.wanted), node_name(), self._options.round_bytes
         )
-        tied = {i for group in self._overlaps.tied for i in group}
-        self._spares = Spares(opened.wanted, self._sources.keys() if self._options.staged else tied)
+        self._spares = self._make_spares(opened)
         into = self._spares.instead_of(opened.wanted)
         self._movers = [Mover(self._moves, device, comm.rank, comm.size, opened.held, into) for device in (0, 1)]
         # Collective where a group is made, and all ranks know the same rounds.
@@ -272,17 +272,25 @@ class _Job:
         opened = self._open(held)
         if self._layout_of(opened) != self._layout:
             raise UsageError("a layout of src or dst has changed since this LiveReshard was made; make a new one")
-        into = self._spares.instead_of(opened.wanted)
         if self._addresses != _addresses(opened):
             if self._find_overlaps(opened) != self._overlaps:
                 raise UsageError("src and dst share other memory than when this LiveReshard was made; make a new one")
-            self._addresses = _addresses(opened)
+            self._spares = self._make_spares(opened)
+            into = self._spares.instead_of(opened.wanted)
             for mover in self._movers:
                 mover.bind(opened.held, into)
+            self._addresses = _addresses(opened)
+        else:
+            self._spares.instead_of(opened.wanted)
         problems = [*missing_values(opened.saved, opened.target.values), *opened.target.check(opened.values)]
         if problems and self._options.load.strict:
             raise MismatchError(summarize(problems, "make the values of src and dst fit"), problems)
         return opened
+
+    def _make_spares(self, opened: _Opened) -> Spares:
+        """Make the spare memory; what is the very memory of its source gets nothing, so it needs none."""
+        staged, tied = self._sources.keys() - self._overlaps.identical, {i for group in self._overlaps.tied for i in group}
+        return Spares(opened.wanted, staged if self._options.staged else tied)
 
     def _open(self, held: LocalShards) -> _Opened:
         """Look at the destination, in the light of the values that the sources of all ranks have now."""
@@ -402,8 +410,10 @@ class _Job:
         return failure, False
 
 
-def _addresses(opened: _Opened) -> list[tuple[int, tuple[int, ...]]]:
-    return [(t.data_ptr(), t.stride()) for local in (opened.held, opened.wanted) for t in memory_rows(local)]
+def _addresses(opened: _Opened) -> list[tuple[int, int, Ints]]:
+    """Say where each piece lies: two of one layout may lie in another order, or at another place of their memory."""
+    pieces = (row for local in (opened.held, opened.wanted) for _, row in local.rows)
+    return [(row.tensor.data_ptr(), row.piece.base, row.piece.strides) for row in pieces]
 
 
 def _tensors(local: LocalShards, rows: Iterable[int]) -> set[int]:

@@ -1,8 +1,8 @@
 """Bytes from rank to rank in the background: point to point, over a gloo group of the memory tier's own.
 
 The group is made over the job's key-value store under a name of its own, without a collective; so the job's groups are not used,
-and a backend without host memory (NCCL) does not matter. Every wait has a deadline; a group in which one has passed is not used
-again.
+and a backend without host memory (NCCL) does not matter. Whoever waits for another rank has a deadline; a group in which one has
+passed is not used again.
 
 `Links` sends and receives whole buffers. `Serving` answers requests for ranges of files while a checkpoint is loaded.
 """
@@ -25,6 +25,7 @@ CHUNK_BYTES = 16 << 20
 _REQUEST, _DATA = 1, 1 << 16
 _FIELDS = 6
 _DONE, _READ = 0, 1
+_NO_DEADLINE = timedelta(days=365)
 
 
 class Links:
@@ -41,7 +42,7 @@ class Links:
     """
 
     def __init__(self, store: Any, rank: int, size: int, *, timeout_s: float) -> None:
-        self.rank, self.size, self._timeout = rank, size, timedelta(seconds=timeout_s)
+        self.rank, self.size, self.timeout_s, self._timeout = rank, size, timeout_s, timedelta(seconds=timeout_s)
         group_class: Any = dist.ProcessGroupGloo
         if hasattr(store, "clone"):  # a connection of its own: whoever waits for another rank's key holds it
             store = store.clone()
@@ -87,8 +88,9 @@ class Links:
         self._group.recv([data], rank, tag).wait(self._timeout)
 
     def receive_any(self, data: torch.Tensor, tag: int) -> None:
-        """Fill a buffer from whichever rank sends first."""
-        self._group.recv_anysource([data], tag).wait(self._timeout)
+        """Fill a buffer from whichever rank sends first, whenever that is: others may have nothing to ask for long."""
+        # A deadline would be the end of the whole group, also for what this rank itself asks others meanwhile.
+        self._group.recv_anysource([data], tag).wait(_NO_DEADLINE)
 
 
 class Serving:
@@ -137,12 +139,12 @@ class Serving:
             at += len(buffer)
 
     def finish(self) -> None:
-        """Tell all ranks that this one reads no more, and answer until all have said so."""
+        """Tell all ranks that this one reads no more, and answer until all have said so, or the time for that is over."""
         with suppress(RuntimeError):
             for rank in range(self._links.size):
                 if rank != self._links.rank:
                     self._links.send(rank, self._message(_DONE, 0, 0, 0, 0), _REQUEST)
-        self._thread.join()
+        self._thread.join(self._links.timeout_s)
 
     def _message(self, kind: int, number: int, offset: int, length: int, tag: int) -> torch.Tensor:
         return torch.tensor([kind, self._links.rank, number, offset, length, tag], dtype=torch.int64)
@@ -159,7 +161,7 @@ class Serving:
                     continue
                 self._links.send(rank, self._answer(number, offset, length), tag)
         except RuntimeError:
-            return  # a rank is gone, or is late: whoever waits for this one learns it by a deadline
+            return  # a rank is gone: whoever waits for this one learns it by a deadline
 
     def _answer(self, number: int, offset: int, length: int) -> torch.Tensor:
         answer = torch.empty(length + 1, dtype=torch.uint8)

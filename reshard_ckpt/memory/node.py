@@ -134,8 +134,8 @@ def remove_run(path: Path) -> None:
 def write_atomically(path: Path, data: bytes) -> None:
     """Put a small file in place: whole or not at all."""
     own = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
-    fd = os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
+        fd = os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         with os.fdopen(fd, "wb") as file:
             file.write(data)
         os.replace(own, path)

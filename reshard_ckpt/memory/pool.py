@@ -73,6 +73,7 @@ class SlotPool:
         """
         with self._lock:
             slots = self._slots.setdefault(source, [])
+            self._let_go_of_removed(slots)
             held = self._reusable(slots)
             if held is not None and held.slot.num_bytes < num_bytes:
                 self._remove(slots, held)
@@ -83,6 +84,14 @@ class SlotPool:
             held.slot.void()
             held.save_id = save_id
             return held
+
+    def _let_go_of_removed(self, slots: list[HeldSlot]) -> None:
+        """Let go of slots whose files somebody has removed: what is in them would be lost with this process."""
+        if not self._folder.is_dir():
+            raise NoRoom(f"{self._folder}: somebody has removed it, as systemd does at the end of a session (docs/memory.md)")
+        for held in [held for held in slots if held.slot.is_removed]:
+            slots.remove(held)
+            held.slot.close()
 
     def _reusable(self, slots: list[HeldSlot]) -> HeldSlot | None:
         held = next((one for one in slots if one.save_id not in {*self._kept, *self._pinned}), None)

@@ -291,7 +291,7 @@ class MemoryRun:
             self._tier.pool.free(generation.save_id)
         if self._tier.topology.leads(self._rank):
             drop_generations(self._folder, [generation.name for generation in found])
-        if self._newest is not None and self._newest.step == step:
+        if self._newest is not None and self._newest.step <= step:  # what is in the store then is newer than any other
             self._newest = None
         return bool(found)
 

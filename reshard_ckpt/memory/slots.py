@@ -167,6 +167,11 @@ class Slot:
         return self.size - HEADER_BYTES
 
     @property
+    def is_removed(self) -> bool:
+        """Whether somebody has removed the file: nobody else will find what is in it."""
+        return os.fstat(self._fd).st_nlink == 0
+
+    @property
     def table(self) -> SlotTable | None:
         """What the slot holds; None while it is empty or being filled."""
         return decode_table(os.pread(self._fd, HEADER_BYTES, 0), self.size, where=self.path)
@@ -200,7 +205,8 @@ class Slot:
         if self._fd >= 0:
             try:
                 if remove:
-                    os.unlink(self.path)
+                    with suppress(FileNotFoundError):  # somebody was faster
+                        os.unlink(self.path)
                     with suppress(OSError):  # somebody may have it open for reading
                         os.pwrite(self._fd, _VOID, 0)
             finally:

@@ -293,6 +293,17 @@ def test_cut_off_anywhere_it_is_whole_and_can_be_compacted_again(memory: str):
     assert committed == 8  # of the copy and of its digests, each: create, write, finish; sync, publish
 
 
+def test_it_is_compacted_also_where_nothing_can_be_deleted(root: Path):
+    wanted = read(root / "step_100")
+    with (
+        mock.patch("reshard_ckpt.engine.resharding.compact.clean_up", side_effect=StorageError("read-only")),
+        pytest.warns(UserWarning, match="compacted, but what it replaced is not all deleted: read-only"),
+    ):
+        assert checkpoint.compact(root / "step_100").num_files == 2
+    shutil.rmtree(root / "step_90")
+    assert same(read(root / "step_100"), wanted)
+
+
 def test_what_a_killed_one_left_goes_with_the_next(root: Path):
     path = root / "step_100"
     left = path / "20250101T000000Z-0a1b2c3d" / "rank00001-0.safetensors"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +25,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from reshard_ckpt import LocalShard
 from reshard_ckpt.checkpoint import Manager, Memory
-from reshard_ckpt.comm.links import Links, Serving
+from reshard_ckpt.comm import shared_store
+from reshard_ckpt.comm.links import Links, Serving, serving
 from reshard_ckpt.errors import CheckpointError, PeerError, StorageError
 from reshard_ckpt.memory import tier
 from reshard_ckpt.memory.node import run_path
@@ -339,7 +341,26 @@ def a_save_fails(root: str, folders: Sequence[str]) -> dict[str, Any]:
     found = manager.load_latest(state)
     out["then"] = found and (found.step, are_rows(state, found.step, rank, 2))
     manager.__exit__(RuntimeError, RuntimeError(), None)
+    out["asked after more than the deadline"] = ask_late()
     return out
+
+
+def ask_late() -> bytes:
+    """Read a file of the other rank, long after it has begun to serve."""
+    rank, data = dist.get_rank(), bytearray(5)
+    links = Links(shared_store("ask late"), rank, 2, timeout_s=60)
+    links._timeout = timedelta(milliseconds=1)
+
+    def read_into(key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        for buffer in buffers:
+            buffer[:] = bytes(range(offset + 100 * rank, offset + 100 * rank + len(buffer)))
+
+    with serving(links, ["file"], read_into) as server:
+        time.sleep(0.2)  # longer than what was the deadline
+        links._timeout = timedelta(seconds=60)
+        dist.barrier()
+        server.read(1 - rank, "file", 7, [memoryview(data)])
+    return bytes(data)
 
 
 def _raising(*_: Any) -> None:

@@ -311,6 +311,30 @@ def test_generations_that_grow_give_the_memory_of_older_ones_up(tmp_path: Path, 
         killed(manager)
 
 
+def test_saves_go_to_the_store_once_somebody_has_removed_the_memory(tmp_path: Path, shm: Path):
+    """As systemd does at the end of a session. Where all slots are there already, nothing else would show it."""
+    root, memory = tmp_path / "run", Memory(copies=0, folder=str(shm), generations=1)
+    with Manager(root, memory=memory, persist_every=1000) as manager:
+        for step in (1, 2):
+            manager.async_save(step, state(step)).result()
+        shutil.rmtree(run_path(str(shm), str(root)))
+        with pytest.warns(UserWarning, match="goes to the store, not to memory.* somebody has removed it"):
+            manager.async_save(3, state(3)).result()
+        manager.async_save(4, state(4)).result()
+        assert manager.steps() == [3, 4]
+    assert_is_stored(root, 4)  # and closing looked for nothing that is gone
+    root = tmp_path / "slots alone"
+    with Manager(root, memory=memory, persist_every=1000) as manager:
+        for step in (1, 2, 3):
+            manager.async_save(step, state(step)).result()
+            for slot in run_path(str(shm), str(root)).glob("*.slot") if step == 2 else ():
+                slot.unlink()
+        assert loaded(manager) == (3, "memory")
+        killed(manager)
+    with Manager(root, memory=memory) as manager:
+        assert loaded(manager) == (3, "memory")
+
+
 def test_the_budget_holds_over_restarts_and_changes_of_size(tmp_path: Path, shm: Path):
     most = 3 * SLOT_BYTES
     folder = run_path(str(shm), str(tmp_path))
@@ -419,6 +443,13 @@ def test_superseded_steps_do_not_push_out_those_that_count(tmp_path: Path, memor
         assert manager.steps() == [10, 11, 20]
         manager.save(12, state(12))
         assert manager.steps() == [11, 12, 20]
+
+
+def test_closing_writes_nothing_older_than_what_is_in_the_store(tmp_path: Path, memory: Memory):
+    with Manager(tmp_path, memory=memory, persist_every=1000) as manager:
+        manager.async_save(1, state(1)).result()
+        manager.save(2, state(2))
+    assert not (tmp_path / "step_1").exists()
 
 
 def test_a_store_that_cannot_delete_has_the_checkpoint_all_the_same(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -11,7 +12,14 @@ import torch
 import reshard_ckpt.nebula as nm
 from reshard_ckpt import checkpoint
 from reshard_ckpt.checkpoint import Memory
-from reshard_ckpt.errors import CheckpointNotFound, UsageError
+from reshard_ckpt.errors import CheckpointError, CheckpointNotFound, UsageError
+
+
+class Pair(NamedTuple):
+    """A tuple that takes its fields one by one."""
+
+    first: Any
+    second: int
 
 
 def test_a_script_of_nebula_saves_lists_and_loads(tmp_path: Path, shm: Path):
@@ -61,6 +69,19 @@ def test_a_script_of_nebula_saves_lists_and_loads(tmp_path: Path, shm: Path):
         nm.get_checkpoint("global_step30").load("model")
     nm.finish()
     assert checkpoint.verify(tmp_path / "run" / "step_20").ok  # what was gone back to is the newest
+
+
+def test_a_tuple_of_a_class_of_its_own_is_refused_by_name_and_a_size_comes_back(tmp_path: Path, shm: Path):
+    nm.init(str(tmp_path / "run"), memory=Memory(copies=0, folder=str(shm)))
+    with pytest.raises(CheckpointError, match="sizes.*Pair"):
+        nm.Checkpoint("1").save("sizes", {"pair": Pair(torch.ones(2), 3)})
+    one = nm.Checkpoint("1")
+    one.save("sizes", {"size": torch.Size([2, 3]), "none": torch.zeros(0, 4), "scalar": torch.tensor(2.5)})
+    assert one.handle is not None
+    one.handle.result()
+    found = nm.get_checkpoint("1").load("sizes")
+    assert (found["size"], type(found["size"]), found["none"].shape) == (torch.Size([2, 3]), torch.Size, (0, 4))
+    assert found["scalar"].item() == 2.5
 
 
 def test_the_buffer_size_of_the_environment_bounds_memory(monkeypatch: pytest.MonkeyPatch):

@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from math import prod
 
 import msgpack
 import numpy as np
@@ -25,6 +26,7 @@ import torch
 
 from ...comm import Exchange
 from ...comm.protocol import Comm
+from ...core.catalog.specs import Ints
 from ...core.geometry.ordering import is_new
 from ...core.geometry.runs import I64, volumes
 from ...core.planning.load_plan import LoadPlan
@@ -288,8 +290,7 @@ class _Windows:
         window, boxes = _InMemory(self._schedule[i].extents, self._windows[i]), self._asked[i, dest]
         columns = zip(boxes.src, boxes.item_bytes, boxes.lengths, boxes.strides, boxes.at, strict=True)
         for src, each, lengths, strides, at in columns:
-            source = np.ndarray(lengths, RAW[each], self._windows[i], window.place(src), strides)
-            np.copyto(np.ndarray(lengths, RAW[each], out, at), source)
+            window.copy_box(src, each, lengths, strides, out, at)
 
     def unpack(self, number: int, data: Sequence[torch.Tensor], starts: Sequence[int]) -> None:
         receives, begin = self._receives[number], _begins(self._receives[number], starts)
@@ -361,6 +362,18 @@ class _InMemory:
         extent = bisect_right(self._lows, offset) - 1
         place: int = self._starts[extent] + offset - self._lows[extent]
         return place
+
+    def copy_box(self, src: int, each: int, lengths: Ints, strides: Ints, out: memoryview, at: int) -> None:
+        """Pack a box of the file; where it lies in several extents, what is between them is not here, so slice by slice."""
+        last = src + sum((length - 1) * stride for length, stride in zip(lengths, strides, strict=True))
+        if bisect_right(self._lows, src) == bisect_right(self._lows, last):
+            source = np.ndarray(lengths, RAW[each], self._data, self.place(src), strides)
+            np.copyto(np.ndarray(lengths, RAW[each], out, at), source)
+            return
+        dim = next(d for d, length in enumerate(lengths) if length > 1)
+        size = prod(lengths[dim + 1 :]) * each
+        for k in range(lengths[dim]):
+            self.copy_box(src + k * strides[dim], each, lengths[dim + 1 :], strides[dim + 1 :], out, at + k * size)
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
         at = self.place(offset)

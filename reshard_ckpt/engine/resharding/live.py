@@ -227,22 +227,21 @@ class Mover:
         out, into = parts.owner == rank, parts.taker == rank
         self._own = np.flatnonzero(out & into)
         self._sends, self._receives = _Schedule(parts, out & ~into, parts.taker), _Schedule(parts, into & ~out, parts.owner)
-        self._from = _boxes_in(held, np.where(out, parts.owner_row, -1), parts.offsets, parts.lengths)
-        self._into = _boxes_in(wanted, np.where(into, parts.taker_row, -1), parts.offsets, parts.lengths)
+        self._places = np.where(out, parts.owner_row, -1), np.where(into, parts.taker_row, -1), parts.offsets, parts.lengths
         self._views: dict[tuple[Hashable, ...], list[tuple[View, View]]] = {}
         self._keeps = len(parts.owner) <= MAX_VIEWS
         self.received_bytes = int(self._bytes[into & ~out].sum())
-        self._bind(memory_rows(held), memory_rows(wanted))
+        self.bind(held, wanted)
         self._done: set[int] = set()
         """The rounds of which something has been put in place; `OWN` for what this rank takes from itself."""
 
-    def _bind(self, held: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> None:
-        self._held, self._wanted = _Memories(held), _Memories(wanted)
-
     def bind(self, held: LocalShards, wanted: LocalShards) -> None:
-        """Move the memory of these, which have the same layouts."""
+        """Move the memory of these, which have the same layouts; how they lie in their memory may differ."""
+        owner_row, taker_row, offsets, lengths = self._places
         self._views.clear()
-        self._bind(memory_rows(held), memory_rows(wanted))
+        self._held, self._wanted = _Memories(memory_rows(held)), _Memories(memory_rows(wanted))
+        self._from = _boxes_in(held, owner_row, offsets, lengths)
+        self._into = _boxes_in(wanted, taker_row, offsets, lengths)
 
     def begin(self) -> None:
         """Forget what was moved before."""
@@ -291,7 +290,7 @@ class Mover:
                 pairs.append((_in_buffer(out[dest], at, self._from.lengths[i], self._wire[i], source), source))
             return pairs
 
-        for into, source in self._pairs(("out", number, *_places(out, starts)), make):
+        for into, source in self._pairs(("out", number, *_begins(out, starts)), make):
             _copy(into, source)
 
     def unpack(self, number: int, data: Sequence[torch.Tensor], starts: Sequence[int]) -> None:
@@ -305,11 +304,11 @@ class Mover:
         if number == 0:
             self.copy_own()  # not before the first message says that no rank has failed
         self._done.add(number)
-        for into, source in self._pairs(("in", number, *_places(data, starts)), make):
+        for into, source in self._pairs(("in", number, *_begins(data, starts)), make):
             _copy(into, source)
 
 
-def _places(memory: Sequence[torch.Tensor], starts: Sequence[int]) -> list[int]:
+def _begins(memory: Sequence[torch.Tensor], starts: Sequence[int]) -> list[int]:
     """List where the parts of all ranks begin."""
     return [part.data_ptr() + start for part, start in zip(memory, starts, strict=True)]
 

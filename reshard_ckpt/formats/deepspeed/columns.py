@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from ...core.catalog.links import link_columns
 from ...core.catalog.model import BoxTable, Catalog, FileEntry, RowTable, TensorKind, TensorTable, ValueEntry
@@ -17,6 +18,7 @@ from ...core.geometry.dtypes import CODES
 from ...core.geometry.runs import I64, pad_rows
 from ...errors import CheckpointError, CorruptError
 from ...format.catalog_check import problems
+from ...format.torch_dtypes import TORCH_DTYPES
 from ...format.values import encode_path, encode_value
 from ..catalog_builder import foreign_file
 
@@ -52,6 +54,19 @@ class CatalogColumns:
     def names(self) -> tuple[str, ...]:
         """Return the names of the tensors so far."""
         return tuple(self._tensors)
+
+    def shapes(self) -> dict[str, Ints]:
+        """Return the shapes of the tensors so far, by name."""
+        return {name: self._shapes[number] for name, number in self._tensors.items()}
+
+    def place(self, name: str, element: int) -> tuple[str, int, torch.dtype] | None:
+        """Return the file and the byte at which an element of a tensor lies, as far as it lies in runs of the whole tensor."""
+        wanted, dtype = self._tensors[name], TORCH_DTYPES[self._dtypes[self._tensors[name]]]
+        whole = self._boxes.get(((0,) * len(self._shapes[wanted]), self._shapes[wanted]), -1)
+        for tensor, box, start, count, file, offset in self._rows:
+            for i in np.flatnonzero((tensor == wanted) & (box == whole) & (start <= element) & (element < start + count)):
+                return list(self._files)[file[i]], int(offset[i] + (element - start[i]) * dtype.itemsize), dtype
+        return None
 
     def file(self, key: str, size: int) -> int:
         """Return the number of a file."""

@@ -6,7 +6,7 @@ stages that have one of these places: the first counts. The name by layer is a s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,21 +54,33 @@ def open_layers(reader: FileReader, layers: Mapping[Rank, str], where: str) -> d
     return found
 
 
-def tied_names(layers: Mapping[str, LayerTensor], names: Iterable[str], model: str) -> dict[str, str]:
-    """Find which tensors of layers are those of a tied module: the only one that ends alike and has the same shape.
+def tied_names(
+    layers: Mapping[str, LayerTensor], shapes: Mapping[str, Ints], model: str, is_cast: Callable[[LayerTensor, str], bool]
+) -> dict[str, str]:
+    """Find which tensors of layers are those of a tied module: the only one that ends alike, has the same shape, and is the same.
+
+    A layer that no optimizer has, as it is frozen, may end alike and have the same shape.
+
+    Parameters
+    ----------
+    shapes
+        Of the tensors in the catalog, by name.
+    is_cast
+        Whether a tensor of a layer is one of the catalog, cast to its own dtype.
 
     Returns
     -------
     The name in the catalog of the tied module's tensor, by the name by layer.
     """
-    tied = [name for name in names if name.startswith(f"{model}.{TIED}")]
-    known = {name.partition(".")[2].partition(".")[0] for name in names if name.startswith(f"{model}.")}
+    tied = [name for name in shapes if name.startswith(f"{model}.{TIED}")]
+    known = {name.partition(".")[2].partition(".")[0] for name in shapes if name.startswith(f"{model}.")}
     found = {}
-    for fqn in layers:
-        layer, _, rest = fqn.partition(".")
-        if layer in known:
+    for fqn, layer in layers.items():
+        number, _, rest = fqn.partition(".")
+        if number in known:
             continue
-        same = [name for name in tied if name.removeprefix(f"{model}.{TIED}").partition(".")[2] == rest]
+        alike = [name for name in tied if name.removeprefix(f"{model}.{TIED}").partition(".")[2] == rest]
+        same = [name for name in alike if shapes[name] == layer.view.shape and is_cast(layer, name)]
         if len(same) == 1:
             found[fqn] = same[0]
     return found

@@ -30,10 +30,10 @@ from .archive import FileReader, TorchFile, is_contiguous
 from .columns import CatalogColumns
 from .folder import UNIVERSAL_STATE, TagFiles, refuse_experts
 from .layout import MASTER, NOT_SHARED, FlatGroup, Params, RankState, Runs, hyperparameters, open_state, striped_runs
-from .pipeline import TIED, open_layers, params_of_fragments, tied_names
+from .pipeline import TIED, LayerTensor, open_layers, params_of_fragments, tied_names
 from .rows import MODEL, OPTIMIZER, FlatNames, KnownNames, TensorAdder, parameter_name, state_link
 from .shards import Shard, TensorParallel
-from .unpartitioned import Candidate, apart, by_shapes, flat_groups, numbers_of
+from .unpartitioned import SAMPLE, Candidate, apart, by_shapes, flat_groups, numbers_of
 from .values import NOT_VALUES, ROOT, leaves, plain
 
 FORMAT = "deepspeed"
@@ -339,6 +339,22 @@ class _Tag:
         self._storage.read_into(file.key, file.at(view) + first * view.dtype.itemsize, [memoryview(data)])
         return torch.frombuffer(data, dtype=view.dtype)
 
+    def _is_cast(self, layer: LayerTensor, name: str) -> bool:
+        """Tell whether a tensor of a layer is one of the catalog, cast to its dtype: some elements are compared."""
+        size = prod(layer.view.shape)
+        if not size or not is_contiguous(layer.view):
+            return False
+        for i in sorted({(size - 1) * k // (SAMPLE - 1) for k in range(SAMPLE)}):
+            place, data = self._columns.place(name, i), bytearray(8)
+            if place is None:
+                return False
+            key, offset, dtype = place
+            self._storage.read_into(key, offset, [memoryview(data)[: dtype.itemsize]])
+            cast = torch.frombuffer(data, dtype=dtype, count=1).to(layer.view.dtype)
+            if not torch.equal(cast.view(torch.uint8), self._read(layer.file, layer.view, i, 1).view(torch.uint8)):
+                return False
+        return True
+
     def _add_layers(self) -> None:
         """Add what the files of a pipeline's layers have and no optimizer; the name of a tied layer is a second one."""
         buffers = [name for model in self._models for name in model.content.get("buffer_names") or ()]
@@ -349,7 +365,7 @@ class _Tag:
                 f"layer_{missing.partition('.')[0]:0>2}-model_states.pt, "
                 "or use another checkpoint"
             )
-        tied = tied_names(self._layers, self._columns.names(), MODEL)
+        tied = tied_names(self._layers, self._columns.shapes(), MODEL, self._is_cast)
         for fqn, layer in self._layers.items():
             name = parameter_name(fqn)
             if name in self._masters:

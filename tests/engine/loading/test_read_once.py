@@ -281,3 +281,26 @@ def test_one_process_reads_as_ever(tmp_path: Path) -> None:
     into = torch.zeros(10, 10)
     assert checkpoint.load(tmp_path, {"w": into}, read_once=True).bytes_read > 0
     assert torch.equal(into, position_values((10, 10)))
+
+
+def load_few_columns_of_wide_rows(folder: str) -> list[str]:
+    """Two ranks want the same columns of rows that are longer than a block, so that what is read has gaps."""
+    import torch.distributed as dist
+
+    wrong = []
+    for width in (20_000, 33_000, 80_000, 200_000):
+        whole = position_values((40, width))
+        path = f"{folder}/{width}"
+        checkpoint.save(path, {"w": shard(dist.get_rank(), 2, 0, whole)})
+        for verify in (True, False):
+            for first, count in ((0, 16), (width // 2 + 3, 7), (width - 5, 5)):
+                part = whole[:, first : first + count]
+                into = LocalShard(torch.full_like(part, -1), tuple(whole.shape), (0, first))
+                checkpoint.load(path, {"w": into}, verify=verify, read_once=True)
+                if not torch.equal(into.tensor, part):
+                    wrong.append(f"{width} {verify} {first}")
+    return wrong
+
+
+def test_what_is_read_with_gaps_is_packed_from_the_right_places(tmp_path: Path) -> None:
+    assert run_ranks(load_few_columns_of_wide_rows, 2, str(tmp_path)) == [[], []]

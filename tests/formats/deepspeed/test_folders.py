@@ -83,6 +83,19 @@ def test_both_names_of_a_tied_weight_and_buffers_are_read(unpack: Unpack) -> Non
     assert checkpoint.catalog(unpack("z3-fp32-tied")).tensor("model.out.weight").alias_of == "model.emb.weight"
 
 
+def test_frozen_layers_that_look_like_a_tied_one_are_themselves(unpack: Unpack) -> None:
+    root = unpack("p1-bf16-tied")
+    whole, folder = digests(root), next(root.glob("*/layer_00-model_states.pt")).parent
+    tied = torch.load(folder / "layer_00-model_states.pt")["weight"]
+    frozen = {20: (tied.float() + 1).to(tied.dtype), 21: torch.arange(25).reshape(5, 5).to(tied.dtype)}
+    for number, weight in frozen.items():
+        torch.save({"weight": weight}, folder / f"layer_{number}-model_states.pt")
+    found = checkpoint.read(root, [f"model.{number}.weight" for number in frozen])
+    for number, weight in frozen.items():
+        assert torch.equal(found[f"model.{number}.weight"].view(torch.uint8), weight.view(torch.uint8))
+    assert {name: one for name, one in digests(root).items() if name in whole} == whole
+
+
 def test_frozen_parameters_of_zero_3_are_put_together_from_their_stripes(unpack: Unpack) -> None:
     found = checkpoint.read(unpack("z3-bf16-frozen"))
     other = checkpoint.read(unpack("z2-bf16-frozen"))
