@@ -15,9 +15,11 @@ import torch
 
 from .checkpoint import Manager, Memory, SaveHandle
 from .errors import CheckpointNotFound, UsageError
+from .format.keys import step_name
 from .format.values import decode_value, encode_value
+from .storage import resolved_path
 
-_TAG, _TREE, _TENSOR = "nebula_tag", "tree", "__tensor__"
+TAG, _TREE, _TENSOR = "nebula_tag", "tree", "__tensor__"
 _MANAGERS: list[Manager] = []
 _BEGUN: list[int] = []
 
@@ -37,9 +39,30 @@ def init(
 ) -> Manager:
     """Open the run: saves go to memory, and every so many seconds to the path, which keeps so many versions."""
     finish()
-    memory, every = memory or memory_from_environment(), f"{persistent_time_interval}s"
-    _MANAGERS.append(Manager(persistent_storage_path, memory=memory, persist_every=every, keep_last=num_of_version_in_retention))
+    memory = memory or memory_from_environment()
+    _MANAGERS.append(_opened(persistent_storage_path, persistent_time_interval, num_of_version_in_retention, memory))
     return _MANAGERS[0]
+
+
+def run_at(persistent_storage_path: str, persistent_time_interval: float, num_of_version_in_retention: int) -> Manager:
+    """Return the manager of a storage path; opened as by `init` if it is not open, and beside those of other paths."""
+    first = f"{resolved_path(persistent_storage_path).rstrip('/')}/{step_name(0)}"
+    found = next((manager for manager in _MANAGERS if manager.path(0) == first), None)
+    if found is None:
+        found = _opened(persistent_storage_path, persistent_time_interval, num_of_version_in_retention, memory_from_environment())
+        _MANAGERS.append(found)
+    return found
+
+
+def _opened(path: str, interval: float, num_versions: int, memory: Memory) -> Manager:
+    return Manager(path, memory=memory, persist_every=f"{interval}s", keep_last=num_versions)
+
+
+def close_run(manager: Manager) -> None:
+    """Close the manager of a storage path, as `finish` does for all. Collective."""
+    if manager in _MANAGERS:
+        _MANAGERS.remove(manager)
+        manager.close()
 
 
 @atexit.register
@@ -86,7 +109,7 @@ class Checkpoint:
         step = int(digits[1]) if digits else max([-1, *manager().steps(), *_BEGUN]) + 1
         _BEGUN.append(step)
         self.tag = self.tag or str(step)
-        self.handle = manager().async_save(step, {"files": self._files}, metadata={_TAG: self.tag})
+        self.handle = manager().async_save(step, {"files": self._files}, metadata={TAG: self.tag})
         self._files = {}
         return True
 
@@ -135,7 +158,7 @@ def get_latest_checkpoint_path(name: str = "", persist_path: str | None = None) 
 
 
 def _tags(persist_path: str | None = None) -> dict[int, str]:
-    return {step: str((manager().metadata(step) or {}).get(_TAG, step)) for step in manager(persist_path).steps()}
+    return {step: str((manager().metadata(step) or {}).get(TAG, step)) for step in manager(persist_path).steps()}
 
 
 def _mapped(node: Any, change: Callable[[Any, str], Any], path: str = "") -> Any:

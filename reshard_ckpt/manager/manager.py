@@ -24,6 +24,7 @@ from ..checkpoint.listing import metric_of
 from ..checkpoint.loading import load
 from ..checkpoint.saving import async_save, save
 from ..comm import Stop, open_session, open_stop
+from ..core.catalog.model import Catalog
 from ..core.planning.interval import MAX_OVERHEAD
 from ..core.report import LoadReport, SaveReport
 from ..engine.common.logs import LOGGER
@@ -181,16 +182,21 @@ class Manager:
         stored = self._stored_steps()
         return stored if self._memory is None else sorted({*stored, *self._memory.steps()})
 
-    def metadata(self, step: int) -> Any:
-        """Return the metadata that were passed with a step, the metric among them; None where there are none, or no such step."""
+    def catalog(self, step: int) -> Catalog | None:
+        """Read the catalog of a step, from this node's memory or the store; None where neither has that step."""
         in_memory = {} if self._memory is None else self._memory.catalogs()
         if _checked(step) in in_memory:
-            return in_memory[step].metadata
+            return in_memory[step]
         try:
             with open_storage(self.path(step)) as storage:
-                return open_catalog(storage).metadata
+                return open_catalog(storage)
         except CheckpointNotFound:
             return None
+
+    def metadata(self, step: int) -> Any:
+        """Return the metadata that were passed with a step, the metric among them; None where there are none, or no such step."""
+        found = self.catalog(step)
+        return None if found is None else found.metadata
 
     @property
     def memory_skipped(self) -> int:

@@ -336,10 +336,13 @@ def unpartitioned(engine: Any) -> dict[str, str]:
         found.update({f"optimizer.state.{fqn}.{key}": digest(value) for key, value in state.items()})
 
     flats = getattr(optimizer, "fp32_groups_flat", getattr(optimizer, "fp32_groups_flat_partition", None))
-    if flats is not None:  # of BF16_Optimizer the whole, as there is one data-parallel rank
-        for flat, group in zip(flats, getattr(optimizer, "bf16_groups", None) or optimizer.fp16_groups, strict=True):
-            parts = {key: flat_parts(value, group) for key, value in base.state[flat].items()}
-            for i, (param, master) in enumerate(zip(group, flat_parts(flat, group), strict=True)):
+    if flats is not None:
+        # BF16_Optimizer divides a group evenly among its data-parallel ranks; the fp16 wrapper has it whole on each.
+        owners = getattr(optimizer, "real_dp_process_group", [None] * len(flats))
+        groups = getattr(optimizer, "bf16_groups", None) or optimizer.fp16_groups
+        for flat, group, owner in zip(flats, groups, owners, strict=True):
+            parts = {key: flat_parts(joined(value, owner), group) for key, value in base.state[flat].items()}
+            for i, (param, master) in enumerate(zip(group, flat_parts(joined(flat, owner), group), strict=True)):
                 add(param, master, {key: part[i] for key, part in parts.items()})
     elif hasattr(optimizer, "fp32_groups"):
         for masters, group in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
@@ -351,6 +354,15 @@ def unpartitioned(engine: Any) -> dict[str, str]:
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, found)
     return {name: value for of_rank in every for name, value in of_rank.items()}
+
+
+def joined(part: torch.Tensor, owner: Any) -> torch.Tensor:
+    """The flat tensor of which each rank of a process group has an even part; of a number, or without a group, that itself."""
+    if part.ndim == 0 or owner is None:
+        return part
+    parts = [torch.empty_like(part) for _ in range(dist.get_world_size(owner))]
+    dist.all_gather(parts, part.detach().contiguous(), group=owner)
+    return torch.cat(parts)
 
 
 def flat_parts(flat: torch.Tensor, group: Any) -> list[torch.Tensor]:
