@@ -35,6 +35,7 @@ from ..formats.deepspeed.values import NOT_VALUES
 from .deepspeed_config import BLOCKS, Chosen, chosen_by, config_of
 from .deepspeed_load import find_saved, load_checkpoint
 from .deepspeed_nebula import NebulaRun
+from .deepspeed_releases import REPLACED, OldMethods, tells_tag_alone
 from .deepspeed_state import EngineState, base_optimizer, refuse_unsupported
 
 __all__ = ["attach", "detach", "install"]
@@ -74,6 +75,8 @@ def attach(engine: Any, *, host_buffer_bytes: int | None = None, timeout_s: floa
         size = host_buffer_bytes or chosen.host_buffer_bytes
         engine.checkpoint_engine = Engine(engine, engine.checkpoint_engine, size, timeout_s, nebula)
         engine.load_checkpoint = _Loading(engine)
+        if tells_tag_alone():
+            engine.checkpoint_engine.old = OldMethods(engine)
     return engine
 
 
@@ -82,7 +85,8 @@ def detach(engine: Any) -> Any:
     if isinstance(engine.checkpoint_engine, Engine):
         engine.checkpoint_engine.cleanup()
         engine.checkpoint_engine = engine.checkpoint_engine.stock
-        vars(engine).pop("load_checkpoint", None)
+        for name in ("load_checkpoint", *REPLACED):
+            vars(engine).pop(name, None)
     return engine
 
 
@@ -92,8 +96,13 @@ def install() -> None:
     Of the first, ``host_cache_size`` (GB) bounds the host memory of a rank. The second saves to the memory of nodes. Call it
     before ``deepspeed.initialize``; a second call does nothing.
     """
+    from deepspeed.runtime import config
     from deepspeed.runtime.engine import DeepSpeedEngine
 
+    # Since 0.19.7 a config with this block is refused, as DeepSpeed itself would no longer heed it.
+    for name, table in vars(config).items():
+        if name.startswith("_REMOVED_") and isinstance(table, dict):
+            table.pop("nebula", None)
     if getattr(DeepSpeedEngine._configure_checkpointing, "of_reshard_ckpt", False):
         return
     DeepSpeedEngine._configure_checkpointing = _configured(DeepSpeedEngine._configure_checkpointing)
@@ -162,13 +171,14 @@ class Engine:
         self._kept: frozenset[str] | None = None
         self._changed: dict[str, Any] = {}
         self._running: _Running | None = None
+        self.old: OldMethods | None = None
         _AT_EXIT.add(self)
 
     def create(self, info: Any) -> None:
         """Begin a checkpoint: wait for the one before and its ``latest``, and have DeepSpeed call `save` on every rank."""
         self._set_back()
-        if not hasattr(info, "save_latest"):  # before 0.17 it was the tag alone
-            raise UnsupportedError("this release of DeepSpeed does not tell where a checkpoint goes; use 0.17 or later")
+        if self.old is not None:
+            info = self.old.info or info
         if not self._is_checkpoint(info):
             self.stock.create(info)
             return
@@ -247,7 +257,7 @@ class Engine:
 
     def _is_checkpoint(self, info: Any) -> bool:
         """Tell a checkpoint from the one file of ``save_16bit_model``, which goes by the name of that file."""
-        return not str(info.tag).endswith((".bin", ".pt", ".safetensors"))
+        return hasattr(info, "save_dir") and not str(info.tag).endswith((".bin", ".pt", ".safetensors"))
 
     def _of(self) -> Any:
         engine = self._engine()

@@ -66,7 +66,7 @@ def chosen_by(config: Mapping[str, Any]) -> Chosen | None:
     """
     blocks = {key: block for key in BLOCKS if (block := _enabled(config.get(key), by_default=key != "nebula")) is not None}
     if len(blocks) > 1:
-        raise UsageError("the config has datastates_ckpt and nebula, and each chooses where checkpoints go; leave one of them out")
+        raise UsageError("the config has datastates_ckpt and nebula, and each says where checkpoints go; leave one of them out")
     if "datastates_ckpt" in blocks:
         return Chosen(host_buffer_bytes=_host_buffer_bytes(blocks["datastates_ckpt"]))
     return Chosen(nebula=_nebula(blocks["nebula"])) if blocks else None

@@ -16,14 +16,10 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from ..checkpoint import Manager, SaveHandle
-from ..core.catalog.model import Catalog
 from ..errors import CheckpointNotFound, CorruptError, StorageError
-from ..format.torch_dtypes import TORCH_DTYPES
-from ..format.values import decode_path
 from ..formats.deepspeed.values import ROOT
 from ..nebula import TAG, close_run, run_at
 from .deepspeed_config import NebulaBlock
@@ -112,8 +108,8 @@ class NebulaRun:
         self._last = step
         catalog = self._manager.catalog(step)
         assert catalog is not None
-        load, read = partial(self._manager.load, step), partial(_read, self._manager, step, catalog)
-        return Saved(os.path.join(load_dir, tag), catalog, load, read)
+        path = os.path.join(load_dir, tag)
+        return Saved(path, catalog, partial(self._manager.load, step), partial(self._manager.read, step))
 
     def _tags(self, manager: Manager) -> dict[int, str]:
         """Return the tags of a run by step, in order: nodes that joined know nothing of what others have in memory."""
@@ -125,22 +121,3 @@ class NebulaRun:
 
 def _step_of(tags: Mapping[int, str], tag: str) -> int | None:
     return max((step for step, other in tags.items() if other == tag), default=None)
-
-
-def _read(manager: Manager, step: int, saved: Catalog, names: list[str]) -> dict[str, Any]:
-    """Read whole tensors and values of a step by loading them into a tree of their own."""
-    keys = {entry.name: decode_path(entry.path) for entry in saved.values_table}
-    tree: dict[Any, Any] = {}
-    nodes: dict[str, tuple[dict[Any, Any], Any]] = {}
-    for name in names:
-        *above, last = keys.get(name) or name.split(".")
-        node = tree
-        for key in above:
-            node = node.setdefault(key, {})
-        node[last] = None
-        if name not in keys:
-            index = saved.index(name)
-            node[last] = torch.empty(saved.shape(index), dtype=TORCH_DTYPES[saved.dtype(index)])
-        nodes[name] = node, last
-    manager.load(step, tree, strict=False)
-    return {name: node[last] for name, (node, last) in nodes.items()}

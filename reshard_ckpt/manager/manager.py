@@ -22,6 +22,7 @@ from typing import Any, SupportsIndex
 
 from ..checkpoint.listing import metric_of
 from ..checkpoint.loading import load
+from ..checkpoint.reading import read
 from ..checkpoint.saving import async_save, save
 from ..comm import Stop, open_session, open_stop
 from ..core.catalog.model import Catalog
@@ -192,6 +193,28 @@ class Manager:
                 return open_catalog(storage)
         except CheckpointNotFound:
             return None
+
+    def read(self, step: int, names: Sequence[str] | None = None) -> dict[str, Any]:
+        """Read whole tensors and values of a step on every rank, from memory or the store; see `checkpoint.read`. Collective.
+
+        Raises
+        ------
+        CheckpointNotFound
+            That step has no checkpoint.
+        """
+        self._refuse_unless_open("read")
+        path = self.path(step)
+        self._wait()
+        for prove in (False, True) if self._memory is not None else ():
+            found = self._memory.find(0, (), step, prove=prove) if self._memory is not None else None
+            if self._memory is None or found is None:
+                break
+            try:
+                return self._memory.read(found, names)
+            except (CorruptError, StorageError):
+                if prove:
+                    raise
+        return read(path, names)
 
     def metadata(self, step: int) -> Any:
         """Return the metadata that were passed with a step, the metric among them; None where there are none, or no such step."""

@@ -1,4 +1,4 @@
-"""The run of a DeepSpeed engine in memory, without DeepSpeed: which checkpoint a load takes, also after nodes and ranks are gone."""
+"""The run of a DeepSpeed engine in memory, without DeepSpeed: which checkpoint a load takes, and from where."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from reshard_ckpt.errors import CheckpointNotFound
 from reshard_ckpt.formats.deepspeed.live import write_latest
 from reshard_ckpt.integrations.deepspeed_config import NebulaBlock
 from reshard_ckpt.integrations.deepspeed_nebula import NebulaRun
-from tests.layouts import values_of
 from tests.launch import run_ranks
+from tests.layouts import values_of
 
 SHAPE = (6, 5)
 
@@ -40,7 +40,12 @@ def state_of(number: int) -> dict[str, Any]:
     rank = dist.get_rank()
     rows = values_of(SHAPE, "F32", number)[3 * rank :][:3].clone()
     values = {"step": number, "user": {"seen": torch.full((3,), number), "note": "n" * number}}
-    return {"model": {"w": LocalShard(rows, SHAPE, (3 * rank, 0))}, **({"deepspeed": values} if rank == 0 else {})}
+    groups = {"state": {}, "param_groups": [{"lr": number / 8, "params": ["w"]}]}
+    return {
+        "model": {"w": LocalShard(rows, SHAPE, (3 * rank, 0))},
+        "optimizer": groups,
+        **({"deepspeed": values} if rank == 0 else {}),
+    }
 
 
 def open_run(root: str, nodes: Sequence[str], **options: Any) -> NebulaRun:
@@ -60,7 +65,8 @@ def found(run: NebulaRun, root: str, tag: str | None = None) -> tuple[str, int, 
     saved = run.find(f"{root}/out", tag)
     assert saved is not None
     names = ["deepspeed.step", "deepspeed.user.seen", "deepspeed.user.note"]
-    values = saved.read(names)
+    values = saved.read([*names, "optimizer.param_groups"])
+    assert values["optimizer.param_groups"][0]["lr"] == values["deepspeed.step"] / 8
     wanted, target = state_of(values["deepspeed.step"])["model"]["w"], state_of(0)["model"]["w"]
     saved.load({"model": {"w": target}}, strict=True, cast=True)
     return saved.path, values["deepspeed.step"], torch.equal(target.tensor, wanted.tensor), [values[name] for name in names[1:]]
