@@ -5,8 +5,6 @@ A checkpoint has *files*: named states, as for ``torch.save``. All ranks make al
 
 from __future__ import annotations
 
-import atexit
-import os
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,19 +13,16 @@ import torch
 
 from .checkpoint import Manager, Memory, SaveHandle
 from .errors import CheckpointNotFound, UsageError
-from .format.keys import step_name
 from .format.values import decode_value, encode_value
-from .storage import resolved_path
+from .manager.open_runs import RUNS, TAG, close_runs, memory_from_environment, open_run
 
-TAG, _TREE, _TENSOR = "nebula_tag", "tree", "__tensor__"
-_MANAGERS: list[Manager] = []
+__all__ = [
+    "Checkpoint", "finish", "get_checkpoint", "get_latest_checkpoint", "get_latest_checkpoint_path", "init", "list_checkpoints",
+    "manager", "memory_from_environment",
+]  # fmt: skip
+
+_TREE, _TENSOR = "tree", "__tensor__"
 _BEGUN: list[int] = []
-
-
-def memory_from_environment() -> Memory:
-    """Return the memory of `init`: a copy on another node, if there is one, and ``NEBULA_MEMORY_BUFFER_SIZE`` bytes of each."""
-    limit, nodes = os.environ.get("NEBULA_MEMORY_BUFFER_SIZE"), int(os.environ.get("GROUP_WORLD_SIZE", "1"))
-    return Memory(copies=min(1, nodes - 1), max_bytes=int(limit) if limit else None)
 
 
 def init(
@@ -39,45 +34,20 @@ def init(
 ) -> Manager:
     """Open the run: saves go to memory, and every so many seconds to the path, which keeps so many versions."""
     finish()
-    memory = memory or memory_from_environment()
-    _MANAGERS.append(_opened(persistent_storage_path, persistent_time_interval, num_of_version_in_retention, memory))
-    return _MANAGERS[0]
+    return open_run(persistent_storage_path, persistent_time_interval, num_of_version_in_retention, memory)
 
 
-def run_at(persistent_storage_path: str, persistent_time_interval: float, num_of_version_in_retention: int) -> Manager:
-    """Return the manager of a storage path; opened as by `init` if it is not open, and beside those of other paths."""
-    first = f"{resolved_path(persistent_storage_path).rstrip('/')}/{step_name(0)}"
-    found = next((manager for manager in _MANAGERS if manager.path(0) == first), None)
-    if found is None:
-        found = _opened(persistent_storage_path, persistent_time_interval, num_of_version_in_retention, memory_from_environment())
-        _MANAGERS.append(found)
-    return found
-
-
-def _opened(path: str, interval: float, num_versions: int, memory: Memory) -> Manager:
-    return Manager(path, memory=memory, persist_every=f"{interval}s", keep_last=num_versions)
-
-
-def close_run(manager: Manager) -> None:
-    """Close the manager of a storage path, as `finish` does for all. Collective."""
-    if manager in _MANAGERS:
-        _MANAGERS.remove(manager)
-        manager.close()
-
-
-@atexit.register
 def finish() -> None:
     """Send the newest checkpoint to the storage path, and close the run; at the end of the process, by itself."""
     _BEGUN.clear()
-    while _MANAGERS:
-        _MANAGERS.pop().close()
+    close_runs()
 
 
 def manager(persist_path: str | None = None) -> Manager:
-    """Return the manager that `init` has opened, or open the run at a path."""
-    if not _MANAGERS and persist_path is None:
+    """Return the manager that `init` or an engine of DeepSpeed has opened, or open the run at a path."""
+    if not RUNS and persist_path is None:
         raise UsageError("nebula: call init(persistent_storage_path) first")
-    return _MANAGERS[0] if _MANAGERS else init(str(persist_path))
+    return RUNS[0] if RUNS else init(str(persist_path))
 
 
 class Checkpoint:

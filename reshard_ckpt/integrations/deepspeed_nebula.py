@@ -21,7 +21,7 @@ import torch.distributed as dist
 from ..checkpoint import Manager, SaveHandle
 from ..errors import CheckpointNotFound, CorruptError, StorageError
 from ..formats.deepspeed.values import ROOT
-from ..nebula import TAG, close_run, run_at
+from ..manager.open_runs import TAG, close_run, open_run, run_at
 from .deepspeed_config import NebulaBlock
 from .deepspeed_load import Saved, find_saved, latest_of, saved_at
 
@@ -34,7 +34,7 @@ class NebulaRun:
 
     def __init__(self, block: NebulaBlock) -> None:
         self._block = block
-        self._manager = run_at(block.path, block.interval_s, block.num_versions)
+        self._manager = run_at(block.path) or open_run(block.path, block.interval_s, block.num_versions)
         self._last = max(self._tags(self._manager), default=-1)
 
     def save(self, tag: str, state: Mapping[str, Any], **options: Any) -> SaveHandle:

@@ -286,7 +286,7 @@ def installed(out: str) -> tuple[str, str]:
         engine = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=wanted)[0]
         jobs.train(engine, 1)
         engine.save_checkpoint(f"{out}/{len(found)}")
-        engine.checkpoint_engine.cleanup()
+        engine.destroy()
         dist.barrier()
         found.append(type(engine.checkpoint_engine).__module__)
     return found[0], found[1]

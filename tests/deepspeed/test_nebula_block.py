@@ -34,10 +34,10 @@ def nodes() -> Iterator[list[str]]:
 
 def engine_with(out: str, nodes: Sequence[str], stage: int, *, seed: int = 0, **options: Any) -> Any:
     """Build an engine that is attached by its config."""
-    from reshard_ckpt import nebula
     from reshard_ckpt.integrations import deepspeed as reshard_deepspeed
+    from reshard_ckpt.manager import open_runs
 
-    nebula.memory_from_environment = lambda: Memory(copies=1, folder=nodes[dist.get_rank()])
+    open_runs.memory_from_environment = lambda: Memory(copies=1, folder=nodes[dist.get_rank()])
     block = {"enabled": True, "persistent_storage_path": f"{out}/store", "persistent_time_interval": 3600, **options}
     deepspeed = jobs.import_deepspeed()
     reshard_deepspeed.install()

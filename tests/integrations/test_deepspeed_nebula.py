@@ -15,12 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from reshard_ckpt import LocalShard, checkpoint, nebula
+from reshard_ckpt import LocalShard, checkpoint
 from reshard_ckpt.checkpoint import Memory
 from reshard_ckpt.errors import CheckpointNotFound
 from reshard_ckpt.formats.deepspeed.live import write_latest
 from reshard_ckpt.integrations.deepspeed_config import NebulaBlock
 from reshard_ckpt.integrations.deepspeed_nebula import NebulaRun
+from reshard_ckpt.manager import open_runs
 from tests.launch import run_ranks
 from tests.layouts import values_of
 
@@ -49,7 +50,7 @@ def state_of(number: int) -> dict[str, Any]:
 
 
 def open_run(root: str, nodes: Sequence[str], **options: Any) -> NebulaRun:
-    nebula.memory_from_environment = lambda: Memory(copies=1, folder=nodes[dist.get_rank()])
+    open_runs.memory_from_environment = lambda: Memory(copies=1, folder=nodes[dist.get_rank()])
     return NebulaRun(NebulaBlock(f"{root}/store", interval_s=3600, **options))
 
 
