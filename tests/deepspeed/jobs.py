@@ -34,10 +34,24 @@ def import_deepspeed() -> Any:
 
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda *_: None  # type: ignore[attr-defined]
     type(get_accelerator()).is_fp16_supported = lambda self: True
+    _step_without_grad(deepspeed)
     logging.disable(logging.WARNING)
     os.environ.setdefault("LOCAL_RANK", os.environ.get("RANK", "0"))
     deepspeed.init_distributed("gloo", verbose=False)
     return deepspeed
+
+
+def release(deepspeed: Any) -> tuple[int, ...]:
+    """The first two numbers of DeepSpeed's version."""
+    return tuple(map(int, deepspeed.__version__.split(".")[:2]))
+
+
+def _step_without_grad(deepspeed: Any) -> None:
+    """Let a release before 0.19 run on torch 2.13: it gathers into views of parameters, which that refuses where grad is on."""
+    engine = deepspeed.DeepSpeedEngine
+    if release(deepspeed) < (0, 19) and not hasattr(engine, "_stock_model_step"):
+        engine._stock_model_step = engine._take_model_step
+        engine._take_model_step = torch.no_grad()(engine._stock_model_step)
 
 
 class Net(nn.Module):
