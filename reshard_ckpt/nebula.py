@@ -5,8 +5,6 @@ A checkpoint has *files*: named states, as for ``torch.save``. All ranks make al
 
 from __future__ import annotations
 
-import atexit
-import os
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,16 +14,15 @@ import torch
 from .checkpoint import Manager, Memory, SaveHandle
 from .errors import CheckpointNotFound, UsageError
 from .format.values import decode_value, encode_value
+from .manager.open_runs import RUNS, TAG, close_runs, memory_from_environment, open_run
 
-_TAG, _TREE, _TENSOR = "nebula_tag", "tree", "__tensor__"
-_MANAGERS: list[Manager] = []
+__all__ = [
+    "Checkpoint", "finish", "get_checkpoint", "get_latest_checkpoint", "get_latest_checkpoint_path", "init", "list_checkpoints",
+    "manager", "memory_from_environment",
+]  # fmt: skip
+
+_TREE, _TENSOR = "tree", "__tensor__"
 _BEGUN: list[int] = []
-
-
-def memory_from_environment() -> Memory:
-    """Return the memory of `init`: a copy on another node, if there is one, and ``NEBULA_MEMORY_BUFFER_SIZE`` bytes of each."""
-    limit, nodes = os.environ.get("NEBULA_MEMORY_BUFFER_SIZE"), int(os.environ.get("GROUP_WORLD_SIZE", "1"))
-    return Memory(copies=min(1, nodes - 1), max_bytes=int(limit) if limit else None)
 
 
 def init(
@@ -37,24 +34,20 @@ def init(
 ) -> Manager:
     """Open the run: saves go to memory, and every so many seconds to the path, which keeps so many versions."""
     finish()
-    memory, every = memory or memory_from_environment(), f"{persistent_time_interval}s"
-    _MANAGERS.append(Manager(persistent_storage_path, memory=memory, persist_every=every, keep_last=num_of_version_in_retention))
-    return _MANAGERS[0]
+    return open_run(persistent_storage_path, persistent_time_interval, num_of_version_in_retention, memory)
 
 
-@atexit.register
 def finish() -> None:
     """Send the newest checkpoint to the storage path, and close the run; at the end of the process, by itself."""
     _BEGUN.clear()
-    while _MANAGERS:
-        _MANAGERS.pop().close()
+    close_runs()
 
 
 def manager(persist_path: str | None = None) -> Manager:
-    """Return the manager that `init` has opened, or open the run at a path."""
-    if not _MANAGERS and persist_path is None:
+    """Return the manager that `init` or an engine of DeepSpeed has opened, or open the run at a path."""
+    if not RUNS and persist_path is None:
         raise UsageError("nebula: call init(persistent_storage_path) first")
-    return _MANAGERS[0] if _MANAGERS else init(str(persist_path))
+    return RUNS[0] if RUNS else init(str(persist_path))
 
 
 class Checkpoint:
@@ -86,7 +79,7 @@ class Checkpoint:
         step = int(digits[1]) if digits else max([-1, *manager().steps(), *_BEGUN]) + 1
         _BEGUN.append(step)
         self.tag = self.tag or str(step)
-        self.handle = manager().async_save(step, {"files": self._files}, metadata={_TAG: self.tag})
+        self.handle = manager().async_save(step, {"files": self._files}, metadata={TAG: self.tag})
         self._files = {}
         return True
 
@@ -135,7 +128,7 @@ def get_latest_checkpoint_path(name: str = "", persist_path: str | None = None) 
 
 
 def _tags(persist_path: str | None = None) -> dict[int, str]:
-    return {step: str((manager().metadata(step) or {}).get(_TAG, step)) for step in manager(persist_path).steps()}
+    return {step: str((manager().metadata(step) or {}).get(TAG, step)) for step in manager(persist_path).steps()}
 
 
 def _mapped(node: Any, change: Callable[[Any, str], Any], path: str = "") -> Any:

@@ -172,19 +172,24 @@ def read(path: Path, names: Sequence[str] | None = None, *, progress: bool | OnP
         A foreign checkpoint has it, but in a form that cannot be read, such as a value that only unpickling could make.
     """
     with open_source(path) as source:
-        storage, saved = source.storage, source.catalog
-        refuse_unreadable(saved, names)
-        tensors, values = match_names(saved, names)
-        check_whole(storage, saved, [saved.index(name) for name in tensors])
-        whole = [_whole(saved, name) for name in tensors]
-        resolved = resolve(saved, whole, LoadOptions())
-        if any(resolved.problems.values()):
-            raise MismatchError("\n".join(line for lines in resolved.problems.values() for line in lines))
-        fetch(storage, saved, resolved, LoadOptions(), report=reporter(progress))
-        out: dict[str, Any] = {spec.name: tensor for spec, tensor in whole}
-        for name, value in open_values(storage, saved, values, verify=True).items():
-            out[name] = value.plain
-        return out
+        return read_from(source, names, progress=progress)
+
+
+def read_from(source: Source, names: Sequence[str] | None = None, *, progress: bool | OnProgress = False) -> dict[str, Any]:
+    """Read as `read` does, from what is open."""
+    storage, saved = source.storage, source.catalog
+    refuse_unreadable(saved, names)
+    tensors, values = match_names(saved, names)
+    check_whole(storage, saved, [saved.index(name) for name in tensors])
+    whole = [_whole(saved, name) for name in tensors]
+    resolved = resolve(saved, whole, LoadOptions())
+    if any(resolved.problems.values()):
+        raise MismatchError("\n".join(line for lines in resolved.problems.values() for line in lines))
+    fetch(storage, saved, resolved, LoadOptions(), report=reporter(progress))
+    out: dict[str, Any] = {spec.name: tensor for spec, tensor in whole}
+    for name, value in open_values(storage, saved, values, verify=True).items():
+        out[name] = value.plain
+    return out
 
 
 def _whole(saved: Catalog, name: str) -> tuple[TensorSpec, torch.Tensor]:

@@ -21,6 +21,7 @@ import re
 import threading
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -31,7 +32,10 @@ from ..checkpoint.saving import async_save
 from ..errors import CheckpointError, UnsupportedError, UsageError
 from ..formats.deepspeed.live import is_plain, write_latest
 from ..formats.deepspeed.values import NOT_VALUES
-from .deepspeed_load import load_checkpoint
+from .deepspeed_config import BLOCKS, Chosen, chosen_by, config_of
+from .deepspeed_load import find_saved, load_checkpoint
+from .deepspeed_nebula import NebulaRun
+from .deepspeed_releases import REPLACED, OldMethods, tells_tag_alone
 from .deepspeed_state import EngineState, base_optimizer, refuse_unsupported
 
 __all__ = ["attach", "detach", "install"]
@@ -43,14 +47,16 @@ _LAYER = re.compile(r"layer_\d+.*model_states\.pt")
 
 
 def attach(engine: Any, *, host_buffer_bytes: int | None = None, timeout_s: float = 600.0) -> Any:
-    """Have a DeepSpeed engine save and load through this library.
+    """Have a DeepSpeed engine save and load through this library; all ranks call it.
+
+    Of the engine's config it heeds the blocks ``datastates_ckpt`` and ``nebula``.
 
     Parameters
     ----------
     engine
         What ``deepspeed.initialize`` returned; a ``PipelineEngine`` too.
     host_buffer_bytes, timeout_s
-        As for `checkpoint.async_save`.
+        As for `checkpoint.async_save`; the first goes before ``host_cache_size`` of ``datastates_ckpt``.
 
     Returns
     -------
@@ -59,73 +65,64 @@ def attach(engine: Any, *, host_buffer_bytes: int | None = None, timeout_s: floa
     Raises
     ------
     UsageError
-        It is no engine of DeepSpeed.
+        It is no engine of DeepSpeed, or a block of its config is wrong.
     """
     if not hasattr(engine, "checkpoint_engine") or not hasattr(engine, "save_checkpoint"):
         raise UsageError(f"attach: wanted what deepspeed.initialize returns first, got {type(engine).__name__}")
     if not isinstance(engine.checkpoint_engine, Engine):
-        engine.checkpoint_engine = Engine(engine, engine.checkpoint_engine, host_buffer_bytes, timeout_s)
+        chosen = chosen_by(config_of(engine)) or Chosen()
+        nebula = None if chosen.nebula is None else NebulaRun(chosen.nebula)
+        size = host_buffer_bytes or chosen.host_buffer_bytes
+        engine.checkpoint_engine = Engine(engine, engine.checkpoint_engine, size, timeout_s, nebula)
         engine.load_checkpoint = _Loading(engine)
+        if tells_tag_alone():
+            engine.checkpoint_engine.old = OldMethods(engine)
     return engine
 
 
 def detach(engine: Any) -> Any:
     """Give an engine back to DeepSpeed's own checkpoints, once what is under way is committed; return the engine."""
     if isinstance(engine.checkpoint_engine, Engine):
-        engine.checkpoint_engine.finish()
+        engine.checkpoint_engine.cleanup()
         engine.checkpoint_engine = engine.checkpoint_engine.stock
-        vars(engine).pop("load_checkpoint", None)
+        for name in ("load_checkpoint", *REPLACED):
+            vars(engine).pop(name, None)
     return engine
 
 
 def install() -> None:
-    """Attach every engine that is made from now on whose config has the block ``datastates_ckpt``.
+    """Attach every engine that is made from now on whose config has the block ``datastates_ckpt`` or ``nebula``.
 
-    Of that block, ``host_cache_size`` (GB) bounds the host memory of a rank. Call it before ``deepspeed.initialize``; a second
-    call does nothing.
+    Of the first, ``host_cache_size`` (GB) bounds the host memory of a rank. The second saves to the memory of nodes. Call it
+    before ``deepspeed.initialize``; a second call does nothing.
     """
+    from deepspeed.runtime import config
     from deepspeed.runtime.engine import DeepSpeedEngine
 
+    # Since 0.19.7 a config with this block is refused, as DeepSpeed itself would no longer heed it.
+    for name, table in vars(config).items():
+        if name.startswith("_REMOVED_") and isinstance(table, dict):
+            table.pop("nebula", None)
     if getattr(DeepSpeedEngine._configure_checkpointing, "of_reshard_ckpt", False):
         return
     DeepSpeedEngine._configure_checkpointing = _configured(DeepSpeedEngine._configure_checkpointing)
 
 
-def _configured(stock: Callable[[Any], None]) -> Callable[[Any], None]:
-    def configure(engine: Any) -> None:
-        block = _block(engine)
-        found = getattr(engine._config, "datastates_config", None)
-        if block is None or found is None:
-            stock(engine)
-        else:
-            enabled, found.enabled = found.enabled, False  # else it looks for the package of that name
-            try:
-                stock(engine)
-            finally:
-                found.enabled = enabled
-        if block is not None:
-            attach(engine, **_options(block))
+def _configured(stock: Callable[..., None]) -> Callable[..., None]:
+    def configure(engine: Any, *arguments: Any) -> None:
+        if chosen_by(config_of(engine)) is None:
+            stock(engine, *arguments)
+            return
+        with ExitStack() as disabled:
+            for name in BLOCKS.values():  # else DeepSpeed looks for the packages of these engines
+                if (block := getattr(engine._config, name, None)) is not None:
+                    disabled.callback(setattr, block, "enabled", block.enabled)
+                    block.enabled = False
+            stock(engine, *arguments)
+        attach(engine)
 
     configure.of_reshard_ckpt = True  # type: ignore[attr-defined]
     return configure
-
-
-_BLOCKS = ("datastates_ckpt",)
-"""Blocks of DeepSpeed's config that choose this engine."""
-
-
-def _block(engine: Any) -> Mapping[str, Any] | None:
-    """Return the block of the config that chooses this engine; None without one."""
-    config = engine.config if isinstance(engine.config, dict) else getattr(engine._config, "_param_dict", {})
-    block = next((config[key] for key in _BLOCKS if config.get(key) not in (None, False)), None)
-    return {} if block is True else block
-
-
-def _options(block: Mapping[str, Any]) -> dict[str, Any]:
-    size = block.get("host_cache_size")
-    if size is not None and (not isinstance(size, int | float) or isinstance(size, bool) or size <= 0):
-        raise UsageError(f"datastates_ckpt: host_cache_size is {size!r}, and should be gigabytes of host memory, such as 16")
-    return {} if size is None else {"host_buffer_bytes": int(size * 2**30)}
 
 
 class _Loading:
@@ -143,9 +140,8 @@ class _Loading:
             return self._stock(engine, load_dir, tag, *arguments, **options)
         ours.finish()
         names = ("load_module_strict", "load_optimizer_states", "load_lr_scheduler_states", "load_module_only", "custom_load_fn")
-        return load_checkpoint(
-            engine, load_dir, tag, timeout_s=ours.timeout_s, **dict(zip(names, arguments, strict=False)), **options
-        )
+        options |= dict(zip(names, arguments, strict=False))
+        return load_checkpoint(engine, load_dir, tag, timeout_s=ours.timeout_s, find=ours.find, **options)
 
 
 class Engine:
@@ -159,24 +155,30 @@ class Engine:
         The checkpoint engine that it had; it writes and reads what is no part of a checkpoint, such as ``save_16bit_model``.
     host_buffer_bytes, timeout_s
         As for `checkpoint.async_save`.
+    nebula
+        The run that it saves to; without one, each checkpoint is a folder below the one that a save is given.
     """
 
-    def __init__(self, engine: Any, stock: Any, host_buffer_bytes: int | None, timeout_s: float) -> None:
+    def __init__(
+        self, engine: Any, stock: Any, host_buffer_bytes: int | None, timeout_s: float, nebula: NebulaRun | None = None
+    ) -> None:
         self.name, self.stock, self.timeout_s = "ReshardCheckpointEngine", stock, timeout_s
         self._engine = weakref.ref(engine)
-        self._host_buffer_bytes = host_buffer_bytes
+        self._host_buffer_bytes, self._nebula = host_buffer_bytes, nebula
+        self.find = find_saved if nebula is None else nebula.find
         self._info: Any = None
         self._values: dict[str, Any] = {}
         self._kept: frozenset[str] | None = None
         self._changed: dict[str, Any] = {}
         self._running: _Running | None = None
+        self.old: OldMethods | None = None
         _AT_EXIT.add(self)
 
     def create(self, info: Any) -> None:
         """Begin a checkpoint: wait for the one before and its ``latest``, and have DeepSpeed call `save` on every rank."""
         self._set_back()
-        if not hasattr(info, "save_latest"):  # before 0.17 it was the tag alone
-            raise UnsupportedError("this release of DeepSpeed does not tell where a checkpoint goes; use 0.17 or later")
+        if self.old is not None:
+            info = self.old.info or info
         if not self._is_checkpoint(info):
             self.stock.create(info)
             return
@@ -244,6 +246,8 @@ class Engine:
         """Wait for what is under way; DeepSpeed calls this at the end."""
         self._set_back()
         self.finish()
+        if self._nebula is not None:
+            self._nebula.close()
 
     def finish(self) -> None:
         """Wait until the last save is committed, and ``latest`` names it; raise the error of one that failed."""
@@ -253,7 +257,7 @@ class Engine:
 
     def _is_checkpoint(self, info: Any) -> bool:
         """Tell a checkpoint from the one file of ``save_16bit_model``, which goes by the name of that file."""
-        return not str(info.tag).endswith((".bin", ".pt", ".safetensors"))
+        return hasattr(info, "save_dir") and not str(info.tag).endswith((".bin", ".pt", ".safetensors"))
 
     def _of(self) -> Any:
         engine = self._engine()
@@ -284,13 +288,11 @@ class Engine:
         self._set_back()
         state = _state(engine, self._values, self._kept)
         hooks = getattr(base_optimizer(engine), "register_step_pre_hook", None)
-        handle = async_save(
-            path,
-            state,
-            host_buffer_bytes=self._host_buffer_bytes,
-            timeout_s=self.timeout_s,
-            **(_LAZY if hooks is not None or engine.optimizer is None else {}),
-        )
+        options = {"timeout_s": self.timeout_s, **(_LAZY if hooks is not None or engine.optimizer is None else {})}
+        if self._nebula is None:
+            handle = async_save(path, state, host_buffer_bytes=self._host_buffer_bytes, **options)
+        else:
+            handle = self._nebula.save(str(info.tag), state, **options)
         self._running = _Running(info, handle, writes_latest=info.save_latest and dist.get_rank() == 0)
         if hooks is not None:
             self._running.hold(hooks)

@@ -9,7 +9,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,11 +19,44 @@ import torch.distributed as dist
 
 from ..checkpoint.loading import load
 from ..checkpoint.reading import catalog, read
+from ..core.catalog.model import Catalog
 from ..errors import UsageError
 from ..formats.deepspeed.live import GROUPS_NAME, Kinds, hyperparameters_of, kinds_of_state, read_latest, value_keys
 from ..formats.deepspeed.rows import OPTIMIZER
 from ..formats.deepspeed.values import NOT_VALUES, ROOT
 from .deepspeed_state import EngineState, base_optimizer, refuse_unsupported
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint to load, wherever its bytes are.
+
+    Attributes
+    ----------
+    path
+        Its path, for the user.
+    load
+        Loads into a state, with the options of `checkpoint.load`; on all ranks together.
+    read
+        Reads whole tensors and values, by name.
+    """
+
+    path: str
+    catalog: Catalog
+    load: Callable[..., Any]
+    read: Callable[[list[str]], dict[str, Any]]
+
+
+def saved_at(path: str) -> Saved:
+    """Open the checkpoint at a path."""
+    return Saved(path, catalog(path), partial(load, path), partial(read, path))
+
+
+def find_saved(load_dir: str, tag: Any) -> Saved | None:
+    """Find the checkpoint of a tag, by default of the one that ``latest`` names; None where there is no such file."""
+    tag = latest_of(load_dir) if tag is None else str(tag)
+    return None if tag is None else saved_at(os.path.join(load_dir, tag))
+
 
 _ENGINE_STATES = ("skipped_steps", "global_steps", "dp_world_size", "mp_world_size", "data_sampler", "random_ltd", "lr_scheduler",
                   "optimizer")  # fmt: skip
@@ -39,8 +74,14 @@ def load_checkpoint(
     load_module_only: bool = False,
     custom_load_fn: Any = None,
     timeout_s: float = 600.0,
+    find: Callable[[str, Any], Saved | None] = find_saved,
 ) -> tuple[str | None, dict[str, Any] | None]:
-    """Load a checkpoint into an engine; arguments and result are those of ``engine.load_checkpoint``.
+    """Load a checkpoint into an engine; other arguments and the result are those of ``engine.load_checkpoint``.
+
+    Parameters
+    ----------
+    find
+        Finds the checkpoint of a folder and a tag.
 
     Raises
     ------
@@ -54,20 +95,18 @@ def load_checkpoint(
         raise UsageError(
             "custom_load_fn: tensors are loaded in place here, not through a function; rename them in the checkpoint"
         )
-    path = _checkpoint_path(load_dir, tag)
-    if path is None:
+    found = find(load_dir, tag)
+    if found is None:
         return None, None
+    saved = found.catalog
     with_optimizer = load_optimizer_states and not load_module_only and engine.optimizer is not None
     _around(engine, "checkpoint_event_prologue")
-    saved = catalog(path)
     held = EngineState(engine, loading=True)
     kinds = kinds_of_state(saved)
     if with_optimizer:
         held.allocate(kinds)
-    shared = _load_tensors(
-        path, held, saved, kinds, strict=load_module_strict, with_optimizer=with_optimizer, timeout_s=timeout_s
-    )
-    values = _values(path, saved)
+    shared = _load_tensors(found, held, kinds, strict=load_module_strict, with_optimizer=with_optimizer, timeout_s=timeout_s)
+    values = _values(found)
     if with_optimizer:
         held.set_shared(shared)
         _set_groups(held, base_optimizer(engine), values.get(GROUPS_NAME))
@@ -81,20 +120,15 @@ def load_checkpoint(
         _set_engine(engine, values[ROOT], with_scheduler=load_lr_scheduler_states)
     _around(engine, "checkpoint_event_epilogue")
     client_state = {key: value for key, value in values[ROOT].items() if key not in _ENGINE_STATES and key not in NOT_VALUES}
-    return path, client_state
+    return found.path, client_state
 
 
-def _checkpoint_path(load_dir: str, tag: Any) -> str | None:
-    """Return the path of a tag's folder, by default of the one that ``latest`` names; None where there is no such file.
-
-    Rank 0 reads ``latest`` for all: it is the one that writes it.
-    """
-    found = [None if tag is None else str(tag)]
-    if tag is None and dist.get_rank() == 0:
-        found = [read_latest(load_dir)]
-    if tag is None and dist.get_world_size() > 1:
+def latest_of(load_dir: str) -> str | None:
+    """Return the tag that ``latest`` names; rank 0 reads it for all, as it is the one that writes it."""
+    found = [read_latest(load_dir) if dist.get_rank() == 0 else None]
+    if dist.get_world_size() > 1:
         dist.broadcast_object_list(found, 0)
-    return None if found[0] is None else os.path.join(load_dir, found[0])
+    return found[0]
 
 
 def _around(engine: Any, method: str) -> None:
@@ -104,9 +138,10 @@ def _around(engine: Any, method: str) -> None:
 
 
 def _load_tensors(
-    path: str, held: EngineState, saved: Any, kinds: Kinds, *, strict: bool, with_optimizer: bool, timeout_s: float
+    found: Saved, held: EngineState, kinds: Kinds, *, strict: bool, with_optimizer: bool, timeout_s: float
 ) -> dict[str, dict[str, Any]]:
     """Load tensors in place; return what is shared by the parameters of a flat group, by parameter."""
+    saved = found.catalog
     model, state = held.tensors(with_state=with_optimizer)
     model |= held.buffers()
     shared: dict[str, dict[str, Any]] = {}
@@ -122,9 +157,9 @@ def _load_tensors(
     if state:
         tree[OPTIMIZER] = {"state": state}
     ignore = [GROUPS_NAME, *(n for n, link in saved.links().items() if n not in saved and link.optimizer == OPTIMIZER)]
-    load(path, tree, strict=strict, cast=True, ignore=ignore, timeout_s=timeout_s)
+    found.load(tree, strict=strict, cast=True, ignore=ignore, timeout_s=timeout_s)
     if numbers:
-        for name, value in read(path, list(numbers)).items():
+        for name, value in found.read(list(numbers)).items():
             shared.setdefault(numbers[name].fqn, {})[numbers[name].key] = value
     return shared
 
@@ -133,18 +168,18 @@ def _is_scalar(value: Any) -> bool:
     return (not isinstance(value, torch.Tensor) and not hasattr(value, "layout")) or getattr(value, "ndim", 1) == 0
 
 
-def _values(path: str, saved: Any) -> dict[str, Any]:
+def _values(found: Saved) -> dict[str, Any]:
     """Read all values: the groups of the optimizer, and below `ROOT` a tree of what DeepSpeed and the user had."""
-    keys = value_keys(saved)
-    wanted = [*keys, *(name for name in [GROUPS_NAME] if name in saved.value_names)]
-    found = read(path, wanted) if wanted else {}
+    keys = value_keys(found.catalog)
+    wanted = [*keys, *(name for name in [GROUPS_NAME] if name in found.catalog.value_names)]
+    values = found.read(wanted) if wanted else {}
     tree: dict[str, Any] = {}
     for name, (_, *above, last) in keys.items():
         node = tree
         for key in above:
             node = node.setdefault(key, {})
-        node[last] = found[name]
-    return {ROOT: tree, GROUPS_NAME: found.get(GROUPS_NAME)}
+        node[last] = values[name]
+    return {ROOT: tree, GROUPS_NAME: values.get(GROUPS_NAME)}
 
 
 def _set_groups(held: EngineState, base: Any, saved: Any) -> None:

@@ -20,15 +20,17 @@ from types import TracebackType
 from typing import Any, SupportsIndex
 
 from ..checkpoint.listing import metric_of
+from ..checkpoint.reading import read
 from ..checkpoint.saving import async_save, save
 from ..comm import Stop, open_session, open_stop
+from ..core.catalog.model import Catalog
 from ..core.planning.interval import MAX_OVERHEAD
 from ..core.report import LoadReport, SaveReport
 from ..engine.common.step_folders import name_steps
 from ..engine.loading.load import open_catalog
 from ..engine.saving.handle import SaveHandle
 from ..engine.saving.options import SaveOptions
-from ..errors import CheckpointError, CheckpointNotFound, StorageError, UsageError
+from ..errors import CheckpointError, CheckpointNotFound, CorruptError, StorageError, UsageError
 from ..formats.source import Path
 from ..memory.options import Memory
 from ..memory.run import MemoryRun
@@ -157,16 +159,43 @@ class Manager:
         stored = self._stored.steps()
         return stored if self._memory is None else sorted({*stored, *self._memory.steps()})
 
-    def metadata(self, step: int) -> Any:
-        """Return the metadata that were passed with a step, the metric among them; None where there are none, or no such step."""
+    def catalog(self, step: int) -> Catalog | None:
+        """Read the catalog of a step, from this node's memory or the store; None where neither has that step."""
         in_memory = {} if self._memory is None else self._memory.catalogs()
         if _checked(step) in in_memory:
-            return in_memory[step].metadata
+            return in_memory[step]
         try:
             with open_storage(self.path(step)) as storage:
-                return open_catalog(storage).metadata
+                return open_catalog(storage)
         except CheckpointNotFound:
             return None
+
+    def read(self, step: int, names: Sequence[str] | None = None) -> dict[str, Any]:
+        """Read whole tensors and values of a step on every rank, from memory or the store; see `checkpoint.read`. Collective.
+
+        Raises
+        ------
+        CheckpointNotFound
+            That step has no checkpoint.
+        """
+        self._refuse_unless_open("read")
+        path = self.path(step)
+        self._wait()
+        for prove in (False, True) if self._memory is not None else ():
+            found = self._memory.find(0, (), step, prove=prove) if self._memory is not None else None
+            if self._memory is None or found is None:
+                break
+            try:
+                return self._memory.read(found, names)
+            except (CorruptError, StorageError):
+                if prove:
+                    raise
+        return read(path, names)
+
+    def metadata(self, step: int) -> Any:
+        """Return the metadata that were passed with a step, the metric among them; None where there are none, or no such step."""
+        found = self.catalog(step)
+        return None if found is None else found.metadata
 
     @property
     def memory_skipped(self) -> int:

@@ -7,7 +7,7 @@ import threading
 import uuid
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import msgpack
 
 from ..checkpoint.loading import load, load_state
+from ..checkpoint.reading import read_from
 from ..checkpoint.saving import begin_save
 from ..comm import Comm, open_session, shared_store
 from ..comm.links import Links
@@ -259,6 +260,14 @@ class MemoryRun:
         others = {k: v for k, v in options.items() if k not in _LOAD_OPTIONS}
         report, _ = load_state(where, state, chosen, opened=opened, **others)
         return report, "memory" if make_links is None else "peer"
+
+    def read(self, found: Restorable, names: Sequence[str] | None) -> dict[str, Any]:
+        """Read whole tensors and values of a generation, on every rank."""
+        make_links = None if found.is_local(self._tier.topology) else self._job_links
+        where = f"{self._root}/{step_name(found.generation.step)} in memory"
+        with ExitStack() as held, open_session("read", where, **self._session) as comm:
+            # Open until all ranks have left the session: others may read from this one.
+            return read_from(held.enter_context(open_images(comm, self._folder, found, make_links)), names)
 
     def _job_links(self, name: str) -> Links:
         size = len(self._tier.topology.node_of)

@@ -34,10 +34,24 @@ def import_deepspeed() -> Any:
 
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda *_: None  # type: ignore[attr-defined]
     type(get_accelerator()).is_fp16_supported = lambda self: True
+    _step_without_grad(deepspeed)
     logging.disable(logging.WARNING)
     os.environ.setdefault("LOCAL_RANK", os.environ.get("RANK", "0"))
     deepspeed.init_distributed("gloo", verbose=False)
     return deepspeed
+
+
+def release(deepspeed: Any) -> tuple[int, ...]:
+    """The first two numbers of DeepSpeed's version."""
+    return tuple(map(int, deepspeed.__version__.split(".")[:2]))
+
+
+def _step_without_grad(deepspeed: Any) -> None:
+    """Let a release before 0.19 run on torch 2.13: it gathers into views of parameters, which that refuses where grad is on."""
+    engine = deepspeed.DeepSpeedEngine
+    if release(deepspeed) < (0, 19) and not hasattr(engine, "_stock_model_step"):
+        engine._stock_model_step = engine._take_model_step
+        engine._take_model_step = torch.no_grad()(engine._stock_model_step)
 
 
 class Net(nn.Module):
@@ -336,10 +350,13 @@ def unpartitioned(engine: Any) -> dict[str, str]:
         found.update({f"optimizer.state.{fqn}.{key}": digest(value) for key, value in state.items()})
 
     flats = getattr(optimizer, "fp32_groups_flat", getattr(optimizer, "fp32_groups_flat_partition", None))
-    if flats is not None:  # of BF16_Optimizer the whole, as there is one data-parallel rank
-        for flat, group in zip(flats, getattr(optimizer, "bf16_groups", None) or optimizer.fp16_groups, strict=True):
-            parts = {key: flat_parts(value, group) for key, value in base.state[flat].items()}
-            for i, (param, master) in enumerate(zip(group, flat_parts(flat, group), strict=True)):
+    if flats is not None:
+        # BF16_Optimizer divides a group evenly among its data-parallel ranks; the fp16 wrapper has it whole on each.
+        owners = getattr(optimizer, "real_dp_process_group", [None] * len(flats))
+        groups = getattr(optimizer, "bf16_groups", None) or optimizer.fp16_groups
+        for flat, group, owner in zip(flats, groups, owners, strict=True):
+            parts = {key: flat_parts(joined(value, owner), group) for key, value in base.state[flat].items()}
+            for i, (param, master) in enumerate(zip(group, flat_parts(joined(flat, owner), group), strict=True)):
                 add(param, master, {key: part[i] for key, part in parts.items()})
     elif hasattr(optimizer, "fp32_groups"):
         for masters, group in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
@@ -351,6 +368,15 @@ def unpartitioned(engine: Any) -> dict[str, str]:
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, found)
     return {name: value for of_rank in every for name, value in of_rank.items()}
+
+
+def joined(part: torch.Tensor, owner: Any) -> torch.Tensor:
+    """The flat tensor of which each rank of a process group has an even part; of a number, or without a group, that itself."""
+    if part.ndim == 0 or owner is None:
+        return part
+    parts = [torch.empty_like(part) for _ in range(dist.get_world_size(owner))]
+    dist.all_gather(parts, part.detach().contiguous(), group=owner)
+    return torch.cat(parts)
 
 
 def flat_parts(flat: torch.Tensor, group: Any) -> list[torch.Tensor]:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from reshard_ckpt import checkpoint
-from reshard_ckpt.errors import CheckpointError
+from reshard_ckpt.errors import CheckpointError, CheckpointNotFound
 from tests.deepspeed import jobs
 from tests.launch import run_ranks
 
@@ -175,38 +175,73 @@ def test_options_of_load_keep_their_meaning(saved_on_two: Path) -> None:
     assert kept.isdisjoint({"model.a.weight", "model.emb.weight"})
 
 
-def killed_while_saving(out: str) -> None:
-    """Save, train and save again; die before the second is committed."""
-    from reshard_ckpt.engine.saving import commit
+def saved_and_trained_on(out: str) -> None:
+    """Save, and keep the losses of the next steps."""
     from reshard_ckpt.integrations import deepspeed as reshard_deepspeed
 
     engine = reshard_deepspeed.attach(jobs.engine_of("z2-bf16-plain"))
     jobs.train(engine, jobs.STEPS)
     engine.save_checkpoint(out, client_state=jobs.CLIENT)
     losses = jobs.train(engine, 2, jobs.STEPS)
-    reshard_deepspeed.detach(engine)
+    engine.checkpoint_engine.finish()
     if dist.get_rank() == 0:
         jobs.write_json(f"{out}/losses.json", losses)
-    dist.barrier()
-    die = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
-    commit.build_catalog = die  # type: ignore[attr-defined]
-    reshard_deepspeed.attach(engine).save_checkpoint(out)
-    engine.checkpoint_engine.finish()
 
 
-def resumed(out: str) -> list[float]:
+KILLS = {
+    "the first bytes are written": 1, "a file is made durable": 0, "all is written": 0, "it is committed, before latest": 0,
+}  # fmt: skip
+"""When a rank is killed, and which; torchrun ends the other."""
+
+
+def resumed(out: str) -> tuple[list[float], Any]:
+    """Resume from ``latest`` and train on; return the losses, and the engine."""
     from reshard_ckpt.integrations import deepspeed as reshard_deepspeed
 
     engine = reshard_deepspeed.attach(jobs.engine_of("z2-bf16-plain", seed=9))
-    engine.load_checkpoint(out)
-    return jobs.train(engine, 2, jobs.STEPS)
+    assert Path(engine.load_checkpoint(out)[0]).name == "global_step3"
+    return jobs.train(engine, 2, jobs.STEPS), engine
 
 
-def test_killed_before_the_commit_leaves_latest_and_the_old_tag_resumes_exactly(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError):
-        run_ranks(killed_while_saving, 2, str(tmp_path))
-    assert (tmp_path / "latest").read_text() == "global_step3"
-    assert run_ranks(resumed, 2, str(tmp_path))[0] == json.loads((tmp_path / "losses.json").read_text())
+def killed_while_saving(out: str, when: str) -> None:
+    """Resume, train on, and die in the next save."""
+    from reshard_ckpt.engine.saving import commit
+    from reshard_ckpt.integrations import deepspeed as reshard_deepspeed
+    from reshard_ckpt.storage.local import LocalWriter
+
+    losses, engine = resumed(out)
+    if dist.get_rank() == 0:
+        jobs.write_json(f"{out}/{when}.json", losses)
+    dist.barrier()
+    if dist.get_rank() == KILLS[when]:
+        points = [(LocalWriter, "write"), (LocalWriter, "finish"), (commit, "build_catalog"), (reshard_deepspeed, "write_latest")]
+        setattr(*dict(zip(KILLS, points, strict=True))[when], lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+    engine.save_checkpoint(out)
+    engine.checkpoint_engine.finish()
+    dist.barrier()
+    raise RuntimeError("nobody was killed")
+
+
+def last_losses(out: str) -> list[float]:
+    return resumed(out)[0]
+
+
+def test_killed_at_any_point_of_a_save_leaves_latest_and_the_old_tag_resumes_exactly(tmp_path: Path) -> None:
+    run_ranks(saved_and_trained_on, 2, str(tmp_path))
+    losses = json.loads((tmp_path / "losses.json").read_text())
+    new = tmp_path / "global_step5"
+    for when in KILLS:
+        with pytest.raises(AssertionError) as killed:
+            run_ranks(killed_while_saving, 2, str(tmp_path), when)
+        assert "nobody was killed" not in str(killed.value), when
+        assert json.loads((tmp_path / f"{when}.json").read_text()) == losses, killed.value  # after what the one before has left
+        assert (tmp_path / "latest").read_text() == "global_step3", when
+        if when == "it is committed, before latest":  # whole
+            assert checkpoint.verify(new).ok
+        else:  # or absent
+            with pytest.raises(CheckpointNotFound):
+                checkpoint.catalog(new)
+    assert run_ranks(last_losses, 2, str(tmp_path))[0] == losses
 
 
 def two_saves(out: str) -> list[list[float]]:
@@ -251,7 +286,7 @@ def installed(out: str) -> tuple[str, str]:
         engine = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=wanted)[0]
         jobs.train(engine, 1)
         engine.save_checkpoint(f"{out}/{len(found)}")
-        engine.checkpoint_engine.cleanup()
+        engine.destroy()
         dist.barrier()
         found.append(type(engine.checkpoint_engine).__module__)
     return found[0], found[1]

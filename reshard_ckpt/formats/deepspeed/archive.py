@@ -16,7 +16,7 @@ from ...errors import CorruptError, UnsupportedError
 from ...format.checksums import digest128
 from ...storage.protocol import Storage
 from ..dcp.heads import TENSOR_TABLE, TensorView, stored_at
-from ..dcp.pickle_reader import StandInClass, StandInFunction, Table, read_pickle
+from ..dcp.pickle_reader import Opaque, StandInClass, StandInFunction, Table, read_pickle
 from ..torch_zip import HEAD_BYTES, LEGACY_MAGIC
 
 MAX_PICKLE_BYTES = 1 << 30
@@ -48,6 +48,19 @@ def _number(value: Any) -> int:
     return value
 
 
+def _set_of(kind: type[set[Any]] | type[frozenset[Any]]) -> StandInFunction:
+    """Make what makes a set of plain values; of anything else, what nobody may look into."""
+
+    def make(items: Any = ()) -> Any:
+        if type(items) not in (list, tuple) or len(items) > _MAX_SET:
+            raise ValueError("a set of something else than a list")
+        return kind(items) if all(type(item) in _HASHED for item in items) else Opaque(f"a {kind.__name__} of objects")
+
+    return StandInFunction(kind.__name__, make)
+
+
+_HASHED = (str, bytes, int, float, bool, type(None))
+_MAX_SET = 1 << 20
 _LOSS_SCALER = "deepspeed.runtime.fp16.loss_scaler"
 _BUILTINS = ("builtins", "__builtin__")
 
@@ -62,6 +75,7 @@ TABLE: Table = {
     ("deepspeed.checkpoint.universal_checkpoint", "SubparamShape"): StandInClass("SubparamShape"),
     ("_codecs", "encode"): StandInFunction("bytes", _encoded),
     **{(module, "bytes"): StandInFunction("bytes", lambda: b"") for module in _BUILTINS},
+    **{(module, kind.__name__): _set_of(kind) for module in _BUILTINS for kind in (set, frozenset)},
 }  # fmt: skip
 """What DeepSpeed's own parts of its files need. A user's values that need more are `Opaque`."""
 

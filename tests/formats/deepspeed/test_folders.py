@@ -210,6 +210,15 @@ def test_foreign_class_in_client_state_makes_that_value_unreadable_and_runs_noth
     assert not (tmp_path / "run").exists()
 
 
+def test_sets_of_plain_values_are_read(unpack: Unpack) -> None:
+    root = unpack(ZERO)  # releases before 0.19 have the names of sparse tensors in one
+    sets = {"sparse_tensor_module_names": {"a", "b"}, "seen": frozenset({1, 2.5, None}), "none": set(), "odd": {(1, 2)}}
+    _rewrite(_model_file(root), lambda state: state.update(sets))
+    assert set(checkpoint.catalog(root).unreadable) == {"deepspeed.odd"}
+    for key in ("sparse_tensor_module_names", "seen", "none"):
+        assert checkpoint.read(root, [f"deepspeed.{key}"])[f"deepspeed.{key}"] == sets[key]
+
+
 def digests_of(root: Path) -> dict[str, str]:
     tensors = checkpoint.read(root, ["model", "optimizer.state"])
     return {name: digest(tensors[name]) for name in DIGESTS[ZERO]}

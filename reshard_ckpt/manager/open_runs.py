@@ -1,0 +1,48 @@
+"""The runs in memory that are open in this process, by their storage path: of a script of Nebula, and of DeepSpeed's engines."""
+
+from __future__ import annotations
+
+import atexit
+import os
+
+from ..memory.options import Memory
+from .manager import Manager
+
+TAG = "nebula_tag"
+"""The key of a checkpoint's tag in its metadata."""
+
+RUNS: list[Manager] = []
+"""In the order in which they were opened."""
+
+
+def memory_from_environment() -> Memory:
+    """Return the memory of a run: a copy on another node, if there is one, and ``NEBULA_MEMORY_BUFFER_SIZE`` bytes of each."""
+    limit, nodes = os.environ.get("NEBULA_MEMORY_BUFFER_SIZE"), int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    return Memory(copies=min(1, nodes - 1), max_bytes=int(limit) if limit else None)
+
+
+def open_run(path: str, interval_s: float, num_versions: int, memory: Memory | None = None) -> Manager:
+    """Open the run at a storage path, where one checkpoint goes every so many seconds, and so many are kept. Collective."""
+    memory = memory or memory_from_environment()
+    RUNS.append(Manager(path, memory=memory, persist_every=f"{interval_s}s", keep_last=num_versions))
+    return RUNS[-1]
+
+
+def run_at(path: str) -> Manager | None:
+    """Return the run at a storage path, if it is open."""
+    root = os.path.abspath(os.path.expanduser(path))
+    return next((run for run in RUNS if os.path.dirname(run.path(0)) == root), None)
+
+
+def close_run(run: Manager) -> None:
+    """Send the newest checkpoint of a run to its storage path, and close it. Collective."""
+    if run in RUNS:
+        RUNS.remove(run)
+        run.close()
+
+
+@atexit.register
+def close_runs() -> None:
+    """Close all runs; at the end of the process, by itself."""
+    while RUNS:
+        RUNS.pop().close()
