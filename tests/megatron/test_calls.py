@@ -21,6 +21,8 @@ from reshard_ckpt import checkpoint, megatron
 from reshard_ckpt.errors import CheckpointNotFound, MismatchError, UnsupportedError
 from reshard_ckpt.storage.local import LocalStorage
 from tests.launch import run_ranks
+from tests.megatron import values
+from tests.megatron.folders import unpack
 from tests.megatron.stand_ins import (
     DistributedOptimizer,
     Grid,
@@ -347,6 +349,28 @@ def test_flattened_ranges_old_keys_and_buffers_of_bytes():
     assert out["extra"].read() == b"state"
     assert out["local"] == [2]
     assert megatron.load_common_state_dict("memory://old") == {}
+
+
+def test_an_older_folder_fills_a_tree_of_todays_form(tmp_path, monkeypatch):
+    """The flat state of 0.15, asked for as a Megatron without flat tensors does: the form of the tree is what it gets back."""
+    path = str(unpack("0.15.3-dense", tmp_path))
+    key, flat = "optimizer.state.exp_avg.decoder.final_layernorm.weight", "fully_sharded_model_space"
+    common = megatron.load_common_state_dict(path) | {"content_metadata": {"distrib_optim_sharding_type": flat}}
+    assert common["optimizer"]["param_state_sharding_type"] == flat
+    assert megatron.load_content_metadata(preloaded_state_dict=common)["distrib_optim_sharding_type"] == flat
+    mapping = types.ModuleType("megatron.core.dist_checkpointing.mapping")
+    mapping.ShardedTensor = ShardedTensor
+    monkeypatch.setitem(sys.modules, mapping.__name__, mapping)
+    form = megatron.load_content_metadata(preloaded_state_dict=common)["distrib_optim_sharding_type"]
+    assert form == "fully_reshardable"
+    state = ShardedTensor(key, torch.zeros(8), (8,), (8,), (0,))
+    asked = {"optimizer": {"optimizer": {}, "param_state": {0: {"exp_avg": state}}, "param_state_sharding_type": form}}
+    loaded = megatron.load(asked, path)["optimizer"]
+    assert torch.equal(loaded["param_state"][0]["exp_avg"], values.whole(key, (8,), torch.float32))
+    assert loaded["param_state_sharding_type"] == form
+    assert loaded["optimizer"]["param_groups"][0]["lr"] == 0.001
+    # One that gives no state is given what was saved.
+    assert megatron.load({}, path)["optimizer"]["param_state_sharding_type"] == flat
 
 
 def test_errors_are_megatrons_too_where_it_is_imported(monkeypatch):
