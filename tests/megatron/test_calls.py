@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import CheckpointException
 
 from reshard_ckpt import checkpoint, megatron
 from reshard_ckpt.errors import CheckpointNotFound, MismatchError, UnsupportedError
@@ -386,3 +387,5 @@ def test_errors_are_megatrons_too_where_it_is_imported(monkeypatch):
         megatron.load({}, "memory://none")
     assert not isinstance(alone.value, CheckpointingException)
     assert isinstance(both.value, CheckpointNotFound)
+    assert isinstance(both.value, CheckpointException)
+    assert list(both.value.failures) == [0]
