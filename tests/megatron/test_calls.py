@@ -9,8 +9,6 @@ import os
 import sys
 import types
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -20,7 +18,6 @@ from torch.distributed.checkpoint import CheckpointException
 
 from reshard_ckpt import checkpoint, megatron
 from reshard_ckpt.errors import CheckpointNotFound, MismatchError, UnsupportedError
-from reshard_ckpt.storage.local import LocalStorage
 from tests.launch import run_ranks
 from tests.megatron import values
 from tests.megatron.folders import unpack
@@ -241,43 +238,6 @@ def _padded(key: str, first: int, rows: int) -> torch.Tensor:
 
 def test_a_vocabulary_padded_otherwise_keeps_what_was_saved_and_is_zero_beyond(tmp_path):
     assert run_ranks(_vocabularies, 4, str(tmp_path)) == [[]] * 4
-
-
-@contextmanager
-def counted_reads() -> Iterator[list[int]]:
-    """Collect the bytes of every read from storage."""
-    read, own = [], LocalStorage.read_into
-
-    def counting(self: LocalStorage, key: str, offset: int, buffers: Any) -> None:
-        read.append(sum(len(buffer) for buffer in buffers))
-        own(self, key, offset, buffers)
-
-    LocalStorage.read_into = counting
-    try:
-        yield read
-    finally:
-        LocalStorage.read_into = own
-
-
-def _counted(root: str) -> tuple[list[int], int, int, int]:
-    """Save and load; the bytes that each rank wrote, all of the tensors, what this rank wants and what it read."""
-    rank = dist.get_rank()
-    data = torch.arange(1 << 20, dtype=torch.float32)
-    tree = {"w": ShardedTensor("w", data, tuple(data.shape), tuple(data.shape), (0,), (0, 0, rank))}
-    megatron.save(tree, root)
-    files = checkpoint.catalog(root).files
-    written = [sum(file.size for file in files if file.rank == r) for r in range(4)]
-    own = ShardedTensor("w", torch.zeros(1 << 18), (1 << 18,), tuple(data.shape), (rank << 18,))
-    with counted_reads() as read:
-        megatron.load({"w": own}, root)
-    assert torch.equal(own.data, data[rank << 18 : (rank + 1) << 18])
-    return written, data.nbytes, own.data.nbytes, sum(read)
-
-
-def test_ranks_share_the_writing_and_read_what_they_want(tmp_path):
-    for written, total, wanted, read in run_ranks(_counted, 4, str(tmp_path)):
-        assert max(written) <= 1.1 * total / 4 + 4096
-        assert read <= 1.2 * wanted + (1 << 20)
 
 
 def test_a_factory_that_rearranges_is_refused_in_an_optimizer_and_saved_in_a_model():
