@@ -81,6 +81,7 @@ class Job:
             gated_linear_unit=True,
             use_cpu_initialization=True,
             tensor_model_parallel_size=grid.tp,
+            sequence_parallel=grid.tp > 1 and grid.experts is not None,  # 0.15.3 fails where it warns of this
             pipeline_model_parallel_size=grid.pp,
             virtual_pipeline_model_parallel_size=grid.vpp,
             expert_model_parallel_size=grid.ep,
