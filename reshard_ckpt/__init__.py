@@ -17,9 +17,9 @@ from . import errors
 if TYPE_CHECKING:
     from . import checkpoint
     from .state.registered import register_placement
-    from .state.shards import FlatShard, LocalShard
+    from .state.shards import FlatShard, LocalShard, Shards
 
-__all__ = ["FlatShard", "LocalShard", "checkpoint", "errors", "register_placement"]
+__all__ = ["FlatShard", "LocalShard", "Shards", "checkpoint", "errors", "register_placement"]
 __version__ = "0.1.0.dev0"
 
 
@@ -27,7 +27,7 @@ def __getattr__(name: str) -> Any:
     # Importing torch takes seconds: a command line that prints its help, or a mistake in it, must not wait for that.
     if name == "checkpoint":
         return importlib.import_module(".checkpoint", __name__)
-    if name in {"FlatShard", "LocalShard"}:
+    if name in {"FlatShard", "LocalShard", "Shards"}:
         return getattr(importlib.import_module(".state.shards", __name__), name)
     if name == "register_placement":
         return importlib.import_module(".state.registered", __name__).register_placement

@@ -12,7 +12,7 @@ import reshard_ckpt
 from reshard_ckpt import checkpoint, dcp, errors
 from tests.launch import ROOT, project_table
 
-PACKAGE = ["FlatShard", "LocalShard", "checkpoint", "errors", "register_placement"]
+PACKAGE = ["FlatShard", "LocalShard", "Shards", "checkpoint", "errors", "register_placement"]
 CHECKPOINT = [
     "CompactReport", "ConvertReport", "Diff", "GoodputReport", "Inspection", "LiveReshard", "LoadReport", "LoadedStep", "Manager",
     "Memory", "PerRank", "ReshardReport", "SaveHandle", "SaveReport", "Timeline", "VerifyReport", "async_save", "catalog",

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from typing import Any
 
@@ -17,9 +18,12 @@ from ..checkpoint.loading import load_wanted
 from ..checkpoint.reading import read_values
 from ..errors import UsageError
 from ..state.megatron.names import CONTENT_METADATA, common_state, key_of_object, keys_of_catalog
+from ..state.megatron.optimizers import SHARDING
 from ..state.megatron.strictness import check_strategy, parse_mode
 from ..state.megatron.wanted import WantedTree, is_common, tensors_of
 from .errors import megatron_compatible
+
+_FORM, _FLAT = "distrib_optim_sharding_type", "fully_sharded_model_space"
 
 
 @megatron_compatible
@@ -107,12 +111,25 @@ def load_common_state_dict(checkpoint_dir: str) -> dict[Any, Any]:
 
 
 def load_content_metadata(checkpoint_dir: str | None = None, *, preloaded_state_dict: dict[str, Any] | None = None) -> Any:
-    """Return the ``content_metadata`` that was saved; None where there was none."""
+    """Return the ``content_metadata`` that was saved; None where there was none.
+
+    A training program makes its tree for loading by what this says. Up to 0.15 an optimizer's tree may be flat; a Megatron that
+    has no flat tensors any more is told of the form that it has instead, in which `load` fills the same state.
+    """
     if preloaded_state_dict is None:
         if checkpoint_dir is None:
             raise UsageError("load_content_metadata: pass checkpoint_dir or preloaded_state_dict")
         preloaded_state_dict = load_common_state_dict(checkpoint_dir)
-    return preloaded_state_dict.get(CONTENT_METADATA)
+    saved = preloaded_state_dict.get(CONTENT_METADATA)
+    if isinstance(saved, dict) and saved.get(_FORM) == _FLAT and _lacks_flat_tensors():
+        return {**saved, _FORM: SHARDING}
+    return saved
+
+
+def _lacks_flat_tensors() -> bool:
+    """Tell whether this program has imported a Megatron, of 0.16 or newer, that refuses flat tensors."""
+    sharded_tensor = getattr(sys.modules.get("megatron.core.dist_checkpointing.mapping"), "ShardedTensor", None)
+    return sharded_tensor is not None and not hasattr(sharded_tensor, "from_rank_offsets_flat")
 
 
 @megatron_compatible

@@ -1,16 +1,20 @@
 """Jobs of the installed megatron-core for `test_compat`: ``python -m tests.megatron.compat save FOLDER``.
 
-``save`` makes a checkpoint of each case; ``load`` loads each of ``FOLDER/converted`` on other layouts, and prints what is wrong.
+``save`` makes a checkpoint of each case. ``load`` loads each of ``FOLDER/converted`` on other layouts with Megatron's own calls,
+and each of ``FOLDER/old``, as it is, with those of this library; it prints what is wrong.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from tests.megatron import cpu_shim
+from tests.megatron.folders import saved_key
 
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "dense": (4, {"tp": 2, "pp": 2}),
@@ -24,7 +28,16 @@ LAYOUTS: dict[str, list[tuple[int, dict[str, Any]]]] = {
     "dense": [(4, {"pp": 2}), (4, {"tp": 4})],
     "moe": [(4, {"ep": 4, "experts": 4}), (2, {"ep": 2, "experts": 4})],
 }
-OLD_MASTER = {"optimizer.state.param.": "optimizer.state.fp32_param."}
+
+
+def key_in(folder: str) -> Callable[[str], str]:
+    """Return what gives the key of a committed folder by today's, which its values were made of."""
+
+    def key_of(key: str) -> str:
+        match = re.fullmatch(r"optimizer\.state\.(\w+)\.(.+)", key)
+        return key if match is None else saved_key(f"optimizer.state.{match[2]}.{match[1]}", folder)
+
+    return key_of
 
 
 def main(what: str, folder: str) -> None:
@@ -41,13 +54,15 @@ def main(what: str, folder: str) -> None:
             cpu_shim.run_forked(jobs.save, nproc, jobs.Case(**layout, **sharding), path)
         print(json.dumps({"version": __version__}))
         return
+    from reshard_ckpt import megatron
+
     wrong = {}
-    for name in [] if old else sorted(os.listdir(os.path.join(folder, "converted"))):
-        for nproc, layout in LAYOUTS[name.partition("-")[0]]:
-            case = jobs.Case(**layout, sharding="fully_reshardable")
-            keys = OLD_MASTER if name.endswith("0.13.0") else {}
-            found = cpu_shim.run_forked(jobs.load, nproc, case, os.path.join(folder, "converted", name), keys)
-            wrong[f"{name} {layout}"] = sorted({one for rank in found for one in rank})
+    for kind, calls in (("converted", jobs.dist_checkpointing), ("old", megatron)):
+        for name in [] if old else sorted(os.listdir(os.path.join(folder, kind))):
+            path = os.path.join(folder, kind, name)
+            for nproc, layout in LAYOUTS[name.rpartition("-")[2]]:
+                found = cpu_shim.run_forked(jobs.load, nproc, jobs.Case(**layout), path, key_in(name), calls)
+                wrong[f"{kind} {name} {layout}"] = sorted({one for rank in found for one in rank})
     print(json.dumps(wrong))
 
 

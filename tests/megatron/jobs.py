@@ -9,7 +9,7 @@ import argparse
 import inspect
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -219,22 +219,29 @@ def save(case: Case, path: str, *, proof: bool = False, **options: Any) -> None:
             file.write("7")
 
 
-def load(case: Case, path: str, key_of: Mapping[str, str] | None = None) -> list[str]:
-    """Load a checkpoint with Megatron's own calls, all the way into a job; return what is not as it should be.
+def load(case: Case, path: str, key_of: Callable[[str], str] = str, calls: Any = dist_checkpointing) -> list[str]:
+    """Load a checkpoint as training does, all the way into a job; return what is not as it should be.
 
     Parameters
     ----------
     key_of
-        Prefixes of keys of today, and those under which their values were made.
+        Gives the key under which the values of a key of today were made.
+    calls
+        `load` and the like: Megatron's own, or those in their place.
     """
     job = build(case)
     set_state(job)
-    args = dist_checkpointing.load_common_state_dict(path)["args"]
+    common = calls.load_common_state_dict(path)
+    args, content = common["args"], common["content_metadata"]
+    if content["distrib_optim_sharding_type"] is None:  # the committed folders of old versions say nothing; scripts would
+        content["distrib_optim_sharding_type"] = "fully_sharded_model_space"
+    content = calls.load_content_metadata(preloaded_state_dict=common)
+    case = replace(case, sharding=content["distrib_optim_sharding_type"])
     layout = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     asked = tree_of(job, case, loading=True)
     if layout != (case.tp, case.pp):
         del asked["rng_state"]  # as pretraining scripts do
-    loaded = dist_checkpointing.load(asked, path)
+    loaded = calls.load(asked, path)
     many = len(job.chunks) > 1
     for i, chunk in enumerate(job.chunks):
         chunk.module.load_state_dict(loaded[f"model{i}" if many else "model"])
@@ -243,7 +250,7 @@ def load(case: Case, path: str, key_of: Mapping[str, str] | None = None) -> list
     job.optimizer.load_state_dict(loaded["optimizer"])
     tree = tree_of(job, case)
     apply_factories(tree)
-    wrong = {one.key for one in sharded(tree) if one.data is not None and not _is_right(one, key_of or {})}
+    wrong = {one.key for one in sharded(tree) if one.data is not None and not _is_right(one, key_of)}
     saved = common_of(Case(tp=layout[0], pp=layout[1]))
     wrong |= {key for key, value in saved.items() if loaded.get(key) != value}
     steps = {float(group["step"]) for group in loaded["optimizer"].get("optimizer", {}).get("param_groups", [])}
@@ -259,6 +266,5 @@ def _keep_steps(optimizer: Any) -> None:
         )
 
 
-def _is_right(one: ShardedTensor, key_of: Mapping[str, str]) -> bool:
-    old = next((old + one.key.removeprefix(new) for new, old in key_of.items() if one.key.startswith(new)), one.key)
-    return torch.equal(one.data.reshape(-1), wanted(replace(one, key=old, data=None)).reshape(-1))
+def _is_right(one: ShardedTensor, key_of: Callable[[str], str]) -> bool:
+    return torch.equal(one.data.reshape(-1), wanted(replace(one, key=key_of(one.key), data=None)).reshape(-1))

@@ -81,6 +81,7 @@ class Job:
             gated_linear_unit=True,
             use_cpu_initialization=True,
             tensor_model_parallel_size=grid.tp,
+            sequence_parallel=grid.tp > 1 and grid.ep > 1,  # old versions refuse to be without it
             pipeline_model_parallel_size=grid.pp,
             virtual_pipeline_model_parallel_size=grid.vpp,
             expert_model_parallel_size=grid.ep,
@@ -91,6 +92,7 @@ class Job:
             hetereogenous_dist_checkpoint=not grid.homogeneous,
             **options,
         )
+        config.sequence_parallel = False  # which torch's own norms refuse, and nothing that is saved depends on
         vp = {} if grid.vpp is None else {"vp_stage": number}
         model = GPTModel(
             config=config,

@@ -9,18 +9,18 @@ import os
 import sys
 import types
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import CheckpointException
 
 from reshard_ckpt import checkpoint, megatron
 from reshard_ckpt.errors import CheckpointNotFound, MismatchError, UnsupportedError
-from reshard_ckpt.storage.local import LocalStorage
 from tests.launch import run_ranks
+from tests.megatron import values
+from tests.megatron.folders import unpack
 from tests.megatron.stand_ins import (
     DistributedOptimizer,
     Grid,
@@ -240,43 +240,6 @@ def test_a_vocabulary_padded_otherwise_keeps_what_was_saved_and_is_zero_beyond(t
     assert run_ranks(_vocabularies, 4, str(tmp_path)) == [[]] * 4
 
 
-@contextmanager
-def counted_reads() -> Iterator[list[int]]:
-    """Collect the bytes of every read from storage."""
-    read, own = [], LocalStorage.read_into
-
-    def counting(self: LocalStorage, key: str, offset: int, buffers: Any) -> None:
-        read.append(sum(len(buffer) for buffer in buffers))
-        own(self, key, offset, buffers)
-
-    LocalStorage.read_into = counting
-    try:
-        yield read
-    finally:
-        LocalStorage.read_into = own
-
-
-def _counted(root: str) -> tuple[list[int], int, int, int]:
-    """Save and load; the bytes that each rank wrote, all of the tensors, what this rank wants and what it read."""
-    rank = dist.get_rank()
-    data = torch.arange(1 << 20, dtype=torch.float32)
-    tree = {"w": ShardedTensor("w", data, tuple(data.shape), tuple(data.shape), (0,), (0, 0, rank))}
-    megatron.save(tree, root)
-    files = checkpoint.catalog(root).files
-    written = [sum(file.size for file in files if file.rank == r) for r in range(4)]
-    own = ShardedTensor("w", torch.zeros(1 << 18), (1 << 18,), tuple(data.shape), (rank << 18,))
-    with counted_reads() as read:
-        megatron.load({"w": own}, root)
-    assert torch.equal(own.data, data[rank << 18 : (rank + 1) << 18])
-    return written, data.nbytes, own.data.nbytes, sum(read)
-
-
-def test_ranks_share_the_writing_and_read_what_they_want(tmp_path):
-    for written, total, wanted, read in run_ranks(_counted, 4, str(tmp_path)):
-        assert max(written) <= 1.1 * total / 4 + 4096
-        assert read <= 1.2 * wanted + (1 << 20)
-
-
 def test_a_factory_that_rearranges_is_refused_in_an_optimizer_and_saved_in_a_model():
     param = torch.nn.Parameter(torch.arange(6.0).view(2, 3))
 
@@ -349,6 +312,28 @@ def test_flattened_ranges_old_keys_and_buffers_of_bytes():
     assert megatron.load_common_state_dict("memory://old") == {}
 
 
+def test_an_older_folder_fills_a_tree_of_todays_form(tmp_path, monkeypatch):
+    """The flat state of 0.15, asked for as a Megatron without flat tensors does: the form of the tree is what it gets back."""
+    path = str(unpack("0.15.3-dense", tmp_path))
+    key, flat = "optimizer.state.exp_avg.decoder.final_layernorm.weight", "fully_sharded_model_space"
+    common = megatron.load_common_state_dict(path) | {"content_metadata": {"distrib_optim_sharding_type": flat}}
+    assert common["optimizer"]["param_state_sharding_type"] == flat
+    assert megatron.load_content_metadata(preloaded_state_dict=common)["distrib_optim_sharding_type"] == flat
+    mapping = types.ModuleType("megatron.core.dist_checkpointing.mapping")
+    mapping.ShardedTensor = ShardedTensor
+    monkeypatch.setitem(sys.modules, mapping.__name__, mapping)
+    form = megatron.load_content_metadata(preloaded_state_dict=common)["distrib_optim_sharding_type"]
+    assert form == "fully_reshardable"
+    state = ShardedTensor(key, torch.zeros(8), (8,), (8,), (0,))
+    asked = {"optimizer": {"optimizer": {}, "param_state": {0: {"exp_avg": state}}, "param_state_sharding_type": form}}
+    loaded = megatron.load(asked, path)["optimizer"]
+    assert torch.equal(loaded["param_state"][0]["exp_avg"], values.whole(key, (8,), torch.float32))
+    assert loaded["param_state_sharding_type"] == form
+    assert loaded["optimizer"]["param_groups"][0]["lr"] == 0.001
+    # One that gives no state is given what was saved.
+    assert megatron.load({}, path)["optimizer"]["param_state_sharding_type"] == flat
+
+
 def test_errors_are_megatrons_too_where_it_is_imported(monkeypatch):
     class CheckpointingException(Exception):
         pass
@@ -362,3 +347,5 @@ def test_errors_are_megatrons_too_where_it_is_imported(monkeypatch):
         megatron.load({}, "memory://none")
     assert not isinstance(alone.value, CheckpointingException)
     assert isinstance(both.value, CheckpointNotFound)
+    assert isinstance(both.value, CheckpointException)
+    assert list(both.value.failures) == [0]

@@ -52,12 +52,14 @@ def test_what_it_saves_opens_with_every_element_in_its_place(folder: Path, case:
         assert torch.equal(read[tensor], expected(tensor, name, read[tensor])), tensor
 
 
-def test_it_loads_what_is_converted_on_other_layouts(folder: Path, tmp_path: Path) -> None:
-    """Its own checkpoints through this library's format, and those of 0.13."""
+def test_its_jobs_load_what_is_converted_and_what_older_versions_saved(folder: Path, tmp_path: Path) -> None:
+    """Its own checkpoints through this library's format, and those of 0.13, by its calls; older folders by this library's."""
     converted = folder / "converted"
     for case in ("dense", "moe"):
         checkpoint.convert(folder / "saved" / case, tmp_path / case, to="reshard")
         checkpoint.convert(tmp_path / case, converted / case, to="megatron")
-    checkpoint.convert(unpack("0.13.0-dense", tmp_path), converted / "dense-0.13.0", to="megatron")
+    checkpoint.convert(unpack("0.13.0-dense", tmp_path), converted / "0.13.0-dense", to="megatron")
+    for name in ("0.13.0-dense", "0.15.3-dense", "0.15.3-moe"):
+        unpack(name, folder / "old")
     wrong = run("load", folder)
     assert not any(wrong.values()), wrong

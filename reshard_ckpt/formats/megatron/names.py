@@ -20,6 +20,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from ...core.catalog.model import Catalog
 from ...core.catalog.specs import StateLink
 
 FORMAT = "megatron"
@@ -119,13 +120,26 @@ def common_path(path: Path) -> Path:
     return path
 
 
-def saved_path(path: Path, paths: Sequence[Path]) -> Path:
-    """Return the path in the common state that Megatron expects, given all of them; the other way of `common_path`."""
+def saved_path(path: Path, paths: Sequence[Path], *, outer: bool) -> Path:
+    """Return the path in the common state that Megatron expects, given all of them; the other way of `common_path`.
+
+    Parameters
+    ----------
+    outer
+        Whether the optimizer's state has no master weights, as of FP32 optimizers alone: these have no inner optimizer.
+    """
     own_state = (*path[:-1], "state")
     inner = len(path) > 2 and path[-2] == OPTIMIZER
-    if _is_groups(path) and not inner and not any(other[: len(own_state)] == own_state for other in paths):
+    if _is_groups(path) and not (inner or outer or any(other[: len(own_state)] == own_state for other in paths)):
         return (*path[:-1], OPTIMIZER, GROUPS)
-    return path  # FP32 optimizers have no inner one: their state stands beside
+    return path  # the state of an FP32 optimizer stands beside its groups
+
+
+def lacks_masters(catalog: Catalog) -> bool:
+    """Tell whether a catalog has state of an optimizer, and no master weight."""
+    links = (*catalog.links().values(), *map(link_of, catalog.names))
+    keys = {link.key for link in links if link is not None}
+    return bool(keys) and MASTER not in keys
 
 
 def _is_groups(path: Path) -> bool:

@@ -19,7 +19,19 @@ from ...state.scan import Index
 from ...state.scan import saved_path as state_path
 from ...storage.protocol import Storage
 from ..dcp.write import BytesOf, FolderLayout, write_folder
-from .names import FORMAT, MASTER, OLD_MASTER, OPTIMIZER, Path, is_bucket, link_of, object_key, saved_path, tensor_key
+from .names import (
+    FORMAT,
+    MASTER,
+    OLD_MASTER,
+    OPTIMIZER,
+    Path,
+    is_bucket,
+    lacks_masters,
+    link_of,
+    object_key,
+    saved_path,
+    tensor_key,
+)
 from .object_writer import object_bytes
 from .objects import NAMESPACE, NAMESPACE_TAG
 
@@ -85,12 +97,16 @@ def _common_state(catalog: Catalog, values: Mapping[str, Any]) -> dict[Any, Any]
     entries = [entry for entry in catalog.values_table if object_key(entry.name) is None]
     paths = {entry.name: _keys(entry.path) for entry in entries}
     common: dict[Any, Any] = {}
+    outer = lacks_masters(catalog)
     for entry in entries:
-        value = values[entry.name]
-        if entry.kind is ValueKind.PARAM_GROUPS:  # of an optimizer that stood in the state as itself
+        value, path = values[entry.name], paths[entry.name]
+        own = entry.kind is ValueKind.PARAM_GROUPS
+        if own:  # of an optimizer that stood in the state as itself
             value = [{key: item for key, item in group.items() if key != "params"} for group in value]
-            _put(common, (*paths[entry.name][:-1], SHARDING), FULLY_RESHARDABLE, entry.name)
-        _put(common, saved_path(paths[entry.name], list(paths.values())), value, entry.name)
+            _put(common, (*path[:-1], SHARDING), FULLY_RESHARDABLE, entry.name)
+        if own or not _has_keys(catalog):
+            path = saved_path(path, list(paths.values()), outer=outer and not own)
+        _put(common, path, value, entry.name)
     for path in _about(catalog).get("namespaces", ()):
         _mark_namespace(common, path)
     if (catalog.links() or any(map(link_of, catalog.names))) and not any(is_bucket(name) for name in catalog.names):

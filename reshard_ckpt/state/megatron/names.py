@@ -110,10 +110,11 @@ def common_state(catalog: Catalog, values: Mapping[str, Any]) -> dict[Any, Any]:
     if COMMON_OBJECT in values:
         return dict(_alive(values[COMMON_OBJECT]))
     paths = {entry.name: saved_path(decode_path(entry.path)) for entry in catalog.values_table if entry.name in values}
+    outer = _without_inner(catalog)
     root: Any = {}
     for name, path in paths.items():
         node = root
-        *above, last = path if has_keys(catalog) else _own_path(path, paths.values())
+        *above, last = path if has_keys(catalog) else _own_path(path, paths.values(), outer=name in outer)
         for key in above:
             node = node.setdefault(key, {})
         node[last] = values[name]
@@ -126,11 +127,21 @@ def common_state(catalog: Catalog, values: Mapping[str, Any]) -> dict[Any, Any]:
     return dict(_alive(root))
 
 
-def _own_path(path: Path, paths: Iterable[Path]) -> Path:
+def _without_inner(catalog: Catalog) -> frozenset[str]:
+    """Name the groups of an FP32 optimizer, which has no inner one: its state has no master weights."""
+    keys = {link.key for link in catalog.links().values()}
+    if not keys or "param" in keys:
+        return frozenset()
+    return frozenset(entry.name for entry in catalog.values_table if entry.kind is ValueKind.PLAIN)
+
+
+def _own_path(path: Path, paths: Iterable[Path], *, outer: bool) -> Path:
     """Return the path that Megatron has for one in another program's checkpoint; most optimizers have groups in an inner one."""
     keys = tuple(int(key) if isinstance(key, Index) else key for key in path)
     beside = (*keys[:-1], "state")
-    if len(keys) < 2 or keys[0] != "optimizer" or keys[-1] != "param_groups" or any(p[: len(beside)] == beside for p in paths):
+    if len(keys) < 2 or keys[0] != "optimizer" or keys[-1] != "param_groups":
+        return keys
+    if outer or any(other[: len(beside)] == beside for other in paths):
         return keys
     return (*keys[:-1], "optimizer", "param_groups")
 

@@ -25,6 +25,9 @@ from .runs import Entry, entry_of, is_factory, is_main, is_sharded_object, is_sh
 NOTHING = object()
 """Stands where a tree has nothing of what is asked for."""
 
+_STATE, _STATE_FORM = "param_state", "param_state_sharding_type"
+"""Where a distributed optimizer's tree has the state of parameters, and how that is arranged; both lie in one dict."""
+
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
@@ -230,6 +233,9 @@ def loaded_of(node: Node, common: Any, loaded: Loaded) -> Any:
     """Return what stands in the places of the leaves; `NOTHING` for a tree of nothing but common state."""
     if isinstance(node, dict):
         found = {k: v for k, child in node.items() if (v := loaded_of(child, child_of(common, k), loaded)) is not NOTHING}
+        # What was loaded has the form that the tree asked for, whatever form was saved.
+        if _STATE in found and isinstance(form := node.get(_STATE_FORM), PlainLeaf):
+            found[_STATE_FORM] = form.value
         return found or NOTHING
     if isinstance(node, list):
         rest = [v for i, child in enumerate(node) if (v := loaded_of(child, child_of(common, i), loaded)) is not NOTHING]

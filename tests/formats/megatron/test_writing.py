@@ -8,11 +8,12 @@ import re
 import uuid
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from reshard_ckpt import checkpoint
+from reshard_ckpt import checkpoint, megatron
 from reshard_ckpt.errors import NameCollisionError, UnsupportedError, UsageError
 from reshard_ckpt.format.torch_dtypes import dtype_code
 from reshard_ckpt.formats.catalog_builder import FilePart, ForeignTensor, foreign_file
@@ -103,6 +104,22 @@ def test_a_save_whose_names_are_keys_is_written_with_these(tmp_path: Path) -> No
     tag = {"__class__": "argparse:Namespace"}
     assert common["args"] == {"lr": 0.5, "inner": {"x": 1, **tag}, **tag}
     assert common["optimizer"] == {"optimizer": {"param_groups": [{"lr": 0.5}]}, "param_state_sharding_type": "fully_reshardable"}
+
+
+@pytest.mark.parametrize("step", [{}, {"state": {"common_step": 7}}])
+def test_groups_of_an_optimizer_without_masters_stay_beside_its_state(tmp_path: Path, step: dict[str, Any]) -> None:
+    """An FP32 optimizer has no inner one; whether it has a step beside its groups depends on which Adam it is."""
+    optimizer = {"param_groups": [{"lr": 0.5}], **step}
+    state = {"w": torch.ones(2), "optimizer.state.exp_avg.w": torch.zeros(2), "optimizer": optimizer}
+    checkpoint.save(tmp_path / "own", state, metadata={"megatron": {"namespaces": []}})
+    checkpoint.convert(tmp_path / "own", tmp_path / "out", to="megatron")
+    checkpoint.convert(tmp_path / "out", tmp_path / "renamed", to="reshard")
+    checkpoint.convert(tmp_path / "renamed", tmp_path / "again", to="megatron")
+    for path in ("out", "again"):
+        common = read_object((tmp_path / path / "common.pt").read_bytes(), "common.pt")
+        assert common["optimizer"] == optimizer
+    for path in ("own", "out", "renamed"):
+        assert megatron.load_common_state_dict(str(tmp_path / path))["optimizer"] == optimizer
 
 
 def test_unstacked_layers_and_experts_are_tensors_of_their_own(tmp_path: Path) -> None:
