@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -39,6 +38,7 @@ from tests.jobs import load_job
 from tests.launch import ROOT, run_ranks, run_script
 from tests.topologies import Job, hold_rank, save, transformer
 from tests.tries import examples
+from tests.warm_python import warm_python
 
 SRC, DST, WANTED = "memory://reshard/src", "memory://reshard/dst", "memory://reshard/wanted"
 
@@ -161,7 +161,7 @@ def test_a_reshard_that_was_killed_keeps_what_it_had_finished(tmp_path: Path, mo
     dst = tmp_path / "dst"
     save(Job({"dp": 1}, transformer(3, 4, 8), 3), open_storage(dst))
     before = files_of(dst)
-    script = [sys.executable, "-c", KILLED, str(src), str(dst)]
+    script = [warm_python(), "-c", KILLED, str(src), str(dst)]
     monkeypatch.setattr(LocalWriter, "write", counting := Counting(LocalWriter.write))
     checkpoint.reshard(src, tmp_path / "count", mesh={"dp": 4, "tp": 1})
     monkeypatch.undo()

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.launch import ROOT
+from tests.warm_python import warm_python
 
 PREAMBLE = """
 import os, sys, faulthandler, torch, torch.distributed as dist
@@ -32,15 +33,21 @@ def free_port() -> int:
 
 
 def run_by_hand(
-    program: str, size: int, folder: Path, *args: str, init: str = "env", timeout_s: float = 180
+    program: str, size: int, folder: Path, *args: str, init: str = "env", cold: bool = False, timeout_s: float = 180
 ) -> list[tuple[int, str]]:
-    """Run a program after `PREAMBLE` as a job of that many processes; the exit status and the output of each."""
+    """Run a program after `PREAMBLE` as a job of that many processes; the exit status and the output of each.
+
+    Parameters
+    ----------
+    cold
+        Whether the processes are new ones, not forks.
+    """
     script = folder / "program.py"
     script.write_text(PREAMBLE + program)
     env = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC")}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, str(script), init, *args]
+    command = [sys.executable if cold else warm_python(), str(script), init, *args]
     return _finish([_start(command, {**env, "RANK": str(rank)}) for rank in range(size)], timeout_s)
 
 

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import torch
@@ -15,6 +14,7 @@ from reshard_ckpt import checkpoint
 from tests.distributed import restarts
 from tests.distributed.by_hand import free_port
 from tests.launch import ROOT
+from tests.warm_python import warm_python
 
 RAW = re.compile(r"(UnicodeDecodeError|AssertionError|JSONDecodeError|struct\.error|KeyError|DistNetworkError: .*\n\n)\b")
 """Of errors in the output: what would be one of ours that has no name, or nothing above it that has."""
@@ -24,7 +24,7 @@ def torchrun(*args: str) -> subprocess.Popen[str]:
     """Start the command as a user does where workers may be restarted."""
     env = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-m", "torch.distributed.run", "--max-restarts=3", "--monitor-interval=0.1", *args]
+    command = [warm_python(), "-m", "torch.distributed.run", "--max-restarts=3", "--monitor-interval=0.1", *args]
     return subprocess.Popen(
         command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
     )

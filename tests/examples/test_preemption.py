@@ -6,13 +6,13 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from reshard_ckpt import checkpoint
 from tests.launch import ROOT, run_script
+from tests.warm_python import warm_python
 
 EXAMPLE = ROOT / "examples" / "preemption.py"
 FOREVER = "1000000000"
@@ -20,7 +20,7 @@ FOREVER = "1000000000"
 
 def preempt(root: Path, nproc: int, told: list[int]) -> str:
     """Run the example, send SIGTERM to some of its ranks once it trains, and return what it printed."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", str(EXAMPLE)]
+    command = [warm_python(), "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", str(EXAMPLE)]
     job = subprocess.Popen(
         [*command, str(root), FOREVER],
         cwd=ROOT,
@@ -57,6 +57,6 @@ def test_sigterm_makes_a_last_save_and_the_next_job_goes_on_from_it(tmp_path: Pa
     with checkpoint.Manager(tmp_path / "run", read_only=True) as manager:
         assert manager.latest() == step
     assert checkpoint.verify(tmp_path / "run" / f"step_{step}").ok
-    again = run_script(EXAMPLE, 1, [str(tmp_path / "run"), str(step + 2)])
+    again = run_script(EXAMPLE, 1, [str(tmp_path / "run"), str(step + 2)], env={"PYTHON_EXEC": warm_python()})
     assert f"from step {step}\n" in again
     assert f"rank 0 saved step {step + 2} in" in again
