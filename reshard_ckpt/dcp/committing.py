@@ -22,6 +22,7 @@ from ..core.report import summarize
 from ..engine.saving.agreement import PreviousCheckpoint
 from ..engine.saving.commit import publish
 from ..engine.saving.messages import Receipt, WrittenFile
+from ..engine.saving.options import SaveContents
 from ..engine.saving.values import merge_values
 from ..errors import LayoutError
 from ..format.links import listed_parameters
@@ -89,7 +90,7 @@ def commit_written(
     plan = with_placements(plan, of_ranks)
     values = merge_values([(0, [replace(value, link=links.get(value.name)) for value in local_values])], plan.tables)
     receipts = [_receipt(plan, rank, rows) for rank, rows in enumerate(written)]
-    return publish(storage, plan, values, receipts, save_id=save_id, metadata=encode_value(None, "metadata"), before=before)
+    return publish(storage, SaveContents(plan, values, save_id, encode_value(None, "metadata")), receipts, before=before)
 
 
 def _check_all_there(metadata: Metadata, ranks: Sequence[Sequence[Stored]]) -> None:
