@@ -110,6 +110,17 @@ def test_signals_reach_the_program_and_a_killed_client_takes_it_along():
         assert client.stdout.read() == ""  # whoever could write to it has ended
 
 
+@pytest.mark.parametrize("ignored", [True, False])
+def test_a_program_ignores_what_its_caller_ignores(ignored: bool):
+    """As one does that a shell starts in the background."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else signal.default_int_handler)
+    try:
+        program = "import signal; print(signal.getsignal(signal.SIGINT) == signal.SIG_IGN)"
+        assert run(["-c", program]).stdout == f"{ignored}\n"
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_what_a_program_starts_is_warm_too():
     program = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import sys; print(\"torch\" in sys.modules)'])"
     assert run(["-c", program]).stdout == "True\n"

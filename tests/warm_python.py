@@ -35,18 +35,20 @@ from tests.fork_server import Request
 from tests.launch import ROOT, _environment, _server
 
 _EXIT = struct.Struct("i")
+_SIGNALS = [int(number) for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)]
+"""What is passed on; a program ignores from the start what its client was told to ignore."""
 
 CLIENT = """\
 #!{python} -IS
 import json, os, signal, socket, struct, sys
 conn = socket.socket(socket.AF_UNIX)
 conn.connect({address!r})
-for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-    if signal.getsignal(number) != signal.SIG_IGN:
-        signal.signal(number, lambda number, frame: conn.send(bytes([number])))
+ignored = [number for number in {signals} if signal.getsignal(number) == signal.SIG_IGN]
+for number in {signals}:
+    signal.signal(number, lambda number, frame: conn.send(bytes([number])))
 umask = os.umask(0o77)
 os.umask(umask)
-request = {{"python": {command!r}, "argv": {first} + sys.argv[1:]}}
+request = {{"python": {command!r}, "argv": {first} + sys.argv[1:], "ignored": ignored}}
 request |= {{"env": dict(os.environ), "folder": os.getcwd(), "umask": umask}}
 socket.send_fds(conn, [b"f"], [0, 1, 2])
 conn.sendall(json.dumps(request).encode() + b"\\n")
@@ -87,7 +89,9 @@ def warm_python() -> str:
 
 def _write_client(path: Path, address: str, first: list[str]) -> str:
     command = str(path.with_name("python"))
-    path.write_text(CLIENT.format(python=sys.executable, address=address, command=command, first=first, size=_EXIT.size))
+    path.write_text(
+        CLIENT.format(python=sys.executable, address=address, command=command, first=first, signals=_SIGNALS, size=_EXIT.size)
+    )
     path.chmod(0o700)
     return str(path)
 
@@ -156,6 +160,9 @@ def _become(request: dict[str, Any], streams: list[int]) -> None:
     os.environ.clear()
     os.environ.update(request["env"])
     sys.executable = request["python"]
+    for number in _SIGNALS:
+        usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        signal.signal(number, signal.SIG_IGN if number in request["ignored"] else usual)
     code = 0
     try:
         _run(request["argv"])

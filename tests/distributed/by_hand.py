@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,21 +32,15 @@ def free_port() -> int:
 
 
 def run_by_hand(
-    program: str, size: int, folder: Path, *args: str, init: str = "env", cold: bool = False, timeout_s: float = 180
+    program: str, size: int, folder: Path, *args: str, init: str = "env", timeout_s: float = 180
 ) -> list[tuple[int, str]]:
-    """Run a program after `PREAMBLE` as a job of that many processes; the exit status and the output of each.
-
-    Parameters
-    ----------
-    cold
-        Whether the processes are new ones, not forks.
-    """
+    """Run a program after `PREAMBLE` as a job of that many processes; the exit status and the output of each."""
     script = folder / "program.py"
     script.write_text(PREAMBLE + program)
     env = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC")}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable if cold else warm_python(), str(script), init, *args]
+    command = [warm_python(), str(script), init, *args]
     return _finish([_start(command, {**env, "RANK": str(rank)}) for rank in range(size)], timeout_s)
 
 

@@ -7,6 +7,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -52,6 +53,7 @@ def odd_job(folder: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 def test_7_and_13_rows_on_fsdp_over_tp_and_hsdp(tmp_path: Path):
     wrong = [line for rank in run_ranks(odd_job, 8, str(tmp_path)) for line in rank]
     assert not wrong, "\n".join([f"{len(wrong)} wrong", *wrong[:40]])
@@ -128,6 +130,7 @@ def resume_job(folder: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 def test_training_goes_on_where_it_was(tmp_path: Path):
     assert run_ranks(resume_job, 4, str(tmp_path)) == [[]] * 4
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 from pathlib import Path
 
+import pytest
 import torch
 
 from reshard_ckpt import checkpoint
@@ -50,6 +51,7 @@ def check(folder: Path, output: str, size: int) -> None:
     assert len(checkpoint.catalog(newest).files) == size
 
 
+@pytest.mark.slow
 def test_a_job_whose_workers_are_killed_twice_goes_on_twice(tmp_path: Path) -> None:
     """First rank 1, then rank 0, whose process holds the store of the sessions."""
     job = torchrun("--standalone", "--nproc-per-node=2", restarts.__file__, str(tmp_path), "6", "3:1,5:0", "2")
@@ -67,6 +69,7 @@ def test_a_job_whose_workers_are_killed_twice_goes_on_twice(tmp_path: Path) -> N
     check(tmp_path, output, 2)
 
 
+@pytest.mark.slow
 def test_a_job_that_a_node_joins_goes_on_and_on_again_after_a_kill(tmp_path: Path) -> None:
     args = (
         *("--nnodes=1:2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"),

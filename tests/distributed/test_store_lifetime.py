@@ -96,9 +96,9 @@ def check(path: Path, add: int, size: int) -> None:
     assert checkpoint.verify(path).ok
 
 
-@pytest.mark.parametrize(("init", "size", "cold"), [("tcp", 2, True), ("env", 3, False)])
-def test_the_last_save_of_a_job_that_leaves_at_once_is_committed(tmp_path: Path, init: str, size: int, cold: bool) -> None:
-    outcomes = run_by_hand(LEAVES, size, tmp_path, str(tmp_path / "ckpt"), init=init, cold=cold)
+@pytest.mark.parametrize(("init", "size"), [("tcp", 2), ("env", 3)])
+def test_the_last_save_of_a_job_that_leaves_at_once_is_committed(tmp_path: Path, init: str, size: int) -> None:
+    outcomes = run_by_hand(LEAVES, size, tmp_path, str(tmp_path / "ckpt"), init=init)
     assert [status for status, _ in outcomes] == [0] * size, outcomes
     check(tmp_path / "ckpt", 0, size)
 

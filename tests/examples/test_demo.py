@@ -172,6 +172,7 @@ def test_each_module_of_torch_that_the_demo_uses_is_imported(path: Path):
     assert not not_imported(path.read_text())
 
 
+@pytest.mark.slow
 def test_demo_changes_layout_twice_bit_for_bit(tmp_path: Path):
     command = [warm_python(), "-m", "examples.demo", "--out", str(tmp_path / "out"), "--steps", "4", "2", "2"]
     done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True)  # no deadline: a busy machine takes its time

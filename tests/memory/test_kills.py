@@ -16,6 +16,7 @@ from tests.warm_python import warm_python
 EVERY = 9
 
 
+@pytest.mark.slow
 def test_a_process_killed_at_any_instant_leaves_a_whole_generation(tmp_path: Path):
     """The harness itself judges what is left after each kill; here, that it did try."""
     command = [warm_python(), "-m", "tests.memory.kills", "--every", str(EVERY), "--out", str(tmp_path / "out")]

@@ -143,6 +143,7 @@ def test_a_flipped_bit_of_the_catalog_is_found(saved: Saved):
     saved.restore()
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_of_a_shard_file_is_found_where_it_is(saved: Saved):
     chance = random.Random(2)
     for i in range(700):

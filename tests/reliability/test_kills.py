@@ -18,6 +18,7 @@ from tests.reliability.states import NEW, OLD, plain
 from tests.warm_python import warm_python
 
 EVERY = 3
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
