@@ -29,7 +29,7 @@ from ..format.links import listed_parameters
 from ..format.shard_file import blob_name
 from ..format.values import decode_value, encode_path, encode_value
 from ..storage.protocol import Storage
-from .names import Leaf, join_leaves
+from .names import KeyedValue, join_leaves
 from .placements import RankMetadata, with_placements
 
 
@@ -156,7 +156,7 @@ def _values(metadata: Metadata, ranks: Sequence[Sequence[Stored]]) -> list[Local
     for stored in (s for of_rank in ranks for s in of_rank):
         by_name.setdefault(stored.name, stored)
     payloads = [s for s in by_name.values() if s.value is not None]
-    leaves = [Leaf(path_of(s.name), decode_value(s.value or b"", name=s.name)) for s in payloads]
+    leaves = [KeyedValue(path_of(s.name), decode_value(s.value or b"", name=s.name)) for s in payloads]
     others = [path_of(s.name) for s in by_name.values() if s.value is None]
     out = [LocalValue(spec.name, spec.path, spec.kind, spec.data) for spec in join_leaves(leaves, others)]
     aside = [s for s in by_name.values() if s.blob == blob_name(s.name, None)]

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from tests.distributed.cases import Case, expected_whole, wrong_whole
+from tests.distributed.cases import expected_whole, wrong_pairings
 from tests.distributed.net import TIED, Layout
 from tests.launch import run_ranks
 
@@ -69,20 +68,7 @@ def pairings() -> list[tuple[int, int]]:
 
 
 def matrix_job(folder: str) -> list[str]:
-    cases = [Case(layout) for layout in LAYOUTS]
-    wrong: list[str] = []
-    for i, case in enumerate(cases):
-        if case.place.mine:
-            case.save(Path(folder, str(i)))
-    dist.barrier()
-    for i, case in enumerate(cases):
-        if i % dist.get_world_size() == dist.get_rank():
-            wrong += wrong_whole(Path(folder, str(i)), case.layout)
-    for saved, loaded in pairings():
-        if cases[loaded].place.mine:
-            problems = cases[loaded].load(Path(folder, str(saved)))
-            wrong += [f"{LAYOUTS[saved]} to {LAYOUTS[loaded]}: rank {dist.get_rank()}: {problem}" for problem in problems]
-    return wrong
+    return wrong_pairings(Path(folder), LAYOUTS, pairings())
 
 
 def test_pairings_cover_all_kinds_and_all_sizes():
