@@ -28,11 +28,12 @@ import sys
 import tempfile
 import traceback
 import types
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.fork_server import Request
-from tests.launch import ROOT, _environment, _server
+from tests.launch import ROOT, _environment, _run, _server
 
 _EXIT = struct.Struct("i")
 _SIGNALS = [int(number) for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)]
@@ -85,6 +86,12 @@ def warm_python() -> str:
         control.connect(address)
         _commands[os.getpid()] = (command, folder, control)
     return _commands[os.getpid()][0]
+
+
+def run_torchrun(script: str | Path, nproc: int, args: Sequence[str] = (), *, cold: bool = False) -> str:
+    """Run a script as `tests.launch.run_script` does, under a warm agent; the ranks may start cold."""
+    command = [warm_python(), "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", str(script), *args]
+    return _run(command, f"{script} on {nproc} ranks", 120, {"PYTHON_EXEC": sys.executable} if cold else None)
 
 
 def _write_client(path: Path, address: str, first: list[str]) -> str:
@@ -165,7 +172,7 @@ def _become(request: dict[str, Any], streams: list[int]) -> None:
         signal.signal(number, signal.SIG_IGN if number in request["ignored"] else usual)
     code = 0
     try:
-        _run(request["argv"])
+        _run_program(request["argv"])
     except SystemExit as left:
         code = left.code if isinstance(left.code, int) else int(left.code is not None)
         if not isinstance(left.code, int | None):
@@ -180,7 +187,7 @@ def _become(request: dict[str, Any], streams: list[int]) -> None:
     ctypes.pythonapi.Py_Exit(code)
 
 
-def _run(argv: list[str]) -> None:
+def _run_program(argv: list[str]) -> None:
     """Run what Python's own arguments name, as ``__main__``."""
     main = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = __builtins__

@@ -35,10 +35,10 @@ from reshard_ckpt.storage import LocalStorage, open_storage
 from reshard_ckpt.storage.local import LocalWriter
 from reshard_ckpt.storage.memory import MemoryStorage
 from tests.jobs import load_job
-from tests.launch import ROOT, run_ranks, run_script
+from tests.launch import ROOT, run_ranks
 from tests.topologies import Job, hold_rank, save, transformer
 from tests.tries import examples
-from tests.warm_python import warm_python
+from tests.warm_python import run_torchrun, warm_python
 
 SRC, DST, WANTED = "memory://reshard/src", "memory://reshard/dst", "memory://reshard/wanted"
 
@@ -338,5 +338,5 @@ def test_four_processes_write_what_one_does(tmp_path: Path) -> None:
     assert set(catalogs) == {encode_catalog(checkpoint.catalog(alone))}
     assert files_of(tmp_path / "together") == files_of(alone)
     arguments = ["reshard_ckpt", "reshard", str(src), str(tmp_path / "launched"), "--mesh", "pp=2,dp=2,tp=2"]
-    assert run_script("-m", 2, arguments, env={"PYTHON_EXEC": warm_python()}).count("wrote 60 tensors") == 1
+    assert run_torchrun("-m", 2, arguments).count("wrote 60 tensors") == 1
     assert files_of(tmp_path / "launched") == files_of(alone)
