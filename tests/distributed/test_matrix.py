@@ -56,7 +56,7 @@ KINDS = ("dp", "tp", "pp", "dp×tp", "dp×pp", "tp×pp", "dp×tp×pp", "flat")
 
 
 def pairings() -> list[tuple[int, int]]:
-    """Every kind to every kind, in turn between the members of the kinds; and every pairing of sizes. The profile long has more."""
+    """Every kind to every kind, in turn between the members of the kinds; and every pairing of sizes; long, each twice."""
     by_kind = {kind: [i for i, layout in enumerate(LAYOUTS) if layout.kind == kind] for kind in KINDS}
     sources, targets = ({kind: cycle(members) for kind, members in by_kind.items()} for _ in range(2))
     chosen = [(next(sources[saved]), next(targets[loaded])) for saved, loaded in product(KINDS, KINDS)]
