@@ -32,6 +32,7 @@ from reshard_ckpt.engine.saving.agreement import plan_from_metadata
 from reshard_ckpt.engine.saving.commit import look, publish
 from reshard_ckpt.engine.saving.local_shards import describe_local
 from reshard_ckpt.engine.saving.messages import decode_assignment, encode_assignments, encode_metadata
+from reshard_ckpt.engine.saving.options import SaveContents
 from reshard_ckpt.engine.saving.write import write_assignment
 from reshard_ckpt.format.keys import new_save_id
 from reshard_ckpt.format.torch_dtypes import TORCH_DTYPES
@@ -81,7 +82,7 @@ def make_source(folder: Path, layers: int) -> None:
     save_id, before = new_save_id(), look(storage)
     assignments = [decode_assignment(data, save_id) for data in encode_assignments(plan)]
     receipts = [write_assignment(storage, h, a, rank) for rank, (h, a) in enumerate(zip(local_shards, assignments, strict=True))]
-    publish(storage, plan, (), receipts, save_id=save_id, metadata=encode_value(None, ""), before=before)
+    publish(storage, SaveContents(plan, (), save_id, encode_value(None, "")), receipts, before=before)
 
 
 def files_below(folder: Path) -> list[Path]:

@@ -7,6 +7,7 @@ import os
 # Before torch is imported: tests start up to 8 processes on 2 cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.launch import stop_server
@@ -17,6 +18,11 @@ settings.register_profile("dev", deadline=None, suppress_health_check=_CALM)
 settings.register_profile("ci", deadline=None, suppress_health_check=_CALM, derandomize=True, print_blob=True)
 settings.register_profile("long", deadline=None, suppress_health_check=_CALM, max_examples=5000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin slow tests first, so that at the end no worker waits long for the others."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 def pytest_unconfigure() -> None:

@@ -25,6 +25,7 @@ from reshard_ckpt.engine.saving.messages import (
     encode_metadata,
     encode_receipt,
 )
+from reshard_ckpt.engine.saving.options import SaveContents
 from reshard_ckpt.engine.saving.values import merge_values
 from reshard_ckpt.engine.saving.write import write_assignment
 from reshard_ckpt.format.keys import new_save_id
@@ -65,7 +66,7 @@ def save_job(
         for rank in (order or range(len(ranks)))
     }
     receipts = [receipt_of[rank] for rank in range(len(ranks))]
-    publish(storage, plan, merged, receipts, save_id=assignments[0].save_id, metadata=encode_value(None, ""), before=before)
+    publish(storage, SaveContents(plan, merged, assignments[0].save_id, encode_value(None, "")), receipts, before=before)
     return open_catalog(storage)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent.parent / "reshard_ckpt"
@@ -72,10 +73,18 @@ def room_of(parts: tuple[str, ...]) -> str:
     return parts[0].removesuffix(".py")
 
 
+@cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    """What a module's imports can be seen from: they themselves, and attributes."""
+    return tuple(
+        node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Import | ast.ImportFrom | ast.Attribute)
+    )
+
+
 def imports(path: Path) -> Iterator[str]:
     """Absolute dotted names of all that a module imports, also inside functions."""
     parts = ("reshard_ckpt", *path.relative_to(PACKAGE).with_suffix("").parts)
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -104,7 +113,7 @@ def uses_torch_distributed(path: Path) -> bool:
         and node.attr == "distributed"
         and isinstance(node.value, ast.Name)
         and node.value.id == "torch"
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes_of(path)
     )
 
 

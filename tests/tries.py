@@ -12,7 +12,12 @@ _USUAL = 100
 
 def examples(number: int, **others: Any) -> settings:
     """Return the settings of a test that usually tries `number` examples."""
-    return settings(max_examples=number * settings.default.max_examples // _USUAL, **others)  # type: ignore[union-attr]
+    return settings(max_examples=times(number), **others)
+
+
+def times(number: int) -> int:
+    """Return how often a test repeats something that it usually does `number` times."""
+    return number * settings.default.max_examples // _USUAL  # type: ignore[union-attr,no-any-return]
 
 
 def is_long() -> bool:

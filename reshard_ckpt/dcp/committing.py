@@ -22,13 +22,14 @@ from ..core.report import summarize
 from ..engine.saving.agreement import PreviousCheckpoint
 from ..engine.saving.commit import publish
 from ..engine.saving.messages import Receipt, WrittenFile
+from ..engine.saving.options import SaveContents
 from ..engine.saving.values import merge_values
 from ..errors import LayoutError
 from ..format.links import listed_parameters
 from ..format.shard_file import blob_name
 from ..format.values import decode_value, encode_path, encode_value
 from ..storage.protocol import Storage
-from .names import Leaf, join_leaves
+from .names import KeyedValue, join_leaves
 from .placements import RankMetadata, with_placements
 
 
@@ -89,7 +90,7 @@ def commit_written(
     plan = with_placements(plan, of_ranks)
     values = merge_values([(0, [replace(value, link=links.get(value.name)) for value in local_values])], plan.tables)
     receipts = [_receipt(plan, rank, rows) for rank, rows in enumerate(written)]
-    return publish(storage, plan, values, receipts, save_id=save_id, metadata=encode_value(None, "metadata"), before=before)
+    return publish(storage, SaveContents(plan, values, save_id, encode_value(None, "metadata")), receipts, before=before)
 
 
 def _check_all_there(metadata: Metadata, ranks: Sequence[Sequence[Stored]]) -> None:
@@ -155,7 +156,7 @@ def _values(metadata: Metadata, ranks: Sequence[Sequence[Stored]]) -> list[Local
     for stored in (s for of_rank in ranks for s in of_rank):
         by_name.setdefault(stored.name, stored)
     payloads = [s for s in by_name.values() if s.value is not None]
-    leaves = [Leaf(path_of(s.name), decode_value(s.value or b"", name=s.name)) for s in payloads]
+    leaves = [KeyedValue(path_of(s.name), decode_value(s.value or b"", name=s.name)) for s in payloads]
     others = [path_of(s.name) for s in by_name.values() if s.value is None]
     out = [LocalValue(spec.name, spec.path, spec.kind, spec.data) for spec in join_leaves(leaves, others)]
     aside = [s for s in by_name.values() if s.blob == blob_name(s.name, None)]

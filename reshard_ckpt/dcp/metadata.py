@@ -34,7 +34,7 @@ from ..formats.dcp import DcpFormat
 from ..formats.foreign import FORMATS, ForeignFormat, RawValue
 from ..formats.source import Path, Source, open_source
 from ..state.scan import saved_path
-from .names import Leaf, dcp_path, leaves
+from .names import KeyedValue, dcp_path, leaves
 
 FORMATS_AS_SAVED: tuple[ForeignFormat, ...] = tuple(
     replace(one, as_saved=True) if isinstance(one, DcpFormat) else one for one in FORMATS
@@ -56,7 +56,7 @@ class UnavailableValue:
     problem: str
 
 
-SavedItem = Leaf | RawValue | OpaqueValue | UnavailableValue
+SavedItem = KeyedValue | RawValue | OpaqueValue | UnavailableValue
 
 
 def all_values(source: Source, verify: bool) -> Iterator[tuple[str, SavedItem]]:
@@ -96,7 +96,7 @@ def metadata_of(saved: Catalog, values: dict[str, Any], path: Path) -> Metadata:
     described: dict[str, Any] = {name: _tensor_metadata(saved, name) for name in saved.names}
     described |= {name: BytesStorageMetadata() for name in values}
     paths: dict[str, Any] = {
-        name: value.path if isinstance(value, Leaf | RawValue) else (name,) for name, value in values.items()
+        name: value.path if isinstance(value, KeyedValue | RawValue) else (name,) for name, value in values.items()
     }
     return Metadata(
         state_dict_metadata=described,

@@ -21,7 +21,7 @@ from ..state.scan import Index, Path, name_of, path_keys
 
 
 @dataclass(frozen=True, slots=True)
-class Leaf:
+class KeyedValue:
     """One of DCP's values: its keys (an index into a list is an int), and the value itself."""
 
     path: tuple[str | int, ...]
@@ -32,13 +32,13 @@ class Leaf:
         return ".".join(map(str, self.path))
 
 
-def leaves(path: tuple[str | int, ...], value: Any, kind: ValueKind) -> Iterator[Leaf]:
+def leaves(path: tuple[str | int, ...], value: Any, kind: ValueKind) -> Iterator[KeyedValue]:
     """Yield the parts of a saved value under DCP's names."""
     found = taken_apart(path, value)
     # DCP has no entry for an empty dict.
-    yield from (Leaf(at, part) for at, part in found if not isinstance(part, Mapping))
+    yield from (KeyedValue(at, part) for at, part in found if not isinstance(part, Mapping))
     if kind is ValueKind.PARAM_GROUPS:
-        yield from (Leaf((*path[:-1], name), part) for name, part in flat_groups(value))
+        yield from (KeyedValue((*path[:-1], name), part) for name, part in flat_groups(value))
 
 
 def dcp_path(path: Path) -> tuple[str | int, ...]:
@@ -46,7 +46,7 @@ def dcp_path(path: Path) -> tuple[str | int, ...]:
     return tuple(int(key) if isinstance(key, Index) else str(key) for key in path)
 
 
-def join_leaves(found: Iterable[Leaf], others: Iterable[tuple[str | int, ...]]) -> list[ValueSpec]:
+def join_leaves(found: Iterable[KeyedValue], others: Iterable[tuple[str | int, ...]]) -> list[ValueSpec]:
     """Assemble the values that DCP's leaves are parts of.
 
     Parameters

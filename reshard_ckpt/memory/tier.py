@@ -240,11 +240,11 @@ class Tier:
             drop_generations(self.folder, [generation.name])
 
     def _published(self, job: SaveJob, step: int, receipts: Sequence[Receipt], held: Sequence[Sequence[int]]) -> dict[str, Any]:
-        plan = job.agreed.plan
-        assert plan is not None
+        contents = job.contents
+        plan = contents.plan
         compare_replicas(plan.checks, plan.tables.names, receipts)
         files = file_entries(receipts)
-        catalog = catalog_of(plan, job.agreed.values, receipts, files, save_id=job.save_id, metadata=job.metadata)
+        catalog = catalog_of(contents, receipts, files)
         topology = self.topology
         holding: list[list[str]] = [[topology.ids[node]] for node in topology.node_of]
         for rank, sources in enumerate(held):

@@ -6,9 +6,9 @@ This room imports matplotlib, the extra ``plot``; `checkpoint.plot` imports this
 from __future__ import annotations
 
 from .cuts import draw_cuts
-from .feeds import Wanted, wanted_on
+from .feeds import WantedPart, wanted_on
 from .goodput import draw_goodput
 from .page import rendered, report_page
 from .times import draw_timeline, timeline_title
 
-__all__ = ["Wanted", "draw_cuts", "draw_goodput", "draw_timeline", "rendered", "report_page", "timeline_title", "wanted_on"]
+__all__ = ["WantedPart", "draw_cuts", "draw_goodput", "draw_timeline", "rendered", "report_page", "timeline_title", "wanted_on"]

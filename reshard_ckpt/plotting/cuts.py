@@ -42,8 +42,8 @@ from .canvas import (
     write_head,
     write_in,
 )
-from .feeds import Run, Wanted, boxes_of, feeds
-from .table import Table, lay_out
+from .feeds import Run, WantedPart, boxes_of, feeds
+from .table import CellTable, lay_out
 
 MAX_WIDTH, MAX_HEIGHT = 420.0, 320.0
 """Of a table, in points."""
@@ -58,7 +58,7 @@ HEAD, LEFT, GAP, FOOT = 112.0, 56.0, 62.0, 60.0
 class Shown:
     """A table, and of each of its parts the colour and the tip."""
 
-    table: Table
+    table: CellTable
     colours: list[str]
     tips: list[str]
 
@@ -71,7 +71,7 @@ class Shown:
 
 
 @styled()
-def draw_cuts(catalog: Catalog, name: str, wanted: Sequence[Wanted] = (), mesh: Mesh | None = None) -> Figure:
+def draw_cuts(catalog: Catalog, name: str, wanted: Sequence[WantedPart] = (), mesh: Mesh | None = None) -> Figure:
     """Draw one tensor; with `wanted`, which the ranks of `mesh` hold, also who feeds whom."""
     view = catalog.tensor(name)
     shape, ranks = view.shape, [shard.file.rank for shard in view.shards]
@@ -140,7 +140,7 @@ def _title(axes: Axes, title: str, below: str, last: str = "") -> None:
         axes.annotate(text, (0, 1), (0, lift), xycoords="axes fraction", textcoords="offset points", **style)
 
 
-def _label_parts(axes: Axes, table: Table, words: Sequence[Sequence[str]], colours: Sequence[str], **style: Any) -> None:
+def _label_parts(axes: Axes, table: CellTable, words: Sequence[Sequence[str]], colours: Sequence[str], **style: Any) -> None:
     """Write on the largest rectangle of each label its words, where they fit."""
     boxes, parts = table.boxes()
     across = axes.get_window_extent().width / table.columns[-1]
@@ -160,7 +160,7 @@ def _draw_feeds(
     heat: Axes,
     catalog: Catalog,
     name: str,
-    wanted: Sequence[Wanted],
+    wanted: Sequence[WantedPart],
     titles: tuple[str, str],
     colour: Mapping[int, str],
 ) -> None:
@@ -178,7 +178,7 @@ def _draw_feeds(
     shown = Shown(table, [colour[rank] for rank in fed.saved.tolist()], tips)
     _draw_table(axes, shown, shape, *titles)
     # The same cells, by who wants them: where neighbours differ is an outline.
-    parts = Table(table.rows, table.columns, table.row_dims, np.append(fed.wanted, -1)[table.parts])
+    parts = CellTable(table.rows, table.columns, table.row_dims, np.append(fed.wanted, -1)[table.parts])
     draw_boxes(axes, parts.boxes()[0], "none", edge=INK, width=1.5)
     plate = {"boxstyle": "round,pad=0.25", "facecolor": "white", "edgecolor": INK, "linewidth": 0.6}
     words = [[name, name.removeprefix("rank ")] for name in names]

@@ -21,7 +21,7 @@ Run: TypeAlias = tuple[Ints, Ints, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class WantedPart:
     """What some ranks of another layout hold of a tensor, all of them the same."""
 
     ranks: Ints
@@ -30,7 +30,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Fed:
-    """Boxes of which each comes from one saved rank to one of the `Wanted`, by its number."""
+    """Boxes of which each comes from one saved rank to one of the `WantedPart`s, by its number."""
 
     offsets: I64
     lengths: I64
@@ -38,7 +38,7 @@ class Fed:
     wanted: I64
 
 
-def wanted_on(catalog: Catalog, name: str, mesh: Mesh, groups: Mapping[str, Sequence[str]]) -> list[Wanted]:
+def wanted_on(catalog: Catalog, name: str, mesh: Mesh, groups: Mapping[str, Sequence[str]]) -> list[WantedPart]:
     """List the parts of a tensor on another mesh, each with the ranks that hold it, in order of rank.
 
     Parameters
@@ -64,7 +64,7 @@ def wanted_on(catalog: Catalog, name: str, mesh: Mesh, groups: Mapping[str, Sequ
     alike: dict[tuple[Run, ...], list[int]] = {}
     for rank, held_by_it in runs.items():
         alike.setdefault(tuple(held_by_it), []).append(rank)
-    return [Wanted(tuple(ranks), parts) for parts, ranks in alike.items()]
+    return [WantedPart(tuple(ranks), parts) for parts, ranks in alike.items()]
 
 
 def _is_cut_with(of: TargetPlacement, placed: Mapping[str, TargetPlacement], other: str) -> bool:
@@ -88,7 +88,7 @@ def _columns(runs: Sequence[Run], ndim: int) -> tuple[I64, I64, I64, I64]:
     return offsets, lengths, start, count
 
 
-def feeds(catalog: Catalog, tensor: int, wanted: Sequence[Wanted]) -> Fed:
+def feeds(catalog: Catalog, tensor: int, wanted: Sequence[WantedPart]) -> Fed:
     """Plan the load of all wanted parts of a tensor: which boxes go from which saved rank to which of them."""
     shape = catalog.shape(tensor)
     whole = np.array([shape or (1,)], np.int64)

@@ -22,7 +22,7 @@ MAX_CUTS = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class CellTable:
     """A table of a tensor's elements.
 
     Attributes
@@ -48,7 +48,7 @@ class Table:
         return np.stack([x, y, self.columns[right] - x, self.rows[bottom] - y], axis=1), part
 
 
-def lay_out(shape: Ints, offsets: I64, lengths: I64, part: I64) -> Table:
+def lay_out(shape: Ints, offsets: I64, lengths: I64, part: I64) -> CellTable:
     """Lay boxes of a tensor out as a table.
 
     Parameters
@@ -58,7 +58,7 @@ def lay_out(shape: Ints, offsets: I64, lengths: I64, part: I64) -> Table:
         The number of the part that each box belongs to.
     """
     if not prod(shape):
-        return Table(np.array([0, 1]), np.array([0, 1]), 0, np.full((1, 1), -1))
+        return CellTable(np.array([0, 1]), np.array([0, 1]), 0, np.full((1, 1), -1))
     cuts = [
         np.unique(np.concatenate([[0, size], offsets[:, dim], offsets[:, dim] + lengths[:, dim]]))
         for dim, size in enumerate(shape)
@@ -75,7 +75,7 @@ def lay_out(shape: Ints, offsets: I64, lengths: I64, part: I64) -> Table:
         )  # no dims at all: the one element
         if len(down) and len(across):
             parts[np.ix_(down, across)] = number
-    return Table(rows, columns, k, parts)
+    return CellTable(rows, columns, k, parts)
 
 
 def _divided(sizes: Ints, cuts: Sequence[I64]) -> I64:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import zipfile
 from itertools import pairwise
 from pathlib import Path
@@ -40,6 +39,7 @@ from tests.jobs import save_job
 from tests.launch import ROOT
 from tests.layouts import filled, layouts, shapes, spec_of, values_of
 from tests.tries import examples
+from tests.warm_python import warm_python
 
 IN_A_FOLDER = examples(40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 FORMATS = ["safetensors", "torch", "dcp", "reshard"]
@@ -394,7 +394,7 @@ def killed(tmp_path: Path, *formats: str) -> dict[str, torch.Tensor]:
     state = {f"w{i}": torch.randn(1 << 20) for i in range(8)}
     checkpoint.save(tmp_path / "n", {"model": state})
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), *formats], env=env, timeout=100, check=True)
+    subprocess.run([warm_python(), "-c", KILLED, str(tmp_path), *formats], env=env, timeout=100, check=True)
     return state
 
 

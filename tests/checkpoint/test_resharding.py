@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -36,9 +35,10 @@ from reshard_ckpt.storage import LocalStorage, open_storage
 from reshard_ckpt.storage.local import LocalWriter
 from reshard_ckpt.storage.memory import MemoryStorage
 from tests.jobs import load_job
-from tests.launch import ROOT, run_ranks, run_script
+from tests.launch import ROOT, run_ranks
 from tests.topologies import Job, hold_rank, save, transformer
 from tests.tries import examples
+from tests.warm_python import run_torchrun, warm_python
 
 SRC, DST, WANTED = "memory://reshard/src", "memory://reshard/dst", "memory://reshard/wanted"
 
@@ -161,7 +161,7 @@ def test_a_reshard_that_was_killed_keeps_what_it_had_finished(tmp_path: Path, mo
     dst = tmp_path / "dst"
     save(Job({"dp": 1}, transformer(3, 4, 8), 3), open_storage(dst))
     before = files_of(dst)
-    script = [sys.executable, "-c", KILLED, str(src), str(dst)]
+    script = [warm_python(), "-c", KILLED, str(src), str(dst)]
     monkeypatch.setattr(LocalWriter, "write", counting := Counting(LocalWriter.write))
     checkpoint.reshard(src, tmp_path / "count", mesh={"dp": 4, "tp": 1})
     monkeypatch.undo()
@@ -338,5 +338,5 @@ def test_four_processes_write_what_one_does(tmp_path: Path) -> None:
     assert set(catalogs) == {encode_catalog(checkpoint.catalog(alone))}
     assert files_of(tmp_path / "together") == files_of(alone)
     arguments = ["reshard_ckpt", "reshard", str(src), str(tmp_path / "launched"), "--mesh", "pp=2,dp=2,tp=2"]
-    assert run_script("-m", 2, arguments).count("wrote 60 tensors") == 1
+    assert run_torchrun("-m", 2, arguments).count("wrote 60 tensors") == 1
     assert files_of(tmp_path / "launched") == files_of(alone)

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from reshard_ckpt.cli import COMMANDS
 from reshard_ckpt.cli.app import app
 from tests.launch import ROOT
+from tests.warm_python import warm_python
 
 for _name in COMMANDS:
     importlib.import_module(f"reshard_ckpt.cli.{_name}")
@@ -46,17 +47,18 @@ SCRIPT = Path(sys.executable).with_name("reshard-ckpt")
 """The installed command; a package that was installed before it had one is started as a module."""
 
 
-def start(*arguments: Any, **options: Any) -> subprocess.Popen[str]:
-    """Start ``reshard-ckpt`` as a process of its own."""
+def start(*arguments: Any, cold: bool = False, **options: Any) -> subprocess.Popen[str]:
+    """Start ``reshard-ckpt`` as a process of its own; as the installed command, if it is to start cold."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    program = [str(SCRIPT)] if SCRIPT.exists() else [sys.executable, "-m", "reshard_ckpt"]
+    installed = [str(SCRIPT)] if SCRIPT.exists() else [sys.executable, "-m", "reshard_ckpt"]
+    program = installed if cold else [warm_python(), "-m", "reshard_ckpt"]
     command = [*program, *map(str, arguments)]
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
     return subprocess.Popen(command, cwd=ROOT, env=env, text=True, **streams)
 
 
-def run_process(*arguments: Any) -> Ran:
+def run_process(*arguments: Any, cold: bool = False) -> Ran:
     """Run it to its end."""
-    process = start(*arguments)
+    process = start(*arguments, cold=cold)
     out, err = process.communicate(timeout=120)
     return Ran(process.returncode, out, err)

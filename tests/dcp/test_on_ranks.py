@@ -12,6 +12,7 @@ from tests.dcp.other_folders import HAS_HUB_WRITER, HAS_OWN_METADATA, folders_jo
 from tests.launch import run_ranks
 
 
+@pytest.mark.slow
 def test_random_layouts_by_every_route_bit_for_bit(tmp_path: Path):
     rounds, tensors = 12, 12
     results = run_ranks(differential_job, 4, str(tmp_path), rounds, tensors, timeout_s=240)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from tests.launch import ROOT
+from tests.warm_python import warm_python
 
 PREAMBLE = """
 import os, sys, faulthandler, torch, torch.distributed as dist
@@ -40,7 +40,7 @@ def run_by_hand(
     env = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC")}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, str(script), init, *args]
+    command = [warm_python(), str(script), init, *args]
     return _finish([_start(command, {**env, "RANK": str(rank)}) for rank in range(size)], timeout_s)
 
 

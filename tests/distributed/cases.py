@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -139,4 +141,22 @@ def wrong_whole(path: Path, layout: Layout) -> list[str]:
         name for name, _ in Net(UNITS).named_parameters(remove_duplicate=False) if name != FROZEN
     }:
         wrong.append(f"{layout}: {saved}")
+    return wrong
+
+
+def wrong_pairings(folder: Path, layouts: Sequence[Layout], pairings: Iterable[tuple[int, int]]) -> list[str]:
+    """Save each layout; read each as a whole, on ranks by turns; load one into another. What came wrong on this rank."""
+    cases = [Case(layout) for layout in layouts]
+    wrong: list[str] = []
+    for i, case in enumerate(cases):
+        if case.place.mine:
+            case.save(folder / str(i))
+    dist.barrier()
+    for i, case in enumerate(cases):
+        if i % dist.get_world_size() == dist.get_rank():
+            wrong += wrong_whole(folder / str(i), case.layout)
+    for saved, loaded in pairings:
+        if cases[loaded].place.mine:
+            problems = cases[loaded].load(folder / str(saved))
+            wrong += [f"{layouts[saved]} to {layouts[loaded]}: rank {dist.get_rank()}: {problem}" for problem in problems]
     return wrong

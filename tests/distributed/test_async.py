@@ -14,7 +14,8 @@ from reshard_ckpt import checkpoint
 from reshard_ckpt.errors import StorageError
 from reshard_ckpt.storage.local import LocalWriter
 from tests.distributed.outcomes import Outcome, outcome
-from tests.launch import run_ranks, run_script
+from tests.launch import run_ranks
+from tests.warm_python import run_torchrun
 
 
 def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -102,7 +103,7 @@ dist.destroy_process_group()
 def test_a_job_that_ends_at_once_still_commits_its_last_save(tmp_path: Path, nproc: int) -> None:
     script = tmp_path / "leaves.py"
     script.write_text(LEAVES)
-    run_script(script, nproc, [str(tmp_path / "ckpt")])
+    run_torchrun(script, nproc, [str(tmp_path / "ckpt")], cold=nproc == 1)
     saved = checkpoint.read(tmp_path / "ckpt")
     assert torch.equal(saved["shared"], torch.arange(1_000_000))
     assert {name for name in saved if name.startswith("own")} == {f"own{r}" for r in range(nproc)}

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.distributed.dcp_cases import models, random_meshes
 from tests.launch import run_ranks
 
 CASES, TENSORS = 20, 15
 
 
+@pytest.mark.slow
 def test_random_tensors_on_random_meshes(tmp_path: Path):
     """600 random pairs of a saved and a loaded layout: 300 from DCP's folders, 300 into them."""
     ranks = run_ranks(random_meshes, 4, str(tmp_path), CASES, TENSORS, timeout_s=280)
@@ -17,6 +20,7 @@ def test_random_tensors_on_random_meshes(tmp_path: Path):
     assert not wrong, "\n".join([f"{len(wrong)} wrong", *wrong[:20]])
 
 
+@pytest.mark.slow
 def test_models_and_optimizers_in_each_form(tmp_path: Path):
     wrong = [line for rank in run_ranks(models, 4, str(tmp_path), timeout_s=280) for line in rank]
     assert not wrong, "\n".join([f"{len(wrong)} wrong", *wrong[:40]])

@@ -73,6 +73,7 @@ def hub_job(folder: str) -> list[Any]:
     return seen
 
 
+@pytest.mark.slow
 def test_a_llama_goes_to_any_layout_and_comes_back_with_the_same_logits(tmp_path: Path):
     for tied in (False, True):
         model = llama(1, tied=tied)

@@ -186,6 +186,7 @@ def memory_job(folder: str) -> dict[str, int]:
 only_linux = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc")
 
 
+@pytest.mark.slow
 @only_linux
 def test_no_rank_ever_builds_the_whole_of_a_large_tensor(tmp_path: Path):
     for grown in run_ranks(memory_job, 4, str(tmp_path)):

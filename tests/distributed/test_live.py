@@ -141,12 +141,14 @@ def test_layouts_become_each_other_on_1_and_2_ranks():
         check_matrix(ranks, layouts, list(product(range(len(layouts)), repeat=2)))
 
 
+@pytest.mark.slow
 def test_layouts_of_8_ranks_become_each_other():
     layouts = tuple(layout for layout in LARGE if layout.size == 8)
     pairs = [(i, (i + step) % len(layouts)) for i in range(len(layouts)) for step in (1, 3)]
     check_matrix(8, layouts, pairs)
 
 
+@pytest.mark.slow
 def test_every_layout_becomes_others_on_4_ranks():
     """Each layout becomes three others, and itself; with the long profile each becomes every other."""
     num = len(LAYOUTS)

@@ -7,6 +7,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.parallel import DistributedDataParallel
 
 from reshard_ckpt import LocalShard, checkpoint
-from tests.distributed.cases import Case, wrong_whole
+from tests.distributed.cases import wrong_pairings
 from tests.distributed.net import UNITS, Layout, Net, local, reference
 from tests.distributed.outcomes import outcome
 from tests.launch import run_ranks
@@ -37,21 +38,11 @@ ODD = (
 
 
 def odd_job(folder: str) -> list[str]:
-    cases = [Case(layout) for layout in ODD]
-    wrong: list[str] = []
-    for i, case in enumerate(cases):
-        if case.place.mine:
-            case.save(Path(folder, str(i)))
-    dist.barrier()
-    for i, case in enumerate(cases):
-        if i % dist.get_world_size() == dist.get_rank():
-            wrong += wrong_whole(Path(folder, str(i)), case.layout)
-    for saved, loaded in product(range(len(ODD)), repeat=2):
-        if ODD[saved].hidden == ODD[loaded].hidden and cases[loaded].place.mine:
-            wrong += [f"{ODD[saved]} to {ODD[loaded]}: {problem}" for problem in cases[loaded].load(Path(folder, str(saved)))]
-    return wrong
+    pairings = [(a, b) for a, b in product(range(len(ODD)), repeat=2) if ODD[a].hidden == ODD[b].hidden]
+    return wrong_pairings(Path(folder), ODD, pairings)
 
 
+@pytest.mark.slow
 def test_7_and_13_rows_on_fsdp_over_tp_and_hsdp(tmp_path: Path):
     wrong = [line for rank in run_ranks(odd_job, 8, str(tmp_path)) for line in rank]
     assert not wrong, "\n".join([f"{len(wrong)} wrong", *wrong[:40]])
@@ -128,6 +119,7 @@ def resume_job(folder: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 def test_training_goes_on_where_it_was(tmp_path: Path):
     assert run_ranks(resume_job, 4, str(tmp_path)) == [[]] * 4
 

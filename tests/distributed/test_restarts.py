@@ -6,15 +6,16 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from reshard_ckpt import checkpoint
 from tests.distributed import restarts
 from tests.distributed.by_hand import free_port
 from tests.launch import ROOT
+from tests.warm_python import warm_python
 
 RAW = re.compile(r"(UnicodeDecodeError|AssertionError|JSONDecodeError|struct\.error|KeyError|DistNetworkError: .*\n\n)\b")
 """Of errors in the output: what would be one of ours that has no name, or nothing above it that has."""
@@ -24,7 +25,7 @@ def torchrun(*args: str) -> subprocess.Popen[str]:
     """Start the command as a user does where workers may be restarted."""
     env = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-m", "torch.distributed.run", "--max-restarts=3", "--monitor-interval=0.1", *args]
+    command = [warm_python(), "-m", "torch.distributed.run", "--max-restarts=3", "--monitor-interval=0.1", *args]
     return subprocess.Popen(
         command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
     )
@@ -50,6 +51,7 @@ def check(folder: Path, output: str, size: int) -> None:
     assert len(checkpoint.catalog(newest).files) == size
 
 
+@pytest.mark.slow
 def test_a_job_whose_workers_are_killed_twice_goes_on_twice(tmp_path: Path) -> None:
     """First rank 1, then rank 0, whose process holds the store of the sessions."""
     job = torchrun("--standalone", "--nproc-per-node=2", restarts.__file__, str(tmp_path), "6", "3:1,5:0", "2")
@@ -67,6 +69,7 @@ def test_a_job_whose_workers_are_killed_twice_goes_on_twice(tmp_path: Path) -> N
     check(tmp_path, output, 2)
 
 
+@pytest.mark.slow
 def test_a_job_that_a_node_joins_goes_on_and_on_again_after_a_kill(tmp_path: Path) -> None:
     args = (
         *("--nnodes=1:2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"),

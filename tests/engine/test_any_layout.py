@@ -31,8 +31,9 @@ def cases(draw: st.DrawFn) -> list[tuple[Layout, Layout, str]]:
     return out
 
 
+@pytest.mark.slow
 @given(cases(), st.sampled_from([0, 8, 96, 4096]))
-@examples(1500)
+@examples(300)
 def test_what_is_saved_from_one_layout_loads_into_another(case: list[tuple[Layout, Layout, str]], window: int) -> None:
     whole = [values_of(saved.shape, dtype, i) for i, (saved, _, dtype) in enumerate(case)]
     ranks = [

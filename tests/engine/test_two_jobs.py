@@ -83,6 +83,7 @@ def run_both(memory: MemoryStorage, a_first: int, b_then: int) -> tuple[dict[str
     return raised, seen["A"], seen["B"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("overwrite", "step"), [(False, 4), (True, 2)])
 def test_no_order_of_two_saves_breaks_the_checkpoint(overwrite: bool, step: int):
     conflicts = 0

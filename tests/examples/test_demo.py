@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,9 @@ from examples.demo.text import VOCABULARY, Text, prose
 from examples.demo.zero import ZeroAdamW
 from reshard_ckpt import checkpoint
 from reshard_ckpt.core.catalog.model import FileEntry, ShardView
+from tests.docs.runner import not_imported
 from tests.launch import ROOT, run_ranks
+from tests.warm_python import warm_python
 
 SMALL = Config(vocabulary=31, dim=16, num_heads=2, num_layers=2, context=8, init_std=0.2)
 NUM_STEPS = 3
@@ -165,8 +166,15 @@ def test_rectangles_cover_a_run_and_nothing_else(start: int, count: int):
     assert drawn.flatten().tolist() == [int(start <= i < start + count) for i in range(12)]
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "examples" / "demo").glob("*.py")), ids=lambda path: path.stem)
+def test_each_module_of_torch_that_the_demo_uses_is_imported(path: Path):
+    """The processes of the next test have imported more than the demo does."""
+    assert not not_imported(path.read_text())
+
+
+@pytest.mark.slow
 def test_demo_changes_layout_twice_bit_for_bit(tmp_path: Path):
-    command = [sys.executable, "-m", "examples.demo", "--out", str(tmp_path / "out"), "--steps", "4", "2", "2"]
+    command = [warm_python(), "-m", "examples.demo", "--out", str(tmp_path / "out"), "--steps", "4", "2", "2"]
     done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True)  # no deadline: a busy machine takes its time
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("148 of 148") == 2

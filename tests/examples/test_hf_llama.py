@@ -49,6 +49,7 @@ def trained(root: Path, nproc: int, until: str = "") -> tuple[dict[int, tuple[fl
     return {int(step): (float(loss), float(lr)) for step, loss, lr in steps}, set(map(int, left))
 
 
+@pytest.mark.slow
 def test_a_llama_told_to_go_trains_on_other_ranks_as_if_nothing_had_happened(tmp_path: Path):
     unbroken, _ = trained(tmp_path / "unbroken", 2)
     assert list(unbroken) == list(range(1, NUM_STEPS + 1))

@@ -6,23 +6,24 @@ import os
 import re
 import signal
 import subprocess
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from reshard_ckpt import checkpoint
-from tests.launch import ROOT, run_script
+from tests.launch import ROOT
+from tests.warm_python import warm_python
 
 EXAMPLE = ROOT / "examples" / "preemption.py"
-FOREVER = "1000000000"
+FOREVER = 1_000_000_000
 
 
-def preempt(root: Path, nproc: int, told: list[int]) -> str:
+def run(root: Path, num_steps: int, nproc: int, told: Sequence[int] = ()) -> str:
     """Run the example, send SIGTERM to some of its ranks once it trains, and return what it printed."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", str(EXAMPLE)]
+    command = [warm_python(), "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", str(EXAMPLE)]
     job = subprocess.Popen(
-        [*command, str(root), FOREVER],
+        [*command, str(root), str(num_steps)],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
@@ -48,15 +49,16 @@ def preempt(root: Path, nproc: int, told: list[int]) -> str:
     return printed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("told", [[1], [0, 1]], ids=["one rank is told", "all ranks are told"])
 def test_sigterm_makes_a_last_save_and_the_next_job_goes_on_from_it(tmp_path: Path, told: list[int]):
-    printed = preempt(tmp_path / "run", 2, told)
+    printed = run(tmp_path / "run", FOREVER, 2, told)
     saved = dict(re.findall(r"rank (\d) saved step (\d+)", printed))
     assert set(saved) == {"0", "1"}, printed
     (step,) = {int(step) for step in saved.values()}
     with checkpoint.Manager(tmp_path / "run", read_only=True) as manager:
         assert manager.latest() == step
     assert checkpoint.verify(tmp_path / "run" / f"step_{step}").ok
-    again = run_script(EXAMPLE, 1, [str(tmp_path / "run"), str(step + 2)])
+    again = run(tmp_path / "run", step + 2, 1)
     assert f"from step {step}\n" in again
     assert f"rank 0 saved step {step + 2} in" in again

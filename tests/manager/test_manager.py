@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 import uuid
 import warnings
@@ -30,6 +29,7 @@ from reshard_ckpt.manager.retention import Retention
 from reshard_ckpt.storage import open_storage
 from tests.checkpoint.references import referring
 from tests.launch import ROOT
+from tests.warm_python import warm_python
 
 
 @pytest.fixture(params=["folder", "memory"])
@@ -376,7 +376,7 @@ signal.pause()
 @pytest.mark.parametrize(("how", "code"), [("finish", -signal.SIGTERM), ("own handler", 7)])
 def test_sigterm_finishes_the_save_and_then_does_what_it_did(tmp_path: Path, how: str, code: int):
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, tmp_path, how], cwd=ROOT, timeout=120, capture_output=True, text=True, check=False
+        [warm_python(), "-c", SCRIPT, tmp_path, how], cwd=ROOT, timeout=120, capture_output=True, text=True, check=False
     )
     assert done.returncode == code, done.stderr
     assert ("own" in done.stdout) == (how == "own handler")
@@ -387,7 +387,7 @@ def test_sigterm_finishes_the_save_and_then_does_what_it_did(tmp_path: Path, how
 
 
 def test_without_being_asked_sigterm_ends_the_job_and_the_next_one_cleans_up(tmp_path: Path):
-    done = subprocess.run([sys.executable, "-c", SCRIPT, tmp_path, "plain"], cwd=ROOT, timeout=120, check=False)
+    done = subprocess.run([warm_python(), "-c", SCRIPT, tmp_path, "plain"], cwd=ROOT, timeout=120, check=False)
     assert done.returncode == -signal.SIGTERM
     assert list((tmp_path / "step_1").rglob("*.safetensors"))
     with Manager(tmp_path) as manager:
@@ -397,7 +397,7 @@ def test_without_being_asked_sigterm_ends_the_job_and_the_next_one_cleans_up(tmp
 
 def test_a_save_that_takes_longer_than_it_may_is_given_up(tmp_path: Path):
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, tmp_path, "short"], cwd=ROOT, timeout=50, capture_output=True, text=True, check=False
+        [warm_python(), "-c", SCRIPT, tmp_path, "short"], cwd=ROOT, timeout=50, capture_output=True, text=True, check=False
     )
     assert done.returncode == -signal.SIGTERM
     assert "not finished within 0.2 s, so given up" in done.stderr

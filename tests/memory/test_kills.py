@@ -5,20 +5,21 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.launch import ROOT
 from tests.reliability.kills import CANNOT_TRACE
+from tests.warm_python import warm_python
 
 EVERY = 9
 
 
+@pytest.mark.slow
 def test_a_process_killed_at_any_instant_leaves_a_whole_generation(tmp_path: Path):
     """The harness itself judges what is left after each kill; here, that it did try."""
-    command = [sys.executable, "-m", "tests.memory.kills", "--every", str(EVERY), "--out", str(tmp_path / "out")]
+    command = [warm_python(), "-m", "tests.memory.kills", "--every", str(EVERY), "--out", str(tmp_path / "out")]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=500)
     if done.returncode == CANNOT_TRACE:

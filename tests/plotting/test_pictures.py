@@ -22,7 +22,7 @@ from reshard_ckpt.core.timeline import Step, Timeline
 from reshard_ckpt.engine.common.progress import size_text
 from reshard_ckpt.plotting import times
 from reshard_ckpt.plotting.cuts import draw_cuts
-from reshard_ckpt.plotting.feeds import Wanted, feeds
+from reshard_ckpt.plotting.feeds import WantedPart, feeds
 from reshard_ckpt.plotting.page import bytes_by_rank, report_page
 from reshard_ckpt.plotting.times import draw_timeline, timeline_words
 from reshard_ckpt.storage.memory import MemoryStorage
@@ -68,7 +68,9 @@ def test_each_wanted_element_is_fed_once_by_the_rank_that_wrote_it(data: st.Data
     for shard in catalog.tensor("w").shards:
         inner = np.indices(shard.lengths).reshape(len(shape), prod(shard.lengths))[:, shard.start : shard.start + shard.count]
         wrote[tuple(inner + np.array(shard.offsets, np.int64).reshape(-1, 1))] = shard.file.rank
-    wanted = [Wanted((r,), tuple((p.offsets, p.lengths, p.start, p.count) for p in held)) for r, held in enumerate(new.pieces)]
+    wanted = [
+        WantedPart((r,), tuple((p.offsets, p.lengths, p.start, p.count) for p in held)) for r, held in enumerate(new.pieces)
+    ]
     fed = feeds(catalog, catalog.index("w"), wanted)
     ndim = len(shape)
     for number, held in enumerate(new.pieces):
@@ -109,7 +111,7 @@ def test_flat_ranges_are_named_as_such(trained):
 
 
 def test_picture_of_another_layout_says_who_feeds_whom(trained):
-    wanted = [Wanted((0,), (((0, 0), (4, 8), 0, 32),)), Wanted((1,), (((4, 0), (12, 8), 0, 96),))]
+    wanted = [WantedPart((0,), (((0, 0), (4, 8), 0, 32),)), WantedPart((1,), (((4, 0), (12, 8), 0, 96),))]
     figure = draw_cuts(trained, "model.layers.0.up", wanted, Mesh(("tp",), (2,)))
     found = tips(figure)
     wrote = {shard.offsets: shard.file.rank for shard in trained.tensor("model.layers.0.up").shards}
@@ -126,7 +128,7 @@ def test_who_feeds_whom_of_many_ranks_is_grouped():
     spec = [spec_of(layout, r, "w", "U8") for layout in [_rows(130)] for r in range(130)]
     whole = values_of((130, 4), "U8", 1)
     catalog = save_job(MemoryStorage("many"), [[(spec[r], filled(_rows(130), r, whole))] for r in range(130)])
-    wanted = [Wanted((r,), (((r, 0), (1, 4), 0, 4),)) for r in range(130)]
+    wanted = [WantedPart((r,), (((r, 0), (1, 4), 0, 4),)) for r in range(130)]
     figure = draw_cuts(catalog, "w", wanted, Mesh(("dp",), (130,)))
     cells = boxes(figure.axes[-1].collections[0])
     assert len(cells) == 64 * 64

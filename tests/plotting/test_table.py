@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from reshard_ckpt.plotting import table as tables
 from reshard_ckpt.plotting.feeds import boxes_of
-from reshard_ckpt.plotting.table import Table, lay_out
+from reshard_ckpt.plotting.table import CellTable, lay_out
 from tests.layouts import Layout, addresses, layouts, shapes
 from tests.tries import examples
 
 
-def laid_out(layout: Layout) -> Table:
+def laid_out(layout: Layout) -> CellTable:
     """The table of all ranks' pieces."""
     pieces = [(rank, p) for rank, held in enumerate(layout.pieces) for p in held]
     offsets, lengths, run = boxes_of([(p.offsets, p.lengths, p.start, p.count) for _, p in pieces], len(layout.shape))
@@ -33,7 +33,7 @@ def owners(layout: Layout) -> np.ndarray:
     return held
 
 
-def shown(table: Table) -> np.ndarray:
+def shown(table: CellTable) -> np.ndarray:
     """The part that is drawn over each element; no element is drawn over twice."""
     out = np.full((table.rows[-1], table.columns[-1]), -1)
     for (x, y, width, height), part in zip(*(column.tolist() for column in table.boxes()), strict=True):

@@ -11,12 +11,13 @@ from pathlib import Path
 
 from tests.launch import ROOT
 from tests.reliability.states import NEW, OLD, assert_clean, assert_next_save_works, held
+from tests.warm_python import warm_python
 
 
-def start(what: str, path: Path) -> subprocess.Popen[str]:
+def start(what: str, path: Path, python: str) -> subprocess.Popen[str]:
     paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.reliability.interrupted", what, str(path)],
+        [python, "-m", "tests.reliability.interrupted", what, str(path)],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
         text=True,
@@ -27,7 +28,7 @@ def start(what: str, path: Path) -> subprocess.Popen[str]:
 
 
 def test_ctrl_c_at_any_moment_leaves_the_old_checkpoint_no_file_and_no_thread(tmp_path: Path):
-    process = start("interrupts", tmp_path / "ckpt")
+    process = start("interrupts", tmp_path / "ckpt", warm_python())
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     points = json.loads(out)
@@ -37,7 +38,7 @@ def test_ctrl_c_at_any_moment_leaves_the_old_checkpoint_no_file_and_no_thread(tm
 
 
 def test_ctrl_c_from_outside_ends_a_save_that_hangs(tmp_path: Path):
-    process = start("from_outside", tmp_path / "ckpt")
+    process = start("from_outside", tmp_path / "ckpt", warm_python())
     assert process.stdout is not None
     assert process.stdout.readline() == "writing\n"
     process.send_signal(signal.SIGINT)
@@ -47,7 +48,7 @@ def test_ctrl_c_from_outside_ends_a_save_that_hangs(tmp_path: Path):
 
 
 def test_the_loss_of_the_last_save_is_said_aloud(tmp_path: Path):
-    process = start("loses_the_last_save", tmp_path / "ckpt")
+    process = start("loses_the_last_save", tmp_path / "ckpt", warm_python())
     _, err = process.communicate(timeout=120)
     assert process.returncode == 0
     assert f"the save to {tmp_path / 'ckpt'} failed: " in err
@@ -58,7 +59,7 @@ def test_the_loss_of_the_last_save_is_said_aloud(tmp_path: Path):
 
 
 def test_a_process_that_ends_by_an_error_finishes_its_last_save(tmp_path: Path):
-    process = start("ends_while_saving", tmp_path / "ckpt")
+    process = start("ends_while_saving", tmp_path / "ckpt", sys.executable)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 1
     assert "ValueError: training failed" in err

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +15,17 @@ from tests.launch import ROOT
 from tests.reliability.calls import Calls
 from tests.reliability.kills import CANNOT_TRACE, Case, as_json, save
 from tests.reliability.states import NEW, OLD, plain
+from tests.warm_python import warm_python
 
 EVERY = 3
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """One run of the harness: what the undisturbed saves do, and what the kills leave."""
     folder = tmp_path_factory.mktemp("kills")
-    command = [sys.executable, "-m", "tests.reliability.kills", "--sample", "--every", str(EVERY)]
+    command = [warm_python(), "-m", "tests.reliability.kills", "--sample", "--every", str(EVERY)]
     command += ["--traces", str(folder / "traces"), "--out", str(folder / "out")]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)

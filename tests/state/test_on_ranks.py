@@ -170,6 +170,7 @@ def assert_equal(saved: Saved, expected: Saved, what: str) -> None:
         assert saved.values[name] == value, f"{what}: {name}"
 
 
+@pytest.mark.slow
 @forward_on_cpu
 def test_fsdp_tp_and_both_on_any_size_are_the_plain_model_and_placements_are_recorded():
     mesh, weight, replication, norm, table, sliced = run_ranks(dtensor_job, 6)[4]

@@ -178,6 +178,7 @@ def old_state_job(folder: str) -> list[str]:
     return bad
 
 
+@pytest.mark.slow
 def test_folders_of_vescale_load_through_its_calls(tmp_path: Path) -> None:
     assert run_ranks(old_folder_job, 4, str(folders.write(tmp_path / "old"))) == [[]] * 4
     assert run_ranks(old_state_job, 4, str(write_old(tmp_path / "state"))) == [[]] * 4

@@ -171,8 +171,3 @@ def is_row_major(lengths: Ints, strides: Ints) -> bool:
 def box_piece(offsets: Ints, lengths: Ints, base: int, strides: Ints) -> Piece:
     """The piece that is a whole box."""
     return Piece(offsets, lengths, 0, prod(lengths), base, strides)
-
-
-def flat_run(box: Piece, start: int, count: int) -> Piece:
-    """The run of a piece's box that lies alone, in order, in memory of its own."""
-    return Piece(box.offsets, box.lengths, start, count, -start, row_major_strides(box.lengths))

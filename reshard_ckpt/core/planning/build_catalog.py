@@ -11,6 +11,7 @@ import numpy as np
 from ..catalog.model import BoxTable, Catalog, FileEntry, RowTable, TensorTable, ValueEntry
 from ..geometry.ordering import group_ids, lex_order
 from ..geometry.runs import I64
+from .merge import MergedTables
 from .save_plan import SavePlan
 
 
@@ -33,7 +34,6 @@ def build_catalog(
     metadata: Any,
 ) -> Catalog:
     """The catalog of a save whose bytes are all written."""
-    tables = plan.tables
     box, first = group_ids(np.hstack([plan.offsets, plan.lengths]))
     order = lex_order(plan.tensor, box, plan.start)
     return Catalog(
@@ -41,22 +41,35 @@ def build_catalog(
         created_s=created_s,
         mesh=plan.mesh,
         metadata=metadata,
-        tensors_table=TensorTable(
-            names=tables.names,
-            dtype=tables.dtype,
-            kind=tables.kind,
-            ndim=tables.ndim,
-            shape=tables.shape,
-            alias=tables.alias,
-            placement=plan.placement,
-            row_start=np.searchsorted(plan.tensor[order], np.arange(len(tables.names) + 1)).astype(np.int64),
-            optimizer=tables.optimizer,
-            key=tables.key,
-            parameter=tables.parameter,
-        ),
+        tensors_table=tensor_table(plan.tables, plan.placement, plan.tensor[order]),
         placements=plan.placements,
         boxes=BoxTable(plan.offsets.take(first, axis=0), plan.lengths.take(first, axis=0)),
         rows=RowTable(box[order], plan.start[order], plan.count[order], written.file[order], written.offset[order]),
         files=tuple(files),
         values_table=tuple(values),
+    )
+
+
+def tensor_table(tables: MergedTables, placement: I64, tensor: I64) -> TensorTable:
+    """Return merged tensors as a catalog's table.
+
+    Parameters
+    ----------
+    placement
+        The number of each tensor's placement, or -1.
+    tensor
+        The tensor of each row, in order.
+    """
+    return TensorTable(
+        names=tables.names,
+        dtype=tables.dtype,
+        kind=tables.kind,
+        ndim=tables.ndim,
+        shape=tables.shape,
+        alias=tables.alias,
+        placement=placement,
+        row_start=np.searchsorted(tensor, np.arange(len(tables.names) + 1)).astype(np.int64),
+        optimizer=tables.optimizer,
+        key=tables.key,
+        parameter=tables.parameter,
     )

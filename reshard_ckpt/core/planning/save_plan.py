@@ -106,12 +106,9 @@ def plan_save(job_metadata: JobMetadata, name_own: NameOwn) -> SavePlan:
     LayoutError
         Ranks disagree about a tensor, or its shards overlap or leave a region uncovered.
     """
-    tables, boxes, merged = merge_metadata(job_metadata, name_own)
-    rows = _cut_rows(merged)
-    runs = _distinct_runs(rows)
+    tables, boxes, rows, runs = _merged_runs(job_metadata, name_own)
     item_bytes = item_bytes_of(tables.dtype)
     parts = _assign(rows, runs, boxes, item_bytes, job_metadata.num_ranks)
-    _check_tiling(tables, boxes, rows, runs)
     mesh = next((table.mesh for table in job_metadata.tables if table.mesh is not None), None)
     placements, placement = _placements(tables, boxes, rows, runs, mesh, job_metadata.num_ranks)
     # From here on a part is a write item, in the order of its rank's files; part.item is its run, and begin counts in its box.
@@ -135,6 +132,15 @@ def plan_save(job_metadata: JobMetadata, name_own: NameOwn) -> SavePlan:
         mesh=mesh,
         num_ranks=job_metadata.num_ranks,
     )
+
+
+def _merged_runs(job_metadata: JobMetadata, name_own: NameOwn) -> tuple[MergedTables, MergedBoxes, MergedRows, _Runs]:
+    """Merge the metadata of all ranks, and find the distinct runs, which tile every tensor."""
+    tables, boxes, merged = merge_metadata(job_metadata, name_own)
+    rows = _cut_rows(merged)
+    runs = _distinct_runs(rows)
+    _check_tiling(tables, boxes, rows, runs)
+    return tables, boxes, rows, runs
 
 
 def _cut_rows(rows: MergedRows) -> MergedRows:
@@ -294,10 +300,7 @@ def find_holders(job_metadata: JobMetadata, name_own: NameOwn) -> HeldRows:
     LayoutError
         Ranks disagree about a tensor, or its shards overlap or leave a region uncovered.
     """
-    tables, boxes, merged = merge_metadata(job_metadata, name_own)
-    rows = _cut_rows(merged)
-    runs = _distinct_runs(rows)
-    _check_tiling(tables, boxes, rows, runs)
+    tables, boxes, rows, runs = _merged_runs(job_metadata, name_own)
     first = np.zeros(len(runs.holder), bool)
     first[runs.begin[:-1]] = True
     run = runs.of_row[runs.holder]

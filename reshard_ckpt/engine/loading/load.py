@@ -38,7 +38,7 @@ from ..common.progress import OnProgress, silent
 from ..common.step_folders import describe_run
 from .files import check_files, open_files
 from .read import REQUEST_BYTES, WINDOW_BYTES, ReadTarget, ReadTask, execute
-from .ties import Member, Tie, conflicts, find_ties
+from .ties import Tie, TiedTarget, conflicts, find_ties
 
 T = TypeVar("T")
 
@@ -230,8 +230,8 @@ def resolve(
     )
 
 
-def _member(spec: TensorSpec, memory: torch.Tensor, source: int, catalog: Catalog) -> Member:
-    return Member(spec, ReadTarget(spec.name, memory, TORCH_DTYPES[catalog.dtype(source)]), source)
+def _member(spec: TensorSpec, memory: torch.Tensor, source: int, catalog: Catalog) -> TiedTarget:
+    return TiedTarget(spec, ReadTarget(spec.name, memory, TORCH_DTYPES[catalog.dtype(source)]), source)
 
 
 def _without_shared(specs: Sequence[TensorSpec], found: Match, catalog: Catalog) -> Iterator[tuple[int, int]]:

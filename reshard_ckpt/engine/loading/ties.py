@@ -37,7 +37,7 @@ _INTS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class TiedTarget:
     """A target that shares memory with others, and the index of its source in the catalog."""
 
     spec: TensorSpec
@@ -53,12 +53,12 @@ class Member:
 class Tie:
     """Targets that share memory, or might, in the addresses ``[low, high)``."""
 
-    members: tuple[Member, ...]
+    members: tuple[TiedTarget, ...]
     low: int
     high: int
 
 
-def find_ties(members: Sequence[Member], wanted: PieceColumns) -> tuple[Tie, ...]:
+def find_ties(members: Sequence[TiedTarget], wanted: PieceColumns) -> tuple[Tie, ...]:
     """Find the ties among all targets; `wanted` are their pieces."""
     number: dict[torch.device, int] = {}
     device = np.array([number.setdefault(m.target.tensor.device, len(number)) for m in members], np.int64)
@@ -103,7 +103,7 @@ class _TieChecker:
         size = -(-size // _UNIT) * _UNIT
         # image: the bytes that the targets so far get; known: all bits of those bytes set; fresh: the bytes of one target.
         image, known, fresh = (torch.zeros(size, dtype=torch.uint8) for _ in range(3))
-        before: list[tuple[Member, LoadPlan]] = []
+        before: list[tuple[TiedTarget, LoadPlan]] = []
         for member in tie.members:
             plan = self._read(member, low, fresh)
             written = _written(plan, size)
@@ -116,7 +116,7 @@ class _TieChecker:
             before.append((member, plan))
         return None
 
-    def _read(self, member: Member, low: int, out: torch.Tensor) -> LoadPlan:
+    def _read(self, member: TiedTarget, low: int, out: torch.Tensor) -> LoadPlan:
         """Read the bytes that a target would get at these addresses; returns the plan, whose places count from the first one."""
         dtype = member.target.tensor.dtype
         pieces = _pieces_within(member, low, out.numel() // dtype.itemsize)
@@ -133,7 +133,7 @@ class _TieChecker:
         return BlockDigests(self._digests)
 
 
-def _line(first: Member, second: Member) -> str:
+def _line(first: TiedTarget, second: TiedTarget) -> str:
     how = "tied to" if second.spec.alias_of == first.spec.name else "shares memory with"
     return f"{second.spec.name}: {how} {first.spec.name} in the state passed, but the checkpoint holds different values for them"
 
@@ -147,7 +147,7 @@ def _written(plan: LoadPlan, size: int) -> torch.Tensor:
     return out
 
 
-def _pieces_within(member: Member, low: int, count: int) -> Iterator[Piece]:
+def _pieces_within(member: TiedTarget, low: int, count: int) -> Iterator[Piece]:
     """Yield the boxes of a target that lie in `count` elements from an address on; their places count from that address."""
     first = (low - member.address) // member.target.tensor.element_size()  # a whole number: addresses were checked
     for piece in member.spec.pieces:

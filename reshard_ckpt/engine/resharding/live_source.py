@@ -16,9 +16,10 @@ import msgpack
 import numpy as np
 
 from ...comm.protocol import Comm
-from ...core.catalog.model import BoxTable, Catalog, FileEntry, RowTable, TensorTable, ValueEntry
+from ...core.catalog.model import BoxTable, Catalog, FileEntry, RowTable, ValueEntry
 from ...core.catalog.specs import StateLink, ValueKind, ValueSpec
 from ...core.geometry.dtypes import item_bytes_of
+from ...core.planning.build_catalog import tensor_table
 from ...core.planning.exchange import RankRuns
 from ...core.planning.local_metadata import LocalValue
 from ...core.planning.merge import MergedTables
@@ -72,26 +73,14 @@ def open_live(comm: Comm, local: LocalShards, devices: Sequence[bool]) -> LiveSo
 
 
 def _catalog(holders: HeldRows) -> Catalog:
-    tables, num = holders.tables, len(holders.tables.names)
+    tables = holders.tables
     sizes = holders.count * item_bytes_of(tables.dtype)[holders.tensor]
     return Catalog(
         save_id=new_save_id(),
         created_s=0.0,
         mesh=None,
         metadata=encode_value(None, ""),
-        tensors_table=TensorTable(
-            names=tables.names,
-            dtype=tables.dtype,
-            kind=tables.kind,
-            ndim=tables.ndim,
-            shape=tables.shape,
-            alias=tables.alias,
-            placement=np.full(num, -1),
-            row_start=np.searchsorted(holders.tensor, np.arange(num + 1)).astype(np.int64),
-            optimizer=tables.optimizer,
-            key=tables.key,
-            parameter=tables.parameter,
-        ),
+        tensors_table=tensor_table(tables, np.full(len(tables.names), -1), holders.tensor),
         placements=(),
         boxes=BoxTable(holders.boxes.offsets, holders.boxes.lengths),
         rows=RowTable(holders.box, holders.start, holders.count, np.zeros_like(holders.box), np.cumsum(sizes) - sizes),

@@ -36,6 +36,7 @@ from ..loading.stream import WINDOW_BYTES, Run, RunReader, Window, check_covered
 from ..saving.agreement import PreviousCheckpoint
 from ..saving.commit import publish
 from ..saving.messages import Receipt, WrittenFile, decode_receipt, encode_receipt
+from ..saving.options import SaveContents
 from ..saving.write import WRITE_BYTES, FileLayout, ShardFileWriter, keys_of, member_offsets
 from .plan import ReshardPlan
 from .read_back import ReadBack, WrittenBlocks
@@ -271,16 +272,9 @@ def commit(
     if gathered is not None:
         parts = [msgpack.unpackb(data) for data in gathered]
         receipts = {rank: decode_receipt(data) for part in parts for rank, data in part[0]}
-        publish(
-            target,
-            plan.plan,
-            plan.values,
-            [receipts[rank] for rank in range(plan.mesh.size)],
-            save_id=save_id,
-            metadata=encode_value(plan.catalog.metadata, "metadata"),
-            before=before,
-            created_s=plan.catalog.created_s,
-        )
+        metadata = encode_value(plan.catalog.metadata, "metadata")
+        contents = SaveContents(plan.plan, plan.values, save_id, metadata, plan.catalog.created_s)
+        publish(target, contents, [receipts[rank] for rank in range(plan.mesh.size)], before=before)
         total = msgpack.packb([sum(part[1] for part in parts), sum(part[2] for part in parts)])
     return ProcessReport({}, *msgpack.unpackb(comm.broadcast(total)))
 

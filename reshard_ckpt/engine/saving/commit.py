@@ -24,11 +24,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...comm.protocol import Comm
-from ...core.catalog.model import Catalog, FileEntry, ValueEntry
+from ...core.catalog.model import Catalog, FileEntry
 from ...core.catalog.specs import Replication
 from ...core.geometry.runs import I64
 from ...core.planning.build_catalog import WrittenItems, build_catalog
-from ...core.planning.save_plan import Checks, SavePlan
+from ...core.planning.save_plan import Checks
 from ...core.report import summarize
 from ...core.timeline import Timeline
 from ...errors import CheckpointError, CorruptError, LayoutError, StorageError
@@ -47,7 +47,7 @@ from .free_space import check_free_space
 from .local_shards import LocalShards
 from .manifest import keep_manifest, refuse_half_hashed
 from .messages import Receipt, WrittenFile, decode_receipt, encode_receipt
-from .options import SaveJob
+from .options import SaveContents, SaveJob
 from .write import keys_of, remove
 
 
@@ -119,22 +119,11 @@ def commit(job: SaveJob, receipt: Receipt, *, ready: Callable[[], None] = lambda
 
 
 def _publish_or_undo(job: SaveJob, receipts: Sequence[Receipt]) -> Catalog:
-    agreed = job.agreed
-    assert agreed.plan is not None
     try:
         for key, data in job.options.beside.items():
             job.storage.publish(key, data)
-        return publish(
-            job.storage,
-            agreed.plan,
-            agreed.values,
-            receipts,
-            save_id=job.save_id,
-            metadata=job.metadata,
-            before=agreed.before,
-            recorder=job.recorder,
-            sha256=job.options.sha256,
-        )
+        before, sha256 = job.agreed.before, job.options.sha256
+        return publish(job.storage, job.contents, receipts, before=before, recorder=job.recorder, sha256=sha256)
     except BaseException:
         if _is_uncommitted(job.storage, job.save_id):
             remove(job.storage, [*_keys(receipts), manifest_key(job.save_id)])
@@ -162,15 +151,11 @@ def keep_timeline(storage: Storage, timeline: Timeline) -> None:
 
 def publish(
     storage: Storage,
-    plan: SavePlan,
-    values: Sequence[ValueEntry],
+    contents: SaveContents,
     receipts: Sequence[Receipt],
     *,
-    save_id: str,
-    metadata: bytes,
     before: PreviousCheckpoint | None,
     recorder: Recorder | None = None,
-    created_s: float | None = None,
     sha256: bool = False,
 ) -> Catalog:
     """Rank 0's part of the commit.
@@ -187,13 +172,13 @@ def publish(
     recorder = recorder or Recorder()
     with recorder.step("check"):
         refuse_half_hashed(receipts, sha256)
-        compare_replicas(plan.checks, plan.tables.names, receipts)
+        compare_replicas(contents.plan.checks, contents.plan.tables.names, receipts)
         files = _see_files(storage, receipts, before)
-    catalog = catalog_of(plan, values, receipts, files, save_id=save_id, metadata=metadata, created_s=created_s)
+    catalog = catalog_of(contents, receipts, files)
     # The order is the promise: every file is durable and seen, then the catalog appears, then what it replaced may go.
     encoded = encode_catalog(catalog)
     if sha256:  # durable before the catalog of which it speaks
-        keep_manifest(storage, save_id, encoded, receipts)
+        keep_manifest(storage, contents.save_id, encoded, receipts)
     with recorder.step("publish"):
         storage.publish(CATALOG_KEY, encoded, expected=before.catalog if before else None)
     try:
@@ -204,25 +189,22 @@ def publish(
     return catalog
 
 
-def catalog_of(
-    plan: SavePlan,
-    values: Sequence[ValueEntry],
-    receipts: Sequence[Receipt],
-    files: Sequence[FileEntry],
-    *,
-    save_id: str,
-    metadata: bytes,
-    created_s: float | None = None,
-) -> Catalog:
-    """Build the catalog of a save from the plan and the receipts of all ranks, whose files are listed in their order."""
+def catalog_of(contents: SaveContents, receipts: Sequence[Receipt], files: Sequence[FileEntry]) -> Catalog:
+    """Build the catalog of a save from its contents and the receipts of all ranks, whose files are listed in their order."""
     first = np.cumsum([0] + [len(receipt.files) for receipt in receipts])
     written = WrittenItems(
         np.concatenate([receipt.file + first[rank] for rank, receipt in enumerate(receipts)]),
         np.concatenate([receipt.offset for receipt in receipts]),
     )
-    said = decode_value(metadata, name="metadata")
-    when = time.time() if created_s is None else created_s
-    return build_catalog(plan, written, files=files, values=values, save_id=save_id, created_s=when, metadata=said)
+    return build_catalog(
+        contents.plan,
+        written,
+        files=files,
+        values=contents.values,
+        save_id=contents.save_id,
+        created_s=time.time() if contents.created_s is None else contents.created_s,
+        metadata=decode_value(contents.metadata, name="metadata"),
+    )
 
 
 def file_entries(receipts: Sequence[Receipt]) -> list[FileEntry]:

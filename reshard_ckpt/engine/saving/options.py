@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from torch.optim import Optimizer
 
 from ...comm.protocol import Comm
+from ...core.catalog.model import ValueEntry
+from ...core.planning.save_plan import SavePlan
 from ...errors import UsageError
 from ...storage.protocol import Storage
 from ..common.progress import OnProgress
@@ -77,6 +79,25 @@ def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class SaveContents:
+    """What rank 0 knows of a save before it sees the files: all that the catalog says beside them.
+
+    Attributes
+    ----------
+    metadata
+        That of the options, encoded.
+    created_s
+        When it was made, where that is not now, in seconds since 1970.
+    """
+
+    plan: SavePlan
+    values: Sequence[ValueEntry]
+    save_id: str
+    metadata: bytes
+    created_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class SaveJob:
     """One save on one rank, once all ranks agreed on it.
 
@@ -103,3 +124,9 @@ class SaveJob:
     @property
     def save_id(self) -> str:
         return self.agreed.assignment.save_id
+
+    @property
+    def contents(self) -> SaveContents:
+        """What the catalog will say, on rank 0."""
+        assert self.agreed.plan is not None
+        return SaveContents(self.agreed.plan, self.agreed.values, self.save_id, self.metadata)

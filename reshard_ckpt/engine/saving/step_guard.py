@@ -171,7 +171,7 @@ def _spread(tensors: Sequence[torch.Tensor], most: int) -> Sequence[torch.Tensor
     return tensors[:: max(-(-len(tensors) // most), 1)]
 
 
-class HeldStep:
+class GuardedStep:
     """An optimizer's ``step`` with the check in front of it.
 
     It looks like the step that it stands for: `LRScheduler` wraps it in turn, `GradScaler` asks for its signature.
@@ -210,15 +210,15 @@ class HeldStep:
         return _rebuild, (self._optimizer(), self._step, self._is_bound)
 
 
-def _rebuild(optimizer: Optimizer, step: Callable[..., Any], is_bound: bool) -> HeldStep:
-    return HeldStep(optimizer, step.__get__(optimizer) if is_bound else step)
+def _rebuild(optimizer: Optimizer, step: Callable[..., Any], is_bound: bool) -> GuardedStep:
+    return GuardedStep(optimizer, step.__get__(optimizer) if is_bound else step)
 
 
 def _put_in_front(optimizer: Optimizer) -> None:
     """Have the check stand before what ``optimizer.step`` is now; in `vars`, as a class may have its own ideas of attributes."""
     step = vars(optimizer).get("step", optimizer.step)
-    if not isinstance(step, HeldStep):
-        vars(optimizer)["step"] = HeldStep(optimizer, step)
+    if not isinstance(step, GuardedStep):
+        vars(optimizer)["step"] = GuardedStep(optimizer, step)
 
 
 def _hold_back(optimizer: object, *_: object) -> None:

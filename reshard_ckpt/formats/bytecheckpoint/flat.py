@@ -23,7 +23,6 @@ from ..dcp.metadata import Chunk, Extent, Metadata, SavedTensor
 from ..dcp.names import KeyPath, dotted
 
 _FIELDS = ("fsdp_flat_param_to_fqns", "fsdp_shapes", "fsdp_is_padding_mask", "fsdp_numels_with_padding")
-FLAT_PARAM = "_flat_param"
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,6 @@ from .heads import STORAGE_DTYPES
 from .pickle_writer import FunctionCall, Global, PersistentId, pickled
 
 ALIGNMENT = 64
-MAX_ARCHIVE_BYTES = (1 << 32) - (1 << 20)
-"""Larger ones need the zip64 extension."""
 
 _LOCAL = struct.Struct("<4sHHHHHIIIHH")
 _DESCRIPTOR = struct.Struct("<4sIII")

@@ -11,7 +11,7 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
-from ...core.catalog.specs import Ints, is_row_major
+from ...core.catalog.specs import is_row_major
 from ...errors import CorruptError, UnsupportedError
 from ...format.checksums import digest128
 from ...storage.protocol import Storage
@@ -150,14 +150,6 @@ class FileReader:
 def is_contiguous(tensor: TensorView) -> bool:
     """Tell whether the elements of a tensor lie in row-major order, without gaps."""
     return is_row_major(tensor.shape, tensor.strides)
-
-
-def flat_size(shape: Ints) -> int:
-    """Count the elements of a shape."""
-    total = 1
-    for length in shape:
-        total *= length
-    return total
 
 
 def _read(storage: Storage, key: str, offset: int, size: int) -> bytes:

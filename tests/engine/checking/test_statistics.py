@@ -36,7 +36,7 @@ def wide(tensor: torch.Tensor) -> np.ndarray:
     return tensor.double().numpy() if tensor.dtype.is_floating_point else tensor.numpy().astype(object)
 
 
-@examples(200)
+@examples(100)
 @given(st.sampled_from(CODES), st.data())
 def test_statistics_are_those_of_the_whole_tensor(code: str, data: st.DataObject):
     layout = data.draw(layouts(data.draw(shapes()), data.draw(st.integers(1, 4))))

@@ -57,7 +57,7 @@ def plan_of(held: list[list[TensorSpec]]) -> SavePlan:
 
 
 @given(jobs())
-@examples(400)
+@examples(200)
 def test_the_plan_has_each_run_once_by_ranks_that_hold_it(held: list[list[TensorSpec]]) -> None:
     holders: dict[Run, list[tuple[int, int]]] = defaultdict(list)
     rows_of: list[list[Run]] = []

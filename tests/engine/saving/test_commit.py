@@ -17,6 +17,7 @@ from reshard_ckpt.core.geometry.dtypes import CODES
 from reshard_ckpt.core.planning.local_metadata import build_local_metadata
 from reshard_ckpt.engine.saving import commit as save_module
 from reshard_ckpt.engine.saving.local_shards import describe_local
+from reshard_ckpt.engine.saving.options import SaveContents
 from reshard_ckpt.engine.saving.write import lay_out, write_assignment
 from reshard_ckpt.errors import CheckpointNotFound, LayoutError, StorageError, UnsupportedError
 from reshard_ckpt.format.keys import CATALOG_KEY
@@ -169,7 +170,7 @@ def test_files_are_cut_where_their_header_would_grow_too_large(tmp_path: Path) -
     assert len(lay_out(local_shards, assignment, 0, header_bytes=2000)) > 3
     with open_storage(tmp_path) as storage:
         receipt = write_assignment(storage, local_shards, assignment, 0, header_bytes=2000)
-        save_module.publish(storage, plan, values, [receipt], save_id=assignment.save_id, metadata=b"\xc0", before=None)
+        save_module.publish(storage, SaveContents(plan, values, assignment.save_id, b"\xc0"), [receipt], before=None)
     assert len(receipt.files) > 3
     for i, tensor in enumerate(checkpoint.read(tmp_path).values()):
         assert torch.equal(tensor, torch.full((3,), float(i)))

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from reshard_ckpt import checkpoint
 from reshard_ckpt.engine.saving import async_save
-from reshard_ckpt.engine.saving.step_guard import ChangeDetector, HeldStep, StepGuard, _put_in_front
+from reshard_ckpt.engine.saving.step_guard import ChangeDetector, GuardedStep, StepGuard, _put_in_front
 from reshard_ckpt.errors import UsageError
 from reshard_ckpt.state.optimizer_owned import owned_tensors
 
@@ -356,7 +356,7 @@ def test_a_held_step_looks_like_the_step_that_it_stands_for() -> None:
     assert hasattr(optimizer.step, "_wrapped_by_lr_sched")
     assert "closure" in inspect.signature(optimizer.step).parameters
     _put_in_front(optimizer)
-    assert isinstance(optimizer.step, HeldStep)
+    assert isinstance(optimizer.step, GuardedStep)
     assert hasattr(optimizer.step, "_wrapped_by_lr_sched")
     before = weight_of(optimizer).detach().clone()
     assert optimizer.step(lambda: torch.tensor(7.0)) == 7

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import warnings
 import zipfile
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from reshard_ckpt.formats.dcp.write import write_dcp
 from reshard_ckpt.formats.source import open_source
 from reshard_ckpt.storage import open_storage
 from tests.layouts import values_of
+from tests.warm_python import warm_python
 
 SHAPES = [(), (1,), (5,), (3, 4), (0, 4), (2, 3, 4)]
 
@@ -174,6 +174,6 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
 def test_memory_is_bounded(tmp_path):
     """300 MB pass through less than 150 MiB."""
     checkpoint.save(tmp_path / "ours", {f"w{i}": torch.full((25, 1_000_000), float(i)) for i in range(3)})
-    command = [sys.executable, "-c", _WRITE, str(tmp_path / "ours"), str(tmp_path / "dcp")]
+    command = [warm_python(), "-c", _WRITE, str(tmp_path / "ours"), str(tmp_path / "dcp")]
     grown = int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout)
     assert grown < 150
