@@ -21,7 +21,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgba
 
 from reshard_ckpt.core.catalog.model import Catalog, FileEntry
-from reshard_ckpt.core.catalog.specs import Piece, Replication, TensorSpec, box_piece, flat_run, row_major_strides
+from reshard_ckpt.core.catalog.specs import Piece, Replication, TensorSpec, box_piece, row_major_strides
 from reshard_ckpt.core.planning.build_catalog import WrittenItems, build_catalog
 from reshard_ckpt.core.planning.load_plan import LoadPlan, plan_load
 from reshard_ckpt.core.planning.local_metadata import build_local_metadata, piece_columns
@@ -43,9 +43,8 @@ CELL = 21.0
 def saved_catalog() -> Catalog:
     """The catalog of the flat ranges, as if each rank had written the items of its plan to a file without a header."""
     whole = box_piece((0, 0), SHAPE, 0, row_major_strides(SHAPE))
-    job_metadata = [
-        encode_metadata(build_local_metadata([_spec(flat_run(whole, start, stop - start))], 0, (), None)) for start, stop in RUNS
-    ]
+    runs = [Piece(whole.offsets, whole.lengths, start, stop - start, -start, whole.strides) for start, stop in RUNS]
+    job_metadata = [encode_metadata(build_local_metadata([_spec(run)], 0, (), None)) for run in runs]
     plan = plan_from_metadata(
         [local_metadata.tensors for local_metadata in job_metadata], [local_metadata.rows for local_metadata in job_metadata]
     )
