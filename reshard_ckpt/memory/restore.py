@@ -85,14 +85,14 @@ def find_newest(
     leads = topology.leads(comm.rank)
     known = {g.save_id: g for g in find_generations(folder)}
     candidates = [g for g in known.values() if wanted(g) and g.save_id not in excluded]
-    listed = [(*g.order, len(g.holders), sorted(_present(folder, g))) for g in candidates] if leads else []
+    listed = [(*g.order, len(g.holders), sorted(_present(folder, g)) if leads else []) for g in candidates]
     gathered = comm.gather(msgpack.packb(listed))
     passed: list[str] = []
-    for save_id, missing in _proposals(comm, gathered):
+    for save_id, missing, sender in _proposals(comm, gathered):
         if missing:
             passed.append(missing)
             continue
-        found = _proved(comm, folder, topology, known.get(save_id), save_id, prove=prove)
+        found = _proved(comm, folder, topology, _shared(comm, known.get(save_id), sender), prove=prove)
         if isinstance(found, str):
             passed.append(found)
             continue
@@ -100,8 +100,7 @@ def find_newest(
         if leads:
             keep_generation(folder, generation)
             drop_generations(folder, [g.name for g in candidates if g.order > generation.order])
-        comm.gather(b"")
-        comm.broadcast(b"" if comm.rank == 0 else None)
+        # The end of the session is a gather: nobody goes on before each node has it.
         return Restorable(generation, owners, tuple(passed))
     return None
 
@@ -114,40 +113,48 @@ def _present(folder: Path, generation: Generation) -> frozenset[str]:
         images.close()
 
 
-def _proposals(comm: Comm, gathered: Sequence[bytes] | None) -> Iterator[tuple[str, str]]:
-    """Yield save ids, the newest first, the same on all ranks; with the reason where some file is nowhere."""
+def _proposals(comm: Comm, gathered: Sequence[bytes] | None) -> Iterator[tuple[str, str, int]]:
+    """Yield save ids, the newest first, the same on all ranks.
+
+    Each with the reason where some file is nowhere, and with the rank that sends the generation to all: −1 where all know it.
+    """
     message = None
     if gathered is not None:
         needed: dict[tuple[int, int, str], int] = {}
         present: dict[tuple[int, int, str], set[str]] = {}
-        for data in gathered:
+        knowing: dict[tuple[int, int, str], list[int]] = {}
+        for rank, data in enumerate(gathered):
             for attempt, step, save_id, number, keys in msgpack.unpackb(data):
-                needed[attempt, step, save_id] = number
-                present.setdefault((attempt, step, save_id), set()).update(keys)
+                order = attempt, step, save_id
+                needed[order] = number
+                present.setdefault(order, set()).update(keys)
+                knowing.setdefault(order, []).append(rank)
         proposals = []
-        for attempt, step, save_id in sorted(needed, reverse=True):
-            gone = needed[attempt, step, save_id] - len(present[attempt, step, save_id])
-            why = (
-                f"step {step} in memory: {gone} of {needed[attempt, step, save_id]} files are on no node that is left"
-                if gone
-                else ""
-            )
-            proposals.append((save_id, why))
+        for order in sorted(needed, reverse=True):
+            gone = needed[order] - len(present[order])
+            why = f"step {order[1]} in memory: {gone} of {needed[order]} files are on no node that is left" if gone else ""
+            proposals.append((order[2], why, -1 if len(knowing[order]) == comm.size else knowing[order][0]))
         message = msgpack.packb(proposals)
-    for save_id, why in msgpack.unpackb(comm.broadcast(message)):
-        yield str(save_id), str(why)
+    for save_id, why, sender in msgpack.unpackb(comm.broadcast(message)):
+        yield str(save_id), str(why), int(sender)
+
+
+def _shared(comm: Comm, known: Generation | None, sender: int) -> Generation:
+    """Return a generation that the sender knows, on all ranks; nothing is sent where all know it."""
+    if sender < 0:
+        assert known is not None
+        return known
+    gathered = comm.gather(known.encoded() if known is not None and comm.rank == sender else b"")
+    data = comm.broadcast(None if gathered is None else gathered[sender])
+    return decode_generation(data, where="a generation from another node")
 
 
 def _proved(
-    comm: Comm, folder: Path, topology: Topology, known: Generation | None, save_id: str, *, prove: bool
+    comm: Comm, folder: Path, topology: Topology, generation: Generation, *, prove: bool
 ) -> tuple[Generation, dict[str, tuple[int, ...]]] | str:
     """Have every node verify what it has of a generation; who has what, or why it is not whole."""
-    # One of the nodes that know it sends it to rank 0, and that to all.
-    gathered = comm.gather(known.encoded() if known is not None and topology.leads(comm.rank) else b"")
-    data = comm.broadcast(None if gathered is None else next((one for one in gathered if one), b""))
-    generation = decode_generation(data, where="a generation from another node")
     local = topology.ranks_of[topology.node_of[comm.rank]]
-    images = NodeImages(folder, save_id)
+    images = NodeImages(folder, generation.save_id)
     try:
         keys = sorted(images.keys() & frozenset(generation.holders))
         mine = keys[local.index(comm.rank) :: len(local)]

@@ -32,6 +32,7 @@ def train(root: str, folder: str, mebibytes: int) -> dict[str, Any]:
                 assert found.step == step
                 assert torch.equal(weights, torch.arange(num, dtype=torch.int32) + step)
                 tiers.append(found.tier)
+                manager._memory.wait()  # type: ignore[union-attr]  # what was loaded goes to the store, and keeps its slot until then
             skipped = manager.memory_skipped
     return {"tiers": tiers, "skipped": skipped, "warnings": [str(one.message) for one in caught]}
 
