@@ -17,20 +17,16 @@ import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from types import TracebackType
-from typing import Any, SupportsIndex
+from typing import Any
 
-from ..checkpoint.listing import metric_of
-from ..checkpoint.reading import read
 from ..checkpoint.saving import async_save, save
 from ..comm import Stop, open_session, open_stop
-from ..core.catalog.model import Catalog
 from ..core.planning.interval import MAX_OVERHEAD
 from ..core.report import LoadReport, SaveReport
 from ..engine.common.step_folders import name_steps
-from ..engine.loading.load import open_catalog
 from ..engine.saving.handle import SaveHandle
 from ..engine.saving.options import SaveOptions
-from ..errors import CheckpointError, CheckpointNotFound, CorruptError, StorageError, UsageError
+from ..errors import CheckpointError, CheckpointNotFound, StorageError, UsageError
 from ..formats.source import Path
 from ..memory.options import Memory
 from ..memory.run import MemoryRun
@@ -40,11 +36,12 @@ from .preemption import SigtermHandler, grace_of
 from .restoring import LoadedStep, Restoring
 from .retention import Retention
 from .run_folder import take_lock, with_metric
+from .run_steps import RunSteps, checked_step
 from .schedule import SaveCosts, SaveSchedule, interval_rule
 from .stored import StoredSteps
 
 
-class Manager:
+class Manager(RunSteps):
     """The checkpoints of one training run, below one folder, named by step.
 
     Made on all ranks together; so are its saves and loads. Use it in a ``with`` block, or `close` it; then it can still look
@@ -150,26 +147,6 @@ class Manager:
         self._stored.is_superseded = run.is_superseded
         return run
 
-    def path(self, step: int) -> str:
-        """Return the path of the checkpoint of a step."""
-        return self._stored.path(_checked(step))
-
-    def steps(self) -> list[int]:
-        """List the steps that are committed, in order; with ``memory=``, also those that this node has in memory."""
-        stored = self._stored.steps()
-        return stored if self._memory is None else sorted({*stored, *self._memory.steps()})
-
-    def catalog(self, step: int) -> Catalog | None:
-        """Read the catalog of a step, from this node's memory or the store; None where neither has that step."""
-        in_memory = {} if self._memory is None else self._memory.catalogs()
-        if _checked(step) in in_memory:
-            return in_memory[step]
-        try:
-            with open_storage(self.path(step)) as storage:
-                return open_catalog(storage)
-        except CheckpointNotFound:
-            return None
-
     def read(self, step: int, names: Sequence[str] | None = None) -> dict[str, Any]:
         """Read whole tensors and values of a step on every rank, from memory or the store; see `checkpoint.read`. Collective.
 
@@ -179,40 +156,9 @@ class Manager:
             That step has no checkpoint.
         """
         self._refuse_unless_open("read")
-        path = self.path(step)
+        step = checked_step(step)
         self._wait()
-        for prove in (False, True) if self._memory is not None else ():
-            found = self._memory.find(0, (), step, prove=prove) if self._memory is not None else None
-            if self._memory is None or found is None:
-                break
-            try:
-                return self._memory.read(found, names)
-            except (CorruptError, StorageError):
-                if prove:
-                    raise
-        return read(path, names)
-
-    def metadata(self, step: int) -> Any:
-        """Return the metadata that were passed with a step, the metric among them; None where there are none, or no such step."""
-        found = self.catalog(step)
-        return None if found is None else found.metadata
-
-    @property
-    def memory_skipped(self) -> int:
-        """How many saves went straight to the store because memory had no room; 0 without ``memory=``."""
-        return 0 if self._memory is None else self._memory.num_skipped
-
-    def latest(self) -> int | None:
-        """Return the newest step that is committed."""
-        return max(self.steps(), default=None)
-
-    def best(self) -> int | None:
-        """Return the step with the best metric."""
-        metrics = self._stored.metrics(self._stored.steps())
-        if self._memory is not None:
-            in_memory = {step: metric_of(catalog) for step, catalog in self._memory.catalogs().items()}
-            metrics.update({step: metric for step, metric in in_memory.items() if metric is not None})
-        return next(iter(self._rule.ranked(self.steps(), metrics)), None)
+        return self._restoring.read(step, names)
 
     @property
     def preempted(self) -> bool:
@@ -250,7 +196,7 @@ class Manager:
         self._refuse_unless_open("should_save")
         if self._schedule is None:
             raise UsageError('should_save: the manager was made without interval=; pass one, such as interval="auto" or "10min"')
-        return self._schedule.due(_checked(step))
+        return self._schedule.due(checked_step(step))
 
     def save(
         self, step: int, state: Mapping[str, Any], *, metric: float | None = None, metadata: Any = None, **options: Any
@@ -335,7 +281,7 @@ class Manager:
             That step has none; the message lists those that have.
         """
         self._refuse_unless_open("load")
-        step = _checked(step)
+        step = checked_step(step)
         self._wait()
         try:
             return self._restoring.load(step, state, options)
@@ -480,9 +426,3 @@ class Manager:
 
     def _steps_text(self) -> str:
         return f"the run has {name_steps(self.steps()) or 'none at all'}"
-
-
-def _checked(step: int) -> int:
-    if isinstance(step, bool) or not isinstance(step, SupportsIndex) or step.__index__() < 0:
-        raise UsageError(f"step={step!r}: pass a whole number, 0 or more")
-    return step.__index__()

@@ -8,13 +8,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from ..checkpoint.loading import load
+from ..checkpoint.reading import read
 from ..comm import open_session
 from ..core.report import LoadReport
 from ..engine.common.logs import LOGGER
@@ -88,6 +89,20 @@ class Restoring:
         report = self._from_store(step, state, options)
         self._begin_at(step, in_store=True)
         return report
+
+    def read(self, step: int, names: Sequence[str] | None) -> dict[str, Any]:
+        """Read whole tensors and values of one step; see `Manager.read`."""
+        if self._memory is not None:
+            for prove in (False, True):
+                found = self._memory.find(0, (), step, prove=prove)
+                if found is None:
+                    break
+                try:
+                    return self._memory.read(found, names)
+                except (CorruptError, StorageError):
+                    if prove:
+                        raise
+        return read(self._stored.path(step), names)
 
     def load_latest(self, state: Mapping[str, Any], options: Mapping[str, Any]) -> LoadedStep | None:
         """Load the newest checkpoint that is whole; see `Manager.load_latest`."""

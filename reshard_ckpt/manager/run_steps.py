@@ -1,0 +1,71 @@
+"""The steps of a run, in its store and in the memory of this node: which there are, and what they say of themselves."""
+
+from __future__ import annotations
+
+from typing import Any, SupportsIndex
+
+from ..checkpoint.listing import metric_of
+from ..core.catalog.model import Catalog
+from ..engine.loading.load import open_catalog
+from ..errors import CheckpointNotFound, UsageError
+from ..memory.run import MemoryRun
+from ..storage import open_storage
+from .retention import Retention
+from .stored import StoredSteps
+
+
+class RunSteps:
+    """What a manager tells of its run without asking another rank; also once it is closed."""
+
+    _rule: Retention
+    _stored: StoredSteps
+    _memory: MemoryRun | None
+
+    def path(self, step: int) -> str:
+        """Return the path of the checkpoint of a step."""
+        return self._stored.path(checked_step(step))
+
+    def steps(self) -> list[int]:
+        """List the steps that are committed, in order; with ``memory=``, also those that this node has in memory."""
+        stored = self._stored.steps()
+        return stored if self._memory is None else sorted({*stored, *self._memory.steps()})
+
+    def catalog(self, step: int) -> Catalog | None:
+        """Read the catalog of a step, from this node's memory or the store; None where neither has that step."""
+        in_memory = {} if self._memory is None else self._memory.catalogs()
+        if checked_step(step) in in_memory:
+            return in_memory[step]
+        try:
+            with open_storage(self.path(step)) as storage:
+                return open_catalog(storage)
+        except CheckpointNotFound:
+            return None
+
+    def metadata(self, step: int) -> Any:
+        """Return the metadata that were passed with a step, the metric among them; None where there are none, or no such step."""
+        found = self.catalog(step)
+        return None if found is None else found.metadata
+
+    @property
+    def memory_skipped(self) -> int:
+        """How many saves went straight to the store because memory had no room; 0 without ``memory=``."""
+        return 0 if self._memory is None else self._memory.num_skipped
+
+    def latest(self) -> int | None:
+        """Return the newest step that is committed."""
+        return max(self.steps(), default=None)
+
+    def best(self) -> int | None:
+        """Return the step with the best metric."""
+        metrics = self._stored.metrics(self._stored.steps())
+        if self._memory is not None:
+            in_memory = {step: metric_of(catalog) for step, catalog in self._memory.catalogs().items()}
+            metrics.update({step: metric for step, metric in in_memory.items() if metric is not None})
+        return next(iter(self._rule.ranked(self.steps(), metrics)), None)
+
+
+def checked_step(step: int) -> int:
+    """Return a step as an int, or raise a `UsageError`."""
+    if isinstance(step, bool) or not isinstance(step, SupportsIndex) or step.__index__() < 0:
+        raise UsageError(f"step={step!r}: pass a whole number, 0 or more")
+    return step.__index__()
