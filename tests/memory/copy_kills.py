@@ -41,6 +41,8 @@ STEPS = 3
 SHAPE = (1400, 1024)
 CHUNK_BYTES = 1 << 20
 NODES = "AB"
+TIMEOUT_S = 400
+"""A job takes seconds; on a busy machine, minutes."""
 
 
 def state(number: int, rank: int, size: int) -> dict[str, Any]:
@@ -55,7 +57,7 @@ def is_state(held: dict[str, Any], number: int, rank: int, size: int) -> bool:
 
 
 def manager_of(base: Path, node: str) -> Manager:
-    return Manager(base / "run", memory=Memory(folder=str(base / node)), persist_every=2, timeout_s=120)
+    return Manager(base / "run", memory=Memory(folder=str(base / node)), persist_every=2, timeout_s=TIMEOUT_S)
 
 
 def on_two_ranks(function: Callable[[int], None], followed: int = 0, traced: Traced | None = None) -> int:
@@ -69,7 +71,7 @@ def on_two_ranks(function: Callable[[int], None], followed: int = 0, traced: Tra
 
     def rank_of(rank: int, listener: socket.socket) -> Callable[[], None]:
         def run() -> None:
-            wait_s, fd = timedelta(seconds=60), listener.fileno() if rank == 0 else None
+            wait_s, fd = timedelta(seconds=TIMEOUT_S), listener.fileno() if rank == 0 else None
             store = dist.TCPStore("127.0.0.1", listener.getsockname()[1], 2, rank == 0, wait_s, master_listen_fd=fd)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=wait_s)
             links.CHUNK_BYTES = CHUNK_BYTES
@@ -79,14 +81,14 @@ def on_two_ranks(function: Callable[[int], None], followed: int = 0, traced: Tra
         return run
 
     with socket.create_server(("127.0.0.1", 0), backlog=16) as listener:
-        other = fork(rank_of(1 - followed, listener), timeout_s=240)
+        other = fork(rank_of(1 - followed, listener), timeout_s=TIMEOUT_S)
         if traced is not None:
             traced.start(rank_of(followed, listener))
-            traced.finish(when_killed=lambda: end([other]))
+            traced.finish(when_killed=lambda: end({other} - traced.others.keys()))
             assert traced.status is not None
             assert traced.status or not any(traced.others.values())
             return traced.status
-        _, status = os.waitpid(fork(rank_of(followed, listener), timeout_s=240), 0)
+        _, status = os.waitpid(fork(rank_of(followed, listener), timeout_s=TIMEOUT_S), 0)
         if status:
             end([other])
         _, others = os.waitpid(other, 0)
@@ -176,12 +178,12 @@ def killed_while_copying(point: int) -> Iterator[list[str]]:
 def after_calls(parent: Path, victim: int, every: int) -> dict[str, Any]:
     """Kill after each system call of one rank, or some."""
     base = kills.fresh(parent)
-    dry = Traced(str(base))
+    dry = Traced(str(base), timeout_s=TIMEOUT_S)
     assert on_two_ranks(partial(job, base), victim, dry) == 0
     tiers = []
     for n in range(1 + victim % every, len(dry.calls) + 1, every):
         base = kills.fresh(parent)
-        traced = Traced(str(base), n)
+        traced = Traced(str(base), n, timeout_s=TIMEOUT_S)
         on_two_ranks(partial(job, base), victim, traced)
         tiers.append(_judged(base, victim, f"killed after call {n}, {traced.calls[-1]}"))
     return {"points": len(dry.calls), "tried": len(tiers), "tiers": {tier: tiers.count(tier) for tier in sorted(set(tiers))}}

@@ -20,7 +20,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -114,15 +114,15 @@ def run_case(case: Case, base: Path, kill_after: int | None) -> Traced:
     try:
         others += [fork(job_of(case, r, path, listener)) for r in range(case.ranks) if r != case.victim]
         traced.start(job_of(case, case.victim, path, listener))
-        traced.finish(when_killed=lambda: end(others) if case.survivors == "die" else None)
+        traced.finish(when_killed=lambda: end({*others} - traced.others.keys()) if case.survivors == "die" else None)
     finally:
-        end(others)
+        end({*others} - traced.others.keys())  # the number of one that was waited for may be another process by now
         if listener is not None:
             listener.close()
     return traced
 
 
-def end(pids: list[int]) -> None:
+def end(pids: Iterable[int]) -> None:
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

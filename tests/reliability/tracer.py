@@ -104,11 +104,13 @@ class Traced:
     status: int | None = None
     others: dict[int, int] = field(default_factory=dict)
     """Exit statuses of children that are not followed."""
+    timeout_s: float = 60
+    """After so many seconds the child prints its stack and ends: it hangs."""
 
     def start(self, main: Callable[[], None]) -> None:
         if not _NAMES or sys.platform != "linux":
             raise CannotTrace(f"system calls of {sys.platform} on {platform.machine()} are not known here")
-        self.pid = fork(main, traced=True)
+        self.pid = fork(main, traced=True, timeout_s=self.timeout_s)
         _, status = os.waitpid(self.pid, 0)
         try:
             if not os.WIFSTOPPED(status):
