@@ -100,6 +100,9 @@ def persist(comm: Comm, images: NodeImages, generation: Generation, mine: Sequen
 
 
 def is_persisted(storage: Storage, generation: Generation) -> bool:
-    """Whether the store has the checkpoint of this save."""
-    found = look(storage).catalog
-    return bool(found) and decode_catalog(cast(bytes, found)).save_id == generation.save_id
+    """Whether the store has the checkpoint of this save; one whose catalog is damaged is none."""
+    try:
+        found = look(storage).catalog
+        return bool(found) and decode_catalog(cast(bytes, found)).save_id == generation.save_id
+    except CorruptError:
+        return False
