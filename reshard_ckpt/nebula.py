@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any
 
 import torch
 
 from .checkpoint import Manager, Memory, SaveHandle
-from .errors import CheckpointNotFound, CorruptError, UsageError
+from .errors import CheckpointNotFound, UsageError
 from .format.values import decode_value, encode_value
-from .manager.open_runs import RUNS, TAG, close_runs, memory_from_environment, open_run
+from .manager.open_runs import RUNS, TAG, close_runs, memory_from_environment, open_run, tags_of
 
 __all__ = [
     "Checkpoint", "finish", "get_checkpoint", "get_latest_checkpoint", "get_latest_checkpoint_path", "init", "list_checkpoints",
@@ -129,11 +128,7 @@ def get_latest_checkpoint_path(name: str = "", persist_path: str | None = None) 
 
 
 def _tags(persist_path: str | None = None) -> dict[int, str]:
-    found = {}
-    for step in manager(persist_path).steps():
-        with suppress(CorruptError):  # the others are to be found all the same
-            found[step] = str((manager().metadata(step) or {}).get(TAG, step))
-    return found
+    return tags_of(manager(persist_path))
 
 
 def _mapped(node: Any, change: Callable[[Any, str], Any], path: str = "") -> Any:
