@@ -14,7 +14,7 @@ import torch
 from .checkpoint import Manager, Memory, SaveHandle
 from .errors import CheckpointNotFound, UsageError
 from .format.values import decode_value, encode_value
-from .manager.open_runs import RUNS, TAG, close_runs, memory_from_environment, open_run
+from .manager.open_runs import RUNS, TAG, close_runs, memory_from_environment, open_run, tags_of
 
 __all__ = [
     "Checkpoint", "finish", "get_checkpoint", "get_latest_checkpoint", "get_latest_checkpoint_path", "init", "list_checkpoints",
@@ -128,7 +128,7 @@ def get_latest_checkpoint_path(name: str = "", persist_path: str | None = None) 
 
 
 def _tags(persist_path: str | None = None) -> dict[int, str]:
-    return {step: str((manager().metadata(step) or {}).get(TAG, step)) for step in manager(persist_path).steps()}
+    return tags_of(manager(persist_path))
 
 
 def _mapped(node: Any, change: Callable[[Any, str], Any], path: str = "") -> Any:

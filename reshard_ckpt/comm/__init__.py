@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import PeerError
 from .calls import call_of
 from .exchange import Exchange, open_exchange
-from .group import Missed, SessionCounter, current_group, launched_group
+from .group import Group, Missed, SessionCounter, current_group, launched_group
 from .protocol import ALONE, Comm, SoloComm
 from .stopping import AgreedStop, SoloStop, Stop
 from .store import StoreComm, give_up_sessions
@@ -28,6 +28,7 @@ __all__ = [
     "launched_group",
     "open_exchange",
     "open_session",
+    "open_session_by_name",
     "open_stop",
     "shared_store",
 ]
@@ -66,13 +67,32 @@ def open_session(
     if group is None:
         return nullcontext(SoloComm())
 
+    return _opened(group, group.sessions, "", kind, subject, timeout_s)
+
+
+def open_session_by_name(
+    kind: str, subject: str, *, process_group: ProcessGroup | None = None, timeout_s: float = 600
+) -> Callable[[str], AbstractContextManager[Comm]]:
+    """Return what opens a session as `open_session` does, by a name that no other has: the order of calls does not matter.
+
+    It is for what some saves need and others do not. The process group is that of now; the rest may be in any thread, whenever.
+    """
+    group = current_group(process_group)
+    if group is None:
+        return lambda name: nullcontext(SoloComm())
+    return lambda name: _opened(group, SessionCounter(), f"{name} ", kind, subject, timeout_s)
+
+
+def _opened(
+    group: Group, sessions: SessionCounter, prefix: str, kind: str, subject: str, timeout_s: float
+) -> AbstractContextManager[Comm]:
     title = f"{kind} {subject!r}"
 
     def comm_of(number: int) -> StoreComm:
-        store, ended = group.home.session(number, title=title, timeout_s=timeout_s)
+        store, ended = group.home.session(f"{prefix}{number}", title=title, timeout_s=timeout_s)
         return StoreComm(store, group.rank, group.size, title=title, timeout_s=timeout_s, ended=ended, hosts=True)
 
-    return _session(comm_of, group.sessions, group.sessions.take(), kind, subject)
+    return _session(comm_of, sessions, sessions.take(), kind, subject)
 
 
 def shared_store(name: str, process_group: ProcessGroup | None = None) -> Any:

@@ -36,7 +36,7 @@ _STORES: Any = dist  # the stubs of torch.distributed leave out its stores
 class Home(Protocol):
     """Where the sessions of a group are."""
 
-    def session(self, number: int, *, title: str, timeout_s: float) -> tuple[KeyValueStore, Ended]:
+    def session(self, name: str, *, title: str, timeout_s: float) -> tuple[KeyValueStore, Ended]:
         """Return the keys of a session, and what tells which ranks have ended.
 
         Raises
@@ -53,8 +53,8 @@ class SettledHome:
         self._store = _STORES.PrefixStore("home", store)
         self._peers = Peers(self._store, rank, size)
 
-    def session(self, number: int, *, title: str, timeout_s: float) -> tuple[KeyValueStore, Ended]:
-        return _below(self._store, number), self._peers.ended
+    def session(self, name: str, *, title: str, timeout_s: float) -> tuple[KeyValueStore, Ended]:
+        return _below(self._store, name), self._peers.ended
 
 
 class HostedHome:
@@ -73,7 +73,7 @@ class HostedHome:
         self._lock = threading.Lock()
         self._store: Any = None
 
-    def session(self, number: int, *, title: str, timeout_s: float) -> tuple[KeyValueStore, Ended]:
+    def session(self, name: str, *, title: str, timeout_s: float) -> tuple[KeyValueStore, Ended]:
         with self._lock:
             if self._store is None:
                 try:
@@ -83,7 +83,7 @@ class HostedHome:
                         f"{title}: the job's key-value store does not answer ({error}), so the ranks cannot find each other; the "
                         "process that hosts it has probably ended: its log says why"
                     ) from error
-            return _below(self._store, number), self._peers.ended
+            return _below(self._store, name), self._peers.ended
 
     def _open(self, title: str, timeout_s: float) -> None:
         if self._rank == 0:
@@ -141,8 +141,8 @@ class HostedHome:
             return None
 
 
-def _below(store: Any, number: int) -> KeyValueStore:
-    return cast(KeyValueStore, _STORES.PrefixStore(str(number), store))
+def _below(store: Any, name: str) -> KeyValueStore:
+    return cast(KeyValueStore, _STORES.PrefixStore(name, store))
 
 
 def own_address(towards: str) -> str:

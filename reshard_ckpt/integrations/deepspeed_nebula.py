@@ -21,7 +21,7 @@ import torch.distributed as dist
 from ..checkpoint import Manager, SaveHandle
 from ..errors import CheckpointNotFound, CorruptError, StorageError
 from ..formats.deepspeed.values import ROOT
-from ..manager.open_runs import TAG, close_run, open_run, run_at
+from ..manager.open_runs import TAG, close_run, open_run, run_at, tags_of
 from .deepspeed_config import NebulaBlock
 from .deepspeed_load import Saved, find_saved, latest_of, saved_at
 
@@ -113,7 +113,7 @@ class NebulaRun:
 
     def _tags(self, manager: Manager) -> dict[int, str]:
         """Return the tags of a run by step, in order: nodes that joined know nothing of what others have in memory."""
-        mine = {step: str((manager.metadata(step) or {}).get(TAG, step)) for step in manager.steps()}
+        mine = tags_of(manager)
         every: list[dict[int, str]] = [mine] * dist.get_world_size()
         dist.all_gather_object(every, mine)
         return dict(sorted((item for of_rank in every for item in of_rank.items()), key=lambda item: item[0]))

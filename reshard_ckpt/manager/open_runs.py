@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import atexit
 import os
+from contextlib import suppress
 
+from ..errors import CorruptError
 from ..memory.options import Memory
 from .manager import Manager
 
@@ -32,6 +34,15 @@ def run_at(path: str) -> Manager | None:
     """Return the run at a storage path, if it is open."""
     root = os.path.abspath(os.path.expanduser(path))
     return next((run for run in RUNS if os.path.dirname(run.path(0)) == root), None)
+
+
+def tags_of(run: Manager) -> dict[int, str]:
+    """Return the tags of a run's checkpoints by step; one that is damaged hides no other."""
+    found = {}
+    for step in run.steps():
+        with suppress(CorruptError):
+            found[step] = str((run.metadata(step) or {}).get(TAG, step))
+    return found
 
 
 def close_run(run: Manager) -> None:

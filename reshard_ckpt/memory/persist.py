@@ -16,7 +16,7 @@ from ..engine.loading.files import open_files
 from ..engine.saving.commit import clean_up, look
 from ..errors import CorruptError, StorageError
 from ..format.catalog import decode_catalog
-from ..format.checksums import wrong_blocks
+from ..format.checksums import digests_file_bytes, wrong_blocks
 from ..format.keys import CATALOG_KEY
 from ..storage import Storage
 from .generations import Generation, NodeImages
@@ -57,7 +57,8 @@ def write_files(images: NodeImages, catalog: Catalog, keys: Sequence[str], stora
 
 def absent_files(storage: Storage, catalog: Catalog) -> list[str]:
     """List the keys of the files of a catalog that the store lacks, or has in another size."""
-    return [file.key for file in catalog.files if storage.size(file.key) != file.size or storage.size(file.digests_key) is None]
+    wanted = ((file.key, file.size, file.digests_key, digests_file_bytes(file.size)) for file in catalog.files)
+    return [key for key, size, digests, num in wanted if storage.size(key) != size or storage.size(digests) != num]
 
 
 def publish(storage: Storage, generation: Generation) -> None:
@@ -75,6 +76,8 @@ def publish(storage: Storage, generation: Generation) -> None:
     before = look(storage)
     if before.catalog == generation.catalog:
         return
+    # Somebody may have been killed after the last byte, and before the names were durable.
+    storage.sync(key for file in catalog.files for key in (file.key, file.digests_key))
     storage.publish(CATALOG_KEY, generation.catalog, expected=before.catalog)
     try:
         clean_up(storage, catalog, before.folders)
@@ -97,6 +100,9 @@ def persist(comm: Comm, images: NodeImages, generation: Generation, mine: Sequen
 
 
 def is_persisted(storage: Storage, generation: Generation) -> bool:
-    """Whether the store has the checkpoint of this save."""
-    found = look(storage).catalog
-    return bool(found) and decode_catalog(cast(bytes, found)).save_id == generation.save_id
+    """Whether the store has the checkpoint of this save; one whose catalog is damaged is none."""
+    try:
+        found = look(storage).catalog
+        return bool(found) and decode_catalog(cast(bytes, found)).save_id == generation.save_id
+    except CorruptError:
+        return False

@@ -17,7 +17,7 @@ import msgpack
 from ..checkpoint.loading import load, load_state
 from ..checkpoint.reading import read_from
 from ..checkpoint.saving import begin_save
-from ..comm import Comm, open_session, shared_store
+from ..comm import Comm, open_session, open_session_by_name, shared_store
 from ..comm.links import Links
 from ..core.catalog.model import Catalog
 from ..core.report import LoadReport
@@ -173,8 +173,8 @@ class MemoryRun:
             targets.append(self._tier.target(job, step))
             return targets[0]
 
-        # Opened here, in the order of calls, and used only where this generation goes to the store.
-        session = open_session("persist", path, **self._session)
+        # Used only where this generation goes to the store, so it takes no turn among the calls that all make.
+        by_name = open_session_by_name("persist", path, **self._session)
         handle = begin_save(path, state, options, choose)
         target, is_known = targets[0], threading.Event()
         if target is None:
@@ -187,7 +187,7 @@ class MemoryRun:
                     self._newest = target.generation
                     if target.persists:
                         mine = [file.key for file in target.generation.decoded_catalog().files if file.rank == self._rank]
-                        begun.append(self._persist(target.generation, mine, path, session))
+                        begun.append(self._persist(target.generation, mine, path, by_name(target.generation.save_id)))
             finally:
                 if not begun:
                     self._tier.pool.unpin(done.running.save_id)

@@ -342,6 +342,9 @@ def a_save_fails(root: str, folders: Sequence[str]) -> dict[str, Any]:
     out["then"] = found and (found.step, are_rows(state, found.step, rank, 2))
     manager.__exit__(RuntimeError, RuntimeError(), None)
     out["asked after more than the deadline"] = ask_late()
+    manager = Manager(f"{root}/behind", memory=memory, persist_every=1, timeout_s=60)
+    out["one that a rank left out"] = [step for step in range(1, 7) if not (step == 2 and rank) and not attempt(manager, step)]
+    manager.__exit__(RuntimeError, RuntimeError(), None)
     return out
 
 

@@ -191,6 +191,35 @@ def test_what_a_kill_kept_from_the_store_is_written_by_the_next_start(
     assert checkpoint.verify(tmp_path / "step_7").ok
 
 
+@pytest.mark.parametrize("cut", ["*.safetensors", "*.digests"])
+def test_a_file_that_a_kill_cut_is_written_anew_by_the_command(
+    tmp_path: Path, memory: Memory, shm: Path, monkeypatch: pytest.MonkeyPatch, cut: str
+):
+    manager = Manager(tmp_path, memory=memory, persist_every=1)
+    with monkeypatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setattr("reshard_ckpt.memory.persist.publish", lambda *_: 1 / 0)
+        manager.async_save(7, state(7)).result()
+        killed(manager)
+    (path,) = (tmp_path / "step_7").rglob(cut)
+    path.write_bytes(path.read_bytes()[:-8])
+    assert run("memory", "persist", tmp_path, "--folder", shm).code == 0
+    assert checkpoint.verify(tmp_path / "step_7").ok
+    assert_is_stored(tmp_path, 7)
+
+
+def test_a_damaged_checkpoint_in_the_store_is_replaced_from_memory(tmp_path: Path, memory: Memory):
+    manager = Manager(tmp_path, memory=memory, persist_every=1)
+    assert manager.async_save(7, state(7)).result()
+    killed(manager)
+    flip(tmp_path / "step_7" / "catalog.msgpack", 200)
+    manager = Manager(tmp_path, memory=memory, persist_every=1000)
+    assert loaded(manager) == (7, "memory")
+    killed(manager)
+    assert checkpoint.verify(tmp_path / "step_7").ok
+    assert_is_stored(tmp_path, 7)
+
+
 def test_a_run_that_begins_anew_does_not_load_what_another_with_its_root_left(tmp_path: Path, memory: Memory):
     root = tmp_path / "run"
     manager = Manager(root, memory=memory)

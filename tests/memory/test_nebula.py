@@ -72,7 +72,11 @@ def test_a_script_of_nebula_saves_lists_and_loads(tmp_path: Path, shm: Path):
 
 
 def test_a_tuple_of_a_class_of_its_own_is_refused_by_name_and_a_size_comes_back(tmp_path: Path, shm: Path):
+    damaged = tmp_path / "run" / "step_0" / "catalog.msgpack"
+    damaged.parent.mkdir(parents=True)
+    damaged.write_bytes(b"no catalog")  # and the others are found all the same
     nm.init(str(tmp_path / "run"), memory=Memory(copies=0, folder=str(shm)))
+    assert nm.list_checkpoints() == []
     with pytest.raises(CheckpointError, match="sizes.*Pair"):
         nm.Checkpoint("1").save("sizes", {"pair": Pair(torch.ones(2), 3)})
     one = nm.Checkpoint("1")
