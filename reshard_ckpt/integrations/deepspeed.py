@@ -187,6 +187,8 @@ class Engine:
         self.finish()
         self._info, self._values, self._kept = info, {}, None
         self._change(engine, save_non_zero_checkpoint=True)
+        # It would copy all experts for files of their own, which nobody needs here.
+        self._change(engine, has_moe_layers=False)
         # DeepSpeed would copy all frozen parameters, and what is saved are the live ones.
         self._change(engine, _get_zero_frozen_param_attributes=lambda function: {})
 
@@ -373,9 +375,10 @@ def _state(engine: Any, values: Mapping[str, Any], kept: frozenset[str] | None) 
     """
     held = EngineState(engine)
     model, state = held.tensors(with_state=True)
-    if _is_first(engine):
-        model |= {name: buffer.detach().clone() for name, buffer in held.buffers().items()}
+    buffers = held.buffers(of_experts_alone=not _is_first(engine))
+    model |= {name: buffer.detach().clone() for name, buffer in buffers.items()}
     if kept is not None:
+        kept = frozenset(map(held.name, kept))
         model = {name: part for name, part in model.items() if name in kept}
     tree: dict[str, Any] = {"model": model} if model else {}
     if engine.optimizer is not None:

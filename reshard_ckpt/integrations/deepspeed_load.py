@@ -182,10 +182,15 @@ def _values(found: Saved) -> dict[str, Any]:
     return {ROOT: tree, GROUPS_NAME: values.get(GROUPS_NAME)}
 
 
+_OF_MOE = ("moe", "name")
+
+
 def _set_groups(held: EngineState, base: Any, saved: Any) -> None:
     """Give the groups of torch's optimizer the hyperparameters that were saved for their parameters."""
     if not saved:
         return
+    # What MoE calls its groups is about the ranks that saved them.
+    saved = [{key: value for key, value in group.items() if "moe" not in group or key not in _OF_MOE} for group in saved]
     for group, found in zip(base.param_groups, hyperparameters_of(saved, held.group_names()), strict=True):
         group.update(found)
 

@@ -9,13 +9,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..errors import UnsupportedError
+from ..formats.deepspeed.experts import global_name, is_expert, num_local_experts
 from ..formats.deepspeed.layout import MASTER, Params, RankState, hyperparameters, named_runs, open_state, striped_runs
 from ..formats.deepspeed.live import declared, declared_whole
 from ..formats.deepspeed.shards import Shard, TensorParallel
@@ -44,11 +45,36 @@ def refuse_unsupported(engine: Any) -> None:
             "DeepSpeed offloads to NVMe here, where no tensor can be read in place; offload to the CPU instead"
         )
     if engine.has_moe_layers:
-        raise UnsupportedError(
-            "this model has MoE layers of DeepSpeed, whose experts are divided among ranks; that is not supported"
-        )
+        _refuse_experts(engine)
     if getattr(engine, "zenflow", False):
         raise UnsupportedError("ZenFlow updates the optimizer's state in a process of its own; that is not supported")
+
+
+def _refuse_experts(engine: Any) -> None:
+    """Refuse experts that are divided in another way than among data-parallel ranks by DeepSpeed's own layers."""
+    how = None
+    if engine.zero_optimization_stage() == 3:
+        how = "together with ZeRO-3"
+    elif engine.mp_world_size > 1 or hasattr(engine, "stage_id") or (hasattr(engine, "autotp_size") and engine.autotp_size() > 1):
+        how = "together with model parallelism"
+    elif any(type(module).__name__.startswith("AutoEP") for module in engine.module.modules()):
+        how = "by AutoEP"
+    if how is not None:
+        raise UnsupportedError(f"this model's experts are divided among ranks {how}; that is not supported")
+
+
+def _global_names(engine: Any) -> dict[str, str]:
+    """Return the names that parameters and buffers of experts have in the whole model, by their names on this rank."""
+    from deepspeed.utils import groups
+
+    found: dict[str, str] = {}
+    for prefix, module in engine.module.named_modules() if engine.has_moe_layers else ():
+        if not hasattr(module, "expert_group_name"):
+            continue
+        held = [f"{prefix}.{name}" if prefix else name for name in module.state_dict()]
+        num_local, rank = num_local_experts(held), groups._get_expert_parallel_rank(module.expert_group_name)
+        found |= {name: global_name(name, num_local, rank) for name in held}
+    return {name: other for name, other in found.items() if name != other or is_expert(name)}
 
 
 def _offloads_parameters_to_nvme(engine: Any) -> bool:
@@ -83,9 +109,18 @@ class EngineState:
 
     def __init__(self, engine: Any, *, loading: bool = False) -> None:
         self._engine, self._optimizer = engine, engine.optimizer
-        self.names: dict[Any, str] = engine.param_names
+        self._renamed = _global_names(engine)
+        self.names: dict[Any, str] = {param: self.name(name) for param, name in engine.param_names.items()}
         self._parallel = _Parallel(engine, loading=loading)
-        self._flat = _flat_params(engine) if engine.optimizer is not None else None
+        self._flat = self._flat_params() if engine.optimizer is not None else None
+
+    def name(self, local: str) -> str:
+        """Return the name in the whole model of a parameter or buffer that has another one on this rank."""
+        return self._renamed.get(local, local)
+
+    def _flat_params(self) -> list[Params] | None:
+        found = _flat_params(self._engine)
+        return found and [replace(params, names=tuple(map(self.name, params.names))) for params in found]
 
     @property
     def optimizer_state(self) -> RankState | None:
@@ -93,7 +128,9 @@ class EngineState:
         if self._flat is None:
             return None
         group = getattr(self._optimizer, "dp_process_group", None)
-        rank = 0 if group is None else dist.get_rank(group=group)
+        rank: int | list[int] = 0 if group is None else dist.get_rank(group=group)
+        if self._renamed:  # then groups are divided among different ranks
+            rank = [dist.get_rank(group=of) for of in self._optimizer.real_dp_process_group]
         return open_state(self._flat, self._optimizer.state_dict(), rank, "the optimizer of the engine")
 
     def groups(self) -> list[dict[str, Any]]:
@@ -172,7 +209,8 @@ class EngineState:
         """Yield the parameters that have no master weights."""
         apart = self._optimizer.fp16_groups if hasattr(self._optimizer, "fp32_groups") else ()
         skipped = trained | {self.names[param] for group in apart for param in group}
-        for fqn, param in self._engine.module.named_parameters():
+        for local, param in self._engine.module.named_parameters():
+            fqn = self.name(local)
             if fqn in skipped or not self._parallel.counts(fqn):
                 continue
             if hasattr(param, "ds_id"):
@@ -190,19 +228,21 @@ class EngineState:
         start, count = int(runs.start[0]), int(runs.count[0])
         return self._parallel.part(fqn, tuple(param.ds_shape), param.ds_tensor.detach().reshape(-1)[:count], start)
 
-    def buffers(self) -> dict[str, torch.Tensor]:
-        """Return the module's buffers, live."""
+    def buffers(self, *, of_experts_alone: bool = False) -> dict[str, torch.Tensor]:
+        """Return the module's buffers, live; without those of experts, all data-parallel ranks have the same."""
         found = {}
         for prefix, module in self._engine.module.named_modules():
             for name, buffer in module.named_buffers(recurse=False):
                 if name not in module._non_persistent_buffers_set:
-                    found[f"{prefix}.{name}" if prefix else name] = buffer
+                    local = f"{prefix}.{name}" if prefix else name
+                    if not of_experts_alone or local in self._renamed:
+                        found[self.name(local)] = buffer
         return found
 
     def _aliases(self) -> dict[str, str]:
         """Return the second names of parameters."""
         every = self._engine.module.named_parameters(remove_duplicate=False)
-        return {name: self.names[p] for name, p in every if p in self.names and self.names[p] != name}
+        return {self.name(name): self.names[p] for name, p in every if p in self.names and self.names[p] != self.name(name)}
 
     def allocate(self, kinds: Mapping[str, Mapping[str, tuple[bool, torch.dtype]]]) -> None:
         """Allocate the state that the optimizer does not have yet.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.metadata
 import io
 import json
 import logging
@@ -25,6 +26,17 @@ CLIENT = {"me": [1, 2], "who": {"a": 1.5}}
 STEPS = 3
 
 
+def _release() -> tuple[int, ...]:
+    try:
+        return tuple(map(int, importlib.metadata.version("deepspeed").split(".")[:2]))
+    except importlib.metadata.PackageNotFoundError:
+        return (0, 19)
+
+
+RELEASE = _release()
+"""The first two numbers of the version of DeepSpeed that is installed; of the newest, where none is."""
+
+
 def import_deepspeed() -> Any:
     """Import DeepSpeed for the CPU: without compiling its operator for shared memory, and with fp16, which the CPU has."""
     os.environ["DS_ACCELERATOR"] = "cpu"
@@ -41,15 +53,10 @@ def import_deepspeed() -> Any:
     return deepspeed
 
 
-def release(deepspeed: Any) -> tuple[int, ...]:
-    """The first two numbers of DeepSpeed's version."""
-    return tuple(map(int, deepspeed.__version__.split(".")[:2]))
-
-
 def _step_without_grad(deepspeed: Any) -> None:
     """Let a release before 0.19 run on torch 2.13: it gathers into views of parameters, which that refuses where grad is on."""
     engine = deepspeed.DeepSpeedEngine
-    if release(deepspeed) < (0, 19) and not hasattr(engine, "_stock_model_step"):
+    if RELEASE < (0, 19) and not hasattr(engine, "_stock_model_step"):
         engine._stock_model_step = engine._take_model_step
         engine._take_model_step = torch.no_grad()(engine._stock_model_step)
 
@@ -156,8 +163,10 @@ def _dense_cases() -> dict[str, tuple[int, str, dict[str, Any]]]:
                 cases[f"z{stage}-{dtype}-frozen"] = stage, dtype, {"frozen": True}
     for stage in (1, 2):
         for dtype in ("bf16", "fp32"):
-            cases[f"z{stage}-{dtype}-elastic"] = stage, dtype, {"zero": {"elastic_checkpoint": True}}
-            cases[f"z{stage}-{dtype}-aligned"] = stage, dtype, {"zero": {"parameter_alignment": True}, "groups": True}
+            if RELEASE >= (0, 18):  # those before cannot save one of torch's AdamW, whose step is a tensor
+                cases[f"z{stage}-{dtype}-elastic"] = stage, dtype, {"zero": {"elastic_checkpoint": True}}
+            if RELEASE >= (0, 19):
+                cases[f"z{stage}-{dtype}-aligned"] = stage, dtype, {"zero": {"parameter_alignment": True}, "groups": True}
             cases[f"z{stage}-{dtype}-robin"] = stage, dtype, {"zero": {"round_robin_gradients": True}, "groups": True}
         cases[f"z{stage}-bf16-bf16grad"] = stage, "bf16", {"extra": {"data_types": {"grad_accum_dtype": "bf16"}}}
     for dtype in ("bf16", "fp32"):
@@ -174,7 +183,8 @@ PIPES = {
     for dtype in ("bf16", "fp16", "fp32")
     for kind in ("plain", "tied")
 }
-PARALLEL = {f"t{stage}-{dtype}-tp": (stage, dtype) for stage in (0, 1, 2, 3) for dtype in ("bf16", "fp32")}
+PARALLEL = {f"t{stage}-{dtype}-tp": (stage, dtype) for stage in (0, 1, 2, 3) for dtype in ("bf16", "fp32") if RELEASE >= (0, 19)}
+"""AutoTP, which says how it divides fused weights since 0.19."""
 
 
 def dense_engine(case: str, seed: int = 0) -> Any:
@@ -339,6 +349,13 @@ def gathered(engine: Any) -> dict[str, str]:
 
 def unpartitioned(engine: Any) -> dict[str, str]:
     """The digests of master weights and state of an optimizer without ZeRO, from its own tensors, of all ranks."""
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, unpartitioned_here(engine))
+    return {name: value for of_rank in every for name, value in of_rank.items()}
+
+
+def unpartitioned_here(engine: Any) -> dict[str, str]:
+    """The same of this rank alone."""
     optimizer = engine.optimizer
     base = getattr(optimizer, "optimizer", optimizer)
     found: dict[str, str] = {}
@@ -349,11 +366,14 @@ def unpartitioned(engine: Any) -> dict[str, str]:
             found[f"model.{fqn}"] = digest(master)
         found.update({f"optimizer.state.{fqn}.{key}": digest(value) for key, value in state.items()})
 
-    flats = getattr(optimizer, "fp32_groups_flat", getattr(optimizer, "fp32_groups_flat_partition", None))
+    flat_keys = ("fp32_groups_flat", "fp32_groups_flat_partition", "single_partition_of_fp32_groups")
+    flats = next((getattr(optimizer, key) for key in flat_keys if hasattr(optimizer, key)), None)
     if flats is not None:
-        # BF16_Optimizer divides a group evenly among its data-parallel ranks; the fp16 wrapper has it whole on each.
+        # BF16_Optimizer, ZeRO-1 and 2 divide a group evenly among its data-parallel ranks; the fp16 wrapper has it whole on each.
         owners = getattr(optimizer, "real_dp_process_group", [None] * len(flats))
-        groups = getattr(optimizer, "bf16_groups", None) or optimizer.fp16_groups
+        groups = next(
+            getattr(optimizer, f"{kind}_groups") for kind in ("bf16", "bit16", "fp16") if hasattr(optimizer, f"{kind}_groups")
+        )
         for flat, group, owner in zip(flats, groups, owners, strict=True):
             parts = {key: flat_parts(joined(value, owner), group) for key, value in base.state[flat].items()}
             for i, (param, master) in enumerate(zip(group, flat_parts(joined(flat, owner), group), strict=True)):
@@ -365,9 +385,7 @@ def unpartitioned(engine: Any) -> dict[str, str]:
     else:
         for param in (p for group in base.param_groups for p in group["params"]):
             add(param, param, base.state[param])
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, found)
-    return {name: value for of_rank in every for name, value in of_rank.items()}
+    return found
 
 
 def joined(part: torch.Tensor, owner: Any) -> torch.Tensor:

@@ -1,14 +1,15 @@
 """Make `tests/data/deepspeed`: small folders that DeepSpeed wrote, and the digests of what is in them, told by others than
 this library.
 
-Run ``python -m tests.deepspeed.make_data`` in an environment that has DeepSpeed (`make compat-deepspeed` makes one). Each
-folder is packed, as most of torch's files is padding. Digests come from DeepSpeed's converters; where they cannot read a
-folder, or read it wrongly, from the live optimizer, or from a run that differs in nothing but the layout.
+Run ``python -m tests.deepspeed.make_data`` in an environment that has DeepSpeed (`make compat-deepspeed` makes one); with the
+names of folders, to make these alone. Each folder is packed, as most of torch's files is padding. Digests come from DeepSpeed's
+converters; where they cannot read a folder, or read it wrongly, from the live optimizer, or from a run that differs in nothing
+but the layout.
 """
 
 from __future__ import annotations
 
-import shutil
+import json
 import sys
 import tarfile
 import tempfile
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tests.deepspeed import jobs
+from tests.deepspeed import expert_jobs, jobs
 from tests.launch import run_ranks
 
 FOLDERS = (
@@ -28,15 +29,24 @@ FOLDERS = (
 SAME_AS = {"z2-fp32-robin": "z2-fp32-groups", "z1-fp32-elastic": "z1-fp32-plain"}
 """Runs that are the same but for their layout, and which the converters read."""
 
+EXPERTS = ("experts-2-fp16",)
+"""A job of MoE, whose module is in the digests too."""
+
 UNIVERSAL = ("z1-bf16-plain", "z3-bf16-subgroups")
 DATA = Path(__file__).parent.parent / "data" / "deepspeed"
 
 
-def on_rank(out: str) -> dict[str, dict[str, str]]:
-    """Save every folder; return the digests of each."""
+def on_rank(out: str, wanted: list[str]) -> dict[str, dict[str, str]]:
+    """Save folders; return the digests of each."""
     truth: dict[str, dict[str, str]] = {}
+    for case in (case for case in EXPERTS if case in wanted):
+        engine = expert_jobs.engine_of(case.removeprefix("experts-"))
+        jobs.train(engine, jobs.STEPS)
+        engine.save_checkpoint(f"{out}/{case}", client_state=jobs.CLIENT)
+        truth[case] = expert_jobs.live(engine)
     # Model parallelism last: what DeepSpeed sets up for it stays for the process.
-    for case in sorted({*FOLDERS, *SAME_AS.values()}, key=lambda case: ("zpt".index(case[0]), case)):
+    others = {*FOLDERS, *SAME_AS.values()} & {*wanted, *(SAME_AS.get(case, case) for case in wanted)}
+    for case in sorted(others, key=lambda case: ("zpt".index(case[0]), case)):
         engine = jobs.engine_of(case)
         jobs.train(engine, jobs.STEPS)
         engine.save_checkpoint(f"{out}/{case}", client_state=jobs.CLIENT)
@@ -63,21 +73,22 @@ def pack(folder: Path, to: Path) -> None:
 def main() -> None:
     from tests.deepspeed.make_data import on_rank  # ranks look it up by the name of the module, which is not __main__
 
-    shutil.rmtree(DATA, ignore_errors=True)
-    DATA.mkdir()
+    wanted = sys.argv[1:] or [*FOLDERS, *EXPERTS]
+    DATA.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as out:
-        truth: dict[str, Any] = run_ranks(on_rank, 2, out, timeout_s=900)[0]
-        for case, other in SAME_AS.items():
+        truth: dict[str, Any] = run_ranks(on_rank, 2, out, wanted, timeout_s=900)[0]
+        for case, other in ((case, other) for case, other in SAME_AS.items() if case in wanted):
             truth[case] = truth[other] | truth[case]
             truth[case] = {name: truth[other].get(name, value) for name, value in truth[case].items()}
-        for case in FOLDERS:
+        for case in wanted:
             pack(Path(out, case), DATA / f"{case}.tar.xz")
-        for case in UNIVERSAL:
+        for case in (case for case in UNIVERSAL if case in wanted):
             pack(Path(out, f"{case}-universal"), DATA / f"{case}-universal.tar.xz")
             truth[f"{case}-universal"] = truth[case]
-    jobs.write_json(
-        DATA / "digests.json", {case: truth[case] for case in sorted(truth) if case in FOLDERS or "universal" in case}
-    )
+    digests = DATA / "digests.json"
+    known = json.loads(digests.read_text()) if digests.exists() else {}
+    made = {case: truth[case] for case in truth if case in wanted or "universal" in case}
+    jobs.write_json(digests, dict(sorted((known | made).items())))
     print(f"{len(list(DATA.iterdir()))} files, {sum(p.stat().st_size for p in DATA.iterdir())} bytes", file=sys.stderr)
 
 

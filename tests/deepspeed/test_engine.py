@@ -59,6 +59,8 @@ def save_both(out: str, cases: list[str]) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", ["z0", "z1", "z2", "z3", "p", "t"])
 def test_saves_and_folders_are_what_deepspeed_says(kind: str, num_ranks: int, tmp_path: Path) -> None:
     cases = [case for case in EVERY if case.startswith(kind)]
+    if not cases:
+        pytest.skip("not with this release of DeepSpeed")
     found = run_ranks(save_both, num_ranks, str(tmp_path), cases, timeout_s=1800)[0]
     for case in cases:
         ours = jobs.digests(tmp_path / case / OURS)
@@ -76,7 +78,8 @@ def test_saves_and_folders_are_what_deepspeed_says(kind: str, num_ranks: int, tm
         assert {name: stock[name] for name in ours} == ours, case  # a pipeline's tied layer has a second name there
     if kind in ("z1", "z2"):
         # What round robin and elastic checkpoints change is the layout alone.
-        for case, same in ((f"{kind}-fp32-robin", f"{kind}-fp32-groups"), (f"{kind}-fp32-elastic", f"{kind}-fp32-plain")):
+        pairs = {f"{kind}-fp32-robin": f"{kind}-fp32-groups", f"{kind}-fp32-elastic": f"{kind}-fp32-plain"}
+        for case, same in ((case, same) for case, same in pairs.items() if case in cases):
             assert jobs.digests(tmp_path / case / STOCK) == jobs.digests(tmp_path / same / STOCK)
 
 
@@ -105,6 +108,7 @@ PAIRS = [
     ("p1-bf16-tied", "p1-bf16-tied"), ("p0-fp16-plain", "p0-fp16-plain"), ("t1-bf16-tp", "t2-bf16-tp"), ("t3-fp32-tp",
     "t3-fp32-tp"),
 ]  # fmt: skip
+PAIRS = [(source, case) for source, case in PAIRS if source in EVERY]
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,8 @@ A *root* has a file ``latest`` with the name of a *tag*, the folder of one check
 - ``mp_rank_MM_model_states.pt``, the module and all values, one for each model-parallel rank (of tensors or a pipeline); with
   ZeRO-3 ``zero_pp_rank_D_mp_rank_MM_model_states.pt``, one for each rank;
 - ``[bf16_]zero_pp_rank_D_mp_rank_MM_optim_states.pt``, the part of the optimizer that each data-parallel rank D holds;
-- ``layer_NN[-model_MM]-model_states.pt``, the layers of a pipeline.
+- ``layer_NN[-model_MM]-model_states.pt``, the layers of a pipeline;
+- ``layer_L_expert_E_mp_rank_MM_model_states.pt``, an expert of a MoE layer.
 
 A *universal* folder has a folder ``zero`` instead of the optimizer's files, with a folder for each parameter.
 """
@@ -16,7 +17,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ...errors import CheckpointError, CorruptError, UnsupportedError
+from ...errors import CheckpointError, CorruptError
 from ...format.keys import CATALOG_KEY
 from ...storage.protocol import Storage
 
@@ -106,8 +107,6 @@ def tag_files(storage: Storage) -> TagFiles | None:
     ------
     CorruptError
         A file that must be there is missing, or there are two sets of files.
-    UnsupportedError
-        Experts are divided among ranks.
     """
     names = _names_in(storage)
     models = {_rank(m): m[0] for m in map(_MODEL.fullmatch, names) if m}
@@ -158,13 +157,3 @@ def _check_complete(files: TagFiles, where: str) -> None:
                 "mp_rank "
                 f"{missing[0]:02d}, data-parallel rank {missing[1]}: copy it, or use another checkpoint"
             )
-
-
-def refuse_experts(files: TagFiles, where: str) -> None:
-    """Refuse a mixture of experts whose experts are divided among ranks."""
-    if files.experts:
-        raise UnsupportedError(
-            f"{where}: has {files.experts[0]}: experts that are divided among ranks are not read from DeepSpeed's own "
-            "files; save "
-            "with reshard_ckpt.integrations.deepspeed attached to the engine, or the module's state dict"
-        )

@@ -160,7 +160,13 @@ NOT_SHARED = frozenset({
 """Keys of an optimizer's state dict that describe tensors; all others are values of DeepSpeed."""
 
 
-def open_state(shapes: Sequence[Params], state: Mapping[str, Any], rank: int, where: str) -> RankState:
+def num_ranks_of(state: Mapping[str, Any]) -> Sequence[Any]:
+    """Return how many ranks share each flat group, where the state dict of an optimizer says so for each; else nothing."""
+    counts = state.get("partition_count")
+    return counts if isinstance(counts, list | tuple) else ()
+
+
+def open_state(shapes: Sequence[Params], state: Mapping[str, Any], rank: int | Sequence[int], where: str) -> RankState:
     """Return what a rank holds, from the state dict of its optimizer.
 
     Parameters
@@ -170,7 +176,7 @@ def open_state(shapes: Sequence[Params], state: Mapping[str, Any], rank: int, wh
     state
         ``optimizer.state_dict()`` of DeepSpeed's ZeRO or mixed-precision optimizer; its tensors may be anything with a shape.
     rank
-        The data-parallel rank.
+        The data-parallel rank; that of each group, where they are divided among different ranks.
     where
         What the state is called in messages.
 
@@ -182,7 +188,9 @@ def open_state(shapes: Sequence[Params], state: Mapping[str, Any], rank: int, wh
         It is of a kind that is not known here.
     """
     values = {key: value for key, value in state.items() if key not in NOT_SHARED}
-    if "fp32_flat_groups" in state:
+    if "fp32_flat_groups" in state and not isinstance(rank, int):
+        raise UnsupportedError(f"{where}: its groups are divided among different ranks by ZeRO-3, which is not supported")
+    if "fp32_flat_groups" in state and isinstance(rank, int):
         return _striped(shapes, state, rank, values, where)
     if "single_partition_of_fp32_groups" in state:
         return _packed(shapes, state, rank, values, where)
@@ -194,19 +202,22 @@ def open_state(shapes: Sequence[Params], state: Mapping[str, Any], rank: int, wh
     )
 
 
-def _packed(shapes: Sequence[Params], state: Mapping[str, Any], rank: int, values: Mapping[str, Any], where: str) -> RankState:
+def _packed(
+    shapes: Sequence[Params], state: Mapping[str, Any], rank: int | Sequence[int], values: Mapping[str, Any], where: str
+) -> RankState:
     masters, base = state["single_partition_of_fp32_groups"], state["base_optimizer_state"]
     num = len(masters)
     counts = state.get("partition_count", 1)
     num_ranks = tuple(counts) if isinstance(counts, list | tuple) else (counts,) * num
+    places = (rank,) * num if isinstance(rank, int) else rank
     gaps = state.get("param_alignment_paddings") or [()] * num
     _check_lengths(where, num, param_shapes=shapes, partition_count=num_ranks, param_alignment_paddings=gaps)
     groups = []
     params = [group.with_gaps(gap) for group, gap in zip(shapes, gaps, strict=True)]
     is_elastic = isinstance(base, list)
-    for i, (group, master, ranks) in enumerate(zip(params, masters, num_ranks, strict=True)):
-        _check_ranks(where, ranks, rank)
-        runs, length = packed_runs(group, ranks, rank), packed_length(group, ranks)
+    for i, (group, master, ranks, place) in enumerate(zip(params, masters, num_ranks, places, strict=True)):
+        _check_ranks(where, ranks, place)
+        runs, length = packed_runs(group, ranks, place), packed_length(group, ranks)
         own = base[i] if is_elastic else _state_of(base, i)
         groups.append(_flat_group(group, runs, length, master, own, f"{where}: group {i}"))
     found = [{}] * num if is_elastic else [hyperparameters(group) for group in base["param_groups"]]

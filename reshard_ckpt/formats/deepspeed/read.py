@@ -28,8 +28,20 @@ from ..dcp.heads import TensorView
 from ..dcp.read import garbage_collection_paused
 from .archive import FileReader, TorchFile, is_contiguous
 from .columns import CatalogColumns
-from .folder import UNIVERSAL_STATE, TagFiles, refuse_experts
-from .layout import MASTER, NOT_SHARED, FlatGroup, Params, RankState, Runs, hyperparameters, open_state, striped_runs
+from .experts import module_files, named_globally, placed_groups, refuse_other_order
+from .folder import UNIVERSAL_STATE, TagFiles
+from .layout import (
+    MASTER,
+    NOT_SHARED,
+    FlatGroup,
+    Params,
+    RankState,
+    Runs,
+    hyperparameters,
+    num_ranks_of,
+    open_state,
+    striped_runs,
+)  # fmt: skip
 from .pipeline import TIED, LayerTensor, open_layers, params_of_fragments, tied_names
 from .rows import MODEL, OPTIMIZER, FlatNames, KnownNames, TensorAdder, parameter_name, state_link
 from .shards import Shard, TensorParallel
@@ -49,7 +61,6 @@ def open_tag(storage: Storage, files: TagFiles) -> Catalog:
     UnsupportedError
         It is of a kind that is not read; the message says which.
     """
-    refuse_experts(files, storage.url)
     with garbage_collection_paused():
         return _Tag(storage, files).catalog()
 
@@ -73,6 +84,7 @@ class _Tag:
         self._parallel: TensorParallel | None = None
         if files.num_models > 1 and not files.layers:
             self._parallel = TensorParallel(self._info(first), files.num_models)
+        self._experts = module_files(files, self._where, first)
         self._local_shapes = [_local_shapes(model) for model in self._models] if self._parallel else []
         self._groups: list[tuple[str, list[dict[str, Any]]]] = []
         self._masters: set[str] = set()
@@ -121,6 +133,7 @@ class _Tag:
         self._masters = set(self._columns.names())
         for mp, model in enumerate(self._models):
             self._add_module(mp, model)
+        self._add_experts()
         self._add_layers()
         self._add_values()
         return self._columns.catalog()
@@ -128,20 +141,28 @@ class _Tag:
     def _add_zero(self, mp: int, model: TorchFile) -> None:
         """Add what the data-parallel ranks of one model-parallel rank hold."""
         params = self._params(mp, model)
-        kept = [self._shards(mp, group) for group in params]
+        kept: dict[tuple[int, int], list[Shard]] = {}  # by group, and which experts it has
         names: KnownNames = {}
         for dp in range(self._num_dp):
             file, state = self._optimizer_state(mp, dp)
-            opened = open_state(params, state, dp, f"{self._where}: {file.key}")
+            where = f"{self._where}: {file.key}"
+            places = placed_groups(num_ranks_of(state), self._num_dp, dp) if self._experts else ()
+            mine = named_globally(params, places) if places else params
+            opened = open_state(mine, state, [place.rank for place in places] or dp, where)
             self._check_num_ranks(opened, file)
             for i, group in enumerate(opened.groups):
-                self._add_group(file, i, group, kept[i], names)
-                if dp == 0:
-                    self._add_shared_state(file, group, kept[i])
-            if dp == 0:
+                at = i, places[i].expert_rank if places else 0
+                is_first = at not in kept
+                shards = kept[at] if at in kept else kept.setdefault(at, self._shards(mp, group.params))
+                self._add_group(file, at, group, shards, names)
+                if is_first:
+                    self._add_shared_state(file, group, shards)
+            if dp == 0 or any(place.rank == 0 for place in places):
                 self._add_groups(file, opened.param_groups)
-                if mp == 0:
-                    self._add_tree(file, (ROOT, OPTIMIZER), opened.values)
+            if dp == 0 and mp == 0:
+                self._add_tree(file, (ROOT, OPTIMIZER), opened.values)
+                if places:
+                    refuse_other_order(plain(file.content.get("ds_config")), where)
 
     def _params(self, mp: int, model: TorchFile) -> list[Params]:
         """Return the parameters of each flat group; BF16_Optimizer of a pipeline without ZeRO has them beside its parts."""
@@ -150,10 +171,10 @@ class _Tag:
         states = [self._optimizer_state(mp, dp)[1] for dp in range(self._num_dp)]
         return params_of_fragments([state.get("param_slice_mappings") for state in states], self._layers, model.key)
 
-    def _add_group(self, file: TorchFile, i: int, group: FlatGroup, shards: Sequence[Shard], names: KnownNames) -> None:
+    def _add_group(self, file: TorchFile, which: Any, group: FlatGroup, shards: Sequence[Shard], names: KnownNames) -> None:
         """Add the flat tensors of a group; `names` keeps what is the same for all ranks."""
         for key, tensor in group.tensors.items():
-            at = i, key, dtype_code(tensor.dtype, f"{file.key}: {key}")
+            at = which, key, dtype_code(tensor.dtype, f"{file.key}: {key}")
             if at not in names:
                 names[at] = FlatNames(self._columns, group.params, shards, key, at[2])
             self._add.runs(file, names[at], tensor, group.runs)
@@ -277,6 +298,9 @@ class _Tag:
             if names is not None:
                 self._add_apart(mp, model, state, names)
                 return
+        self._refuse_optimizer(where)
+
+    def _refuse_optimizer(self, where: str) -> None:
         error = UnsupportedError(
             f"{where} knows the optimizer's parameters by position alone, and neither bytes nor shapes tell which they are; the "
             "module can be read. To have the optimizer, load the folder with DeepSpeed and save it with reshard_ckpt attached"
@@ -374,6 +398,16 @@ class _Tag:
                 self._columns.alias(name, tied[fqn])
             else:
                 self._add.whole(layer.file, name, layer.view)
+
+    def _add_experts(self) -> None:
+        """Add what the files of experts have and no optimizer. Without ZeRO, nothing names what the optimizer has of them."""
+        for key in self._experts:
+            file = self._reader.open(key)
+            for fqn, view in file.content.items() if isinstance(file.content, dict) else ():
+                if isinstance(view, TensorView) and parameter_name(fqn) not in self._masters:
+                    self._add.whole(file, parameter_name(fqn), view)
+        if self._experts and not self._files.optimizers:
+            self._refuse_optimizer(f"{self._where}: {self._files.experts[0]}")
 
     def _add_module(self, mp: int, model: TorchFile) -> None:
         """Add what the module has and no optimizer: buffers, frozen parameters, and all where there are no master weights."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import Any
 
 import numpy as np
 
@@ -105,5 +106,5 @@ class FlatNames:
         self.tensor, self.box = np.array(numbers, np.int64), np.array(boxes, np.int64)
 
 
-KnownNames = dict[tuple[int, str, str], FlatNames]
+KnownNames = dict[tuple[Any, str, str], FlatNames]
 """By group, key and dtype."""

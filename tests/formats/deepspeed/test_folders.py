@@ -292,13 +292,6 @@ def test_optimizer_that_nothing_names_is_unreadable_and_the_module_is_not(unpack
     assert len(checkpoint.read(root, ["model"])) == 10
 
 
-def test_unknown_shape_of_experts_is_refused(unpack: Unpack) -> None:
-    root = unpack(ZERO)
-    shutil.copy(_model_file(root), _model_file(root).with_name("layer_0_expert_0_mp_rank_00_model_states.pt"))
-    with pytest.raises(UnsupportedError, match="experts"):
-        checkpoint.read(root)
-
-
 def test_old_torch_format_is_named(unpack: Unpack) -> None:
     root = unpack(ZERO)
     data = io.BytesIO()
