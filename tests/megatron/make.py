@@ -45,11 +45,16 @@ def main(version: str, out: str, *packages: str) -> None:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, name, "iter_0000007")
             cpu_shim.run_forked(_save, nproc, jobs.Case(**layout), str(path), options)
-            Path(out).mkdir(parents=True, exist_ok=True)
-            with tarfile.open(Path(out, f"{version}-{name}.tar.xz"), "w:xz") as archive:
-                for file in sorted(path.parent.rglob("*")):
-                    if file.is_file():
-                        archive.add(file, str(file.relative_to(path.parent)), filter=_anonymous)
+            pack(path.parent, Path(out, f"{version}-{name}.tar.xz"))
+
+
+def pack(root: Path, to: Path) -> None:
+    """Make a small archive of the root of a run."""
+    to.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(to, "w:xz") as archive:
+        for file in sorted(root.rglob("*")):
+            if file.is_file():
+                archive.add(file, str(file.relative_to(root)), filter=_anonymous)
 
 
 def _save(case: Any, path: str, options: dict[str, Any]) -> None:

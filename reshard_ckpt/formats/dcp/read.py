@@ -50,13 +50,13 @@ MAX_GROUP_ELEMENTS = 1 << 16
 """Elements of a hyperparameter that is a tensor."""
 
 
-def open_path(path: str, *, as_saved: bool = False) -> Foreign | None:
-    """Open a path for reading; return None if it is no DCP folder; see `ForeignFormat`."""
+def open_path(path: str, *, as_saved: bool = False, otherwise: Callable[[bytes, str], Any] | None = None) -> Foreign | None:
+    """Open a path for reading; return None if it is no DCP folder; see `ForeignFormat`, and `read_values` for `otherwise`."""
 
     def look(storage: Storage, key: str | None) -> Foreign | None:
         if key is not None or not is_folder(storage):
             return None
-        catalog, raw = _open(storage, as_saved=as_saved)
+        catalog, raw = _open(storage, as_saved=as_saved, otherwise=otherwise)
         return Foreign(storage, catalog, FORMAT, advice_on_numbers(catalog), raw)
 
     return open_located(path, look)
@@ -78,13 +78,15 @@ def advice_on_numbers(catalog: Catalog) -> dict[str, str]:
     }
 
 
-def _open(storage: Storage, *, as_saved: bool) -> tuple[Catalog, dict[str, RawValue]]:
+def _open(
+    storage: Storage, *, as_saved: bool, otherwise: Callable[[bytes, str], Any] | None
+) -> tuple[Catalog, dict[str, RawValue]]:
     """Build the catalog of a folder that ``torch.distributed.checkpoint`` wrote; and find its values as they lie in the files."""
     with garbage_collection_paused():
         folder = read_folder(storage)
         saved = folder.saved
         names = names_of(saved, as_saved=as_saved)
-        located, values = locate_chunks(storage, saved.tensors), read_values(storage, saved.values)
+        located, values = locate_chunks(storage, saved.tensors), read_values(storage, saved.values, otherwise)
         unreadable = {**located.unreadable, **values.unreadable, **folder.unreadable}
         catalog = _Folder(storage, saved, names, located, values.values, unreadable).catalog(by_number=not as_saved)
         return catalog, dict(_raw_values(storage, folder))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,8 +27,16 @@ class ReadValues:
     unreadable: Mapping[str, CheckpointError]
 
 
-def read_values(storage: Storage, extents: Mapping[str, Extent]) -> ReadValues:
-    """Read all values; equal ones, such as the hyperparameters of many parameters, are decoded once."""
+def read_values(
+    storage: Storage, extents: Mapping[str, Extent], otherwise: Callable[[bytes, str], Any] | None = None
+) -> ReadValues:
+    """Read all values; equal ones, such as the hyperparameters of many parameters, are decoded once.
+
+    Parameters
+    ----------
+    otherwise
+        Decodes, of its bytes and its name, a value that torch does not load without running code; it must run none either.
+    """
     values: dict[str, Any] = {}
     unreadable: dict[str, CheckpointError] = {}
     known: dict[bytes, Any] = {}
@@ -36,7 +44,7 @@ def read_values(storage: Storage, extents: Mapping[str, Extent]) -> ReadValues:
         name = f"{storage.url}: {fqn}"
         try:
             if data not in known:
-                known[data] = _load(data, name)
+                known[data] = _load(data, name, otherwise)
             encode_value(known[data], name)
         except CheckpointError as error:
             unreadable[fqn] = error
@@ -59,13 +67,15 @@ def _read_all(
         yield fqn, bytes(read_range(storage, extent.file, extent.offset, extent.length))
 
 
-def _load(data: bytes, name: str) -> Any:
+def _load(data: bytes, name: str, otherwise: Callable[[bytes, str], Any] | None) -> Any:
     if len(data) > SMALL_BYTES:
         refuse_hash_collisions(io.BytesIO(data), name)
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # whatever hostile bytes make torch raise
         refused = "weights_only" in str(error) or "Unsupported" in str(error)
+        if refused and otherwise is not None:
+            return otherwise(data, name)
         if refused:
             raise UnsupportedError(
                 f"{name} is a value that cannot be read without executing code that is in the file; leave it out of what you "

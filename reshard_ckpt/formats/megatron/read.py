@@ -59,7 +59,7 @@ def open_path(path: str, *, as_saved: bool = False, named: bool = False) -> Fore
             path = f"{path.rstrip('/')}/{latest}"
             storage = stack.enter_context(open_storage(path))
             if storage.size(METADATA_KEY) is not None and storage.size(CONFIG_KEY) is None and storage.size(COMMON_KEY) is None:
-                return open_dcp(path)  # torch_dcp and fsdp_dtensor: DTensors that DCP saved
+                return open_dcp(path, otherwise=read_object)  # torch_dcp and fsdp_dtensor: DTensors that DCP saved
         if not is_checkpoint(storage, of_run=latest is not None):
             return None
         catalog, raw = read_folder(storage, as_saved=as_saved, named=named)

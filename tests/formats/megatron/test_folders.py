@@ -20,7 +20,8 @@ from reshard_ckpt.formats.megatron.format import MegatronFormat
 from reshard_ckpt.formats.megatron.object_writer import object_bytes
 from reshard_ckpt.formats.megatron.objects import read_object
 from reshard_ckpt.formats.source import open_source
-from tests.megatron.folders import NAMES, VERSIONS, expected, unpack
+from tests.megatron import values
+from tests.megatron.folders import FSDP, NAMES, VERSIONS, expected, unpack
 
 Unpacked = Callable[[str], Path]
 
@@ -228,6 +229,21 @@ def test_a_run_that_dcp_saved_opens_at_its_newest_iteration(tmp_path: Path) -> N
     checkpoint.convert(tmp_path / "own", tmp_path / "run" / "iter_0000003", to="dcp")
     (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("3\n")
     assert torch.equal(checkpoint.read(tmp_path / "run")["model.w"], weights["model"]["w"])
+
+
+def test_a_folder_of_megatron_fsdp_opens_whole_and_its_arguments_too(tmp_path: Path) -> None:
+    """DTensors of tensor parallelism 2 and FSDP over 2, cut unevenly; SwiGLU weights are in halves, as Megatron has it."""
+    root = unpack(FSDP, tmp_path)
+    catalog, read = checkpoint.catalog(root), checkpoint.read(root)
+    assert not catalog.unreadable
+    assert checkpoint.verify(root).ok
+    assert catalog.shape(catalog.index("model.module.decoder.layers.0.mlp.linear_fc1.weight_w")) == (16, 8)
+    for name in catalog.names:
+        if not name.endswith(".step"):
+            assert torch.equal(read[name], values.whole(name, tuple(read[name].shape), read[name].dtype)), name
+    assert (read["iteration"], read["args.lr"], read["args.data_path"]) == (7, 0.001, ["a", "b"])
+    moments = [name for name in catalog.names if name.endswith(".exp_avg")]
+    assert len(moments) == sum(name.startswith("model.") for name in catalog.names)
 
 
 def test_files_of_single_ranks_are_refused_by_name(tmp_path: Path) -> None:
