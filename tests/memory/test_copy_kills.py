@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.launch import ROOT
 from tests.reliability.kills import CANNOT_TRACE
+from tests.warm_python import warm_python
 
 EVERY = 37
 
 
 def test_a_node_killed_at_any_instant_leaves_a_whole_generation_on_the_other(tmp_path: Path):
     """The harness itself judges what is left after each kill; here, that it did try. ``make crash-points`` tries every point."""
-    command = [sys.executable, "-m", "tests.memory.copy_kills", "--victims", "1", "--every", str(EVERY)]
+    command = [warm_python(), "-m", "tests.memory.copy_kills", "--victims", "1", "--every", str(EVERY)]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*command, "--out", str(tmp_path / "out")], cwd=ROOT, env=env, capture_output=True, text=True, timeout=500
