@@ -2,46 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import os
 import re
-import runpy
-import signal
-import sys
 from pathlib import Path
 
 import pytest
 
 from reshard_ckpt import checkpoint
-from tests.launch import ROOT, run_ranks
+from tests.launch import run_ranks
 
-EXAMPLE = ROOT / "examples" / "hf_llama.py"
 NUM_STEPS = 12
-
-
-class Printed(io.StringIO):
-    """What a rank prints; it gets SIGTERM once that has a line."""
-
-    def __init__(self, until: str) -> None:
-        super().__init__()
-        self.until = until
-
-    def write(self, text: str) -> int:
-        if self.until and self.until in text:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return super().write(text)
-
-
-def job(root: str, until: str) -> str:
-    sys.argv = [str(EXAMPLE), root, str(NUM_STEPS)]
-    with contextlib.redirect_stdout(Printed(until)) as printed:
-        runpy.run_path(str(EXAMPLE), run_name="__main__")
-    return printed.getvalue()
 
 
 def trained(root: Path, nproc: int, until: str = "") -> tuple[dict[int, tuple[float, float]], set[int]]:
     """The loss and the learning rate of each step, and the steps that ranks saved when they left."""
+    from tests.examples.llama_job import job  # not when tests are collected: it takes seconds
+
     printed = "".join(run_ranks(job, nproc, str(root), until, init=False))
     steps = re.findall(r"step (\d+): loss ([\d.]+), lr ([\d.e-]+)", printed)
     left = re.findall(r"saved step (\d+), \d+ bytes, and leaves", printed)

@@ -15,6 +15,8 @@ import sys
 
 import pytest
 
+from tests.warm_python import warm_python
+
 INNER = "RESHARD_CKPT_SIMULATED"
 """Set in the process that has the device."""
 
@@ -30,7 +32,7 @@ class SimulatedProcess:
         if self._process is None or self._process.poll() is not None:
             env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env | {INNER: "1"}
+                [warm_python(), "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env | {INNER: "1"}
             )
         assert self._process.stdin is not None
         assert self._process.stdout is not None

@@ -27,6 +27,7 @@ from reshard_ckpt.plotting.canvas import (
     write_in,
 )
 from reshard_ckpt.plotting.page import rendered
+from tests.warm_python import warm_python
 
 SVG = "{http://www.w3.org/2000/svg}"
 HOSTILE = "<script>alert(1)</script>&\"'\x00\x1f]]>\ud800 $x$_{1} % \\frac{ 中文 العربية"
@@ -89,5 +90,5 @@ def test_colours_can_be_told_apart_and_written_on(count: int):
 def test_matplotlib_is_imported_only_when_something_is_drawn():
     code = "import sys, reshard_ckpt.checkpoint, reshard_ckpt.cli; print({'matplotlib'} & set(sys.modules))"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    shown = subprocess.run([warm_python(), "-c", code], capture_output=True, text=True, check=True, env=environment)
     assert shown.stdout.strip() == "set()"

@@ -8,7 +8,6 @@ import os
 import pickle
 import shutil
 import subprocess
-import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +20,9 @@ import torch
 from reshard_ckpt import FlatShard, checkpoint
 from reshard_ckpt.core.catalog.specs import StateLink
 from reshard_ckpt.errors import CheckpointError, CheckpointNotFound, CorruptError, UnsupportedError
+from tests.cli.running import run
 from tests.deepspeed.jobs import CLIENT, Net, digest, digests
+from tests.warm_python import warm_python
 
 DATA = Path(__file__).parent.parent.parent / "data" / "deepspeed"
 DIGESTS: dict[str, dict[str, str]] = json.loads((DATA / "digests.json").read_text())
@@ -140,15 +141,12 @@ def test_verify_diff_convert_reshard_and_inspect_work(unpack: Unpack, tmp_path: 
     assert digests(tmp_path / "resharded") == digests(path)
     drawn = checkpoint.plot(path, "model.layers.0.gate_up_proj.weight", output=tmp_path / "weight.svg")
     assert drawn.stat().st_size > 0
-    shown = subprocess.run(
-        [sys.executable, "-m", "reshard_ckpt", "inspect", str(path)], capture_output=True, text=True, check=True, env=os.environ
-    ).stdout
-    assert "deepspeed" in shown
+    assert "deepspeed" in run("inspect", path).out
 
 
 def test_deepspeed_is_not_imported(unpack: Unpack) -> None:
     code = "import sys; from reshard_ckpt import checkpoint; checkpoint.read(sys.argv[1]); print('deepspeed' in sys.modules)"
-    found = subprocess.run([sys.executable, "-c", code, str(unpack(ZERO))], capture_output=True, text=True, check=True).stdout
+    found = subprocess.run([warm_python(), "-c", code, str(unpack(ZERO))], capture_output=True, text=True, check=True).stdout
     assert found.strip() == "False"
 
 

@@ -1,0 +1,69 @@
+"""A Llama as the hub has it, cut over tensor- and data-parallel ranks; importing this imports the model, once for all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers.models.llama.modeling_llama import LlamaConfig, LlamaForCausalLM
+
+from reshard_ckpt import checkpoint
+from tests.distributed.test_foreign import wrong_in
+
+PLAN = {
+    **{f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"},
+    "self_attn.o_proj": RowwiseParallel(),
+    "mlp.gate_proj": ColwiseParallel(),
+    "mlp.up_proj": ColwiseParallel(),
+    "mlp.down_proj": RowwiseParallel(),
+}
+
+
+def llama(seed: int, *, tied: bool = False) -> Any:
+    """A tiny Llama, with odd sizes and random weights."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=67,
+        hidden_size=24,
+        intermediate_size=44,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=tied,
+    )
+    return LlamaForCausalLM(config)
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(torch.arange(12).reshape(2, 6)).logits
+
+
+def cut(model: Any, layout: str) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    if "tp" in layout:
+        for layer in model.model.layers:
+            parallelize_module(layer, mesh["tp"], PLAN)
+    if "fsdp" in layout:
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh["dp"])
+        fully_shard(model, mesh=mesh["dp"])
+    return model
+
+
+def hub_job(folder: str) -> list[Any]:
+    seen: list[Any] = []
+    for tied in (False, True):
+        reference = llama(1, tied=tied)
+        for path in (f"{folder}/hf-{tied}", f"{folder}/{tied}.pt", f"{folder}/dcp-{tied}"):
+            for layout in ("tp", "fsdp", "fsdp×tp"):
+                model = cut(llama(2, tied=tied), layout)
+                report = checkpoint.load(path, {"model": model})
+                total = sum(p.numel() * p.element_size() for p in reference.parameters())
+                seen.append((wrong_in(model, reference), report.problems, report.num_bytes < total))
+        checkpoint.save(f"{folder}/back-{tied}", {"model": model})
+    return seen
