@@ -15,6 +15,7 @@ import functools
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -174,27 +175,38 @@ class Run:
     def loads(self) -> None:
         """Measure loads from the page cache, into the same layout and into others, beside a read of as many bytes."""
         ours, dcps, snapshot = (self.new_path(kept=name) for name in ("ours", "dcp", "torchsnapshot"))
-        self.state.fill()
-        checkpoint.save(ours, self.state.modules)
-        dcp.save(self.state.tensors, checkpoint_id=str(dcps))
+        self._save_both(self.state, ours, dcps)
         others = peers.torchsnapshot_problem() is None and self.layout.dp * self.layout.tp > 1
         self._loads("same layout", self.state, ours, dcps)
         if others:
             self._loads_of_torchsnapshot(snapshot)
         self.state = State({}, {})  # makes room for the others
+        columns = [target for target in self._targets() if target.columns]
         for target in self._targets():
+            if columns and target == columns[0]:
+                self.drop(ours)
+                self.drop(dcps)
+                self._save_both(build(self.weights, replace(self.layout, columns=True), self.ranks.rank), ours, dcps)
             state = build(self.weights, target, self.ranks.rank)
             self._loads(f"to {target}", state, ours, dcps)
             del state
-            if target.pp == 1:
+            if target.pp == 1 and not target.columns:
                 self._long_runs(f"to {target}", target, ours)
         for path in (ours, dcps, snapshot):
             self.drop(path)
 
+    def _save_both(self, state: State, ours: Path, dcps: Path) -> None:
+        state.fill()
+        checkpoint.save(ours, state.modules)
+        dcp.save(state.tensors, checkpoint_id=str(dcps))
+
     def _targets(self) -> list[Layout]:
-        """List the layouts to load on: tp grows to all ranks; dp does; pipeline stages appear."""
+        """List the layouts to load on: tp grows to all ranks; dp does; pipeline stages appear; then both, from and to columns."""
         size = self.ranks.size
-        return [layout for layout in (Layout(tp=size), Layout(dp=size), Layout(pp=2, tp=size // 2)) if layout != self.layout]
+        both = self.layout.dp > 1 and self.layout.tp > 1
+        across = [Layout(tp=size, columns=True), Layout(dp=size, columns=True)] if both else []
+        rows = [Layout(tp=size), Layout(dp=size), Layout(pp=2, tp=size // 2)]
+        return [layout for layout in [*rows, *across] if layout != self.layout]
 
     def _loads(self, what: str, state: State, ours: Path, dcps: Path) -> None:
         files = sorted(ours.glob("*/*.safetensors"))

@@ -40,15 +40,16 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Sizes of the mesh's axes, outermost first: pp, dp, tp."""
+    """Sizes of the mesh's axes, outermost first: pp, dp, tp; and whether dp cuts the optimizer's matrices into columns."""
 
     pp: int = 1
     dp: int = 1
     tp: int = 1
+    columns: bool = False
 
     def __str__(self) -> str:
         sizes = [f"{axis} {getattr(self, axis)}" for axis in ("pp", "dp", "tp") if getattr(self, axis) > 1]
-        return " × ".join(sizes) or "1 rank"
+        return (" × ".join(sizes) or "1 rank") + (", columns" if self.columns else "")
 
 
 def gpt(gb: float) -> list[Weight]:
@@ -174,12 +175,13 @@ def _local(
 
     if weight.tp_dim is not None:
         cut(weight.tp_dim, layout.tp, at[1])
+    zero_dim = len(weight.shape) - 1 if layout.columns else 0
     if zero:
-        cut(0, layout.dp, at[0])
+        cut(zero_dim, layout.dp, at[0])
     over_tp = Replicate() if weight.tp_dim is None else Shard(weight.tp_dim)
-    over_dp: Any = Shard(0) if zero else Replicate()
-    if zero and weight.tp_dim == 0 and layout.tp > 1 and layout.dp > 1:
-        over_dp = _StridedShard(0, split_factor=layout.tp)
+    over_dp: Any = Shard(zero_dim) if zero else Replicate()
+    if zero and weight.tp_dim == zero_dim and layout.tp > 1 and layout.dp > 1:
+        over_dp = _StridedShard(zero_dim, split_factor=layout.tp)
     # Zeros that are written: memory that was never touched would cost whoever comes first.
     local = torch.empty(lengths, dtype=torch.float32 if zero else torch.bfloat16).fill_(0)
     state.boxes[name] = tuple(offsets), tuple(lengths)

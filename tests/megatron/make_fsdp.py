@@ -1,6 +1,6 @@
 """Make the committed folder of Megatron-FSDP (``--ckpt-format fsdp_dtensor``): ``python -m tests.megatron.make_fsdp FOLDER``.
 
-It needs megatron-core 0.16.1 and einops, and runs on the CPU. The steps are those of ``save_checkpoint`` in Megatron's pretraining.
+It needs megatron-core 0.16.1 and einops, and runs on the CPU. The steps are those of ``save_checkpoint`` in Megatron's training.
 The elements are those of `values`, by their names here. Every parameter has state on every rank, as Megatron's own handling of
 SwiGLU needs it.
 """

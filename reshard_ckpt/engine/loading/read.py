@@ -142,8 +142,10 @@ def item_lists(plan: LoadPlan, items: I64) -> CopyItems:
 
 
 def num_threads(tasks: int) -> int:
-    """Choose how many threads read that many windows."""
-    return max(min(MAX_THREADS, tasks, 2 * (os.cpu_count() or 1)), 1)
+    """Choose how many threads read that many windows: more than the cores that this rank shares with others push each other's
+    buffers out of the caches."""
+    cores = (os.cpu_count() or 1) / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(min(MAX_THREADS, tasks, max(2, round(2 * cores))), 1)
 
 
 def in_threads(task: Callable[[int], None], numbers: Sequence[int], pool: ThreadPoolExecutor | None = None) -> None:
