@@ -19,6 +19,8 @@ import torch
 
 from .exchange import Exchange
 
+_NAME = "reshard_ckpt"
+
 _TOKEN_BYTES = 64
 """A token, and what is left of a cache line."""
 
@@ -28,7 +30,7 @@ class Segment:
 
     def __init__(self, num_bytes: int) -> None:
         size = _TOKEN_BYTES + num_bytes
-        self._fd = os.memfd_create("reshard_ckpt", os.MFD_CLOEXEC)
+        self._fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
         os.posix_fallocate(self._fd, 0, size)  # or a write would be killed where there is no memory
         memory = _map(self._fd, size)
         token = secrets.token_bytes(16)
@@ -44,8 +46,11 @@ class Segment:
 def open_segment(address: bytes) -> torch.Tensor | None:
     """Open the memory of another process; None where it is not on this machine, or may not be opened."""
     process, number, size, token = msgpack.unpackb(address)
+    path = f"/proc/{process}/fd/{number}"
     try:
-        fd = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+        if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
+            return None  # anything at all, in another container
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
         return None
     try:

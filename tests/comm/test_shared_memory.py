@@ -41,6 +41,8 @@ def test_memory_that_is_not_the_one_that_was_meant_is_not_opened():
     assert shared_memory.open_segment(segment.address) is not None
     for index, value in ((0, 1 << 22), (1, 1 << 20), (1, msgpack.unpackb(other.address)[1]), (2, size + 1), (3, bytes(16))):
         assert shared_memory.open_segment(changed(segment.address, index, value)) is None, (index, value)
+    with open(os.devnull) as another:
+        assert shared_memory.open_segment(changed(segment.address, 1, another.fileno())) is None
     data = segment.data
     segment.close()
     assert shared_memory.open_segment(segment.address) is None
