@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
+from math import prod
 
 import numpy as np
 import torch
@@ -31,6 +32,9 @@ Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
 View = torch.Tensor | Array
 
 _ROUNDS = struct.Struct("<II")
+
+LARGE_BYTES = 64 << 10
+"""Boxes of this size are copied by torch, in as many threads as it has; smaller ones by numpy, which begins sooner."""
 
 MAX_VIEWS = 1 << 18
 """Views of memory that are kept from run to run; more are made anew each time."""
@@ -176,7 +180,7 @@ class _Memories:
     def view(self, boxes: _Boxes, i: int, wire: torch.dtype) -> View:
         """View a box: its raw elements where it lies in host memory and travels as it is."""
         tensor, each = self.tensors[boxes.row[i]], wire.itemsize
-        if tensor.device.type != "cpu" or tensor.dtype != wire:
+        if tensor.device.type != "cpu" or tensor.dtype != wire or prod(boxes.lengths[i]) * each >= LARGE_BYTES:
             return self.region(boxes, i)
         key = id(tensor)
         if key not in self._bytes:
