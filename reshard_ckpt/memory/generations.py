@@ -20,7 +20,7 @@ from ..format.catalog import MAX_CATALOG_BYTES, decode_catalog
 from ..format.checksums import digest128
 from ..storage.protocol import MissingKey, flat_bytes
 from .node import GENERATION_SUFFIX, SLOT_SUFFIX, write_atomically
-from .slots import Extent, ReadSlot
+from .slots import ReadSlot, SlotRange
 
 _MAGIC = b"RSHGENR1"
 
@@ -128,7 +128,7 @@ class NodeImages:
     def __init__(self, folder: Path, save_id: str) -> None:
         self._folder, self._save_id = folder, save_id
         self._slots: list[ReadSlot] = []
-        self._at: dict[str, tuple[ReadSlot, Extent]] = {}
+        self._at: dict[str, tuple[ReadSlot, SlotRange]] = {}
         for path in sorted(folder.glob(f"*{SLOT_SUFFIX}")):
             with suppress(OSError, CorruptError):
                 self._add(ReadSlot(str(path)))
@@ -169,7 +169,7 @@ class NodeImages:
         slot.read_into(extent, 0, [memoryview(data)])
         return bytes(data)
 
-    def _find(self, key: str) -> tuple[ReadSlot, Extent]:
+    def _find(self, key: str) -> tuple[ReadSlot, SlotRange]:
         try:
             return self._at[key]
         except KeyError:

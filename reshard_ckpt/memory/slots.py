@@ -39,7 +39,7 @@ class NoRoom(StorageError):
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
+class SlotRange:
     """Where a file lies in a slot, in bytes."""
 
     offset: int
@@ -52,7 +52,7 @@ class SlotTable:
 
     save_id: str
     rank: int
-    files: Mapping[str, Extent]
+    files: Mapping[str, SlotRange]
 
     def encoded(self) -> bytes:
         """Encode as the header of a slot.
@@ -86,7 +86,7 @@ def decode_table(data: bytes | memoryview, size: int, *, where: str) -> SlotTabl
         raise CorruptError(f"{where}: the header is damaged; this copy is not used")
     try:
         fields: Any = msgpack.unpackb(body, max_map_len=1 << 16)
-        files = {str(key): Extent(int(offset), int(num)) for key, (offset, num) in fields["files"].items()}
+        files = {str(key): SlotRange(int(offset), int(num)) for key, (offset, num) in fields["files"].items()}
         table = SlotTable(str(fields["save_id"]), int(fields["rank"]), files)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptError(f"{where}: the header cannot be read ({error}); this copy is not used") from error
@@ -190,14 +190,14 @@ class Slot:
         """View the images' part of the slot as a 1-D uint8 tensor that shares its memory."""
         return torch.frombuffer(self._map, dtype=torch.uint8, offset=HEADER_BYTES)
 
-    def view(self, extent: Extent) -> memoryview:
+    def view(self, extent: SlotRange) -> memoryview:
         """View the bytes of a file."""
         return memoryview(self._map)[extent.offset : extent.offset + extent.size]
 
-    def put(self, offset: int, data: bytes | memoryview) -> Extent:
+    def put(self, offset: int, data: bytes | memoryview) -> SlotRange:
         """Copy bytes into the slot, counted from its beginning."""
         self._map[offset : offset + len(data)] = data
-        return Extent(offset, len(data))
+        return SlotRange(offset, len(data))
 
     def close(self, *, remove: bool = False) -> None:
         """Let go of the file, or remove it. The map itself, if it is pinned too, lasts as long as somebody has a view of it."""
@@ -229,7 +229,7 @@ class ReadSlot:
             self.close()
             raise
 
-    def read_into(self, extent: Extent, offset: int, buffers: Sequence[memoryview]) -> None:
+    def read_into(self, extent: SlotRange, offset: int, buffers: Sequence[memoryview]) -> None:
         """Fill buffers from a byte of a file on; their bytes count only where the header is still the same afterwards.
 
         Raises

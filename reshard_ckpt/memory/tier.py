@@ -40,7 +40,7 @@ from ..format.keys import digests_key
 from .generations import Generation, drop_generations, find_generations, keep_generation
 from .options import Memory
 from .pool import HeldSlot, SlotPool, node_lock, remove_dead_slots
-from .slots import HEADER_BYTES, Extent, NoRoom, Slot, SlotTable, decode_table, slot_bytes
+from .slots import HEADER_BYTES, NoRoom, Slot, SlotRange, SlotTable, decode_table, slot_bytes
 from .topology import Topology
 
 
@@ -334,7 +334,7 @@ class MemoryTarget:
         slot = self._taken[self._tier.rank].slot
         num_items = sum(len(layout.members) for layout in layouts)
         file, offset = np.zeros(num_items, np.int64), np.zeros(num_items, np.int64)
-        files: dict[str, Extent] = {}
+        files: dict[str, SlotRange] = {}
         written = []
         at = HEADER_BYTES + ring_bytes(layouts)
         for part, (layout, begin) in enumerate(zip(layouts, image_addresses(layouts), strict=True)):
@@ -343,7 +343,7 @@ class MemoryTarget:
                 for chunk in staging.drain(layout):
                     hasher.update(chunk)
             digests, key = hasher.finish(), digests_key(layout.key)
-            files[layout.key] = Extent(HEADER_BYTES + begin, layout.num_bytes)
+            files[layout.key] = SlotRange(HEADER_BYTES + begin, layout.num_bytes)
             files[key] = slot.put(at, digests)
             at += _aligned(len(digests))
             written.append(WrittenFile(layout.key, layout.num_bytes, key, digest128(digests)))

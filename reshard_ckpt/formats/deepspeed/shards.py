@@ -23,7 +23,7 @@ MAX_SEGMENTS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class FlatBox:
     """Elements ``[at, at + volume of lengths)`` of the flat shard, which are a box of the whole tensor."""
 
     at: int
@@ -39,12 +39,12 @@ class Shard:
     """
 
     shape: Ints
-    segments: tuple[Segment, ...]
+    segments: tuple[FlatBox, ...]
     readable: bool = True
 
     @staticmethod
     def whole(shape: Ints) -> Shard:
-        return Shard(shape, (Segment(0, (0,) * len(shape), shape),))
+        return Shard(shape, (FlatBox(0, (0,) * len(shape), shape),))
 
 
 class TensorParallel:
@@ -125,7 +125,7 @@ def _cut_along(dim: int, name: str, rank: int, shapes: Sequence[Ints]) -> Shard:
     shape = list(shapes[rank])
     shape[dim] = sum(other[dim] for other in shapes)
     offsets = tuple(low if d == dim else 0 for d in range(len(shape)))
-    return Shard(tuple(shape), (Segment(0, offsets, shapes[rank]),))
+    return Shard(tuple(shape), (FlatBox(0, offsets, shapes[rank]),))
 
 
 def _shard_of(found: Mapping[str, Any], name: str, rank: int, held: Ints) -> Shard:
@@ -135,7 +135,7 @@ def _shard_of(found: Mapping[str, Any], name: str, rank: int, held: Ints) -> Sha
         own = found["ranks"][rank]
         if tuple(own["shard_shape"]) != held:
             raise CorruptError(f"{name}: its map says that rank {rank} holds {own['shard_shape']}, and it holds {held}")
-        segments: list[Segment] = []
+        segments: list[FlatBox] = []
         for piece in own["pieces"]:
             if min(piece["locations"]) == rank:
                 if piece.get("scale", 1.0) != 1.0:
@@ -150,7 +150,7 @@ def _shard_of(found: Mapping[str, Any], name: str, rank: int, held: Ints) -> Sha
         raise CorruptError(f"{name}: its affine_map is no map of AutoTP ({error!r}); use another checkpoint") from None
 
 
-def _segments(name: str, shape: Ints, held: Ints, piece: Mapping[str, Any]) -> list[Segment]:
+def _segments(name: str, shape: Ints, held: Ints, piece: Mapping[str, Any]) -> list[FlatBox]:
     lengths = tuple(piece["shape"])
     (source, source_strides), (dest, dest_strides) = piece["source"], piece["dest"]
     strides = row_major_strides(shape)
@@ -170,7 +170,7 @@ def _segments(name: str, shape: Ints, held: Ints, piece: Mapping[str, Any]) -> l
     if num > MAX_SEGMENTS or dest < 0 or last >= prod(held) or min(dest_strides, default=0) < 0:
         raise UnsupportedError(f"{name}: a piece of its affine_map comes apart into {num} runs, or lies beyond the shard")
     return [
-        Segment(
+        FlatBox(
             int(dest + np.dot(corner, dest_strides[:outer])) if outer else dest,
             tuple(o + int(c) for o, c in zip(offsets[:outer], corner, strict=True)) + offsets[outer:],
             (1,) * outer + lengths[outer:],

@@ -21,7 +21,7 @@ import torch
 
 from ...core.catalog.model import Catalog
 from ...errors import UnsupportedError, UsageError
-from .runs import Entry, is_factory, is_sharded_tensor, run_entries
+from .runs import NamedShard, is_factory, is_sharded_tensor, run_entries
 from .tree import (
     NOTHING,
     Instead,
@@ -114,7 +114,7 @@ class WholeLeaf(_Leaf):
     optimizer: Any
     tree: Node
 
-    def entries(self) -> Iterable[Entry]:
+    def entries(self) -> Iterable[NamedShard]:
         return entries_of(self.tree)
 
     def objects(self) -> Iterable[ObjectLeaf]:
@@ -154,7 +154,7 @@ class DistributedLeaf(_Leaf):
         if make is not None:
             make(self.optimizer.optimizer, self.optimizer.config)
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[NamedShard]:
         instance = getattr(self.optimizer, "distributed_optimizer_instance_id", 0)
         for parameter, start, states in self.states:
             sharded = self.parameters.get(id(parameter))
@@ -201,7 +201,7 @@ class ChainLeaf(_Leaf):
 
     parts: tuple[DistributedLeaf, ...]
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[NamedShard]:
         return (entry for part in self.parts for entry in part.entries())
 
     def common(self) -> Any:

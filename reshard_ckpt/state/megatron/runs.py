@@ -25,7 +25,7 @@ from .names import checkpoint_key
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class NamedShard:
     """A shard of a tensor, under its name in the checkpoint.
 
     Attributes
@@ -63,7 +63,7 @@ def is_main(replica_id: int | tuple[int, ...]) -> bool:
     return replica_id == 0 if isinstance(replica_id, int) else not any(replica_id)
 
 
-def entry_of(sharded: Any, data: torch.Tensor) -> Entry:
+def entry_of(sharded: Any, data: torch.Tensor) -> NamedShard:
     """Describe a `ShardedTensor` with these data.
 
     Raises
@@ -89,9 +89,9 @@ def plain(data: torch.Tensor) -> torch.Tensor:
     return data.detach() if type(data).dequantize is torch.Tensor.dequantize else data.dequantize()
 
 
-def _entry(sharded: Any, shard: LocalShard | FlatShard) -> Entry:
+def _entry(sharded: Any, shard: LocalShard | FlatShard) -> NamedShard:
     resizable = bool(getattr(sharded, "allow_shape_mismatch", False))
-    return Entry(checkpoint_key(sharded.key), shard, is_main(sharded.replica_id), resizable)
+    return NamedShard(checkpoint_key(sharded.key), shard, is_main(sharded.replica_id), resizable)
 
 
 def _place(sharded: Any) -> tuple[Ints, Ints]:
@@ -104,7 +104,7 @@ def _lengths(sharded: Any) -> Ints:
 
 def run_entries(
     sharded: Any, parameter: torch.Tensor, prefix: str, state: torch.Tensor, start: int, instance: int
-) -> list[Entry]:
+) -> list[NamedShard]:
     """Describe a run of a flattened parameter's state.
 
     Parameters
@@ -146,7 +146,7 @@ def run_entries(
     else:
         cuts = [(sharded, (0,) * len(shape))]
     return [
-        Entry(
+        NamedShard(
             checkpoint_key(key if part is sharded else part.key),
             _run(part, at, state, shape, start),
             is_main(_replica_of_instance(part.replica_id, instance)),

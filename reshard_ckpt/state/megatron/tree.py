@@ -20,7 +20,7 @@ import torch
 
 from ...errors import MismatchError, UsageError
 from .names import object_name
-from .runs import Entry, entry_of, is_factory, is_main, is_sharded_object, is_sharded_tensor, plain
+from .runs import NamedShard, entry_of, is_factory, is_main, is_sharded_object, is_sharded_tensor, plain
 
 NOTHING = object()
 """Stands where a tree has nothing of what is asked for."""
@@ -40,7 +40,7 @@ class Loaded:
 class Leaf(Protocol):
     """What a leaf of a tree comes to."""
 
-    def entries(self) -> Iterable[Entry]:
+    def entries(self) -> Iterable[NamedShard]:
         """The shards in it."""
 
     def objects(self) -> Iterable[ObjectLeaf]:
@@ -59,7 +59,7 @@ class Leaf(Protocol):
 class _Leaf:
     """A leaf with nothing in it."""
 
-    def entries(self) -> Iterable[Entry]:
+    def entries(self) -> Iterable[NamedShard]:
         return ()
 
     def objects(self) -> Iterable[ObjectLeaf]:
@@ -114,10 +114,10 @@ class ObjectLeaf(_Leaf):
 class TensorLeaf(_Leaf):
     """A shard, and the tensor that a load returns for it."""
 
-    entry: Entry
+    entry: NamedShard
     data: torch.Tensor
 
-    def entries(self) -> Iterable[Entry]:
+    def entries(self) -> Iterable[NamedShard]:
         return (self.entry,)
 
     def loaded(self, common: Any, loaded: Loaded) -> Any:
@@ -131,7 +131,7 @@ class FactoryLeaf(_Leaf):
     factory: Any
     tree: Node
 
-    def entries(self) -> Iterable[Entry]:
+    def entries(self) -> Iterable[NamedShard]:
         return entries_of(self.tree)
 
     def objects(self) -> Iterable[ObjectLeaf]:
@@ -195,7 +195,7 @@ def leaves(node: Node) -> Iterator[Leaf]:
         yield node
 
 
-def entries_of(node: Node) -> Iterator[Entry]:
+def entries_of(node: Node) -> Iterator[NamedShard]:
     """Yield the shards of a lowered tree."""
     return (entry for leaf in leaves(node) for entry in leaf.entries())
 

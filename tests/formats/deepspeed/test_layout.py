@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from reshard_ckpt.errors import CorruptError, UnsupportedError
 from reshard_ckpt.formats.deepspeed.layout import Params, Runs, open_state, packed_length, packed_runs, striped_runs
-from reshard_ckpt.formats.deepspeed.shards import Segment, Shard, TensorParallel
+from reshard_ckpt.formats.deepspeed.shards import FlatBox, Shard, TensorParallel
 
 GROUPS = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 4), st.integers(0, 3)), min_size=1, max_size=6)
 
@@ -78,7 +78,7 @@ def _map(**of_param: object) -> TensorParallel:
 def test_columns_of_a_shard_are_a_segment_for_each_row() -> None:
     piece = {"shape": [2, 2], "source": [2, [4, 1]], "dest": [0, [3, 1]], "locations": [1]}
     found = _map(logical_shape=[2, 4], ranks={1: {"shard_shape": [2, 3], "pieces": [piece]}}).shard("l.w", 1, [(2, 2), (2, 3)])
-    assert found == Shard((2, 4), (Segment(0, (0, 2), (1, 2)), Segment(3, (1, 2), (1, 2))))
+    assert found == Shard((2, 4), (FlatBox(0, (0, 2), (1, 2)), FlatBox(3, (1, 2), (1, 2))))
 
 
 def test_scaled_and_undescribed_shards_are_refused() -> None:
