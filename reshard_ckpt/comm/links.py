@@ -26,6 +26,7 @@ _REQUEST, _DATA = 1, 1 << 16
 _FIELDS = 6
 _DONE, _READ = 0, 1
 _NO_DEADLINE = timedelta(days=365)
+_FAREWELL_S = 5.0
 
 
 class Links:
@@ -138,13 +139,13 @@ class Serving:
             buffer[:] = data[at : at + len(buffer)]
             at += len(buffer)
 
-    def finish(self) -> None:
+    def finish(self, wait_s: float) -> None:
         """Tell all ranks that this one reads no more, and answer until all have said so, or the time for that is over."""
-        with suppress(RuntimeError):
-            for rank in range(self._links.size):
-                if rank != self._links.rank:
+        for rank in range(self._links.size):
+            if rank != self._links.rank:
+                with suppress(RuntimeError):  # it is gone; the others still wait for the word of this one
                     self._links.send(rank, self._message(_DONE, 0, 0, 0, 0), _REQUEST)
-        self._thread.join(self._links.timeout_s)
+        self._thread.join(wait_s)
 
     def _message(self, kind: int, number: int, offset: int, length: int, tag: int) -> torch.Tensor:
         return torch.tensor([kind, self._links.rank, number, offset, length, tag], dtype=torch.int64)
@@ -184,5 +185,7 @@ def serving(links: Links, keys: Sequence[str], read_into: Callable[[str, int, Se
     server = Serving(links, keys, read_into)
     try:
         yield server
-    finally:
-        server.finish()
+    except BaseException:
+        server.finish(_FAREWELL_S)  # whoever still reads fails as well
+        raise
+    server.finish(links.timeout_s)
