@@ -72,7 +72,7 @@ class NebulaRun:
         step = _step_of(tags, tag)
         if step is not None:
             return self._saved(step, load_dir, tag)
-        if os.path.isdir(os.path.join(load_dir, tag)):
+        if _is_in_folder(load_dir, tag):
             return None
         raise CheckpointNotFound(
             f"nebula: no checkpoint {tag!r} in memory, at {self._block.path} or in {load_dir}; there are: "
@@ -80,7 +80,10 @@ class NebulaRun:
         )
 
     def _newest(self, load_dir: str) -> Saved | None:
-        """Find the checkpoint that ``latest`` names in this run, else its newest, else the newest of the run to begin from."""
+        """Find the checkpoint that ``latest`` names in this run, else its newest, else the newest of the run to begin from.
+
+        None where `find` is to take the folder: ``latest`` names a checkpoint there that was saved without nebula.
+        """
         latest, tags = latest_of(load_dir), self._tags(self._manager)
         step = None if latest is None else _step_of(tags, latest)
         try:
@@ -88,6 +91,8 @@ class NebulaRun:
                 return self._saved(step, load_dir, latest)
         except _GONE as error:
             _LOGGER.warning("nebula: %s, which latest names, is not whole any more: %s", latest, error)
+        if step is None and latest is not None and _is_in_folder(load_dir, latest):
+            return None
         loaded = self._manager.load_latest({ROOT: {}}, strict=False) if tags else None
         if loaded is not None:
             return self._saved(loaded.step, load_dir, tags.get(loaded.step, str(loaded.step)))
@@ -117,6 +122,14 @@ class NebulaRun:
         every: list[dict[int, str]] = [mine] * dist.get_world_size()
         dist.all_gather_object(every, mine)
         return dict(sorted((item for of_rank in every for item in of_rank.items()), key=lambda item: item[0]))
+
+
+def _is_in_folder(load_dir: str, tag: str) -> bool:
+    """Tell whether a folder has files of a tag; rank 0 looks for all. DeepSpeed makes an empty one for a save to memory too."""
+    path = os.path.join(load_dir, tag)
+    found = [dist.get_rank() == 0 and os.path.isdir(path) and bool(os.listdir(path))]
+    dist.broadcast_object_list(found, 0)
+    return found[0]
 
 
 def _step_of(tags: Mapping[int, str], tag: str) -> int | None:

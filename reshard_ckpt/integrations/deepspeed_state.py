@@ -38,16 +38,32 @@ def refuse_unsupported(engine: Any) -> None:
     Raises
     ------
     UnsupportedError
-        The engine offloads to NVMe, or divides experts among ranks.
+        The engine offloads to NVMe, or divides tensors among ranks in a way that is not known here.
     """
     if engine.zero_nvme_offload_optimizer() or _offloads_parameters_to_nvme(engine):
         raise UnsupportedError(
             "DeepSpeed offloads to NVMe here, where no tensor can be read in place; offload to the CPU instead"
         )
+    _refuse_model_parallelism(engine)
     if engine.has_moe_layers:
         _refuse_experts(engine)
     if getattr(engine, "zenflow", False):
         raise UnsupportedError("ZenFlow updates the optimizer's state in a process of its own; that is not supported")
+
+
+def _refuse_model_parallelism(engine: Any) -> None:
+    """Refuse tensors that are divided in a way that nothing tells: by an ``mpu``, or among ranks of one stage of a pipeline."""
+    grid = getattr(engine, "grid", None)
+    if grid is not None and grid.get_slice_parallel_world_size() > 1:
+        raise UnsupportedError(
+            f"this pipeline divides each layer among {grid.get_slice_parallel_world_size()} tensor-parallel ranks, and nothing "
+            "tells how; that is not supported"
+        )
+    is_auto = hasattr(engine, "autotp_size") and engine.autotp_size() > 1
+    if grid is None and not is_auto and engine.mp_world_size > 1:
+        raise UnsupportedError(
+            f"this engine has {engine.mp_world_size} model-parallel ranks of its own mpu; only AutoTP and pipelines are supported"
+        )
 
 
 def _refuse_experts(engine: Any) -> None:
@@ -374,11 +390,6 @@ class _Parallel:
             mine = {name: tuple(getattr(p, "ds_shape", p.shape)) for p, name in engine.param_names.items()}
             self._shapes: list[dict[str, Ints]] = [{}] * size
             dist.all_gather_object(self._shapes, mine, group=group)
-        elif engine.mp_world_size > 1 and not hasattr(engine, "stage_id"):
-            raise UnsupportedError(
-                f"this engine has {engine.mp_world_size} model-parallel ranks of its own mpu; only AutoTP and pipelines are "
-                "supported"
-            )
 
     def counts(self, fqn: str) -> bool:
         """Tell whether this rank's part of a parameter is saved: of a tied module of a pipeline, that of the first stage."""

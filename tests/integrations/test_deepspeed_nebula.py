@@ -123,6 +123,7 @@ def fall_back(root: str, nodes: Sequence[str]) -> dict[str, Any]:
     checkpoint.save(f"{root}/out/plain", state_of(7))
     if rank == 0:
         write_latest(f"{root}/out", "global_step8")  # its memory was lost before its interval had come
+        Path(root, "out", "global_step8").mkdir()  # as DeepSpeed makes it
     dist.barrier()
     run = open_run(root, nodes)
     out["latest is gone"] = found(run, root)
@@ -131,6 +132,9 @@ def fall_back(root: str, nodes: Sequence[str]) -> dict[str, Any]:
     if rank == 0:
         write_latest(f"{root}/out", "plain")
     dist.barrier()
+    run = open_run(root, nodes)
+    out["latest is of the folder"] = found(run, root)
+    run.close()
     run = open_run(root, nodes, loads=False)
     out["not of the run"] = found(run, root)
     run.close()
@@ -148,6 +152,7 @@ def test_where_a_load_looks(tmp_path: Path, nodes: list[str]):
     for got in run_ranks(fall_back, 2, root, nodes):
         assert got["latest is gone"][:3] == (f"{root}/out/global_step2", 2, True)
         assert got["of the folder"][:3] == (f"{root}/out/plain", 7, True)
+        assert got["latest is of the folder"][:3] == (f"{root}/out/plain", 7, True)
         assert got["not of the run"][:3] == (f"{root}/out/plain", 7, True)
         assert got["begins"][:3] == (f"{root}/store/step_2", 2, True)
         assert got["begins at"][:3] == (f"{root}/store/step_2", 2, True)
