@@ -6,7 +6,7 @@ bring is understood by older ones:
 1. A tensor with `global_shape` and, for each of its boxes, `global_offsets`, `local_offsets` and `local_sizes`: torch 2.14's
    `CheckpointableTensor`. Where it has fewer dims than the global one, its rows are the leading dims, merged.
 2. A `ShardedTensor`: a list of shards, each with its offsets.
-3. A DTensor around a `LocalShardsWrapper`: the same, with two lists.
+3. A DTensor around a `LocalShardsWrapper`: the same, with two lists. One of Megatron-FSDP, whose local tensor lists its chunk.
 4. A DTensor of another class than torch's, such as veScale's of 2024: it has `placements`, `device_mesh` and `to_local`.
 
 Anything else that plans by itself for DCP (``__create_write_items__``, ``__create_chunk_list__``) holds a part that nobody here
@@ -71,7 +71,9 @@ def _parts(value: torch.Tensor) -> list[_Part] | None:
         # Private, but `to_local` makes an autograd node and waits for what is under way, for every tensor of every save.
         local = getattr(value, "_local_tensor", None)
         local = value.to_local() if local is None else local
-        return list(_wrapped(local, tuple(value.shape))) if hasattr(local, "local_shards") else None
+        if hasattr(local, "local_shards"):
+            return list(_wrapped(local, tuple(value.shape)))
+        return [_listed(local, tuple(value.shape))] if hasattr(local, _CLAIMS[1]) else None
     if hasattr(value, _FIELDS[0]):
         return list(_checkpointable(value))
     if all(hasattr(value, field) for field in _DTENSOR):
@@ -84,6 +86,17 @@ def _parts(value: torch.Tensor) -> list[_Part] | None:
             "LocalShard that says what it holds"
         )
     return None
+
+
+def _listed(local: Any, shape: tuple[int, ...]) -> _Part:
+    """The part of a DTensor of Megatron-FSDP: ranks hold uneven ones, and each has noted its own at its local tensor."""
+    chunks = local.__create_chunk_list__()
+    if len(chunks) != 1 or tuple(chunks[0].sizes) != tuple(local.shape):
+        sizes = [tuple(chunk.sizes) for chunk in chunks]
+        raise LayoutError(
+            f"its local tensor of shape {tuple(local.shape)} lists chunks of sizes {sizes}; list the one that it is"
+        )
+    return _Part(local, shape, tuple(chunks[0].offsets)) if local.numel() else _Part(local, shape, pieces=[])
 
 
 def _checkpointable(tensor: Any) -> Iterator[_Part]:

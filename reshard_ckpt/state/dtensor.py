@@ -84,6 +84,7 @@ _MAX_KNOWN = 1 << 16
 
 
 def _layout_on(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Ints, local_shape: Ints, name: str) -> Layout:
+    _check_order(mesh, placements, name)
     coordinate = mesh.get_coordinate()
     where = None if coordinate is None else tuple(coordinate)
     kinds = tuple(map(type, placements))  # a subclass may be equal to its base, and cut otherwise
@@ -92,6 +93,16 @@ def _layout_on(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Ints,
         return known_layout(shape, local_shape, axis_names(mesh), placements, kinds, tuple(mesh.shape), where)
     except UsageError as error:
         raise type(error)(f"{name}: {error}") from None
+
+
+def _check_order(mesh: DeviceMesh, placements: tuple[Placement, ...], name: str) -> None:
+    """Refuse what Megatron-FSDP notes at the mesh, and no placement shows: that later axes cut a dim before earlier ones."""
+    dims = [one.dim for one, size in zip(placements, mesh.shape, strict=True) if isinstance(one, Shard) and size > 1]
+    if getattr(mesh, "_shard_order", None) is not None and len(set(dims)) < len(dims):
+        raise LayoutError(
+            f"{name}: Megatron-FSDP cuts it in another order than its placements {placements} say; pass the state dict to "
+            "preprocess_state_dict_for_uneven_dtensor first, which notes what each rank holds"
+        )
 
 
 def _is_hashable(placements: tuple[Placement, ...]) -> bool:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -238,3 +239,35 @@ def shards_job(folder: str) -> None:
 @pytest.mark.filterwarnings("ignore:Please use DTensor")
 def test_sharded_tensors_and_wrapped_shards_go_anywhere_and_come_back_in_place(tmp_path):
     run_ranks(shards_job, 2, str(tmp_path))
+
+
+def _of_megatron_fsdp(path: str) -> tuple[bool, str]:
+    """DTensors as Megatron-FSDP makes them: tp cuts before dp, unevenly, and only the local tensor says so."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_cp", "tp"))
+    mesh._shard_order = [1, 0]
+    at_dp, at_tp = mesh.get_coordinate()
+    low, rows = 4 * at_tp + 3 * at_dp, 1 if at_dp else 3
+    full = position_values((8, 2))
+
+    def dtensor(local: torch.Tensor, *, listed: bool) -> DTensor:
+        made = DTensor.from_local(local, mesh, [Shard(0), Shard(0)], run_check=False, shape=(8, 2), stride=(2, 1))
+        if listed:
+            chunk = ChunkStorageMetadata(torch.Size((low, 0)), torch.Size((rows, 2)))
+            made._local_tensor.__create_chunk_list__ = lambda: [chunk]
+        return made
+
+    checkpoint.save(path, {"w": dtensor(full[low : low + rows].clone(), listed=True)})
+    back = torch.zeros(rows, 2)
+    checkpoint.load(path, {"w": dtensor(back, listed=True)})
+    try:
+        checkpoint.save(f"{path}-2", {"w": dtensor(torch.zeros(2, 2), listed=False)})
+    except LayoutError as error:
+        return back.tolist() == full[low : low + rows].tolist(), str(error)
+    return back.tolist() == full[low : low + rows].tolist(), ""
+
+
+def test_dtensors_of_megatron_fsdp_are_what_their_local_tensors_list(tmp_path):
+    for same, refused in run_ranks(_of_megatron_fsdp, 4, str(tmp_path / "step")):
+        assert same
+        assert "w: Megatron-FSDP cuts it in another order than its placements" in refused
+    assert torch.equal(checkpoint.read(tmp_path / "step")["w"], position_values((8, 2)))
