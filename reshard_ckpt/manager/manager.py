@@ -12,15 +12,14 @@ from __future__ import annotations
 import inspect
 import os
 import threading
-import uuid
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import Any
 
 from ..checkpoint.saving import async_save, save
-from ..comm import Stop, open_session, open_stop
+from ..comm import open_session
 from ..core.planning.interval import MAX_OVERHEAD
 from ..core.report import LoadReport, SaveReport
 from ..engine.common.step_folders import name_steps
@@ -32,7 +31,7 @@ from ..memory.options import Memory
 from ..memory.run import MemoryRun
 from ..storage import Storage, open_storage, resolved_path
 from .attempts import PRIOR_S, AttemptLog
-from .preemption import SigtermHandler, grace_of
+from .preemption import Preemption, grace_of
 from .restoring import LoadedStep, Restoring
 from .retention import Retention
 from .run_folder import take_lock, with_metric
@@ -115,7 +114,7 @@ class Manager(RunSteps):
         self._settled = threading.Event()
         self._is_first = True
         self._is_closed = False
-        self._stop: Stop | None = None
+        self._preemption = Preemption(self._root, self._session)
         self._attempts: AttemptLog | None = None
         self._memory: MemoryRun | None = None
         self._has_failed = False
@@ -129,13 +128,14 @@ class Manager(RunSteps):
                 if self._is_first and not read_only:
                     opening.enter_context(take_lock(storage))
                     self._stored.remove_leftovers()
-            self._sigterm = opening.enter_context(SigtermHandler(grace_s)) if grace_s else None
+            if grace_s:
+                self._preemption.finish_saves(grace_s, opening)
             if interval == "auto" and self._is_first and not read_only:
                 self._attempts = AttemptLog(storage)
             self._memory = None if memory is None else self._open_memory(memory, storage, persist_every)
             self._held = opening.pop_all()
         self._restoring = Restoring(
-            self._root, self._stored, self._memory, self._deferring, is_first=self._is_first, session=self._session
+            self._root, self._stored, self._memory, self._preemption.deferring, is_first=self._is_first, session=self._session
         )
         self._schedule = None if rule is None else SaveSchedule(rule, self._agree_at, self._costs if self._is_first else None)
 
@@ -176,9 +176,7 @@ class Manager(RunSteps):
             After a signal, a rank did not report its step.
         """
         self._refuse_unless_open("preempted")
-        if self._stop is None:
-            self._stop = self._watch_for_sigterm()
-        return self._stop.reached()
+        return self._preemption.reached(self._held)
 
     def should_save(self, step: int) -> bool:
         """Tell whether to save at this step, by ``interval=``: the same on all ranks.
@@ -215,7 +213,7 @@ class Manager(RunSteps):
         if self._memory is not None:
             self._wait()
             self._memory.wait_for(step)
-        with self._deferring(), self._costs.saving() as saved:
+        with self._preemption.deferring(), self._costs.saving() as saved:
             report = save(path, state, metadata=with_metric(metadata, metric), **{**self._session, **options})
             saved.append(report)
             if self._memory is not None:
@@ -235,7 +233,7 @@ class Manager(RunSteps):
         """
         self._refuse_unless_open("async_save")
         path = self._path_to_change(step)
-        with self._deferring():
+        with self._preemption.deferring():
             self._costs.begin()
             try:
                 handle = self._begin_save(
@@ -246,8 +244,7 @@ class Manager(RunSteps):
                 raise
             self._pending, settled = handle, threading.Event()
             self._settled = settled
-            if self._sigterm is not None:
-                self._sigterm.pending = handle
+            self._preemption.pending(handle)
 
             def settle(done: SaveHandle) -> None:
                 try:
@@ -303,7 +300,7 @@ class Manager(RunSteps):
         self._refuse_unless_open("delete")
         path = self._path_to_change(step)
         self._wait()
-        with self._deferring(), open_session("delete", path, **self._session):
+        with self._preemption.deferring(), open_session("delete", path, **self._session):
             in_memory = self._memory is not None and self._memory.forget(step)
             if self._is_first and not self._stored.delete(step) and not in_memory:
                 raise CheckpointNotFound(f"{path}: no committed checkpoint; {self._steps_text()}")
@@ -379,15 +376,6 @@ class Manager(RunSteps):
             raise UsageError(f"{self._root}: this manager is read_only; make one without that to save or delete")
         return self.path(step)
 
-    def _watch_for_sigterm(self) -> Stop:
-        with open_session("read preempted of", self._root, **self._session) as comm:
-            if self._sigterm is None:
-                self._sigterm = self._held.enter_context(SigtermHandler())
-            name = comm.broadcast(uuid.uuid4().hex.encode() if comm.rank == 0 else None)
-            sigterm, sigterm.only_records = self._sigterm, True
-        stop = open_stop(f"stop/{name.decode()}", lambda: sigterm.received, **self._session)
-        return self._held.enter_context(stop)
-
     def _mtbf_s(self) -> float:
         return PRIOR_S if self._attempts is None else self._attempts.mtbf_s()
 
@@ -402,13 +390,9 @@ class Manager(RunSteps):
             with suppress(StorageError):  # the log is a help, and its store may be what has failed
                 attempts.close(failed=failed)
 
-    def _deferring(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._sigterm is None else self._sigterm.deferring()
-
     def _wait(self) -> None:
         """Wait for the save in progress and for the pruning after it."""
-        gave_up = self._sigterm is not None and self._sigterm.gave_up
-        if self._pending is not None and not gave_up:
+        if self._pending is not None and not self._preemption.gave_up:
             self._settled.wait()
 
     def _committed(self, step: int) -> None:

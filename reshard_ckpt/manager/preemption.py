@@ -14,11 +14,13 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import FrameType, TracebackType
+from typing import Any
 
-from ..comm import give_up_sessions
+from ..comm import Stop, give_up_sessions, open_session, open_stop
 from ..engine.common.logs import LOGGER
 from ..engine.saving.handle import SaveHandle
 from ..errors import UsageError
@@ -145,3 +147,51 @@ class SigtermHandler:
 
     def _restore(self) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL if self._before is None else self._before)
+
+
+class Preemption:
+    """What a manager does about SIGTERM: nothing, or it finishes a save first, or it tells the loop that asks.
+
+    Parameters
+    ----------
+    root, session
+        The path of the run, and the options of every session.
+    """
+
+    def __init__(self, root: str, session: Mapping[str, Any]) -> None:
+        self._root, self._session = root, session
+        self._handler: SigtermHandler | None = None
+        self._stop: Stop | None = None
+
+    def finish_saves(self, grace_s: float, held: ExitStack) -> None:
+        """Install the handler that finishes the save under way, in so many seconds at most, until `held` is closed."""
+        self._handler = held.enter_context(SigtermHandler(grace_s))
+
+    def deferring(self) -> AbstractContextManager[object]:
+        """Let a signal that comes in this block wait for its end."""
+        return nullcontext() if self._handler is None else self._handler.deferring()
+
+    def pending(self, save: SaveHandle) -> None:
+        """Note the save that is under way."""
+        if self._handler is not None:
+            self._handler.pending = save
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether a save was not finished in time."""
+        return self._handler is not None and self._handler.gave_up
+
+    def reached(self, held: ExitStack) -> bool:
+        """Whether the ranks have agreed to stop at this read; the first one installs the handler until `held` is closed."""
+        if self._stop is None:
+            self._stop = self._watch(held)
+        return self._stop.reached()
+
+    def _watch(self, held: ExitStack) -> Stop:
+        with open_session("read preempted of", self._root, **self._session) as comm:
+            if self._handler is None:
+                self._handler = held.enter_context(SigtermHandler())
+            name = comm.broadcast(uuid.uuid4().hex.encode() if comm.rank == 0 else None)
+            handler, handler.only_records = self._handler, True
+        stop = open_stop(f"stop/{name.decode()}", lambda: handler.received, **self._session)
+        return held.enter_context(stop)

@@ -83,7 +83,7 @@ def state_of(rank: int, ranks: int, number: int) -> dict:
     return state
 
 
-def job_of(case: Case, rank: int, path: Path, listener: socket.socket | None) -> Callable[[], None]:
+def job_of(case: Case, rank: int, path: Path, listener: socket.socket | None, timeout_s: float) -> Callable[[], None]:
     """What one process does."""
 
     def run() -> None:
@@ -93,7 +93,7 @@ def job_of(case: Case, rank: int, path: Path, listener: socket.socket | None) ->
             fd = listener.fileno() if rank == 0 else None
             store = dist.TCPStore("127.0.0.1", port, case.ranks, rank == 0, wait_s, master_listen_fd=fd)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=case.ranks, timeout=wait_s)
-            options = {"timeout_s": 2.0 if case.survivors == "go on" else 30.0}
+            options = {"timeout_s": timeout_s}
         save(case.kind, path, state_of(rank, case.ranks, NEW), **options)
 
     return run
@@ -108,12 +108,14 @@ def run_case(case: Case, base: Path, kill_after: int | None) -> Traced:
         checkpoint.save(path, plain(case.old))
     traced = Traced(str(base), kill_after)
     listener = None
+    # Those that go on without the victim may give it up soon; where nobody is killed, nobody is given up on a busy machine.
+    timeout_s = 2.0 if kill_after is not None and case.survivors == "go on" else 30.0
     others: list[int] = []
     if case.ranks > 1:
         listener = socket.create_server(("127.0.0.1", 0), backlog=16)
     try:
-        others += [fork(job_of(case, r, path, listener)) for r in range(case.ranks) if r != case.victim]
-        traced.start(job_of(case, case.victim, path, listener))
+        others += [fork(job_of(case, r, path, listener, timeout_s)) for r in range(case.ranks) if r != case.victim]
+        traced.start(job_of(case, case.victim, path, listener, timeout_s))
         traced.finish(when_killed=lambda: end({*others} - traced.others.keys()) if case.survivors == "die" else None)
     finally:
         end({*others} - traced.others.keys())  # the number of one that was waited for may be another process by now
