@@ -39,7 +39,7 @@ from ..common.tensor_bytes import RAW
 from .files import BlockDigests, open_blocks
 from .read import MAX_THREADS, Damage, Reader, ReadTask, in_threads, item_lists, reads_of
 
-ROUND_BYTES = 16 << 20
+ROUND_BYTES = 12 << 20
 """The most that a rank sends in one round, and that it receives; or one window, if that is larger."""
 
 PLACERS = 4
