@@ -128,10 +128,10 @@ class Manager(RunSteps):
                 if self._is_first and not read_only:
                     opening.enter_context(take_lock(storage))
                     self._stored.remove_leftovers()
+                    if interval == "auto":
+                        self._attempts = AttemptLog(storage)
             if grace_s:
                 self._preemption.finish_saves(grace_s, opening)
-            if interval == "auto" and self._is_first and not read_only:
-                self._attempts = AttemptLog(storage)
             self._memory = None if memory is None else self._open_memory(memory, storage, persist_every)
             self._held = opening.pop_all()
         self._restoring = Restoring(
