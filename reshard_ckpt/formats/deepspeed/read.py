@@ -3,25 +3,24 @@
 1. Open a file of model states for each model-parallel rank: names, shapes, buffers, values (`archive`).
 2. For each data-parallel rank, find the runs of parameters in the flat tensors of its optimizer (`layout`), and add them as rows:
    master weights as ``model.<fqn>``, state as ``optimizer.state.<fqn>.<key>``.
+   State outside of them, groups and values are added by `state`. A universal folder has files of each parameter (`universal`).
 3. What has no master weights is taken from the module; frozen parameters of ZeRO-3 lie in stripes beside it.
-4. A parameter of a pipeline counts from the first stage that has it; tensor-parallel shards are boxes of the whole (`shards`).
+4. A parameter of a pipeline counts from the first stage that has it (`parts`); tensor-parallel shards are boxes of the whole
+   (`shards`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from math import prod
 from typing import Any
 
 import numpy as np
 import torch
 
-from ...core.catalog.links import GROUPS, STATE, groups_name
 from ...core.catalog.model import Catalog
-from ...core.catalog.param_groups import merge
-from ...core.catalog.specs import Ints, StateLink, ValueKind, row_major_strides
-from ...errors import CheckpointError, CorruptError, UnsupportedError
+from ...core.catalog.specs import Ints
+from ...errors import CorruptError, UnsupportedError
 from ...format.torch_dtypes import dtype_code
 from ...storage.protocol import Storage
 from ..dcp.heads import TensorView
@@ -29,10 +28,9 @@ from ..dcp.read import garbage_collection_paused
 from .archive import FileReader, TorchFile, is_contiguous
 from .columns import CatalogColumns
 from .experts import module_files, named_globally, placed_groups, refuse_other_order
-from .folder import UNIVERSAL_STATE, TagFiles
+from .folder import TagFiles
 from .layout import (
     MASTER,
-    NOT_SHARED,
     FlatGroup,
     Params,
     RankState,
@@ -42,11 +40,15 @@ from .layout import (
     open_state,
     striped_runs,
 )  # fmt: skip
+from .parts import Parts
 from .pipeline import TIED, LayerTensor, open_layers, params_of_fragments, tied_names
 from .rows import MODEL, OPTIMIZER, FlatNames, KnownNames, TensorAdder, parameter_name, state_link
+from .shapes import shapes_in, shapes_of
 from .shards import Shard, TensorParallel
+from .state import StateAdder
+from .universal import add_universal
 from .unpartitioned import SAMPLE, Candidate, apart, by_shapes, flat_groups, numbers_of
-from .values import NOT_VALUES, ROOT, leaves, plain
+from .values import NOT_VALUES, ROOT, plain
 
 FORMAT = "deepspeed"
 
@@ -76,20 +78,18 @@ class _Tag:
         self._where = storage.url
         self._columns = CatalogColumns(FORMAT, storage.url)
         self._add = TensorAdder(self._columns)
+        self._state = StateAdder(self._add)
         self._models = [self._model(mp) for mp in range(files.num_models)]
         first = self._models[0].content
         self._is_striped = (0, 1) in files.models or any(dp for _, dp in files.models) or self._zero_stage() == 3
         self._num_dp = 1 + max(dp for _, dp in files.optimizers or files.models)
         self._layers = open_layers(self._reader, files.layers, storage.url)
-        self._parallel: TensorParallel | None = None
+        parallel = None
         if files.num_models > 1 and not files.layers:
-            self._parallel = TensorParallel(self._info(first), files.num_models)
+            parallel = TensorParallel(self._info(first), files.num_models)
         self._experts = module_files(files, self._where, first)
-        self._local_shapes = [_local_shapes(model) for model in self._models] if self._parallel else []
-        self._groups: list[tuple[str, list[dict[str, Any]]]] = []
+        self._parts = Parts(self._columns, self._models, parallel)
         self._masters: set[str] = set()
-        self._shared: set[str] = set()
-        self._home: dict[str, int] = {}  # of each parameter of a pipeline, the stage that counts
 
     def _model(self, mp: int) -> TorchFile:
         file = self._reader.open(self._files.models[mp, 0])
@@ -124,7 +124,7 @@ class _Tag:
 
     def catalog(self) -> Catalog:
         if self._files.universal is not None:
-            self._add_universal(self._files.universal)
+            add_universal(self._reader, self._files.universal, self._models, self._state)
         for mp, model in enumerate(self._models) if self._files.universal is None else ():
             if self._files.optimizers:
                 self._add_zero(mp, model)
@@ -153,21 +153,21 @@ class _Tag:
             for i, group in enumerate(opened.groups):
                 at = i, places[i].expert_rank if places else 0
                 is_first = at not in kept
-                shards = kept[at] if at in kept else kept.setdefault(at, self._shards(mp, group.params))
+                shards = kept[at] if at in kept else kept.setdefault(at, self._parts.shards(mp, group.params))
                 self._add_group(file, at, group, shards, names)
                 if is_first:
-                    self._add_shared_state(file, group, shards)
+                    self._state.shared(file, group, shards)
             if dp == 0 or any(place.rank == 0 for place in places):
-                self._add_groups(file, opened.param_groups)
+                self._state.groups(file, opened.param_groups)
             if dp == 0 and mp == 0:
-                self._add_tree(file, (ROOT, OPTIMIZER), opened.values)
+                self._state.tree(file, (ROOT, OPTIMIZER), opened.values)
                 if places:
                     refuse_other_order(plain(file.content.get("ds_config")), where)
 
     def _params(self, mp: int, model: TorchFile) -> list[Params]:
         """Return the parameters of each flat group; BF16_Optimizer of a pipeline without ZeRO has them beside its parts."""
         if model.content.get("param_shapes") is not None:
-            return [Params.of(shapes) for shapes in _shapes(model, "param_shapes")]
+            return [Params.of(shapes) for shapes in shapes_in(model, "param_shapes")]
         states = [self._optimizer_state(mp, dp)[1] for dp in range(self._num_dp)]
         return params_of_fragments([state.get("param_slice_mappings") for state in states], self._layers, model.key)
 
@@ -179,58 +179,6 @@ class _Tag:
                 names[at] = FlatNames(self._columns, group.params, shards, key, at[2])
             self._add.runs(file, names[at], tensor, group.runs)
 
-    def _add_groups(self, file: TorchFile, groups: Sequence[Mapping[str, Any]]) -> None:
-        self._groups.append((file.key, [{key: plain(value) for key, value in group.items()} for group in groups]))
-
-    def _add_universal(self, files: Mapping[tuple[str, str], str]) -> None:
-        """Add the parameters of a universal folder, each of which has files of its own.
-
-        What the module has besides is there too, cast to float32; it is taken from the module.
-        """
-        common = self._reader.open(UNIVERSAL_STATE)
-        shapes = [(model, of_group) for model in self._models for of_group in _shapes(model, "param_shapes")]
-        known = {fqn: shape for _, of_group in shapes for fqn, shape in of_group.items()}
-        for (fqn, key), path in files.items():
-            if fqn in known:
-                self._add_universal_file(fqn, key, self._reader.open(path), known[fqn])
-        missing = next((fqn for fqn in known if (fqn, MASTER) not in files), None)
-        if missing is not None:
-            raise CorruptError(f"{self._where}: has no zero/{missing}/fp32.pt; copy it, or use another checkpoint")
-        if not isinstance(common.content, dict):
-            raise CorruptError(f"{self._where}: {common.key} holds no optimizer state of DeepSpeed; use another copy")
-        for model in self._models:
-            self._add_universal_groups(common, _shapes(model, "param_shapes"))
-        values = {key: value for key, value in common.content.items() if key not in NOT_SHARED}
-        self._add_tree(common, (ROOT, OPTIMIZER), values)
-
-    def _add_universal_file(self, fqn: str, key: str, file: TorchFile, shape: Ints) -> None:
-        view = file.content.get("param") if isinstance(file.content, dict) else file.content
-        link = None if key == MASTER else state_link(fqn, key)
-        if not isinstance(view, TensorView):
-            if link is None or isinstance(file.content, dict):
-                raise CorruptError(f"{self._where}: {file.key} holds no tensor; use another copy")
-            self._add_state(file, link, view)
-            return
-        # ZeRO-3's are flat, and of the shape in the model states; others are put together from tensor-parallel ranks.
-        flat = len(view.shape) == 1 and len(shape) != 1 and prod(view.shape) == prod(shape) and is_contiguous(view)
-        whole = replace(view, shape=shape, strides=row_major_strides(shape)) if flat else view
-        self._add.whole(file, parameter_name(fqn) if link is None else link.name, whole, link)
-
-    def _add_universal_groups(self, common: TorchFile, shapes: Sequence[Mapping[str, Ints]]) -> None:
-        groups, names = common.content.get("param_groups"), [list(of_group) for of_group in shapes]
-        numbers = numbers_of({"param_groups": groups}, f"{self._where}: {common.key}")
-        if not all(0 <= number < len(names) for group in numbers for number in group):
-            raise CorruptError(f"{self._where}: {common.key} has groups {numbers} of {len(names)}; use another copy")
-        listed = [[fqn for number in group for fqn in names[number]] for group in numbers]
-        self._add_groups(common, [{**hyperparameters(g), "params": of} for g, of in zip(groups, listed, strict=True)])
-        state = (common.content.get("optimizer_state_dict") or {}).get("state", {})
-        for number, entries in state.items():  # of ZeRO-3, whose step is in no file of a parameter
-            for key, value in entries.items():
-                if isinstance(value, TensorView) and value.shape:
-                    continue
-                for fqn in names[number]:
-                    self._add_state(common, state_link(fqn, key), value)
-
     def _check_num_ranks(self, opened: RankState, file: TorchFile) -> None:
         if max(opened.num_ranks, default=self._num_dp) != self._num_dp:
             raise CorruptError(
@@ -238,45 +186,6 @@ class _Tag:
                 f"{self._num_dp}: "
                 "one was not copied, or those of several saves are mixed; copy it, or use another checkpoint"
             )
-
-    def _add_shared_state(self, file: TorchFile, group: FlatGroup, shards: Sequence[Shard]) -> None:
-        """Add what all parameters of a group share, such as the step, for each of them."""
-        for fqn, shard in zip(group.params.names, shards, strict=True):
-            for key, value in group.values.items() if shard.readable and (shard.segments or not prod(shard.shape)) else ():
-                self._add_state(file, state_link(fqn, key), value)
-
-    def _add_state(self, file: TorchFile, link: StateLink, value: Any) -> None:
-        """Add an entry of a parameter's state that is no part of a flat tensor; all ranks have the same."""
-        if link.name in self._shared:
-            return
-        self._shared.add(link.name)
-        if isinstance(value, TensorView):
-            self._add.whole(file, link.name, value, link)
-        else:
-            self._columns.value((OPTIMIZER, STATE, link.fqn, *link.key.split(".")), plain(value), link=link)
-
-    def _shards(self, mp: int, params: Params) -> list[Shard]:
-        """Say which part of each parameter of a group this model-parallel rank holds; none, if another one's counts."""
-        if self._parallel is not None:
-            return [self._tensor_parallel_shard(mp, fqn) for fqn in params.names]
-        return [
-            Shard.whole(shape) if self._home.setdefault(fqn, mp) == mp else Shard(shape, ())
-            for fqn, shape in zip(params.names, params.shapes, strict=True)
-        ]
-
-    def _tensor_parallel_shard(self, mp: int, fqn: str) -> Shard:
-        """Say which part of a parameter a tensor-parallel rank holds, given the shapes of all of them."""
-        assert self._parallel is not None
-        shapes = [of_rank.get(fqn) for of_rank in self._local_shapes]
-        try:
-            if any(shape is None for shape in shapes):
-                raise CorruptError(
-                    f"{self._where}: {fqn} is not on all {len(shapes)} tensor-parallel ranks; use another checkpoint"
-                )
-            return self._parallel.shard(fqn, mp, [shape for shape in shapes if shape is not None])
-        except UnsupportedError as error:
-            self._columns.unreadable[parameter_name(fqn)] = UnsupportedError(f"{self._where}: {error}")
-            return Shard((), (), readable=False)
 
     def _add_unpartitioned(self, mp: int, model: TorchFile, state: Mapping[str, Any]) -> None:
         """Add the optimizer of a job without ZeRO, which has no names of parameters."""
@@ -287,31 +196,24 @@ class _Tag:
             if params is not None:
                 opened = open_state(params, state, 0, where)
                 for i, group in enumerate(opened.groups):
-                    shards = self._shards(mp, params[i])
+                    shards = self._parts.shards(mp, params[i])
                     self._add_group(model, i, group, shards, {})
-                    self._add_shared_state(model, group, shards)
-                self._add_groups(model, opened.param_groups)
-                self._add_tree(model, (ROOT, OPTIMIZER), opened.values)
+                    self._state.shared(model, group, shards)
+                self._state.groups(model, opened.param_groups)
+                self._state.tree(model, (ROOT, OPTIMIZER), opened.values)
                 return
         else:
             names = self._names_apart(model, state, module, where)
             if names is not None:
                 self._add_apart(mp, model, state, names)
                 return
-        self._refuse_optimizer(where)
-
-    def _refuse_optimizer(self, where: str) -> None:
-        error = UnsupportedError(
-            f"{where} knows the optimizer's parameters by position alone, and neither bytes nor shapes tell which they are; the "
-            "module can be read. To have the optimizer, load the folder with DeepSpeed and save it with reshard_ckpt attached"
-        )
-        self._columns.unreadable |= {f"{OPTIMIZER}.state": error, groups_name(OPTIMIZER): error}
+        self._state.refuse(where)
 
     def _candidates(self, model: TorchFile) -> list[Candidate]:
         """List what may be a parameter; of a pipeline, first what no stage before has had."""
         if self._layers:
             tensors = {fqn: layer.view for fqn, layer in self._layers.items()}
-            tensors = dict(sorted(tensors.items(), key=lambda item: item[0] in self._home))
+            tensors = dict(sorted(tensors.items(), key=lambda item: self._parts.has_home(item[0])))
         else:
             module = model.content["module"] or {}
             tensors = {fqn: view for fqn, view in module.items() if isinstance(view, TensorView)}
@@ -329,7 +231,7 @@ class _Tag:
             return apart(state["fp32_groups"], model, module, self._read)
         base, numbers = state.get("state"), numbers_of(state, where)
         if self._layers:  # a stage has the layers that follow those of the stage before
-            module = [one for one in module if one.fqn not in self._home][: sum(map(len, numbers))]
+            module = [one for one in module if not self._parts.has_home(one.fqn)][: sum(map(len, numbers))]
         return by_shapes(numbers, base, module) if isinstance(base, dict) else None
 
     def _add_apart(self, mp: int, model: TorchFile, state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> None:
@@ -339,7 +241,7 @@ class _Tag:
         fqns = {number: fqn for of, group in zip(numbers, names, strict=True) for number, fqn in zip(of, group, strict=True)}
         shapes = {one.fqn: one.view.shape for one in self._candidates(model)}
         params = Params.of({fqn: shapes[fqn] for fqn in fqns.values()})
-        mine = dict(zip(params.names, self._shards(mp, params), strict=True))
+        mine = dict(zip(params.names, self._parts.shards(mp, params), strict=True))
         for master, fqn in zip((m for group in state.get("fp32_groups", ()) for m in group), fqns.values(), strict=False):
             if mine[fqn].readable:
                 self._add.shard(model, parameter_name(fqn), master, mine[fqn])
@@ -349,13 +251,13 @@ class _Tag:
                 if isinstance(value, TensorView) and value.shape == shapes[fqn]:
                     self._add.shard(model, state_link(fqn, key).name, value, mine[fqn], state_link(fqn, key))
                 else:
-                    self._add_state(model, state_link(fqn, key), value)
+                    self._state.entry(model, state_link(fqn, key), value)
         groups = zip(base["param_groups"], names, strict=True)
-        self._add_groups(model, [{**hyperparameters(group), "params": list(of)} for group, of in groups])
+        self._state.groups(model, [{**hyperparameters(group), "params": list(of)} for group, of in groups])
         known = ("fp32_groups", "optimizer_state_dict", "state", "param_groups")
         values = {key: value for key, value in state.items() if key not in known}
         if values:
-            self._add_tree(model, (ROOT, OPTIMIZER), values)
+            self._state.tree(model, (ROOT, OPTIMIZER), values)
 
     def _read(self, file: TorchFile, view: TensorView, first: int, count: int) -> torch.Tensor:
         """Read a few elements of a tensor of a file."""
@@ -407,7 +309,7 @@ class _Tag:
                 if isinstance(view, TensorView) and parameter_name(fqn) not in self._masters:
                     self._add.whole(file, parameter_name(fqn), view)
         if self._experts and not self._files.optimizers:
-            self._refuse_optimizer(f"{self._where}: {self._files.experts[0]}")
+            self._state.refuse(f"{self._where}: {self._files.experts[0]}")
 
     def _add_module(self, mp: int, model: TorchFile) -> None:
         """Add what the module has and no optimizer: buffers, frozen parameters, and all where there are no master weights."""
@@ -416,7 +318,7 @@ class _Tag:
             return
         tensors = {fqn: view for fqn, view in module.items() if isinstance(view, TensorView)}
         aliases = self._aliases(model, tensors)
-        frozen = _shapes_of(model.content.get("frozen_param_shapes"), model.key) if self._is_striped else {}
+        frozen = shapes_of(model.content.get("frozen_param_shapes"), model.key) if self._is_striped else {}
         for fqn, view in tensors.items():
             name = parameter_name(fqn)
             if fqn in aliases:
@@ -425,7 +327,7 @@ class _Tag:
                 self._add_of_module(mp, model, fqn, view)
         for fqn, value in module.items() if mp == 0 else ():
             if not isinstance(value, TensorView):
-                self._add_tree(model, (MODEL, fqn), value)
+                self._state.tree(model, (MODEL, fqn), value)
         self._add_frozen(mp, frozen)
 
     def _add_of_module(self, mp: int, model: TorchFile, fqn: str, view: TensorView) -> None:
@@ -436,11 +338,11 @@ class _Tag:
                 "are not "
                 "here; copy them"
             )
-        elif self._parallel is not None and not is_buffer:
-            shard = self._tensor_parallel_shard(mp, fqn)
+        elif self._parts.is_tensor_parallel and not is_buffer:
+            shard = self._parts.tensor_parallel_shard(mp, fqn)
             if shard.readable:
                 self._add.shard(model, name, view, shard)
-        elif self._home.setdefault(fqn, mp) == mp:
+        elif self._parts.counts(mp, fqn):
             self._add.whole(model, name, view)
 
     def _add_frozen(self, mp: int, frozen: Mapping[str, Ints]) -> None:
@@ -448,7 +350,7 @@ class _Tag:
         if not frozen:
             return
         params = Params.of(frozen)
-        shards = self._shards(mp, params)
+        shards = self._parts.shards(mp, params)
         for dp in range(self._num_dp):
             file = self._reader.open(self._files.models[mp, dp])
             fragments = file.content.get("frozen_param_fragments") or {}
@@ -481,52 +383,7 @@ class _Tag:
 
     def _add_values(self) -> None:
         first = self._models[0]
-        if self._groups:
-            groups = merge(self._groups, name=groups_name(OPTIMIZER))
-            self._columns.value((OPTIMIZER, GROUPS), groups, ValueKind.PARAM_GROUPS)
+        self._state.merged_groups()
         for key, value in first.content.items():
             if key not in NOT_VALUES and isinstance(key, str):
-                self._add_tree(first, (ROOT, key), value)
-
-    def _add_tree(self, file: TorchFile, path: tuple[Any, ...], value: Any) -> None:
-        """Add the tensors and values of a dict."""
-        for at, leaf in leaves(value, path):
-            name = ".".join(str(step[0]) if isinstance(step, tuple) else step for step in at)
-            try:
-                if isinstance(leaf, TensorView):
-                    self._add.whole(file, name, leaf)
-                elif isinstance(leaf, CheckpointError):
-                    raise UnsupportedError(f"{self._where}: {name} {leaf}")
-                else:
-                    self._columns.value(at, leaf)
-            except CheckpointError as error:
-                self._columns.unreadable[name] = error
-
-
-def _shapes(model: TorchFile, key: str) -> list[dict[str, Ints]]:
-    found = model.content.get(key)
-    if not isinstance(found, list | tuple | None):
-        raise CorruptError(f"{model.key}: its {key} is no list; use another copy")
-    return [_shapes_of(shapes, model.key) for shapes in found or ()]
-
-
-def _local_shapes(model: TorchFile) -> dict[str, Ints]:
-    """Return the shapes of all that a tensor-parallel rank has."""
-    module = model.content["module"]
-    found = {fqn: view.shape for fqn, view in (module or {}).items() if isinstance(view, TensorView)}
-    found |= _shapes_of(model.content.get("frozen_param_shapes"), model.key)
-    for shapes in _shapes(model, "param_shapes"):
-        found |= shapes
-    return found
-
-
-def _shapes_of(shapes: Any, where: str) -> dict[str, Ints]:
-    """Check that something maps names to shapes."""
-    if shapes is None:
-        return {}
-    if not isinstance(shapes, dict) or not all(
-        isinstance(name, str) and isinstance(shape, tuple) and all(type(n) is int and n >= 0 for n in shape)
-        for name, shape in shapes.items()
-    ):
-        raise CorruptError(f"{where}: its shapes of parameters are none; use another copy")
-    return shapes
+                self._state.tree(first, (ROOT, key), value)
