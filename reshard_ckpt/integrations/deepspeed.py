@@ -4,8 +4,8 @@
 background:
 
 1. DeepSpeed calls `Engine.create` and then `Engine.save`, once for each file that it would write. The last of these calls begins
-   one save of all that the engine holds, in the layout in which it is there (`deepspeed_state`). Nothing is written to the
-others. 2. Training goes on. A step of the optimizer waits until what it changes is copied.
+   one save of all that the engine holds, in the layout in which it is there (`deepspeed_save`). Nothing is written to the others.
+2. Training goes on. A step of the optimizer waits until what it changes is copied.
 3. After the commit, rank 0 replaces the file ``latest``. A save that is killed before leaves the last one's tag in it.
 
 ``engine.load_checkpoint`` loads what such a save or DeepSpeed itself has written, at whatever number of ranks, ZeRO stage and
@@ -20,23 +20,23 @@ import os
 import re
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from ..checkpoint import SaveHandle
 from ..checkpoint.saving import async_save
 from ..errors import CheckpointError, UnsupportedError, UsageError
-from ..formats.deepspeed.live import is_plain, write_latest
+from ..formats.deepspeed.live import write_latest
 from ..formats.deepspeed.values import NOT_VALUES
 from .deepspeed_config import BLOCKS, Chosen, chosen_by, config_of
 from .deepspeed_load import find_saved, load_checkpoint
 from .deepspeed_nebula import NebulaRun
 from .deepspeed_releases import REPLACED, OldMethods, tells_tag_alone
-from .deepspeed_state import EngineState, base_optimizer, refuse_unsupported
+from .deepspeed_save import copied, state_of
+from .deepspeed_state import base_optimizer, refuse_unsupported
 
 __all__ = ["attach", "detach", "install"]
 
@@ -202,7 +202,7 @@ class Engine:
         if _LAYER.fullmatch(name):
             return
         if _MODEL.fullmatch(name):
-            self._values = {key: _own(value) for key, value in state_dict.items() if key not in NOT_VALUES}
+            self._values = {key: copied(value) for key, value in state_dict.items() if key not in NOT_VALUES}
             module = state_dict.get("module")
             self._kept = frozenset(module) if isinstance(module, dict) else None
             if engine.save_zero_checkpoint:
@@ -288,7 +288,7 @@ class Engine:
     def _begin(self, engine: Any) -> None:
         info, path = self._info, self._path()
         self._set_back()
-        state = _state(engine, self._values, self._kept)
+        state = state_of(engine, self._values, self._kept)
         hooks = getattr(base_optimizer(engine), "register_step_pre_hook", None)
         options = {"timeout_s": self.timeout_s, **(_LAZY if hooks is not None or engine.optimizer is None else {})}
         if self._nebula is None:
@@ -354,71 +354,3 @@ class _Running:
                 self._hook.remove()
         if self._error is not None:
             raise self._error
-
-
-def _own(value: Any) -> Any:
-    """Copy the tensors in a value of the user, who may change them while they are saved."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if type(value) is dict:
-        return {key: _own(child) for key, child in value.items()}
-    return type(value)(map(_own, value)) if type(value) in (list, tuple) else value
-
-
-def _state(engine: Any, values: Mapping[str, Any], kept: frozenset[str] | None) -> dict[str, Any]:
-    """Return what is saved: tensors in the layout of this rank; values, and what all ranks have, from the first of them.
-
-    Parameters
-    ----------
-    kept
-        The names of the module that DeepSpeed would save, which are not all with ``exclude_frozen_parameters``; None for all.
-    """
-    held = EngineState(engine)
-    model, state = held.tensors(with_state=True)
-    buffers = held.buffers(of_experts_alone=not _is_first(engine))
-    model |= {name: buffer.detach().clone() for name, buffer in buffers.items()}
-    if kept is not None:
-        kept = frozenset(map(held.name, kept))
-        model = {name: part for name, part in model.items() if name in kept}
-    tree: dict[str, Any] = {"model": model} if model else {}
-    if engine.optimizer is not None:
-        tree["optimizer"] = {"state": state, "param_groups": held.groups()}
-    if dist.get_rank() == 0:
-        tree["deepspeed"] = _plain_values(values, engine.optimizer)
-    return tree
-
-
-def _is_first(engine: Any) -> bool:
-    """Tell whether this rank is the first of those that have the same layers."""
-    from deepspeed.utils import groups
-
-    if groups._get_sequence_data_parallel_rank() != 0:
-        return False
-    size = engine.autotp_size() if hasattr(engine, "autotp_size") else 0
-    return not size or size < 2 or dist.get_rank(group=groups.get_tensor_model_parallel_group()) == 0
-
-
-_OF_OPTIMIZER = ("dynamic_loss_scale", "overflow", "clip_grad", "cur_scale", "cur_iter", "last_overflow_iter", "scale_factor",
-                 "scale_window")  # fmt: skip
-
-
-def _plain_values(values: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
-    """Return DeepSpeed's values and the user's.
-
-    Raises
-    ------
-    UnsupportedError
-        One is no plain value; the message has its key.
-    """
-    found = dict(values)
-    if not is_plain(found.get("ds_config")):  # it may hold objects; whoever resumes has a config of their own
-        found.pop("ds_config", None)
-    own: dict[str, Any] = {}
-    if optimizer is not None:
-        state = optimizer.state_dict()
-        own = {key: state[key] for key in _OF_OPTIMIZER if key in state}
-        if "loss_scaler" in state:
-            own["loss_scaler"] = dict(vars(state["loss_scaler"]))
-        if "zero_stage" in state:
-            own["zero_stage"] = int(state["zero_stage"])
-    return {**found, "optimizer": own} if own else found

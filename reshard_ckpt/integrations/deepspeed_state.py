@@ -2,6 +2,7 @@
 
 1. The optimizer's own ``state_dict()`` has the flat tensors, live; `formats.deepspeed.layout` says which runs of which parameters
    they hold. Each run is a `FlatShard` over that memory.
+   Of which shard of a parameter they are runs, `deepspeed_parallel` knows.
 2. What has no master weights is the module's: parameters that no optimizer has, and buffers.
 3. For a load, state that the optimizer does not have yet is allocated first, as the checkpoint has it.
 """
@@ -18,10 +19,7 @@ import torch.distributed as dist
 from ..errors import UnsupportedError
 from ..formats.deepspeed.experts import global_name, is_expert, num_local_experts
 from ..formats.deepspeed.layout import MASTER, Params, RankState, hyperparameters, named_runs, open_state, striped_runs
-from ..formats.deepspeed.live import declared, declared_whole
-from ..formats.deepspeed.shards import Shard, TensorParallel
-
-Ints = tuple[int, ...]
+from .deepspeed_parallel import Parallel
 
 FLAT_OWNERS = (
     "single_partition_of_fp32_groups",  # ZeRO-1 and 2
@@ -127,7 +125,7 @@ class EngineState:
         self._engine, self._optimizer = engine, engine.optimizer
         self._renamed = _global_names(engine)
         self.names: dict[Any, str] = {param: self.name(name) for param, name in engine.param_names.items()}
-        self._parallel = _Parallel(engine, loading=loading)
+        self._parallel = Parallel(engine, loading=loading)
         self._flat = self._flat_params() if engine.optimizer is not None else None
 
     def name(self, local: str) -> str:
@@ -370,52 +368,3 @@ def _flat_params(engine: Any) -> list[Params] | None:
     else:
         shapes = [{engine.param_names[p]: p.shape for p in group} for group in optimizer.fp16_groups]
     return [Params.of({name: tuple(shape) for name, shape in of_group.items()}) for of_group in shapes]
-
-
-class _Parallel:
-    """How parameters are divided beyond data-parallelism: among tensor-parallel ranks, and the stages of a pipeline."""
-
-    def __init__(self, engine: Any, *, loading: bool) -> None:
-        self._elsewhere = set() if loading else _of_later_stages(engine)
-        self._map: TensorParallel | None = None
-        self._known: dict[str, Shard] = {}
-        info = getattr(engine.module, "universal_checkpoint_info", None)
-        size = engine.autotp_size() if hasattr(engine, "autotp_size") else 0
-        if size and size > 1:
-            from deepspeed.utils import groups
-
-            group = groups.get_tensor_model_parallel_group()
-            self._rank = dist.get_rank(group=group)
-            self._map = TensorParallel(info or {}, size)
-            mine = {name: tuple(getattr(p, "ds_shape", p.shape)) for p, name in engine.param_names.items()}
-            self._shapes: list[dict[str, Ints]] = [{}] * size
-            dist.all_gather_object(self._shapes, mine, group=group)
-
-    def counts(self, fqn: str) -> bool:
-        """Tell whether this rank's part of a parameter is saved: of a tied module of a pipeline, that of the first stage."""
-        return fqn not in self._elsewhere
-
-    def shard(self, fqn: str, local: Ints) -> Shard:
-        if self._map is None:
-            return Shard.whole(local)
-        if fqn not in self._known:
-            shapes = [of_rank[fqn] for of_rank in self._shapes]
-            found = self._map.shard(fqn, self._rank, shapes)
-            # What all ranks hold is theirs as well: replicas share the writing.
-            self._known[fqn] = found if found.segments else self._map.shard(fqn, 0, shapes)
-        return self._known[fqn]
-
-    def part(self, fqn: str, local: Ints, tensor: torch.Tensor, start: int) -> Any:
-        """Declare a run of the flat local tensor."""
-        return declared(tensor, self.shard(fqn, local), start)
-
-    def whole(self, fqn: str, tensor: torch.Tensor) -> Any:
-        """Declare a whole local tensor."""
-        if tensor.is_contiguous() or self._map is not None:
-            return self.part(fqn, tuple(tensor.shape), tensor, 0)
-        return declared_whole(tensor)
-
-
-def _of_later_stages(engine: Any) -> set[str]:
-    """Return the parameters of a pipeline that an earlier stage has too: DeepSpeed marks them, as their norm counts once."""
-    return {name for param, name in engine.param_names.items() if getattr(param, "ds_pipe_replicated", False)}
