@@ -297,7 +297,7 @@ def test_it_is_compacted_also_where_nothing_can_be_deleted(root: Path):
     wanted = read(root / "step_100")
     with (
         mock.patch("reshard_ckpt.engine.resharding.compact.clean_up", side_effect=StorageError("read-only")),
-        pytest.warns(UserWarning, match="compacted, but what it replaced is not all deleted: read-only"),
+        pytest.warns(UserWarning, match="compacted, but what was replaced is not all deleted: read-only"),
     ):
         assert checkpoint.compact(root / "step_100").num_files == 2
     shutil.rmtree(root / "step_90")

@@ -120,7 +120,7 @@ def not_imported(code: str) -> list[str]:
     The ranks are forks of a process that has imported more than a script does, so that running it does not show this.
     """
     lines = [line for line in code.splitlines() if not line.lstrip(">. ").startswith(("import ", "from "))]
-    attributes = re.findall(r"\b(?:dist|torch\.distributed)\.(\w+)", "\n".join(lines))
+    attributes = re.findall(r"(?<![\w\"])(?:dist|torch\.distributed)\.(\w+)", "\n".join(lines))  # a name in quotes is an argument
     return sorted({name for name in attributes if importlib.util.find_spec(f"torch.distributed.{name}")})
 
 

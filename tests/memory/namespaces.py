@@ -12,6 +12,7 @@ import faulthandler
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from tests.fork_server import num_threads
 from tests.launch import RanksFailed, _init_group, run_ranks
 
 NETWORK, MOUNT, FOLDERS = "network namespaces", "mount namespaces", "folders"
@@ -143,6 +145,8 @@ def _rank(
     rank = int(os.environ["RANK"])
     if pids:
         faulthandler.cancel_dump_traceback_later()  # its thread would keep this process from another mount namespace
+        while num_threads() > 1:
+            time.sleep(0.001)  # it is told to end, and may not have yet
         _enter(pids[rank], ["net", "mnt"] if network else ["mnt"])
         faulthandler.dump_traceback_later(_DUMP_S)
     if network:
