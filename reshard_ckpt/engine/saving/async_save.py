@@ -81,7 +81,7 @@ class SaveThread:
         """
         try:
             # No daemon: when the job ends, the interpreter waits for the last save.
-            _thread("reshard-ckpt-save", lambda: self._run(write, finally_))
+            self._save.threads.append(_thread("reshard-ckpt-save", lambda: self._run(write, finally_)))
         except RuntimeError as error:
             self._save.finish_staging()
             finally_()
@@ -95,7 +95,7 @@ class SaveThread:
         self._stages = True
         if in_background:
             with suppress(RuntimeError):  # no thread can be started, so it is done here
-                _thread("reshard-ckpt-stage", lambda: self._stage(fill))
+                self._save.threads.append(_thread("reshard-ckpt-stage", lambda: self._stage(fill)))
                 return
         error = self._stage(fill)
         if error is not None and not isinstance(error, Exception):
@@ -140,8 +140,10 @@ class SaveThread:
             self._save.finish(outcome)
 
 
-def _thread(name: str, target: Callable[[], object]) -> None:
-    threading.Thread(target=target, name=name, daemon=False).start()
+def _thread(name: str, target: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=target, name=name, daemon=False)
+    thread.start()
+    return thread
 
 
 def _wrapped(save: RunningSave, error: BaseException) -> CheckpointError:

@@ -44,6 +44,8 @@ class RunningSave:
         The future that is done once the state may change.
     committed
         The future of the save's report, or of its error.
+    threads
+        Those that carry the save out.
     """
 
     def __init__(self, path: str, save_id: str) -> None:
@@ -51,6 +53,7 @@ class RunningSave:
         self._outcome: SaveReport | BaseException | None = None
         self._error_is_known = False
         self._stall_s = 0.0
+        self.threads: list[threading.Thread] = []
         self._make_futures()
         _RUNNING.add(self)
 
@@ -95,9 +98,18 @@ class RunningSave:
             The save is still under way.
         """
         try:
-            return self.committed.exception(timeout)
+            error = self.committed.exception(timeout)
         except FutureTimeout:
             raise TimeoutError(f"the save to {self.path} is not committed after {timeout} s; it goes on") from None
+        if not threading.main_thread().is_alive():  # in an exit function: the interpreter waits for threads no more
+            self._join()
+        return error
+
+    def _join(self) -> None:
+        """Wait until the threads have ended: one that the interpreter ends in the middle of torch's code aborts the process."""
+        for thread in self.threads:
+            if thread is not threading.current_thread():
+                thread.join()
 
     def add_stall(self, seconds: float) -> None:
         """Count the seconds for which a caller was held up."""
