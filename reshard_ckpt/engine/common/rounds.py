@@ -40,6 +40,7 @@ As many in shared memory: when a round is packed, others may still read the one 
 
 
 PAGE_BYTES = 4096
+"""What each round has of shared memory is whole pages."""
 
 LARGE_BYTES = 16 << 20
 """Buffers of this size lie in large pages: they may then take 2 MiB more than was asked for."""
