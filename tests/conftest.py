@@ -6,6 +6,8 @@ import os
 
 # Before torch is imported: tests start up to 8 processes on 2 cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A print is two writes where output is unbuffered, so that lines of ranks mix.
+os.environ.pop("PYTHONUNBUFFERED", None)
 
 import pytest
 from hypothesis import HealthCheck, settings

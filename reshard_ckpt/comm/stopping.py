@@ -21,8 +21,6 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
 
-from torch.distributed import DistError
-
 from ..errors import PeerError
 from .payloads import KeyValueStore
 from .wire import name_ranks
@@ -82,7 +80,7 @@ class AgreedStop(AbstractContextManager["AgreedStop"]):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._closed.set()
         self._thread.join()
-        with suppress(DistError):  # the others have ended, and the store with them
+        with suppress(Exception):  # the others have ended, and the store with them
             self._post(_NEVER)
             if self._store.add("gone", 1) == self._size:
                 for key in ("wanted", "steps", "posted", "stop at", "informed", "gone"):
@@ -113,7 +111,7 @@ class AgreedStop(AbstractContextManager["AgreedStop"]):
                 if self._store.check(["wanted"]):
                     self._agree()
                     return
-        except DistError as error:
+        except Exception as error:  # whatever it is: a thread that ends silently would let the ranks train on for ever
             self._error = PeerError(
                 f"the job's key-value store does not answer any more ({error}), so this rank cannot learn of a stop; "
                 "the process that hosts it, often rank 0, has probably ended: its log says why",

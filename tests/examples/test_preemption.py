@@ -31,16 +31,15 @@ def run(root: Path, num_steps: int, nproc: int, told: Sequence[int] = ()) -> str
         text=True,
         start_new_session=True,
     )
-    printed, pids, done = "", dict[int, int](), False
+    printed, waiting = "", set(told)
     try:
         for line in job.stdout or ():
             printed += line
-            if found := re.match(r"rank (\d+) is process (\d+)", line):
-                pids[int(found[1])] = int(found[2])
-            if line.startswith("step ") and len(pids) == nproc and not done:
-                for rank in told:
-                    os.kill(pids[rank], signal.SIGTERM)
-                done = True
+            if waiting and "\nstep " in printed:
+                pids = {int(rank): int(pid) for rank, pid in re.findall(r"rank (\d+) is process (\d+)", printed)}
+                assert len(pids) == nproc, printed
+                while waiting:
+                    os.kill(pids[waiting.pop()], signal.SIGTERM)
         job.wait()
     except BaseException:
         os.killpg(job.pid, signal.SIGKILL)
