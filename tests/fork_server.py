@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 PRELOADED = (
+    "tests.warm_python",
     "hypothesis",
     "numpy",
     "pytest",
@@ -38,6 +39,9 @@ PRELOADED = (
     "torch.distributed.tensor.parallel",
 )
 """What most jobs import. None of it may start a thread."""
+
+_END_S = 60
+"""How long the server has to end."""
 
 
 @dataclass(frozen=True)
@@ -102,8 +106,11 @@ class ForkServer:
     def close(self) -> None:
         """End the server, and wait until it has ended."""
         self._pipe.close()
-        with self._process:
-            pass  # closes its output, and waits
+        with self._process:  # closes its output, and waits
+            try:
+                self._process.wait(_END_S)
+            except subprocess.TimeoutExpired:  # a fork that a test has left behind holds the pipe open
+                self._process.kill()
 
     def _receive(self) -> int:
         try:

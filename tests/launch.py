@@ -1,7 +1,6 @@
 """Code on several ranks: real torchrun processes on gloo.
 
-`run_ranks(function, nproc, *args)` runs a module-level function on every rank and returns what each returned, in rank order;
-`run_script(path, nproc, *args)` runs a script under the ``torchrun`` command and returns its output.
+`run_ranks(function, nproc, *args)` runs a module-level function on every rank and returns what each returned, in rank order.
 
 1. A warm server (`tests.fork_server`), one for each pytest process, has imported torch. It forks a launcher for each job, which
    imports the test's module.
@@ -11,7 +10,7 @@
    threads. A job whose ranks did not all come as far as the test's function is started again.
 4. A rank that hangs dumps its stack shortly before the time is over, as the launcher does; then all its processes are killed.
 
-What is about a process's own start or end uses `run_script`: the interpreter's exit, the installed command, an example's imports.
+What is about a process's own start or end uses `tests.warm_python.run_torchrun`: the interpreter's exit, an example's imports.
 """
 
 from __future__ import annotations
@@ -126,19 +125,6 @@ def _run_once(
     return [by_rank[rank] for rank in range(nproc)]
 
 
-def run_script(
-    script: str | Path,
-    nproc: int,
-    args: Sequence[str] = (),
-    *,
-    timeout_s: float = 120,
-    env: Mapping[str, str] | None = None,
-) -> str:
-    """Run a script with the ``torchrun`` command, as a user would; its output (stdout and stderr together)."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
-    return _run([*torchrun, str(script), *args], f"{script} on {nproc} ranks", timeout_s, env)
-
-
 def _environment(added: Mapping[str, str] | None = None) -> dict[str, str]:
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths), **(added or {})}
@@ -159,7 +145,10 @@ def _run(command: Sequence[str], what: str, timeout_s: float, env: Mapping[str, 
         output, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
+        try:
+            output, _ = process.communicate(timeout=10)
+        except subprocess.TimeoutExpired as error:  # a rank, which has a session of its own, holds it open
+            output = (error.output or b"").decode(errors="replace")
         raise _TimeOver(f"{what}: not done after {timeout_s} s\n{output}") from None
     except BaseException:
         os.killpg(process.pid, signal.SIGKILL)

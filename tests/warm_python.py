@@ -7,7 +7,8 @@ its arguments. Beside it lies ``reshard-ckpt``.
 2. The command is a client of that socket, which imports nothing. It hands over its streams, environment and folder, and passes on
    the signals that it gets. It ends as the program ends: with its exit code, or by the same signal.
 3. For each client the listener forks a keeper, and the keeper the program. A program whose client is killed is killed.
-4. The program runs as ``__main__``, and leaves through the interpreter's own end: threads are joined, ``atexit`` runs.
+4. The program runs as ``__main__``, and leaves through the interpreter's own end: threads are joined, ``atexit`` runs. What it
+   shares with the listener is not taken apart, which would copy each page of it first; unless its environment has `WHOLE_END`.
 
 ``sys.executable`` is the command itself, so that what a program starts is warm too, such as the ranks of torchrun. What it is not
 good for: tests of what is imported when, variables that Python or torch read at their start, and other inherited files.
@@ -15,6 +16,7 @@ good for: tests of what is imported when, variables that Python or torch read at
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import importlib.util
@@ -34,6 +36,9 @@ from typing import Any
 
 from tests.fork_server import Request
 from tests.launch import ROOT, _environment, _run, _server
+
+WHOLE_END = "RESHARD_CKPT_WHOLE_END"
+"""Set for a program whose end is tested: modules and the libraries of torch are taken apart too."""
 
 _EXIT = struct.Struct("i")
 _SIGNALS = [int(number) for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)]
@@ -64,6 +69,9 @@ if code < 0:
 os._exit(code)
 """
 
+_shared: list[str] = []
+"""Modules that a program shares with the listener, while it ends."""
+
 _commands: dict[int, tuple[str, tempfile.TemporaryDirectory[str], socket.socket]] = {}
 """By the process that asked: the command, its folder, and a connection whose end is the listener's."""
 
@@ -89,7 +97,7 @@ def warm_python() -> str:
 
 
 def run_torchrun(script: str | Path, nproc: int, args: Sequence[str] = (), *, cold: bool = False) -> str:
-    """Run a script as `tests.launch.run_script` does, under a warm agent; the ranks may start cold."""
+    """Run a script under ``torchrun``; its output (stdout and stderr together). The agent is warm; the ranks may start cold."""
     command = [warm_python(), "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", str(script), *args]
     return _run(command, f"{script} on {nproc} ranks", 120, {"PYTHON_EXEC": sys.executable} if cold else None)
 
@@ -170,6 +178,8 @@ def _become(request: dict[str, Any], streams: list[int]) -> None:
     for number in _SIGNALS:
         usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
         signal.signal(number, signal.SIG_IGN if number in request["ignored"] else usual)
+    if WHOLE_END not in os.environ:
+        _shared[:] = [name for name in sys.modules if name.partition(".")[0] not in sys.stdlib_module_names]
     code = 0
     try:
         _run_program(request["argv"])
@@ -185,6 +195,20 @@ def _become(request: dict[str, Any], streams: list[int]) -> None:
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
         code = 1
     ctypes.pythonapi.Py_Exit(code)
+
+
+def _leave_shared() -> None:
+    """Keep shared modules, and the libraries below them, as they are for the rest of the interpreter's end."""
+    if _shared:
+        kept = [sys.modules.pop(name, None) for name in _shared]
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+        libc = ctypes.CDLL(None)
+        libc.fflush(None)
+        if hasattr(libc, "on_exit"):
+            libc.on_exit(libc._exit, None)  # the first that C's exit calls, and the last
+
+
+atexit.register(_leave_shared)  # the server imports this first, so that it comes after all others
 
 
 def _run_program(argv: list[str]) -> None:

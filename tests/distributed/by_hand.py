@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.launch import ROOT
-from tests.warm_python import warm_python
+from tests.warm_python import WHOLE_END, warm_python
 
 PREAMBLE = """
 import os, sys, faulthandler, torch, torch.distributed as dist
 from reshard_ckpt import checkpoint
-faulthandler.dump_traceback_later(150, exit=True)
+faulthandler.dump_traceback_later(600, exit=True)
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 address = os.environ["MASTER_ADDR"] + ":" + os.environ["MASTER_PORT"]
 def init():
@@ -32,13 +32,14 @@ def free_port() -> int:
 
 
 def run_by_hand(
-    program: str, size: int, folder: Path, *args: str, init: str = "env", timeout_s: float = 180
+    program: str, size: int, folder: Path, *args: str, init: str = "env", timeout_s: float = 660
 ) -> list[tuple[int, str]]:
     """Run a program after `PREAMBLE` as a job of that many processes; the exit status and the output of each."""
     script = folder / "program.py"
     script.write_text(PREAMBLE + program)
     env = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC")}
     env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
+    env[WHOLE_END] = "1"
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [warm_python(), str(script), init, *args]
     return _finish([_start(command, {**env, "RANK": str(rank)}) for rank in range(size)], timeout_s)

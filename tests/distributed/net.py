@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -107,6 +108,17 @@ class Layout:
         return f"{self.kind}(pp {self.pp}, rep {self.rep}, dp {self.dp} {self.data}, tp {self.tp})"
 
 
+# Every group has a thread in each of its ranks that wakes fifty times a second, so all layouts on a mesh share its groups.
+@cache
+def _mesh(axes: tuple[str, ...], sizes: tuple[int, ...]) -> DeviceMesh:
+    return DeviceMesh("cpu", torch.arange(prod(sizes)).view(*sizes), mesh_dim_names=axes)
+
+
+@cache
+def _group(size: int) -> Any:
+    return dist.new_group(list(range(size)))
+
+
 @dataclass
 class Place:
     """A layout on the first ranks of the job: its mesh and group. Made by all ranks together."""
@@ -118,11 +130,8 @@ class Place:
     def __post_init__(self) -> None:
         layout = self.layout
         axes = {a: n for a, n in (("pp", layout.pp), ("rep", layout.rep), ("dp", layout.dp), ("tp", layout.tp)) if n > 1}
-        self.mesh = None
-        if axes:
-            ranks = torch.arange(layout.size).view(*axes.values())
-            self.mesh = DeviceMesh("cpu", ranks, mesh_dim_names=tuple(axes))
-        self.group = dist.new_group(list(range(layout.size)))
+        self.mesh = _mesh(tuple(axes), tuple(axes.values())) if axes else None
+        self.group = _group(layout.size)
 
     @property
     def mine(self) -> bool:

@@ -1,7 +1,7 @@
 """A training job that saves every step, is killed, and goes on: a script for ``torchrun --max-restarts``.
 
-Each attempt prints where it begins, and what is committed. Workers are killed by themselves, in the middle of a save, each time
-once: a file says that it has happened.
+Each attempt prints where it begins, and what is committed, in brackets: what others print may stand on the same line. Workers are
+killed by themselves, in the middle of a save, each time once: a file says that it has happened.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from reshard_ckpt import LocalShard, checkpoint
 from reshard_ckpt.storage.local import LocalWriter
 
 ROWS = 8
+ALONE_S = 900
 
 
 def expected(step: int) -> torch.Tensor:
@@ -58,7 +60,7 @@ def main(folder: str, num_steps: int, kills: dict[int, int], num_ranks: int) -> 
     kills
         At which steps which ranks are killed, once each.
     num_ranks
-        A job of fewer ranks goes on for ever, and counts no step: until more have joined, which restarts it.
+        A job of fewer ranks goes on, and counts no step: until more have joined, which restarts it, or for `ALONE_S`.
     """
     root = Path(folder)
     dist.init_process_group("gloo")
@@ -70,17 +72,19 @@ def main(folder: str, num_steps: int, kills: dict[int, int], num_ranks: int) -> 
         assert step == (0 if loaded is None else loaded.step)
         assert torch.equal(state["w"].tensor, share(rank, size, step).tensor)
         if rank == 0:
-            print(f"begins after {counted} on {size}", flush=True)
+            print(f"<begins after {counted} on {size}>", flush=True)
+        give_up_at = time.monotonic() + ALONE_S
         while counted < num_steps:
+            assert time.monotonic() < give_up_at, "nobody joined"
             step, counted = step + 1, counted + (size == num_ranks)
             if rank == kills.get(counted) and once(root / f"killed-{counted}"):
                 die_while_writing()
             manager.async_save(step, {"w": share(rank, size, step), "step": step, "counted": counted}).result()
             if rank == 0:
-                print(f"saved {counted} on {size}", flush=True)
+                print(f"<saved {counted} on {size}>", flush=True)
     dist.destroy_process_group()
     if rank == 0:
-        print("done", flush=True)
+        print("<done>", flush=True)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from reshard_ckpt.errors import StorageError
 from reshard_ckpt.storage.local import LocalWriter
 from tests.distributed.outcomes import Outcome, outcome
 from tests.launch import run_ranks
-from tests.warm_python import run_torchrun
+from tests.warm_python import WHOLE_END, run_torchrun
 
 
 def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -100,7 +100,8 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("nproc", [1, 3])
-def test_a_job_that_ends_at_once_still_commits_its_last_save(tmp_path: Path, nproc: int) -> None:
+def test_a_job_that_ends_at_once_still_commits_its_last_save(tmp_path: Path, nproc: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(WHOLE_END, "1")
     script = tmp_path / "leaves.py"
     script.write_text(LEAVES)
     run_torchrun(script, nproc, [str(tmp_path / "ckpt")], cold=nproc == 1)

@@ -1,8 +1,8 @@
 """Every example runs, and loads what it saved under another layout.
 
-One of them runs under the ``torchrun`` command, the others in ranks that the warm server forks, which saves the imports of torch
-in 14 processes. As that server has imported more than an example does, each module of torch that an example uses must be one
-that it imports itself.
+One of them runs in new processes that ``torchrun`` starts, the others in ranks that the warm server forks, which saves the
+imports of torch in 14 processes. As that server has imported more than an example does, each module of torch that an example uses
+must be one that it imports itself.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.docs.runner import not_imported, run_script_here
-from tests.launch import ROOT, run_ranks, run_script
+from tests.launch import ROOT, run_ranks
+from tests.warm_python import run_torchrun
 
 NUM_PROCESSES = {
     "compiled_ema": 4,
@@ -37,7 +38,7 @@ def test_every_example_is_run():
 def test_example_loads_another_layout_bit_for_bit(name: str, tmp_path: Path):
     script, arguments = ROOT / "examples" / f"{name}.py", [str(tmp_path / "checkpoint")]
     if name == UNDER_TORCHRUN:
-        output = run_script(script, NUM_PROCESSES[name], arguments)
+        output = run_torchrun(script, NUM_PROCESSES[name], arguments, cold=True)
     else:
         output = "".join(run_ranks(run_script_here, NUM_PROCESSES[name], str(ROOT), str(script), arguments, init=False))
     assert "bit for bit" in output

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.launch import ROOT
 from tests.reliability.states import NEW, OLD, assert_clean, assert_next_save_works, held
-from tests.warm_python import warm_python
+from tests.warm_python import WHOLE_END, warm_python
 
 
 def start(what: str, path: Path, python: str) -> subprocess.Popen[str]:
@@ -19,7 +19,7 @@ def start(what: str, path: Path, python: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [python, "-m", "tests.reliability.interrupted", what, str(path)],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", WHOLE_END: "1"},
         text=True,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
