@@ -16,7 +16,8 @@ from tests.launch import ROOT
 from tests.warm_python import warm_python
 
 EXAMPLE = ROOT / "examples" / "preemption.py"
-FOREVER = 1_000_000_000
+MANY = 100_000
+"""Steps of a job that is told to end after a few; what a failed test leaves behind ends, too."""
 
 
 def run(root: Path, num_steps: int, nproc: int, told: Sequence[int] = ()) -> str:
@@ -51,7 +52,7 @@ def run(root: Path, num_steps: int, nproc: int, told: Sequence[int] = ()) -> str
 @pytest.mark.slow
 @pytest.mark.parametrize("told", [[1], [0, 1]], ids=["one rank is told", "all ranks are told"])
 def test_sigterm_makes_a_last_save_and_the_next_job_goes_on_from_it(tmp_path: Path, told: list[int]):
-    printed = run(tmp_path / "run", FOREVER, 2, told)
+    printed = run(tmp_path / "run", MANY, 2, told)
     saved = dict(re.findall(r"rank (\d) saved step (\d+)", printed))
     assert set(saved) == {"0", "1"}, printed
     (step,) = {int(step) for step in saved.values()}
