@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from ..errors import CheckpointError
 from ..state.mesh import group_of
+from .versions import warn_if_untested
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -28,6 +29,7 @@ def megatron_compatible(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def call(*args: P.args, **options: P.kwargs) -> R:
+        warn_if_untested()
         try:
             return function(*args, **options)
         except CheckpointError as error:
