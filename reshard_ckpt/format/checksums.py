@@ -148,7 +148,7 @@ class BlockHasher:
         return encode_digests(self.close(), self._block_bytes, size)
 
 
-def wrong_blocks(parts: Iterable[Buffer], low: int, values: Sequence[int] | NDArray[np.uint64], block_bytes: int) -> list[int]:
+def wrong_blocks(parts: Sequence[Buffer], low: int, values: Sequence[int] | NDArray[np.uint64], block_bytes: int) -> list[int]:
     """Find the blocks whose digest is not the one in `values`; returns where they begin. `values` has the digests of all blocks.
 
     Parameters
@@ -161,16 +161,24 @@ def wrong_blocks(parts: Iterable[Buffer], low: int, values: Sequence[int] | NDAr
     >>> wrong_blocks([bytes(65536), b"x" * 3392], 131072, hasher.close(), 65536)
     [196608]
     """
-    hasher = BlockHasher(block_bytes)
-    for part in parts:
-        hasher.update(part)
-    found, first = hasher.close(), low // block_bytes
+    first = low // block_bytes
+    found = _digests(parts, block_bytes)
     wanted = values[first : first + len(found)]
     if isinstance(wanted, np.ndarray):
         wanted = wanted.tolist()
     if found == wanted:
         return []
     return [low + i * block_bytes for i, (a, b) in enumerate(zip(found, wanted, strict=True)) if a != b]
+
+
+def _digests(parts: Sequence[Buffer], block_bytes: int) -> list[int]:
+    if len(parts) == 1:  # nearly always
+        view = memoryview(parts[0]).cast("B")
+        return [xxhash.xxh3_64_intdigest(view[at : at + block_bytes]) for at in range(0, len(view), block_bytes)]
+    hasher = BlockHasher(block_bytes)
+    for part in parts:
+        hasher.update(part)
+    return hasher.close()
 
 
 def encode_digests(values: Iterable[int] | NDArray[np.uint64], block_bytes: int, file_size: int) -> bytes:

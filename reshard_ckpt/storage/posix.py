@@ -107,16 +107,17 @@ def begin_write_out(fd: int, offset: int, num_bytes: int) -> None:
 
 
 def preadv_all(file: OpenFile, views: list[memoryview], offset: int) -> int:
-    """Fill the views from `offset` on; the number of bytes read, less than wanted only where the file ends."""
+    """Fill the views from `offset` on; the number of bytes that are left, above 0 only where the file ends."""
     views = [view for view in views if len(view)]
-    total = 0
-    while views:
-        got = os.preadv(file.fd, views[:_MAX_BUFFERS], offset + total)
-        if got == 0:
+    left = sum(map(len, views))
+    while left:
+        got = os.preadv(file.fd, views if len(views) <= _MAX_BUFFERS else views[:_MAX_BUFFERS], offset)
+        left -= got
+        if not left or not got:
             break
-        total += got
+        offset += got
         views = _remaining(views, got)
-    return total
+    return left
 
 
 def _remaining(views: list[memoryview], filled: int) -> list[memoryview]:

@@ -14,9 +14,11 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ...core.catalog.model import Catalog
 from ...core.catalog.specs import Ints, row_major_strides
@@ -182,6 +184,9 @@ def in_threads(task: Callable[[int], None], numbers: Sequence[int], pool: Thread
             wait(futures)
 
 
+Elements = NDArray[Any]
+"""Elements of a tensor as numbers of their size."""
+
 ReadInto = Callable[[str, int, Sequence[memoryview]], None]
 """A function like `Storage.read_into`."""
 
@@ -217,6 +222,7 @@ class Reader:
         self._devices = DeviceTargets([targets[i].tensor for i in used])
         self._on_device = {i for i in used if self._devices.has(targets[i].tensor)}
         self._landings = self._landing_views()
+        self._places = [self._place_of(self._items, item) for item in range(len(reads.items))]
         self._local = threading.local()
         # The windows that have changed a target so far: by bytes that landed, and by items that were copied.
         self._landed: list[int] = []
@@ -289,7 +295,9 @@ class Reader:
 
     def _place(self, item: int, buffer: memoryview, origin: int) -> None:
         """Copy an item from the buffer, which begins at byte `origin` of the file, to its target."""
-        self._put(self._items, item, buffer, self._items.src[item] - origin, self._items.src_strides[item])
+        items = self._items
+        lengths, kind, first = items.lengths[item], RAW[items.item_bytes[item]], items.src[item] - origin
+        self._put(items, item, np.ndarray(lengths, kind, buffer, first, items.src_strides[item]), self._places[item])
 
     def place_received(self, window: int, items: CopyItems, data: memoryview, at: Sequence[int]) -> None:
         """Put all items of a window in place, which another rank has read: each lies in order, `at` some byte of `data`."""
@@ -305,23 +313,30 @@ class Reader:
             self._devices.place(parts)
         for i, offset in enumerate(at):
             if items.dest[i] not in self._on_device:
-                self._put(items, i, data, offset, None)
+                source = np.ndarray(items.lengths[i], RAW[items.item_bytes[i]], data, offset)
+                self._put(items, i, source, self._place_of(items, i))
         extents = slice(self._extent_start[window], self._extent_start[window + 1])
         self._tally.add(sum(self._high[extents]) - sum(self._low[extents]))
 
-    def _put(self, items: CopyItems, item: int, buffer: memoryview, offset: int, strides: tuple[int, ...] | None) -> None:
-        dest, each, lengths = items.dest[item], items.item_bytes[item], items.lengths[item]
-        source = np.ndarray(lengths, RAW[each], buffer, offset, strides)
-        if dest in self._memories:
-            memory, first = self._memories[dest]
-            strides = tuple(stride * each for stride in items.dst_strides[item])
+    def _place_of(self, items: CopyItems, item: int) -> Elements | None:
+        """View where an item goes; None where bytes cannot be copied there as they are."""
+        dest, each = items.dest[item], items.item_bytes[item]
+        if dest not in self._memories:
+            return None
+        memory, first = self._memories[dest]
+        strides = tuple(stride * each for stride in items.dst_strides[item])
+        return np.ndarray(items.lengths[item], RAW[each], memory, first + items.dst[item] * each, strides)
+
+    def _put(self, items: CopyItems, item: int, source: Elements, place: Elements | None) -> None:
+        """Copy an item to its place, or, where it has none, convert it into its target."""
+        if place is not None:
             # torch would divide this among threads of its own, for each of ours again, which then wait in loops for more to do.
-            np.copyto(np.ndarray(lengths, RAW[each], memory, first + items.dst[item] * each, strides), source)
+            np.copyto(place, source)
             return
-        target = self.task.targets[dest]
+        target = self.task.targets[items.dest[item]]
         aligned = source if source.flags.aligned else source.copy()  # a foreign file need not align its elements
         values = torch.from_numpy(aligned).view(target.dtype)
-        region(target.tensor, items.dst[item], lengths, items.dst_strides[item]).copy_(values)
+        region(target.tensor, items.dst[item], items.lengths[item], items.dst_strides[item]).copy_(values)
 
     def _part(self, items: CopyItems, item: int, offset: int, src_strides: Ints) -> DevicePart:
         """Describe an item that goes to a device, and lies at some byte of this thread's buffer, with strides in bytes."""
