@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,7 +12,7 @@ import msgpack
 import numpy as np
 import torch
 
-from ..comm import Comm, open_session
+from ..comm import Comm, Turn, open_turn
 from ..comm.exchange import HOST, carries, node_name, open_exchange
 from ..core.catalog.model import Catalog
 from ..core.catalog.specs import Ints
@@ -99,7 +98,7 @@ def reshard_live(
     options = _Options(
         LoadOptions(strict, cast=cast or False, allow_missing=allow_missing, ignore=ignore), rename, staged, memory_bytes
     )
-    with _session(process_group, timeout_s) as comm:
+    with _turn(process_group, timeout_s).opened() as comm:
         return _Job(src, dst, options, process_group, timeout_s).begin(comm).first(comm)
 
 
@@ -138,8 +137,8 @@ class LiveReshard:
     ) -> None:
         load = LoadOptions(strict, cast=cast or False, allow_missing=allow_missing, ignore=ignore)
         options = _Options(load, rename, staged, memory_bytes)
-        self._session = partial(_session, process_group, timeout_s)
-        with self._session() as comm:
+        self._turn = partial(_turn, process_group, timeout_s)
+        with self._turn().opened() as comm:
             self._job = _Job(src, dst, options, process_group, timeout_s).begin(comm)
 
     def run(self) -> LoadReport:
@@ -152,12 +151,11 @@ class LiveReshard:
         MismatchError, PeerError
             As `reshard_live`.
         """
-        with self._session() as comm:
-            return self._job.again(comm)
+        return self._job.again(self._turn())
 
 
-def _session(process_group: Any, timeout_s: float) -> AbstractContextManager[Comm]:
-    return open_session("reshard_live", "", process_group=process_group, timeout_s=timeout_s)
+def _turn(process_group: Any, timeout_s: float) -> Turn:
+    return open_turn("reshard_live", "", process_group=process_group, timeout_s=timeout_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +192,7 @@ class _Job:
 
     _source: LiveSource
     _first: _Opened | None
-    _resolved: Resolved
+    resolved: Resolved
     _verdict: VoteResult
     _moves: Moves
 
@@ -213,27 +211,27 @@ class _Job:
         opened = self._open(held)
         resolved = resolve(opened.saved, opened.target.tensors, self._options.load)
         self._verdict = self._vote(comm, opened, resolved)
-        self._resolved = drop_refused(opened.saved, resolved, self._verdict.refused)
+        self.resolved = drop_refused(opened.saved, resolved, self._verdict.refused)
         place = {(id(spec), id(memory)): i for i, (spec, memory) in enumerate(opened.target.tensors)}
-        loads = zip(self._resolved.specs, self._resolved.targets, self._resolved.source.tolist(), strict=True)
+        loads = zip(self.resolved.specs, self.resolved.targets, self.resolved.source.tolist(), strict=True)
         self._sources = {place[id(spec), id(target.tensor)]: opened.saved.source(index) for spec, target, index in loads}
-        self._overlaps = self._find_overlaps(opened)
+        self.overlaps = self._find_overlaps(opened)
         self._layout = self._layout_of(opened)
         rows = opened.wanted.local_metadata.rows
         source = np.full(len(opened.wanted.specs), -1)
         source[list(self._sources)] = list(self._sources.values())
-        source[list(self._overlaps.identical)] = -1
+        source[list(self.overlaps.identical)] = -1
         chosen = np.flatnonzero((source[rows.tensor] >= 0) & (rows.count > 0))
         wanted = WantedRows(opened.wanted, chosen, source[rows.tensor[chosen]])
         self._moves = plan_moves(
             comm, self._source.held, wanted, self._travels(opened.wanted), node_name(), self._options.round_bytes
         )
-        self._spares = self._make_spares(opened)
-        into = self._spares.instead_of(opened.wanted)
-        self._movers = [Mover(self._moves, device, comm.rank, comm.size, opened.held, into) for device in (0, 1)]
+        self.spares = self._make_spares(opened)
+        into = self.spares.instead_of(opened.wanted)
+        self.movers = [Mover(self._moves, device, comm.rank, comm.size, opened.held, into) for device in (0, 1)]
         # Collective where a group is made, and all ranks know the same rounds.
         devices = (HOST, torch.accelerator.current_accelerator() or HOST)
-        self._exchanges = [
+        self.exchanges = [
             open_exchange(self._group, timeout_s=self._timeout_s, device=device) if num_rounds else None
             for device, num_rounds in zip(devices, self._moves.num_rounds, strict=True)
         ]
@@ -250,17 +248,54 @@ class _Job:
         comm.gather(b"")  # from here on the ranks meet in collectives, so nobody may have failed
         return self._move(comm, opened, None)
 
-    def again(self, comm: Comm) -> LoadReport:
-        """Move what is there now."""
-        captured = capture(self._src, process_group=self._group)
+    def again(self, turn: Turn) -> LoadReport:
+        """Move what is there now. The ranks meet in the exchange alone, unless values have changed or something fails."""
         self._first = None
+        running = [exchange for exchange in self.exchanges if exchange is not None]
+        if not running:
+            with turn.opened() as comm:
+                return self._again_in(comm)
+        for exchange in running:
+            exchange.look = turn.look
+        try:
+            move = self._opened_as_known()
+            self._exchange_all(move)
+        except BaseException as error:
+            turn.give_up(error)
+            raise
+        finally:
+            for exchange in running:
+                exchange.look = None
+        if move.is_complete:
+            return self._report(move)
+        with turn.opened() as comm:
+            if move.is_void:
+                return self._again_in(comm)
+            settle(comm, move.failure, move.changed, named_error)
+        raise AssertionError("settle raises where a rank has failed")
+
+    def _opened_as_known(self) -> _Move:
+        """Open both states in the light of the values that all ranks know, if those of this rank are still the same."""
+        opened, failure, is_void = None, None, False
+        try:
+            captured = capture(self._src, process_group=self._group)
+            is_void = self._values.have_changed(captured.values)
+            if not is_void:
+                opened = self._opened_again(describe_local(captured.tensors, (), None, self._rank))
+        except BaseException as error:
+            failure = error
+        return _Move(self, opened, failure, is_void)
+
+    def _again_in(self, comm: Comm) -> LoadReport:
+        """Move what is there now, in a session, in which the ranks share their values first."""
+        captured = capture(self._src, process_group=self._group)
         self._values.share(comm, captured.values, self._source.tables)
         opened, failure = None, None
         try:
             opened = self._opened_again(describe_local(captured.tensors, (), None, comm.rank))
         except BaseException as error:
             failure = error
-        if all(exchange is None for exchange in self._exchanges):
+        if all(exchange is None for exchange in self.exchanges):
             if failure is not None:
                 raise failure
             comm.gather(b"")  # nothing is moved unless all can
@@ -273,15 +308,15 @@ class _Job:
         if self._layout_of(opened) != self._layout:
             raise UsageError("a layout of src or dst has changed since this LiveReshard was made; make a new one")
         if self._addresses != _addresses(opened):
-            if self._find_overlaps(opened) != self._overlaps:
+            if self._find_overlaps(opened) != self.overlaps:
                 raise UsageError("src and dst share other memory than when this LiveReshard was made; make a new one")
-            self._spares = self._make_spares(opened)
-            into = self._spares.instead_of(opened.wanted)
-            for mover in self._movers:
+            self.spares = self._make_spares(opened)
+            into = self.spares.instead_of(opened.wanted)
+            for mover in self.movers:
                 mover.bind(opened.held, into)
             self._addresses = _addresses(opened)
         else:
-            self._spares.instead_of(opened.wanted)
+            self.spares.instead_of(opened.wanted)
         problems = [*missing_values(opened.saved, opened.target.values), *opened.target.check(opened.values)]
         if problems and self._options.load.strict:
             raise MismatchError(summarize(problems, "make the values of src and dst fit"), problems)
@@ -289,7 +324,7 @@ class _Job:
 
     def _make_spares(self, opened: _Opened) -> Spares:
         """Make the spare memory; what is the very memory of its source gets nothing, so it needs none."""
-        staged, tied = self._sources.keys() - self._overlaps.identical, {i for group in self._overlaps.tied for i in group}
+        staged, tied = self._sources.keys() - self.overlaps.identical, {i for group in self.overlaps.tied for i in group}
         return Spares(opened.wanted, staged if self._options.staged else tied)
 
     def _open(self, held: LocalShards) -> _Opened:
@@ -344,36 +379,39 @@ class _Job:
         return digest128(msgpack.packb(parts))
 
     def _move(self, comm: Comm, opened: _Opened | None, failure: BaseException | None) -> LoadReport:
-        began = time.monotonic()
+        """Move what is there, in a session."""
+        move = _Move(self, opened, failure)
+        self._exchange_all(move)
+        if not move.is_complete:
+            settle(comm, move.failure, move.changed, named_error)
+            move.put()
+        return self._report(move)
 
-        def changed() -> list[str]:
-            if opened is None:
-                return []
-            rows = {row for mover in self._movers for row in mover.changed()}
-            return sorted({opened.wanted.specs[i].name for i in _tensors(opened.wanted, rows) if i not in self._spares.memory})
+    def _exchange_all(self, move: _Move) -> None:
+        """Run the exchanges; where there is none, all is in place but what `put` does."""
+        for mover in self.movers:
+            mover.begin()
+        running = [(m, e, b) for m, e, b in zip(self.movers, self.exchanges, self._buffers, strict=True) if e is not None]
+        for i, (mover, exchange, buffers) in enumerate(running):
+            rounds = Rounds(exchange, mover, buffers, void=move.is_void)
+            rounds.failure = move.failure
+            rounds.run(move.changed, *((move.finish, move.put) if i == len(running) - 1 else ()))
+            move.failure, move.is_complete, move.is_void = rounds.failure, rounds.complete, rounds.voided
+            if rounds.stopped:
+                return
+        if not running:
+            try:
+                move.finish()
+            except BaseException as error:
+                move.failure = error
 
-        def finish() -> None:
-            assert opened is not None
-            for mover, exchange in zip(self._movers, self._exchanges, strict=True):
-                if exchange is None:
-                    mover.copy_own()
-            if (conflict := self._spares.conflict(opened.wanted, self._overlaps.tied)) is not None:
-                raise conflict
-
-        failure, complete = self._exchanged(failure, changed, finish)
-        if not complete:
-            settle(comm, failure, changed, named_error)
-        assert opened is not None
-        self._spares.put(opened.wanted)
-        resolved = self._resolved
-        loaded = {spec.alias_of or spec.name for spec in resolved.specs}
-        skipped = [e.spec.name for e in opened.target.tensors if (e.spec.alias_of or e.spec.name) not in loaded]
-        opened.target.finish(opened.values, skipped)
-        received = sum(mover.received_bytes for mover in self._movers)
-        RankLog(comm.rank, opened.target.mesh).info(
+    def _report(self, move: _Move) -> LoadReport:
+        opened, resolved = move.destination, self.resolved
+        received = sum(mover.received_bytes for mover in self.movers)
+        RankLog(self._rank, opened.target.mesh).info(
             "resharded %d tensors live in %.3f s, %s from other ranks",
             len(resolved.targets),
-            time.monotonic() - began,
+            time.monotonic() - move.began,
             size_text(received),
         )
         converted = [
@@ -383,31 +421,54 @@ class _Job:
         report = self._verdict.report
         return report.loaded(len(resolved.targets), resolved.plan.num_bytes, received, converted, saved_as)
 
-    def _exchanged(
-        self, failure: BaseException | None, changed: Callable[[], list[str]], finish: Callable[[], None]
-    ) -> tuple[BaseException | None, bool]:
-        """Run the exchanges, and `finish` before all are told how it went.
 
-        Returns what failed on this rank, and whether all ranks are known to have everything.
-        """
-        rounds = None
-        for mover in self._movers:
-            mover.begin()
-        running = [(m, e, b) for m, e, b in zip(self._movers, self._exchanges, self._buffers, strict=True) if e is not None]
-        for i, (mover, exchange, buffers) in enumerate(running):
-            rounds = Rounds(exchange, mover, buffers)
-            rounds.failure = failure
-            rounds.run(changed, finish if i == len(running) - 1 else None)
-            failure = rounds.failure
-            if rounds.stopped:
-                break
-        if rounds is not None:
-            return failure, rounds.complete
-        try:
-            finish()
-        except BaseException as error:
-            failure = error
-        return failure, False
+class _Move:
+    """One time that a `_Job` moves something: how far it has come.
+
+    Attributes
+    ----------
+    failure
+        What failed on this rank, if anything.
+    is_void
+        Whether nothing is moved yet: on this rank, or on any once the exchange has begun, values have changed.
+    is_complete
+        Whether all ranks are known to have everything in place.
+    """
+
+    def __init__(self, job: _Job, opened: _Opened | None, failure: BaseException | None, is_void: bool = False) -> None:
+        self._job, self._opened, self.failure, self.is_void = job, opened, failure, is_void
+        self.is_complete = self._is_put = False
+        self.began = time.monotonic()
+
+    @property
+    def destination(self) -> _Opened:
+        """Both states, of a rank on which nothing has failed."""
+        assert self._opened is not None
+        return self._opened
+
+    def changed(self) -> list[str]:
+        """Name the tensors that have new values."""
+        if self._opened is None:
+            return []
+        spares = {} if self._is_put else self._job.spares.memory
+        rows = {row for mover in self._job.movers for row in mover.changed()}
+        return sorted({self._opened.wanted.specs[i].name for i in _tensors(self._opened.wanted, rows) if i not in spares})
+
+    def finish(self) -> None:
+        """Do the rest before anything that a user has is changed by what was staged."""
+        for mover, exchange in zip(self._job.movers, self._job.exchanges, strict=True):
+            if exchange is None:
+                mover.copy_own()
+        if (conflict := self._job.spares.conflict(self.destination.wanted, self._job.overlaps.tied)) is not None:
+            raise conflict
+
+    def put(self) -> None:
+        """Put in place what was staged, and the values."""
+        opened, self._is_put = self.destination, True
+        self._job.spares.put(opened.wanted)
+        loaded = {spec.alias_of or spec.name for spec in self._job.resolved.specs}
+        skipped = [e.spec.name for e in opened.target.tensors if (e.spec.alias_of or e.spec.name) not in loaded]
+        opened.target.finish(opened.values, skipped)
 
 
 def _addresses(opened: _Opened) -> list[tuple[int, int, Ints]]:

@@ -13,6 +13,7 @@ from .group import Group, Missed, SessionCounter, current_group, launched_group
 from .protocol import ALONE, Comm, SoloComm
 from .stopping import AgreedStop, SoloStop, Stop
 from .store import StoreComm, give_up_sessions
+from .turns import Turn
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -24,12 +25,14 @@ __all__ = [
     "SoloComm",
     "Stop",
     "StoreComm",
+    "Turn",
     "give_up_sessions",
     "launched_group",
     "open_exchange",
     "open_session",
     "open_session_by_name",
     "open_stop",
+    "open_turn",
     "shared_store",
 ]
 
@@ -83,16 +86,30 @@ def open_session_by_name(
     return lambda name: _opened(group, SessionCounter(), f"{name} ", kind, subject, timeout_s)
 
 
+def open_turn(kind: str, subject: str, *, process_group: ProcessGroup | None = None, timeout_s: float = 600) -> Turn:
+    """Return the turn of a session, which counts as one that `open_session` opens, and may never be opened."""
+    group = current_group(process_group)
+    if group is None:
+        return Turn(nullcontext(SoloComm()))
+    comm_of, sessions, turn = _comm_of(group, "", kind, subject, timeout_s), group.sessions, group.sessions.take()
+    session = _session(comm_of, sessions, turn, kind, subject)
+    return Turn(session, lambda: comm_of(sessions.number(turn)), call_of(kind, subject))
+
+
 def _opened(
     group: Group, sessions: SessionCounter, prefix: str, kind: str, subject: str, timeout_s: float
 ) -> AbstractContextManager[Comm]:
+    return _session(_comm_of(group, prefix, kind, subject, timeout_s), sessions, sessions.take(), kind, subject)
+
+
+def _comm_of(group: Group, prefix: str, kind: str, subject: str, timeout_s: float) -> Callable[[int], StoreComm]:
     title = f"{kind} {subject!r}"
 
     def comm_of(number: int) -> StoreComm:
         store, ended = group.home.session(f"{prefix}{number}", title=title, timeout_s=timeout_s)
         return StoreComm(store, group.rank, group.size, title=title, timeout_s=timeout_s, ended=ended, hosts=True)
 
-    return _session(comm_of, sessions, sessions.take(), kind, subject)
+    return comm_of
 
 
 def shared_store(name: str, process_group: ProcessGroup | None = None) -> Any:

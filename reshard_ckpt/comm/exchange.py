@@ -7,6 +7,7 @@ The only collectives of this package. They are used where the caller asked for i
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -28,6 +29,9 @@ _HOST_GROUPS: WeakKeyDictionary[ProcessGroup, ProcessGroup] = WeakKeyDictionary(
 """The gloo group beside each process group that has no backend for host memory."""
 
 
+_LOOK_S = 1.0
+
+
 class Exchange:
     """Exchanges among the ranks of a process group; a rank is its number within the group.
 
@@ -37,10 +41,16 @@ class Exchange:
         Its backend for `device` carries the bytes.
     device
         Where all buffers lie.
+
+    Attributes
+    ----------
+    look
+        Called about every second while others are awaited, on host memory; it may raise, as where they will not come.
     """
 
     def __init__(self, group: ProcessGroup, *, timeout_s: float, device: torch.device = HOST) -> None:
-        self._group, self._timeout = group, timedelta(seconds=timeout_s)
+        self._group, self._timeout_s = group, timeout_s
+        self.look: Callable[[], None] | None = None
         self.device = device
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
@@ -72,14 +82,23 @@ class Exchange:
         except RuntimeError as error:  # also torch's DistError
             raise _failed(error) from error
 
-        def wait() -> None:
-            try:
-                if work is not None:
-                    work.wait(self._timeout)
-            except RuntimeError as error:
-                raise _failed(error) from error
+        return lambda: None if work is None else self._wait(work)
 
-        return wait
+    def _wait(self, work: dist.Work) -> None:
+        # A wait of NCCL that is over breaks the group.
+        look = self.look if self.device == HOST else None
+        ends = time.monotonic() + self._timeout_s
+        while True:
+            left = max(ends - time.monotonic(), 0.001)
+            is_last = look is None or left <= _LOOK_S or work.is_completed()
+            try:
+                work.wait(timedelta(seconds=left if is_last else _LOOK_S))
+                return
+            except RuntimeError as error:
+                if is_last:
+                    raise _failed(error) from error
+            if look is not None and not work.is_completed():
+                look()
 
     def swap(self, messages: Sequence[bytes]) -> list[bytes]:
         """Send message r to rank r, and return those of all ranks to this one. Collective; for what is small."""

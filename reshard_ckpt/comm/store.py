@@ -180,6 +180,12 @@ class StoreComm:
         late = {self.rank, *self._refused().absent}
         return [frame.payload for frame in decode_frames(self._store.get(inbox)) if frame.rank not in late]
 
+    def is_for_others(self, call: bytes) -> bool:
+        """Tell, before this rank opens the session, whether another one has refused it, or opened it for another call."""
+        with self._reachable():
+            inbox = self._store.get("0/in") if self._store.check(["0/in"]) else b""
+            return self._store.check(["0/decision"]) or any(frame.payload != call for frame in decode_frames(inbox))
+
     def decline(self, call: bytes) -> bool:
         """Refuse a session that this rank, being behind, does not come to; False where the others had given it up already."""
         kind, subject = json.loads(call)

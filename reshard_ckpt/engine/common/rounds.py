@@ -4,7 +4,8 @@
    Where the bytes come from is its own business: live tensors, or files that it reads and verifies.
 2. While one round is under way, the next is packed; while it is unpacked, the next is under way.
 3. The part for each rank begins with a byte that says whether its sender has failed. So all ranks stop after the same round, and
-   none waits in a collective that another one never enters. A last message, of these bytes alone, says how the last round went.
+   none waits in a collective that another one never enters. Messages of these bytes alone come first, when each rank has the
+   memory that it needs, and last, when all is in place.
 4. Ranks of one machine read each other's messages where they were packed; through the process group go their heads, and what
    travels between machines.
 5. `settle` brings the outcome of all ranks together: what failed on one is raised on all, with what had been overwritten on any.
@@ -29,8 +30,11 @@ from .host_memory import allocate
 HEAD_BYTES = 16
 """The head of each part; a multiple of every size of an element, so that parts are aligned for all of them."""
 
-_FAILED, _PLACE = 0, 8
-"""Where in a head is said that its sender has failed, and where in the sender's shared memory the part begins."""
+_STOP, _PLACE = 0, 8
+"""Where in a head is said whether its sender stops, and where in the sender's shared memory the part begins."""
+
+_FAILED, _VOID = 1, 2
+"""Why a sender stops: it has failed, or it asks all to begin again later."""
 
 NUM_BUFFERS = 4
 """Of each two for what is sent, and two for what is received, one is under way while the other is filled or emptied.
@@ -38,6 +42,8 @@ NUM_BUFFERS = 4
 As many in shared memory: when a round is packed, others may still read the one three before.
 """
 
+_HEADS = NUM_BUFFERS, NUM_BUFFERS + 1
+"""The buffers of messages of heads alone."""
 
 PAGE_BYTES = 4096
 """What each round has of shared memory is whole pages."""
@@ -109,42 +115,46 @@ class Rounds:
     ----------
     buffers
         Those of an earlier exchange, to be used again.
+    void
+        Whether this rank asks that nothing is moved: the first message tells all.
 
     Attributes
     ----------
     failure
         What failed on this rank, if anything.
     stopped
-        Whether some rank had failed, so that the rounds are not complete.
+        Whether some rank had failed, or asked for it, so that the rounds are not complete.
+    voided
+        Whether some rank asked that nothing is moved; all ranks know it alike, and nothing was.
     complete
         Whether all ranks are known to have put everything in place.
     """
 
-    def __init__(self, exchange: Exchange, traffic: Traffic, buffers: Buffers | None = None) -> None:
-        self._exchange, self._traffic = exchange, traffic
+    def __init__(self, exchange: Exchange, traffic: Traffic, buffers: Buffers | None = None, *, void: bool = False) -> None:
+        self._exchange, self._traffic, self._void = exchange, traffic, void
         self._buffers = buffers or Buffers(exchange.device)
         self._slot_bytes = 0
         self._shared = SharedMemory(torch.empty(0, dtype=torch.uint8), [None] * exchange.size, [False] * exchange.size)
         self.failure: BaseException | None = None
-        self.stopped = self.complete = False
+        self.stopped = self.voided = self.complete = False
 
     def attempt(self, work: Callable[[], None]) -> None:
-        """Do some work, unless something has failed; the next round tells the others of a failure."""
+        """Do some work, unless something has failed; the next message tells the others of a failure."""
         if self.failure is None:
             try:
                 work()
             except BaseException as error:
                 self.failure = error
 
-    def run(self, changed: Callable[[], Iterable[str]], finish: Callable[[], None] | None = None) -> None:
+    def run(self, changed: Callable[[], Iterable[str]], *last: Callable[[], None]) -> None:
         """Take part in all rounds.
 
         Parameters
         ----------
         changed
             Names the tensors that have new values on this rank, wholly or in part.
-        finish
-            Called after the last round, before the others are told whether this rank has failed.
+        last
+            Called one after the other after the last round, each once all ranks have done the one before.
 
         Raises
         ------
@@ -152,19 +162,22 @@ class Rounds:
             The process group failed, so that the others may not come to `settle`.
         """
         try:
-            self._run(finish)
+            self._run(last)
         except PeerError as error:
             raise PeerError(f"{error}; on this rank {overwritten_text(sorted(changed()))}", error.ranks) from error
 
-    def _run(self, finish: Callable[[], None] | None) -> None:
+    def _run(self, last: Sequence[Callable[[], None]]) -> None:
         num_rounds = self._traffic.num_rounds
         if not num_rounds:
             return
-        if self._exchange.device.type == "cpu":
-            largest = max(sum(map(_padded, self._sizes(number)[0])) for number in range(num_rounds))
-            self._slot_bytes = -(-largest // PAGE_BYTES) * PAGE_BYTES
-            self._shared = self._buffers.share(self._exchange, NUM_BUFFERS * self._slot_bytes)
-        arrived: _Arriving | None = self._start(0, *self._packed(0))
+        self._share_memory()
+        self.attempt(self._allocate)
+        all_are_ready = self._meet()
+        packed = self._packed(0) if self.failure is None and not self._void else None
+        if not all_are_ready():
+            return
+        assert packed is not None
+        arrived: _Arriving | None = self._start(0, *packed)
         for number in range(num_rounds):
             assert arrived is not None
             following = self._packed(number + 1) if number + 1 < num_rounds else None
@@ -173,16 +186,45 @@ class Rounds:
                 return
             arrived = None if following is None else self._start(number + 1, *following)
             self.attempt(lambda: self._traffic.unpack(number, data, starts))  # noqa: B023
-        if finish is not None:
-            self.attempt(finish)
-        self._await(self._start(num_rounds, *self._packed(num_rounds)))
-        self.complete = not self.stopped
+        for work in last or (lambda: None,):
+            self.attempt(work)
+            if not self._meet()():
+                return
+        self.complete = True
+
+    def _share_memory(self) -> None:
+        if self._exchange.device.type == "cpu":
+            rounds = range(self._traffic.num_rounds)
+            largest = max(sum(map(_padded, self._traffic.sizes(number)[0])) for number in rounds)
+            self._slot_bytes = -(-largest // PAGE_BYTES) * PAGE_BYTES
+            self._shared = self._buffers.share(self._exchange, NUM_BUFFERS * self._slot_bytes)
+
+    def _allocate(self) -> None:
+        """Allocate all messages: once the first is under way, a rank that cannot would leave the others waiting."""
+        for number in range(self._traffic.num_rounds):
+            for which, message in zip((number % 2, 2 + number % 2), self._messages(number), strict=True):
+                self._buffers.get(which, message.num_bytes)
+
+    def _meet(self) -> Callable[[], bool]:
+        """Start a message of heads alone; what is returned waits for it, and tells whether all ranks go on."""
+        nothing = [0] * self._exchange.size
+        message = _Message(nothing, [True] * len(nothing))
+        out, data = (self._buffers.get(which, message.num_bytes) for which in _HEADS)
+        self._put_heads(out, message, nothing)
+        arriving = self._exchange.start(out, message.sizes, data, message.sizes), data, message
+
+        def all_go_on() -> bool:
+            self._await(arriving)
+            return not self.stopped
+
+        return all_go_on
 
     def _await(self, arriving: _Arriving) -> tuple[list[torch.Tensor], list[int]]:
-        """Wait for a message, and see whether one of its senders has failed; returns where the part of each rank lies."""
+        """Wait for a message, and see whether one of its senders stops; returns where the part of each rank lies."""
         wait, data, message = arriving
         wait()
-        self.stopped = bool(data[[head + _FAILED for head in message.heads]].any())
+        reasons = data[[head + _STOP for head in message.heads]].tolist()
+        self.stopped, self.voided = any(reasons), _VOID in reasons
         memories, starts = [data] * len(message.heads), list(message.starts)
         for rank, memory in enumerate(self._shared.read):
             if memory is not None:
@@ -190,33 +232,34 @@ class Rounds:
                 memories[rank], starts[rank] = memory, int(place.view(torch.int64))
         return memories, starts
 
-    def _sizes(self, number: int) -> tuple[Sequence[int], Sequence[int]]:
-        if number < self._traffic.num_rounds:
-            return self._traffic.sizes(number)
-        return ([0] * self._exchange.size,) * 2  # the last message has heads alone
+    def _messages(self, number: int) -> tuple[_Message, _Message]:
+        """Lay out what is sent and what is received in a round."""
+        sent, received = self._traffic.sizes(number)
+        return _Message(sent, self._shared.readers), _Message(received, [memory is not None for memory in self._shared.read])
 
     def _packed(self, number: int) -> tuple[torch.Tensor, _Message]:
         """Pack the message of a round; the heads say whether this rank has failed by now, and where shared parts lie."""
-        sizes, readers = self._sizes(number)[0], self._shared.readers
-        message = _Message(sizes, readers)
+        sizes, message = self._traffic.sizes(number)[0], self._messages(number)[0]
         out = self._buffers.get(number % 2, message.num_bytes)
         memories, starts = [out] * len(sizes), list(message.starts)
         at = number % NUM_BUFFERS * self._slot_bytes
-        for rank, reads in enumerate(readers):
+        for rank, reads in enumerate(self._shared.readers):
             if reads:
                 memories[rank], starts[rank] = self._shared.own, at
                 at += _padded(sizes[rank])
-        if number < self._traffic.num_rounds:
-            self.attempt(lambda: self._traffic.pack(number, memories, starts))
-        heads = torch.zeros(len(sizes), HEAD_BYTES // 8, dtype=torch.int64)
-        heads[:, _PLACE // 8] = torch.tensor(starts)
-        heads.view(torch.uint8)[:, _FAILED] = int(self.failure is not None)
-        for head, data in zip(message.heads, heads.view(torch.uint8), strict=True):
-            out[head : head + HEAD_BYTES] = data
+        self.attempt(lambda: self._traffic.pack(number, memories, starts))
+        self._put_heads(out, message, starts)
         return out, message
 
+    def _put_heads(self, out: torch.Tensor, message: _Message, starts: Sequence[int]) -> None:
+        heads = torch.zeros(len(starts), HEAD_BYTES // 8, dtype=torch.int64)
+        heads[:, _PLACE // 8] = torch.tensor(starts)
+        heads.view(torch.uint8)[:, _STOP] = _VOID if self._void else 0 if self.failure is None else _FAILED
+        for head, data in zip(message.heads, heads.view(torch.uint8), strict=True):
+            out[head : head + HEAD_BYTES] = data
+
     def _start(self, number: int, out: torch.Tensor, sent: _Message) -> _Arriving:
-        received = _Message(self._sizes(number)[1], [memory is not None for memory in self._shared.read])
+        received = self._messages(number)[1]
         data = self._buffers.get(2 + number % 2, received.num_bytes)
         return self._exchange.start(out, sent.sizes, data, received.sizes), data, received
 

@@ -113,9 +113,12 @@ class LiveValues:
     def __init__(self) -> None:
         self._sent = b""
         self._of_rank: list[Any] = []
-        self._known = b""
         self._table: tuple[ValueEntry, ...] = ()
         self._per_rank: Mapping[str, Sequence[bytes]] = {}
+
+    def have_changed(self, values: Sequence[ValueSpec]) -> bool:
+        """Tell whether this rank's values are others than those that all ranks know."""
+        return _packed(values) != self._sent
 
     def share(self, comm: Comm, values: Sequence[ValueSpec], tables: MergedTables | None) -> None:
         """Bring the values of all ranks together. Collective.
@@ -125,9 +128,9 @@ class LiveValues:
         LayoutError
             Ranks disagree about a value.
         """
-        mine = msgpack.packb([[v.name, v.path, int(v.kind), v.data, _link_list(v.link)] for v in values])
+        mine = _packed(values)
         gathered = comm.gather(b"" if mine == self._sent else mine)
-        self._sent = mine
+        self._sent = b""  # until all ranks agree about them
         merged = None
         if gathered is not None:
             self._of_rank = [_values(data) if data else self._of_rank[rank] for rank, data in enumerate(gathered)]
@@ -140,6 +143,7 @@ class LiveValues:
                 ValueEntry(name, path, ValueKind(kind), data, link=None if link is None else StateLink(*link))
                 for name, path, kind, data, link in table
             )
+        self._sent = mine
 
     def _merged(self, tables: MergedTables) -> bytes:
         """Merge the values of all ranks, on rank 0."""
@@ -177,6 +181,11 @@ class LiveValues:
                 assert entry.data is not None
                 out[entry.name] = decode_value(entry.data, name=entry.name)
         return out
+
+
+def _packed(values: Sequence[ValueSpec]) -> bytes:
+    packed: bytes = msgpack.packb([[v.name, v.path, int(v.kind), v.data, _link_list(v.link)] for v in values])
+    return packed
 
 
 def _link_list(link: StateLink | None) -> list[str | None] | None:
