@@ -235,7 +235,8 @@ class _Job:
             open_exchange(self._group, timeout_s=self._timeout_s, device=device) if num_rounds else None
             for device, num_rounds in zip(devices, self._moves.num_rounds, strict=True)
         ]
-        self._buffers = [Buffers(device) for device in devices]
+        first = int.from_bytes(digest128(self._source.catalog.save_id.encode())[:3], "little") << 7
+        self._buffers = [Buffers(device, first) for device in devices]
         self._addresses = _addresses(opened)
         self._first = opened
         return self

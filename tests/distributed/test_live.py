@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 from reshard_ckpt import FlatShard, LocalShard, checkpoint
+from reshard_ckpt.comm import StoreComm
 from reshard_ckpt.core.catalog.specs import Replication
+from reshard_ckpt.engine.common.rounds import Buffers
 from reshard_ckpt.engine.resharding.live import Mover
 from reshard_ckpt.state import capture
 from tests.distributed.cases import Case
@@ -298,6 +301,135 @@ def test_rank_that_fails_in_the_middle_is_the_same_error_on_all(staged: bool):
         assert (error.error, error.message) == ("PeerError", f"{prefix}MemoryError: no room; {after}")
         assert changed is not staged
         assert right
+
+
+def quiet_job() -> list[Any]:
+    """Runs in which nothing changes, or a value, or ranks disagree about one."""
+    rank, opened = dist.get_rank(), []
+    original = StoreComm.open
+
+    def counted(self: StoreComm, *args: Any, **kwargs: Any) -> bool:
+        opened.append(1)
+        return original(self, *args, **kwargs)
+
+    StoreComm.open = counted  # type: ignore[method-assign]
+    whole = position_values((8, 6))
+    src: dict[str, Any] = {"w": LocalShard(whole.chunk(2)[rank].clone(), (8, 6), (4 * rank, 0)), "step": 1}
+    dst: dict[str, Any] = {"w": LocalShard(torch.zeros(8, 3), (8, 6), (0, 3 * rank)), "step": 0}
+    live = checkpoint.LiveReshard(src, dst)
+    answers: list[Any] = []
+
+    def runs(times: int) -> None:
+        for number in range(times):
+            src["w"].tensor.copy_(whole.chunk(2)[rank] + number)
+            answers.append(outcome(live.run))
+            right = torch.equal(dst["w"].tensor, whole[:, 3 * rank : 3 * rank + 3] + number)
+            answers.append((len(opened), right, dst["step"]))
+            opened.clear()
+
+    opened.clear()
+    runs(3)
+    src["step"] = 2
+    runs(2)
+    if rank:
+        src["step"] = 3
+    runs(1)
+    runs(1)  # they still do
+    src["step"] = 3
+    runs(2)
+    return answers
+
+
+def test_sessions_are_opened_only_where_values_have_changed_and_disagreement_is_refused_each_time():
+    by_rank = run_ranks(quiet_job, 2)
+    for answers in by_rank:
+        outcomes, states = answers[::2], answers[1::2]
+        assert [one.error for one in outcomes] == [*[""] * 5, "LayoutError", "LayoutError", "", ""], outcomes
+        assert all("step" in one.message for one in outcomes[5:7])
+        assert [num for num, _, _ in states] == [0, 0, 0, 1, 0, 1, 1, 1, 0]
+        assert [step for _, _, step in states] == [1, 1, 1, 2, 2, 2, 2, 3, 3]
+        # Refused before anything is moved, so what came before is still there: then rows hold the values of another run.
+        assert [right for _, right, _ in states] == [*[True] * 5, False, False, True, True]
+
+
+class Stubborn:
+    """A value with a way in of its own, which may fail."""
+
+    def __init__(self) -> None:
+        self.fails = False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.fails:
+            raise ValueError("not now")
+
+
+def late_job(staged: bool) -> list[Any]:
+    """What fails when values go in, on one rank; buffers that cannot be had, on one rank; then all goes on."""
+    rank = dist.get_rank()
+    whole = position_values((8, 6))
+    stubborn = Stubborn()
+    src = {"w": LocalShard(whole.chunk(2)[rank].clone(), (8, 6), (4 * rank, 0)), "other": Stubborn()}
+    dst = {"w": LocalShard(torch.zeros(8, 3), (8, 6), (0, 3 * rank)), "other": stubborn}
+    live = checkpoint.LiveReshard(src, dst, staged=staged)
+    live.run()
+    stubborn.fails = rank == 1
+    answers: list[Any] = [outcome(live.run)]
+    stubborn.fails = False
+    live.run()
+    dst["w"].tensor.zero_()
+    machines = Machines()
+    machines.of_rank = [0, 1]  # so that bytes travel in messages
+    live, original = checkpoint.LiveReshard(src, dst, staged=staged), Buffers.get
+
+    def get(self: Buffers, which: int, num_bytes: int) -> torch.Tensor:
+        if rank == 0 and which == 2:
+            raise MemoryError("no room")
+        return original(self, which, num_bytes)
+
+    Buffers.get = get  # type: ignore[method-assign]
+    answers.append(outcome(live.run))
+    answers.append(bool(dst["w"].tensor.any()))
+    Buffers.get = original  # type: ignore[method-assign]
+    live.run()
+    return [*answers, torch.equal(dst["w"].tensor, whole[:, 3 * rank : 3 * rank + 3])]
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_what_fails_first_or_last_on_one_rank_is_the_same_error_on_all(staged: bool):
+    for rank, (late, early, changed, right) in enumerate(run_ranks(late_job, 2, staged)):
+        prefix = "" if rank == 1 else "rank 1: "
+        assert late.error == "MismatchError"
+        assert late.message.startswith(f"{prefix}other: "), late
+        assert "load_state_dict refused the loaded state: not now" in late.message
+        assert late.message.endswith("; already overwritten, wholly or in part: w")
+        prefix = "" if rank == 0 else "rank 0: "
+        assert (early.error, early.message) == ("PeerError", f"{prefix}MemoryError: no room; no tensor was changed")
+        assert not changed
+        assert right
+
+
+def crossed_job(folder: str) -> list[Any]:
+    """Rank 1 saves where rank 0 runs a kept reshard; later its process group is out of step, and nothing wrong is moved."""
+    rank = dist.get_rank()
+    src = {"w": LocalShard(position_values((8, 6)).chunk(2)[rank].clone(), (8, 6), (4 * rank, 0))}
+    dst = {"w": LocalShard(torch.zeros(8, 3), (8, 6), (0, 3 * rank))}
+    live = checkpoint.LiveReshard(src, dst, timeout_s=60)
+    live.run()
+    dst["w"].tensor.zero_()
+    answers: list[Any] = [outcome(lambda: checkpoint.save(folder, src, timeout_s=60) if rank else live.run())]
+    checkpoint.save(folder, src, timeout_s=60)  # which needs no collective
+    return [*answers, outcome(lambda: live.run() and None), bool(dst["w"].tensor.any())]
+
+
+def test_ranks_that_call_different_things_are_told_soon_and_nothing_wrong_is_moved_later(tmp_path: Path):
+    for crossed, later, changed in run_ranks(crossed_job, 2, str(tmp_path / "x")):
+        assert crossed.error == "PeerError"
+        assert "rank 0: reshard_live ''; rank 1: save" in crossed.message
+        assert later.error == "PeerError"
+        assert not changed
 
 
 def refusals_job() -> list[Any]:

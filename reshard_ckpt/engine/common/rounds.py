@@ -30,8 +30,8 @@ from .host_memory import allocate
 HEAD_BYTES = 16
 """The head of each part; a multiple of every size of an element, so that parts are aligned for all of them."""
 
-_STOP, _PLACE = 0, 8
-"""Where in a head is said whether its sender stops, and where in the sender's shared memory the part begins."""
+# A head is two integers: a byte that says whether its sender stops, and the number of the message; then where in the sender's
+# shared memory the part begins.
 
 _FAILED, _VOID = 1, 2
 """Why a sender stops: it has failed, or it asks all to begin again later."""
@@ -68,10 +68,16 @@ class Traffic(Protocol):
 
 
 class Buffers:
-    """The memory of messages, kept from exchange to exchange; it grows to the largest."""
+    """The memory of messages, kept from exchange to exchange; it grows to the largest.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    Parameters
+    ----------
+    first
+        The number of the first message, below 2³¹, the same on all ranks: for others' messages it should be another.
+    """
+
+    def __init__(self, device: torch.device, first: int = 0) -> None:
+        self._device, self._number = device, first
         self._buffers: dict[int, torch.Tensor] = {}
         self._shared: SharedMemory | None = None
 
@@ -86,6 +92,11 @@ class Buffers:
                 buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
             self._buffers[which] = buffer
         return buffer[:num_bytes]
+
+    def numbers(self, count: int) -> int:
+        """Return the first of as many numbers for messages, which are used up."""
+        self._number += count
+        return self._number - count
 
     def share(self, exchange: Exchange, num_bytes: int) -> SharedMemory:
         """Share memory with the ranks of this machine, the first time; collective then."""
@@ -133,7 +144,7 @@ class Rounds:
     def __init__(self, exchange: Exchange, traffic: Traffic, buffers: Buffers | None = None, *, void: bool = False) -> None:
         self._exchange, self._traffic, self._void = exchange, traffic, void
         self._buffers = buffers or Buffers(exchange.device)
-        self._slot_bytes = 0
+        self._slot_bytes = self._first = 0
         self._shared = SharedMemory(torch.empty(0, dtype=torch.uint8), [None] * exchange.size, [False] * exchange.size)
         self.failure: BaseException | None = None
         self.stopped = self.voided = self.complete = False
@@ -172,7 +183,9 @@ class Rounds:
             return
         self._share_memory()
         self.attempt(self._allocate)
-        all_are_ready = self._meet()
+        last = last or (lambda: None,)
+        self._first = self._buffers.numbers(num_rounds + 1 + len(last))
+        all_are_ready = self._meet(-1)
         packed = self._packed(0) if self.failure is None and not self._void else None
         if not all_are_ready():
             return
@@ -181,14 +194,14 @@ class Rounds:
         for number in range(num_rounds):
             assert arrived is not None
             following = self._packed(number + 1) if number + 1 < num_rounds else None
-            data, starts = self._await(arrived)
+            data, starts = self._await(number, arrived)
             if self.stopped:
                 return
             arrived = None if following is None else self._start(number + 1, *following)
             self.attempt(lambda: self._traffic.unpack(number, data, starts))  # noqa: B023
-        for work in last or (lambda: None,):
+        for number, work in enumerate(last, num_rounds):
             self.attempt(work)
-            if not self._meet()():
+            if not self._meet(number)():
                 return
         self.complete = True
 
@@ -205,31 +218,36 @@ class Rounds:
             for which, message in zip((number % 2, 2 + number % 2), self._messages(number), strict=True):
                 self._buffers.get(which, message.num_bytes)
 
-    def _meet(self) -> Callable[[], bool]:
+    def _meet(self, number: int) -> Callable[[], bool]:
         """Start a message of heads alone; what is returned waits for it, and tells whether all ranks go on."""
         nothing = [0] * self._exchange.size
         message = _Message(nothing, [True] * len(nothing))
         out, data = (self._buffers.get(which, message.num_bytes) for which in _HEADS)
-        self._put_heads(out, message, nothing)
+        self._put_heads(number, out, message, nothing)
         arriving = self._exchange.start(out, message.sizes, data, message.sizes), data, message
 
         def all_go_on() -> bool:
-            self._await(arriving)
+            self._await(number, arriving)
             return not self.stopped
 
         return all_go_on
 
-    def _await(self, arriving: _Arriving) -> tuple[list[torch.Tensor], list[int]]:
+    def _await(self, number: int, arriving: _Arriving) -> tuple[list[torch.Tensor], list[int]]:
         """Wait for a message, and see whether one of its senders stops; returns where the part of each rank lies."""
         wait, data, message = arriving
         wait()
-        reasons = data[[head + _STOP for head in message.heads]].tolist()
+        at = (torch.tensor(message.heads)[:, None] + torch.arange(HEAD_BYTES)).to(data.device)
+        first, places = data[at].cpu().view(torch.int64).T.tolist()
+        if any(word >> 8 != self._first + 1 + number for word in first):
+            raise PeerError(
+                "the ranks are out of step in their process group: one has left a call out, or failed in one; end the job"
+            )
+        reasons = [word & 0xFF for word in first]
         self.stopped, self.voided = any(reasons), _VOID in reasons
         memories, starts = [data] * len(message.heads), list(message.starts)
         for rank, memory in enumerate(self._shared.read):
             if memory is not None:
-                place = data[message.heads[rank] + _PLACE : message.heads[rank] + HEAD_BYTES]
-                memories[rank], starts[rank] = memory, int(place.view(torch.int64))
+                memories[rank], starts[rank] = memory, places[rank]
         return memories, starts
 
     def _messages(self, number: int) -> tuple[_Message, _Message]:
@@ -248,14 +266,14 @@ class Rounds:
                 memories[rank], starts[rank] = self._shared.own, at
                 at += _padded(sizes[rank])
         self.attempt(lambda: self._traffic.pack(number, memories, starts))
-        self._put_heads(out, message, starts)
+        self._put_heads(number, out, message, starts)
         return out, message
 
-    def _put_heads(self, out: torch.Tensor, message: _Message, starts: Sequence[int]) -> None:
-        heads = torch.zeros(len(starts), HEAD_BYTES // 8, dtype=torch.int64)
-        heads[:, _PLACE // 8] = torch.tensor(starts)
-        heads.view(torch.uint8)[:, _STOP] = _VOID if self._void else 0 if self.failure is None else _FAILED
-        for head, data in zip(message.heads, heads.view(torch.uint8), strict=True):
+    def _put_heads(self, number: int, out: torch.Tensor, message: _Message, starts: Sequence[int]) -> None:
+        stops = _VOID if self._void else 0 if self.failure is None else _FAILED
+        word = (self._first + 1 + number) << 8 | stops
+        heads = torch.tensor([[word, start] for start in starts]).view(torch.uint8)
+        for head, data in zip(message.heads, heads, strict=True):
             out[head : head + HEAD_BYTES] = data
 
     def _start(self, number: int, out: torch.Tensor, sent: _Message) -> _Arriving:
