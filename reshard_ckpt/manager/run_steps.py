@@ -26,8 +26,11 @@ class RunSteps:
         return self._stored.path(checked_step(step))
 
     def steps(self) -> list[int]:
-        """List the steps that are committed, in order; with ``memory=``, also those that this node has in memory."""
-        stored = self._stored.steps()
+        """List the steps that are committed, in order; with ``memory=``, also those that this node has in memory.
+
+        With ``memory=``, steps beyond one that the run went back to do not count any more, here as for `load_latest`.
+        """
+        stored = self._stored.counted()
         return stored if self._memory is None else sorted({*stored, *self._memory.steps()})
 
     def catalog(self, step: int) -> Catalog | None:

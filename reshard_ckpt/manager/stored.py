@@ -60,6 +60,10 @@ class StoredSteps:
         """List the steps that are committed, in order."""
         return find_steps(self._storage)[0]
 
+    def counted(self) -> list[int]:
+        """List the steps that are committed and count, in order."""
+        return [step for step in self.steps() if self._counts(step)]
+
     def newest_except(self, passed: Iterable[int]) -> int:
         """Find the newest step that counts, without some; −1 where there is none."""
         left = sorted({*self.steps()} - {*passed}, reverse=True)

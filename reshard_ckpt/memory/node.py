@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import secrets
@@ -28,6 +29,8 @@ from ..format.checksums import digest128
 FOLDER = "/dev/shm"
 SLOT_SUFFIX, GENERATION_SUFFIX = ".slot", ".gen"
 _RUN = re.compile(r"[0-9a-f]{32}")
+_ALIVE = "alive"
+"""Of a run's folder, the file that its processes hold locked."""
 RESERVE_SHARE = 0.05
 """Of the memory that is free by the cgroup's count: what is left for others."""
 
@@ -80,6 +83,28 @@ def run_folder(folder: str, root: str) -> Path:
     if not note.exists():
         write_atomically(note, root.encode())
     return path
+
+
+def enter_run(folder: Path) -> int:
+    """Say that a process of the run is there, until the descriptor that is returned is closed, or the process ends."""
+    fd = os.open(folder / _ALIVE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    fcntl.flock(fd, fcntl.LOCK_SH)
+    return fd
+
+
+def is_entered(folder: Path) -> bool:
+    """Tell whether a process of the run is there."""
+    try:
+        fd = os.open(folder / _ALIVE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
 
 
 def node_id(folder: str) -> str:

@@ -13,7 +13,7 @@ from ..format.keys import step_name
 from ..storage import Storage, open_storage, resolved_path
 from .generations import Generation, NodeImages, find_generations
 from .lineage import LINEAGE_KEY, read_lineage
-from .node import FOLDER, SLOT_SUFFIX, node_id, remove_run, run_path, runs
+from .node import FOLDER, SLOT_SUFFIX, is_entered, node_id, remove_run, run_path, runs
 from .persist import absent_files, is_persisted, publish, write_files
 from .slots import Slot
 
@@ -106,7 +106,9 @@ def _files_here(path: Path, generation: Generation) -> list[str]:
 
 
 def is_alive(path: Path) -> bool:
-    """Whether a process has a slot of a run locked."""
+    """Whether a process of a run is there, or has a slot locked, as an earlier release of this package does."""
+    if is_entered(path):
+        return True
     for slot in path.glob(f"*{SLOT_SUFFIX}"):
         try:
             Slot(str(slot)).close()

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from ..errors import CorruptError, StorageError
 from .generations import drop_generations, find_generations
-from .node import SLOT_SUFFIX, free_bytes
+from .node import SLOT_SUFFIX, enter_run, free_bytes
 from .options import Memory
 from .slots import NoRoom, Slot, slot_bytes
 
@@ -55,6 +55,7 @@ class SlotPool:
 
     def __init__(self, options: Memory, folder: Path) -> None:
         self._options, self._folder = options, folder
+        self._entered = enter_run(folder)
         self.run = ""
         self.generations, self.short = options.generations, ""
         self._given_up: set[str] = set()
@@ -240,6 +241,9 @@ class SlotPool:
         """Let go of the slots, which stay in memory with what they hold; those that hold nothing go."""
         for held in self._all():
             held.slot.close(remove=not held.save_id)
+        if self._entered >= 0:
+            os.close(self._entered)
+        self._entered = -1
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """A training job that saves every step, is killed, and goes on: a script for ``torchrun --max-restarts``.
 
-Each attempt prints where it begins, and what is committed, in brackets: what others print may stand on the same line. Workers are
-killed by themselves, in the middle of a save, each time once: a file says that it has happened.
+Each attempt notes in the file ``said`` where it begins, and what is committed. Workers are killed by themselves, in the middle of
+a save, each time once: a file says that it has happened. So is a whole node: the agent of this worker, whose process is named in
+``AGENT``, and the worker.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from reshard_ckpt.storage.local import LocalWriter
 
 ROWS = 8
 ALONE_S = 900
+"""After which a job ends that its test has left behind."""
 
 
 def expected(step: int) -> torch.Tensor:
@@ -43,16 +45,24 @@ def once(mark: Path) -> bool:
     return True
 
 
-def die_while_writing() -> None:
-    """Let this process be killed in the middle of its next shard file."""
+def die_while_writing(agent: int | None = None) -> None:
+    """Let this process be killed in the middle of its next shard file; before it, its agent."""
 
     def die(writer: Any) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
+        for process in filter(None, (agent, os.getpid())):
+            os.kill(process, signal.SIGKILL)
 
     LocalWriter.finish = die  # type: ignore[method-assign]
 
 
-def main(folder: str, num_steps: int, kills: dict[int, int], num_ranks: int) -> None:
+def say(root: Path, line: str) -> None:
+    """Note a line in one write, so that it is whole whoever else writes."""
+    fd = os.open(root / "said", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.write(fd, f"{line}\n".encode())
+    os.close(fd)
+
+
+def main(folder: str, num_steps: int, kills: dict[int, int], num_ranks: int, leaves: int) -> None:
     """Train for some steps more than the last attempt that was not killed.
 
     Parameters
@@ -60,7 +70,9 @@ def main(folder: str, num_steps: int, kills: dict[int, int], num_ranks: int) -> 
     kills
         At which steps which ranks are killed, once each.
     num_ranks
-        A job of fewer ranks goes on, and counts no step: until more have joined, which restarts it, or for `ALONE_S`.
+        A job of another size counts no step, and goes on until others have joined, which restarts it; or until a node has left.
+    leaves
+        At which step the node leaves that is told to; 0 for none.
     """
     root = Path(folder)
     dist.init_process_group("gloo")
@@ -72,21 +84,23 @@ def main(folder: str, num_steps: int, kills: dict[int, int], num_ranks: int) -> 
         assert step == (0 if loaded is None else loaded.step)
         assert torch.equal(state["w"].tensor, share(rank, size, step).tensor)
         if rank == 0:
-            print(f"<begins after {counted} on {size}>", flush=True)
+            say(root, f"begins after {counted} on {size}")
         give_up_at = time.monotonic() + ALONE_S
         while counted < num_steps:
             assert time.monotonic() < give_up_at, "nobody joined"
-            step, counted = step + 1, counted + (size == num_ranks)
+            step, counted = step + 1, counted + (size == num_ranks or (root / "left").exists())
             if rank == kills.get(counted) and once(root / f"killed-{counted}"):
                 die_while_writing()
+            if counted == leaves and "AGENT" in os.environ and once(root / "left"):
+                die_while_writing(int(os.environ["AGENT"]))
             manager.async_save(step, {"w": share(rank, size, step), "step": step, "counted": counted}).result()
             if rank == 0:
-                print(f"<saved {counted} on {size}>", flush=True)
+                say(root, f"saved {counted} on {size}")
     dist.destroy_process_group()
     if rank == 0:
-        print("<done>", flush=True)
+        say(root, "done")
 
 
 if __name__ == "__main__":
     pairs = (pair.split(":") for pair in sys.argv[3].split(","))
-    main(sys.argv[1], int(sys.argv[2]), {int(step): int(rank) for step, rank in pairs}, int(sys.argv[4]))
+    main(sys.argv[1], int(sys.argv[2]), {int(step): int(rank) for step, rank in pairs}, *map(int, sys.argv[4:6]))

@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import subprocess
-from contextlib import suppress
+import time
 from pathlib import Path
 
 import pytest
@@ -21,28 +21,42 @@ from tests.warm_python import warm_python
 RAW = re.compile(r"(UnicodeDecodeError|AssertionError|JSONDecodeError|struct\.error|KeyError|DistNetworkError: .*\n\n)\b")
 """Of errors in the output: what would be one of ours that has no name, or nothing above it that has."""
 
+HANGS_S = 600
+"""After which a job counts as one that hangs."""
 
-def torchrun(*args: str) -> subprocess.Popen[str]:
-    """Start the command as a user does where workers may be restarted."""
+
+def torchrun(output: Path, *args: str, leaves: bool = False) -> subprocess.Popen[bytes]:
+    """Start the command as a user does where workers may be restarted; the node that leaves has its process in ``AGENT``."""
     env = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [warm_python(), "-m", "torch.distributed.run", "--max-restarts=3", "--monitor-interval=0.1", *args]
-    return subprocess.Popen(
-        command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-    )
+    with output.open("wb") as stream:  # a file, which nobody needs to read for the job to go on
+        return subprocess.Popen(
+            ["sh", "-c", f'{"AGENT=$$ " if leaves else ""}exec "$@"', "sh", *command],
+            cwd=ROOT,
+            env=env,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
 
-def kill(*jobs: subprocess.Popen[str]) -> None:
+def kill(*jobs: subprocess.Popen[bytes]) -> None:
     for job in jobs:
         if job.poll() is None:
             os.killpg(job.pid, signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired):  # a rank has a session of its own, and may hold the output open
-            job.communicate(timeout=10)
+        job.wait()
 
 
-def said(output: str) -> list[str]:
-    """Return what the job itself printed."""
-    return re.findall(r"<((?:begins after|saved) \d+ on \d+|done)>", output)
+def said(folder: Path) -> list[str]:
+    """Return what the job has noted, of all its attempts."""
+    path = folder / "said"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def counted(folder: Path) -> list[str]:
+    """Return what was noted by attempts that count: not by one of a single node before another has joined."""
+    return [line for line in said(folder) if not re.fullmatch(r"(begins after|saved) \d+ on 1", line)]
 
 
 def check(folder: Path, output: str, size: int) -> None:
@@ -56,13 +70,16 @@ def check(folder: Path, output: str, size: int) -> None:
 @pytest.mark.slow
 def test_a_job_whose_workers_are_killed_twice_goes_on_twice(tmp_path: Path) -> None:
     """First rank 1, then rank 0, whose process holds the store of the sessions."""
-    job = torchrun("--standalone", "--nproc-per-node=2", restarts.__file__, str(tmp_path), "6", "3:1,5:0", "2")
+    job = torchrun(
+        tmp_path / "out", "--standalone", "--nproc-per-node=2", restarts.__file__, str(tmp_path), "6", "3:1,5:0", "2", "0"
+    )
     try:
-        output = job.communicate(timeout=900)[0]
+        code = job.wait(HANGS_S)
     finally:
         kill(job)
-    assert job.returncode == 0, output
-    assert said(output) == [
+    output = (tmp_path / "out").read_text()
+    assert code == 0, output
+    assert said(tmp_path) == [
         *("begins after 0 on 2", "saved 1 on 2", "saved 2 on 2"),
         *("begins after 2 on 2", "saved 3 on 2", "saved 4 on 2"),
         *("begins after 4 on 2", "saved 5 on 2", "saved 6 on 2", "done"),
@@ -71,30 +88,46 @@ def test_a_job_whose_workers_are_killed_twice_goes_on_twice(tmp_path: Path) -> N
     check(tmp_path, output, 2)
 
 
-@pytest.mark.slow
-def test_a_job_that_a_node_joins_goes_on_and_on_again_after_a_kill(tmp_path: Path) -> None:
+def two_nodes(folder: Path, steps: int, kills: str, leaves: int) -> tuple[list[int], str]:
+    """Run a job that a second node joins once the first has saved; returns the exit codes and all output."""
     args = (
         *("--nnodes=1:2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"),
-        *("--rdzv-id=restarts", "--rdzv-conf=last_call_timeout=3", restarts.__file__, str(tmp_path), "4", "3:1", "2"),
+        *("--rdzv-id=restarts", "--rdzv-conf=last_call_timeout=3,keep_alive_interval=2,keep_alive_max_attempt=10"),
+        *(restarts.__file__, str(folder), str(steps), kills, "2", str(leaves)),
     )
-    first = torchrun(*args)
-    jobs, lines = [first], []
+    first, second = folder / "first", folder / "second"
+    jobs = [torchrun(first, "--local-addr=127.0.0.1", *args)]
     try:
-        assert first.stdout is not None
-        for line in first.stdout:
-            lines.append(line)
-            if "<saved 0 on 1>" in line and len(jobs) == 1:
-                jobs.append(torchrun(*args))
-        outputs = ["".join(lines), jobs[1].communicate(timeout=900)[0] if len(jobs) > 1 else ""]
-        codes = [job.wait(900) for job in jobs]
+        while "saved 0 on 1" not in said(folder):
+            assert jobs[0].poll() is None, first.read_text()
+            time.sleep(0.1)
+        jobs.append(torchrun(second, "--local-addr=127.0.0.1", *args, leaves=True))
+        codes = [job.wait(HANGS_S) for job in jobs]
     finally:
         kill(*jobs)
-    output = "".join(outputs)
+    return codes, first.read_text() + second.read_text()
+
+
+@pytest.mark.slow
+def test_a_job_that_a_node_joins_goes_on_and_on_again_after_a_kill(tmp_path: Path) -> None:
+    codes, output = two_nodes(tmp_path, 4, "3:1", 0)
     assert codes == [0, 0], output
-    told = [line for line in said(output) if line != "saved 0 on 1"]
-    assert told[0] == "begins after 0 on 1"
-    assert told[1:] == [
+    assert said(tmp_path)[0] == "begins after 0 on 1"
+    assert counted(tmp_path) == [
         *("begins after 0 on 2", "saved 1 on 2", "saved 2 on 2"),
         *("begins after 2 on 2", "saved 3 on 2", "saved 4 on 2", "done"),
     ]
     check(tmp_path, output, 2)
+
+
+@pytest.mark.slow
+def test_a_job_that_has_been_restarted_goes_on_with_fewer_nodes(tmp_path: Path) -> None:
+    """First a worker is killed, then a node; its worker and its agent, in the middle of a save."""
+    codes, output = two_nodes(tmp_path, 7, "3:1", 5)
+    assert sorted(codes) == [-signal.SIGKILL, 0], output
+    assert counted(tmp_path) == [
+        *("begins after 0 on 2", "saved 1 on 2", "saved 2 on 2"),
+        *("begins after 2 on 2", "saved 3 on 2", "saved 4 on 2", "done"),
+    ]
+    assert said(tmp_path)[-5:] == ["begins after 4 on 1", "saved 5 on 1", "saved 6 on 1", "saved 7 on 1", "done"]
+    check(tmp_path, output, 1)

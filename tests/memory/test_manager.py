@@ -165,9 +165,12 @@ def test_in_the_store_too_what_is_beyond_the_step_that_was_loaded_no_longer_coun
     with Manager(tmp_path, memory=memory) as manager:
         for step in (1, 2, 3):
             manager.save(step, state(step))
+        assert (manager.steps(), manager.latest()) == ([1, 2, 3], 3)
         manager.load(1, state(0))
+        assert (manager.steps(), manager.latest()) == ([1], 1)
         assert loaded(manager) == (1, "store")
         manager.async_save(2, state(2)).result()
+        assert manager.steps() == [1, 2]
         assert loaded(manager) == (2, "memory")
 
 
@@ -564,6 +567,10 @@ def test_the_commands_list_persist_and_drop(tmp_path: Path, memory: Memory, shm:
     manager = Manager(root, memory=memory, persist_every=1000)
     for step in (1, 2, 3):
         manager.async_save(step, state(step)).result()
+    refused = run("memory", "drop", root, "--folder", shm)
+    assert (refused.code, "is alive" in refused.err) == (2, True)
+    killed(manager)
+    manager = Manager(root, memory=memory)  # it has saved nothing yet, and will load what is there
     refused = run("memory", "drop", root, "--folder", shm)
     assert (refused.code, "is alive" in refused.err) == (2, True)
     killed(manager)
