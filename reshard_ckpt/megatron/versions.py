@@ -28,7 +28,7 @@ def _judge(version: str) -> None:
     if (release is None or not FIRST <= release <= LAST) and group_of(None).rank == 0:
         tested = " to ".join(".".join(map(str, one)) for one in (FIRST, LAST))
         warnings.warn(
-            f"megatron-core {version}: the calls of reshard_ckpt.megatron have been run with {tested} only; load a checkpoint into "
-            "a job of another layout once, and compare, before relying on it",
+            f"megatron-core {version}: the calls of reshard_ckpt.megatron have been run with {tested} only; load a checkpoint "
+            "into a job of another layout once, and compare, before relying on it",
             stacklevel=4,
         )
