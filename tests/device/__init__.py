@@ -119,7 +119,8 @@ def hold_stream() -> Callable[[], bool]:
 
 
 def hold_link() -> Callable[[], bool]:
-    """Hold all copies between host and devices, likewise."""
+    """Hold all copies between host and devices, likewise; but those that are queued already."""
+    torch.accelerator.synchronize()
     torch.ops.simulated.hold_link()
     return lambda: bool(torch.ops.simulated.open_gate(0))
 
