@@ -179,7 +179,8 @@ def _become(request: dict[str, Any], streams: list[int]) -> None:
         usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
         signal.signal(number, signal.SIG_IGN if number in request["ignored"] else usual)
     if WHOLE_END not in os.environ:
-        _shared[:] = [name for name in sys.modules if name.partition(".")[0] not in sys.stdlib_module_names]
+        known = {*sys.stdlib_module_names, "__main__"}
+        _shared[:] = [name for name in sys.modules if name.partition(".")[0] not in known]
     code = 0
     try:
         _run_program(request["argv"])
@@ -202,6 +203,7 @@ def _leave_shared() -> None:
     if _shared:
         kept = [sys.modules.pop(name, None) for name in _shared]
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+        sys.__stdout__.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # nobody flushes what is kept
         libc = ctypes.CDLL(None)
         libc.fflush(None)
         if hasattr(libc, "on_exit"):
