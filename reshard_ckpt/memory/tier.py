@@ -27,7 +27,8 @@ from numpy.typing import NDArray
 from ..comm.links import Links
 from ..comm.protocol import Comm
 from ..core.report import SaveReport
-from ..engine.saving.async_save import wants_pinned
+from ..engine.common.lanes import on_device
+from ..engine.saving.async_save import device_to_pin_for
 from ..engine.saving.commit import catalog_of, compare_replicas, file_entries
 from ..engine.saving.messages import Receipt, WrittenFile, decode_receipt, encode_receipt
 from ..engine.saving.options import SaveJob
@@ -307,8 +308,10 @@ class MemoryTarget:
     def take_ring(self, job: SaveJob, layouts: Sequence[FileLayout]) -> torch.Tensor:
         """Return the slot's memory, pinned for what lies on a device: staging fills the images in place."""
         slot = self._taken[self._tier.rank].slot
-        if wants_pinned(job.local_shards):
-            slot.pin()
+        device = device_to_pin_for(job.local_shards)
+        if device is not None:
+            with on_device(device):
+                slot.pin()
         return slot.region()[: ring_bytes(layouts)]
 
     def finish(self, job: SaveJob, layouts: Sequence[FileLayout], staging: Staging, marks: NDArray[np.uint64]) -> SaveReport:

@@ -5,6 +5,7 @@ The library is kept outside of the tree, under a name made of its source, the ve
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import os
@@ -16,7 +17,7 @@ import tempfile
 import threading
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,8 +120,7 @@ def hold_stream() -> Callable[[], bool]:
 
 
 def hold_link() -> Callable[[], bool]:
-    """Hold all copies between host and devices, likewise; but those that are queued already."""
-    torch.accelerator.synchronize()
+    """Hold all copies between host and devices, likewise; those that are queued by now come to their end first."""
     torch.ops.simulated.hold_link()
     return lambda: bool(torch.ops.simulated.open_gate(0))
 
@@ -171,12 +171,20 @@ def _module() -> Any:
     def set_device(device: Any) -> None:
         ops.set_device(device if isinstance(device, int) else torch.device(device).index)
 
+    @contextlib.contextmanager
+    def on_device(index: int) -> Iterator[None]:
+        before = ops.current_device()
+        set_device(index)
+        yield
+        ops.go_back(before)
+
     functions: dict[str, Any] = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "device_count": lambda: 2,
         "current_device": lambda: ops.current_device(),
         "set_device": set_device,
+        "device": on_device,
         "synchronize": lambda device=None: ops.synchronize(),
         "manual_seed_all": lambda seed: None,
         "_is_in_bad_fork": lambda: False,

@@ -6,8 +6,10 @@
 //    memory that is freed or reused too early is overwritten, as on a real device.
 // 3. Memory is cached by stream and size, and never given back; `record_stream` keeps it from being reused.
 // 4. A link joins the host and the devices. What it copies, and every wait of the host, is counted.
-// 5. A gate holds a stream, or the link, until the test opens it: so tests need no sleeps. One that nobody opens opens by itself
-//    after a minute, and says so.
+// 5. A gate holds a stream, or the link, until the test opens it: so tests need no sleeps. One that nobody opens, as what would is
+//    waiting, opens by itself after five minutes, and says so.
+// 6. To make a device current is counted where CUDA would make a context there. CUDA's events switch to their device and back, and
+//    so do they when they are destroyed; a guard of torch goes back without making one.
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -68,9 +70,13 @@ struct Gate {
   std::condition_variable changed;
   bool open = true, forced = false;
 
+  static std::chrono::seconds patience() {
+    const char* given = getenv("SIMULATED_PATIENCE_S");
+    return std::chrono::seconds(given ? atoi(given) : 300);
+  }
   void pass() {
     Lock lock(mutex);
-    if (!changed.wait_for(lock, std::chrono::seconds(60), [&] { return open; })) open = forced = true;
+    if (!changed.wait_for(lock, patience(), [&] { return open; })) open = forced = true;
   }
   void set(bool to) {
     Lock lock(mutex);
@@ -158,12 +164,26 @@ void synchronize(Queue& queue, uint64_t ticket) {
   queue.wait(ticket);
 }
 
-void set_device(DeviceIndex device) {
-  TORCH_CHECK(device >= 0 && device < kDevices, "no simulated device ", int(device));
-  current_device = device;
+void use_device(DeviceIndex device) {
   Lock lock(mutex);
   devices_set.insert({gettid(), device});
 }
+
+void set_device(DeviceIndex device) {
+  TORCH_CHECK(device >= 0 && device < kDevices, "no simulated device ", int(device));
+  current_device = device;
+  use_device(device);
+}
+
+void switch_device(DeviceIndex device) {
+  if (device != current_device) set_device(device);
+}
+
+struct Switched {  // to a device, and back, as CUDA's events do
+  DeviceIndex before = current_device;
+  explicit Switched(DeviceIndex device) { switch_device(device); }
+  ~Switched() { switch_device(before); }
+};
 
 // ---- memory ----
 
@@ -302,14 +322,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kType; }
   Device exchangeDevice(Device to) const override {
     Device before = getDevice();
-    if (to.index() != before.index()) set_device(to.index());
+    switch_device(to.index());
     return before;
   }
   Device getDevice() const override { return {kType, current_device}; }
-  void setDevice(Device to) const override { set_device(to.index()); }
-  void uncheckedSetDevice(Device to) const noexcept override {
-    if (to.index() != current_device) set_device(to.index());
-  }
+  void setDevice(Device to) const override { switch_device(to.index()); }
+  void uncheckedSetDevice(Device to) const noexcept override { current_device = to.index(); }
   c10::Stream getStream(Device d) const override { return stream_of(index_of(d), current_stream[index_of(d)]); }
   c10::Stream getDefaultStream(Device d) const override { return stream_of(index_of(d), 0); }
   c10::Stream getNewStream(Device d, int) const override {
@@ -325,14 +343,20 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     current_stream[to.device_index()] = to.id();
     return before;
   }
-  void destroyEvent(void* event, const DeviceIndex) const noexcept override { delete (Event*)event; }
+  void destroyEvent(void* event, const DeviceIndex device) const noexcept override {
+    if (!event) return;
+    Switched switched(device);
+    delete (Event*)event;
+  }
   void record(void** event, const c10::Stream& stream, const DeviceIndex, const c10::EventFlag) const override {
+    Switched switched(stream.device_index());
     if (!*event) *event = new Event;
     auto& queue = queue_of(stream.device_index(), stream.id());
     *(Event*)*event = {&queue, queue.last()};
   }
   void block(void* event, const c10::Stream& stream) const override {
     if (!event) return;
+    Switched switched(stream.device_index());
     count(WAITS);
     Event at = *(Event*)event;
     auto& queue = queue_of(stream.device_index(), stream.id());
@@ -355,6 +379,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (event) synchronize(*((Event*)event)->queue, ((Event*)event)->ticket);
   }
   void synchronizeDevice(const DeviceIndex device) const override {
+    Switched switched(device);
     for (size_t id = 0; id < queues[device].size(); id++) synchronize(queues[device][id], queues[device][id].last());
   }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
@@ -373,7 +398,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {  // older releases lack som
   void setCurrentDevice(DeviceIndex device) const { set_device(device); }
   DeviceIndex getCurrentDevice() const { return current_device; }
   DeviceIndex exchangeDevice(DeviceIndex device) const { return Guard().exchangeDevice({kType, device}).index(); }
-  DeviceIndex maybeExchangeDevice(DeviceIndex device) const { return exchangeDevice(device); }
+  DeviceIndex maybeExchangeDevice(DeviceIndex device) const { return std::exchange(current_device, device); }
   bool isPinnedPtr(const void* data) const { return is_pinned(data); }
   at::Allocator* getPinnedMemoryAllocator() const { return &pinned_allocator; }
   Device getDeviceFromPtr(void*) const { return {kType, current_device}; }
@@ -687,24 +712,31 @@ TORCH_LIBRARY(simulated, m) {
     link_bytes_per_s = rate;
   });
   m.def("hold_stream() -> int", &hold_stream);
-  m.def("hold_link() -> ()", [] { gates[0]->set(false); });
+  m.def("hold_link() -> ()", [] {
+    for (auto& of_device : queues)  // what was queued before is not held
+      for (size_t id = 0; id < of_device.size(); id++) of_device[id].wait(of_device[id].last());
+    gates[0]->set(false);
+  });
   m.def("open_gate(int gate) -> bool", [](int64_t number) {  // whether it was still closed
     auto gate = gates.at(number);
     gate->set(true);
     return !std::exchange(gate->forced, false);
   });
   m.def("pin(int address, int size) -> ()", [](int64_t address, int64_t size) {
+    use_device(current_device);
     Lock lock(mutex);
     pinned[(char*)address] = size;
     counters[PINNED] += size;
   });
   m.def("unpin(int address) -> ()", [](int64_t address) {
+    use_device(current_device);
     Lock lock(mutex);
     counters[PINNED] -= pinned.at((char*)address);
     pinned.erase((char*)address);
   });
   m.def("current_device() -> int", [] { return int64_t(current_device); });
   m.def("set_device(int device) -> ()", [](int64_t device) { set_device(DeviceIndex(device)); });
+  m.def("go_back(int device) -> ()", [](int64_t device) { current_device = DeviceIndex(device); });
   m.def("synchronize() -> ()", [] { Guard().synchronizeDevice(current_device); });
 }
 

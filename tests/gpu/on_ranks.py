@@ -8,6 +8,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -42,7 +43,7 @@ def tensors(*, filled: bool) -> dict[str, DTensor]:
 def dtensors(path: Path) -> tuple[list[str], set[int]]:
     """Save and load DTensors; the names of those that are wrong, and the devices that this rank's threads made current."""
     on_own_device()
-    checkpoint.async_save(path, {"s": tensors(filled=True)}, staging="lazy", hold="caller").result(60)
+    checkpoint.async_save(path, {"s": tensors(filled=True)}, staging="lazy", hold="caller").result(600)
     target = tensors(filled=False)
     checkpoint.load(path, {"s": target})
     expected = tensors(filled=True)
@@ -60,6 +61,31 @@ def replicas_that_differ(path: Path) -> str:
     except CheckpointError as error:
         return str(error)
     return ""
+
+
+def lazily_saved_replicas(path: Path) -> tuple[list[str], dict[str, int]]:
+    """Save replicas and their optimizer while their stream is held, and step; what is wrong, and what was counted."""
+    device = on_own_device()
+    mesh = init_device_mesh("sim", (dist.get_world_size(),))
+    local = [(WHOLE[:300] + i).to(device) for i in range(4)]
+    model = nn.ParameterList(DTensor.from_local(t, mesh, [Replicate()], run_check=False) for t in local)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for param in model:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    state = {f"optimizer.state.{i}.{k}": v for i, p in enumerate(model) for k, v in optimizer.state[p].items()}
+    state |= {f"model.{i}": param for i, param in enumerate(model)}
+    expected = {k: (v.to_local() if isinstance(v, DTensor) else v).detach().cpu() for k, v in state.items()}
+    torch.accelerator.synchronize()
+    simulated.reset()
+    let_go = simulated.hold_stream()
+    handle = checkpoint.async_save(path, {"model": model, "optimizer": optimizer}, staging="lazy")
+    optimizer.step()
+    counted = {"host waits": simulated.host_waits(), "held": int(let_go())}
+    handle.result(600)
+    counted["copies"], counted["pageable"] = simulated.counters().d2h, simulated.counters().pageable
+    read = checkpoint.read(path)
+    return [name for name, value in expected.items() if not torch.equal(read[name], value)], counted
 
 
 def read_once(path: Path) -> bool:

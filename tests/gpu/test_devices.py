@@ -61,7 +61,7 @@ def test_checkpoint_is_the_state_at_the_call_while_training_goes_on(
             for _ in range(2):  # forward changes the statistics at once, and the average; the steps are held back
                 training.step()
             if handle is not None:
-                handle.result(60)
+                handle.result(600)
             assert_saved(path, expected)
 
 
@@ -100,7 +100,7 @@ def test_staging_memory_is_pinned_and_reused(tmp_path: Path, device: str) -> Non
     assert ring.is_pinned()
     address = ring.data_ptr()
     POOL.give_back(ring)
-    checkpoint.async_save(tmp_path, training.state()).result(60)
+    checkpoint.async_save(tmp_path, training.state()).result(600)
     again = POOL.take(1, pinned=True)
     assert again.data_ptr() == address
     POOL.give_back(again)
@@ -114,7 +114,7 @@ def test_strided_and_tiny_device_tensors_are_saved_whole(tmp_path: Path, device:
     state |= {f"tiny {i}": there[i, : i % 7] for i in range(50)}
     # Of the host, between them in the file.
     state |= {f"tiny {i} beside": base[i, : i % 5].clone() for i in range(50)}
-    checkpoint.save(tmp_path, {"s": state}) if how == "sync" else checkpoint.async_save(tmp_path, {"s": state}).result(60)
+    checkpoint.save(tmp_path, {"s": state}) if how == "sync" else checkpoint.async_save(tmp_path, {"s": state}).result(600)
     read = checkpoint.read(tmp_path)
     assert [name for name, tensor in state.items() if not torch.equal(read[f"s.{name}"], tensor.cpu())] == []
 
@@ -125,5 +125,5 @@ def test_numbers_of_steps_on_the_host_lie_between_state_on_the_device(tmp_path: 
     expected = training.expected()
     handle = checkpoint.async_save(tmp_path, training.state(), staging="lazy")
     training.step()
-    handle.result(60)
+    handle.result(600)
     assert_saved(tmp_path, expected)

@@ -4,6 +4,9 @@
    by stream, so that streams of each save would strand what the saves before had cached.
 2. `Lanes` is made in the thread whose work it follows: what is queued here comes after all that its current streams have.
 3. Whatever queues copies does so inside of `Lanes.entered`, in any thread.
+4. No thread makes a device current that the job does not use, not even the one that is current when it comes here: with CUDA each
+   rank would make a context there, of half a gigabyte, and all ranks on device 0. torch's events do so when they are recorded,
+   waited for by a stream, and destroyed. So `Mark` switches devices by guards, which go back without that, and keeps its events.
 
 It serves any accelerator through `torch.accelerator`, `torch.Stream` and `torch.Event`, by the type of its device. The CPU, and
 devices that torch gives no streams, have no lane: to copy from them ends with the copy.
@@ -13,9 +16,11 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -26,6 +31,46 @@ SMALL_BYTES = 256 << 10
 """Smaller tensors, and those that are not in order, are packed: a copy over the link has a fixed cost."""
 
 _WITHOUT_STREAMS = {"cpu", "meta", "mps"}
+
+
+def on_device(device: torch.device | None) -> AbstractContextManager[object]:
+    """Make a device the current one of this thread inside of a ``with`` block; None changes nothing."""
+    if device is None:
+        return nullcontext()
+    # Newer releases of torch have one for any accelerator; in older ones CUDA and others have one of their own.
+    guard: Any = getattr(torch.accelerator, "device_index", None) or torch.get_device_module(device).device
+    made: AbstractContextManager[object] = guard(device.index)
+    return made
+
+
+_SPARE_EVENTS: defaultdict[torch.device, list[torch.Event]] = defaultdict(list)
+
+
+class Mark:
+    """A point of a stream, behind all that is queued there when this is made."""
+
+    __slots__ = ("_event", "_spare")
+
+    def __init__(self, stream: torch.Stream) -> None:
+        self._spare = _SPARE_EVENTS[stream.device]
+        with on_device(stream.device):
+            try:
+                self._event = stream.record_event(self._spare.pop())
+            except IndexError:
+                self._event = stream.record_event()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_event"):
+            self._spare.append(self._event)
+
+    def hold(self, stream: torch.Stream) -> None:
+        """Have what is queued on a stream from now on come after this point."""
+        with on_device(stream.device):
+            stream.wait_event(self._event)
+
+    def synchronize(self) -> None:
+        """Wait on the host until the device is past this point."""
+        self._event.synchronize()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +111,11 @@ class Lanes:
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         devices = sorted({tensor.device for tensor in tensors}, key=lambda device: (device.type, device.index or 0))
         self.by_device = {device: lane_of(device) for device in devices if has_lane(device)}
-        self._home = threading.get_ident()
         for lane in self:
             # A thread of ours has other current streams, which would wait for nothing.
-            now = torch.accelerator.current_stream(lane.device).record_event()
-            lane.pack.wait_event(now)
-            lane.link.wait_event(now)
+            now = Mark(torch.accelerator.current_stream(lane.device))
+            now.hold(lane.pack)
+            now.hold(lane.link)
 
     def __iter__(self) -> Iterator[Lane]:
         return iter(self.by_device.values())
@@ -81,36 +125,26 @@ class Lanes:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Copy over the link inside of this; where that fails, wait for what was queued, as nobody else will.
+        """Copy over the link inside of this; where that fails, wait for what was queued, as nobody else will."""
+        with ExitStack() as before:
+            try:
+                for lane in self:
+                    before.enter_context(on_device(lane.device))
+                    before.callback(torch.accelerator.set_stream, torch.accelerator.current_stream(lane.device))
+                    torch.accelerator.set_stream(lane.link)
+                yield
+            except BaseException:
+                self.synchronize()
+                raise
 
-        The devices become current in this thread. A thread that works for us never goes back to device 0, where it began: with
-        CUDA that would make a context there, of half a gigabyte, for each rank.
-        """
-        if not self:
-            yield
-            return
-        at_home = threading.get_ident() == self._home
-        before = [torch.accelerator.current_stream()] if at_home else []
-        before[:0] = [torch.accelerator.current_stream(lane.device) for lane in self] if at_home else []
-        try:
-            for lane in self:
-                torch.accelerator.set_stream(lane.link)
-            yield
-        except BaseException:
-            self.synchronize()
-            raise
-        finally:
-            for stream in before:
-                torch.accelerator.set_stream(stream)
-
-    def record(self) -> list[torch.Event]:
+    def record(self) -> list[Mark]:
         """Mark what is queued so far; each link comes after what was packed for it."""
-        return [lane.link.record_event() for lane in self]
+        return [Mark(lane.link) for lane in self]
 
-    def follow(self, events: Sequence[torch.Event]) -> None:
-        """Have what this thread queues on these devices from now on come after `events`; the host waits for nothing."""
-        for lane, event in zip(self, events, strict=True):
-            torch.accelerator.current_stream(lane.device).wait_event(event)
+    def follow(self, marks: Sequence[Mark]) -> None:
+        """Have what this thread queues on these devices from now on come after `marks`; the host waits for nothing."""
+        for lane, mark in zip(self, marks, strict=True):
+            mark.hold(torch.accelerator.current_stream(lane.device))
 
     def synchronize(self) -> None:
         """Wait for all that is queued."""
@@ -125,24 +159,23 @@ class Scratch:
     def __init__(self, lane: Lane, num_bytes: int = PACK_BYTES) -> None:
         self._lane = lane
         self._buffers = [torch.empty(num_bytes, dtype=torch.uint8, device=lane.device) for _ in range(2)]
-        self._free: list[torch.Event | None] = [None, None]
+        self._free: list[Mark | None] = [None, None]
         self._turn = 0
 
     def begin(self) -> torch.Tensor:
         """Return the next buffer; until `send`, what is queued in this thread packs."""
         self._turn = 1 - self._turn
         if (sent := self._free[self._turn]) is not None:
-            self._lane.pack.wait_event(sent)
+            sent.hold(self._lane.pack)
         torch.accelerator.set_stream(self._lane.pack)
         return self._buffers[self._turn]
 
     def send(self, part: slice, target: torch.Tensor) -> None:
         """Queue the copy of a part of what is packed into pinned host memory."""
-        packed = self._lane.pack.record_event()
+        Mark(self._lane.pack).hold(self._lane.link)
         torch.accelerator.set_stream(self._lane.link)
-        self._lane.link.wait_event(packed)
         target.copy_(self._buffers[self._turn][part], non_blocking=True)
-        self._free[self._turn] = self._lane.link.record_event()
+        self._free[self._turn] = Mark(self._lane.link)
 
 
 def _forked() -> None:

@@ -1,7 +1,8 @@
 """Pinning host memory: the device then copies from and into it at full speed, and while the host goes on.
 
 torch's own pinned memory is rounded up to a power of two, and is never given back to the system. So a mapping of ours is
-registered with the device instead, where that is known how; elsewhere torch's own serves.
+registered with the device instead, where that is known how; elsewhere torch's own serves. It is done on the device that is
+current in the thread, and undone there: with CUDA both make a context on it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from .lanes import on_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +49,16 @@ class PinnableMap(mmap.mmap):
 
     registrar: Registrar | None = None
     address = 0
+    device: torch.device | None = None
 
     def __del__(self) -> None:
         if self.registrar is not None:
-            with suppress(Exception):  # the interpreter may be ending, and the driver's context be gone
+            with suppress(Exception), on_device(self.device):  # the interpreter may be ending, and the driver's context be gone
                 self.registrar.unregister(self.address)
 
 
 def pin(mapping: PinnableMap) -> bool:
-    """Register a mapping with the accelerator; False where it is not known how, or the driver refuses."""
+    """Register a mapping with the accelerator, by its current device; False where it is not known how, or the driver refuses."""
     registrar = _registrar()
     if registrar is None or mapping.registrar is not None:
         return registrar is not None
@@ -63,7 +67,7 @@ def pin(mapping: PinnableMap) -> bool:
         registrar.register(address, len(mapping))
     except Exception:  # a limit of locked memory, or a driver that cannot
         return False
-    mapping.registrar, mapping.address = registrar, address
+    mapping.registrar, mapping.address, mapping.device = registrar, address, torch.accelerator.current_stream().device
     return True
 
 

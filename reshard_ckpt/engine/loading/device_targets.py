@@ -16,7 +16,7 @@ import torch
 
 from ...core.catalog.specs import Ints, is_row_major
 from ..common.host_memory import allocate
-from ..common.lanes import SMALL_BYTES, Lane, Lanes
+from ..common.lanes import SMALL_BYTES, Lane, Lanes, Mark
 from ..common.tensor_bytes import region
 
 
@@ -63,17 +63,17 @@ class DevicePart(NamedTuple):
 
 
 class _Slot:
-    """One pinned buffer of a thread, with its counterparts on devices, and the events after which it is free."""
+    """One pinned buffer of a thread, with its counterparts on devices, and the marks after which it is free."""
 
     def __init__(self) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8)
         self.scratch: dict[torch.device, torch.Tensor] = {}
-        self.events: list[torch.Event] = []
+        self.marks: list[Mark] = []
 
     def reserve(self, num_bytes: int) -> None:
         """Wait until it is free, and make it large enough."""
-        for event in self.events:
-            event.synchronize()
+        for mark in self.marks:
+            mark.synchronize()
         if self.memory.numel() < num_bytes:
             self.memory, self.scratch = allocate(num_bytes, pinned=True), {}
 
@@ -131,7 +131,7 @@ class DeviceTargets:
                     slot.on(lane)[used].copy_(slot.memory[used], non_blocking=True)
                     for part in aligned:
                         part.take_from(slot.on(lane), non_blocking=True)
-            slot.events = self._lanes.record()
+            slot.marks = self._lanes.record()
 
     def _place_unaligned(self, parts: Sequence[DevicePart]) -> None:
         """Copy what a foreign file has not aligned, one by one."""

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from ...core.report import SaveReport
 from ...errors import CheckpointError, UsageError
 from ..common.host_memory import POOL
-from ..common.lanes import has_lane
+from ..common.lanes import has_lane, on_device
 from ..common.recorder import Recorder
 from .commit import commit
 from .handle import RunningSave, SaveHandle
@@ -205,6 +205,7 @@ def launch(job: SaveJob, session: ExitStack, guarded: GuardedState, target: Save
 
     def finally_() -> None:
         staging.close()
+        marks.close()
         target.give_back(ring)
 
     def let_steps_through() -> None:
@@ -260,9 +261,11 @@ def take_ring(local_shards: LocalShards, layouts: Sequence[FileLayout], host_buf
     wanted = ring_bytes(layouts)
     if host_buffer_bytes is not None:
         wanted = min(wanted, max(host_buffer_bytes, MIN_RING_BYTES))
-    return POOL.take(wanted, pinned=wants_pinned(local_shards))[:wanted]
+    device = device_to_pin_for(local_shards)
+    with on_device(device):
+        return POOL.take(wanted, pinned=device is not None)[:wanted]
 
 
-def wants_pinned(local_shards: LocalShards) -> bool:
-    """Whether something of the state lies on a device that copies faster into pinned memory."""
-    return any(has_lane(device) for device in {local.tensor.device for _, local in local_shards.rows})
+def device_to_pin_for(local_shards: LocalShards) -> torch.device | None:
+    """Return a device that something of the state lies on, and that copies faster into pinned memory, if there is one."""
+    return next((local.tensor.device for _, local in local_shards.rows if has_lane(local.tensor.device)), None)

@@ -43,6 +43,7 @@ from ..common.recorder import Recorder
 from ..common.recorder import timeline as make_timeline
 from ..common.step_folders import referred_by_others
 from .agreement import AgreedPlan, PreviousCheckpoint, agree
+from .fingerprint import may_be_alike
 from .free_space import check_free_space
 from .local_shards import LocalShards
 from .manifest import keep_manifest, refuse_half_hashed
@@ -225,7 +226,7 @@ def differing(checks: Checks, fingerprints: Sequence[NDArray[np.uint64]]) -> tup
     marks[by_rank] = np.concatenate(fingerprints)
     new = np.concatenate([[True], checks.group[1:] != checks.group[:-1]])
     leader = np.maximum.accumulate(np.where(new, np.arange(len(new)), 0))
-    return np.flatnonzero(marks != marks[leader]), leader
+    return np.flatnonzero(~may_be_alike(marks, marks[leader])), leader
 
 
 def differing_names(comm: Comm, agreed: AgreedPlan, marks: NDArray[np.uint64]) -> frozenset[str]:

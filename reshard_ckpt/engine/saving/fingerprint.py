@@ -1,4 +1,7 @@
-"""Fingerprints of replicas, by which rank 0 compares them: a hash of all of a small piece, of samples of a large one."""
+"""Fingerprints of replicas, by which rank 0 compares them: a hash of all of a small piece, of samples of a large one.
+
+A rank that has some of its state on a device sums samples up instead (`staged_fingerprints`). The lowest bit says which was done.
+"""
 
 from __future__ import annotations
 
@@ -52,6 +55,17 @@ def fingerprints(local_shards: LocalShards, checks: RunColumns, chosen: Callable
     scratch = torch.empty(WHOLE_BYTES, dtype=torch.uint8)
     for i, local in checked_pieces(local_shards, checks, chosen):
         marks[i] = fingerprint(local, scratch)
+    marks[:] = with_kind(marks, summed=False)
+
+
+def with_kind(marks: NDArray[np.uint64], *, summed: bool) -> NDArray[np.uint64]:
+    """Say in the lowest bit how fingerprints were taken."""
+    return (marks & ~np.uint64(1)) | np.uint64(summed)
+
+
+def may_be_alike(marks: NDArray[np.uint64], others: NDArray[np.uint64]) -> NDArray[np.bool_]:
+    """Tell which fingerprints show no difference; of two that were taken in different ways nothing can be said."""
+    return (marks == others) | ((marks ^ others) & np.uint64(1) == 1)
 
 
 def checked_pieces(local_shards: LocalShards, checks: RunColumns, chosen: Callable[[int], bool]) -> list[tuple[int, LocalPiece]]:

@@ -2,7 +2,7 @@
 
 1. The images of all files lie end to end in one address space; the item at address ``a`` is kept at ``a`` modulo the ring's size.
 2. One thread *fills*: it copies items, and waits where the ring is full of bytes not yet written. From a device it only queues
-   copies, and closes a *batch* every so often: events, after which all before an address is there. It settles batches in turn.
+   copies, and closes a *batch* every so often: marks, after which all before an address is there. It settles batches in turn.
 3. Another *drains*: it writes what is settled, front to back, and so makes room.
 
 A ring as large as the images never waits, and may be filled in any order; a smaller one (``host_buffer_bytes``) streams.
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..common.lanes import PACK_BYTES, SMALL_BYTES, Lane, Lanes, Scratch
+from ..common.lanes import PACK_BYTES, SMALL_BYTES, Lane, Lanes, Mark, Scratch
 from ..common.tensor_bytes import LocalPiece, copy_run, is_in_order
 from .local_shards import LocalShards
 from .messages import Assignment
@@ -37,10 +37,10 @@ MIN_RING_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Copies that are queued: once the events have passed, and `late` is put, the images are whole up to an address."""
+    """Copies that are queued: once the marks have passed, and `late` is put, the images are whole up to an address."""
 
     end: int
-    events: Sequence[torch.Event]
+    marks: Sequence[Mark]
     late: Sequence[tuple[int, torch.Tensor]]
 
 
@@ -96,7 +96,7 @@ class Staging:
     @property
     def is_under_way(self) -> bool:
         """Whether copies are queued that may not have ended."""
-        return any(batch.events for batch in self._batches)
+        return any(batch.marks for batch in self._batches)
 
     def fill(self, chosen: Callable[[int], bool], *, last: bool = True) -> int:
         """Put headers, and the items of chosen rows, into the ring, in the order of the files.
@@ -252,7 +252,7 @@ class Staging:
             return
         self._close_batch(at)
         # One batch may be under way while the next is queued, but one that the writer waits for must be settled.
-        while self._batches and not (self._batches[0].events and len(self._batches) == 1 and self._has_room(at + size)):
+        while self._batches and not (self._batches[0].marks and len(self._batches) == 1 and self._has_room(at + size)):
             self._settle_one()
         self._wait(lambda: self._has_room(at + size))
 
@@ -262,17 +262,17 @@ class Staging:
     def _close_batch(self, end: int) -> None:
         """Mark all that is queued so far; after that the images are whole up to `end`."""
         self._send()
-        # Where nothing was queued, an event would only wait for the work of the job.
-        events = self.lanes.record() if self._queues else ()
+        # Where nothing was queued, a mark would only wait for the work of the job.
+        marks = self.lanes.record() if self._queues else ()
         self._queues = False
         late, self._late = self._late, []
-        self._batches.append(_Batch(end, events, late))
+        self._batches.append(_Batch(end, marks, late))
         self._batched = end
 
     def _settle_one(self) -> None:
         batch = self._batches.popleft()
-        for event in batch.events:
-            event.synchronize()
+        for mark in batch.marks:
+            mark.synchronize()
         for at, data in batch.late:
             place = at % self._capacity
             self._ring[place : place + data.numel()] = data

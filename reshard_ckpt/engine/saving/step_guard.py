@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...errors import UsageError
-from ..common.lanes import has_lane
+from ..common.lanes import Mark, has_lane
 
 _HELD: dict[int, StepGuard] = {}
 """Guards by the `id` of the optimizers that they hold, and keep alive."""
@@ -119,7 +119,7 @@ class Snapshot:
 
     versions: list[int]
     samples: list[torch.Tensor]
-    taken: list[torch.Event]
+    taken: list[Mark]
 
 
 class ChangeDetector:
@@ -141,7 +141,7 @@ class ChangeDetector:
         versions = [0 if tensor.is_inference() else tensor._version for tensor in self._tensors]
         samples = self._sample()
         devices = {sample.device for sample in samples}
-        taken = [torch.accelerator.current_stream(device).record_event() for device in devices if has_lane(device)]
+        taken = [Mark(torch.accelerator.current_stream(device)) for device in devices if has_lane(device)]
         return Snapshot(versions, samples, taken)
 
     def has_changed(self, seen: Snapshot | None = None) -> bool:
@@ -149,8 +149,8 @@ class ChangeDetector:
         now = seen or self.look()
         if self._before.versions != now.versions:
             return True
-        for event in now.taken:
-            event.synchronize()
+        for mark in now.taken:
+            mark.synchronize()
         return any(not torch.equal(before, after) for before, after in zip(self._before.samples, now.samples, strict=True))
 
     def _sample(self) -> list[torch.Tensor]:

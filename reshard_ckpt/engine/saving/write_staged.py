@@ -39,11 +39,11 @@ def write_staged(job: SaveJob) -> Receipt:
     def fill() -> None:
         began = recorder.now()
         try:
+            num_bytes = staging.fill(lambda _: True)
             with recorder.step("compare"):
                 marks.queue(lambda _: True)
-                marks.finish()
-            num_bytes = staging.fill(lambda _: True)
             staging.settle()
+            marks.finish()
             recorder.add("stage", began, num_bytes)
             staging.finish()
         except BaseException as error:  # whatever it is, the writer must not wait for ever
@@ -64,4 +64,5 @@ def write_staged(job: SaveJob) -> Receipt:
     finally:
         thread.join()
         staging.close()
+        marks.close()
         POOL.give_back(ring)

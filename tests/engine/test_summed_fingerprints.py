@@ -1,0 +1,55 @@
+"""Fingerprints that are summed up: against an oracle in Python's own numbers, and what differs shows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reshard_ckpt.core.catalog.specs import box_piece, row_major_strides
+from reshard_ckpt.engine.common.tensor_bytes import LocalPiece
+from reshard_ckpt.engine.saving.fingerprint import may_be_alike, with_kind
+from reshard_ckpt.engine.saving.staged_fingerprints import weighted_sums
+
+CPU, MASK = torch.device("cpu"), (1 << 64) - 1
+
+
+def piece(tensor: torch.Tensor) -> LocalPiece:
+    shape = tuple(tensor.shape)
+    return LocalPiece(tensor, box_piece((0,) * len(shape), shape, 0, row_major_strides(shape)))
+
+
+def oracle(data: bytes) -> int:
+    total = 0
+    for i, word in enumerate(np.frombuffer(data + bytes(-len(data) % 4), "<i4").tolist()):
+        z = (i + 1) * 0x9E3779B97F4A7C15 & MASK
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & MASK
+        z = (z ^ z >> 27) * 0x94D049BB133111EB & MASK
+        total += word * ((z ^ z >> 31) | 1)
+    return total & MASK
+
+
+@given(st.lists(st.binary(max_size=50), min_size=1, max_size=4))
+def test_sums_are_those_of_the_oracle(parts: list[bytes]) -> None:
+    pieces = [piece(torch.tensor(list(data), dtype=torch.uint8)) for data in parts]
+    assert [total & MASK for total in weighted_sums(pieces, CPU).tolist()] == [oracle(data) for data in parts]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8], ids=str)
+def test_what_differs_shows(dtype: torch.dtype) -> None:
+    values = (torch.arange(999) % 100 + 1).to(dtype)
+    one, two, swapped = values.clone(), values.clone(), values.clone()
+    one[500] += 1
+    two[[7, 8]] *= -1
+    swapped[[3, 4]] = values[[4, 3]]
+    sums = weighted_sums([piece(t) for t in (values, one, two, swapped, -values, values.clone())], CPU).tolist()
+    assert len(set(sums)) == 5
+    assert sums[0] == sums[-1]
+
+
+def test_fingerprints_of_two_kinds_show_no_difference() -> None:
+    hashed, summed = (with_kind(np.array([6, 7, 8], np.uint64), summed=kind) for kind in (False, True))
+    assert may_be_alike(hashed, summed).all()
+    assert may_be_alike(hashed, hashed[::-1].copy()).tolist() == [False, True, False]
