@@ -2,44 +2,17 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import msgpack
-import numpy as np
-import torch
-
-from ..comm import Comm, Turn, open_turn
-from ..comm.exchange import HOST, carries, node_name, open_exchange
-from ..core.catalog.model import Catalog
-from ..core.catalog.specs import Ints
-from ..core.report import LoadReport, summarize
-from ..engine.common.logs import RankLog
-from ..engine.common.progress import size_text
-from ..engine.common.rename import renamed, without
-from ..engine.common.rounds import NUM_BUFFERS, Buffers, Rounds, named_error, settle
-from ..engine.loading.load import LoadOptions, Resolved, drop_refused, resolve
-from ..engine.loading.vote import VoteResult, Wanted, missing_values, vote
-from ..engine.resharding.live import Mover, Moves, WantedRows, memory_rows, plan_moves
-from ..engine.resharding.live_memory import Overlaps, Spares, find_overlaps
-from ..engine.resharding.live_source import LiveSource, LiveValues, open_live
-from ..engine.saving.handle import SAVES
-from ..engine.saving.local_shards import LocalShards, describe_local
-from ..engine.saving.messages import encode_metadata
-from ..errors import MismatchError, UsageError
-from ..format.checksums import digest128
-from ..state.capture import capture, prepare_load
-from ..state.entries import Target
-from ..state.shards import PerRankValues
-from .loading import Patterns, wanted_names, without_ignored
+from ..comm import Turn, open_turn
+from ..core.report import LoadReport
+from ..engine.loading.load import LoadOptions
+from .live_job import Job, Options, State
+from .loading import Patterns
 
 MEMORY_BYTES = 256 << 20
-MIN_MEMORY_BYTES = 1 << 20
-
-State = Mapping[str, Any] | None
 
 
 def reshard_live(
@@ -95,11 +68,11 @@ def reshard_live(
     PeerError
         Another rank failed or did not arrive; the message lists what had been overwritten, on any rank.
     """
-    options = _Options(
+    options = Options(
         LoadOptions(strict, cast=cast or False, allow_missing=allow_missing, ignore=ignore), rename, staged, memory_bytes
     )
     with _turn(process_group, timeout_s).opened() as comm:
-        return _Job(src, dst, options, process_group, timeout_s).begin(comm).first(comm)
+        return Job(src, dst, options, process_group, timeout_s).begin(comm).first(comm)
 
 
 class LiveReshard:
@@ -136,10 +109,10 @@ class LiveReshard:
         timeout_s: float = 600.0,
     ) -> None:
         load = LoadOptions(strict, cast=cast or False, allow_missing=allow_missing, ignore=ignore)
-        options = _Options(load, rename, staged, memory_bytes)
+        options = Options(load, rename, staged, memory_bytes)
         self._turn = partial(_turn, process_group, timeout_s)
         with self._turn().opened() as comm:
-            self._job = _Job(src, dst, options, process_group, timeout_s).begin(comm)
+            self._job = Job(src, dst, options, process_group, timeout_s).begin(comm)
 
     def run(self) -> LoadReport:
         """Move what `src` holds now into `dst`. Collective.
@@ -156,328 +129,3 @@ class LiveReshard:
 
 def _turn(process_group: Any, timeout_s: float) -> Turn:
     return open_turn("reshard_live", "", process_group=process_group, timeout_s=timeout_s)
-
-
-@dataclass(frozen=True, slots=True)
-class _Options:
-    load: LoadOptions
-    rename: Mapping[str, str] | Callable[[str], str] | None
-    staged: bool
-    memory_bytes: int
-
-    def __post_init__(self) -> None:
-        if self.memory_bytes < MIN_MEMORY_BYTES:
-            raise UsageError(f"memory_bytes={self.memory_bytes}: messages need at least {MIN_MEMORY_BYTES} bytes")
-
-    @property
-    def round_bytes(self) -> int:
-        """The bytes of one round: a buffer's, less what heads and the rounding of its size take."""
-        return self.memory_bytes // NUM_BUFFERS * 7 // 8
-
-
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    """Both states as they are now: what this rank holds, what it wants, and the catalog and values of all ranks."""
-
-    held: LocalShards
-    wanted: LocalShards
-    saved: Catalog
-    target: Target
-    values: dict[str, Any]
-    ignored: tuple[str, ...]
-
-
-class _Job:
-    """One rank's side of a live reshard: begun once, then run any number of times."""
-
-    _source: LiveSource
-    _first: _Opened | None
-    resolved: Resolved
-    _verdict: VoteResult
-    _moves: Moves
-
-    def __init__(self, src: State, dst: State, options: _Options, process_group: Any, timeout_s: float) -> None:
-        self._src, self._dst = ({} if state is None else state for state in (src, dst))
-        self._options, self._group, self._timeout_s = options, process_group, timeout_s
-        self._values = LiveValues()
-
-    def begin(self, comm: Comm) -> _Job:
-        """Open both states, let all ranks judge, and plan."""
-        self._rank, self._size = comm.rank, comm.size
-        captured = capture(self._src, process_group=self._group)
-        held = describe_local(captured.tensors, (), None, comm.rank)
-        self._source = open_live(comm, held, self._travels(held))
-        self._values.share(comm, captured.values, self._source.tables)
-        opened = self._open(held)
-        resolved = resolve(opened.saved, opened.target.tensors, self._options.load)
-        self._verdict = self._vote(comm, opened, resolved)
-        self.resolved = drop_refused(opened.saved, resolved, self._verdict.refused)
-        place = {(id(spec), id(memory)): i for i, (spec, memory) in enumerate(opened.target.tensors)}
-        loads = zip(self.resolved.specs, self.resolved.targets, self.resolved.source.tolist(), strict=True)
-        self._sources = {place[id(spec), id(target.tensor)]: opened.saved.source(index) for spec, target, index in loads}
-        self.overlaps = self._find_overlaps(opened)
-        self._layout = self._layout_of(opened)
-        rows = opened.wanted.local_metadata.rows
-        source = np.full(len(opened.wanted.specs), -1)
-        source[list(self._sources)] = list(self._sources.values())
-        source[list(self.overlaps.identical)] = -1
-        chosen = np.flatnonzero((source[rows.tensor] >= 0) & (rows.count > 0))
-        wanted = WantedRows(opened.wanted, chosen, source[rows.tensor[chosen]])
-        self._moves = plan_moves(
-            comm, self._source.held, wanted, self._travels(opened.wanted), node_name(), self._options.round_bytes
-        )
-        self.spares = self._make_spares(opened)
-        into = self.spares.instead_of(opened.wanted)
-        self.movers = [Mover(self._moves, device, comm.rank, comm.size, opened.held, into) for device in (0, 1)]
-        # Collective where a group is made, and all ranks know the same rounds.
-        devices = (HOST, torch.accelerator.current_accelerator() or HOST)
-        self.exchanges = [
-            open_exchange(self._group, timeout_s=self._timeout_s, device=device) if num_rounds else None
-            for device, num_rounds in zip(devices, self._moves.num_rounds, strict=True)
-        ]
-        first = int.from_bytes(digest128(self._source.catalog.save_id.encode())[:3], "little") << 7
-        self._buffers = [Buffers(device, first) for device in devices]
-        self._addresses = _addresses(opened)
-        self._first = opened
-        return self
-
-    def first(self, comm: Comm) -> LoadReport:
-        """Move what was there when this began."""
-        opened, self._first = self._first, None
-        assert opened is not None
-        SAVES.wait_staged()  # what a save still copies must not change under it
-        comm.gather(b"")  # from here on the ranks meet in collectives, so nobody may have failed
-        return self._move(comm, opened, None)
-
-    def again(self, turn: Turn) -> LoadReport:
-        """Move what is there now. The ranks meet in the exchange alone, unless values have changed or something fails."""
-        self._first = None
-        running = [exchange for exchange in self.exchanges if exchange is not None]
-        if not running:
-            with turn.opened() as comm:
-                return self._again_in(comm)
-        for exchange in running:
-            exchange.look = turn.look
-        try:
-            move = self._opened_as_known()
-            self._exchange_all(move)
-        except BaseException as error:
-            turn.give_up(error)
-            raise
-        finally:
-            for exchange in running:
-                exchange.look = None
-        if move.is_complete:
-            return self._report(move)
-        with turn.opened() as comm:
-            if move.is_void:
-                return self._again_in(comm)
-            settle(comm, move.failure, move.changed, named_error)
-        raise AssertionError("settle raises where a rank has failed")
-
-    def _opened_as_known(self) -> _Move:
-        """Open both states in the light of the values that all ranks know, if those of this rank are still the same."""
-        opened, failure, is_void = None, None, False
-        try:
-            captured = capture(self._src, process_group=self._group)
-            is_void = self._values.have_changed(captured.values)
-            if not is_void:
-                opened = self._opened_again(describe_local(captured.tensors, (), None, self._rank))
-        except BaseException as error:
-            failure = error
-        return _Move(self, opened, failure, is_void)
-
-    def _again_in(self, comm: Comm) -> LoadReport:
-        """Move what is there now, in a session, in which the ranks share their values first."""
-        captured = capture(self._src, process_group=self._group)
-        self._values.share(comm, captured.values, self._source.tables)
-        opened, failure = None, None
-        try:
-            opened = self._opened_again(describe_local(captured.tensors, (), None, comm.rank))
-        except BaseException as error:
-            failure = error
-        if all(exchange is None for exchange in self.exchanges):
-            if failure is not None:
-                raise failure
-            comm.gather(b"")  # nothing is moved unless all can
-        return self._move(comm, opened, failure)  # whose first messages tell the others of a failure
-
-    def _opened_again(self, held: LocalShards) -> _Opened:
-        """Open both states, which must have the layouts that this was made for."""
-        SAVES.wait_staged()
-        opened = self._open(held)
-        if self._layout_of(opened) != self._layout:
-            raise UsageError("a layout of src or dst has changed since this LiveReshard was made; make a new one")
-        if self._addresses != _addresses(opened):
-            if self._find_overlaps(opened) != self.overlaps:
-                raise UsageError("src and dst share other memory than when this LiveReshard was made; make a new one")
-            self.spares = self._make_spares(opened)
-            into = self.spares.instead_of(opened.wanted)
-            for mover in self.movers:
-                mover.bind(opened.held, into)
-            self._addresses = _addresses(opened)
-        else:
-            self.spares.instead_of(opened.wanted)
-        problems = [*missing_values(opened.saved, opened.target.values), *opened.target.check(opened.values)]
-        if problems and self._options.load.strict:
-            raise MismatchError(summarize(problems, "make the values of src and dst fit"), problems)
-        return opened
-
-    def _make_spares(self, opened: _Opened) -> Spares:
-        """Make the spare memory; what is the very memory of its source gets nothing, so it needs none."""
-        staged, tied = self._sources.keys() - self.overlaps.identical, {i for group in self.overlaps.tied for i in group}
-        return Spares(opened.wanted, staged if self._options.staged else tied)
-
-    def _open(self, held: LocalShards) -> _Opened:
-        """Look at the destination, in the light of the values that the sources of all ranks have now."""
-        saved = catalog = self._values.added_to(self._source.catalog)
-        if self._options.rename is not None:
-            saved = renamed(catalog, self._options.rename)
-        old = {new.name: value.name for new, value in zip(saved.values_table, catalog.values_table, strict=True)}
-        target = prepare_load(self._dst, saved, rank=self._rank, size=self._size)
-        ignored: tuple[str, ...] = ()
-        if self._options.load.ignore:
-            ignored = (*wanted_names(target), *saved.names, *saved.value_names)
-            target, saved = without_ignored(target, self._options.load.ignore), without(saved, self._options.load.ignore)
-        decoded = self._values.decoded(saved.values_table, old, target.prefixes, PerRankValues)
-        wanted = describe_local(target.tensors, (), None, self._rank)
-        return _Opened(held, wanted, saved, target, decoded, ignored)
-
-    def _vote(self, comm: Comm, opened: _Opened, resolved: Resolved) -> VoteResult:
-        target, saved = opened.target, opened.saved
-        gathered = comm.gather(msgpack.packb(target.prefixes))
-        union = None
-        if gathered is not None:  # rank 0 judges what is unexpected, and may want nothing itself
-            union = msgpack.packb(list(dict.fromkeys(name for data in gathered for name in msgpack.unpackb(data))))
-        prefixes = msgpack.unpackb(comm.broadcast(union))
-        unfit = missing_values(saved, target.values) + target.check(opened.values)
-        wanted = Wanted(prefixes, (*wanted_names(target), *opened.ignored), unfit, target.unplaced)
-        return vote(comm, saved, resolved, wanted, self._options.load, hints=target.hints(opened.values))
-
-    def _travels(self, local: LocalShards) -> list[bool]:
-        """Tell for each row whether its memory may travel without the host."""
-        known: dict[str, bool] = {"cpu": False}
-        for tensor in memory_rows(local):
-            kind = tensor.device.type
-            if kind not in known:
-                known[kind] = carries(self._group, kind)
-        return [known[tensor.device.type] for tensor in memory_rows(local)]
-
-    def _find_overlaps(self, opened: _Opened) -> Overlaps:
-        catalog = self._source.catalog
-        source = {opened.wanted.specs[i].name: index for i, index in self._sources.items()}
-
-        def same(name: str, other: str) -> bool:
-            return source[name] == catalog.source(catalog.index(other))
-
-        return find_overlaps(opened.held, opened.wanted, self._sources.keys(), same)
-
-    def _layout_of(self, opened: _Opened) -> bytes:
-        parts = []
-        for local in (opened.held, opened.wanted):
-            encoded = encode_metadata(local.local_metadata)
-            parts += [encoded.tensors, encoded.rows, bytes(self._travels(local))]
-        return digest128(msgpack.packb(parts))
-
-    def _move(self, comm: Comm, opened: _Opened | None, failure: BaseException | None) -> LoadReport:
-        """Move what is there, in a session."""
-        move = _Move(self, opened, failure)
-        self._exchange_all(move)
-        if not move.is_complete:
-            settle(comm, move.failure, move.changed, named_error)
-            move.put()
-        return self._report(move)
-
-    def _exchange_all(self, move: _Move) -> None:
-        """Run the exchanges; where there is none, all is in place but what `put` does."""
-        for mover in self.movers:
-            mover.begin()
-        running = [(m, e, b) for m, e, b in zip(self.movers, self.exchanges, self._buffers, strict=True) if e is not None]
-        for i, (mover, exchange, buffers) in enumerate(running):
-            rounds = Rounds(exchange, mover, buffers, void=move.is_void)
-            rounds.failure = move.failure
-            rounds.run(move.changed, *((move.finish, move.put) if i == len(running) - 1 else ()))
-            move.failure, move.is_complete, move.is_void = rounds.failure, rounds.complete, rounds.voided
-            if rounds.stopped:
-                return
-        if not running:
-            try:
-                move.finish()
-            except BaseException as error:
-                move.failure = error
-
-    def _report(self, move: _Move) -> LoadReport:
-        opened, resolved = move.destination, self.resolved
-        received = sum(mover.received_bytes for mover in self.movers)
-        RankLog(self._rank, opened.target.mesh).info(
-            "resharded %d tensors live in %.3f s, %s from other ranks",
-            len(resolved.targets),
-            time.monotonic() - move.began,
-            size_text(received),
-        )
-        converted = [
-            f"{d.name}: {d.dtype} in src, loaded as {d.tensor.dtype}" for d in resolved.targets if d.dtype != d.tensor.dtype
-        ]
-        saved_as = [f"{name}: {other} in src" for name, other in resolved.saved_as.items()]
-        report = self._verdict.report
-        return report.loaded(len(resolved.targets), resolved.plan.num_bytes, received, converted, saved_as)
-
-
-class _Move:
-    """One time that a `_Job` moves something: how far it has come.
-
-    Attributes
-    ----------
-    failure
-        What failed on this rank, if anything.
-    is_void
-        Whether nothing is moved yet: on this rank, or on any once the exchange has begun, values have changed.
-    is_complete
-        Whether all ranks are known to have everything in place.
-    """
-
-    def __init__(self, job: _Job, opened: _Opened | None, failure: BaseException | None, is_void: bool = False) -> None:
-        self._job, self._opened, self.failure, self.is_void = job, opened, failure, is_void
-        self.is_complete = self._is_put = False
-        self.began = time.monotonic()
-
-    @property
-    def destination(self) -> _Opened:
-        """Both states, of a rank on which nothing has failed."""
-        assert self._opened is not None
-        return self._opened
-
-    def changed(self) -> list[str]:
-        """Name the tensors that have new values."""
-        if self._opened is None:
-            return []
-        spares = {} if self._is_put else self._job.spares.memory
-        rows = {row for mover in self._job.movers for row in mover.changed()}
-        return sorted({self._opened.wanted.specs[i].name for i in _tensors(self._opened.wanted, rows) if i not in spares})
-
-    def finish(self) -> None:
-        """Do the rest before anything that a user has is changed by what was staged."""
-        for mover, exchange in zip(self._job.movers, self._job.exchanges, strict=True):
-            if exchange is None:
-                mover.copy_own()
-        if (conflict := self._job.spares.conflict(self.destination.wanted, self._job.overlaps.tied)) is not None:
-            raise conflict
-
-    def put(self) -> None:
-        """Put in place what was staged, and the values."""
-        opened, self._is_put = self.destination, True
-        self._job.spares.put(opened.wanted)
-        loaded = {spec.alias_of or spec.name for spec in self._job.resolved.specs}
-        skipped = [e.spec.name for e in opened.target.tensors if (e.spec.alias_of or e.spec.name) not in loaded]
-        opened.target.finish(opened.values, skipped)
-
-
-def _addresses(opened: _Opened) -> list[tuple[int, int, Ints]]:
-    """Say where each piece lies: two of one layout may lie in another order, or at another place of their memory."""
-    pieces = (row for local in (opened.held, opened.wanted) for _, row in local.rows)
-    return [(row.tensor.data_ptr(), row.piece.base, row.piece.strides) for row in pieces]
-
-
-def _tensors(local: LocalShards, rows: Iterable[int]) -> set[int]:
-    """List the tensors of some rows, by index."""
-    return {local.rows[row][0] for row in rows}

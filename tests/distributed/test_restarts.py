@@ -51,7 +51,7 @@ def kill(*jobs: subprocess.Popen[bytes]) -> None:
 def said(folder: Path) -> list[str]:
     """Return what the job has noted, of all its attempts."""
     path = folder / "said"
-    return path.read_text().splitlines() if path.exists() else []
+    return [line.split(" ", 1)[1] for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def counted(folder: Path) -> list[str]:
