@@ -1,8 +1,8 @@
 """One rank's side of a live reshard: what is worked out once, and what is done each time.
 
 1. `Job.begin`: both states are opened, all ranks judge, and the plan of who sends what to whom is made.
-2. `Job.again`: both states are looked at anew, and must have the layouts of then. Ranks meet in the exchange alone; its first
-   messages say whether values have changed on some rank, or something has failed. Only then is a session opened.
+2. `Job.again`: both states are looked at anew, and must have the layouts of then. Ranks meet once over the job's store, and say
+   there whether values have changed, or something has failed; only then a session is opened.
 3. `Move`: what is put in place once all ranks have everything: staged tensors, and values.
 """
 
@@ -17,7 +17,7 @@ import msgpack
 import numpy as np
 import torch
 
-from ..comm import Comm, Turn
+from ..comm import CHANGED, FAILED, Comm, Turn
 from ..comm.exchange import HOST, carries, node_name, open_exchange
 from ..core.catalog.model import Catalog
 from ..core.catalog.specs import Ints
@@ -88,6 +88,8 @@ class Job:
         self._src, self._dst = ({} if state is None else state for state in (src, dst))
         self._options, self._group, self._timeout_s = options, process_group, timeout_s
         self._values = LiveValues()
+        self._turn: Turn | None = None
+        """The last one in which the ranks have met."""
 
     def begin(self, comm: Comm) -> Job:
         """Open both states, let all ranks judge, and plan."""
@@ -138,17 +140,20 @@ class Job:
         return self._move(comm, opened, None)
 
     def again(self, turn: Turn) -> LoadReport:
-        """Move what is there now. The ranks meet in the exchange alone, unless values have changed or something fails."""
+        """Move what is there now. The ranks open no session, unless values have changed or something fails."""
         self._first = None
         running = [exchange for exchange in self.exchanges if exchange is not None]
         if not running:
             with turn.opened() as comm:
                 return self._again_in(comm)
-        for exchange in running:
-            exchange.look = turn.look
         try:
-            move = self._opened_as_known()
-            self._exchange_all(move)
+            move, has_changed = self._opened_as_known()
+            flags = turn.meet(CHANGED if has_changed else 0 if move.failure is None else FAILED, self._turn)
+            self._turn = turn
+            if not flags:
+                for exchange in running:
+                    exchange.look = turn.look
+                self._exchange_all(move)
         except BaseException as error:
             turn.give_up(error)
             raise
@@ -158,22 +163,22 @@ class Job:
         if move.is_complete:
             return self._report(move)
         with turn.opened() as comm:
-            if move.is_void:
+            if flags & CHANGED:
                 return self._again_in(comm)
             settle(comm, move.failure, move.changed, named_error)
         raise AssertionError("settle raises where a rank has failed")
 
-    def _opened_as_known(self) -> Move:
-        """Open both states in the light of the values that all ranks know, if those of this rank are still the same."""
-        opened, failure, is_void = None, None, False
+    def _opened_as_known(self) -> tuple[Move, bool]:
+        """Open both states in the light of the values that all ranks know; tells whether those of this rank have changed."""
+        opened, failure, has_changed = None, None, False
         try:
             captured = capture(self._src, process_group=self._group)
-            is_void = self._values.have_changed(captured.values)
-            if not is_void:
+            has_changed = self._values.have_changed(captured.values)
+            if not has_changed:
                 opened = self._opened_again(describe_local(captured.tensors, (), None, self._rank))
         except BaseException as error:
             failure = error
-        return Move(self, opened, failure, is_void)
+        return Move(self, opened, failure), has_changed
 
     def _again_in(self, comm: Comm) -> LoadReport:
         """Move what is there now, in a session, in which the ranks share their values first."""
@@ -282,10 +287,10 @@ class Job:
             mover.begin()
         running = [(m, e, b) for m, e, b in zip(self.movers, self.exchanges, self._buffers, strict=True) if e is not None]
         for i, (mover, exchange, buffers) in enumerate(running):
-            rounds = Rounds(exchange, mover, buffers, void=move.is_void)
+            rounds = Rounds(exchange, mover, buffers)
             rounds.failure = move.failure
             rounds.run(move.changed, *((move.finish, move.put) if i == len(running) - 1 else ()))
-            move.failure, move.is_complete, move.is_void = rounds.failure, rounds.complete, rounds.voided
+            move.failure, move.is_complete = rounds.failure, rounds.complete
             if rounds.stopped:
                 return
         if not running:
@@ -318,14 +323,12 @@ class Move:
     ----------
     failure
         What failed on this rank, if anything.
-    is_void
-        Whether nothing is moved yet: on this rank, or on any once the exchange has begun, values have changed.
     is_complete
         Whether all ranks are known to have everything in place.
     """
 
-    def __init__(self, job: Job, opened: _Opened | None, failure: BaseException | None, is_void: bool = False) -> None:
-        self._job, self._opened, self.failure, self.is_void = job, opened, failure, is_void
+    def __init__(self, job: Job, opened: _Opened | None, failure: BaseException | None) -> None:
+        self._job, self._opened, self.failure = job, opened, failure
         self.is_complete = self._is_put = False
         self.began = time.monotonic()
 

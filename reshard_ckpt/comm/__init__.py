@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import PeerError
 from .calls import call_of
@@ -13,13 +13,17 @@ from .group import Group, Missed, SessionCounter, current_group, launched_group
 from .protocol import ALONE, Comm, SoloComm
 from .stopping import AgreedStop, SoloStop, Stop
 from .store import StoreComm, give_up_sessions
-from .turns import Turn
+from .turns import CHANGED, FAILED, Meeting, Turn
+
+AnyComm = TypeVar("AnyComm", bound=StoreComm)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = [
     "ALONE",
+    "CHANGED",
+    "FAILED",
     "Comm",
     "Exchange",
     "SoloComm",
@@ -91,7 +95,8 @@ def open_turn(kind: str, subject: str, *, process_group: ProcessGroup | None = N
     group = current_group(process_group)
     if group is None:
         return Turn(nullcontext(SoloComm()))
-    comm_of, sessions, turn = _comm_of(group, "", kind, subject, timeout_s), group.sessions, group.sessions.take()
+    sessions, turn = group.sessions, group.sessions.take()
+    comm_of = _comm_of(group, "", kind, subject, timeout_s, Meeting)
     session = _session(comm_of, sessions, turn, kind, subject)
     return Turn(session, lambda: comm_of(sessions.number(turn)), call_of(kind, subject))
 
@@ -99,15 +104,17 @@ def open_turn(kind: str, subject: str, *, process_group: ProcessGroup | None = N
 def _opened(
     group: Group, sessions: SessionCounter, prefix: str, kind: str, subject: str, timeout_s: float
 ) -> AbstractContextManager[Comm]:
-    return _session(_comm_of(group, prefix, kind, subject, timeout_s), sessions, sessions.take(), kind, subject)
+    return _session(_comm_of(group, prefix, kind, subject, timeout_s, StoreComm), sessions, sessions.take(), kind, subject)
 
 
-def _comm_of(group: Group, prefix: str, kind: str, subject: str, timeout_s: float) -> Callable[[int], StoreComm]:
+def _comm_of(
+    group: Group, prefix: str, kind: str, subject: str, timeout_s: float, made: type[AnyComm]
+) -> Callable[[int], AnyComm]:
     title = f"{kind} {subject!r}"
 
-    def comm_of(number: int) -> StoreComm:
+    def comm_of(number: int) -> AnyComm:
         store, ended = group.home.session(f"{prefix}{number}", title=title, timeout_s=timeout_s)
-        return StoreComm(store, group.rank, group.size, title=title, timeout_s=timeout_s, ended=ended, hosts=True)
+        return made(store, group.rank, group.size, title=title, timeout_s=timeout_s, ended=ended, hosts=True)
 
     return comm_of
 

@@ -311,11 +311,14 @@ class StoreComm:
     def _await(self, keys: list[str]) -> None:
         """Wait until a key is there: the bell, or the decision; refuse the step if it is known that it will not be."""
         if not self._wait(lambda: self._store.check(keys) or self._refuse_without_ended(), self._timeout_s):
-            if self._given_up_before != _given_up:
-                raise PeerError(
-                    f"{self._title}: given up, as this process was told to end and the time for that is over", ranks=(self.rank,)
-                )
+            self._stop_if_given_up()
             self._expire()
+
+    def _stop_if_given_up(self) -> None:
+        if self._given_up_before != _given_up:
+            raise PeerError(
+                f"{self._title}: given up, as this process was told to end and the time for that is over", ranks=(self.rank,)
+            )
 
     def _refuse_without_ended(self) -> bool:
         """Refuse the step if a rank that it still needs has ended; True once it is decided."""

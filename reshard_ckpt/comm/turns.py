@@ -1,7 +1,9 @@
-"""The turn of a session that ranks open only where they need one: else they meet in the collectives of an exchange alone.
+"""The turn of a session that ranks open only where they need one: they meet in a step of its own, and then in collectives alone.
 
-It has its number among the sessions of all ranks, opened or not. So a rank that calls something else instead opens the very
-session of this turn, and who waits for it in a collective sees it there: `look` then opens the session too, which raises on all.
+1. The turn has its number among the sessions of all ranks, opened or not. So a rank that calls something else instead opens the
+   very session of this turn. Who waits looks there about twice a second, and then opens it too, which raises on all.
+2. To meet, each rank adds itself, with a flag, to one counter. Whoever is the last writes the verdict: the flags of all. A rank
+   that has waited too long, or sees that one which is missing has ended, writes a refusal. The first to write it wins.
 """
 
 from __future__ import annotations
@@ -12,6 +14,65 @@ from contextlib import AbstractContextManager, suppress
 from ..errors import PeerError
 from .protocol import Comm
 from .store import StoreComm
+from .wire import Refusal, name_ranks
+
+FAILED, CHANGED = 1, 2
+"""Flags of a rank that comes."""
+
+_BITS = 20
+"""Of the counter: how many ranks have come, and how many of them with each flag."""
+
+
+class Meeting(StoreComm):
+    """The step in which ranks meet before their session, which may never be opened, has any."""
+
+    def meet(self, flags: int, look: Callable[[], None]) -> int:
+        """Wait until all ranks have come; returns the flags of all, joined.
+
+        Raises
+        ------
+        PeerError
+            Some rank has ended, or did not come in time.
+        """
+        each = [FAILED, CHANGED]
+        word = 1 + sum((flags & flag > 0) << _BITS * i for i, flag in enumerate(each, 1))
+        with self._reachable():
+            self._store.append("here", b"%d " % self.rank)
+            total = self._store.add("count", word)
+            if total % (1 << _BITS) == self.size:
+                joined = sum(flag for i, flag in enumerate(each, 1) if total >> _BITS * i & ((1 << _BITS) - 1))
+                verdict = self._store.compare_set("verdict", b"", b"%d" % joined)
+            else:
+                if not self._wait(lambda: self._store.check(["verdict"]) or self._miss_ended(look), self._timeout_s):
+                    self._stop_if_given_up()
+                    self._miss(self._missing(), f"did not arrive within {self._timeout_s:g} s")
+                verdict = self._store.get("verdict")
+        if not verdict.isdigit():
+            raise Refusal.decode(verdict).error()
+        return int(verdict)
+
+    def forget(self) -> None:
+        """Delete what this step has left, once all ranks have come to a later one."""
+        with suppress(PeerError), self._reachable():
+            for key in ("here", "count", "verdict"):
+                self._store.delete_key(key)
+
+    def _missing(self) -> list[int]:
+        here = {int(rank) for rank in self._store.get("here").split()}
+        return [rank for rank in range(self.size) if rank not in here]
+
+    def _miss_ended(self, look: Callable[[], None]) -> bool:
+        if self._may_look():
+            look()
+            if ended := sorted(self._ended() & {*self._missing()}):
+                self._miss(ended, "ended before this began")
+        return False
+
+    def _miss(self, ranks: list[int], what: str) -> None:
+        message = (
+            f"{self._title}: {name_ranks(ranks)} {what}; their own logs say why, and timeout_s= allows slower ones more time"
+        )
+        self._store.compare_set("verdict", b"", Refusal("PeerError", message, tuple(ranks)).encode())
 
 
 class Turn:
@@ -22,16 +83,38 @@ class Turn:
     session
         That of this turn, which has not been entered.
     comm
-        Makes its `StoreComm`; None where this process is on its own.
+        Makes its `Meeting`; None where this process is on its own.
     call
         What the session is for.
     """
 
     def __init__(
-        self, session: AbstractContextManager[Comm], comm: Callable[[], StoreComm] | None = None, call: bytes = b""
+        self, session: AbstractContextManager[Comm], comm: Callable[[], Meeting] | None = None, call: bytes = b""
     ) -> None:
         self._session, self._comm, self._call = session, comm, call
         self._is_opened = False
+        self._meeting: Meeting | None = None
+
+    def meet(self, flags: int, before: Turn | None) -> int:
+        """Wait until all ranks have come to this turn; returns the flags of all, joined. Collective.
+
+        Parameters
+        ----------
+        before
+            An earlier turn, which all have left by then.
+
+        Raises
+        ------
+        PeerError
+            A rank did not come in time, has ended, or called something else.
+        """
+        if self._comm is None:
+            return flags
+        self._meeting = self._comm()
+        joined = self._meeting.meet(flags, self.look)
+        if before is not None and before._meeting is not None and self._meeting.rank == 0:
+            before._meeting.forget()
+        return joined
 
     def opened(self) -> AbstractContextManager[Comm]:
         """Return the session, to be entered by all ranks, once."""

@@ -412,24 +412,37 @@ def test_what_fails_first_or_last_on_one_rank_is_the_same_error_on_all(staged: b
 
 
 def crossed_job(folder: str) -> list[Any]:
-    """Rank 1 saves where rank 0 runs a kept reshard; later its process group is out of step, and nothing wrong is moved."""
+    """Rank 1 saves where rank 0 runs a kept reshard, or does not come in time; afterwards all goes on."""
     rank = dist.get_rank()
-    src = {"w": LocalShard(position_values((8, 6)).chunk(2)[rank].clone(), (8, 6), (4 * rank, 0))}
+    whole = position_values((8, 6))
+    src = {"w": LocalShard(whole.chunk(2)[rank].clone(), (8, 6), (4 * rank, 0))}
     dst = {"w": LocalShard(torch.zeros(8, 3), (8, 6), (0, 3 * rank))}
-    live = checkpoint.LiveReshard(src, dst, timeout_s=60)
+    live = checkpoint.LiveReshard(src, dst)
     live.run()
     dst["w"].tensor.zero_()
-    answers: list[Any] = [outcome(lambda: checkpoint.save(folder, src, timeout_s=60) if rank else live.run())]
-    checkpoint.save(folder, src, timeout_s=60)  # which needs no collective
-    return [*answers, outcome(lambda: live.run() and None), bool(dst["w"].tensor.any())]
+    answers: list[Any] = [outcome(lambda: checkpoint.save(folder, src) if rank else live.run())]
+    hasty = checkpoint.LiveReshard(src, dst, timeout_s=0.2 if rank == 0 else 600)
+    if rank:
+        dist.barrier()
+    answers.append(outcome(hasty.run))
+    if not rank:
+        dist.barrier()
+    answers.append(bool(dst["w"].tensor.any()))
+    for one in (live, checkpoint.LiveReshard(src, dst)):
+        dst["w"].tensor.zero_()
+        one.run()
+        answers.append(torch.equal(dst["w"].tensor, whole[:, 3 * rank : 3 * rank + 3]))
+    return answers
 
 
-def test_ranks_that_call_different_things_are_told_soon_and_nothing_wrong_is_moved_later(tmp_path: Path):
-    for crossed, later, changed in run_ranks(crossed_job, 2, str(tmp_path / "x")):
+def test_ranks_that_call_different_things_or_come_late_are_told_and_all_goes_on_later(tmp_path: Path):
+    for crossed, late, *states in run_ranks(crossed_job, 2, str(tmp_path / "x")):
         assert crossed.error == "PeerError"
         assert "rank 0: reshard_live ''; rank 1: save" in crossed.message
-        assert later.error == "PeerError"
-        assert not changed
+        assert late.error == "PeerError"
+        assert "rank 1 did not arrive within 0.2 s" in late.message
+        assert late.ranks == (1,)
+        assert states == [False, True, True]
 
 
 def refusals_job() -> list[Any]:

@@ -30,11 +30,9 @@ from .host_memory import allocate
 HEAD_BYTES = 16
 """The head of each part; a multiple of every size of an element, so that parts are aligned for all of them."""
 
-# A head is two integers: a byte that says whether its sender stops, and the number of the message; then where in the sender's
-# shared memory the part begins.
-
-_FAILED, _VOID = 1, 2
-"""Why a sender stops: it has failed, or it asks all to begin again later."""
+_FAILED = 1
+"""A head is two integers: a byte that says whether its sender has failed, and the number of the message; then where in the
+sender's shared memory the part begins."""
 
 NUM_BUFFERS = 4
 """Of each two for what is sent, and two for what is received, one is under way while the other is filled or emptied.
@@ -126,28 +124,24 @@ class Rounds:
     ----------
     buffers
         Those of an earlier exchange, to be used again.
-    void
-        Whether this rank asks that nothing is moved: the first message tells all.
 
     Attributes
     ----------
     failure
         What failed on this rank, if anything.
     stopped
-        Whether some rank had failed, or asked for it, so that the rounds are not complete.
-    voided
-        Whether some rank asked that nothing is moved; all ranks know it alike, and nothing was.
+        Whether some rank had failed, so that the rounds are not complete.
     complete
         Whether all ranks are known to have put everything in place.
     """
 
-    def __init__(self, exchange: Exchange, traffic: Traffic, buffers: Buffers | None = None, *, void: bool = False) -> None:
-        self._exchange, self._traffic, self._void = exchange, traffic, void
+    def __init__(self, exchange: Exchange, traffic: Traffic, buffers: Buffers | None = None) -> None:
+        self._exchange, self._traffic = exchange, traffic
         self._buffers = buffers or Buffers(exchange.device)
         self._slot_bytes = self._first = 0
         self._shared = SharedMemory(torch.empty(0, dtype=torch.uint8), [None] * exchange.size, [False] * exchange.size)
         self.failure: BaseException | None = None
-        self.stopped = self.voided = self.complete = False
+        self.stopped = self.complete = False
 
     def attempt(self, work: Callable[[], None]) -> None:
         """Do some work, unless something has failed; the next message tells the others of a failure."""
@@ -186,7 +180,7 @@ class Rounds:
         last = last or (lambda: None,)
         self._first = self._buffers.numbers(num_rounds + 1 + len(last))
         all_are_ready = self._meet(-1)
-        packed = self._packed(0) if self.failure is None and not self._void else None
+        packed = self._packed(0) if self.failure is None else None
         if not all_are_ready():
             return
         assert packed is not None
@@ -233,7 +227,7 @@ class Rounds:
         return all_go_on
 
     def _await(self, number: int, arriving: _Arriving) -> tuple[list[torch.Tensor], list[int]]:
-        """Wait for a message, and see whether one of its senders stops; returns where the part of each rank lies."""
+        """Wait for a message, and see whether one of its senders has failed; returns where the part of each rank lies."""
         wait, data, message = arriving
         wait()
         at = (torch.tensor(message.heads)[:, None] + torch.arange(HEAD_BYTES)).to(data.device)
@@ -242,8 +236,7 @@ class Rounds:
             raise PeerError(
                 "the ranks are out of step in their process group: one has left a call out, or failed in one; end the job"
             )
-        reasons = [word & 0xFF for word in first]
-        self.stopped, self.voided = any(reasons), _VOID in reasons
+        self.stopped = any(word & _FAILED for word in first)
         memories, starts = [data] * len(message.heads), list(message.starts)
         for rank, memory in enumerate(self._shared.read):
             if memory is not None:
@@ -270,8 +263,7 @@ class Rounds:
         return out, message
 
     def _put_heads(self, number: int, out: torch.Tensor, message: _Message, starts: Sequence[int]) -> None:
-        stops = _VOID if self._void else 0 if self.failure is None else _FAILED
-        word = (self._first + 1 + number) << 8 | stops
+        word = (self._first + 1 + number) << 8 | (0 if self.failure is None else _FAILED)
         heads = torch.tensor([[word, start] for start in starts]).view(torch.uint8)
         for head, data in zip(message.heads, heads, strict=True):
             out[head : head + HEAD_BYTES] = data
