@@ -15,7 +15,7 @@ import functools
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,22 @@ from . import limits, peers
 from .blocks import touched_bytes
 from .ranks import Ranks, Samples, launch, save_json
 from .report import Result, machine, show
-from .state import Layout, State, build, gpt
+from .state import Layout, State, Weight, build, experts, gpt
 
 PARTS = ("save", "stall", "load")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadCase:
+    """One load: its name in tables, the parameters and the layout that are saved, and the layout that is wanted."""
+
+    what: str
+    saved: tuple[list[Weight], Layout]
+    target: Layout
+    long_runs: bool = False
+    """Whether the embedding is loaded alone, too."""
+    across: bool = False
+    """Whether most of what is saved and what is wanted is cut along different dims."""
 
 
 class Run:
@@ -47,6 +60,7 @@ class Run:
         self.layout = Layout(dp=self.ranks.size // tp, tp=tp)
         self.state = build(self.weights, self.layout, self.ranks.rank)
         self.state.fill()
+        self.cases = list(self._cases())
         self._count = 0
 
     def time(self, name: str, operation: Callable[[], Any]) -> None:
@@ -175,38 +189,46 @@ class Run:
     def loads(self) -> None:
         """Measure loads from the page cache, into the same layout and into others, beside a read of as many bytes."""
         ours, dcps, snapshot = (self.new_path(kept=name) for name in ("ours", "dcp", "torchsnapshot"))
-        self._save_both(self.state, ours, dcps)
-        others = peers.torchsnapshot_problem() is None and self.layout.dp * self.layout.tp > 1
-        self._loads("same layout", self.state, ours, dcps)
-        if others:
-            self._loads_of_torchsnapshot(snapshot)
-        self.state = State({}, {})  # makes room for the others
-        columns = [target for target in self._targets() if target.columns]
-        for target in self._targets():
-            if columns and target == columns[0]:
-                self.drop(ours)
-                self.drop(dcps)
-                self._save_both(build(self.weights, replace(self.layout, columns=True), self.ranks.rank), ours, dcps)
-            state = build(self.weights, target, self.ranks.rank)
-            self._loads(f"to {target}", state, ours, dcps)
-            del state
-            if target.pp == 1 and not target.columns:
-                self._long_runs(f"to {target}", target, ours)
+        state, saved = self.state, self.cases[0].saved
+        self._save_both(state, ours, dcps)
+        for case in self.cases:
+            if case.saved != saved:
+                saved = case.saved
+                self._save_both(build(*saved, self.ranks.rank), ours, dcps)
+            state = state if case is self.cases[0] else build(saved[0], case.target, self.ranks.rank)
+            self._loads(case.what, state, ours, dcps)
+            if case is self.cases[0] and peers.torchsnapshot_problem() is None and self.ranks.size > 1:
+                self._loads_of_torchsnapshot(snapshot)
+            state = self.state = State({}, {})  # makes room for the next one
+            if case.long_runs:
+                self._long_runs(case.what, case.target, ours)
         for path in (ours, dcps, snapshot):
             self.drop(path)
 
     def _save_both(self, state: State, ours: Path, dcps: Path) -> None:
+        self.drop(ours)
+        self.drop(dcps)
         state.fill()
         checkpoint.save(ours, state.modules)
         dcp.save(state.tensors, checkpoint_id=str(dcps))
 
-    def _targets(self) -> list[Layout]:
-        """List the layouts to load on: tp grows to all ranks; dp does; pipeline stages appear; then both, from and to columns."""
-        size = self.ranks.size
-        both = self.layout.dp > 1 and self.layout.tp > 1
-        across = [Layout(tp=size, columns=True), Layout(dp=size, columns=True)] if both else []
-        rows = [Layout(tp=size), Layout(dp=size), Layout(pp=2, tp=size // 2)]
-        return [layout for layout in [*rows, *across] if layout != self.layout]
+    def _cases(self) -> Iterator[LoadCase]:
+        """Yield the loads: to the same layout and to others by rows; on a mesh, also those along other dims than the save's."""
+        size, rows = self.ranks.size, (self.weights, self.layout)
+        yield LoadCase("same layout", rows, self.layout)
+        for target in (Layout(tp=size), Layout(dp=size), Layout(pp=2, tp=size // 2)):
+            if target != self.layout:
+                yield LoadCase(f"to {target}", rows, target, long_runs=target.pp == 1)
+        if self.layout.dp == 1 or self.layout.tp == 1:
+            return
+        tp, dp, both = Layout(tp=size, columns=True), Layout(dp=size, columns=True), replace(self.layout, columns=True)
+        yield LoadCase(f"rows to {dp}", rows, dp, across=True)
+        yield LoadCase(f"columns to {tp}", (self.weights, both), tp, across=True)
+        yield LoadCase(f"columns to {dp}", (self.weights, both), dp, across=True)
+        yield LoadCase(f"columns to {Layout(dp=size)}, rows", (self.weights, both), Layout(dp=size), across=True)
+        stacks = experts(self.options.gb)
+        yield LoadCase(f"experts, columns to {tp}", (stacks, both), tp, across=True)
+        yield LoadCase(f"experts, columns to {dp}", (stacks, both), dp, across=True)
 
     def _loads(self, what: str, state: State, ours: Path, dcps: Path) -> None:
         files = sorted(ours.glob("*/*.safetensors"))
@@ -258,7 +280,7 @@ class Run:
             },
             machine=machine(),
             layout=str(self.layout),
-            targets=tuple(map(str, self._targets())),
+            loads={case.what: case.across for case in self.cases},
             num_tensors=4 * len(self.weights),
             needed_bytes=needed,
             facts=self.facts,

@@ -39,7 +39,8 @@ class Result:
     options: dict[str, Any]
     machine: dict[str, str]
     layout: str
-    targets: tuple[str, ...]
+    loads: dict[str, bool]
+    """The loads by name, and whether most of what each wants is cut along other dims than what is saved."""
     num_tensors: int
     needed_bytes: int
     facts: dict[str, float]
@@ -53,8 +54,12 @@ class Result:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Result:
-        plain = {name: data[name] for name in cls.__slots__ if name != "samples"}
-        plain["targets"], plain["notes"] = tuple(data["targets"]), tuple(data["notes"])
+        by_rows = {
+            "same layout": False,
+            **{f"to {target}": False for target in data.get("targets", ())},
+        }  # before there were others
+        plain = {"loads": by_rows, **{name: data[name] for name in cls.__slots__ if name in data and name != "samples"}}
+        plain["notes"] = tuple(data["notes"])
         return cls(**plain, samples=Samples.from_json(data["samples"]))
 
 
@@ -138,11 +143,12 @@ def _stall_figures(result: Result) -> Iterator[Figure]:
 
 def _load_figures(result: Result) -> Iterator[Figure]:
     ratio = _Ratios(result.samples)
-    for what in ("same layout", *(f"to {target}" for target in result.targets)):
+    for what, across in result.loads.items():
         if f"load, {what}" not in result.samples:
             continue
-        bars = (2.0, 1.3) if what == "same layout" else (2.5, None)
+        bars = (2.0, 1.3) if what == "same layout" else (2.0 if across else 2.5, None)
         yield from ratio(f"load, {what} ÷ raw read", f"load, {what}", f"raw read, {what}", bars[0])
+        yield from ratio("  CPU seconds ÷ raw's", f"load, {what}", f"raw read, {what}", None, "cpu_s")
         yield from ratio("  verification off ÷ raw read", f"load unverified, {what}", f"raw read, {what}", bars[1])
         resharded = what != "same layout"
         yield from ratio("  ÷ DCP's load", f"load, {what}", f"dcp load, {what}", 0.33 if resharded else None)
@@ -246,7 +252,7 @@ def draw(result: Result, path: Path) -> None:
 
 def _panels(result: Result) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     for title, bars in PANELS.items():
-        whats = ("same layout", *(f"to {target}" for target in result.targets)) if title == "load" else ("",)
+        whats = tuple(result.loads) if title == "load" else ("",)
         for what in whats:
             present = [(label, name.format(what)) for label, name in bars if name.format(what) in result.samples]
             yield f"{title} {what}".strip(), present

@@ -69,6 +69,19 @@ def gpt(gb: float) -> list[Weight]:
     return [*weights, Weight("norm.weight", (dim,), None)]
 
 
+def experts(gb: float) -> list[Weight]:
+    """Return the parameters of layers of stacked experts: of their three dims, tensor parallelism cuts the middle or the last."""
+    dim = 1024 if gb >= 1 else 256
+    weights = []
+    for i in range(max(1, round(gb * 1e9 / BYTES_PER_PARAMETER / (32 * dim * dim)))):
+        weights += [
+            Weight(f"layers.{i}.norm.weight", (dim,), None),
+            Weight(f"layers.{i}.experts.up", (8, 2 * dim, dim), 1),
+            Weight(f"layers.{i}.experts.down", (8, dim, 2 * dim), 2),
+        ]
+    return weights
+
+
 def stage_of(weights: list[Weight], stage: int, stages: int) -> list[Weight]:
     """Return the parameters of one pipeline stage: an equal share of the layers; embedding first, last norm last."""
     num_layers = 1 + max(int(w.name.split(".")[1]) for w in weights if w.name.startswith("layers."))
@@ -134,7 +147,7 @@ def bits(local: torch.Tensor) -> np.ndarray:
 def expected(name: str, offsets: tuple[int, ...], lengths: tuple[int, ...], dtype: torch.dtype) -> np.ndarray:
     """Return the bits of a box of a tensor: finite positive numbers that differ from their neighbours."""
     out = np.full(lengths, zlib.crc32(name.encode()) & 0xFFFF, np.uint32)
-    for dim, (offset, length, factor) in enumerate(zip(offsets, lengths, (2654435761, 40503), strict=False)):
+    for dim, (offset, length, factor) in enumerate(zip(offsets, lengths, (2654435761, 40503, 2246822519), strict=False)):
         steps = (np.arange(offset, offset + length, dtype=np.uint64) * factor).astype(np.uint32)
         out += steps.reshape([-1 if d == dim else 1 for d in range(len(lengths))])
     out &= 0x3FFFFFFF
