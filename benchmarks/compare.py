@@ -236,7 +236,7 @@ class Run:
         self.facts[f"wanted, {what}"] = sum(self.ranks.gather(state.held_bytes))
         self.facts[f"touched, {what}"] = sum(self.ranks.gather(touched_bytes(ours, state.modules)))
         memory = [limits.as_bytes(local) for local in state.locals()]
-        for _ in self.rounds(f"loads, {what}", self.options.pairs + 1, 0.07):
+        for _ in self.rounds(f"loads, {what}", self.options.pairs + 1, 0.04):
             self.time(f"raw read, {what}", lambda: limits.read(files, memory))
             state.clear()
             self.time(f"dcp load, {what}", lambda: dcp.load(state.tensors, checkpoint_id=str(dcps)))
