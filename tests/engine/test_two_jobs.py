@@ -48,7 +48,7 @@ class Turns:
                 if self.turns[0][0] == job:
                     self.turns[0] = (job, self.turns[0][1] - 1)
                     return
-                assert self.lock.wait(30), "the other job has stopped"
+                assert self.lock.wait(300), "the other job has stopped"
 
     def end(self, job: str) -> None:
         with self.lock:

@@ -20,6 +20,9 @@ from tests.warm_python import warm_python
 INNER = "RESHARD_CKPT_SIMULATED"
 """Set in the process that has the device."""
 
+_END_S = 60
+"""How long that process has to end."""
+
 
 class SimulatedProcess:
     """The process, seen from the tests that it runs."""
@@ -38,7 +41,12 @@ class SimulatedProcess:
         assert self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             print(test, file=self._process.stdin, flush=True)
-        answer = self._process.stdout.readline()
+        try:
+            answer = self._process.stdout.readline()
+        except BaseException:  # the time of this test is over: what it may still say is no answer to the next one
+            self._process.kill()
+            self._process.wait()
+            raise
         if not answer:
             code = self._process.wait()
             return f"the process of the simulated device ended with {code}: a host that touches device memory is killed"
@@ -48,7 +56,10 @@ class SimulatedProcess:
     def stop(self) -> None:
         """End it."""
         if self._process is not None:
-            self._process.communicate()
+            try:
+                self._process.communicate(timeout=_END_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
 
 
 def main() -> None:

@@ -288,14 +288,14 @@ def test_step_that_comes_while_the_guard_looks_is_held_and_no_fault(monkeypatch:
 
     def wait() -> None:
         held.set()
-        copied.wait(20)
+        copied.wait(600)
 
     guard = guarded(optimizer, wait)
     look = ChangeDetector.has_changed
 
     def look_late(self: ChangeDetector) -> bool:
         training.start()
-        held.wait(20)  # until the step is held back, or made
+        held.wait(600)  # until the step is held back, or made
         return look(self)
 
     monkeypatch.setattr(ChangeDetector, "has_changed", look_late)
