@@ -325,7 +325,8 @@ class Reader:
             return None
         memory, first = self._memories[dest]
         strides = tuple(stride * each for stride in items.dst_strides[item])
-        return np.ndarray(items.lengths[item], RAW[each], memory, first + items.dst[item] * each, strides)
+        place: Elements = np.ndarray(items.lengths[item], RAW[each], memory, first + items.dst[item] * each, strides)
+        return place
 
     def _put(self, items: CopyItems, item: int, source: Elements, place: Elements | None) -> None:
         """Copy an item to its place, or, where it has none, convert it into its target."""

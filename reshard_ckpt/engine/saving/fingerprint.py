@@ -60,12 +60,14 @@ def fingerprints(local_shards: LocalShards, checks: RunColumns, chosen: Callable
 
 def with_kind(marks: NDArray[np.uint64], *, summed: bool) -> NDArray[np.uint64]:
     """Say in the lowest bit how fingerprints were taken."""
-    return (marks & ~np.uint64(1)) | np.uint64(summed)
+    out: NDArray[np.uint64] = (marks & ~np.uint64(1)) | np.uint64(summed)
+    return out
 
 
 def may_be_alike(marks: NDArray[np.uint64], others: NDArray[np.uint64]) -> NDArray[np.bool_]:
     """Tell which fingerprints show no difference; of two that were taken in different ways nothing can be said."""
-    return (marks == others) | ((marks ^ others) & np.uint64(1) == 1)
+    out: NDArray[np.bool_] = (marks == others) | ((marks ^ others) & np.uint64(1) == 1)
+    return out
 
 
 def checked_pieces(local_shards: LocalShards, checks: RunColumns, chosen: Callable[[int], bool]) -> list[tuple[int, LocalPiece]]:
