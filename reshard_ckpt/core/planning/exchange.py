@@ -90,10 +90,6 @@ class Parts:
         """Return what one rank sends, receives, or takes from itself."""
         return self.take(np.flatnonzero((self.owner == rank) | (self.taker == rank)))
 
-    def crossing(self) -> int:
-        """Count the bytes that go from one rank to another."""
-        return int(self.num_bytes[self.owner != self.taker].sum())
-
 
 def plan_exchange(held: RankRuns, wanted: RankRuns, node: Sequence[int], round_bytes: int) -> Parts:
     """Plan who sends what to whom.

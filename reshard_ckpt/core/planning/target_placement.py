@@ -15,7 +15,6 @@ Axes that shard one dim cut it in the order, and in the sections, that a rule gi
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -25,20 +24,12 @@ from ...errors import UsageError
 from ..catalog.links import optimizer_of
 from ..catalog.model import Catalog
 from ..catalog.placements import KINDS
-from ..catalog.specs import AxisPlacement, Ints, Mesh, StateLink
+from ..catalog.specs import AxisPlacement, Ints, Mesh
 from .experts import experts_of, spread
 from .pipeline_stages import stages_of
 from .placement_rules import Rule, first_saying, unmatched
-from .saved_rows import SavedRows
+from .saved_placements import GIVEN_BY_NAMES, PIPELINE, SavedPlacements, Unit
 from .stacked import expert_dim, layer_dim
-
-PIPELINE = "pp"
-EXPERTS = "ep"
-
-_GIVEN_BY_NAMES = (PIPELINE, EXPERTS)
-
-Unit = tuple[str, str, bool]
-"""Optimizer, FQN, and whether it is state: what all tensors have in common that stay together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,45 +82,16 @@ class _Placer:
     """One run of `place`: tables that several of its steps look into."""
 
     def __init__(self, catalog: Catalog, names: Sequence[str], topology: TargetTopology) -> None:
-        self.catalog, self.names, self.topology, self.mesh = catalog, names, topology, topology.mesh
+        self.names, self.topology, self.mesh = names, topology, topology.mesh
         self.groups = topology.groups or {}
-        self.links = {name: self._link(name, frozenset(names)) for name in names}
-        self.shapes = {name: catalog.shape(catalog.index(name)) for name in names}
-        self.rows = SavedRows(catalog)
-        placements = self.rows.placements()
-        self.saved_sizes = {} if catalog.mesh is None else dict(zip(catalog.mesh.axes, catalog.mesh.sizes, strict=True))
-        self.saved = {name: self._resized(placements[catalog.index(name)]) for name in names}
+        self.saved = SavedPlacements(catalog, names, topology.mesh)
         self.by_name: dict[str, Mapping[str, Ints]] = {}
-        self.divided_on = self._divided_on()
-
-    def _link(self, name: str, chosen: frozenset[str]) -> StateLink:
-        """The link of a tensor; of what is no state of an optimizer, one to itself without a key."""
-        link = self.catalog.link(self.catalog.index(name))
-        if link is None:
-            return StateLink("", name, "", name)
-        return link if link.parameter in chosen else replace(link, parameter=None)
-
-    def _optimizer(self, name: str) -> str | None:
-        """The optimizer that a tensor is state of, which is called "" where it is the root of the state."""
-        link = self.links[name]
-        return link.optimizer if link.key else None
-
-    def _resized(self, placement: Sequence[AxisPlacement]) -> dict[str, AxisPlacement]:
-        """A saved placement by axis, on the new sizes of the axes where its kinds depend on them."""
-        sizes, out = dict(zip(self.mesh.axes, self.mesh.sizes, strict=True)), {}
-        for p in placement:
-            resize = KINDS[p.kind].resize
-            if resize is None or p.axis not in sizes:
-                out[p.axis] = p
-            elif (resized := resize(p, self.saved_sizes.get(p.axis, 0), sizes[p.axis])) is not None:
-                out[p.axis] = resized
-        return out
 
     def run(self) -> dict[str, TargetPlacement]:
         slips = unmatched(self.topology.rules, self.names)
         if slips:
             raise UsageError(f"rules: {', '.join(map(repr, slips[:5]))}: no tensor has such a name; correct the pattern")
-        self.by_name = {axis: self._given_by_names(axis) for axis in _GIVEN_BY_NAMES if axis in self.mesh.axes}
+        self.by_name = {axis: self._given_by_names(axis) for axis in GIVEN_BY_NAMES if axis in self.mesh.axes}
         placed = {name: self._place(name) for name in self.names}
         for axis in self.mesh.axes:
             self._divide_again(axis, placed)
@@ -141,12 +103,13 @@ class _Placer:
     def _given_by_names(self, axis: str) -> dict[str, Ints]:
         """The coordinates of an axis that hold each tensor, as far as the names tell."""
         size = self.mesh.sizes[self.mesh.axes.index(axis)]
-        saved_size = self.saved_sizes.get(axis, 1)
+        saved_size = self.saved.sizes.get(axis, 1)
         if axis == PIPELINE:
             return self._stages(size, saved_size)
         if size == saved_size:
-            return {name: p.coords for name, saved in self.saved.items() if (p := saved.get(axis)) and p.kind == "resident"}
-        owner = {name: self.links[name].parameter or self.links[name].fqn for name in self.names}
+            saved = ((name, placement.get(axis)) for name, placement in self.saved.placements.items())
+            return {name: p.coords for name, p in saved if p is not None and p.kind == "resident"}
+        owner = {name: self.saved.links[name].parameter or self.saved.links[name].fqn for name in self.names}
         experts = experts_of(sorted(set(owner.values())), size)
         return {name: (experts[param],) for name, param in owner.items() if param in experts}
 
@@ -156,10 +119,10 @@ class _Placer:
             return {}
         stacked = {name for name in self.names if self._stacked_dim(name, PIPELINE) is not None}
         ruled = stacked | {name for name in self.names if self._ruled(name, PIPELINE) is not None}
-        owner = {name: self.links[name].parameter or self.links[name].fqn for name in self.names if name not in ruled}
+        owner = {name: self.saved.links[name].parameter or self.saved.links[name].fqn for name in self.names if name not in ruled}
         known: dict[str, Ints] = {}
         for name in sorted(owner, key=lambda n: n != owner[n]):  # parameters speak for themselves
-            p = self.saved[name].get(PIPELINE)
+            p = self.saved.placements[name].get(PIPELINE)
             if p is not None:
                 known.setdefault(owner[name], p.coords if p.kind == "resident" else (*range(saved_size),))
         distinct = list(dict.fromkeys(owner.values()))
@@ -169,12 +132,8 @@ class _Placer:
         stages = stages_of(distinct, size, boundaries=boundaries, saved=known, saved_stages=saved_size, stacked=bool(stacked))
         together: dict[object, set[int]] = {}
         for param in distinct:
-            together.setdefault(self._shared(param), set()).update(stages[param])
-        return {name: tuple(sorted(together[self._shared(param)])) for name, param in owner.items()}
-
-    def _shared(self, param: str) -> object:
-        """What tied tensors have in common; a parameter that is not there itself is tied to nothing."""
-        return self.catalog.source(self.catalog.index(param)) if param in self.shapes else param
+            together.setdefault(self.saved.shared(param), set()).update(stages[param])
+        return {name: tuple(sorted(together[self.saved.shared(param)])) for name, param in owner.items()}
 
     def _place(self, name: str) -> TargetPlacement:
         axes = [self._on_axis(name, axis, size) for axis, size in zip(self.mesh.axes, self.mesh.sizes, strict=True)]
@@ -191,32 +150,26 @@ class _Placer:
 
     def _recorded_cuts(self, name: str, axes: Sequence[AxisPlacement]) -> Mapping[str, AxisPlacement]:
         """How axes cut a tensor when saved: state as its parameter, whose pieces show it best, unless more axes cut the state."""
-        parameter = self._parameter_of_same_shape(name)
+        parameter = self.saved.parameter_of_same_shape(name)
         if parameter is not None:
-            known = {axis for axis, p in self.saved[parameter].items() if p.kind == "shard"}
+            known = {axis for axis, p in self.saved.placements[parameter].items() if p.kind == "shard"}
             if all(p.axis in known for p in axes if p.kind == "shard"):
-                return self.saved[parameter]
-        return self.saved[name]
+                return self.saved.placements[parameter]
+        return self.saved.placements[name]
 
     def _ruled(self, name: str, axis: str) -> AxisPlacement | None:
         """What the rules say of a tensor on an axis: its own, or its parameter's if it is laid out like that."""
         own = next((rule.axes[axis] for rule in first_saying(self.topology.rules, name) if axis in rule.axes), None)
-        told = axis in _GIVEN_BY_NAMES  # there all state of a parameter is where it is, of whatever shape
-        parameter = self.links[name].parameter if told else self._parameter_of_same_shape(name)
+        told = axis in GIVEN_BY_NAMES  # there all state of a parameter is where it is, of whatever shape
+        parameter = self.saved.links[name].parameter if told else self.saved.parameter_of_same_shape(name)
         if own is not None or parameter is None:
             return own
-        if not told and axis in self.saved[name] and self.saved[name][axis].kind in ("flat", "resident"):
+        if not told and axis in self.saved.placements[name] and self.saved.placements[name][axis].kind in ("flat", "resident"):
             return None
         return next((rule.axes[axis] for rule in first_saying(self.topology.rules, parameter) if axis in rule.axes), None)
 
-    def _parameter_of_same_shape(self, name: str) -> str | None:
-        parameter = self.links[name].parameter
-        if parameter is None or parameter == name or self.shapes[parameter] != self.shapes[name]:
-            return None
-        return parameter
-
     def _on_axis(self, name: str, axis: str, size: int) -> AxisPlacement:
-        ndim = len(self.shapes[name])
+        ndim = len(self.saved.shapes[name])
         said = self._ruled(name, axis)
         if said is not None:
             return self._checked(name, said, ndim)
@@ -224,19 +177,19 @@ class _Placer:
             return self._cut_stack(name, axis, dim, size)
         if axis in self.by_name and name in self.by_name[axis]:
             return _resident(axis, self.by_name[axis][name], size)
-        saved = self._saved_on(name, axis)
+        saved = self.saved.on(name, axis)
         return AxisPlacement(axis, "replicate") if saved is None or axis == PIPELINE else saved
 
     def _stacked_dim(self, name: str, axis: str) -> int | None:
         """The dim that an axis cuts because layers, or experts, are stacked along it, in a parameter or state of its shape."""
-        parameter = self._parameter_of_same_shape(name)
-        if axis not in _GIVEN_BY_NAMES or (parameter is None and self.links[name].optimizer):
+        parameter = self.saved.parameter_of_same_shape(name)
+        if axis not in GIVEN_BY_NAMES or (parameter is None and self.saved.links[name].optimizer):
             return None
         dim = (layer_dim if axis == PIPELINE else expert_dim)(parameter or name)
-        return dim if dim is not None and dim < len(self.shapes[name]) else None
+        return dim if dim is not None and dim < len(self.saved.shapes[name]) else None
 
     def _cut_stack(self, name: str, axis: str, dim: int, size: int) -> AxisPlacement:
-        num, what = self.shapes[name][dim], "layers" if axis == PIPELINE else "experts"
+        num, what = self.saved.shapes[name][dim], "layers" if axis == PIPELINE else "experts"
         boundaries = self.topology.boundaries if axis == PIPELINE else None
         if num % size or boundaries not in (None, tuple(num // size * stage for stage in range(1, size))):
             raise UsageError(
@@ -246,50 +199,22 @@ class _Placer:
             )
         return AxisPlacement(axis, "shard", dim)
 
-    def _saved_on(self, name: str, axis: str) -> AxisPlacement | None:
-        """What the catalog says of a tensor on an axis; for state of which it says nothing of its own, its parameter's."""
-        saved = self.saved[name].get(axis)
-        divided_on = self.divided_on.get(self._optimizer(name))
-        # An axis of one coordinate shows nothing. And where one vector is cut, the cut goes through what lies along other axes,
-        # too: these then seem flat, or on some coordinates only, by chance.
-        by_chance = saved is not None and saved.kind in ("flat", "resident") and divided_on not in (axis, None)
-        unsaid = saved is None or (saved.kind == "replicate" and self.saved_sizes[axis] == 1)
-        parameter = self._parameter_of_same_shape(name)
-        of_parameter = None if parameter is None else self.saved[parameter].get(axis)
-        if by_chance or unsaid:
-            return of_parameter
-        # Runs of a fused weight that lie in different sections look like shards.
-        sections = saved is not None and saved.kind == "shard" and divided_on == axis
-        if sections and of_parameter is not None and of_parameter.kind == "replicate":
-            return AxisPlacement(axis, "flat")
-        return saved
-
-    def _divided_on(self) -> dict[str | None, str]:
-        """Of each optimizer the axis over which its state is divided: where most of it is flat, or on some coordinates only."""
-        counts: dict[str | None, Counter[str]] = {}
-        for name in self.names:
-            optimizer = self._optimizer(name)
-            for axis, p in self.saved[name].items():
-                if optimizer is not None and p.kind in ("flat", "resident") and axis not in _GIVEN_BY_NAMES:
-                    counts.setdefault(optimizer, Counter())[axis] += 2 if p.kind == "flat" else 1
-        return {optimizer: count.most_common(1)[0][0] for optimizer, count in counts.items()}
-
     def _checked(self, name: str, said: AxisPlacement, ndim: int) -> AxisPlacement:
         if KINDS[said.kind].flattens and ndim == 0:
             return AxisPlacement(said.axis, "replicate")
         if said.dim is None:
             return said
         if not -ndim <= said.dim < ndim:
-            spelled = KINDS[said.kind].spell(said)
+            spelled, shape = KINDS[said.kind].spell(said), self.saved.shapes[name]
             raise UsageError(
-                f"rules: {name}: {said.axis}: {spelled}, but its shape is {self.shapes[name]}; put a rule for it before this one"
+                f"rules: {name}: {said.axis}: {spelled}, but its shape is {shape}; put a rule for it before this one"
             )
         return replace(said, dim=said.dim % ndim)
 
     def _sections(self, name: str, axes: Sequence[AxisPlacement], recorded: Mapping[str, AxisPlacement]) -> dict[int, Ints]:
         """The sections of each dim, as a rule says, else as the axis that has them cut them when saved."""
-        shape = self.shapes[name]
-        names = [name, self._parameter_of_same_shape(name)]
+        shape = self.saved.shapes[name]
+        names = [name, self.saved.parameter_of_same_shape(name)]
         rules = [rule for n in names if n is not None for rule in first_saying(self.topology.rules, n) if rule.sections]
         if not rules:
             kept = [recorded[p.axis] for p in axes if p.kind == "shard" and p.axis in recorded]
@@ -316,8 +241,8 @@ class _Placer:
         divided: dict[tuple[str, str], list[str]] = {}
         for name, p in placed.items():
             if p.axes[at].kind == "flat" or self._was_divided(name, axis):
-                family = self.links[name]
-                divided.setdefault((family.optimizer, family.key), []).append(name)
+                link = self.saved.links[name]
+                divided.setdefault((link.optimizer, link.key), []).append(name)
         flat = {key for key, members in divided.items() if self._is_vector(members, axis, at, placed)}
         vectors = {key for key in flat if not self._each_alone(divided[key], at, placed)}
         for number, key in enumerate(sorted(vectors)):
@@ -332,62 +257,48 @@ class _Placer:
         ruled = self._ruled(name, axis)
         if ruled is not None:
             return ruled.kind == "flat"
-        saved = self._saved_on(name, axis)
+        saved = self.saved.on(name, axis)
         return name not in self.by_name.get(axis, {}) and saved is not None and saved.kind == "resident"
 
     def _is_vector(self, members: Sequence[str], axis: str, at: int, placed: Mapping[str, TargetPlacement]) -> bool:
         """Whether these tensors were cut as one vector, or each flat: some are cut, or all lie in the optimizer's order."""
         if any(placed[name].axes[at].kind == "flat" for name in members):
             return True
-        optimizer = self._optimizer(members[0])
-        if all(self.shapes[name] == () for name in members) or optimizer is None:
+        optimizer = self.saved.optimizer(members[0])
+        if all(self.saved.shapes[name] == () for name in members) or optimizer is None:
             return False
-        firsts = self._firsts(self._by_group(members), axis)
+        firsts = self.saved.firsts(self._by_group(members), axis)
         several = any(len(set(coordinates)) > 1 for coordinates in firsts.values())
         return optimizer in self.groups and several and all(map(_ascending, firsts.values()))
-
-    def _firsts(self, names: Sequence[str], axis: str) -> dict[tuple[Ints, ...], list[int]]:
-        """The first coordinate of each tensor on an axis, in the order given, by pipeline stage and experts' rank.
-
-        Each of these had a vector of its own.
-        """
-        out: dict[tuple[Ints, ...], list[int]] = {}
-        for name in names:
-            out.setdefault(self._home(name), []).append(self.rows.first_coordinate(self.catalog.index(name), axis))
-        return out
-
-    def _home(self, name: str) -> tuple[Ints, ...]:
-        saved = self.saved[name]
-        return tuple(saved[axis].coords if axis in saved else () for axis in _GIVEN_BY_NAMES)
 
     def _each_alone(self, members: Sequence[str], at: int, placed: Mapping[str, TargetPlacement]) -> bool:
         """Whether each tensor was cut on its own: then each begins on the first coordinate, and none is whole there."""
         axis = self.mesh.axes[at]
         if any(self._ruled(name, axis) is not None or placed[name].axes[at].kind != "flat" for name in members):
             return False
-        return not any(self.rows.first_coordinate(self.catalog.index(name), axis) for name in members)
+        return not any(self.saved.first_coordinate(name, axis) for name in members)
 
     def _in_order(self, members: Sequence[str], axis: str) -> list[str]:
         """The tensors of one vector, in its order: the optimizer's, forwards or backwards, if the rows agree with it."""
         ordered = self._by_group(members)
         for names in (ordered, ordered[::-1]):
-            if all(map(_ascending, self._firsts(names, axis).values())):
+            if all(map(_ascending, self.saved.firsts(names, axis).values())):
                 return names
-        return sorted(ordered, key=lambda n: (self._home(n), self.rows.first_coordinate(self.catalog.index(n), axis)))
+        return sorted(ordered, key=lambda n: (self.saved.home(n), self.saved.first_coordinate(n, axis)))
 
     def _by_group(self, members: Sequence[str]) -> list[str]:
         """In the order in which their optimizer lists its parameters."""
-        optimizer = self._optimizer(members[0])
+        optimizer = self.saved.optimizer(members[0])
         place = {fqn: i for i, fqn in enumerate(() if optimizer is None else self.groups.get(optimizer, ()))}
-        return sorted(members, key=lambda name: place.get(self.links[name].fqn, len(place)))
+        return sorted(members, key=lambda name: place.get(self.saved.links[name].fqn, len(place)))
 
     def _follow(self, axis: str, at: int, whole: Sequence[str], flat: set[str], placed: dict[str, TargetPlacement]) -> list[str]:
         """Put whole state with the flat state of the same parameter; what has none to follow is returned."""
-        leader = {self._unit(name): name for name in sorted(flat)}
+        leader = {self.saved.unit(name): name for name in sorted(flat)}
         # Where one parameter's state was cut, its step count was on all ranks that had a part, so perhaps on all.
-        kinds = {(self.links[name].optimizer, self.links[name].key) for name in whole}
+        kinds = {(self.saved.links[name].optimizer, self.saved.links[name].key) for name in whole}
         for name in self.names:
-            link, leads = self.links[name], leader.get(self._unit(name))
+            link, leads = self.saved.links[name], leader.get(self.saved.unit(name))
             if leads is not None and name not in flat and (link.optimizer, link.key) in kinds:
                 placed[name] = replace(_with_axis(placed[name], at, AxisPlacement(axis, "replicate")), follows=leads)
         return [name for name in whole if placed[name].follows is None]
@@ -395,19 +306,15 @@ class _Placer:
     def _spread(self, axis: str, at: int, whole: Sequence[str], placed: dict[str, TargetPlacement]) -> None:
         """Divide whole tensors over an axis by size, the state of one parameter together."""
         size = self.mesh.sizes[at]
-        if size == self.saved_sizes.get(axis):
+        if size == self.saved.sizes.get(axis):
             return
         bytes_of: dict[Unit, int] = {}
         for name in whole:
-            unit = self._unit(name)
-            bytes_of[unit] = bytes_of.get(unit, 0) + prod(self.shapes[name])
+            unit = self.saved.unit(name)
+            bytes_of[unit] = bytes_of.get(unit, 0) + prod(self.saved.shapes[name])
         chosen = spread(bytes_of, size)
         for name in whole:
-            placed[name] = _with_axis(placed[name], at, _resident(axis, (chosen[self._unit(name)],), size))
-
-    def _unit(self, name: str) -> Unit:
-        """What stays together: a tensor, or all state of one parameter."""
-        return self._optimizer(name) or "", self.links[name].fqn, bool(self.links[name].key)
+            placed[name] = _with_axis(placed[name], at, _resident(axis, (chosen[self.saved.unit(name)],), size))
 
 
 def _resident(axis: str, coords: Ints, size: int) -> AxisPlacement:

@@ -228,13 +228,6 @@ class _Machine:
     def number(self, size: int) -> int:
         return int.from_bytes(self.take(size), "little")
 
-    def above_mark(self) -> list[Any]:
-        """Pop the last mark and what is above it."""
-        low = self.marks.pop()
-        values = self.stack[low:]
-        del self.stack[low:]
-        return values
-
     def look_up(self, module: Any, name: Any) -> Any:
         """Return the stand-in of a global."""
         if not isinstance(module, str) or not isinstance(name, str):
@@ -294,20 +287,14 @@ def _set_item(machine: _Machine) -> None:
     _set_items(machine.stack[-1], [key, value], machine.opaque)
 
 
-def _appends(machine: _Machine) -> None:
-    values, target = machine.above_mark(), machine.stack[-1]
+def _extend(machine: _Machine, low: int) -> None:
+    """Append what is on the stack from there on to the list below it."""
+    stack, target = machine.stack, machine.stack[low - 1]
     if type(target) is list:
-        target.extend(values)
+        target.extend(stack[low:])
     elif type(target) is not Opaque:
         raise ValueError(f"appends to {_shown(target)}")
-
-
-def _append(machine: _Machine) -> None:
-    value, target = machine.stack.pop(), machine.stack[-1]
-    if type(target) is list:
-        target.append(value)
-    elif type(target) is not Opaque:
-        raise ValueError(f"appends to {_shown(target)}")
+    del stack[low:]
 
 
 def _shown(value: Any) -> str:
@@ -393,8 +380,8 @@ _OPERATIONS: dict[int, Callable[[_Machine], None]] = {
     0x89: _constant(False),
     0x5D: lambda machine: machine.stack.append([]),
     0x87: _tuple3,
-    0x61: _append,
-    0x65: _appends,
+    0x61: lambda machine: _extend(machine, len(machine.stack) - 1),
+    0x65: lambda machine: _extend(machine, machine.marks.pop()),
     0x73: _set_item,
     0x93: _stack_global,
     0x63: _global,

@@ -18,7 +18,7 @@ from .shapes import local_shapes
 from .shards import Shard, TensorParallel
 
 
-class Parts:
+class ModelParallelParts:
     """The parts of parameters that model-parallel ranks hold.
 
     Parameters

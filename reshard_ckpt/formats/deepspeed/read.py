@@ -40,7 +40,7 @@ from .layout import (
     open_state,
     striped_runs,
 )  # fmt: skip
-from .parts import Parts
+from .parts import ModelParallelParts
 from .pipeline import TIED, LayerTensor, open_layers, params_of_fragments, tied_names
 from .rows import MODEL, OPTIMIZER, FlatNames, KnownNames, TensorAdder, parameter_name, state_link
 from .shapes import shapes_in, shapes_of
@@ -88,7 +88,7 @@ class _Tag:
         if files.num_models > 1 and not files.layers:
             parallel = TensorParallel(self._info(first), files.num_models)
         self._experts = module_files(files, self._where, first)
-        self._parts = Parts(self._columns, self._models, parallel)
+        self._parts = ModelParallelParts(self._columns, self._models, parallel)
         self._masters: set[str] = set()
 
     def _model(self, mp: int) -> TorchFile:

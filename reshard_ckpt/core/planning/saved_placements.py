@@ -1,0 +1,128 @@
+"""How the tensors of a catalog lay when they were saved, and which of them belong together, for placing them on another mesh."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ..catalog.model import Catalog
+from ..catalog.placements import KINDS
+from ..catalog.specs import AxisPlacement, Ints, Mesh, StateLink
+from .saved_rows import SavedRows
+
+PIPELINE = "pp"
+EXPERTS = "ep"
+GIVEN_BY_NAMES = (PIPELINE, EXPERTS)
+"""Axes on which names tell where a tensor is."""
+
+Unit = tuple[str, str, bool]
+"""Optimizer, FQN, and whether it is state: what all tensors have in common that stay together."""
+
+
+class SavedPlacements:
+    """Looks up how chosen tensors lay, by axis, on the sizes of a new mesh where their kinds depend on them.
+
+    Attributes
+    ----------
+    sizes
+        Of the saved axes.
+    placements
+        Of each tensor, by axis.
+    links, shapes
+        Of each tensor; of what is no state of an optimizer, a link to itself without a key.
+    """
+
+    def __init__(self, catalog: Catalog, names: Sequence[str], mesh: Mesh) -> None:
+        self._catalog, self._mesh, self._rows = catalog, mesh, SavedRows(catalog)
+        self.links = {name: self._link(name, frozenset(names)) for name in names}
+        self.shapes = {name: catalog.shape(catalog.index(name)) for name in names}
+        self.sizes = {} if catalog.mesh is None else dict(zip(catalog.mesh.axes, catalog.mesh.sizes, strict=True))
+        placements = self._rows.placements()
+        self.placements = {name: self._resized(placements[catalog.index(name)]) for name in names}
+        self._divided = self._divided_on()
+
+    def _link(self, name: str, chosen: frozenset[str]) -> StateLink:
+        """The link of a tensor; of what is no state of an optimizer, one to itself without a key."""
+        link = self._catalog.link(self._catalog.index(name))
+        if link is None:
+            return StateLink("", name, "", name)
+        return link if link.parameter in chosen else replace(link, parameter=None)
+
+    def optimizer(self, name: str) -> str | None:
+        """Return the optimizer that a tensor is state of, which is called "" where it is the root of the state."""
+        link = self.links[name]
+        return link.optimizer if link.key else None
+
+    def _resized(self, placement: Sequence[AxisPlacement]) -> dict[str, AxisPlacement]:
+        """A saved placement by axis, on the new sizes of the axes where its kinds depend on them."""
+        sizes, out = dict(zip(self._mesh.axes, self._mesh.sizes, strict=True)), {}
+        for p in placement:
+            resize = KINDS[p.kind].resize
+            if resize is None or p.axis not in sizes:
+                out[p.axis] = p
+            elif (resized := resize(p, self.sizes.get(p.axis, 0), sizes[p.axis])) is not None:
+                out[p.axis] = resized
+        return out
+
+    def parameter_of_same_shape(self, name: str) -> str | None:
+        """Return the parameter that a tensor is state of, if they have one shape and are not the same."""
+        parameter = self.links[name].parameter
+        if parameter is None or parameter == name or self.shapes[parameter] != self.shapes[name]:
+            return None
+        return parameter
+
+    def on(self, name: str, axis: str) -> AxisPlacement | None:
+        """Return what the catalog says of a tensor on an axis; for state of which it says nothing of its own, its parameter's."""
+        saved = self.placements[name].get(axis)
+        divided_on = self._divided.get(self.optimizer(name))
+        # An axis of one coordinate shows nothing. And where one vector is cut, the cut goes through what lies along other axes,
+        # too: these then seem flat, or on some coordinates only, by chance.
+        by_chance = saved is not None and saved.kind in ("flat", "resident") and divided_on not in (axis, None)
+        unsaid = saved is None or (saved.kind == "replicate" and self.sizes[axis] == 1)
+        parameter = self.parameter_of_same_shape(name)
+        of_parameter = None if parameter is None else self.placements[parameter].get(axis)
+        if by_chance or unsaid:
+            return of_parameter
+        # Runs of a fused weight that lie in different sections look like shards.
+        sections = saved is not None and saved.kind == "shard" and divided_on == axis
+        if sections and of_parameter is not None and of_parameter.kind == "replicate":
+            return AxisPlacement(axis, "flat")
+        return saved
+
+    def _divided_on(self) -> dict[str | None, str]:
+        """Of each optimizer the axis over which its state is divided: where most of it is flat, or on some coordinates only."""
+        counts: dict[str | None, Counter[str]] = {}
+        for name in self.placements:
+            optimizer = self.optimizer(name)
+            for axis, p in self.placements[name].items():
+                if optimizer is not None and p.kind in ("flat", "resident") and axis not in GIVEN_BY_NAMES:
+                    counts.setdefault(optimizer, Counter())[axis] += 2 if p.kind == "flat" else 1
+        return {optimizer: count.most_common(1)[0][0] for optimizer, count in counts.items()}
+
+    def first_coordinate(self, name: str, axis: str) -> int:
+        """Return the lowest coordinate on an axis that wrote any of a tensor."""
+        return self._rows.first_coordinate(self._catalog.index(name), axis)
+
+    def firsts(self, names: Sequence[str], axis: str) -> dict[tuple[Ints, ...], list[int]]:
+        """Return the first coordinate of each tensor on an axis, in the order given, by pipeline stage and experts' rank.
+
+        Each of these had a vector of its own.
+        """
+        out: dict[tuple[Ints, ...], list[int]] = {}
+        for name in names:
+            out.setdefault(self.home(name), []).append(self.first_coordinate(name, axis))
+        return out
+
+    def home(self, name: str) -> tuple[Ints, ...]:
+        """Return the pipeline stages and experts' ranks that held a tensor."""
+        saved = self.placements[name]
+        return tuple(saved[axis].coords if axis in saved else () for axis in GIVEN_BY_NAMES)
+
+    def shared(self, param: str) -> object:
+        """Return what tied tensors have in common; a parameter that is not there itself is tied to nothing."""
+        return self._catalog.source(self._catalog.index(param)) if param in self.shapes else param
+
+    def unit(self, name: str) -> Unit:
+        """Return what stays together: a tensor, or all state of one parameter."""
+        return self.optimizer(name) or "", self.links[name].fqn, bool(self.links[name].key)
