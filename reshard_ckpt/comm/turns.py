@@ -20,7 +20,8 @@ FAILED, CHANGED = 1, 2
 """Flags of a rank that comes."""
 
 _BITS = 20
-"""Of the counter: how many ranks have come, and how many of them with each flag."""
+_LIMIT = 1 << _BITS
+"""Of the counter: the bits of how many ranks have come, and of how many of them with each flag."""
 
 
 class Meeting(StoreComm):
@@ -34,18 +35,19 @@ class Meeting(StoreComm):
         PeerError
             Some rank has ended, or did not come in time.
         """
-        each = [FAILED, CHANGED]
-        word = 1 + sum((flags & flag > 0) << _BITS * i for i, flag in enumerate(each, 1))
+        word = 1 + sum((flags & flag > 0) << _BITS * i for i, flag in enumerate((FAILED, CHANGED), 1))
         with self._reachable():
             self._store.append("here", b"%d " % self.rank)
             total = self._store.add("count", word)
-            if total % (1 << _BITS) == self.size:
-                joined = sum(flag for i, flag in enumerate(each, 1) if total >> _BITS * i & ((1 << _BITS) - 1))
+            if total % _LIMIT == self.size:
+                joined = sum(flag for i, flag in enumerate((FAILED, CHANGED), 1) if (total >> _BITS * i) % _LIMIT)
                 verdict = self._store.compare_set("verdict", b"", b"%d" % joined)
             else:
+                self._may_look()  # in half a second: mostly all are here by then
                 if not self._wait(lambda: self._store.check(["verdict"]) or self._miss_ended(look), self._timeout_s):
                     self._stop_if_given_up()
-                    self._miss(self._missing(), f"did not arrive within {self._timeout_s:g} s")
+                    late = f"did not arrive within {self._timeout_s:g} s"
+                    self._miss(self._missing(), f"{late}; their own logs say why, and timeout_s= allows slower ones more time")
                 verdict = self._store.get("verdict")
         if not verdict.isdigit():
             raise Refusal.decode(verdict).error()
@@ -65,14 +67,13 @@ class Meeting(StoreComm):
         if self._may_look():
             look()
             if ended := sorted(self._ended() & {*self._missing()}):
-                self._miss(ended, "ended before this began")
+                self._miss(ended, "ended before this began; their own logs say why")
         return False
 
     def _miss(self, ranks: list[int], what: str) -> None:
-        message = (
-            f"{self._title}: {name_ranks(ranks)} {what}; their own logs say why, and timeout_s= allows slower ones more time"
-        )
-        self._store.compare_set("verdict", b"", Refusal("PeerError", message, tuple(ranks)).encode())
+        if ranks:  # else the last one is just about to write the verdict
+            refusal = Refusal("PeerError", f"{self._title}: {name_ranks(ranks)} {what}", tuple(ranks))
+            self._store.compare_set("verdict", b"", refusal.encode())
 
 
 class Turn:

@@ -1,0 +1,91 @@
+"""Ranks as threads that meet over one store before their session, which is opened only where something is amiss."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from reshard_ckpt.comm import CHANGED, FAILED, Meeting
+from reshard_ckpt.comm import store as store_module
+from reshard_ckpt.comm.calls import call_of
+from reshard_ckpt.errors import PeerError
+
+CALL = call_of("reshard_live", "")
+
+
+def meet(store: Any, size: int, comes: Mapping[int, Callable[[Meeting], Any]], **options: Any) -> dict[int, Any]:
+    """Let some ranks come to one meeting; returns what each gets, or the error that it raises."""
+    found: dict[int, Any] = {}
+
+    def one(rank: int) -> None:
+        meeting = Meeting(store, rank, size, title="reshard_live ''", **{"timeout_s": 60, **options})
+        try:
+            found[rank] = comes[rank](meeting)
+        except PeerError as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in comes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def flags(value: int) -> Callable[[Meeting], int]:
+    return lambda meeting: meeting.meet(value, lambda: None)
+
+
+@pytest.mark.parametrize("given", [(0, 0, 0), (0, FAILED, 0), (CHANGED, 0, CHANGED), (CHANGED, FAILED, CHANGED), (3, 3, 3)])
+def test_all_ranks_get_the_flags_of_all_and_leave_no_key_once_forgotten(given: tuple[int, ...]):
+    store = dist.HashStore()
+    found = meet(store, 3, {rank: flags(value) for rank, value in enumerate(given)})
+    assert found == dict.fromkeys(range(3), given[0] | given[1] | given[2])
+    Meeting(store, 0, 3, title="", timeout_s=60).forget()
+    assert store.num_keys() == 0
+
+
+def test_a_rank_that_is_late_is_named_to_all_and_to_itself_when_it_comes():
+    store = dist.HashStore()
+    first = meet(store, 3, {0: flags(0), 2: flags(0)}, timeout_s=0.05)
+    later = meet(store, 3, {1: flags(0)})
+    for error in (*first.values(), *later.values()):
+        assert isinstance(error, PeerError)
+        assert 1 in error.ranks  # and one that came just after the other had waited too long
+        assert "did not arrive within 0.05 s" in str(error)
+    assert len({str(error) for error in (*first.values(), *later.values())}) == 1
+
+
+def test_a_rank_whose_process_has_ended_is_not_waited_for():
+    found = meet(dist.HashStore(), 3, {0: flags(0), 2: flags(0)}, timeout_s=3600, ended=lambda: frozenset({1}))
+    for error in found.values():
+        assert isinstance(error, PeerError)
+        assert error.ranks == (1,)
+        assert "reshard_live '': rank 1 ended before this began" in str(error)
+
+
+def test_a_rank_that_waits_sees_one_that_calls_something_else_or_gives_up():
+    def come(meeting: Meeting) -> Any:
+        def look() -> None:
+            if meeting.is_for_others(CALL):
+                raise PeerError("seen")
+
+        return meeting.meet(0, look)
+
+    def save(meeting: Meeting) -> None:
+        meeting._arrive(call_of("save", "/ckpt"), shown=True)
+
+    found = meet(dist.HashStore(), 2, {0: come, 1: save}, timeout_s=3600)
+    assert str(found[0]) == "seen"
+    found = meet(dist.HashStore(), 2, {0: come, 1: lambda meeting: meeting.abort(ValueError("no"))}, timeout_s=3600)
+    assert str(found[0]) == "seen"
+
+
+def test_a_process_that_must_end_waits_no_longer():
+    """It is told while it waits, which is when it looks for the first time."""
+    found = meet(dist.HashStore(), 2, {0: lambda meeting: meeting.meet(0, store_module.give_up_sessions)}, timeout_s=3600)
+    assert "given up, as this process was told to end" in str(found[0])
