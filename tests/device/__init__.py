@@ -175,8 +175,10 @@ def _module() -> Any:
     def on_device(index: int) -> Iterator[None]:
         before = ops.current_device()
         set_device(index)
-        yield
-        ops.go_back(before)
+        try:
+            yield
+        finally:
+            ops.go_back(before)
 
     functions: dict[str, Any] = {
         "is_available": lambda: True,

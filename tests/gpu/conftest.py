@@ -24,8 +24,9 @@ def _need_compiler() -> None:
 
 @pytest.fixture
 def compiler() -> None:
-    """What builds the simulated device, for tests that start processes which have it."""
+    """The simulated device, built for tests that start processes which use it: here, as these have a time limit."""
     _need_compiler()
+    simulated.build()
 
 
 @pytest.fixture(params=["cuda", "sim"])

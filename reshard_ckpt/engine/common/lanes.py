@@ -37,8 +37,8 @@ def on_device(device: torch.device | None) -> AbstractContextManager[object]:
     """Make a device the current one of this thread inside of a ``with`` block; None changes nothing."""
     if device is None:
         return nullcontext()
-    # Newer releases of torch have one for any accelerator; in older ones CUDA and others have one of their own.
-    guard: Any = getattr(torch.accelerator, "device_index", None) or torch.get_device_module(device).device
+    # That of the device's own module first: not every backend has what the other, of newer releases of torch, asks of it.
+    guard: Any = getattr(torch.get_device_module(device), "device", None) or torch.accelerator.device_index
     made: AbstractContextManager[object] = guard(device.index)
     return made
 
