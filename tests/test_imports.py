@@ -42,7 +42,7 @@ ALLOWED = {
     "manager": _FORMATS | {"checkpoint", "memory"},
     "dcp": _FORMATS | {"checkpoint"},
     "nebula": {"checkpoint", "format", "manager"},
-    "megatron": {"checkpoint", "state"},
+    "megatron": {"checkpoint", "formats", "state"},
     "integrations": _FORMATS | {"checkpoint", "manager"},
     "vescale": {"checkpoint", "formats", "state"},
     "cli": _CORE | {"comm", "engine/common", "engine/checking", "checkpoint", "memory", "__init__"},

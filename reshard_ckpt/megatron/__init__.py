@@ -3,7 +3,8 @@
 ``from reshard_ckpt import megatron as dist_checkpointing`` takes the place of ``from megatron.core import dist_checkpointing``:
 `save`, `load` and the functions that look into a checkpoint have the same arguments and meaning, and any other name is Megatron's
 own. In the tree that `save` and `load` are given, an optimizer may stand as itself: it is saved as its own shards, with nothing
-gathered, and filled in place. `SaveStrategy` and `LoadStrategy` serve Megatron's own functions. `docs/megatron.md` has the whole.
+gathered, and filled in place. `SaveStrategy` and `LoadStrategy` serve Megatron's own functions. `add_rule` says how tensors were
+cut that lie in files of single ranks. `docs/megatron.md` has the whole.
 
 megatron-core is imported when it is first needed, and not by this module.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from ..formats.megatron.rules import add_rule
 from .loading import (
     load,
     load_common_state_dict,
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LoadStrategy",
     "SaveStrategy",
+    "add_rule",
     "async_save",
     "load",
     "load_common_state_dict",

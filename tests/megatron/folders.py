@@ -14,7 +14,9 @@ DATA = Path(__file__).parent / "data"
 VERSIONS = ("0.13.0", "0.15.3", "0.16.1", "0.19.1", "0.20.0")
 FSDP = "0.16.1-fsdp"
 """Of Megatron-FSDP, whose folders are not those of torch_dist."""
-NAMES = sorted({path.name.removesuffix(".tar.xz") for path in DATA.glob("*.tar.xz")} - {FSDP})
+_ALL = sorted({path.name.removesuffix(".tar.xz") for path in DATA.glob("*.tar.xz")} - {FSDP})
+NAMES, RANKS = ([name for name in _ALL if ("-ranks-" in name) is of_ranks] for of_ranks in (False, True))
+"""Folders of torch_dist, and those that have a file of each rank."""
 
 
 def unpack(name: str, to: Path) -> Path:

@@ -15,6 +15,16 @@ from typing import Any
 from tests.megatron import cpu_shim
 
 FULL, DP = "fully_reshardable", "dp_reshardable"
+RANKS: dict[str, tuple[int, dict[str, Any]]] = {
+    "dense": (4, {"tp": 2, "pp": 2}),
+    "moe": (4, {"tp": 2, "ep": 2, "experts": 4}),
+    "plain": (2, {"tp": 2, "distributed": False}),
+    "uneven": (4, {"tp": 2, "pp": 2, "layers": 3, "first_stage": 1, "tied": True}),
+    "virtual": (4, {"tp": 2, "pp": 2, "layers": 4, "vpp": 2}),
+}
+"""Folders of a file for each rank, of 0.16.1."""
+OTHER_RANKS = {"bert": (4, 2, 2), "t5": (2, 2, 1)}
+"""Those of other models: how many ranks, TP, PP."""
 
 
 def cases(version: str) -> dict[str, tuple[int, dict[str, Any], dict[str, Any]]]:
@@ -46,6 +56,21 @@ def main(version: str, out: str, *packages: str) -> None:
             path = Path(folder, name, "iter_0000007")
             cpu_shim.run_forked(_save, nproc, jobs.Case(**layout), str(path), options)
             pack(path.parent, Path(out, f"{version}-{name}.tar.xz"))
+    if version == "0.16.1":
+        make_ranks(version, out)
+
+
+def make_ranks(version: str, out: str) -> None:
+    """Make the folders of a file for each rank."""
+    from tests.megatron import jobs, rank_jobs
+
+    with tempfile.TemporaryDirectory() as folder:
+        for name, (nproc, layout) in RANKS.items():
+            cpu_shim.run_forked(rank_jobs.save, nproc, jobs.Case(**layout), f"{folder}/{name}/iter_0000007")
+        for name, (nproc, tp, pp) in OTHER_RANKS.items():
+            cpu_shim.run_forked(rank_jobs.save_other, nproc, name, f"{folder}/{name}/iter_0000007", tp, pp)
+        for name in (*RANKS, *OTHER_RANKS):
+            pack(Path(folder, name), Path(out, f"{version}-ranks-{name}.tar.xz"))
 
 
 def pack(root: Path, to: Path) -> None:

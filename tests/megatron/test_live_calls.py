@@ -21,6 +21,7 @@ pytestmark = pytest.mark.skipif(
 def test_live(case):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.megatron.live_cases", case]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    # Without a time limit: a busy machine would miss it, and its ranks, processes of their own, would stay behind.
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.stdout.splitlines()[-1:] == ["done"], done.stdout + done.stderr
     assert done.stdout.splitlines()[:-1] == []

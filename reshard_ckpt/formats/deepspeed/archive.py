@@ -106,6 +106,11 @@ class TorchFile:
             )
         return self._begin(tensor.storage.key, *member) + tensor.offset * tensor.dtype.itemsize
 
+    def stored(self, key: str) -> bytes:
+        """Read all bytes of a storage."""
+        header, size = self._members[f"data/{key}"]
+        return _read(self._storage, self.key, self._begin(key, header, size), size)
+
     def _begin(self, key: str, header: int, size: int) -> int:
         if key not in self._begins:
             self._begins[key] = _begin(self._storage, self.key, self.size, header, size)
@@ -113,10 +118,10 @@ class TorchFile:
 
 
 class FileReader:
-    """Opens files of one store, and reads equal pickles once."""
+    """Opens files of one store, and reads equal pickles once; `table` has the globals that they may name."""
 
-    def __init__(self, storage: Storage) -> None:
-        self._storage = storage
+    def __init__(self, storage: Storage, table: Table = TABLE) -> None:
+        self._storage, self._table = storage, table
         self._known: dict[bytes, Any] = {}
 
     def open(self, key: str) -> TorchFile:
@@ -143,7 +148,7 @@ class FileReader:
         digest = digest128(data)
         if digest not in self._known:
             name = f"{storage.url}: {key}"
-            self._known[digest] = read_pickle(data, TABLE, name=name, persistent=stored_at, opaque=True)
+            self._known[digest] = read_pickle(data, self._table, name=name, persistent=stored_at, opaque=True)
         return TorchFile(storage, key, size, self._known[digest], members)
 
 

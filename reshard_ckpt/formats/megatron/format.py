@@ -18,7 +18,9 @@ class MegatronFormat:
     named: bool = False
     """State that lies in buckets has names where the weights prove it; see `buckets`."""
     name: str = "megatron"
-    looks_for: str = "a run or an iteration of Megatron-Core, which has latest_checkpointed_iteration.txt or a metadata.json"
+    looks_for: str = (
+        "a run or an iteration of Megatron-Core, which has latest_checkpointed_iteration.txt, a metadata.json, or mp_rank_00"
+    )
 
     def open(self, path: str) -> Foreign | None:
         """Open a path; see `ForeignFormat`."""

@@ -2,8 +2,8 @@
 
 1. `read_pickle` makes stand-ins of the classes that the pickle names. Any class may be named, but only listed ones are called:
    plain data of numpy and torch, and members of enums of Megatron and its companions.
-2. `_Plain` turns the stand-ins into values. A ``Namespace`` becomes a dict. An instance of any other class, and a member of an
-   enum, becomes a `Named`: the name of its class and its plain state.
+2. `PlainValues` turns the stand-ins into values. A ``Namespace`` becomes a dict. An instance of any other class, and a member
+   of an enum, becomes a `Named`: the name of its class and its plain state.
 3. Tensors are copied out of their records of the zip. What the value takes in all is bounded by the size of the file.
 """
 
@@ -25,7 +25,7 @@ from ...format.objects import Named
 from ...format.value_decode import NUMPY_DTYPE
 from ..dcp.heads import TENSOR_TABLE, SavedStorage, TensorView, stored_at
 from ..dcp.metadata import SIZE
-from ..dcp.pickle_reader import PicklingError, StandInClass, StandInFunction, StandInObject, Table, read_pickle
+from ..dcp.pickle_reader import Opaque, PicklingError, StandInClass, StandInFunction, StandInObject, Table, read_pickle
 
 MAX_DEPTH = 60
 NAMESPACE = ("argparse", "Namespace")
@@ -65,13 +65,8 @@ def read_object(data: bytes, name: str) -> Any:
         raise CorruptError(f"{name}: is no file that torch.save wrote ({error}); use another checkpoint") from None
     if order != b"little":
         raise UnsupportedError(f"{name}: was saved on a big-endian machine; load it with torch there, and save it again")
-    root = read_pickle(pickled, _Globals(), name=name, persistent=stored_at)
-    try:
-        return _Plain(records, len(data)).of(root, MAX_DEPTH)
-    except PicklingError as error:
-        raise UnsupportedError(f"{name}: {error}; nothing was executed") from None
-    except (ValueError, TypeError, LookupError, OverflowError, RuntimeError, AttributeError) as error:
-        raise CorruptError(f"{name}: holds what no program saved ({error}); use another checkpoint") from None
+    root = read_pickle(pickled, Globals(), name=name, persistent=stored_at)
+    return PlainValues(records.__getitem__, len(data), name).of(root)
 
 
 def _instance(kind: str) -> Callable[..., StandInObject]:
@@ -132,31 +127,74 @@ for _module in ("numpy.core.multiarray", "numpy._core.multiarray"):
 _TABLE: Table = {**TENSOR_TABLE, **_CALLED}
 
 
-class _Globals(dict[tuple[str, str], Any]):
-    """The stand-in of every name: of listed ones their own, of any other a class whose instances are noted."""
+class Globals(dict[tuple[str, str], Any]):
+    """The stand-in of every name: of listed ones their own, of any other a class whose instances are noted.
+
+    A call of any other is refused; where this is `lenient`, it makes what only `PlainValues` refuses.
+    """
+
+    def __init__(self, *, lenient: bool = False) -> None:
+        self._lenient = lenient
 
     def __missing__(self, key: tuple[str, str]) -> Any:
         if key in _TABLE:
             found = _TABLE[key]
         else:
             module, name = key
-            found = StandInClass(f"{module}:{name}", _instance(f"{module}:{name}") if may_be_called(module) else _refused(key))
+            called = _instance(f"{module}:{name}") if may_be_called(module) else _refused(key, self._lenient)
+            found = StandInClass(f"{module}:{name}", called)
         self[key] = found
         return found
 
 
-def _refused(key: tuple[str, str]) -> Callable[..., Any]:
+def _refused(key: tuple[str, str], lenient: bool) -> Callable[..., Any]:
     def make(*arguments: Any) -> Any:
+        if lenient:
+            return Opaque(f"{key[0]:.100}.{key[1]:.100}")
         raise PicklingError(f"calls {key[0]:.100}.{key[1]:.100}, which such a file does not need")
 
     return make
 
 
+class PlainValues:
+    """Turns stand-ins into plain and tagged values, which take no more in all than a file of so many bytes can spell.
+
+    Parameters
+    ----------
+    stored
+        Gives the bytes of a storage, by its key.
+    num_bytes
+        The size of the file.
+    name
+        What it is called in messages.
+    """
+
+    def __init__(self, stored: Callable[[str], bytes], num_bytes: int, name: str) -> None:
+        self._plain, self._name = _Plain(stored, num_bytes), name
+
+    def of(self, made: Any) -> Any:
+        """Return the value of a stand-in.
+
+        Raises
+        ------
+        UnsupportedError
+            It needs a class or function that could run code.
+        CorruptError
+            It is damaged.
+        """
+        try:
+            return self._plain.of(made, MAX_DEPTH)
+        except PicklingError as error:
+            raise UnsupportedError(f"{self._name}: {error}; nothing was executed") from None
+        except (ValueError, TypeError, LookupError, OverflowError, RuntimeError, AttributeError) as error:
+            raise CorruptError(f"{self._name}: holds what no program saved ({error}); use another checkpoint") from None
+
+
 class _Plain:
     """Converts what the pickle machine made, counting what it makes: references to one list may stand in many places."""
 
-    def __init__(self, records: Mapping[str, bytes], num_bytes: int) -> None:
-        self._records = records
+    def __init__(self, stored: Callable[[str], bytes], num_bytes: int) -> None:
+        self._stored = stored
         self._left = _BYTES_PER_NODE * num_bytes + _MIN_NODES
 
     def of(self, value: Any, depth: int) -> Any:
@@ -179,6 +217,8 @@ class _Plain:
             return tuple(self.of(item, depth - 1) for item in value)
         if isinstance(value, SavedStorage):
             raise ValueError("a storage without a tensor")
+        if isinstance(value, Opaque):
+            raise PicklingError(f"calls {value.name}, which such a file does not need")
         return value
 
     def _spend(self, count: int) -> None:
@@ -210,7 +250,7 @@ class _Plain:
         return Named(module, name, state)
 
     def _tensor(self, view: TensorView) -> torch.Tensor:
-        data = self._records[view.storage.key]
+        data = self._stored(view.storage.key)
         if len(data) < view.storage.num_bytes or min(view.strides, default=0) < 0 or view.offset < 0:
             raise ValueError("a tensor reaches beyond its storage")
         last = view.offset + sum((n - 1) * s for n, s in zip(view.shape, view.strides, strict=True))

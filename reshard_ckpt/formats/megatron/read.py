@@ -1,6 +1,7 @@
 """Reading a checkpoint of Megatron-Core as one of this library: a catalog over its files.
 
 1. Find the folder of the iteration: the path itself, or below the root of a run what ``latest_checkpointed_iteration.txt`` says.
+   One that has a file of each rank is read by `ranks`.
 2. Decode ``.metadata`` and locate the chunks of all tensors; those that are saved flat become runs of their true shapes.
 3. Decode the common state and the objects as plain and tagged values (`objects`).
 4. Give everything its name (`names`).
@@ -9,7 +10,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -33,9 +33,9 @@ from .integrity import read_integrity
 from .metadata import MegatronMetadata, read_metadata, unflattened
 from .names import COMMON_STATE, FORMAT, OPTIMIZER, common_path, is_bucket, link_of, object_path, plain_key, tensor_name
 from .objects import NAMESPACE_TAG, read_object
+from .ranks import is_per_rank, read_ranks
 
 CONFIG_KEY, COMMON_KEY, LATEST_KEY = "metadata.json", "common.pt", "latest_checkpointed_iteration.txt"
-_OF_RANK = re.compile(r"mp_rank_\d+(_\d+)*/(model_optim_rng|distrib_optim)\.pt$")
 MAX_SMALL_BYTES, MAX_OBJECT_BYTES = 1 << 20, 1 << 30
 
 
@@ -60,6 +60,10 @@ def open_path(path: str, *, as_saved: bool = False, named: bool = False) -> Fore
             storage = stack.enter_context(open_storage(path))
             if storage.size(METADATA_KEY) is not None and storage.size(CONFIG_KEY) is None and storage.size(COMMON_KEY) is None:
                 return open_dcp(path, otherwise=read_object)  # torch_dcp and fsdp_dtensor: DTensors that DCP saved
+        if storage.size(CONFIG_KEY) is None and storage.size(METADATA_KEY) is None and is_per_rank(storage):
+            catalog = read_ranks(storage, as_saved=as_saved, named=named)
+            stack.pop_all()
+            return Foreign(storage, catalog, FORMAT, _advice(catalog))
         if not is_checkpoint(storage, of_run=latest is not None):
             return None
         catalog, raw = read_folder(storage, as_saved=as_saved, named=named)
@@ -74,7 +78,7 @@ def _advice(catalog: Catalog) -> dict[str, str]:
     if bucket is None:
         return {}
     return {
-        OPTIMIZER: f"its optimizer is saved with sharding type dp_reshardable, as buckets such as {bucket}, which do not say "
+        OPTIMIZER: f"its optimizer is saved as flat buffers (dp_reshardable) such as {bucket}, which do not say "
         "which parameter lies where; name them with convert(..., to='megatron', optimizer='fully_reshardable')"
     }
 
@@ -102,12 +106,6 @@ def is_checkpoint(storage: Storage, *, of_run: bool = False) -> bool:
     if storage.size(CONFIG_KEY) is None:
         if storage.size(METADATA_KEY) is not None and storage.size(COMMON_KEY) is None:
             return False  # of DCP
-        old = next((key for key, _ in storage.list() if _OF_RANK.match(key)), None)
-        if old is not None:
-            raise UnsupportedError(
-                f"{storage.url}: has a file of each rank ({old}), which do not say how their tensors were cut; load it with "
-                "Megatron, and save it with --ckpt-format torch_dist"
-            )
         if of_run and not any(True for _ in storage.list()):
             raise CheckpointNotFound(f"{storage.url}: is named by {LATEST_KEY}, but is not there; pass another iteration")
         return storage.size(COMMON_KEY) is not None and _refuse_unfinished(storage)

@@ -1,0 +1,99 @@
+"""How Megatron's tensor parallelism cuts a tensor of each name: rules for its GPT, BERT, T5 and MoE models, and a user's own.
+
+A file of one rank does not say how its tensors were cut, so a name must. A rule is proved where files allow it (`rank_tensors`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from ...errors import UsageError
+
+MAX_SECTIONS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How the ranks of tensor parallelism divide a tensor.
+
+    Attributes
+    ----------
+    dim
+        The dim that is cut, in rank order; None where every rank has the whole tensor.
+    sections
+        Of how many tensors the rows are, one after the other, each cut for itself; None for two where the rows are twice the
+        columns of the ``linear_fc2`` beside it, as of SwiGLU.
+    prove
+        Whether the bytes of ranks must bear it out.
+    """
+
+    dim: int | None
+    sections: int | None = 1
+    prove: bool = True
+
+
+_ROWS, _COLUMNS, _WHOLE = Cut(0), Cut(1), Cut(None)
+_SHIPPED: Mapping[str, Cut] = {
+    **dict.fromkeys(("*linear_fc1.weight", "*linear_fc1.bias"), Cut(0, None)),
+    **dict.fromkeys(("*embedding.word_embeddings.weight", "*output_layer.weight", "*output_layer.bias"), _ROWS),
+    **dict.fromkeys(("*.linear_qkv.weight", "*.linear_qkv.bias"), _ROWS),
+    **dict.fromkeys(("*.linear_q.weight", "*.linear_q.bias", "*.linear_kv.weight", "*.linear_kv.bias"), _ROWS),
+    **dict.fromkeys(("*.linear_q_proj.weight", "*.linear_q_up_proj.weight", "*.linear_kv_up_proj.weight"), _ROWS),
+    **dict.fromkeys(("*.eh_proj.weight", "*.softmax_offset"), _ROWS),
+    **dict.fromkeys(("*.linear_proj.weight", "*linear_fc2.weight"), _COLUMNS),
+    **dict.fromkeys(("*.linear_proj.bias", "*linear_fc2.bias"), _WHOLE),
+    **dict.fromkeys(("*norm.weight", "*norm.bias", "*.layer_norm_weight", "*.layer_norm_bias"), _WHOLE),
+    **dict.fromkeys(("*embedding.position_embeddings.weight", "*embedding.tokentype_embeddings.weight"), _WHOLE),
+    **dict.fromkeys(("*_relative_pos_emb.relative_attention_bias.weight",), _WHOLE),
+    **dict.fromkeys(("*.router.weight", "*.router.bias", "*.router.expert_bias", "*.shared_experts.gate_weight"), _WHOLE),
+    **dict.fromkeys(("*.linear_q_down_proj.weight", "*.linear_kv_down_proj.weight"), _WHOLE),
+    **dict.fromkeys(("lm_head.dense.*", "pooler.dense.*", "binary_head.*"), _WHOLE),
+}
+_added: dict[str, Cut] = {}
+
+
+def add_rule(pattern: str, dim: int | None, *, sections: int = 1, prove: bool = True) -> None:
+    """Say how tensor parallelism cut tensors of some names, for Megatron's folders of one file per rank.
+
+    Parameters
+    ----------
+    pattern
+        Of names as the model has them, such as ``"decoder.layers.*.adapter.weight"``; ``*`` stands for anything. It comes before
+        the rules that ship, and before those that were added earlier.
+    dim
+        The dim that ranks hold parts of, in their order; None where each of them has the whole tensor.
+    sections
+        Of how many tensors of equal size the rows are, each cut for itself: 2 for a gate and what it gates. With `dim` 0 only.
+    prove
+        False takes what the rule says, though the bytes do not bear it out: of ranks that should have the same, the first.
+
+    Raises
+    ------
+    UsageError
+        There is no such dim, or no such sections.
+
+    Examples
+    --------
+    >>> from reshard_ckpt import megatron
+    >>> megatron.add_rule("decoder.layers.*.adapter.weight", dim=1)
+    """
+    if dim is not None and not 0 <= dim < MAX_SECTIONS:
+        raise UsageError(f"add_rule: {pattern!r}: dim is {dim}; pass the number of a dim, or None where each rank has all")
+    if not 1 <= sections <= MAX_SECTIONS or (sections > 1 and dim != 0):
+        raise UsageError(f"add_rule: {pattern!r}: {sections} sections along dim {dim}; only rows, dim 0, can have sections")
+    _added.pop(pattern, None)
+    _added[pattern] = Cut(dim, sections, prove)
+
+
+def cut_of(name: str) -> Cut | None:
+    """Return how a tensor of this name is cut; None where no rule says it.
+
+    >>> cut_of("decoder.layers.0.mlp.linear_fc2.weight").dim
+    1
+    """
+    for pattern in reversed(_added):
+        if fnmatchcase(name, pattern):
+            return _added[pattern]
+    return next((cut for pattern, cut in _SHIPPED.items() if fnmatchcase(name, pattern)), None)
