@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import msgpack
@@ -120,7 +121,7 @@ class Job:
         into = self.spares.instead_of(opened.wanted)
         self.movers = [Mover(self._moves, device, comm.rank, comm.size, opened.held, into) for device in (0, 1)]
         # Collective where a group is made, and all ranks know the same rounds.
-        devices = (HOST, torch.accelerator.current_accelerator() or HOST)
+        devices = (HOST, self._device(opened))
         self.exchanges = [
             open_exchange(self._group, timeout_s=self._timeout_s, device=device) if num_rounds else None
             for device, num_rounds in zip(devices, self._moves.num_rounds, strict=True)
@@ -255,6 +256,12 @@ class Job:
             if kind not in known:
                 known[kind] = carries(self._group, kind)
         return [known[tensor.device.type] for tensor in memory_rows(local)]
+
+    def _device(self, opened: _Opened) -> torch.device:
+        """Choose where messages lie that travel without the host: with what they carry, whatever device is current."""
+        both = (opened.held, opened.wanted)
+        travel = (tensor.device for local in both for tensor in compress(memory_rows(local), self._travels(local)))
+        return next(travel, torch.accelerator.current_accelerator() or HOST)
 
     def _find_overlaps(self, opened: _Opened) -> Overlaps:
         catalog = self._source.catalog

@@ -12,11 +12,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from reshard_ckpt import checkpoint
+from reshard_ckpt import LocalShard, checkpoint
 from reshard_ckpt.engine.common.lanes import lane_of
 from reshard_ckpt.engine.loading.read import Reader
 from reshard_ckpt.errors import CheckpointError
 from tests import device as simulated
+from tests.gpu import link_group
 
 WHOLE = torch.arange(3_000_000, dtype=torch.float32).reshape(3000, 1000)
 
@@ -107,3 +108,53 @@ def read_once(path: Path) -> bool:
     with mock.patch.object(Reader, "finish", opened):
         checkpoint.load(path, {"s": {"t": target.t()}}, read_once=True)
     return torch.equal(target.t().cpu(), WHOLE)
+
+
+def reshard_live(own_is_current: bool) -> tuple[list[str], set[int], set[int]]:
+    """Move rows to columns from device to device, twice, on a side stream that is far behind the host.
+
+    Returns what is wrong, the devices that this rank's threads made current, and those whose memory the group carried.
+    """
+    device, rank = on_own_device(), dist.get_rank()
+    if not own_is_current:
+        torch.accelerator.set_stream(torch.accelerator.current_stream("sim:0"))
+    link_group.register()
+    group = dist.new_group(backend="link")
+    whole = WHOLE[:600]
+    rows = torch.empty(300, 1000, device=device)
+    columns = torch.empty(500, 600, device=device).t()  # in another order than the rows
+    small, host = torch.empty(50, device=device), torch.empty(1000)
+    src = {
+        "t": LocalShard(rows, (600, 1000), (300 * rank, 0)),
+        "half": LocalShard(small, (100,), (50 * rank,)),
+        "host": LocalShard(host[:500], (1000,), (500 * rank,)),
+    }
+    dst = {
+        "t": LocalShard(columns, (600, 1000), (0, 500 * rank)),
+        "half": torch.empty(100, device=device, dtype=torch.bfloat16),
+        "host": torch.empty(1000, device=device),
+    }
+    simulated.reset()
+    wrong = []
+    if own_is_current:
+        torch.accelerator.set_stream(torch.Stream(device=device))
+    job = checkpoint.LiveReshard(src, dst, process_group=group, cast=["half"], memory_bytes=1 << 20)
+    simulated.set_speed(kernel_us=200)
+    for i in range(2):
+        host.fill_(rank + i)
+        rows.fill_(-1)
+        columns.fill_(-2)
+        rows.copy_(whole[300 * rank : 300 * (rank + 1)])
+        rows.add_(i)
+        small.fill_(rank + i)
+        job.run()
+        there = columns.clone()
+        columns.fill_(-3)
+        expected = torch.tensor([0.0, 1.0]) + i
+        if not torch.equal(there.cpu(), whole[:, 500 * rank : 500 * (rank + 1)] + i):
+            wrong.append(f"t in run {i}")
+        if not torch.equal(dst["half"].cpu().float(), expected.repeat_interleave(50)):
+            wrong.append(f"half in run {i}")
+        if not torch.equal(dst["host"].cpu(), expected.repeat_interleave(500)):
+            wrong.append(f"host in run {i}")
+    return wrong, simulated.devices_set(), link_group.LinkGroup.devices
