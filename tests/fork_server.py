@@ -17,6 +17,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,6 +41,8 @@ PRELOADED = (
 )
 """What most jobs import. None of it may start a thread."""
 
+LOOK_EVERY_S = 0.5
+"""How often a job that runs is asked whether its time is over."""
 _END_S = 60
 """How long the server has to end."""
 
@@ -55,6 +58,12 @@ class Request:
     folder: str
     umask: int
     output: str
+
+
+def at_most(seconds: float) -> Callable[[], float]:
+    """Return a clock that says how many of the seconds from now on are left."""
+    end = time.monotonic() + seconds
+    return lambda: end - time.monotonic()
 
 
 class ServerDied(RuntimeError):
@@ -85,23 +94,25 @@ class ForkServer:
             )
         self._receive()  # it is ready
 
-    def run(self, request: Request, timeout_s: float) -> int:
+    def run(self, request: Request, seconds_left: Callable[[], float]) -> int:
         """Run a launcher; returns its exit code, negative for a signal.
 
         Raises
         ------
         subprocess.TimeoutExpired
-            The launcher ran longer than `timeout_s`; it and its children are killed.
+            No seconds are left; the launcher and its children are killed.
         ServerDied
             The server ended by itself.
         """
         with contextlib.suppress(BrokenPipeError):  # the answer says why
             self._pipe.send(request)
-        if self._pipe.poll(timeout_s):
-            return self._receive()
-        self._pipe.send(None)
-        self._receive()
-        raise subprocess.TimeoutExpired(request.function, timeout_s)
+        begun = time.monotonic()
+        while not self._pipe.poll(LOOK_EVERY_S if seconds_left() > 0 else 0):
+            if seconds_left() <= 0:
+                self._pipe.send(None)
+                self._receive()
+                raise subprocess.TimeoutExpired(request.function, time.monotonic() - begun)
+        return self._receive()
 
     def close(self) -> None:
         """End the server, and wait until it has ended."""

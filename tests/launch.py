@@ -8,13 +8,15 @@
    a real process with the environment that torchrun gives it, and starts in a tenth of a second instead of three seconds.
 3. Once in some thousand launches the start itself hangs, in torch's ``init_process_group`` or in a fork of the agent, which has
    threads. A job whose ranks did not all come as far as the test's function is started again.
-4. A rank that hangs dumps its stack shortly before the time is over, as the launcher does; then all its processes are killed.
+4. A job's time begins when all its ranks have come to the test's function: a busy machine may take long to start them. A rank
+   that hangs dumps its stack shortly before its time is over; then all its processes are killed.
 
 What is about a process's own start or end uses `tests.warm_python.run_torchrun`: the interpreter's exit, an example's imports.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import functools
 import importlib
@@ -36,7 +38,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-from tests.fork_server import ForkServer, Request
+from tests.fork_server import LOOK_EVERY_S, ForkServer, Request
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -48,6 +50,8 @@ def project_table() -> dict[str, Any]:
 
 
 _RESULTS = "results"
+_START_S = 120
+"""How long all ranks of a job may take to come to the test's function, which takes a second or two."""
 _INIT_S = 40
 """How long a rank waits for the others in ``init_process_group``, which takes a second."""
 _TRIES = 3
@@ -72,6 +76,8 @@ def run_ranks(
 
     Parameters
     ----------
+    timeout_s
+        How long the function may take, from when the last rank has begun it.
     init
         Whether to call ``init_process_group("gloo")`` before and ``destroy_process_group`` after.
     env
@@ -103,18 +109,25 @@ def _run_once(
     with tempfile.TemporaryDirectory(prefix="ranks") as folder:
         job, results = Path(folder, "job"), Path(folder, _RESULTS)
         server = None if env else _server()  # before the clock starts: it may have to import torch
-        dump_at = time.time() + max(timeout_s - 10, timeout_s / 2)
-        job.write_bytes(pickle.dumps((module, name, nproc, init, dump_at, args, folder)))
+        begun = time.time()
+        job.write_bytes(pickle.dumps((module, name, nproc, init, timeout_s, args, folder)))
+
+        def started() -> list[Path]:
+            return list(Path(folder).glob("started-*"))
+
+        def seconds_left() -> float:
+            marks = started()
+            end = begun + _START_S if len(marks) < nproc else max(mark.stat().st_mtime for mark in marks) + timeout_s
+            return end - time.time()
+
         try:
             what = f"{name} on {nproc} ranks"
             if server:
-                _run_warm(server, job, what, timeout_s)
+                _run_warm(server, job, what, seconds_left)
             else:
-                _run([sys.executable, "-m", "tests.launch", str(job)], what, timeout_s, env)
+                _run([sys.executable, "-m", "tests.launch", str(job)], what, seconds_left, env)
         except RanksFailed as error:
-            if any(Path(folder).glob("stuck-*")) or (
-                isinstance(error, _TimeOver) and len(list(Path(folder).glob("started-*"))) < nproc
-            ):
+            if any(Path(folder).glob("stuck-*")) or (isinstance(error, _TimeOver) and len(started()) < nproc):
                 raise _NoGroup(str(error)) from None
             # What each rank raised, the first one first: torchrun itself shows one of them, often a victim.
             tracebacks = [
@@ -130,7 +143,7 @@ def _environment(added: Mapping[str, str] | None = None) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths), **(added or {})}
 
 
-def _run(command: Sequence[str], what: str, timeout_s: float, env: Mapping[str, str] | None) -> str:
+def _run(command: Sequence[str], what: str, seconds_left: Callable[[], float], env: Mapping[str, str] | None) -> str:
     """Run a command in a process group of its own, so that none of its children outlives it."""
     process = subprocess.Popen(
         command,
@@ -141,15 +154,18 @@ def _run(command: Sequence[str], what: str, timeout_s: float, env: Mapping[str, 
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )
+    output: str | None = None
     try:
-        output, _ = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        try:
-            output, _ = process.communicate(timeout=10)
-        except subprocess.TimeoutExpired as error:  # a rank, which has a session of its own, holds it open
-            output = (error.output or b"").decode(errors="replace")
-        raise _TimeOver(f"{what}: not done after {timeout_s} s\n{output}") from None
+        while output is None and seconds_left() > 0:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                output, _ = process.communicate(timeout=LOOK_EVERY_S)
+        if output is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            try:
+                output, _ = process.communicate(timeout=10)
+            except subprocess.TimeoutExpired as error:  # a rank, which has a session of its own, holds it open
+                output = (error.output or b"").decode(errors="replace")
+            raise _TimeOver(f"{what}: not done in its time\n{output}")
     except BaseException:
         os.killpg(process.pid, signal.SIGKILL)
         raise
@@ -158,7 +174,7 @@ def _run(command: Sequence[str], what: str, timeout_s: float, env: Mapping[str, 
     return output
 
 
-def _run_warm(server: ForkServer, job: Path, what: str, timeout_s: float) -> None:
+def _run_warm(server: ForkServer, job: Path, what: str, seconds_left: Callable[[], float]) -> None:
     """Run the launcher of a job as a fork of this process's server."""
     output = job.with_name("output")
     output.touch()
@@ -166,9 +182,9 @@ def _run_warm(server: ForkServer, job: Path, what: str, timeout_s: float) -> Non
     os.umask(umask)
     request = Request("tests.launch", "launch", (str(job),), _environment(), str(ROOT), umask, str(output))
     try:
-        code = server.run(request, timeout_s)
+        code = server.run(request, seconds_left)
     except subprocess.TimeoutExpired:
-        raise _TimeOver(f"{what}: not done after {timeout_s} s\n{output.read_text()}") from None
+        raise _TimeOver(f"{what}: not done in its time\n{output.read_text()}") from None
     except BaseException:
         stop_server()  # it may be in the middle of an answer
         raise
@@ -193,15 +209,21 @@ def stop_server() -> None:
         server.close()
 
 
-def _dump_stacks_at(time_s: float) -> None:
-    """Have this process and its forks print their stacks at a time, unless they end before."""
+_dump_at = 0.0
 
-    def arm() -> None:
-        faulthandler.dump_traceback_later(max(time_s - time.time(), 0.5))
 
-    # A fork would wait for ever for the watching thread, which is the parent's: so there is none while it forks.
-    os.register_at_fork(before=faulthandler.cancel_dump_traceback_later, after_in_parent=arm, after_in_child=arm)
-    arm()
+def _arm_dump() -> None:
+    faulthandler.dump_traceback_later(max(_dump_at - time.time(), 0.5))
+
+
+def _dump_stacks_after(seconds: float) -> None:
+    """Have this process and its forks print their stacks, unless they end before or are given another time."""
+    global _dump_at
+    if not _dump_at:
+        # A fork would wait for ever for the watching thread, which is the parent's: so there is none while it forks.
+        os.register_at_fork(before=faulthandler.cancel_dump_traceback_later, after_in_parent=_arm_dump, after_in_child=_arm_dump)
+    _dump_at = time.time() + seconds
+    _arm_dump()
 
 
 class _Gate:
@@ -247,7 +269,7 @@ def _init_group(stuck: Path) -> None:
     timer.cancel()
 
 
-def _rank_main(gate: _Gate, module: str, name: str, init: bool, args: tuple[Any, ...], folder: str) -> Any:
+def _rank_main(gate: _Gate, module: str, name: str, init: bool, timeout_s: float, args: tuple[Any, ...], folder: str) -> Any:
     """What one rank does."""
     import torch.distributed as dist
 
@@ -256,6 +278,7 @@ def _rank_main(gate: _Gate, module: str, name: str, init: bool, args: tuple[Any,
     try:
         if init:
             _init_group(Path(folder, f"stuck-{os.environ['RANK']}"))
+        _dump_stacks_after(max(timeout_s - 10, timeout_s / 2))
         Path(folder, f"started-{os.environ['RANK']}").touch()
         result = function(*args)
     except BaseException:
@@ -271,8 +294,8 @@ def launch(job: str) -> None:
     """Do what the launcher process does: import the test's module, fork the ranks, keep what they return."""
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    module, name, nproc, init, dump_at, args, folder = pickle.loads(Path(job).read_bytes())
-    _dump_stacks_at(dump_at)
+    module, name, nproc, init, timeout_s, args, folder = pickle.loads(Path(job).read_bytes())
+    _dump_stacks_after(_START_S - 10)
     importlib.import_module(module)
     config = LaunchConfig(
         min_nodes=1,
@@ -285,7 +308,7 @@ def launch(job: str) -> None:
         max_restarts=0,
         monitor_interval=0.05,
     )
-    by_rank = elastic_launch(config, _rank_main)(_Gate(nproc), module, name, init, args, folder)
+    by_rank = elastic_launch(config, _rank_main)(_Gate(nproc), module, name, init, timeout_s, args, folder)
     Path(folder, _RESULTS).write_bytes(pickle.dumps(by_rank))
 
 
