@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 import sys
 from collections import Counter
@@ -101,6 +102,7 @@ class Peak:
     """How much resident memory grew at most, in bytes; Linux alone tells that."""
 
     def __enter__(self) -> Peak:
+        gc.collect()  # or garbage that is freed meanwhile makes room for what is measured
         Path("/proc/self/clear_refs").write_text("5")
         self.before = self._read("VmRSS")
         return self
@@ -259,5 +261,5 @@ def test_loading_never_unpickles(tmp_path: Path):
 @only_linux
 def test_peak_sees_a_tensor_that_comes_and_goes():
     with Peak() as peak:
-        torch.ones(16 * MB)
-    assert peak.grown > 60 * MB
+        torch.ones(64 * MB)
+    assert peak.grown > 192 * MB, "of 256; the rest may be memory that others give back meanwhile"

@@ -117,9 +117,20 @@ def copying(path: Path, kind: str) -> int:
 
 def waiting(path: Path) -> None:
     """Ctrl-C while the save goes on in the background: it ends the waiting alone."""
-    with faulty("write", 1, around(1), thread="reshard-ckpt-save"):
+    waits = threading.Event()
+
+    def then_interrupt(*call: Any) -> Any:
+        assert waits.wait(60)
+        return around(1)(*call)
+
+    def wait() -> None:
+        waits.set()
+        handle.result(60)
+        time.sleep(60)  # the signal may come a moment later
+
+    with faulty("write", 1, then_interrupt, thread="reshard-ckpt-save"):
         handle = checkpoint.async_save(path, plain(NEW))
-        assert caught(lambda: handle.result(60) or time.sleep(60))
+        assert caught(wait)
         handle.result(60)
     assert held(path) == NEW
     for thread in threading.enumerate():

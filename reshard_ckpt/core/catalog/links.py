@@ -19,6 +19,9 @@ STATE, GROUPS = "state", "param_groups"
 MAX_PARTS = 256
 """Names of more parts are not searched: to try every way to divide them would take a reader of hostile names too long."""
 
+_ROUNDS = 8
+"""How often links without groups are gone through; hostile names could ask for one round each, and stay unlinked."""
+
 _BETWEEN = f".{STATE}."
 
 
@@ -161,13 +164,21 @@ def _without_groups(
     others = {name: ways for name, ways in others.items() if name not in trained}
     optimizers = {way.optimizer for ways in others.values() for way in ways} - listed.keys()
     for name in names:
+        optimizers.discard(name)
         parts = name.split(".")
         for i in range(len(parts)) if optimizers else ():
             if parts[i] not in (STATE, GROUPS) or name in trained:
                 optimizers.discard(".".join(parts[:i]))
     state = {name: link for name, ways in others.items() if (link := _only([way for way in ways if way.optimizer in optimizers]))}
-    parameters = find_parameters({link.fqn for link in state.values()}, (n for n in names if n not in state and n not in found))
-    return {name: link for name, link in state.items() if link.fqn in parameters}
+    for _ in range(_ROUNDS):
+        parameters = find_parameters(
+            {link.fqn for link in state.values()}, (n for n in names if n not in state and n not in found)
+        )
+        kept = {name: link for name, link in state.items() if link.fqn in parameters}
+        if len(kept) == len(state):
+            return kept
+        state = kept  # what is no state may be a parameter, and stand beside another one of that name
+    return {}
 
 
 def find_parameters(fqns: Iterable[str], names: Iterable[str]) -> dict[str, str]:

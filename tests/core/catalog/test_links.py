@@ -61,6 +61,11 @@ def test_names_divide_as_trying_every_way_says(names: list[str], groups: dict[st
             assert link.parameter is not None
 
 
+def test_a_name_that_turns_out_to_be_no_state_may_be_a_second_parameter_of_that_name():
+    names = ["state.state", "state.state.state", "w.state.w.state", "state.state.state.state.state.x.w"]
+    assert links_from_names([*names, "state.w.state.state.state.state.w"], {}) == {}
+
+
 @given(st.lists(st.tuples(OPTIMIZERS, FQNS, st.sampled_from(["m", "v"])), unique=True, max_size=8))
 def test_what_a_torch_optimizer_saves_is_found_again_whatever_its_parameters_are_called(entries: list[tuple[str, str, str]]):
     links = [StateLink(*entry) for entry in entries]
@@ -96,6 +101,7 @@ def test_a_recorded_name_divides_as_it_was_put_together(entry: tuple[str, str, s
     [
         (["model.x", "model.state.x.exp_avg"], {}),  # a model that has more than state
         (["a.w", "b.state.v.m"], {}),  # no parameter of that name
+        (["opt", "model.w", "opt.state.w.m"], {}),  # what would be the optimizer is a tensor
         (["o.state.w.a.b.c"], {"o": ["w", "w.a"]}),  # two parameters, and keys with dots either way
         (["o.state.o.state.w.m"], {"o": ["o.state.w"], "o.state.o": ["w"]}),
     ],
