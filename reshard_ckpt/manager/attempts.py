@@ -7,6 +7,7 @@ root's lock; it is replaced whole, and holds the last attempts only.
 from __future__ import annotations
 
 import json
+import math
 import time
 import warnings
 from collections.abc import Callable
@@ -49,27 +50,35 @@ class AttemptLog:
         The run's root, locked by this process.
     clock
         Seconds since 1970.
+    timer
+        Seconds from any moment on, which no setting of the clock changes: an attempt is as long as it was.
     """
 
-    def __init__(self, storage: Storage, clock: Callable[[], float] = time.time) -> None:
-        self._storage, self._clock = storage, clock
+    def __init__(
+        self, storage: Storage, clock: Callable[[], float] = time.time, timer: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._storage, self._timer, self._began = storage, timer, timer()
         self._earlier = read_attempts(storage)[-_MAX_ATTEMPTS + 1 :]
-        self._own = Attempt(clock(), clock())
+        began = clock()
+        self._own = Attempt(began, began)
         self._write()
 
     def seen(self) -> None:
         """Note that this attempt is alive: called after each commit."""
-        self._own = replace(self._own, seen=self._clock())
+        self._own = replace(self._own, seen=self._own.began + self._own_s())
         self._write()
 
     def close(self, *, failed: bool) -> None:
         """Note how this attempt ended."""
-        self._own = replace(self._own, seen=self._clock(), closed=not failed)
+        self._own = replace(self._own, seen=self._own.began + self._own_s(), closed=not failed)
         self._write()
 
     def mtbf_s(self) -> float:
         """Estimate the mean time between failures in seconds."""
-        return estimate_mtbf(self._earlier, self._clock() - self._own.began)
+        return estimate_mtbf(self._earlier, self._own_s())
+
+    def _own_s(self) -> float:
+        return self._timer() - self._began
 
     def _write(self) -> None:
         attempts = [asdict(attempt) for attempt in (*self._earlier, self._own)]
@@ -98,6 +107,8 @@ def read_attempts(storage: Storage) -> list[Attempt]:
         return _damaged(storage, error)
     try:
         found = [Attempt(float(a["began"]), float(a["seen"]), bool(a["closed"])) for a in json.loads(data)["attempts"]]
+        if not all(math.isfinite(attempt.seen - attempt.began) for attempt in found):
+            raise ValueError("a time that is no number")
     except (ValueError, KeyError, TypeError) as error:
         return _damaged(storage, error)
     return found

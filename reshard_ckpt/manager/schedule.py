@@ -61,7 +61,7 @@ class SaveCosts:
         self._costs: deque[float] = deque(maxlen=_KEPT_SAVES)
         self._durations: deque[float] = deque(maxlen=_KEPT_SAVES)
         self._last: tuple[int, float] | None = None
-        self._running = 0
+        self._running = self._reports = 0
         self._disturbed = False
         self._excess_s = self._stall_s = 0.0
         self.began_at: float | None = None
@@ -76,7 +76,7 @@ class SaveCosts:
                     self._excess_s += seconds - steps * self._step_s()
                 else:
                     self._calm.append(seconds / steps)
-            if self._disturbed and not self._running:
+            if self._disturbed and not self._running and self._reports:  # saves that failed may have cost next to nothing
                 self._costs.append(max(self._excess_s, self._stall_s))
             self._last, self._disturbed = (step, now), self._running > 0
         return now
@@ -97,6 +97,7 @@ class SaveCosts:
         with self._lock:
             if not self._disturbed:
                 self._excess_s = self._stall_s = 0.0
+                self._reports = 0
             self._running += 1
             self._disturbed, self.began_at = True, now
 
@@ -105,6 +106,7 @@ class SaveCosts:
         with self._lock:
             self._running -= 1
             if report is not None:
+                self._reports += 1
                 self._stall_s += report.stall_s
                 self._durations.append(report.duration_s)
 
@@ -183,9 +185,13 @@ class SaveSchedule:
         self._interval, self._agree, self._costs = interval, agree, costs
         self._look_at: int | None = None
         self._began_at: float | None = None
+        self._asked = self._first_again = -1
 
     def due(self, step: int) -> bool:
         """Return whether to save at this step, the same on all ranks."""
+        if step < self._asked:  # an older step was loaded, and the steps agreed on may be far ahead
+            self._look_at, self._first_again = None, step
+        self._asked = step
         now = None if self._costs is None else self._costs.step(step)
         if self._look_at is not None and step < self._look_at:
             return False
@@ -201,8 +207,11 @@ class SaveSchedule:
         if costs.is_saving or missing > 0:
             return Decision(False, step + max(missing, 1))
         interval_s = self._interval.seconds(costs)
-        if interval_s is None:  # a first save shows what saves cost
-            return Decision(costs.began_at is None, step + 1)
+        if interval_s is None:  # a first save shows what saves cost; where it has failed, another one, some steps later
+            is_due = costs.began_at is None or step >= self._first_again
+            if is_due:
+                self._first_again = step + WARM_UP_STEPS
+            return Decision(is_due, step + 1)
         since = self._began_at if costs.began_at is None else costs.began_at
         left = (interval_s - (now - since)) / max(costs.step_s, 1e-6)
         if left > 0.5:  # steps

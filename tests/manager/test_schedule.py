@@ -54,6 +54,9 @@ def run(
     return saved
 
 
+NOT_A_TIME = '{"attempts": [{"began": NaN, "seen": 2, "closed": true}]}'
+
+
 def alone(step: int, own: bytes | None) -> bytes:
     assert own is not None
     return own
@@ -122,6 +125,36 @@ def test_overhead_stays_below_its_cap():
     spent = len(saved) * 4.0
     assert len(saved) > 10
     assert spent / (clock.now - 1000.0) <= 0.036
+
+
+def test_a_first_save_that_failed_is_tried_again_and_then_the_interval_is_known():
+    clock = Clock()
+    costs = SaveCosts(clock)
+    schedule = SaveSchedule(BestInterval(lambda: 3600.0, 0.5), alone, costs)
+    saved = []
+    for step in range(1, 200):
+        if schedule.due(step):
+            saved.append(step)
+            costs.begin()
+            costs.end(report(1.0, 1.0) if len(saved) == 4 else None)
+        clock.now += 1.0
+    assert saved[:4] == [WARM_UP_STEPS * n + 1 for n in (1, 2, 3, 4)]
+    assert saved[4] - saved[3] == pytest.approx(daly(1.0, 3600.0) + 1.0, abs=1)
+
+
+def test_a_loop_that_goes_back_to_an_older_step_saves_as_often_as_before():
+    clock = Clock()
+    costs = SaveCosts(clock)
+    schedule = SaveSchedule(FixedInterval(100.0), alone, costs)
+    at = []
+    for step in (*range(1, 960), *range(20, 500)):
+        if schedule.due(step):
+            at.append(clock.now)
+            costs.begin()
+            costs.end(report(0.1, 0.1))
+        clock.now += 1.0
+    assert all(later - earlier == 100.0 for earlier, later in itertools.pairwise(at))
+    assert clock.now - at[-1] < 101.0
 
 
 def test_no_save_is_due_while_one_is_under_way():
@@ -218,16 +251,40 @@ def test_mtbf_is_time_by_failures_and_begins_at_a_day(tmp_path: Path):
     clock = Clock()
     with open_storage(tmp_path) as storage:
         for n in range(4):
-            log = AttemptLog(storage, clock)
+            log = AttemptLog(storage, clock, clock)
             clock.now += 3600.0
             log.seen()  # then the process dies, but for the second
             if n == 1:
                 log.close(failed=False)
-        assert AttemptLog(storage, clock).mtbf_s() == pytest.approx((PRIOR_S + 4 * 3600) / 4)
+        assert AttemptLog(storage, clock, clock).mtbf_s() == pytest.approx((PRIOR_S + 4 * 3600) / 4)
     assert estimate_mtbf([]) == PRIOR_S
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"attempts": 3}', '{"attempts": [{"began": "x"}]}'])
+@pytest.mark.parametrize("jump_s", [-1e6, 1.7e9])
+def test_a_clock_that_is_set_changes_no_estimate_and_no_interval(tmp_path: Path, jump_s: float):
+    clock, timer = Clock(), Clock()
+    with open_storage(tmp_path) as storage:
+        log = AttemptLog(storage, clock, timer)
+        costs = SaveCosts(timer)
+        schedule = SaveSchedule(BestInterval(log.mtbf_s, 0.035), alone, costs)
+        saved = []
+        for step in range(60):
+            if schedule.due(step):
+                saved.append(step)
+                costs.begin()
+                costs.end(report(1.0, 1.0))
+            timer.now += 60.0
+            clock.now += 60.0 + jump_s
+        log.seen()
+        assert log.mtbf_s() == PRIOR_S + (timer.now - 1000.0)
+        (attempt,) = read_attempts(storage)
+        assert attempt.seen - attempt.began == timer.now - 1000.0
+        best = (daly(1.0, PRIOR_S) + 1.0) / 60.0  # steps; the hour of the test changes little
+        assert all(abs(later - earlier - best) <= 1 for earlier, later in itertools.pairwise(saved))
+        assert len(saved) > 5
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"attempts": 3}', '{"attempts": [{"began": "x"}]}', NOT_A_TIME])
 def test_a_damaged_log_begins_anew_with_a_warning(tmp_path: Path, text: str):
     (tmp_path / ATTEMPTS_KEY).write_text(text)
     with open_storage(tmp_path) as storage, pytest.warns(UserWarning, match="begins anew"):
