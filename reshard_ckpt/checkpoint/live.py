@@ -8,6 +8,7 @@ from typing import Any
 
 from ..comm import Turn, open_turn
 from ..core.report import LoadReport
+from ..engine.common.inference import outside_inference_mode
 from ..engine.loading.load import LoadOptions
 from .live_job import Job, Options, State
 from .loading import Patterns
@@ -71,7 +72,7 @@ def reshard_live(
     options = Options(
         LoadOptions(strict, cast=cast or False, allow_missing=allow_missing, ignore=ignore), rename, staged, memory_bytes
     )
-    with _turn(process_group, timeout_s).opened() as comm:
+    with outside_inference_mode(), _turn(process_group, timeout_s).opened() as comm:
         return Job(src, dst, options, process_group, timeout_s).begin(comm).first(comm)
 
 
@@ -111,7 +112,7 @@ class LiveReshard:
         load = LoadOptions(strict, cast=cast or False, allow_missing=allow_missing, ignore=ignore)
         options = Options(load, rename, staged, memory_bytes)
         self._turn = partial(_turn, process_group, timeout_s)
-        with self._turn().opened() as comm:
+        with outside_inference_mode(), self._turn().opened() as comm:
             self._job = Job(src, dst, options, process_group, timeout_s).begin(comm)
 
     def run(self) -> LoadReport:
@@ -124,7 +125,8 @@ class LiveReshard:
         MismatchError, PeerError
             As `reshard_live`.
         """
-        return self._job.again(self._turn())
+        with outside_inference_mode():
+            return self._job.again(self._turn())
 
 
 def _turn(process_group: Any, timeout_s: float) -> Turn:

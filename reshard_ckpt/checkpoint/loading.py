@@ -14,6 +14,7 @@ from ..core.catalog.model import Catalog
 from ..core.catalog.specs import ValueKind
 from ..core.planning.match import matches
 from ..core.report import LoadReport
+from ..engine.common.inference import outside_inference_mode
 from ..engine.common.logs import RankLog
 from ..engine.common.progress import OnProgress, reporter, size_text
 from ..engine.common.rename import renamed, without
@@ -185,7 +186,7 @@ def _load(
 ) -> tuple[LoadReport, Catalog]:
     began = time.monotonic()
     session = open_session("load", str(path), process_group=process_group, timeout_s=timeout_s)
-    with ExitStack() as held, session as comm:
+    with outside_inference_mode(), ExitStack() as held, session as comm:
         # Open until all ranks have left the session.
         source = held.enter_context(opened(comm) if opened else open_shared_source(comm, path, formats))
         options = replace(options, tied_under_one_name=source.format != NATIVE)

@@ -11,6 +11,7 @@ from typing import Any
 from ..comm import Comm, open_session
 from ..core.report import SaveReport
 from ..engine.common.host_memory import POOL
+from ..engine.common.inference import outside_inference_mode
 from ..engine.common.lanes import has_lane
 from ..engine.common.logs import RankLog
 from ..engine.common.progress import OnProgress, reporter
@@ -91,7 +92,7 @@ def save(
 
 
 def _save(path: Path, capture: Capture, options: SaveOptions) -> SaveReport:
-    with ExitStack() as session:
+    with outside_inference_mode(), ExitStack() as session:
         job = _agreed_job(session, path, capture, options)
         receipt = _written(job)
         total = commit(job, receipt)
@@ -189,7 +190,7 @@ def _begin(
     guarded: Callable[[], GuardedState] = GuardedState,
     choose_target: ChooseTarget = lambda job: None,
 ) -> SaveHandle:
-    with ExitStack() as session:
+    with outside_inference_mode(), ExitStack() as session:
         job = _agreed_job(session, path, capture, options)
         handle = launch(job, session, guarded(), choose_target(job))
         SAVES.join(handle)
@@ -259,7 +260,8 @@ def prepare(
     Call it on all ranks, with the state and the options that `async_save` will be given. What an optimizer does not have yet,
     before its first step, is not counted.
     """
-    with open_session("prepare", "", process_group=process_group, timeout_s=timeout_s) as comm:
+    session = open_session("prepare", "", process_group=process_group, timeout_s=timeout_s)
+    with outside_inference_mode(), session as comm:
         local_shards = _described(partial(capture, state, mesh=mesh, process_group=process_group), comm.rank, Recorder())
         agreed = agree(comm, local_shards)
         ring = take_ring(local_shards, lay_out(local_shards, agreed.assignment, comm.rank), host_buffer_bytes)

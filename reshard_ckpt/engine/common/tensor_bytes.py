@@ -46,7 +46,10 @@ def element_bytes(tensor: torch.Tensor, first: int, count: int) -> memoryview:
 
 def region(tensor: torch.Tensor, base: int, lengths: Ints, strides: Ints) -> torch.Tensor:
     """The strided region of a tensor's storage whose first element is `base` elements after the tensor's own."""
-    return torch.as_strided(tensor, lengths, strides, tensor.storage_offset() + base)
+    first = tensor.storage_offset() + base
+    if tensor.is_inference():  # outside of the inference mode no view of it can be written to, but its storage can
+        return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage(), first, lengths, strides)
+    return torch.as_strided(tensor, lengths, strides, first)
 
 
 RAW = {size: np.dtype(name) for size, name in ((1, "u1"), (2, "i2"), (4, "i4"), (8, "i8"), (16, "c16"))}
