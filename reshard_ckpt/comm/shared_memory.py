@@ -31,8 +31,12 @@ class Segment:
     def __init__(self, num_bytes: int) -> None:
         size = _TOKEN_BYTES + num_bytes
         self._fd = os.memfd_create(_NAME, os.MFD_CLOEXEC)
-        os.posix_fallocate(self._fd, 0, size)  # or a write would be killed where there is no memory
-        memory = _map(self._fd, size)
+        try:
+            os.posix_fallocate(self._fd, 0, size)  # or a write would be killed where there is no memory
+            memory = _map(self._fd, size)
+        except BaseException:
+            os.close(self._fd)
+            raise
         token = secrets.token_bytes(16)
         memory[: len(token)] = token
         self.data = torch.frombuffer(memory, dtype=torch.uint8)[_TOKEN_BYTES:]

@@ -37,12 +37,14 @@ class Meeting(StoreComm):
         """
         word = 1 + sum((flags & flag > 0) << _BITS * i for i, flag in enumerate((FAILED, CHANGED), 1))
         with self._reachable():
-            self._store.append("here", b"%d " % self.rank)
             total = self._store.add("count", word)
-            if total % _LIMIT == self.size:
+            is_last = total % _LIMIT == self.size
+            if is_last:
                 joined = sum(flag for i, flag in enumerate((FAILED, CHANGED), 1) if (total >> _BITS * i) % _LIMIT)
                 verdict = self._store.compare_set("verdict", b"", b"%d" % joined)
-            else:
+            # Only then, so that whoever is killed before it has done all of this counts as missing.
+            self._store.append("here", b"%d " % self.rank)
+            if not is_last:
                 self._may_look()  # in half a second: mostly all are here by then
                 if not self._wait(lambda: self._store.check(["verdict"]) or self._miss_ended(look), self._timeout_s):
                     self._stop_if_given_up()
@@ -71,7 +73,7 @@ class Meeting(StoreComm):
         return False
 
     def _miss(self, ranks: list[int], what: str) -> None:
-        if ranks:  # else the last one is just about to write the verdict
+        if ranks:  # else the verdict is there by now
             refusal = Refusal("PeerError", f"{self._title}: {name_ranks(ranks)} {what}", tuple(ranks))
             self._store.compare_set("verdict", b"", refusal.encode())
 

@@ -68,6 +68,51 @@ def test_a_rank_whose_process_has_ended_is_not_waited_for():
         assert "reshard_live '': rank 1 ended before this began" in str(error)
 
 
+class KilledAfter:
+    """A store for a rank that is killed after so many calls to it, the first of which waits for another rank's."""
+
+    def __init__(self, store: Any, others: threading.Event, calls: int) -> None:
+        self._store, self._others, self._left = store, others, calls
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        self._others.wait()
+        if not self._left:
+            raise PeerError("killed")
+        self._left -= 1
+        return getattr(self._store, name)  # type: ignore[no-any-return]
+
+
+class Noted:
+    """A store that says when a rank has done all that it does before it waits."""
+
+    def __init__(self, store: Any, done: threading.Event) -> None:
+        self._store, self._done = store, done
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name == "check":
+            self._done.set()
+        return getattr(self._store, name)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("calls", [0, 1, 2])
+def test_a_last_rank_that_is_killed_at_any_instant_holds_up_nobody(calls: int):
+    store, waiting, found = dist.HashStore(), threading.Event(), []
+    options = {"title": "reshard_live ''", "timeout_s": 3600, "ended": lambda: frozenset({1})}
+
+    def first() -> None:
+        try:
+            found.append(Meeting(Noted(store, waiting), 0, 2, **options).meet(CHANGED, lambda: None))
+        except PeerError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    with pytest.raises(PeerError, match="killed"):
+        Meeting(KilledAfter(store, waiting, calls), 1, 2, **options).meet(0, lambda: None)
+    thread.join()
+    assert found == [CHANGED] if calls == 2 else "rank 1 ended before this began" in str(found[0])
+
+
 def test_a_rank_that_waits_sees_one_that_calls_something_else_or_gives_up():
     def come(meeting: Meeting) -> Any:
         def look() -> None:
