@@ -398,9 +398,10 @@ class Manager(RunSteps):
     def _committed(self, step: int) -> None:
         """Prune after a step that this process, among others, has just committed."""
         self._stored.note_committed(step)
-        if self._attempts is not None:
+        attempts = self._attempts  # `close`, in another thread, ends it
+        if attempts is not None:
             with suppress(StorageError):
-                self._attempts.seen()
+                attempts.seen()
         # A close that was interrupted may have let go of the root meanwhile.
         if self._is_first and self._rule.keep_last is not None and not self._is_closed:
             try:

@@ -70,8 +70,9 @@ class StoredSteps:
         return next((step for step in left if self._counts(step)), -1)
 
     def save_ids_beyond(self, step: int) -> list[str]:
-        """List the ids of the saves of newer steps."""
-        return [self._info(other).save_id for other in self.steps() if other > step]
+        """List the ids of the saves of newer steps; one whose catalog is damaged has none that is known."""
+        newer = (self._info(other).save_id for other in self.steps() if other > step)
+        return [save_id for save_id in newer if save_id]
 
     def metrics(self, steps: Iterable[int]) -> dict[int, float]:
         """Return the metrics of the steps that have one."""

@@ -6,6 +6,7 @@ images are still there is for their slots to say: a slot that was refilled holds
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,9 +21,11 @@ from ..format.catalog import MAX_CATALOG_BYTES, decode_catalog
 from ..format.checksums import digest128
 from ..storage.protocol import MissingKey, flat_bytes
 from .node import GENERATION_SUFFIX, SLOT_SUFFIX, write_atomically
-from .slots import ReadSlot, SlotRange
+from .slots import NoRoom, ReadSlot, SlotRange
 
 _MAGIC = b"RSHGENR1"
+SPARE = "spare"
+"""The memory of the next generation's file, which is reserved before a save is staged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +102,27 @@ def decode_generation(data: bytes, *, where: str) -> Generation:
         raise CorruptError(f"{where}: the generation cannot be read ({error}); it is not used") from error
 
 
+def reserve_generation(folder: Path, num_bytes: int) -> None:
+    """Reserve the memory of the file of the next generation.
+
+    Raises
+    ------
+    NoRoom
+        There is none.
+    """
+    try:
+        fd = os.open(folder / SPARE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, num_bytes)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise NoRoom(f"{folder}: no {num_bytes:,} bytes of memory for the catalog of a save: {error.strerror}") from error
+
+
 def keep_generation(folder: Path, generation: Generation) -> None:
     """Put a generation in place on this node: from now on it can be found."""
-    write_atomically(folder / generation.name, generation.encoded())
+    write_atomically(folder / generation.name, generation.encoded(), folder / SPARE)
 
 
 def find_generations(folder: Path) -> list[Generation]:

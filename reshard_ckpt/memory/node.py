@@ -8,6 +8,7 @@
         root                                the root, for people
         <n>.slot                            images: `slots`
         <attempt>-<step>-<save id>.gen      generations: `generations`
+        spare                               memory for the next of them
 """
 
 from __future__ import annotations
@@ -148,21 +149,43 @@ def runs(folder: str) -> Iterator[RunMemory]:
                 root = (path / "root").read_text()
             except OSError:
                 root = "?"
-            yield RunMemory(root, str(path), sum(os.lstat(file).st_blocks * 512 for file in path.iterdir()))
+            yield RunMemory(root, str(path), _bytes_in(path))
+
+
+def _bytes_in(path: Path) -> int:
+    num_bytes = 0
+    with suppress(FileNotFoundError):  # its job, or who drops it, removes files meanwhile
+        for name in os.listdir(path):
+            with suppress(FileNotFoundError):
+                num_bytes += os.lstat(path / name).st_blocks * 512
+    return num_bytes
 
 
 def remove_run(path: Path) -> None:
-    """Remove all that the tier of this node holds of a run."""
-    shutil.rmtree(path)
+    """Remove all that the tier of this node holds of a run.
+
+    Raises
+    ------
+    StorageError
+        It cannot be removed, or somebody else removes it too.
+    """
+    try:
+        shutil.rmtree(path)
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be dropped: {error.strerror}; look again with reshard-ckpt memory list") from error
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Put a small file in place: whole or not at all."""
+def write_atomically(path: Path, data: bytes, spare: Path | None = None) -> None:
+    """Put a small file in place: whole or not at all; in the memory of a `spare` one, if that is there."""
     own = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
-        fd = os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        if spare is not None:
+            with suppress(FileNotFoundError):
+                os.rename(spare, own)
+        fd = os.open(own, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         with os.fdopen(fd, "wb") as file:
             file.write(data)
+            file.truncate()
         os.replace(own, path)
     except OSError as error:
         own.unlink(missing_ok=True)

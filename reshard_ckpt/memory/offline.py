@@ -167,11 +167,11 @@ def persist_held(root: str, folder: str = FOLDER, *, step: int | None = None) ->
 
 
 def _write_absent(path: Path, generation: Generation, keys: Sequence[str], storage: Storage, catalog: Catalog) -> int:
-    absent = set(absent_files(storage, catalog))
     images, num_bytes = NodeImages(path, generation.save_id), 0
     try:
         for key in keys:
-            if key in absent:
+            # Looked at anew for each: another node may have written it meanwhile, or published, and then it stays.
+            if absent_files(storage, catalog, [key]):
                 with suppress(CorruptError):  # another node may hold a better copy, or it is named as missing
                     num_bytes += write_files(images, catalog, [key], storage)
     finally:

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import cast
 
 from ..comm.protocol import Comm
@@ -55,9 +55,10 @@ def write_files(images: NodeImages, catalog: Catalog, keys: Sequence[str], stora
     return num_bytes
 
 
-def absent_files(storage: Storage, catalog: Catalog) -> list[str]:
-    """List the keys of the files of a catalog that the store lacks, or has in another size."""
-    wanted = ((file.key, file.size, file.digests_key, digests_file_bytes(file.size)) for file in catalog.files)
+def absent_files(storage: Storage, catalog: Catalog, of: Collection[str] | None = None) -> list[str]:
+    """List the keys of the files of a catalog, or of some of them, that the store lacks, or has in another size."""
+    files = [file for file in catalog.files if of is None or file.key in of]
+    wanted = ((file.key, file.size, file.digests_key, digests_file_bytes(file.size)) for file in files)
     return [key for key, size, digests, num in wanted if storage.size(key) != size or storage.size(digests) != num]
 
 

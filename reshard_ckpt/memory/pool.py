@@ -86,10 +86,13 @@ class SlotPool:
             held.save_id = save_id
             return held
 
-    def _let_go_of_removed(self, slots: list[HeldSlot]) -> None:
-        """Let go of slots whose files somebody has removed: what is in them would be lost with this process."""
+    def check_folder(self) -> None:
+        """Raise `NoRoom` where somebody has removed the folder."""
         if not self._folder.is_dir():
             raise NoRoom(f"{self._folder}: somebody has removed it, as systemd does at the end of a session (docs/memory.md)")
+
+    def _let_go_of_removed(self, slots: list[HeldSlot]) -> None:
+        """Let go of slots whose files somebody has removed: what is in them would be lost with this process."""
         for held in [held for held in slots if held.slot.is_removed]:
             slots.remove(held)
             held.slot.close()

@@ -38,11 +38,14 @@ from ..errors import CorruptError, PeerError, StorageError
 from ..format.catalog import encode_catalog
 from ..format.checksums import BlockHasher, decode_digests, digest128, digests_file_bytes, wrong_blocks
 from ..format.keys import digests_key
-from .generations import Generation, drop_generations, find_generations, keep_generation
+from .generations import SPARE, Generation, drop_generations, find_generations, keep_generation, reserve_generation
 from .options import Memory
 from .pool import HeldSlot, SlotPool, node_lock, remove_dead_slots
 from .slots import HEADER_BYTES, NoRoom, Slot, SlotRange, SlotTable, decode_table, slot_bytes
 from .topology import Topology
+
+MIN_SPARE_BYTES = 1 << 20
+"""Reserved for the catalog of a save; more where that of the one before needs more."""
 
 
 class Tier:
@@ -87,6 +90,7 @@ class Tier:
         self.run, self.attempt, self.num_skipped = "", 0, 0
         self._options, self._named_store, self._timeout_s, self._due = options, named_store, timeout_s, due
         self._links: Links | None = None
+        self._spare_bytes = MIN_SPARE_BYTES
         self._warned: set[str] = set()
 
     def target(self, job: SaveJob, step: int) -> MemoryTarget | None:
@@ -104,6 +108,9 @@ class Tier:
         refused = ""
         try:
             self._fit_budget(sizes)
+            self.pool.check_folder()
+            if self.topology.leads(self.rank):  # else a tmpfs that is full by then would fail the commit
+                reserve_generation(self.folder, self._spare_bytes)
             for source in (self.rank, *self.topology.sources(self.rank)):
                 taken[source] = self.pool.take(source, sizes[source], job.save_id)
         except (StorageError, OSError) as error:
@@ -156,6 +163,8 @@ class Tier:
         """Let go of the slots, which stay in memory with what they hold, and of the links."""
         self.pool.close()
         self._links = None
+        if self.topology.leads(self.rank):
+            (self.folder / SPARE).unlink(missing_ok=True)
 
     # Copies
 
@@ -226,6 +235,7 @@ class Tier:
         generation = Generation(self.run, self.attempt, step, job.save_id, fields["catalog"], holders)
         if self.topology.leads(self.rank):
             keep_generation(self.folder, generation)
+            self._spare_bytes = max(2 * len(generation.catalog), MIN_SPARE_BYTES)
         return generation, int(fields["copies"]), bool(fields["persist"])
 
     def acknowledge(self, comm: Comm, generation: Generation, *, pin: bool) -> None:

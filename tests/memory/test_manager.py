@@ -17,12 +17,14 @@ import torch
 from reshard_ckpt import checkpoint
 from reshard_ckpt.checkpoint import Manager, Memory
 from reshard_ckpt.errors import CheckpointError, CheckpointNotFound, StorageError, UsageError
-from reshard_ckpt.memory import background, pool
+from reshard_ckpt.memory import background, node, offline, pool
 from reshard_ckpt.memory.generations import Generation, find_generations, keep_generation
 from reshard_ckpt.memory.node import node_id, run_path, user_folder
-from reshard_ckpt.memory.offline import drop_held
+from reshard_ckpt.memory.offline import drop_held, held_runs, persist_held
+from reshard_ckpt.memory.persist import publish
 from reshard_ckpt.memory.pool import SlotPool
 from reshard_ckpt.memory.run import MemoryRun
+from reshard_ckpt.storage import open_storage
 from tests.cli.running import run
 from tests.layouts import values_of
 
@@ -285,6 +287,36 @@ def test_memory_that_is_short_is_named_once_and_counted(tmp_path: Path, shm: Pat
     assert not list(run_path(str(shm), str(tmp_path / "b")).glob("*.slot"))
 
 
+def test_a_tmpfs_that_fills_up_beside_the_slots_sends_saves_to_the_store(
+    tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """All slots are there; then somebody else takes all memory that is left, before a save or while it is staged."""
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    def write_into(fd: int, *_: Any, **__: Any) -> Any:
+        assert os.fstat(fd).st_blocks * 512 >= 1 << 20  # memory that was reserved
+        return fdopen(fd, *_, **__)
+
+    fdopen, fallocate = os.fdopen, os.posix_fallocate
+    with Manager(tmp_path, memory=Memory(copies=0, folder=str(shm)), persist_every=1000) as manager:
+        for step in (1, 2, 3):
+            manager.async_save(step, state(step)).result()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "posix_fallocate", full)
+            with pytest.warns(UserWarning, match="to the store, not to memory.*catalog of a save: No space left"):
+                manager.async_save(4, state(4)).result()
+        assert loaded(manager) == (4, "store")
+        with monkeypatch.context() as patch:
+            patch.setattr(node.os, "fdopen", write_into)
+            manager.async_save(5, state(5)).result()
+        assert loaded(manager) == (5, "memory")
+        assert manager.memory_skipped == 1
+        assert fallocate is os.posix_fallocate
+        killed(manager)
+
+
 @pytest.mark.parametrize("found_by", ["the budget", "the file system"])
 def test_fewer_generations_are_kept_where_memory_has_room_for_fewer(
     tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch, found_by: str
@@ -478,6 +510,25 @@ def test_superseded_steps_do_not_push_out_those_that_count(tmp_path: Path, memor
     assert (tmp_path / "step_20").exists()  # nobody has saved it again
 
 
+def test_a_damaged_one_that_was_gone_back_from_does_not_hide_others_that_are(tmp_path: Path, memory: Memory):
+    with Manager(tmp_path, memory=memory) as manager:
+        for step in (1, 2):
+            manager.save(step, state(step))
+    flip(tmp_path / "step_2" / "catalog.msgpack", 200)
+    with Manager(tmp_path, memory=memory) as manager:
+        with pytest.warns(UserWarning, match="passed over.*step 2"):
+            assert loaded(manager) == (1, "store")
+        manager.save(3, state(3))
+    flip(tmp_path / "step_3" / "catalog.msgpack", 200)
+    with Manager(tmp_path, memory=memory) as manager:
+        with pytest.warns(UserWarning, match="passed over"):
+            found = manager.load_latest(state(0))
+        assert found is not None
+        assert found.step == 1
+        assert [line[:7] for line in found.passed_over] == ["step 3:", "step 2:"]
+        killed(manager)
+
+
 def test_closing_writes_nothing_older_than_what_is_in_the_store(tmp_path: Path, memory: Memory):
     with Manager(tmp_path, memory=memory, persist_every=1000) as manager:
         manager.async_save(1, state(1)).result()
@@ -561,6 +612,48 @@ def test_files_are_for_their_owner_alone_and_links_are_not_followed(tmp_path: Pa
     top.symlink_to(shm / "top")
     with pytest.raises(StorageError, match="must be a folder of this user"):
         Manager(root, memory=memory)
+
+
+def test_a_file_that_another_node_has_written_meanwhile_is_not_touched(
+    tmp_path: Path, memory: Memory, shm: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The other one may have published it by now; it does so here between the two looks of this one."""
+    root = tmp_path / "run"
+    manager = Manager(root, memory=memory, persist_every=1000)
+    manager.async_save(1, state(1)).result()
+    killed(manager)
+    folder = run_path(str(shm), str(root))
+    (generation,) = find_generations(folder)
+    deleted: list[str] = []
+    with open_storage(root / "step_1") as storage:
+        assert offline._write_absent(folder, generation, [*generation.holders], storage, generation.decoded_catalog())
+        publish(storage, generation)
+        monkeypatch.setattr(storage, "delete", deleted.extend)
+        monkeypatch.setattr(offline, "is_persisted", lambda *_: False)  # it looked too early
+        monkeypatch.setattr(offline, "open_storage", lambda path: open_storage(path) if path == str(root) else storage)
+        assert persist_held(str(root), str(shm)).num_bytes == 0
+    assert not deleted
+    assert_is_stored(root, 1)
+
+
+def test_what_goes_while_it_is_listed_is_no_error(tmp_path: Path, memory: Memory, shm: Path, monkeypatch: pytest.MonkeyPatch):
+    root = tmp_path / "run"
+    manager = Manager(root, memory=memory, persist_every=1000)
+    for step in (1, 2):
+        manager.async_save(step, state(step)).result()
+    whole = os.listdir
+
+    def late(path: Any = ".") -> list[str]:
+        names = whole(path)
+        return [*names, "gone.gen"] if Path(path) == run_path(str(shm), str(root)) else names
+
+    monkeypatch.setattr(node.os, "listdir", late)
+    (held,) = held_runs(str(root), str(shm))
+    assert held.num_bytes >= 2 * SLOT_BYTES
+    killed(manager)
+    monkeypatch.setattr(node.shutil, "rmtree", lambda path: os.rmdir(path))
+    with pytest.raises(StorageError, match="cannot be dropped: .*not empty"):
+        drop_held(str(root), str(shm))
 
 
 def test_the_commands_list_persist_and_drop(tmp_path: Path, memory: Memory, shm: Path):
