@@ -5,7 +5,6 @@ A checkpoint has *files*: named states, as for ``torch.save``. All ranks make al
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from .checkpoint import Manager, Memory, SaveHandle
 from .errors import CheckpointNotFound, UsageError
 from .format.values import decode_value, encode_value
-from .manager.open_runs import RUNS, TAG, close_runs, memory_from_environment, open_run, tags_of
+from .manager.open_runs import RUNS, TAG, close_runs, memory_from_environment, open_run, step_for, tags_of
 
 __all__ = [
     "Checkpoint", "finish", "get_checkpoint", "get_latest_checkpoint", "get_latest_checkpoint_path", "init", "list_checkpoints",
@@ -22,7 +21,8 @@ __all__ = [
 ]  # fmt: skip
 
 _TREE, _TENSOR = "tree", "__tensor__"
-_BEGUN: list[int] = []
+_BEGUN: dict[int, str] = {}
+"""The tags of what this process has begun to save, by step."""
 
 
 def init(
@@ -75,17 +75,15 @@ class Checkpoint:
 
     def commit(self) -> bool:
         """Save all files that were added, in the background. Collective."""
-        digits = re.search(r"(\d+)$", self.tag)
-        step = int(digits[1]) if digits else max([-1, *manager().steps(), *_BEGUN]) + 1
-        _BEGUN.append(step)
-        self.tag = self.tag or str(step)
+        step = step_for(manager(), self.tag, _BEGUN)
+        self.tag = _BEGUN[step] = self.tag or str(step)
         self.handle = manager().async_save(step, {"files": self._files}, metadata={TAG: self.tag})
         self._files = {}
         return True
 
     def load(self, name: str, map_location: Any = None) -> Any:
         """Return a file, whole, as it was saved: tensors that were sharded are put together. Collective."""
-        step = next((step for step, tag in _tags().items() if tag == self.tag), None)
+        step = max((step for step, tag in _tags().items() if tag == self.tag), default=None)
         if step is None:
             raise CheckpointNotFound(f"nebula: no checkpoint {self.tag!r}; there are: {', '.join(_tags().values())}")
         found: dict[str, Any] = {"files": {name: {_TREE: b""}}}

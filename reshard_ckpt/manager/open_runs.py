@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import atexit
 import os
-from contextlib import suppress
+import re
+from collections.abc import Mapping
 
+from ..comm import open_session
 from ..errors import CorruptError
 from ..memory.options import Memory
 from .manager import Manager
@@ -38,11 +40,32 @@ def run_at(path: str) -> Manager | None:
 
 def tags_of(run: Manager) -> dict[int, str]:
     """Return the tags of a run's checkpoints by step; one that is damaged hides no other."""
-    found = {}
-    for step in run.steps():
-        with suppress(CorruptError):
-            found[step] = str((run.metadata(step) or {}).get(TAG, step))
-    return found
+    return {step: tag for step in run.steps() if (tag := _tag_of(run, step)) is not None}
+
+
+def _tag_of(run: Manager, step: int) -> str | None:
+    try:
+        metadata = run.metadata(step)
+    except CorruptError:
+        return None
+    return str(metadata.get(TAG, step) if isinstance(metadata, Mapping) else step)
+
+
+def step_for(run: Manager, tag: str, begun: Mapping[int, str]) -> int:
+    """Choose the step of a new checkpoint: the number that its tag ends in, if no other tag has it; else the next. Collective.
+
+    Rank 0 chooses, as nodes know different steps. `begun` are the tags of what was begun here, by step.
+    """
+    with open_session("choose a step for", f"{run.path(0)} {tag}") as comm:
+        return int(comm.broadcast(b"%d" % _free_step(run, tag, begun) if comm.rank == 0 else None))
+
+
+def _free_step(run: Manager, tag: str, begun: Mapping[int, str]) -> int:
+    digits = re.search(r"\d+$", tag)
+    number, taken = int(digits[0]) if digits else -1, {*run.steps(), *begun}
+    if number in taken and tag not in (begun.get(number), _tag_of(run, number)):
+        number = -1
+    return number if number >= 0 else max([-1, *taken]) + 1
 
 
 def close_run(run: Manager) -> None:

@@ -71,6 +71,30 @@ def test_a_script_of_nebula_saves_lists_and_loads(tmp_path: Path, shm: Path):
     assert checkpoint.verify(tmp_path / "run" / "step_20").ok  # what was gone back to is the newest
 
 
+def save_number(tag: str, number: int) -> None:
+    one = nm.Checkpoint(tag)
+    one.save("x", {"x": torch.tensor(number)})
+    assert one.handle is not None
+    one.handle.result()
+
+
+def test_tags_that_end_in_one_number_are_two_checkpoints(tmp_path: Path, shm: Path):
+    memory = Memory(copies=0, folder=str(shm), generations=8)
+    nm.init(str(tmp_path / "run"), num_of_version_in_retention=4, memory=memory)
+    tags = ["step_1", "best_1", "step_2", "best_1", "step_9"]
+    for number, tag in enumerate(tags):
+        save_number(tag, number)
+    assert [one.tag for one in nm.list_checkpoints()] == tags
+    nm.finish()
+    nm.init(str(tmp_path / "run"), num_of_version_in_retention=4, memory=memory)
+    save_number("best_9", 5)
+    save_number("step_9", 6)
+    assert [one.tag for one in nm.list_checkpoints()] == [*tags, "best_9"]
+    for tag, number in (("best_9", 5), ("step_9", 6), ("best_1", 3), ("step_2", 2)):  # the newest of each tag
+        assert nm.get_checkpoint(tag).load("x")["x"] == number
+    nm.finish()
+
+
 def test_a_tuple_of_a_class_of_its_own_is_refused_by_name_and_a_size_comes_back(tmp_path: Path, shm: Path):
     damaged = tmp_path / "run" / "step_0" / "catalog.msgpack"
     damaged.parent.mkdir(parents=True)
