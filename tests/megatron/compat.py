@@ -11,6 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from tests.megatron import cpu_shim
@@ -30,14 +31,16 @@ LAYOUTS: dict[str, list[tuple[int, dict[str, Any]]]] = {
 }
 
 
-def key_in(folder: str) -> Callable[[str], str]:
-    """Return what gives the key of a committed folder by today's, which its values were made of."""
+def holds_in(folder: str) -> Callable[[Any], Any]:
+    """Return what gives a shard as a folder has it: its values were made of the key that it had there, not of today's."""
+    from tests.megatron import jobs
 
-    def key_of(key: str) -> str:
-        match = re.fullmatch(r"optimizer\.state\.(\w+)\.(.+)", key)
-        return key if match is None else saved_key(f"optimizer.state.{match[2]}.{match[1]}", folder)
+    def holds(one: Any) -> Any:
+        match = re.fullmatch(r"optimizer\.state\.(\w+)\.(.+)", one.key)
+        key = one.key if match is None else saved_key(f"optimizer.state.{match[2]}.{match[1]}", folder)
+        return jobs.wanted(replace(one, key=key, data=None))
 
-    return key_of
+    return holds
 
 
 def main(what: str, folder: str) -> None:
@@ -61,7 +64,7 @@ def main(what: str, folder: str) -> None:
         for name in [] if old else sorted(os.listdir(os.path.join(folder, kind))):
             path = os.path.join(folder, kind, name)
             for nproc, layout in LAYOUTS[name.rpartition("-")[2]]:
-                found = cpu_shim.run_forked(jobs.load, nproc, jobs.Case(**layout), path, key_in(name), calls)
+                found = cpu_shim.run_forked(jobs.load, nproc, jobs.Case(**layout), path, holds_in(name), calls)
                 wrong[f"{kind} {name} {layout}"] = sorted({one for rank in found for one in rank})
     print(json.dumps(wrong))
 

@@ -140,6 +140,8 @@ class EverythingOnCpu(TorchFunctionMode):
             options["pin_memory"] = False
         if func is torch.Tensor.pin_memory:
             return args[0]
+        if func is torch.device and args and type(args[0]) is int:
+            return CPU
         return func(*args, **options)
 
 

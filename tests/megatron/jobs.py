@@ -220,13 +220,18 @@ def save(case: Case, path: str, *, proof: bool = False, **options: Any) -> None:
             file.write("7")
 
 
-def load(case: Case, path: str, key_of: Callable[[str], str] = str, calls: Any = dist_checkpointing) -> list[str]:
+def load(
+    case: Case,
+    path: str,
+    holds: Callable[[ShardedTensor], torch.Tensor] = wanted,
+    calls: Any = dist_checkpointing,
+) -> list[str]:
     """Load a checkpoint as training does, all the way into a job; return what is not as it should be.
 
     Parameters
     ----------
-    key_of
-        Gives the key under which the values of a key of today were made.
+    holds
+        Gives what a shard of the job should hold.
     calls
         `load` and the like: Megatron's own, or those in their place.
     """
@@ -251,8 +256,11 @@ def load(case: Case, path: str, key_of: Callable[[str], str] = str, calls: Any =
     job.optimizer.load_state_dict(loaded["optimizer"])
     tree = tree_of(job, case)
     apply_factories(tree)
-    wrong = {one.key for one in sharded(tree) if one.data is not None and not _is_right(one, key_of)}
+    filled = [one for one in sharded(tree) if one.data is not None]
+    wrong = {one.key for one in filled if not torch.equal(one.data.reshape(-1), holds(one).reshape(-1))}
     saved = common_of(Case(tp=layout[0], pp=layout[1]))
+    told = vars(loaded.pop("args")).items()
+    wrong |= {f"args.{key}" for key, value in vars(saved.pop("args")).items() if (key, value) not in told}
     wrong |= {key for key, value in saved.items() if loaded.get(key) != value}
     steps = {float(group["step"]) for group in loaded["optimizer"].get("optimizer", {}).get("param_groups", [])}
     return sorted(wrong | ({"step"} if steps - {1.0} else set()))
@@ -265,7 +273,3 @@ def _keep_steps(optimizer: Any) -> None:
         optimizer._set_main_param_and_optimizer_states = lambda parameter, tensors: inner(
             parameter, {"step": torch.tensor(1.0), **tensors}
         )
-
-
-def _is_right(one: ShardedTensor, key_of: Callable[[str], str]) -> bool:
-    return torch.equal(one.data.reshape(-1), wanted(replace(one, key=key_of(one.key), data=None)).reshape(-1))

@@ -6,11 +6,13 @@ The process pretends that the CPU is CUDA; its forks are the ranks. What is wron
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,8 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (  # noqa
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
 
 from reshard_ckpt import checkpoint, megatron  # noqa: E402
+from tests.megatron import jobs  # noqa: E402
+from tests.megatron.folders import unpack  # noqa: E402
 from tests.megatron.live_model import Grid, Job  # noqa: E402
 
 CAN_RESHARD = "fully_reshardable" in getattr(DistributedOptimizer, "checkpoint_fully_reshardable_formats", ())
@@ -198,7 +202,8 @@ def folders(root: str) -> list[str]:
         new = Job(loaded, filled=False)
         new.prepare()
         tree = new.model_tree()
-        tree["optimizer"] = new.optimizer.sharded_state_dict(tree, is_loading=True, metadata=METADATA)
+        metadata = dist_checkpointing.load_content_metadata(converted)  # by which training makes its tree
+        tree["optimizer"] = new.optimizer.sharded_state_dict(tree, is_loading=True, metadata=metadata)
         out = dist_checkpointing.load(tree, converted)
         with steps_left_alone():
             new.optimizer.load_state_dict(out["optimizer"])
@@ -206,6 +211,39 @@ def folders(root: str) -> list[str]:
         if out["iteration"] != 12 or out["args"] != job.tree()["args"]:
             wrong.append(f"converted {saved}: {out['args']}")
     return wrong
+
+
+def ranks(root: str) -> list[str]:
+    """Have Megatron load folders that have a file of each rank, converted, into jobs of other layouts."""
+    wrong = []
+    for name, layouts in RANKS.items():
+        converted = Path(root, name, "iter_0000007")
+        if rank() == 0:
+            old = unpack(f"0.16.1-ranks-{name}", Path(root, "old"))
+            checkpoint.convert(old, converted, to="megatron", optimizer="fully_reshardable")
+        torch.distributed.barrier()
+        for layout in layouts if CAN_RESHARD else ():
+            for kind, calls in (("theirs", dist_checkpointing), ("ours", megatron)):
+                found = jobs.load(jobs.Case(**layout), str(converted), of_weights, calls)
+                wrong += [f"{name} -> {layout}, by {kind}: {line}" for line in found]
+    return wrong
+
+
+RANKS: dict[str, list[dict[str, Any]]] = {
+    "dense": [{"pp": 2}, {"tp": 4}, {"tp": 2, "pp": 2}],
+    "uneven": [{"tp": 2, "layers": 3, "tied": True}],
+    "virtual": [{"tp": 2, "pp": 2, "layers": 4, "vpp": 2}, {"pp": 4, "layers": 4}],
+    "moe": [{"tp": 2, "ep": 2, "experts": 4}, {"ep": 4, "experts": 4}],
+}
+
+
+def of_weights(one: dist_checkpointing.ShardedTensor) -> torch.Tensor:
+    """What the rank jobs saved: of the optimizer a function of the weights."""
+    match = re.fullmatch(r"optimizer\.state\.(\w+)\.(.+)", one.key)
+    if match is None:
+        return jobs.wanted(one)
+    weight = jobs.wanted(replace(one, key=match[2], dtype=torch.bfloat16, data=None)).float()
+    return {"param": weight, "exp_avg": weight * 2 + 1, "exp_avg_sq": weight * 4 + 3}[match[1]]
 
 
 def rank() -> int:
@@ -218,7 +256,7 @@ def folder(path: str) -> None:
     torch.distributed.barrier()
 
 
-OTHERS = {"trees": trees, "strategies": strategies, "scheduled": scheduled, "folders": folders}
+OTHERS = {"trees": trees, "strategies": strategies, "scheduled": scheduled, "folders": folders, "ranks": ranks}
 
 
 def main(case: str) -> None:

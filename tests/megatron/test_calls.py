@@ -256,6 +256,19 @@ def test_a_factory_that_rearranges_is_refused_in_an_optimizer_and_saved_in_a_mod
         megatron.save({**model, "optimizer": optimizer}, "memory://refused")
 
 
+def test_a_factory_that_keeps_its_own_key_is_refused_in_an_optimizer():
+    """Its state would be saved in the parameter's place."""
+    param = torch.nn.Parameter(torch.arange(6.0).view(2, 3))
+
+    def build_fn(key: str, data: torch.Tensor, replica_id: Any, flattened_range: Any) -> Any:
+        return ShardedTensor("w", data, (2, 3), (2, 3), (0, 0), replica_id)
+
+    tree = {"w": ShardedTensorFactory("w", param, build_fn, lambda loaded: loaded)}
+    tree["optimizer"] = DistributedOptimizer([param], 1, 0, 100, stepped=True)
+    with pytest.raises(UnsupportedError, match=r"optimizer\.state\.param\.w: the factory of this parameter names its state w"):
+        megatron.save(tree, "memory://kept")
+
+
 def test_a_factory_that_copies_what_it_cuts_is_understood():
     param = torch.nn.Parameter(whole("w", (4, 3)).clone())
 

@@ -17,7 +17,10 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("case", ["dense", "experts", "whole", "vocabulary", "trees", "strategies", "scheduled", "folders"])
+CASES = ["dense", "experts", "whole", "vocabulary", "trees", "strategies", "scheduled", "folders", "ranks"]
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_live(case):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.megatron.live_cases", case]

@@ -9,14 +9,15 @@ of the model, is the weight itself. So:
 3. A chunk that fits nowhere, in several places, in one with another of its size, or where a larger one may lie that is not
    proved, is not named; and its parameter says so. Layers that are all ones are such.
 
-All weights and master weights are read for it, a bucket at a time.
+All weights and master weights are read for it, a bucket at a time. Where it is known whose memory a bucket is, only what that
+rank has is looked for in it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -33,6 +34,9 @@ from ..catalog_builder import FilePart, ForeignTensor
 from .names import MASTER, MODEL, OPTIMIZER, is_bucket
 
 MAX_PLACES = 256
+
+MayHold = Callable[[str, FilePart], bool]
+"""Whether a bucket, by what stands before its states in their names, can be the memory of a chunk of the model."""
 
 Claim = tuple[int, int]
 """The parameter and its part that lies somewhere."""
@@ -57,8 +61,10 @@ class NamedBuckets:
     unreadable: Mapping[str, UnsupportedError]
 
 
-def name_buckets(storage: Storage, tensors: Sequence[ForeignTensor], files: Sequence[FileEntry]) -> NamedBuckets:
-    """Find the state of every parameter in the buckets."""
+def name_buckets(
+    storage: Storage, tensors: Sequence[ForeignTensor], files: Sequence[FileEntry], may_hold: MayHold = lambda prefix, part: True
+) -> NamedBuckets:
+    """Find the state of every parameter in the buckets that may hold it."""
     buckets: dict[str, dict[str, ForeignTensor]] = {}
     for tensor in tensors:
         if is_bucket(tensor.name):
@@ -68,7 +74,7 @@ def name_buckets(storage: Storage, tensors: Sequence[ForeignTensor], files: Sequ
     found = _Found()
     for prefix, states in buckets.items():
         if MASTER in states:
-            _search(storage, files, prefix, states[MASTER], parameters, found)
+            _search(storage, files, prefix, states[MASTER], parameters, found, may_hold)
     made: list[ForeignTensor] = []
     unreadable: dict[str, UnsupportedError] = {}
     for i, parameter in enumerate(parameters):
@@ -96,8 +102,9 @@ def _search(
     master: ForeignTensor,
     parameters: Sequence[ForeignTensor],
     found: _Found,
+    may_hold: MayHold,
 ) -> None:
-    """Look for all chunks of the model in one bucket."""
+    """Look for all chunks of the model that one bucket may hold in it."""
     weights = torch.zeros(prod(master.shape), dtype=TORCH_DTYPES[master.dtype])
     for part in master.parts:
         data = torch.frombuffer(_bytes(storage, files, part, master.dtype), dtype=weights.dtype)
@@ -108,7 +115,7 @@ def _search(
         if parameter.dtype not in rounded:
             rounded[parameter.dtype] = weights.to(TORCH_DTYPES[parameter.dtype]).view(torch.uint8).numpy().tobytes()
         each = TORCH_DTYPES[parameter.dtype].itemsize
-        for j, part in enumerate(parameter.parts):
+        for j, part in ((j, part) for j, part in enumerate(parameter.parts) if may_hold(prefix, part)):
             places = list(_places(rounded[parameter.dtype], bytes(_bytes(storage, files, part, parameter.dtype)), each))
             if places:
                 fits.setdefault(part.num_elements, []).append(((i, j), places))

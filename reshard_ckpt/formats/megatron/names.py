@@ -29,6 +29,8 @@ FORMAT = "megatron"
 MODEL, OPTIMIZER, GROUPS = "model", "optimizer", "param_groups"
 MASTER, OLD_MASTER = "param", "fp32_param"
 COMMON_STATE = "common_state/shard_0_1"
+SHARDING, FULLY_RESHARDABLE = "param_state_sharding_type", "fully_reshardable"
+"""What the common state of a distributed optimizer says of the state of its parameters, and what that is of whole tensors."""
 
 Path = tuple[Any, ...]
 

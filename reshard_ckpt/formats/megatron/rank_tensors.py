@@ -89,6 +89,8 @@ class RankTensors:
         self.unreadable: dict[str, CheckpointError] = {}
         self.held: dict[Key, dict[int, list[Held]]] = defaultdict(lambda: defaultdict(list))
         self.extra: dict[Key, Held] = {}
+        self.homes: dict[tuple[int, int], frozenset[tuple[int, int]]] = {}
+        """Of each part of a tensor, by its file and place there: the files and virtual stages that have it, one as replicas."""
         self._begins, self.num_layers = _number_layers(chunks)
         self._num_experts = _count_experts(chunks) * self.num_ep
         for chunk, state in chunks:
@@ -178,12 +180,18 @@ class RankTensors:
             shapes.add((*counts, *shape))
             dtypes |= {dtype_code(held.value.dtype, name) for ranks in by_rank for held in ranks}
             parts += [FilePart((*place, *p.offsets), (1,) * len(place) + p.lengths, p.file, p.offset) for p in found]
+            self._note_homes(by_rank, cut, found)
         if len(shapes) > 1 or len(dtypes) > 1 or len(keys) != prod(self._place(keys[0])[1]):
             raise CorruptError(
                 f"{self.where}: {name} has parts of the shapes {sorted(shapes)}, of {sorted(dtypes)}, on {len(keys)} layers and "
                 "experts, which are no one tensor; files may be of several saves, so use another checkpoint"
             )
         return ForeignTensor(name, dtypes.pop(), shapes.pop(), tuple(parts))
+
+    def _note_homes(self, by_rank: Sequence[Sequence[Held]], cut: Cut, parts: Sequence[FilePart]) -> None:
+        replicas = by_rank if cut.dim is not None else [[held for ranks in by_rank for held in ranks]]
+        homes = {held[0].chunk.number: frozenset((one.chunk.number, one.chunk.index) for one in held) for held in replicas}
+        self.homes |= {(part.file, part.offset): homes[part.file] for part in parts}
 
     def _of_all_ranks(self, key: Key) -> list[list[Held]]:
         """Return what tensor-parallel ranks have, in their order."""

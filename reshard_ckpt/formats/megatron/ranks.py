@@ -4,8 +4,9 @@
 2. Number layers and experts, and put the cuts of tensor parallelism together (`rank_tensors`). Names are those of Megatron's
    newer folders, so that everything that works on those works here.
 3. Values are the common state of the first file; extra state and RNG states are objects, a part each (`rank_values`).
-4. ``distrib_optim.pt`` has the distributed optimizer's state as flat buffers, which `buckets` can name. The state of any other
-   optimizer is keyed by position, which nothing here explains: it is refused by name.
+4. ``distrib_optim.pt`` has the distributed optimizer's state as flat buffers, which `buckets` can name: those of a rank hold what
+   the model's file of that rank has, and where each virtual stage has one, what that stage has. The state of any other optimizer
+   is keyed by position, which nothing here explains: it is refused by name.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from ...core.catalog.model import Catalog, FileEntry
 from ...errors import CheckpointError, CorruptError, UnsupportedError
 from ...format.torch_dtypes import dtype_code
 from ...storage.protocol import Storage
-from ..catalog_builder import ForeignTensor, build_catalog, foreign_file, whole
+from ..catalog_builder import FilePart, ForeignTensor, build_catalog, foreign_file, whole
 from ..dcp.heads import TensorView
 from ..dcp.pickle_reader import StandInObject
 from ..dcp.read import garbage_collection_paused
 from ..deepspeed.archive import FileReader, TorchFile
 from .buckets import name_buckets
-from .names import FORMAT, GROUPS, OPTIMIZER, tensor_name
+from .names import FORMAT, FULLY_RESHARDABLE, GROUPS, OPTIMIZER, SHARDING, tensor_name
 from .objects import Globals
 from .rank_tensors import Chunk, RankTensors
 from .rank_values import RankValues
@@ -124,21 +125,28 @@ def _catalog(files: _Files, *, as_saved: bool, named: bool) -> Catalog:
     storage, where = files.storage, files.where
     entries = [foreign_file(file.key, file.size, FORMAT) for file in files.by_rank.values()]
     model = RankTensors(storage, _chunks(files), files.args)
-    values = _values(files, model, as_saved=as_saved)
     rename = str if as_saved else tensor_name
     tensors = [replace(tensor, name=rename(tensor.name)) for tensor in model.tensors()]
-    values.unreadable |= {rename(key): error for key, error in model.unreadable.items()}
+    unreadable = {rename(key): error for key, error in model.unreadable.items()}
+    homes: dict[str, tuple[int, int | None]] = {}
     try:
-        buffers = list(_buffers(files, entries))
+        buffers = list(_buffers(files, entries, homes))
     except CheckpointError as error:
-        buffers, values.unreadable[f"{OPTIMIZER}.state"] = [], error
-    if named and buffers:
-        found = name_buckets(storage, [*tensors, *buffers], entries)
-        values.unreadable.update(found.unreadable)
+        buffers, unreadable[f"{OPTIMIZER}.state"] = [], error
+    named = named and bool(buffers)
+    values = _values(files, model, as_saved=as_saved, named=named)
+    if named:
+
+        def may_hold(prefix: str, part: FilePart) -> bool:
+            file, stage = homes[prefix]
+            return any(file == of and stage in (None, index) for of, index in model.homes[part.file, part.offset])
+
+        found = name_buckets(storage, [*tensors, *buffers], entries, may_hold)
+        unreadable |= found.unreadable
         buffers = list(found.tensors)
     about = {FORMAT: {"namespaces": values.namespaces}} if as_saved else None
     catalog = build_catalog([*tensors, *buffers], entries, values.entries, format=FORMAT, metadata=about, where=where)
-    return replace(catalog, unreadable=values.unreadable)
+    return replace(catalog, unreadable=values.unreadable | unreadable)
 
 
 def _chunks(files: _Files) -> list[tuple[Chunk, Mapping[str, Any]]]:
@@ -159,7 +167,7 @@ def _chunks(files: _Files) -> list[tuple[Chunk, Mapping[str, Any]]]:
     return found
 
 
-def _values(files: _Files, model: RankTensors, *, as_saved: bool) -> RankValues:
+def _values(files: _Files, model: RankTensors, *, as_saved: bool, named: bool) -> RankValues:
     values = RankValues(files.where, as_saved=as_saved)
     for name, place, counts, held in model.objects():
         values.add_object(name, place, counts, held.chunk.file, held.value)
@@ -179,8 +187,17 @@ def _values(files: _Files, model: RankTensors, *, as_saved: bool) -> RankValues:
         )
         values.unreadable |= {f"{OPTIMIZER}.state": error, f"{OPTIMIZER}.{GROUPS}": error}
         del common[OPTIMIZER]
+    elif named and isinstance(optimizer, dict):
+        common[OPTIMIZER] = _said_named(optimizer)
     values.add_common(first, common)
     return values
+
+
+def _said_named(optimizer: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return the common state of an optimizer, or of those of a chain, that says that its state is whole tensors."""
+    if any(isinstance(key, int) for key in optimizer):
+        return {key: _said_named(one) if isinstance(one, dict) else one for key, one in optimizer.items()}
+    return {**optimizer, SHARDING: FULLY_RESHARDABLE}
 
 
 def _is_positional(optimizer: Any) -> bool:
@@ -191,15 +208,16 @@ def _is_positional(optimizer: Any) -> bool:
     return "fp32_from_fp16_params" in optimizer or bool(optimizer.get("state")) or any(map(_is_positional, inner))
 
 
-def _buffers(files: _Files, entries: list[FileEntry]) -> Iterator[ForeignTensor]:
-    """Yield the flat buffers of distributed optimizers, and add their files."""
+def _buffers(files: _Files, entries: list[FileEntry], homes: dict[str, tuple[int, int | None]]) -> Iterator[ForeignTensor]:
+    """Yield the flat buffers of distributed optimizers; add their files, and whose each is: a model's file, a virtual stage."""
     if any(_LAYER_WISE.fullmatch(key) for key, _ in files.storage.list()):
         raise UnsupportedError(
             f"{files.where}: its optimizer is in files of each data-parallel rank (layer_wise_optimizer_0.pt), which are not "
             "read; load it with Megatron, and save it with --ckpt-format torch_dist"
         )
-    for rank in files.by_rank:
+    for number, (rank, model) in enumerate(files.by_rank.items()):
         folder = files.folder(rank)
+        num_stages = sum(1 for key in model.content if isinstance(key, str) and _MODEL.fullmatch(key))
         if files.storage.size(f"{folder}/{_BUFFERS}") is None:
             continue
         file = files.open(f"{folder}/{_BUFFERS}", kinds=(dict, list))
@@ -207,9 +225,18 @@ def _buffers(files: _Files, entries: list[FileEntry]) -> Iterator[ForeignTensor]
         chain = file.content if isinstance(file.content, list) else [file.content]
         for i, state in enumerate(chain):
             prefix = f"chained_{i}." if len(chain) > 1 else ""
+            of_stage = _is_of_stages(state, num_stages)
             for path, view in _flat(state, ()):
                 key = f"{prefix}optimizer.distributed.{folder}.gbuf_idx_{'.'.join(path)}"
+                homes[key.rpartition(".")[0]] = number, int(path[0]) if of_stage and path[0].isdecimal() else None
                 yield whole(key, dtype_code(view.dtype, key), view.shape, len(entries) - 1, file.at(view))
+
+
+def _is_of_stages(state: Any, num_stages: int) -> bool:
+    """Return whether buffers, by number, are of a virtual stage each: as many, all of one kind, of which a stage has one."""
+    buffers = {key: kinds for key, kinds in state.items() if type(key) is int} if isinstance(state, dict) else {}
+    kinds = [list(kinds) for kinds in buffers.values() if isinstance(kinds, dict)]
+    return sorted(buffers) == list(range(num_stages)) and len(kinds) == num_stages and all(one == kinds[0] for one in kinds)
 
 
 def _flat(state: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], TensorView]]:

@@ -21,9 +21,11 @@ from ...storage.protocol import Storage
 from ..dcp.write import BytesOf, FolderLayout, write_folder
 from .names import (
     FORMAT,
+    FULLY_RESHARDABLE,
     MASTER,
     OLD_MASTER,
     OPTIMIZER,
+    SHARDING,
     Path,
     is_bucket,
     lacks_masters,
@@ -36,8 +38,7 @@ from .object_writer import object_bytes
 from .objects import NAMESPACE, NAMESPACE_TAG
 
 CONFIG_KEY, COMMON_KEY = "metadata.json", "common.pt"
-SHARDING, FULLY_RESHARDABLE = "param_state_sharding_type", "fully_reshardable"
-CONTENT = "content_metadata"
+CONTENT, FORM, WITHOUT_CHAIN = "content_metadata", "distrib_optim_sharding_type", "chained_optim_avoid_prefix"
 CONFIG = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -148,14 +149,19 @@ def _put(tree: dict[Any, Any], path: Path, value: Any, name: str) -> None:
 
 
 def _say_reshardable(common: dict[Any, Any]) -> None:
-    for optimizer in _distributed(common.get(OPTIMIZER, {})):
-        if optimizer.get(SHARDING) == FULLY_RESHARDABLE:
-            continue
-        optimizer[SHARDING] = FULLY_RESHARDABLE
-        content = common.setdefault(CONTENT, {})
-        content["distrib_optim_sharding_type"] = FULLY_RESHARDABLE
-        content["distrib_optim_fully_reshardable_mem_efficient"] = False
-        content["chained_optim_avoid_prefix"] = True
+    """Say, as Megatron's training asks before it loads, that state is whole tensors, under keys without the number of a chain."""
+    optimizer = common.get(OPTIMIZER, {})
+    about = common.get(CONTENT)
+    content = dict(about) if isinstance(about, dict) else {}
+    distributed = list(_distributed(optimizer))
+    if distributed and content.get(FORM) != FULLY_RESHARDABLE:
+        content |= {FORM: FULLY_RESHARDABLE, "distrib_optim_fully_reshardable_mem_efficient": False, WITHOUT_CHAIN: True}
+    if isinstance(optimizer, dict) and any(isinstance(key, int) for key in optimizer):
+        content[WITHOUT_CHAIN] = True
+    for one in distributed:
+        one[SHARDING] = FULLY_RESHARDABLE
+    if content:
+        common[CONTENT] = content
 
 
 def _distributed(optimizer: Any) -> Iterator[dict[Any, Any]]:

@@ -130,13 +130,7 @@ def run_entries(
     shape = tuple(parameter.shape)
     key = f"{prefix}.{sharded.key}"
     if is_factory(sharded):
-        built = list(_sharded_tensors(_build(sharded, key, parameter.detach())))
-        cuts = _view_cuts(built, parameter) or _copied_cuts(sharded, key, shape)
-        if cuts is None:
-            raise UnsupportedError(
-                f"{key}: the factory of this parameter rearranges its {shape} elements, where a run of them has no place; pass "
-                "optimizer.sharded_state_dict(...) in the optimizer's place, with the sharding type fully_reshardable"
-            )
+        cuts = _factory_cuts(sharded, prefix, parameter)
     elif getattr(sharded, "flattened_range", None) is not None or tuple(sharded.local_shape) != shape:
         raise LayoutError(
             f"{sharded.key}: the tree says that the local parameter is {tuple(sharded.local_shape)}, flattened range "
@@ -169,6 +163,24 @@ def _run(part: Any, at: Ints, state: torch.Tensor, shape: Ints, start: int) -> F
         return FlatShard(plain(state), global_shape, start, pieces=[piece], local_shape=(*before[1], *shape))
     except UsageError as error:
         raise type(error)(f"{part.key}: {error}") from None
+
+
+def _factory_cuts(factory: Any, prefix: str, parameter: torch.Tensor) -> list[tuple[Any, Ints]]:
+    """Return what a factory makes of a parameter's state, and where in the parameter each of these begins."""
+    key, shape = f"{prefix}.{factory.key}", tuple(parameter.shape)
+    built = list(_sharded_tensors(_build(factory, key, parameter.detach())))
+    if odd := next((part.key for part in built if not part.key.startswith(f"{prefix}.")), None):
+        raise UnsupportedError(
+            f"{key}: the factory of this parameter names its state {odd}, whatever key it is given, as if it were that; "
+            "have it use the key, or leave the optimizer out"
+        )
+    cuts = _view_cuts(built, parameter) or _copied_cuts(factory, key, shape)
+    if cuts is None:
+        raise UnsupportedError(
+            f"{key}: the factory of this parameter rearranges its {shape} elements, where a run of them has no place; pass "
+            "optimizer.sharded_state_dict(...) in the optimizer's place, with the sharding type fully_reshardable"
+        )
+    return cuts
 
 
 def _build(factory: Any, key: str, data: torch.Tensor) -> Any:

@@ -15,6 +15,7 @@ import torch
 from reshard_ckpt import checkpoint, megatron
 from reshard_ckpt.errors import CheckpointError, CorruptError, UnsupportedError, UsageError
 from reshard_ckpt.formats.megatron import rules
+from reshard_ckpt.formats.megatron.metadata import read_metadata
 from tests.megatron import values
 from tests.megatron.folders import RANKS, unpack
 
@@ -87,7 +88,7 @@ def test_values_are_those_of_the_first_file_and_the_parts_of_all(folder: Callabl
     assert {group["step"] for group in read["optimizer.param_groups"]} == {1.0}
 
 
-@pytest.mark.parametrize("name", ["dense", "uneven"])
+@pytest.mark.parametrize("name", ["dense", "uneven", "virtual", "moe"])
 def test_convert_makes_a_folder_of_today_with_the_optimizer(folder: Callable[[str], Path], tmp_path: Path, name: str) -> None:
     """Buffers of a distributed optimizer get their names where the weights prove them."""
     old, new = folder(f"0.16.1-ranks-{name}"), tmp_path / "iter_0000007"
@@ -100,6 +101,12 @@ def test_convert_makes_a_folder_of_today_with_the_optimizer(folder: Callable[[st
     for tensor in catalog.names:
         assert torch.equal(read[tensor], expected(tensor, read[tensor])), tensor
     assert read["args.params_dtype"] is torch.bfloat16
+    keys = read_metadata((new / ".metadata").read_bytes(), name="x").saved.tensors
+    assert {key.split(".")[2] for key in keys if key.startswith("optimizer.state.")} == {"param", "exp_avg", "exp_avg_sq"}
+    said = {key: read[f"content_metadata.{key}"] for key in ("distrib_optim_sharding_type", "chained_optim_avoid_prefix")}
+    assert said == {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+    parts = ["optimizer.0", "optimizer.1"] if name == "moe" else ["optimizer"]
+    assert [read[f"{one}.param_state_sharding_type"] for one in parts] == ["fully_reshardable"] * len(parts)
 
 
 def test_an_optimizer_by_position_is_refused_by_name_and_its_model_read(folder: Callable[[str], Path], tmp_path: Path) -> None:

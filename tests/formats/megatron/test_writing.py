@@ -35,7 +35,9 @@ def test_a_converted_folder_has_the_keys_of_the_one_it_was_made_of(tmp_path: Pat
     root = unpack(name, tmp_path)
     checkpoint.convert(root, tmp_path / "out", to="megatron")
     assert keys_of(tmp_path / "out") == keys_of(root / "iter_0000007")
-    assert checkpoint.diff(root, tmp_path / "out", values=True).equal
+    found = checkpoint.diff(root, tmp_path / "out", values=True)
+    # Of a chain it is said that keys have no number of it, which this folder's job left out.
+    assert found.equal or (name.endswith("moe") and set(found.added) == {"content_metadata.chained_optim_avoid_prefix"})
     assert json.loads((tmp_path / "out" / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
 
 
@@ -104,6 +106,37 @@ def test_a_save_whose_names_are_keys_is_written_with_these(tmp_path: Path) -> No
     tag = {"__class__": "argparse:Namespace"}
     assert common["args"] == {"lr": 0.5, "inner": {"x": 1, **tag}, **tag}
     assert common["optimizer"] == {"optimizer": {"param_groups": [{"lr": 0.5}]}, "param_state_sharding_type": "fully_reshardable"}
+
+
+RESHARDABLE = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+
+
+@pytest.mark.parametrize(
+    ("kind", "saved", "wanted"),
+    [
+        ("own", None, RESHARDABLE),
+        ("own", {"distrib_optim_sharding_type": "dp_reshardable"}, RESHARDABLE),
+        ("own", {"distrib_optim_sharding_type": "fully_reshardable", "other": 1}, {"other": 1}),
+        ("chain", {"distrib_optim_sharding_type": "fully_reshardable"}, RESHARDABLE),
+        ("plain chain", None, {"chained_optim_avoid_prefix": True}),
+        ("plain", None, None),
+    ],
+)
+def test_what_is_said_of_the_optimizer_is_what_megatron_asks_before_it_loads(
+    tmp_path: Path, kind: str, saved: dict[str, Any] | None, wanted: dict[str, Any] | None
+) -> None:
+    """Its training makes the tree to load into by the content metadata: of these keys, whatever was said when it was saved."""
+    groups = {"optimizer": {"param_groups": [{"lr": 0.5}]}}
+    own = {**groups, "param_state_sharding_type": "fully_reshardable"}
+    optimizer = {"own": own, "chain": {0: own, 1: own}, "plain": groups, "plain chain": {0: groups, 1: groups}}[kind]
+    state = {"w": torch.ones(2), "optimizer.state.param.w": torch.ones(2), "optimizer": optimizer}
+    said = {} if saved is None else {"content_metadata": saved}
+    checkpoint.save(tmp_path / "own", {**state, **said}, metadata={"megatron": {"namespaces": []}})
+    checkpoint.convert(tmp_path / "own", tmp_path / "out", to="megatron")
+    common = read_object((tmp_path / "out" / "common.pt").read_bytes(), "common.pt")
+    assert common["optimizer"] == optimizer
+    assert (wanted or {}).items() <= common.get("content_metadata", {}).items()
+    assert ("content_metadata" in common) == (wanted is not None)
 
 
 @pytest.mark.parametrize("step", [{}, {"state": {"common_step": 7}}])
