@@ -64,15 +64,18 @@ compat:
 	  $(COMPAT_VENVS)/$$v/bin/python -m pytest -q -p no:cacheprovider -n $(JOBS) --dist worksteal $(COMPAT_TESTS); \
 	done
 
-# Megatron-Core itself, each version in a venv of its own: what it saves opens here, and it loads what is written here. From 0.17 on it
-# needs Python 3.12: make compat-megatron PYTHON=python3.12 MEGATRON=0.19.1.
+# Megatron-Core itself, each version in a venv of its own, on the torch of .venv: what it saves opens here, and it loads what is written
+# here. Of what it depends on, these tests need psutil alone. From 0.17 on it needs Python 3.12:
+# make compat-megatron PYTHON=python3.12 VENV=.venv-3.12 MEGATRON=0.19.1.
 MEGATRON ?= 0.13.0 0.15.3 0.16.1
 
-compat-megatron:
+compat-megatron: $(STAMP)
 	@set -e; for v in $(MEGATRON); do \
 	  echo "megatron-core $$v"; venv=$(COMPAT_VENVS)/megatron-$$v; \
 	  test -x $$venv/bin/python || $(PYTHON) -m venv $$venv; \
-	  $$venv/bin/python -m pip install --quiet -c constraints.txt -e '.[dev,all]' packaging psutil; \
+	  $(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+	    > "$$($$venv/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/shared.pth"; \
+	  $$venv/bin/python -m pip install --quiet --no-deps -c constraints.txt psutil; \
 	  $$venv/bin/python -m pip install --quiet --no-deps "megatron-core==$$v"; \
 	  $$venv/bin/python -m pytest -q -p no:cacheprovider tests/megatron; \
 	done
