@@ -201,22 +201,14 @@ Capture = Callable[[frozenset[str]], Captured]
 """Describes what this rank has to save; called again, with the names of tensors whose replicas differ, to leave some out."""
 
 
-def save_captured(
-    path: Path, capture: Capture, *, process_group: Any, metadata: Any, sha256: bool, beside: Mapping[str, bytes]
-) -> SaveReport:
-    """Save what `capture` describes, replicas being compared first; `beside` are files that rank 0 puts beside the catalog."""
-    return _save(path, capture, _compared(process_group, metadata, sha256, beside))
+def save_captured(path: Path, capture: Capture, **options: Any) -> SaveReport:
+    """Save what `capture` describes, replicas being compared first; the options are fields of `SaveOptions`."""
+    return _save(path, capture, SaveOptions(compare_first=True, **options))
 
 
-def begin_captured(
-    path: Path, capture: Capture, *, process_group: Any, metadata: Any, sha256: bool, beside: Mapping[str, bytes]
-) -> SaveHandle:
+def begin_captured(path: Path, capture: Capture, **options: Any) -> SaveHandle:
     """Begin to save as `save_captured` does; what is to be saved is copied before this returns."""
-    return _begin(path, capture, _compared(process_group, metadata, sha256, beside))
-
-
-def _compared(process_group: Any, metadata: Any, sha256: bool, beside: Mapping[str, bytes]) -> SaveOptions:
-    return SaveOptions(process_group=process_group, metadata=metadata, sha256=sha256, compare_first=True, beside=beside)
+    return _begin(path, capture, SaveOptions(compare_first=True, **options))
 
 
 def _capture_of(state: Mapping[str, Any], options: SaveOptions) -> Capture:
@@ -238,6 +230,8 @@ def _agreed_job(session: ExitStack, path: Path, capture: Capture, options: SaveO
     marks = None
     if options.compare_first:
         with recorder.step("compare"):
+            if comm.rank == 0 and options.check_values is not None:
+                options.check_values(agreed.values)
             marks = all_fingerprints(local_shards, agreed.assignment.checks)
             differ = differing_names(comm, agreed, marks)
         if differ:

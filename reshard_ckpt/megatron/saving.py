@@ -13,7 +13,7 @@ from typing import Any
 from ..checkpoint import SaveHandle
 from ..checkpoint.saving import begin_captured, save_captured
 from ..state.megatron.captured import SavedTree
-from ..state.megatron.names import metadata_of
+from ..state.megatron.names import check_objects, metadata_of
 from ..state.megatron.strictness import check_strategy
 from .errors import megatron_compatible
 
@@ -52,7 +52,7 @@ def save(
     sharded_strategy, common_strategy
         None, or a strategy of Megatron's ``torch_dist``, the place of which this takes.
     validate_access_integrity, preprocess_common_before_consistancy_check, async_strategy
-        Accepted. That every region of each tensor is declared is always checked; the common state is rank 0's.
+        Accepted. That all of each tensor and object is declared is always checked; the common state is rank 0's.
     async_sharded_save
         Copy the state, write in the background, and return an ``AsyncRequest`` for Megatron's ``AsyncCallsQueue``.
     content_metadata
@@ -72,7 +72,8 @@ def save(
     Raises
     ------
     LayoutError
-        A region of a tensor is declared by no rank, or shards overlap; the message names them, on every rank.
+        A region of a tensor is declared by no rank, a part of an object has no main replica, or shards overlap; the message names
+        them, on every rank.
     UsageError
         Something in the tree cannot be saved; the message says what to do.
     """
@@ -111,12 +112,20 @@ def async_save(
 @megatron_compatible
 def save_tree(path: str, tree: SavedTree, *, sha256: bool = False) -> None:
     """Save a tree."""
-    about = metadata_of(tree.tree)
-    save_captured(path, tree.capture, process_group=tree.process_group, metadata=about, sha256=sha256, beside=_BESIDE)
+    save_captured(path, tree.capture, **_options(tree, sha256))
 
 
 @megatron_compatible
 def begin_tree(path: str, tree: SavedTree, *, sha256: bool = False) -> SaveHandle:
     """Begin to save a tree; it is copied before this returns."""
-    about = metadata_of(tree.tree)
-    return begin_captured(path, tree.capture, process_group=tree.process_group, metadata=about, sha256=sha256, beside=_BESIDE)
+    return begin_captured(path, tree.capture, **_options(tree, sha256))
+
+
+def _options(tree: SavedTree, sha256: bool) -> dict[str, Any]:
+    return {
+        "process_group": tree.process_group,
+        "metadata": metadata_of(tree.tree),
+        "sha256": sha256,
+        "beside": _BESIDE,
+        "check_values": check_objects,
+    }

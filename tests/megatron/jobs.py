@@ -245,8 +245,8 @@ def load(
     case = replace(case, sharding=content["distrib_optim_sharding_type"])
     layout = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     asked = tree_of(job, case, loading=True)
-    if layout != (case.tp, case.pp):
-        del asked["rng_state"]  # as pretraining scripts do
+    if layout != (case.tp, case.pp) or case.ep > 1:
+        del asked["rng_state"]  # as pretraining scripts do; with experts, versions divide them in different ways
     loaded = calls.load(asked, path)
     many = len(job.chunks) > 1
     for i, chunk in enumerate(job.chunks):

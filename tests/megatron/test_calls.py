@@ -143,6 +143,7 @@ def _failures(path: str) -> dict[str, Any]:
     rank, said = dist.get_rank(), {}
     half = {"model": {"w": _sharded("w", rank)}}  # rows 2 and 3 are nobody's
     said["undeclared"] = _caught(megatron.save, half, path)
+    said["lost"] = _caught(megatron.save, {"o": ShardedObject("of.ranks", rank, (2,), (rank,), rank)}, path)
     said["no data"] = _caught(
         megatron.save, {"w": _sharded("w", rank), "v": [ShardedTensor("v", None, (1,), (1,), (0,))][rank:]}, path
     )
@@ -186,6 +187,8 @@ def test_what_cannot_be_saved_or_loaded_is_named_on_every_rank(tmp_path):
     for said in run_ranks(_failures, 2, str(tmp_path / "step")):
         assert "LayoutError" in said["undeclared"]
         assert "w: no rank holds" in said["undeclared"]
+        assert "LayoutError" in said["lost"]
+        assert "of.ranks: 1 of its 2 objects have a main replica, shard_0_2 first" in said["lost"]
         assert "UsageError" in said["no data"]
         assert "v: this ShardedTensor has no data" in said["no data"]
         assert "UnsupportedError" in said["unknown strategy"]

@@ -16,10 +16,13 @@ import argparse
 import io
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from math import prod
 from typing import Any
 
-from ...core.catalog.model import Catalog
+from ...core.catalog.model import Catalog, ValueEntry
 from ...core.catalog.specs import ValueKind
+from ...core.report import summarize
+from ...errors import LayoutError
 from ...format.values import decode_path
 from ..collector import NamedValue
 from ..scan import Index, Path, name_of, path_keys, saved_path
@@ -93,6 +96,27 @@ def key_of_object(name: str) -> str | None:
     """Return the key of an object by its name; None for what is the name of none."""
     found = _OBJECT.fullmatch(name)
     return None if found is None else found[1]
+
+
+def check_objects(values: Iterable[ValueEntry]) -> None:
+    """Check that of each key's objects, as many as there are, all have a main replica, which is what is saved.
+
+    Raises
+    ------
+    LayoutError
+        Some have none.
+    """
+    found: dict[tuple[str, str], list[str]] = {}
+    for value in values:
+        if (match := _OBJECT.fullmatch(value.name)) and value.name[match.end(1)] == "/":
+            found.setdefault((match[1], match[2].rpartition("_")[2]), []).append(match[2])
+    lines = [
+        f"{key}: {len(parts)} of its {num} objects have a main replica, {parts[0]} first"
+        for (key, shape), parts in found.items()
+        if len(parts) < (num := prod(int(size or 1) for size in shape.split(".")))
+    ]
+    if lines:
+        raise LayoutError(summarize(lines, "have one rank declare each with replica_id 0, or leave them out"))
 
 
 def common_values(tree: Any, path: Path = ()) -> Iterator[NamedValue]:
