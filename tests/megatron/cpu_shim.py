@@ -10,6 +10,7 @@ A process that has called `install` is good for nothing else.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import multiprocessing
 import os
@@ -195,6 +196,7 @@ def run_forked(function: Callable[..., Any], nproc: int, *args: Any) -> list[Any
     RuntimeError
         A rank failed; the message has the tracebacks of all that did.
     """
+    gc.freeze()  # Megatron collects garbage at every tree of an optimizer; what was imported need not be searched for it
     with tempfile.TemporaryDirectory(prefix="megatron") as folder:
         pids = [_fork(function, args, rank, nproc, Path(folder)) for rank in range(nproc)]
         failed = [rank for rank, status in enumerate(_wait(pids, Path(folder))) if status]
