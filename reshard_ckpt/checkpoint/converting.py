@@ -24,8 +24,7 @@ from ..format.checksums import digest128
 from ..format.objects import names_kept
 from ..formats.dcp import OPTIMIZER_FORMS, write_dcp
 from ..formats.destination import OutputFolder, new_file, new_folder
-from ..formats.foreign import FORMATS, ForeignFormat
-from ..formats.megatron import MegatronFormat
+from ..formats.foreign import FORMATS, with_options
 from ..formats.megatron.write import FULLY_RESHARDABLE, write_megatron
 from ..formats.safetensors_writer import finished_files, lay_out, write_safetensors
 from ..formats.side_files import copy_side_files
@@ -229,7 +228,7 @@ def convert(
     if unstack and to != "safetensors":
         raise UsageError(f"unstack=True: is for to='safetensors', and not for to={to!r}, which keeps them stacked; leave it out")
     named = format_options.optimizer == FULLY_RESHARDABLE
-    with open_source(src, tuple(map(_with_named_buckets, FORMATS)) if named else FORMATS) as source:
+    with open_source(src, with_options(["megatron"], named=True) if named else FORMATS) as source:
         conversion = _select(source, to, root, select, exclude, rename, cast, verify, reporter(progress))
         if unstack:
             conversion = replace(conversion, unstacked=take_apart(conversion.catalog, source.storage.url))
@@ -255,10 +254,6 @@ def _optimizer_form(optimizer: str | None, to: str) -> str:
             f"{FULLY_RESHARDABLE!r}; leave it out"
         )
     return optimizer or OPTIMIZER_FORMS[0]
-
-
-def _with_named_buckets(one: ForeignFormat) -> ForeignFormat:
-    return replace(one, named=True) if isinstance(one, MegatronFormat) else one
 
 
 def _select(

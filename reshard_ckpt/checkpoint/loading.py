@@ -25,7 +25,7 @@ from ..engine.loading.read_once import execute_once
 from ..engine.loading.saved_values import SavedValue, blob_reader, open_values
 from ..engine.loading.vote import Wanted, missing_values, unreadable, vote
 from ..engine.saving.handle import SAVES
-from ..formats.foreign import FORMATS, ForeignFormat
+from ..formats.foreign import FORMATS, ForeignFormat, with_options
 from ..formats.source import NATIVE, Path, Source, open_shared_source
 from ..state.capture import prepare_load
 from ..state.entries import Target
@@ -160,14 +160,9 @@ def load_wanted(
     Dtypes are converted. A tensor may be saved with another global shape, as far as the target's `check` lets it.
     """
     options = LoadOptions(cast=True, allow_resize=True, verify_first=verify_first)
-    formats = tuple(map(_as_saved, FORMATS))
+    formats = with_options(["dcp", "megatron", "vescale"], as_saved=True)
     report, _ = _load(path, prepare, options, only_wanted=True, formats=formats, rename_of=rename, process_group=process_group)
     return report
-
-
-def _as_saved(one: Any) -> Any:
-    """Have a format that can give the names that its own library has."""
-    return replace(one, as_saved=True) if hasattr(one, "as_saved") else one
 
 
 def _load(

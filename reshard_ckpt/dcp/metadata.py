@@ -6,7 +6,7 @@ Each tensor is shown as one chunk. Where its bytes lie is in the catalog, which 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -30,15 +30,12 @@ from ..errors import CheckpointNotFound
 from ..format.shard_file import opaque_value
 from ..format.torch_dtypes import TORCH_DTYPES
 from ..format.values import decode_path
-from ..formats.dcp import DcpFormat
-from ..formats.foreign import FORMATS, ForeignFormat, RawValue
+from ..formats.foreign import RawValue, with_options
 from ..formats.source import Path, Source, open_source
 from ..state.scan import saved_path
 from .names import KeyedValue, dcp_path, leaves
 
-FORMATS_AS_SAVED: tuple[ForeignFormat, ...] = tuple(
-    replace(one, as_saved=True) if isinstance(one, DcpFormat) else one for one in FORMATS
-)
+FORMATS_AS_SAVED = with_options(["dcp"], as_saved=True)
 """All foreign formats; tensors of a DCP folder keep the names of the state dict that DCP was given."""
 
 

@@ -1,4 +1,4 @@
-"""The protocol of a foreign format: it looks at a path, and returns a catalog over its files or None."""
+"""A foreign format: it looks at a path, and returns a catalog over its files or None."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import posixpath
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from typing import Protocol
+from importlib import import_module
 from urllib.parse import unquote
 
 from ..core.catalog.model import Catalog
@@ -58,16 +58,26 @@ class Foreign:
     sha256: Mapping[str, bytes] = field(default_factory=dict)
 
 
-class ForeignFormat(Protocol):
-    """A format of another library that can be read."""
+@dataclass(frozen=True, slots=True)
+class ForeignFormat:
+    """A format of another library that can be read.
 
-    @property
-    def name(self) -> str:
-        """What it is called, in messages and by ``convert``."""
+    Attributes
+    ----------
+    name
+        What it is called, in messages and by ``convert``.
+    looks_for
+        How it recognizes its own, for the message where no format recognizes a path.
+    module
+        The module below this package that has its ``open_path``. It is imported once a path is tried.
+    options
+        Of that function, besides the path.
+    """
 
-    @property
-    def looks_for(self) -> str:
-        """How it recognizes its own, for the message where no format recognizes a path."""
+    name: str
+    looks_for: str
+    module: str
+    options: Mapping[str, bool] = field(default_factory=dict)
 
     def open(self, path: str) -> Foreign | None:
         """Open a path for reading; return None if it is not of this format.
@@ -77,6 +87,8 @@ class ForeignFormat(Protocol):
         CorruptError
             It is of this format, but damaged, incomplete or hostile.
         """
+        found: Foreign | None = import_module(self.module, __package__).open_path(path, **self.options)
+        return found
 
 
 def locate(path: str) -> tuple[Storage, str | None]:

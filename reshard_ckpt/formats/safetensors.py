@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from math import prod
 
 from ..core.catalog.model import Catalog
@@ -36,16 +35,9 @@ SHARDING = "DCP_SHARDING_INFO"
 """In the metadata of a file that torch's writer made: for each tensor, where in the whole one it begins."""
 
 
-@dataclass(frozen=True, slots=True)
-class SafetensorsFormat:
-    """Safetensors files and folders of them, as one of `FORMATS`."""
-
-    name: str = "safetensors"
-    looks_for: str = "a .safetensors file, or a folder with model.safetensors.index.json or .safetensors files"
-
-    def open(self, path: str) -> Foreign | None:
-        """Open a path; see `ForeignFormat`."""
-        return open_located(path, _look)
+def open_path(path: str) -> Foreign | None:
+    """Open a path for reading; return None if it is no safetensors file, nor a folder of them; see `ForeignFormat`."""
+    return open_located(path, _look)
 
 
 def _look(storage: Storage, key: str | None) -> Foreign | None:

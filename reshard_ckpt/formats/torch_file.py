@@ -43,16 +43,9 @@ MODEL, OPTIMIZER = "model", "optimizer"
 _MAIN = "pytorch_model.bin"
 
 
-@dataclass(frozen=True, slots=True)
-class TorchFormat:
-    """Files of ``torch.save``, as one of `FORMATS`."""
-
-    name: str = "torch"
-    looks_for: str = "a file that torch.save wrote, or a folder with pytorch_model.bin or its index"
-
-    def open(self, path: str) -> Foreign | None:
-        """Open a path; see `ForeignFormat`."""
-        return open_located(path, _look)
+def open_path(path: str) -> Foreign | None:
+    """Open a path for reading; return None if it is no file of ``torch.save``, nor a folder of them; see `ForeignFormat`."""
+    return open_located(path, _look)
 
 
 def _look(storage: Storage, key: str | None) -> Foreign | None:

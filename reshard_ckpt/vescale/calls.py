@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from ..checkpoint import LoadReport, SaveHandle, async_save
 from ..checkpoint import save as save_now
 from ..checkpoint.loading import LoadOptions, load_state
-from ..formats.foreign import FORMATS
+from ..formats.foreign import with_options
 from ..formats.source import Path
-from ..formats.vescale import VeScaleFormat
 from ..state.vescale import OPTIMIZER, DistributedState, job_mesh, opened
 
-_FORMATS = tuple(replace(one, as_saved=True) if isinstance(one, VeScaleFormat) else one for one in FORMATS)
+_FORMATS = with_options(["vescale"], as_saved=True)
 _last: list[SaveHandle] = []
 """The save that goes on in the background, if any: veScale's `save` returns nothing to wait on."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from .format import DcpFormat
 from .write import OPTIMIZER_FORMS, write_dcp
 
-__all__ = ["OPTIMIZER_FORMS", "DcpFormat", "write_dcp"]
+__all__ = ["OPTIMIZER_FORMS", "write_dcp"]

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-
-from ..protocol import Foreign, locate
+from ...storage import Storage
+from ..protocol import Foreign, open_located
 from .folder import tag_files
 from .read import FORMAT, open_tag
 
 
 def open_path(path: str) -> Foreign | None:
     """Open a path for reading; return None if it is no folder of DeepSpeed; see `ForeignFormat`."""
-    with ExitStack() as stack:
-        storage, key = locate(path)
-        stack.enter_context(storage)
-        files = None if key is not None else tag_files(storage)
-        if files is None:
-            return None
-        catalog = open_tag(storage, files)
-        stack.pop_all()
-        return Foreign(storage, catalog, FORMAT)
+    return open_located(path, _look)
+
+
+def _look(storage: Storage, key: str | None) -> Foreign | None:
+    files = None if key is not None else tag_files(storage)
+    return None if files is None else Foreign(storage, open_tag(storage, files), FORMAT)

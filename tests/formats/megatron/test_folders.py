@@ -16,7 +16,7 @@ import torch
 from reshard_ckpt import checkpoint
 from reshard_ckpt.errors import CheckpointNotFound, CorruptError, MismatchError, UnsupportedError, UsageError
 from reshard_ckpt.format.objects import Named
-from reshard_ckpt.formats.megatron.format import MegatronFormat
+from reshard_ckpt.formats.foreign import with_options
 from reshard_ckpt.formats.megatron.object_writer import object_bytes
 from reshard_ckpt.formats.megatron.objects import read_object
 from reshard_ckpt.formats.source import open_source
@@ -215,7 +215,7 @@ def test_objects_come_back_from_the_writer_as_what_they_were() -> None:
 
 
 def test_as_saved_names_are_the_keys_and_paths_of_megatron(folder: Unpacked, tmp_path: Path) -> None:
-    with open_source(folder("0.15.3-moe"), (MegatronFormat(as_saved=True),)) as source:
+    with open_source(folder("0.15.3-moe"), with_options(["megatron"], as_saved=True)) as source:
         catalog = source.catalog
     assert "decoder.layers.mlp.experts.experts.linear_fc1.weight" in catalog.names
     assert "optimizer.state.param.decoder.layers.mlp.experts.experts.linear_fc1.weight" in catalog.names

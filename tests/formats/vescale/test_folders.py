@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 from reshard_ckpt import checkpoint
 from reshard_ckpt.errors import CheckpointError, CorruptError, UnsupportedError
-from reshard_ckpt.formats.vescale import VeScaleFormat
+from reshard_ckpt.formats.vescale.read import open_path
 from tests.distributed.net import reference
 from tests.formats.vescale.writing import MASTER, Sharded, known_as_vescale, split, write_folder
 from tests.launch import run_ranks
@@ -100,7 +100,7 @@ def test_a_plain_model_and_adamw_load_it_strictly(tmp_path: Path) -> None:
 
 
 def test_the_names_of_the_calls_keep_weights_and_master_apart(tmp_path: Path) -> None:
-    found = VeScaleFormat(as_saved=True).open(str(write(tmp_path / "ckpt")))
+    found = open_path(str(write(tmp_path / "ckpt")), as_saved=True)
     assert found is not None
     with found.storage:
         assert found.catalog.tensor("model.emb.weight").dtype == "BF16"
