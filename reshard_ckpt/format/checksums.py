@@ -66,20 +66,6 @@ def digest128(data: Buffer) -> bytes:
     return xxhash.xxh3_128_digest(data)
 
 
-def block_digest(*fragments: Buffer) -> int:
-    """Compute the XXH3-64 of a block whose bytes lie in several places, in their order.
-
-    >>> block_digest(b"ab", b"c") == block_digest(b"abc")
-    True
-    """
-    if len(fragments) == 1:
-        return xxhash.xxh3_64_intdigest(fragments[0])
-    hasher = xxhash.xxh3_64()
-    for fragment in fragments:
-        hasher.update(fragment)
-    return hasher.intdigest()
-
-
 class BlockHasher:
     """Digests of a shard file as it is written, whatever the sizes of the writes.
 

@@ -6,7 +6,7 @@
 4. The bytes of a value are stored as ``<escaped name>@[value]`` or, each rank's own, ``<escaped name>@[value,3]``.
 
 A whole tensor whose own name could be read as one of these takes form 2. The catalog alone defines a checkpoint: names in files
-serve people and other tools, and `parse_member_name` reads them back.
+serve people and other tools.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ _LENGTH_BYTES = 8
 _OPAQUE = "@[torch.save]"
 _FOREIGN_DTYPES = frozenset({"F4", "F6_E2M3", "F6_E3M2", "F8_E8M0"})
 _ESCAPED = re.compile(r"[%@\x00-\x1f\x7f]")
-_SUFFIX = re.compile(r"@\[(?:(?P<value>value)(?:,(?P<rank>\d+))?|(?P<box>(?:\d+:\d+(?:,\d+:\d+)*)?))\](?:#\[(?P<run>\d+:\d+)\])?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,17 +55,6 @@ class Header:
     offsets: Ints
     metadata: dict[str, str]
     num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class MemberKey:
-    """A parsed member name; `box` is None for a whole tensor or a value, `run` for a whole box."""
-
-    name: str
-    box: tuple[tuple[int, int], ...] | None = None
-    run: tuple[int, int] | None = None
-    is_value: bool = False
-    rank: int | None = None
 
 
 def escape(name: str) -> str:
@@ -110,21 +98,16 @@ def _unravel(index: int, lengths: Ints) -> Ints:
     return tuple(reversed(coordinates))
 
 
-def member_name(name: str, shape: Ints, offsets: Ints, lengths: Ints, start: int, count: int) -> str:
-    """Make the member name of the run ``[start, start + count)`` of a box of a tensor.
+def make_member(name: str, dtype: str, shape: Ints, offsets: Ints, lengths: Ints, start: int, count: int) -> Member:
+    """Make the member that holds the run ``[start, start + count)`` of a box: boxes keep their dims, what is no box is flat.
 
-    >>> member_name("w", (4, 8), (0, 0), (4, 8), 0, 32)
+    >>> make_member("w", "U8", (4, 8), (0, 0), (4, 8), 0, 32).name
     'w'
-    >>> member_name("w", (4, 8), (0, 4), (4, 4), 4, 8)
+    >>> make_member("w", "U8", (4, 8), (0, 4), (4, 4), 4, 8).name
     'w@[1:3,4:8]'
-    >>> member_name("w", (4, 8), (0, 4), (4, 4), 5, 8)
+    >>> make_member("w", "U8", (4, 8), (0, 4), (4, 4), 5, 8).name
     'w@[0:4,4:8]#[5:13]'
     """
-    return make_member(name, "U8", shape, offsets, lengths, start, count).name
-
-
-def make_member(name: str, dtype: str, shape: Ints, offsets: Ints, lengths: Ints, start: int, count: int) -> Member:
-    """Make the member that holds a run of a box: boxes keep their dims, what is no box is flat."""
     num_bytes = count * ITEM_BYTES[dtype]
     box = sub_box(offsets, lengths, start, count)
     if box is None:
@@ -160,28 +143,6 @@ def opaque_name(value_name: str) -> str:
 def opaque_value(blob: str) -> str | None:
     """Parse a name that `opaque_name` made to the name of its value; None for other blobs."""
     return unquote(blob.removesuffix(_OPAQUE)) if blob.endswith(_OPAQUE) else None
-
-
-def parse_member_name(member: str) -> MemberKey:
-    """Parse a member name; one without a suffix of the forms above is a whole tensor.
-
-    >>> parse_member_name("a%40b@[0:4,4:8]#[5:13]")
-    MemberKey(name='a@b', box=((0, 4), (4, 8)), run=(5, 13), is_value=False, rank=None)
-    """
-    at = member.find("@[")
-    match = _SUFFIX.fullmatch(member, at) if at >= 0 else None
-    if match is None:
-        return MemberKey(member)
-    name = unquote(member[:at])
-    if match["value"]:
-        return MemberKey(name, is_value=True, rank=None if match["rank"] is None else int(match["rank"]))
-    box = tuple(_interval(part) for part in match["box"].split(",") if part)
-    return MemberKey(name, box, None if match["run"] is None else _interval(match["run"]))
-
-
-def _interval(text: str) -> tuple[int, int]:
-    begin, end = text.split(":")
-    return int(begin), int(end)
 
 
 def header_cost(member: Member) -> int:

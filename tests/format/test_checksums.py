@@ -16,7 +16,6 @@ from reshard_ckpt.format.checksums import (
     ALLOWED_BLOCK_BYTES,
     BLOCK_BYTES,
     BlockHasher,
-    block_digest,
     decode_digests,
     digest128,
     digests_file_bytes,
@@ -57,14 +56,9 @@ def test_hasher_takes_arrays_of_any_dtype_and_shape():
     assert decode_digests(hasher.finish(), len(data)).values.tolist() == naive(data, BLOCK_BYTES)
 
 
-@given(parts=st.lists(st.binary(max_size=40), max_size=5))
-def test_block_digest_of_fragments_is_that_of_their_concatenation(parts: list[bytes]):
-    assert block_digest(*parts) == xxhash.xxh3_64_intdigest(b"".join(parts))
-
-
 def test_digests_file_has_the_documented_bytes():
     data = b"abc"
-    encoded = encode_digests([block_digest(data)], 65536, 3)
+    encoded = encode_digests([xxhash.xxh3_64_intdigest(data)], 65536, 3)
     assert encoded == b"RSHDIGST" + struct.pack("<IIQ", 1, 65536, 3) + struct.pack("<Q", xxhash.xxh3_64_intdigest(data))
     assert len(encoded) == digests_file_bytes(3, 65536)
     assert digest128(data) == xxhash.xxh3_128_digest(data)

@@ -24,13 +24,17 @@ from reshard_ckpt.format.shard_file import (
     header_cost,
     header_num_bytes,
     make_member,
-    member_name,
     parse_header,
-    parse_member_name,
     sub_box,
 )
 from tests.format.building import NAMES, SHAPES
+from tests.format.member_names import parse_member_name
 from tests.tries import examples
+
+
+def member_name(name: str, shape, offsets, lengths, start: int, count: int) -> str:
+    return make_member(name, "U8", shape, offsets, lengths, start, count).name
+
 
 NASTY = NAMES | st.text("@[]#%:,0\n\x7f", max_size=10)
 
