@@ -304,9 +304,8 @@ class EngineState:
                 for fqn, other in others:
                     if not _equal(value, other):
                         raise UnsupportedError(
-                            f"optimizer.state.{first}.{key} is {_shown(value)} and that of {fqn} {_shown(other)}; both are "
-                            "in one flat "
-                            "group here, which has one value; put them into groups of their own"
+                            f"optimizer.state.{first}.{key} is {_shown(value)} and that of {fqn} {_shown(other)}; both are in "
+                            "one flat group here, which has one value; put them into groups of their own"
                         )
                 if isinstance(value, torch.Tensor) and isinstance(state.get(key), torch.Tensor):
                     state[key].copy_(value)

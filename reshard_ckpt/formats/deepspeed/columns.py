@@ -91,8 +91,7 @@ class CatalogColumns:
         elif (self._dtypes[number], self._shapes[number]) != (dtype, shape):
             raise CorruptError(
                 f"{self.where}: {name} is {self._dtypes[number]} of shape {self._shapes[number]} in one file and {dtype} of "
-                "shape "
-                f"{shape} in another; files of several saves may be mixed, so use another checkpoint"
+                f"shape {shape} in another; files of several saves may be mixed, so use another checkpoint"
             )
         return number
 

@@ -154,6 +154,5 @@ def _check_complete(files: TagFiles, where: str) -> None:
         if missing is not None and found:
             raise CorruptError(
                 f"{where}: has files of {num_mp} model-parallel × {num_dp} data-parallel ranks, but no {kind}_states.pt of "
-                "mp_rank "
-                f"{missing[0]:02d}, data-parallel rank {missing[1]}: copy it, or use another checkpoint"
+                f"mp_rank {missing[0]:02d}, data-parallel rank {missing[1]}: copy it, or use another checkpoint"
             )

@@ -102,9 +102,8 @@ class _Tag:
         info = content.get("universal_checkpoint_info")
         if not isinstance(info, dict):
             raise UnsupportedError(
-                f"{self._where}: has files of {self._files.num_models} model-parallel ranks, and no "
-                "universal_checkpoint_info that "
-                "says how they divide the parameters; save with reshard_ckpt.integrations.deepspeed instead"
+                f"{self._where}: has files of {self._files.num_models} model-parallel ranks, and no universal_checkpoint_info "
+                "that says how they divide the parameters; save with reshard_ckpt.integrations.deepspeed instead"
             )
         return plain(info)  # type: ignore[no-any-return]
 
@@ -183,8 +182,7 @@ class _Tag:
         if max(opened.num_ranks, default=self._num_dp) != self._num_dp:
             raise CorruptError(
                 f"{self._where}: {file.key} is of {max(opened.num_ranks)} data-parallel ranks, and there are files of "
-                f"{self._num_dp}: "
-                "one was not copied, or those of several saves are mixed; copy it, or use another checkpoint"
+                f"{self._num_dp}: one was not copied, or those of several saves are mixed; copy it, or use another checkpoint"
             )
 
     def _add_unpartitioned(self, mp: int, model: TorchFile, state: Mapping[str, Any]) -> None:
@@ -288,8 +286,7 @@ class _Tag:
         if missing is not None and not missing.startswith(TIED):
             raise CorruptError(
                 f"{self._where}: the buffer {missing} is in no file of a layer; copy "
-                f"layer_{missing.partition('.')[0]:0>2}-model_states.pt, "
-                "or use another checkpoint"
+                f"layer_{missing.partition('.')[0]:0>2}-model_states.pt, or use another checkpoint"
             )
         tied = tied_names(self._layers, self._columns.shapes(), MODEL, self._is_cast)
         for fqn, layer in self._layers.items():
@@ -334,9 +331,8 @@ class _Tag:
         name, is_buffer = parameter_name(fqn), fqn in (model.content.get("buffer_names") or ())
         if self._is_striped and view.shape == (0,) and not is_buffer:
             self._columns.unreadable[name] = CorruptError(
-                f"{self._where}: {fqn} is divided among the ranks of ZeRO-3, and the files of its parts, optim_states.pt, "
-                "are not "
-                "here; copy them"
+                f"{self._where}: {fqn} is divided among the ranks of ZeRO-3, and the files of its parts, optim_states.pt, are "
+                "not here; copy them"
             )
         elif self._parts.is_tensor_parallel and not is_buffer:
             shard = self._parts.tensor_parallel_shard(mp, fqn)

@@ -66,8 +66,7 @@ def plain(value: Any, depth: int = 0) -> Any:
     if isinstance(value, Opaque | StandInObject | StandInClass | StandInFunction):
         name = value.name if not isinstance(value, StandInObject) else value.kind.name
         raise UnsupportedError(
-            f"needs {name}, which could run any code; nothing was executed. Leave it out, or load it with DeepSpeed and "
-            "save it again "
-            "as a plain value"
+            f"needs {name}, which could run any code; nothing was executed. Leave it out, or load it with DeepSpeed and save it "
+            "again as a plain value"
         )
     return value
