@@ -1,8 +1,7 @@
 """Shared reads: which rank reads what for whom, so that bytes that several ranks want are read and verified once.
 
-1. The unit is a window of a file. From storage, all that any rank wants of it is read by one of those that want some of it: the
-   one that has the least to read so far. Where only some ranks can read a file (it is an image in the memory of their node), a
-   rank that can reads for itself; for any other, a rank of its own node does, or else of all that can the one with the least.
+1. The unit is a window of a file. All that any rank wants of it is read by one of those that want some of it: the one that has
+   the least to read so far.
 2. What a rank wants of a window goes to it in one message: just the bytes that its tensors take. Messages travel in *rounds*, in
    each of which no rank sends or receives more than a given number of bytes (or one message, if that alone is more); so memory is
    bounded.
@@ -14,7 +13,7 @@ Every rank computes the same schedule from what all of them want.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -41,14 +40,6 @@ class Wants:
 
 
 @dataclass(frozen=True, slots=True)
-class Holders:
-    """Which ranks can read a file, by its index in the catalog, and the node of every rank, as a number."""
-
-    ranks: Mapping[int, Sequence[int]]
-    node: Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
 class Message:
     """What one rank wants of a window that another one reads: the round in which it travels, and its bytes."""
 
@@ -59,17 +50,13 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class SharedWindow:
-    """A window that a rank reads for others: who reads which parts of it, and to whom they go.
-
-    ``places`` is whether its reader wants some of it too.
-    """
+    """A window that a rank reads for itself and for others: who reads which parts of it, and to whom they go."""
 
     file: int
     window: int
     owner: int
     extents: Extents
     messages: tuple[Message, ...]
-    places: bool
 
     @property
     def first_round(self) -> int:
@@ -93,8 +80,8 @@ class _Wanted:
     size: int
 
 
-def share(wants: Sequence[Wants], round_bytes: int, holders: Holders | None = None) -> Schedule:
-    """Divide the reading of what several ranks want, or what others must read for them.
+def share(wants: Sequence[Wants], round_bytes: int) -> Schedule:
+    """Divide the reading of what several ranks want.
 
     Parameters
     ----------
@@ -102,45 +89,25 @@ def share(wants: Sequence[Wants], round_bytes: int, holders: Holders | None = No
         By rank.
     round_bytes
         What a rank sends, or receives, in one round at most.
-    holders
-        Where not every rank can read every file: who can. A file that nobody can read must not be wanted.
     """
     load = [0] * len(wants)
     shared: list[tuple[int, int, dict[int, _Wanted]]] = []
     for file, window, wanted in _by_window(wants):
-        if holders is None and len(wanted) == 1:
+        if len(wanted) == 1:
             load[next(iter(wanted))] += sum(_size(one.extents) for one in wanted.values())
         else:
             shared.append((file, window, wanted))
     rounds = _Rounds(len(wants), round_bytes)
     windows = []
     for file, window, wanted in shared:
-        for owner, served in _readers(file, wanted, load, holders).items():
-            extents = union(extent for rank in served for extent in wanted[rank].extents)
-            load[owner] += _size(extents)
-            messages = tuple(
-                Message(rounds.next(owner, dest, wanted[dest].size), dest, wanted[dest].size) for dest in served if dest != owner
-            )
-            if messages:  # else it reads for itself alone, as in any load
-                windows.append(SharedWindow(file, window, owner, extents, messages, owner in served))
+        owner = min(wanted, key=lambda rank: (load[rank], rank))
+        extents = union(extent for one in wanted.values() for extent in one.extents)
+        load[owner] += _size(extents)
+        messages = tuple(
+            Message(rounds.next(owner, dest, one.size), dest, one.size) for dest, one in wanted.items() if dest != owner
+        )
+        windows.append(SharedWindow(file, window, owner, extents, messages))
     return Schedule(tuple(windows), rounds.count)
-
-
-def _readers(file: int, wanted: Mapping[int, _Wanted], load: Sequence[int], holders: Holders | None) -> dict[int, list[int]]:
-    """Choose who reads a window, and for which of those that want it."""
-    if holders is None:
-        return {_least_loaded(wanted, load): list(wanted)}
-    readers: dict[int, list[int]] = {}
-    able = holders.ranks[file]
-    for rank in wanted:
-        near = [other for other in able if holders.node[other] == holders.node[rank]]
-        owner = rank if rank in able else _least_loaded(near or able, load)
-        readers.setdefault(owner, []).append(rank)
-    return readers
-
-
-def _least_loaded(ranks: Iterable[int], load: Sequence[int]) -> int:
-    return min(ranks, key=lambda rank: (load[rank], rank))
 
 
 class _Rounds:

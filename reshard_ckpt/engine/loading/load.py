@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Generic, TypeVar
@@ -319,21 +319,15 @@ def fetch(
     *,
     report: OnProgress = silent,
     run: Execute = execute,
-    readable: Collection[int] | None = None,
 ) -> int:
     """Check the files, then read everything by `run`; returns the bytes read. Ties were checked before.
-
-    Parameters
-    ----------
-    readable
-        The files that this rank can read, where `run` gets the others from other ranks; all, by default.
 
     Raises
     ------
     CorruptError
         A file or a block is damaged.
     """
-    files = [file for file in np.unique(resolved.plan.file).tolist() if readable is None or file in readable]
+    files = np.unique(resolved.plan.file).tolist()
     blocks = open_files(storage, catalog, files, files if options.verify else [])
     task = ReadTask(storage, catalog, resolved.plan, resolved.targets, blocks, verify=options.verify)
     bytes_read = 0

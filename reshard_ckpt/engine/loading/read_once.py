@@ -6,7 +6,6 @@
 3. Bytes that several need are read and verified by one of them, which packs each other rank's boxes, and no other byte, round by
    round (`engine.common.rounds`); these go from the message to their place. While one round is under way, the next is read.
    It takes a few times `ROUND_BYTES` of memory, and a window for each thread.
-4. With `Holders`, files are not where every rank can read them, but in the memory of some nodes; the rest is the same.
 """
 
 from __future__ import annotations
@@ -31,12 +30,11 @@ from ...core.geometry.ordering import is_new
 from ...core.geometry.runs import I64, volumes
 from ...core.planning.load_plan import LoadPlan
 from ...core.planning.read_plan import ReadPlan
-from ...core.planning.shared_reads import Extents, Holders, SharedWindow, Wants, share, union
+from ...core.planning.shared_reads import Extents, SharedWindow, Wants, share, union
 from ...errors import CheckpointError
 from ..common.progress import OnProgress, Tally, silent
 from ..common.rounds import Rounds, named_error, settle
 from ..common.tensor_bytes import RAW
-from .files import BlockDigests, open_blocks
 from .read import MAX_THREADS, Damage, Reader, ReadTask, in_threads, item_lists, reads_of
 
 ROUND_BYTES = 12 << 20
@@ -49,17 +47,13 @@ _BOXES_HEAD = struct.Struct("<II")
 """Numbers of a box, and how many boxes follow."""
 
 
-def execute_once(
-    comm: Comm, exchange: Exchange, task: ReadTask, report: OnProgress = silent, *, holders: Holders | None = None
-) -> int:
+def execute_once(comm: Comm, exchange: Exchange, task: ReadTask, report: OnProgress = silent) -> int:
     """Read the items of the plans of all ranks together; returns how many bytes this rank read from storage. Collective.
 
     Parameters
     ----------
     exchange
         For host memory.
-    holders
-        Which ranks can read which files through their ``task.storage``; all can, by default.
 
     Raises
     ------
@@ -68,14 +62,13 @@ def execute_once(
     """
     reads = reads_of(task)
     wants = wants_of(reads, task.plan)
-    schedule = share(_of_all_ranks(comm, wants), ROUND_BYTES, holders)
+    schedule = share(_of_all_ranks(comm, wants), ROUND_BYTES)
     # A window is known to all ranks by its file and its number there; the reader counts this rank's windows in their order.
     number = {key: i for i, key in enumerate(_keys(wants))}
-    task = _with_digests(task, {window.file for window in schedule.windows if window.owner == comm.rank})
     windows = [_in_blocks(window, task) if window.owner == comm.rank else window for window in schedule.windows]
     mine = [window for window in windows if window.owner == comm.rank]
     served = {(w.file, w.window) for w in windows if any(message.dest == comm.rank for message in w.messages)}
-    served |= {(window.file, window.window) for window in mine if window.places}
+    served |= {(window.file, window.window) for window in mine}
     alone = [i for key, i in number.items() if key not in served]
     own_bytes = sum(_size(window.extents) for window in mine)
     for i in alone:
@@ -129,17 +122,8 @@ def _keys(wants: Wants) -> Iterator[tuple[int, int]]:
     return iter(dict.fromkeys(zip(wants.file.tolist(), wants.window.tolist(), strict=True)))
 
 
-def _with_digests(task: ReadTask, files: set[int]) -> ReadTask:
-    """Add the digests of files that this rank reads for others alone."""
-    known = task.blocks.of_file
-    more = sorted(files - known.keys()) if task.verify else []
-    if not more:
-        return task
-    return replace(task, blocks=BlockDigests({**known, **open_blocks(task.storage, task.catalog, more).of_file}))
-
-
 def _in_blocks(window: SharedWindow, task: ReadTask) -> SharedWindow:
-    """Grow what is read of a window to whole blocks: who cannot read a file does not know its blocks."""
+    """Grow what is read of a window to whole blocks: a rank that does not verify does not know them."""
     digests = task.blocks.of_file.get(window.file)
     if digests is None:
         return window
@@ -279,8 +263,7 @@ class _Windows:
         self._ahead = self._one.submit(self._read_for, number + 1)
         windows = self._to_read[number]
         self._windows.update(zip(windows, data, strict=True))
-        placed = [i for i in windows if self._schedule[i].places]
-        in_threads(lambda k: self._place_own(placed[k]), range(len(placed)), self._placers)
+        in_threads(lambda k: self._place_own(windows[k]), range(len(windows)), self._placers)
         views, sends, begin = [part.numpy().data for part in out], self._sends[number], _begins(self._sends[number], starts)
         in_threads(lambda k: self._pack(*sends[k], views[sends[k][0]][begin[k] :]), range(len(sends)), self._placers)
         for i in self._done[number]:
@@ -324,7 +307,7 @@ class _Windows:
         data = torch.empty(_size(window.extents), dtype=torch.uint8).numpy().data
         task = self._reader.task
         key = task.catalog.files[window.file].key
-        number = self._number.get((window.file, window.window), -1)
+        number = self._number[window.file, window.window]
         at = 0
         for low, high in window.extents:
             part = data[at : at + high - low]

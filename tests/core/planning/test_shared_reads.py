@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard_ckpt.core.planning.shared_reads import Holders, Wants, share
+from reshard_ckpt.core.planning.shared_reads import Wants, share
 
 WINDOW = 100
 
@@ -103,37 +103,3 @@ def test_ranks_that_share_nothing_do_not_wait_for_each_other() -> None:
     assert pairs.num_rounds == share([wants(0), wants(0)], WINDOW).num_rounds
     owners = Counter(window.owner for window in pairs.windows)
     assert owners == {0: 5, 1: 5, 2: 5, 3: 5}
-
-
-@given(wants_of_ranks(), st.data())
-def test_files_that_few_can_read_are_read_by_whoever_is_nearest(wants: list[Wants], data: st.DataObject) -> None:
-    ranks = range(len(wants))
-    node = [data.draw(st.integers(0, 2)) for _ in ranks]
-    able = {file: data.draw(st.lists(st.sampled_from(ranks), min_size=1, unique=True)) for file in range(3)}
-    schedule = share(wants, 300, Holders(able, node))
-    served = Counter[tuple[int, int, int]]()
-    for window in schedule.windows:
-        assert window.owner in able[window.file]
-        extents = {(window.file, b) for low, high in window.extents for b in range(low, high)}
-        own = in_window(wants[window.owner], window.file, window.window)
-        assert window.places == bool(own)
-        assert own <= extents
-        for message in window.messages:
-            dest = message.dest
-            served[dest, window.file, window.window] += 1
-            assert in_window(wants[dest], window.file, window.window) <= extents
-            assert dest not in able[window.file], "what a rank can read itself does not travel"
-            near = [rank for rank in able[window.file] if node[rank] == node[dest]]
-            assert not near or window.owner in near
-    for rank in ranks:
-        wanted = {(rank, f, b // WINDOW) for f, b in bytes_of(wants[rank])}
-        assert {key for key in served if key[0] == rank} == {key for key in wanted if rank not in able[key[1]]}
-    assert all(count == 1 for count in served.values())
-
-
-def test_holders_of_one_node_share_the_reading() -> None:
-    """A file that ranks 0 and 1 hold, wanted by a rank of another node: each reads half of it."""
-    nothing = wants_of_rows([])
-    wants = [nothing, nothing, wants_of_rows([(0, w, w * WINDOW, (w + 1) * WINDOW) for w in range(10)])]
-    owners = Counter(window.owner for window in share(wants, 1000, Holders({0: (0, 1)}, (0, 0, 1))).windows)
-    assert owners == {0: 5, 1: 5}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,9 @@ import numpy as np
 import torch
 
 from reshard_ckpt import LocalShard, checkpoint
-from reshard_ckpt.comm import Exchange, open_exchange, open_session
-from reshard_ckpt.core.planning.shared_reads import Holders
+from reshard_ckpt.comm import Exchange
 from reshard_ckpt.engine.loading import read_once
-from reshard_ckpt.engine.loading.load import LoadOptions, fetch, open_catalog, resolve
 from reshard_ckpt.errors import CheckpointError
-from reshard_ckpt.state import capture
 from reshard_ckpt.storage.local import LocalStorage
 from tests.helpers import position_values
 from tests.launch import run_ranks
@@ -228,52 +224,6 @@ def test_rank_that_fails_in_the_middle_of_the_rounds_stops_all(tmp_path: Path) -
     outcomes = run_ranks(load_with_one_rank_failing, 3, str(tmp_path), timeout_s=60)
     told = "MemoryError: no room on rank 2; already overwritten, wholly or in part: w"
     assert outcomes == [("PeerError", f"rank 2: {told}")] * 2 + [("PeerError", told)]
-
-
-class OnSomeNodes(LocalStorage):
-    """A checkpoint of which a rank can read some files alone, as if they were images in the memory of its node."""
-
-    def __init__(self, folder: str, held: set[str]) -> None:
-        super().__init__(folder)
-        self.held = held
-
-    def size(self, key: str) -> int | None:
-        assert key in self.held, f"{key} is not here"
-        return super().size(key)
-
-    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        assert key in self.held, f"{key} is not here"
-        super().read_into(key, offset, buffers)
-
-
-def load_from_holders(folder: str) -> list[Any]:
-    """Save on 4 ranks; load from the files of ranks 0 and 2 as ranks 0 and 1 hold them, and of the others as rank 3 does."""
-    import torch.distributed as dist
-
-    rank, node = dist.get_rank(), (0, 0, 0, 1)
-    checkpoint.save(folder, {"t": layout(rank, 2, whole())})
-    catalog = open_catalog(LocalStorage(folder))
-    ranks = {i: (0, 1) if entry.rank % 2 == 0 else (3,) for i, entry in enumerate(catalog.files)}
-    held = [i for i, holders in ranks.items() if rank in holders]
-    mine = OnSomeNodes(folder, {catalog.files[i].key for i in held})
-    outcome: list[Any] = []
-    for ways in (1, 2, 4):
-        want = layout(rank, ways, whole())
-        into = layout(rank, ways, {name: torch.full_like(t, -1) for name, t in whole().items()})
-        resolved = resolve(catalog, capture({"t": into}).tensors, LoadOptions(read_once=True))
-        with open_session("load", folder) as comm:
-            exchange = open_exchange(None, timeout_s=60)
-            run = partial(read_once.execute_once, comm, exchange, holders=Holders(ranks, node))
-            read = fetch(mine, catalog, resolved, LoadOptions(), run=run, readable=held)
-        wrong = [key for key, t in tensors_of(into).items() if not torch.equal(t, tensors_of(want)[key])]
-        outcome.append((wrong, read > 0))
-    return outcome
-
-
-def test_files_that_few_ranks_can_read_reach_all(tmp_path: Path) -> None:
-    by_rank = run_ranks(load_from_holders, 4, str(tmp_path), timeout_s=60)
-    assert [[wrong for wrong, _ in outcome] for outcome in by_rank] == [[[]] * 3] * 4
-    assert [[read for _, read in outcome] for outcome in by_rank] == [[True] * 3, [True] * 3, [False] * 3, [True] * 3]
 
 
 def test_one_process_reads_as_ever(tmp_path: Path) -> None:
