@@ -19,7 +19,7 @@ from math import prod
 from typing import Any
 from urllib.parse import unquote
 
-from ..core.catalog.specs import Ints
+from ..core.catalog.specs import Ints, unravel
 from ..core.geometry.dtypes import ITEM_BYTES
 from ..errors import CorruptError, UnsupportedError, UsageError
 
@@ -83,19 +83,11 @@ def sub_box(offsets: Ints, lengths: Ints, start: int, count: int) -> tuple[Ints,
         if begin + count <= outer:  # the innermost dim whose one index on each dim before it holds all of the run
             if begin % inner or count % inner:
                 return None
-            at = (*_unravel(block, lengths[:dim]), begin // inner) + (0,) * (len(lengths) - dim - 1)
+            at = (*unravel(block, lengths[:dim]), begin // inner) + (0,) * (len(lengths) - dim - 1)
             size = (1,) * dim + (count // inner, *lengths[dim + 1 :])
             return tuple(o + a for o, a in zip(offsets, at, strict=True)), size
         inner = outer
     return offsets, lengths
-
-
-def _unravel(index: int, lengths: Ints) -> Ints:
-    coordinates = []
-    for length in reversed(lengths):
-        index, coordinate = divmod(index, length)
-        coordinates.append(coordinate)
-    return tuple(reversed(coordinates))
 
 
 def make_member(name: str, dtype: str, shape: Ints, offsets: Ints, lengths: Ints, start: int, count: int) -> Member:

@@ -138,11 +138,20 @@ class Mesh:
         >>> Mesh(("pp", "tp"), (2, 4)).coordinates(6)
         (1, 2)
         """
-        out: list[int] = []
-        for size in reversed(self.sizes):
-            rank, coordinate = divmod(rank, size)
-            out.append(coordinate)
-        return tuple(reversed(out))
+        return unravel(rank, self.sizes)
+
+
+def unravel(index: int, lengths: Ints) -> Ints:
+    """The coordinates of an element of a box, by its number in row-major order.
+
+    >>> unravel(5, (2, 3))
+    (1, 2)
+    """
+    coordinates: list[int] = []
+    for length in reversed(lengths):
+        index, coordinate = divmod(index, length)
+        coordinates.append(coordinate)
+    return tuple(reversed(coordinates))
 
 
 def row_major_strides(lengths: Ints) -> Ints:

@@ -14,10 +14,11 @@ The plan follows from what the ranks hold and want alone, not from where in memo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 
+from ..geometry.columns import ColumnTable
 from ..geometry.dtypes import item_bytes_of
 from ..geometry.ordering import group_ids, is_new, lex_order
 from ..geometry.runs import I64, decompose, pad_left, ranges, strides_of, volumes
@@ -38,7 +39,7 @@ def _item_bytes(dtype: I64) -> I64:
 
 
 @dataclass(frozen=True, slots=True)
-class RankRuns:
+class RankRuns(ColumnTable):
     """Runs of boxes of tensors on all ranks, one a row; `local` numbers the rows of each rank.
 
     ``dtype`` is a number of `geometry.dtypes.CODES`, and ``device`` 1 where the memory may travel without the host.
@@ -54,13 +55,9 @@ class RankRuns:
     dtype: I64
     device: I64
 
-    def take(self, at: I64) -> RankRuns:
-        """Return the rows at these indices."""
-        return RankRuns(*(getattr(self, field.name)[at] for field in fields(self)))
-
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class Parts(ColumnTable):
     """Parts of what ranks take: boxes of a tensor, by the rows of their owner and of their taker that they lie in.
 
     ``wire`` is the dtype in which a part travels, the smaller of both sides; ``device`` is 1 where it does without the host.
@@ -76,10 +73,6 @@ class Parts:
     wire: I64
     offsets: I64
     lengths: I64
-
-    def take(self, at: I64) -> Parts:
-        """Return the parts at these indices."""
-        return Parts(*(getattr(self, field.name)[at] for field in fields(self)))
 
     @property
     def num_bytes(self) -> I64:

@@ -19,7 +19,7 @@ import torch
 
 from ...core.catalog.links import optimizer_of
 from ...core.catalog.model import Catalog
-from ...core.catalog.specs import Ints, ValueKind
+from ...core.catalog.specs import Ints, ValueKind, unravel
 from ...engine.loading.stream import Run, whole_run
 from ...errors import NameCollisionError, UsageError
 from ...format.torch_dtypes import TORCH_DTYPES
@@ -208,21 +208,13 @@ def _boxes(catalog: Catalog, index: int, chunk_bytes: int) -> Iterator[tuple[Int
     whole = whole_run(catalog, index)
     start = 0
     for number in range(prod(shape[:dim])):
-        corner = _unravel(number, shape[:dim])
+        corner = unravel(number, shape[:dim])
         for low in range(0, shape[dim], step):
             length = min(step, shape[dim] - low)
             offsets = (*corner, low, *(0 for _ in shape[dim + 1 :]))
             lengths = (*(1 for _ in corner), length, *shape[dim + 1 :])
             yield offsets, lengths, Run(index, whole.offsets, shape, start, length * inner)
             start += length * inner
-
-
-def _unravel(number: int, lengths: Ints) -> Ints:
-    out = []
-    for length in reversed(lengths):
-        number, digit = divmod(number, length)
-        out.append(digit)
-    return tuple(reversed(out))
 
 
 def lay_out(catalog: Catalog, values: Mapping[str, Any], optimizer: str) -> FolderLayout:
