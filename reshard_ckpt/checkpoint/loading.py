@@ -18,7 +18,7 @@ from ..engine.common.inference import outside_inference_mode
 from ..engine.common.logs import RankLog
 from ..engine.common.progress import OnProgress, reporter, size_text
 from ..engine.common.rename import renamed, without
-from ..engine.loading.load import LoadOptions as LoadOptions  # with `load_state`, for the rooms above
+from ..engine.loading.load import LoadOptions as LoadOptions  # with `load_target`, for the rooms above
 from ..engine.loading.load import drop_refused, fetch, resolve, verify_ties
 from ..engine.loading.read import execute
 from ..engine.loading.read_once import execute_once
@@ -104,9 +104,9 @@ def load(
     PeerError
         Another rank failed or did not arrive.
     """
-    report, _ = load_state(
+    report, _ = load_target(
         path,
-        state,
+        target_of(state),
         LoadOptions(strict, verify, verify_first, cast, allow_resize, allow_missing, ignore=ignore, read_once=read_once),
         rename=rename,
         progress=progress,
@@ -116,40 +116,18 @@ def load(
     return report
 
 
-def load_state(
-    path: Path,
-    state: Mapping[str, Any],
-    options: LoadOptions,
-    *,
-    only_wanted: bool = False,
-    formats: Sequence[ForeignFormat] = FORMATS,
-    opened: Callable[[Comm], AbstractContextManager[Source]] | None = None,
-    rename: Mapping[str, str] | Callable[[str], str] | None = None,
-    progress: bool | OnProgress = False,
-    process_group: Any = None,
-    timeout_s: float = 600.0,
-) -> tuple[LoadReport, Catalog]:
-    """Load as `load` does; return also the catalog.
+Prepare = Callable[[Catalog, Comm], Target]
+"""Says what this rank wants of a catalog."""
 
-    `only_wanted` ignores entries that the state has no place for. `opened` opens another source than what the path holds.
-    """
-    return _load(
-        path,
-        lambda saved, comm: prepare_load(state, saved, rank=comm.rank, size=comm.size, adds=not only_wanted),
-        options,
-        only_wanted=only_wanted,
-        formats=formats,
-        opened=opened,
-        rename=rename,
-        progress=progress,
-        process_group=process_group,
-        timeout_s=timeout_s,
-    )
+
+def target_of(state: Mapping[str, Any], *, adds: bool = True) -> Prepare:
+    """Want what a state has places for; `adds` tells whether saved values that a dict lacks are added to it."""
+    return lambda saved, comm: prepare_load(state, saved, rank=comm.rank, size=comm.size, adds=adds)
 
 
 def load_wanted(
     path: Path,
-    prepare: Callable[[Catalog, Comm], Target],
+    prepare: Prepare,
     *,
     verify_first: bool,
     rename: Callable[[Catalog], Callable[[str], str]],
@@ -161,13 +139,15 @@ def load_wanted(
     """
     options = LoadOptions(cast=True, allow_resize=True, verify_first=verify_first)
     formats = with_options(["dcp", "megatron", "vescale"], as_saved=True)
-    report, _ = _load(path, prepare, options, only_wanted=True, formats=formats, rename_of=rename, process_group=process_group)
+    report, _ = load_target(
+        path, prepare, options, only_wanted=True, formats=formats, rename_of=rename, process_group=process_group
+    )
     return report
 
 
-def _load(
+def load_target(
     path: Path,
-    prepare: Callable[[Catalog, Comm], Target],
+    prepare: Prepare,
     options: LoadOptions,
     *,
     only_wanted: bool = False,
@@ -179,6 +159,11 @@ def _load(
     process_group: Any = None,
     timeout_s: float = 600.0,
 ) -> tuple[LoadReport, Catalog]:
+    """Load what `prepare` wants, as `load` does; return also the catalog.
+
+    `only_wanted` ignores what it does not want. `opened` opens another source than what the path holds. `rename_of` makes the
+    `rename` for an open catalog.
+    """
     began = time.monotonic()
     session = open_session("load", str(path), process_group=process_group, timeout_s=timeout_s)
     with outside_inference_mode(), ExitStack() as held, session as comm:

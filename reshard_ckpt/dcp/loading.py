@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.stateful import Stateful
 
-from ..checkpoint.loading import load_state
+from ..checkpoint.loading import load_target, target_of
 from ..core.catalog.model import Catalog
 from ..core.report import LoadReport, summarize
 from ..engine.loading.load import LoadOptions
@@ -79,7 +79,9 @@ def load(
     # DCP copies into a tensor of any dtype, so a cast is no error here, but a warning.
     options = LoadOptions(strict=not partial, cast=True)
     try:
-        report, saved = load_state(path, form, options, only_wanted=True, formats=FORMATS_AS_SAVED, process_group=group)
+        report, saved = load_target(
+            path, target_of(form, adds=False), options, only_wanted=True, formats=FORMATS_AS_SAVED, process_group=group
+        )
     except MismatchError as error:
         raise _with_dcp_wording(error).with_traceback(error.__traceback__) from error.__cause__
     _warn(path, form, report, saved)

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgpack
 
-from ..checkpoint.loading import load, load_state
+from ..checkpoint.loading import load, load_target, target_of
 from ..checkpoint.reading import read_from
 from ..checkpoint.saving import begin_save
 from ..comm import Comm, open_session, open_session_by_name, shared_store
@@ -258,7 +258,7 @@ class MemoryRun:
 
         chosen = LoadOptions(**{k: v for k, v in options.items() if k in _LOAD_OPTIONS})
         others = {k: v for k, v in options.items() if k not in _LOAD_OPTIONS}
-        report, _ = load_state(where, state, chosen, opened=opened, **others)
+        report, _ = load_target(where, target_of(state), chosen, opened=opened, **others)
         return report, "memory" if make_links is None else "peer"
 
     def read(self, found: Restorable, names: Sequence[str] | None) -> dict[str, Any]:

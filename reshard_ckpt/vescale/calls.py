@@ -13,7 +13,7 @@ from typing import Any
 
 from ..checkpoint import LoadReport, SaveHandle, async_save
 from ..checkpoint import save as save_now
-from ..checkpoint.loading import LoadOptions, load_state
+from ..checkpoint.loading import LoadOptions, load_target, target_of
 from ..formats.foreign import with_options
 from ..formats.source import Path
 from ..state.vescale import OPTIMIZER, DistributedState, job_mesh, opened
@@ -70,7 +70,7 @@ def load(path: Path, checkpoint_state: Mapping[str, Any], broadcast_checkpoint: 
     """
     _finish_last()
     state = opened(checkpoint_state, loading=True)
-    report, _ = load_state(path, state, LoadOptions(read_once=broadcast_checkpoint), formats=_FORMATS)
+    report, _ = load_target(path, target_of(state), LoadOptions(read_once=broadcast_checkpoint), formats=_FORMATS)
     optimizer = state.get(OPTIMIZER)
     if isinstance(optimizer, DistributedState):
         optimizer.finish()
