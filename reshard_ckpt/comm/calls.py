@@ -1,4 +1,4 @@
-"""What a session is opened for, as ranks compare it, and what they are told where they called different things."""
+"""What a session is opened for, as ranks compare it, and what they are told where not all of them come to it in time."""
 
 from __future__ import annotations
 
@@ -22,6 +22,23 @@ def disagreement(calls: Sequence[bytes]) -> Refusal:
     lines = "; ".join(f"{name_ranks(ranks)}: {kind} {subject!r}" for (kind, subject), ranks in _spelled(by_call))
     message = f"ranks called different things: {lines}; every rank must make the same calls in the same order"
     return Refusal("PeerError", message, tuple(rank for rank, made in enumerate(calls) if made != usual))
+
+
+def too_late(call: bytes, rank: int) -> Refusal:
+    """Make the refusal of a rank that has come too late for a call twice in a row."""
+    kind, subject = json.loads(call)
+    message = (
+        f"rank {rank} came too late for {kind} {subject!r} twice in a row, so it has probably left one out; "
+        "this call fails on all ranks, so that they are in step from the next one on"
+    )
+    return Refusal("PeerError", message, (rank,), absent=(rank,))
+
+
+def expired(title: str, absent: tuple[int, ...], timeout_s: float) -> Refusal:
+    """Make the refusal of a step whose time is over: of ranks that did not arrive, or, where none is known, of rank 0."""
+    what = f"{name_ranks(absent)} did not arrive" if absent else "rank 0 did not answer"
+    message = f"{title}: {what} within {timeout_s:g} s; their own logs say why, and timeout_s= allows slower ones more time"
+    return Refusal("PeerError", message, absent or (0,), absent=absent or (0,))
 
 
 def _spelled(by_call: Mapping[bytes, list[int]]) -> Iterator[tuple[tuple[str, str], list[int]]]:

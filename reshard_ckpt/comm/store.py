@@ -20,7 +20,6 @@ interrupted, would hold the client's lock against every other user in this proce
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -28,7 +27,7 @@ from contextlib import contextmanager, suppress
 from torch.distributed import DistError
 
 from ..errors import PeerError
-from .calls import call_of, disagreement
+from .calls import call_of, disagreement, expired, too_late
 from .payloads import KeyValueStore, Payloads
 from .peers import Ended, nobody_ended
 from .wire import Frame, Refusal, decode_frames, encode_frame, name_ranks, refusal_of
@@ -188,12 +187,7 @@ class StoreComm:
 
     def decline(self, call: bytes) -> bool:
         """Refuse a session that this rank, being behind, does not come to; False where the others had given it up already."""
-        kind, subject = json.loads(call)
-        message = (
-            f"rank {self.rank} came too late for {kind} {subject!r} twice in a row, so it has probably left one out; "
-            "this call fails on all ranks, so that they are in step from the next one on"
-        )
-        own = Refusal("PeerError", message, (self.rank,), absent=(self.rank,))
+        own = too_late(call, self.rank)
         with self._reachable():
             counts = self._refuse(own)
         self.leave(waits=False)
@@ -350,15 +344,10 @@ class StoreComm:
     def _expire(self) -> None:
         """Refuse the step, as the time is over, and name the ranks that are missing; unless it is decided at this very moment."""
         arrived = self._arrived()
-        absent = tuple(rank for rank in range(self.size) if rank not in arrived) if arrived else (0,)
-        if not absent and self.rank == 0:
+        absent = tuple(rank for rank in range(self.size) if rank not in arrived) if arrived else ()
+        if arrived and not absent and self.rank == 0:
             return  # all are here: the last one was just about to ring
-        if absent and arrived:
-            what = f"{name_ranks(absent)} did not arrive within {self._timeout_s:g} s"
-        else:
-            absent, what = (0,), f"rank 0 did not answer within {self._timeout_s:g} s"
-        message = f"{self._title}: {what}; their own logs say why, and timeout_s= allows slower ones more time"
-        self._refuse(Refusal("PeerError", message, absent, absent=absent))
+        self._refuse(expired(self._title, absent, self._timeout_s))
 
     def _wait(self, done: Callable[[], bool], timeout_s: float) -> bool:
         """Poll until it is done (True), or the time is over or all sessions are given up (False)."""

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import threading
 import warnings
@@ -24,7 +23,6 @@ from ..core.planning.interval import MAX_OVERHEAD
 from ..core.report import LoadReport, SaveReport
 from ..engine.common.step_folders import name_steps
 from ..engine.saving.handle import SaveHandle
-from ..engine.saving.options import SaveOptions
 from ..errors import CheckpointError, CheckpointNotFound, StorageError, UsageError
 from ..formats.source import Path
 from ..memory.options import Memory
@@ -236,9 +234,11 @@ class Manager(RunSteps):
         with self._preemption.deferring():
             self._costs.begin()
             try:
-                handle = self._begin_save(
-                    step, path, state, {"metadata": with_metric(metadata, metric), **self._session, **options}
-                )
+                options = {"metadata": with_metric(metadata, metric), **self._session, **options}
+                if self._memory is None:
+                    handle = async_save(path, state, **options)
+                else:
+                    handle = self._memory.async_save(step, path, state, options)
             except BaseException:
                 self._costs.end(None)
                 raise
@@ -257,12 +257,6 @@ class Manager(RunSteps):
 
             handle.add_done_callback(settle)
         return handle
-
-    def _begin_save(self, step: int, path: str, state: Mapping[str, Any], options: dict[str, Any]) -> SaveHandle:
-        if self._memory is None:
-            return async_save(path, state, **options)
-        inspect.signature(async_save).bind(path, state, **options)  # a wrong option is a TypeError, as in `async_save`
-        return self._memory.async_save(step, path, state, SaveOptions(**options))
 
     def load(self, step: int, state: Mapping[str, Any], **options: Any) -> LoadReport:
         """Load the checkpoint of one step.
@@ -357,24 +351,6 @@ class Manager(RunSteps):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._has_failed = error is not None
         self.close()
-
-    def _refuse_unless_open(self, call: str) -> None:
-        if self._is_forked():
-            raise UsageError(
-                f"{call}: this process was forked from the one that manages {self._root}, and has no lock on it; {call} there, "
-                "or make a manager of its own with read_only=True here"
-            )
-        if self._is_closed:
-            raise UsageError(f"{call}: the manager of {self._root} is closed, and another job may have the root; make a new one")
-
-    def _is_forked(self) -> bool:
-        """Return whether this is a forked child, which has neither the threads that end a save nor the lock."""
-        return os.getpid() != self._process
-
-    def _path_to_change(self, step: int) -> str:
-        if self._read_only:
-            raise UsageError(f"{self._root}: this manager is read_only; make one without that to save or delete")
-        return self.path(step)
 
     def _mtbf_s(self) -> float:
         return PRIOR_S if self._attempts is None else self._attempts.mtbf_s()

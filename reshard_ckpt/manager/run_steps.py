@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, SupportsIndex
 
 from ..checkpoint.listing import metric_of
@@ -15,8 +16,12 @@ from .stored import StoredSteps
 
 
 class RunSteps:
-    """What a manager tells of its run without asking another rank; also once it is closed."""
+    """What a manager tells of its run without asking another rank, also once it is closed; and for what it is still of use."""
 
+    _root: str
+    _process: int
+    _read_only: bool
+    _is_closed: bool
     _rule: Retention
     _stored: StoredSteps
     _memory: MemoryRun | None
@@ -65,6 +70,24 @@ class RunSteps:
             in_memory = {step: metric_of(catalog) for step, catalog in self._memory.catalogs().items()}
             metrics.update({step: metric for step, metric in in_memory.items() if metric is not None})
         return next(iter(self._rule.ranked(self.steps(), metrics)), None)
+
+    def _refuse_unless_open(self, call: str) -> None:
+        if self._is_forked():
+            raise UsageError(
+                f"{call}: this process was forked from the one that manages {self._root}, and has no lock on it; {call} there, "
+                "or make a manager of its own with read_only=True here"
+            )
+        if self._is_closed:
+            raise UsageError(f"{call}: the manager of {self._root} is closed, and another job may have the root; make a new one")
+
+    def _is_forked(self) -> bool:
+        """Return whether this is a forked child, which has neither the threads that end a save nor the lock."""
+        return os.getpid() != self._process
+
+    def _path_to_change(self, step: int) -> str:
+        if self._read_only:
+            raise UsageError(f"{self._root}: this manager is read_only; make one without that to save or delete")
+        return self.path(step)
 
 
 def checked_step(step: int) -> int:

@@ -16,7 +16,7 @@ import msgpack
 
 from ..checkpoint.loading import load, load_target, target_of
 from ..checkpoint.reading import read_from
-from ..checkpoint.saving import begin_save
+from ..checkpoint.saving import async_save, begin_save
 from ..comm import Comm, open_session, open_session_by_name, shared_store
 from ..comm.links import Links
 from ..core.catalog.model import Catalog
@@ -162,9 +162,11 @@ class MemoryRun:
         """Whether a save in the store no longer counts, because the run went back to an older step."""
         return save_id in self._lineage.superseded
 
-    def async_save(self, step: int, path: str, state: Mapping[str, Any], options: SaveOptions) -> SaveHandle:
-        """Begin a save to memory; where memory has no room on some rank, to the store."""
-        _refuse_options(options)
+    def async_save(self, step: int, path: str, state: Mapping[str, Any], options: Mapping[str, Any]) -> SaveHandle:
+        """Begin a save to memory, as `checkpoint.async_save` does; where memory has no room on some rank, to the store."""
+        inspect.signature(async_save).bind(path, state, **options)  # a wrong option is a TypeError, as in `async_save`
+        chosen = SaveOptions(**options)
+        _refuse_options(chosen)
         self.wait_for(step)
         targets: list[MemoryTarget | None] = []
         begun: list[Persisting] = []
@@ -175,7 +177,7 @@ class MemoryRun:
 
         # Used only where this generation goes to the store, so it takes no turn among the calls that all make.
         by_name = open_session_by_name("persist", path, **self._session)
-        handle = begin_save(path, state, options, choose)
+        handle = begin_save(path, state, chosen, choose)
         target, is_known = targets[0], threading.Event()
         if target is None:
             handle.add_done_callback(partial(self._skipped, step))
