@@ -31,7 +31,7 @@ class Parallel:
 
             group = groups.get_tensor_model_parallel_group()
             self._rank = dist.get_rank(group=group)
-            self._map = TensorParallel(info or {}, size)
+            self._map = TensorParallel(info or {})
             mine = {name: tuple(getattr(p, "ds_shape", p.shape)) for p, name in engine.param_names.items()}
             self._shapes: list[dict[str, Ints]] = [{}] * size
             dist.all_gather_object(self._shapes, mine, group=group)

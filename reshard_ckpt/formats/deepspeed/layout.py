@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -30,13 +30,6 @@ from ...errors import CorruptError, UnsupportedError
 
 MASTER = "fp32"
 """The key under which the master weights stand beside the state of the optimizer."""
-
-
-class Sized(Protocol):
-    """What has a shape: a torch tensor, or a view of one in a file."""
-
-    @property
-    def shape(self) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +247,7 @@ def _state_of(base: Mapping[str, Any], number: int) -> Mapping[str, Any]:
     return found
 
 
-def _flat_group(params: Params, runs: Runs, length: int, master: Sized, state: Mapping[str, Any], where: str) -> FlatGroup:
+def _flat_group(params: Params, runs: Runs, length: int, master: Any, state: Mapping[str, Any], where: str) -> FlatGroup:
     tensors: dict[str, Any] = {}
     values: dict[str, Any] = {}
     for key, value in {MASTER: master, **state}.items():

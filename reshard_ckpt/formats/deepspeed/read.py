@@ -86,7 +86,7 @@ class _Tag:
         self._layers = open_layers(self._reader, files.layers, storage.url)
         parallel = None
         if files.num_models > 1 and not files.layers:
-            parallel = TensorParallel(self._info(first), files.num_models)
+            parallel = TensorParallel(self._info(first))
         self._experts = module_files(files, self._where, first)
         self._parts = ModelParallelParts(self._columns, self._models, parallel)
         self._masters: set[str] = set()

@@ -54,24 +54,21 @@ class TensorParallel:
     ----------
     info
         ``universal_checkpoint_info`` of a file of model states.
-    num_ranks
-        How many ranks there are.
     """
 
-    def __init__(self, info: Mapping[str, Any], num_ranks: int) -> None:
-        self._num_ranks = num_ranks
+    def __init__(self, info: Mapping[str, Any]) -> None:
         affine = info.get("affine_map") or {}
         if affine.get("version", 1) != 1:
             raise UnsupportedError(f"its affine_map has version {affine['version']!r}, and 1 is the newest that is known")
-        self._maps = _ByName(affine.get("params") or {})
-        self._unsupported = _ByName(info.get("autotp_unsupported_parameter_patterns") or {})
-        self._replicated = _ByName(dict.fromkeys(info.get("tp_replicated_parameter_patterns") or ()))
-        self._rows = _ByName(dict.fromkeys(info.get("parameter_with_row_parallelism_patterns") or ()))
+        self._maps = _by_name(affine.get("params") or {})
+        self._unsupported = _by_name(info.get("autotp_unsupported_parameter_patterns") or {})
+        self._replicated = _by_name(dict.fromkeys(info.get("tp_replicated_parameter_patterns") or ()))
+        self._rows = _by_name(dict.fromkeys(info.get("parameter_with_row_parallelism_patterns") or ()))
         others = ("parameter_to_average_patterns", "parameter_with_2_sub_params_cat_dim_0")
-        self._other_kinds = _ByName({pattern: key for key in others for pattern in info.get(key) or ()})
+        self._other_kinds = _by_name({pattern: key for key in others for pattern in info.get(key) or ()})
         for entry in info.get("parameter_with_sub_params") or ():
             for pattern in entry["patterns"]:
-                self._other_kinds.add(pattern, "parameter_with_sub_params")
+                self._other_kinds[_plain_name(pattern)] = "parameter_with_sub_params"
 
     def shard(self, name: str, rank: int, shapes: Sequence[Ints]) -> Shard:
         """Return the part of a rank, given the shape of each rank's tensor.
@@ -81,40 +78,29 @@ class TensorParallel:
         UnsupportedError
             How the parameter is divided is not recorded, or is of a kind that is not read.
         """
-        if (why := self._unsupported.find(name)) is not None:
+        if (why := self._unsupported.get(name)) is not None:
             raise UnsupportedError(f"{name}: AutoTP itself says that it cannot be put together: {why}")
-        if (found := self._maps.find(name)) is not None:
+        if (found := self._maps.get(name)) is not None:
             return _shard_of(found, name, rank, shapes[rank])
-        if (kind := self._other_kinds.find(name)) is not None:
+        if (kind := self._other_kinds.get(name)) is not None:
             raise UnsupportedError(
                 f"{name}: is divided among tensor-parallel ranks as {kind} says, and there is no affine_map of it"
             )
-        if self._replicated.matches(name):
+        if name in self._replicated:
             return Shard.whole(shapes[rank]) if rank == 0 else Shard(shapes[0], ())
-        return _cut_along(1 if self._rows.matches(name) else 0, name, rank, shapes)
+        return _cut_along(1 if name in self._rows else 0, name, rank, shapes)
 
 
-class _ByName:
-    """Values by patterns of names. AutoTP's patterns are names, escaped between ``^`` and ``$``: those are looked up at once."""
+def _by_name(patterns: Mapping[str, Any]) -> dict[str, Any]:
+    """Key values by names instead of patterns of them: AutoTP's patterns are names, escaped between ``^`` and ``$``."""
+    return {_plain_name(pattern): value for pattern, value in patterns.items()}
 
-    def __init__(self, patterns: Mapping[str, Any]) -> None:
-        self._exact: dict[str, Any] = {}
-        self._patterns: list[tuple[re.Pattern[str], Any]] = []
-        for pattern, value in patterns.items():
-            self.add(pattern, value)
 
-    def add(self, pattern: str, value: Any) -> None:
-        plain = re.sub(r"\\(.)", r"\1", pattern[1:-1])
-        if pattern == f"^{re.escape(plain)}$":
-            self._exact[plain] = value
-            return
+def _plain_name(pattern: str) -> str:
+    plain = re.sub(r"\\(.)", r"\1", pattern[1:-1])
+    if pattern != f"^{re.escape(plain)}$":
         raise UnsupportedError(f"{pattern!r:.200} is a pattern of parameters of Megatron-DeepSpeed, which are not supported")
-
-    def matches(self, name: str) -> bool:
-        return name in self._exact
-
-    def find(self, name: str) -> Any:
-        return self._exact.get(name)
+    return plain
 
 
 def _cut_along(dim: int, name: str, rank: int, shapes: Sequence[Ints]) -> Shard:

@@ -72,7 +72,7 @@ def test_flat_tensors_of_another_size_are_refused() -> None:
 
 
 def _map(**of_param: object) -> TensorParallel:
-    return TensorParallel({"affine_map": {"version": 1, "params": {r"^l\.w$": of_param}}}, 2)
+    return TensorParallel({"affine_map": {"version": 1, "params": {r"^l\.w$": of_param}}})
 
 
 def test_columns_of_a_shard_are_a_segment_for_each_row() -> None:
@@ -87,6 +87,6 @@ def test_scaled_and_undescribed_shards_are_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"hold it times 0.5"):
         parallel.shard("l.w", 0, [(4,), (4,)])
     with pytest.raises(UnsupportedError, match="Megatron-DeepSpeed"):
-        TensorParallel({"tp_replicated_parameter_patterns": [r".*norm.*"]}, 2)
+        TensorParallel({"tp_replicated_parameter_patterns": [r".*norm.*"]})
     with pytest.raises(UnsupportedError, match="version 2"):
-        TensorParallel({"affine_map": {"version": 2}}, 2)
+        TensorParallel({"affine_map": {"version": 2}})
