@@ -33,7 +33,7 @@ from ..engine.saving.commit import catalog_of, compare_replicas, file_entries
 from ..engine.saving.messages import Receipt, WrittenFile, decode_receipt, encode_receipt
 from ..engine.saving.options import SaveJob
 from ..engine.saving.staging import Staging, image_addresses, ring_bytes
-from ..engine.saving.write import FileLayout, lay_out, member_offsets
+from ..engine.saving.write import FileLayout, lay_out, receipt_of
 from ..errors import CorruptError, PeerError, StorageError
 from ..format.catalog import encode_catalog
 from ..format.checksums import BlockHasher, decode_digests, digest128, digests_file_bytes, wrong_blocks
@@ -345,12 +345,10 @@ class MemoryTarget:
         self, job: SaveJob, layouts: Sequence[FileLayout], staging: Staging, marks: NDArray[np.uint64]
     ) -> tuple[Receipt, SlotTable]:
         slot = self._taken[self._tier.rank].slot
-        num_items = sum(len(layout.members) for layout in layouts)
-        file, offset = np.zeros(num_items, np.int64), np.zeros(num_items, np.int64)
         files: dict[str, SlotRange] = {}
         written = []
         at = HEADER_BYTES + ring_bytes(layouts)
-        for part, (layout, begin) in enumerate(zip(layouts, image_addresses(layouts), strict=True)):
+        for layout, begin in zip(layouts, image_addresses(layouts), strict=True):
             hasher = BlockHasher()
             with job.recorder.step("write", layout.num_bytes):
                 for chunk in staging.drain(layout):
@@ -360,11 +358,10 @@ class MemoryTarget:
             files[key] = slot.put(at, digests)
             at += _aligned(len(digests))
             written.append(WrittenFile(layout.key, layout.num_bytes, key, digest128(digests)))
-            file[layout.items], offset[layout.items] = part, member_offsets(layout)
         staging.wait_finished()
         table = SlotTable(job.save_id, self._tier.rank, files)
         slot.seal(table)
-        return Receipt(tuple(written), file, offset, marks), table
+        return receipt_of(layouts, written, marks), table
 
     def give_back(self, ring: torch.Tensor) -> None:
         """Do nothing: the slot stays as it is, and the next save takes another."""

@@ -37,7 +37,7 @@ from ..saving.agreement import PreviousCheckpoint
 from ..saving.commit import publish
 from ..saving.messages import Receipt, WrittenFile, decode_receipt, encode_receipt
 from ..saving.options import SaveContents
-from ..saving.write import WRITE_BYTES, FileLayout, ShardFileWriter, keys_of, member_offsets
+from ..saving.write import WRITE_BYTES, FileLayout, ShardFileWriter, keys_of, receipt_of
 from .plan import ReshardPlan
 from .read_back import ReadBack, WrittenBlocks
 from .write_order import Item, Slice, divide, group_ranks, shared_axes, windows
@@ -234,11 +234,8 @@ class _RankOutput:
 
     def receipt(self) -> Receipt:
         """What was written, as a rank that saves says it."""
-        num = sum(len(layout.members) for layout in self._layouts)
-        file, offset = np.zeros(num, np.int64), np.zeros(num, np.int64)
-        for part, layout in enumerate(self._layouts):
-            file[layout.items], offset[layout.items] = part, member_offsets(layout)
-        return Receipt(tuple(written for written in self._done if written is not None), file, offset, np.zeros(0, np.uint64))
+        done = (written for written in self._done if written is not None)
+        return receipt_of(self._layouts, done, np.zeros(0, np.uint64))
 
     def __enter__(self) -> _RankOutput:
         return self

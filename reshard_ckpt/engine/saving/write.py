@@ -163,20 +163,26 @@ def write_files(
     sha256: bool = False,
 ) -> Receipt:
     """Write files from chunks of their bytes, hashed on the way, and make them durable."""
-    num_items = sum(len(layout.members) for layout in layouts)
-    file, offset = np.zeros(num_items, np.int64), np.zeros(num_items, np.int64)
     written: list[WrittenFile] = []
     try:
         tally = Tally("save", sum(layout.num_bytes for layout in layouts), recorder.report)
-        for part, layout in enumerate(layouts):
+        for layout in layouts:
             written.append(_write_file(storage, layout, chunks_of(layout), tally, recorder, sha256))
-            file[layout.items], offset[layout.items] = part, member_offsets(layout)
         if written:
             with recorder.step("sync"):
                 storage.sync(keys_of(written))
     except BaseException:
         remove(storage, (key for layout in layouts for key in (layout.key, digests_key(layout.key))))
         raise
+    return receipt_of(layouts, written, marks)
+
+
+def receipt_of(layouts: Sequence[FileLayout], written: Iterable[WrittenFile], marks: NDArray[np.uint64]) -> Receipt:
+    """Report the files of these layouts, and where in them each item lies."""
+    num_items = sum(len(layout.members) for layout in layouts)
+    file, offset = np.zeros(num_items, np.int64), np.zeros(num_items, np.int64)
+    for part, layout in enumerate(layouts):
+        file[layout.items], offset[layout.items] = part, _member_offsets(layout)
     return Receipt(tuple(written), file, offset, marks)
 
 
@@ -192,7 +198,7 @@ def keys_of(files: Iterable[WrittenFile]) -> list[str]:
     return [key for file in files for key in (file.key, file.digests_key)]
 
 
-def member_offsets(layout: FileLayout) -> I64:
+def _member_offsets(layout: FileLayout) -> I64:
     """Where the bytes of each member begin in the file."""
     sizes = np.array([member.num_bytes for member in layout.members], np.int64)
     return len(layout.header) + np.cumsum(sizes) - sizes
