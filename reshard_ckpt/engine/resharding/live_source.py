@@ -17,7 +17,7 @@ import numpy as np
 
 from ...comm.protocol import Comm
 from ...core.catalog.model import BoxTable, Catalog, FileEntry, RowTable, ValueEntry
-from ...core.catalog.specs import StateLink, ValueKind, ValueSpec
+from ...core.catalog.specs import ValueKind, ValueSpec
 from ...core.geometry.dtypes import item_bytes_of
 from ...core.planning.build_catalog import tensor_table
 from ...core.planning.exchange import RankRuns
@@ -29,7 +29,7 @@ from ...format.catalog import decode_catalog, encode_catalog
 from ...format.keys import new_save_id
 from ...format.values import decode_value, encode_value
 from ..saving.local_shards import LocalShards
-from ..saving.messages import decode_metadata, encode_metadata
+from ..saving.messages import decode_metadata, decode_values, encode_metadata, encode_values
 from ..saving.values import merge_values
 
 
@@ -118,7 +118,7 @@ class LiveValues:
 
     def have_changed(self, values: Sequence[ValueSpec]) -> bool:
         """Tell whether this rank's values are others than those that all ranks know."""
-        return _packed(values) != self._sent
+        return encode_values(values) != self._sent
 
     def share(self, comm: Comm, values: Sequence[ValueSpec], tables: MergedTables | None) -> None:
         """Bring the values of all ranks together. Collective.
@@ -128,21 +128,18 @@ class LiveValues:
         LayoutError
             Ranks disagree about a value.
         """
-        mine = _packed(values)
+        mine = encode_values(values)
         gathered = comm.gather(b"" if mine == self._sent else mine)
         self._sent = b""  # until all ranks agree about them
         merged = None
         if gathered is not None:
-            self._of_rank = [_values(data) if data else self._of_rank[rank] for rank, data in enumerate(gathered)]
+            self._of_rank = [decode_values(data) if data else self._of_rank[rank] for rank, data in enumerate(gathered)]
             assert tables is not None
             merged = self._merged(tables) if any(gathered) else b""
         said = comm.broadcast(merged)
         if said:
             table, self._per_rank = msgpack.unpackb(said, strict_map_key=False)
-            self._table = tuple(
-                ValueEntry(name, path, ValueKind(kind), data, link=None if link is None else StateLink(*link))
-                for name, path, kind, data, link in table
-            )
+            self._table = tuple(ValueEntry(v.name, v.path, v.kind, v.data, link=v.link) for v in decode_values(table))
         self._sent = mine
 
     def _merged(self, tables: MergedTables) -> bytes:
@@ -159,8 +156,8 @@ class LiveValues:
         merged = {entry.name: entry for entry in merge_values(plain, tables)}
         if both := sorted(merged.keys() & entries.keys()):
             raise LayoutError(f"{both[0]}: PerRank on some ranks, and a plain value on others; make it one of both everywhere")
-        table = [[e.name, e.path, int(e.kind), e.data, _link_list(e.link)] for _, e in sorted({**merged, **entries}.items())]
-        packed: bytes = msgpack.packb([table, per_rank])
+        table = [entry for _, entry in sorted({**merged, **entries}.items())]
+        packed: bytes = msgpack.packb([encode_values(table), per_rank])
         return packed
 
     def added_to(self, catalog: Catalog) -> Catalog:
@@ -181,19 +178,3 @@ class LiveValues:
                 assert entry.data is not None
                 out[entry.name] = decode_value(entry.data, name=entry.name)
         return out
-
-
-def _packed(values: Sequence[ValueSpec]) -> bytes:
-    packed: bytes = msgpack.packb([[v.name, v.path, int(v.kind), v.data, _link_list(v.link)] for v in values])
-    return packed
-
-
-def _link_list(link: StateLink | None) -> list[str | None] | None:
-    return None if link is None else [link.optimizer, link.fqn, link.key, link.parameter]
-
-
-def _values(data: bytes) -> list[LocalValue]:
-    return [
-        LocalValue(name, path, ValueKind(kind), raw, None if link is None else StateLink(*link))
-        for name, path, kind, raw, link in msgpack.unpackb(data)
-    ]

@@ -16,7 +16,8 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
-from ...core.catalog.specs import AxisPlacement, Mesh, StateLink, ValueKind
+from ...core.catalog.model import ValueEntry
+from ...core.catalog.specs import AxisPlacement, Mesh, StateLink, ValueKind, ValueSpec
 from ...core.geometry.ordering import lex_order
 from ...core.geometry.runs import I64, pad_left, ranges
 from ...core.planning.local_metadata import JobMetadata, LocalMetadata, LocalValue, RowColumns, TensorColumns
@@ -121,7 +122,7 @@ def _wide(array: NDArray[Any]) -> I64:
 def encode_metadata(local_metadata: LocalMetadata) -> EncodedMetadata:
     """Encode a rank's metadata."""
     return EncodedMetadata(
-        _encode_tensors(local_metadata.tensors), _encode_rows(local_metadata.rows), _encode_values(local_metadata.values)
+        _encode_tensors(local_metadata.tensors), _encode_rows(local_metadata.rows), encode_values(local_metadata.values)
     )
 
 
@@ -139,14 +140,15 @@ def _decode_tensors(data: bytes) -> TensorColumns:
     return TensorColumns(**{**m, **wide, "placements": placements, "mesh": None if m["mesh"] is None else Mesh(*m["mesh"])})
 
 
-def _encode_values(values: Sequence[LocalValue]) -> bytes:
+def encode_values(values: Sequence[LocalValue | ValueSpec | ValueEntry]) -> bytes:
+    """Encode values for `decode_values`, without blobs."""
     links = ((None if v.link is None else [v.link.optimizer, v.link.fqn, v.link.key, v.link.parameter]) for v in values)
     packed: bytes = msgpack.packb([[v.name, v.path, int(v.kind), v.data, link] for v, link in zip(values, links, strict=True)])
     return packed
 
 
 def decode_values(data: bytes) -> tuple[LocalValue, ...]:
-    """The values of one rank."""
+    """The values that `encode_values` encoded."""
     return tuple(
         LocalValue(name, path, ValueKind(kind), raw, None if link is None else StateLink(*link))
         for name, path, kind, raw, link in msgpack.unpackb(data)
