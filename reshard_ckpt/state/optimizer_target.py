@@ -49,21 +49,16 @@ class ParamPlan:
     """The keys in `tensors` that were allocated here, and are not in the optimizer yet."""
 
 
-class SavedState:
-    """Which state keys the checkpoint holds for which FQN of one optimizer.
+def saved_keys(name: str, catalog: Catalog, links: Mapping[str, StateLink]) -> dict[str, dict[str, bool]]:
+    """List by FQN which state keys of one optimizer the checkpoint holds, and whether each is a tensor.
 
     Torch's optimizers have no keys with dots; such a one is left, and unexpected.
     """
-
-    def __init__(self, name: str, catalog: Catalog, links: Mapping[str, StateLink]) -> None:
-        self._keys: dict[str, dict[str, bool]] = {}
-        for full, link in links.items():
-            if link.optimizer == name and "." not in link.key:
-                self._keys.setdefault(link.fqn, {})[link.key] = full in catalog
-
-    def of(self, fqn: str) -> Mapping[str, bool]:
-        """Its state keys, and whether each is a tensor."""
-        return self._keys.get(fqn, {})
+    keys: dict[str, dict[str, bool]] = {}
+    for full, link in links.items():
+        if link.optimizer == name and "." not in link.key:
+            keys.setdefault(link.fqn, {})[link.key] = full in catalog
+    return keys
 
 
 class OptimizersTarget:
@@ -95,7 +90,7 @@ class OptimizersTarget:
         self._catalog = catalog
         self._links = links
         self.unplaced: dict[str, str] = {}
-        saved = SavedState(self.name, catalog, links)
+        saved = saved_keys(self.name, catalog, links)
         self._plans = [self._plan(view, slot, saved) for view in views for slot in view.slots]
         self._selections: list[tuple[OptimizerView, dict[str, Any], Selection]] = []
         self._groups = Groups([])
@@ -109,17 +104,17 @@ class OptimizersTarget:
     def values(self) -> tuple[str, ...]:
         return (self.groups_name, *(name for plan in self._plans for names in plan.values.values() for name in names))
 
-    def _plan(self, view: OptimizerView, slot: ParamSlot, saved: SavedState) -> ParamPlan:
+    def _plan(self, view: OptimizerView, slot: ParamSlot, saved: Mapping[str, Mapping[str, bool]]) -> ParamPlan:
         owner, existing = slot.owner, view.state.get(slot.key, {})
-        fqns = [fqn for fqn in owner.fqns if saved.of(fqn)]
-        is_tensor = {key: kind for fqn in fqns for key, kind in saved.of(fqn).items()}
+        fqns = [fqn for fqn in owner.fqns if fqn in saved]
+        is_tensor = {key: kind for fqn in fqns for key, kind in saved[fqn].items()}
         if fqns:  # what the optimizer has besides is asked for too, so that its absence is found and named
             is_tensor.update({key: is_tensor_like(value) for key, value in existing.items() if key not in is_tensor})
         tensors: dict[str, tuple[WantedState, ...]] = {}
         values: dict[str, tuple[str, ...]] = {}
         new: set[str] = set()
         for key, kind in is_tensor.items():
-            having = [fqn for fqn in fqns if key in saved.of(fqn)] or fqns[:1]
+            having = [fqn for fqn in fqns if key in saved[fqn]] or fqns[:1]
             names = tuple(StateLink(self.name, fqn, key).name for fqn in having)
             if not kind:
                 values[key] = names

@@ -72,7 +72,7 @@ class DistributedState:
         """Hand the loaded state to the optimizer, as it gave it."""
         for spec, box in self._boxes:
             spec.local_tensor = box.reshape(tuple(spec.local_shape))
-        for _, name, entry in self._parameters():
+        for name, entry in self._parameters():
             entry |= {key: value for key, value in self._tree[STATE][name].items() if not is_spec(entry.get(key))}
         home = {fqn: group for group in self._tree[GROUPS] for fqn in group["params"]}
         for group, members in zip(self._saved[GROUP_META], self._members(), strict=True):
@@ -80,16 +80,16 @@ class DistributedState:
                 group |= {key: value for key, value in home[members[0]].items() if key != "params"}
         self._optimizer.load_state_dict(self._saved)
 
-    def _parameters(self) -> Iterator[tuple[Any, str, dict[str, Any]]]:
-        """The dtype, the name and the state of each parameter of which this rank has a part."""
+    def _parameters(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The name and the state of each parameter of which this rank has a part."""
         for dtype, entries in self._saved.items():
             if dtype != GROUP_META:
                 for key, entry in entries.items():
-                    yield dtype, key[1] if isinstance(key, tuple) else str(key), entry
+                    yield key[1] if isinstance(key, tuple) else str(key), entry
 
     def _make_tree(self, loading: bool) -> dict[str, Any]:
         state: dict[str, dict[str, Any]] = {}
-        for _, name, entry in self._parameters():
+        for name, entry in self._parameters():
             if name in state:
                 raise UnsupportedError(f"optimizer: two model chunks have a parameter {name}; give them distinct names")
             state[name] = {key: self._part(name, key, value, loading) for key, value in entry.items()}
@@ -124,7 +124,7 @@ class DistributedState:
         """The parameters of each group, of which this rank has a part."""
         optimizer, groups = self._optimizer, self._saved[GROUP_META]
         members: list[list[str]] = [[] for _ in groups]
-        known = {name for _, name, _ in self._parameters()}
+        known = {name for name, _ in self._parameters()}
         for param, (group, _) in optimizer.model_param_group_index_map.items():
             name = optimizer.param_to_name[param]
             name = name[1] if isinstance(name, tuple) else name

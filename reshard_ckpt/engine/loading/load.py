@@ -329,7 +329,7 @@ def fetch(
     """
     files = np.unique(resolved.plan.file).tolist()
     blocks = open_files(storage, catalog, files, files if options.verify else [])
-    task = ReadTask(storage, catalog, resolved.plan, resolved.targets, blocks, verify=options.verify)
+    task = ReadTask(storage, catalog, resolved.plan, resolved.targets, blocks)
     bytes_read = 0
     if options.verify_first and options.verify:
         bytes_read += run(replace(task, copy=False), report)

@@ -87,8 +87,6 @@ class ReadTask:
     blocks: BlockDigests
     copy: bool = True
     """False verifies the blocks and changes no target."""
-    verify: bool = True
-    """Whether files that are read for other ranks alone are verified too."""
 
 
 def execute(task: ReadTask, report: OnProgress = silent) -> int:
