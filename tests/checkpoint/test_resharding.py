@@ -166,9 +166,7 @@ def test_a_reshard_that_was_killed_keeps_what_it_had_finished(tmp_path: Path, mo
     checkpoint.reshard(src, tmp_path / "count", mesh={"dp": 4, "tp": 1})
     monkeypatch.undo()
     writes = counting.at_digests[1] + 2  # within the third file
-    process = subprocess.run(
-        [*script, str(writes)], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=120, check=False
-    )
+    process = subprocess.run([*script, str(writes)], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False)
     assert process.returncode == -signal.SIGKILL
     left = files_of(dst)
     assert before.items() <= left.items(), "the checkpoint that was there is whole"

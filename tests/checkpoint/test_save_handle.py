@@ -19,7 +19,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     go, write = threading.Event(), engine.write_files
 
     def slow(*args: object, **options: object) -> object:
-        assert go.wait(60)
+        assert go.wait(600)
         return write(*args, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(engine, "write_files", slow)

@@ -13,7 +13,7 @@ from tests.warm_python import warm_python
 def test_a_few_generations_find_nothing(tmp_path: Path):
     out = tmp_path / "soak.json"
     command = [warm_python(), "-m", "benchmarks.soak", "--generations", "5", "--seed", "11", "--out", str(out)]
-    done = subprocess.run(command, cwd=ROOT, timeout=300, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     counts = json.loads(out.read_text())["counts"]
     assert counts["saves that were committed"] > 5

@@ -60,5 +60,5 @@ def start(*arguments: Any, cold: bool = False, **options: Any) -> subprocess.Pop
 def run_process(*arguments: Any, cold: bool = False) -> Ran:
     """Run it to its end."""
     process = start(*arguments, cold=cold)
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate()
     return Ran(process.returncode, out, err)

@@ -40,7 +40,7 @@ def test_help_does_not_wait_for_torch():
     lines = ["import sys", "from reshard_ckpt.cli import main", "try: main()"]
     code = "\n".join([*lines, "except SystemExit as left: print(left.code, 'torch' in sys.modules)"])
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code, "--help"], env=env, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code, "--help"], env=env, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "0 False"
 
 
@@ -128,7 +128,7 @@ def test_reader_of_stdout_that_leaves_ends_it_quietly(saved: Path):
     os.close(read)
     process = start("inspect", saved, stdout=write)
     os.close(write)
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate()
     assert (process.returncode, err) == (141, "")
 
 

@@ -74,11 +74,11 @@ def test_what_a_dead_attempt_left_is_passed_over(other: Any, left: str):
     meeting = Meeting(job)
     homes = [HostedHome(meeting if rank else job, "home", rank, 2, "127.0.0.1") for rank in range(2)]
     found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(homes[1].session("3", title="save '/a'", timeout_s=60)[0]))
+    thread = threading.Thread(target=lambda: found.append(homes[1].session("3", title="save '/a'", timeout_s=600)[0]))
     thread.start()
-    assert meeting.looked.wait(60)
+    assert meeting.looked.wait(600)
     assert found == []
-    mine = homes[0].session("3", title="save '/a'", timeout_s=60)[0]
+    mine = homes[0].session("3", title="save '/a'", timeout_s=600)[0]
     thread.join()
     mine.set("word", b"of rank 0")
     assert found[0].get("word") == b"of rank 0"
@@ -92,7 +92,7 @@ def test_a_rank_0_that_comes_too_late_is_told_and_in_step_again():
     homes = [HostedHome(job, "home", rank, 2, "127.0.0.1") for rank in range(2)]
     counters = [SessionCounter(), SessionCounter()]
 
-    def call(rank: int, subject: str, timeout_s: float = 60) -> str:
+    def call(rank: int, subject: str, timeout_s: float = 600) -> str:
         def comm_of(number: int) -> StoreComm:
             store, ended = homes[rank].session(f"{number}", title=f"save '{subject}'", timeout_s=timeout_s)
             return StoreComm(store, rank, 2, title=f"save '{subject}'", timeout_s=timeout_s, ended=ended)
@@ -119,7 +119,7 @@ def test_a_store_of_the_job_that_is_gone_is_a_named_error():
     client = dist.TCPStore("127.0.0.1", job.port, is_master=False, wait_for_workers=False)
     del job
     with pytest.raises(PeerError, match="save '/a': the job's key-value store does not answer"):
-        HostedHome(client, "home", 1, 2, "127.0.0.1").session("0", title="save '/a'", timeout_s=60)
+        HostedHome(client, "home", 1, 2, "127.0.0.1").session("0", title="save '/a'", timeout_s=600)
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def share_job() -> list[tuple[bool, ...]]:
     rank = dist.get_rank()
     if rank == 2:
         shared_memory.open_segment = lambda address: None
-    exchange = open_exchange(None, timeout_s=60)
+    exchange = open_exchange(None, timeout_s=600)
     assert exchange is not None
     shared = shared_memory.share(exchange, 0 if rank == 1 else 16 * (rank + 1))
     shared.own[:] = rank

@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from reshard_ckpt.comm import stopping
 from reshard_ckpt.comm.stopping import AgreedStop
 from reshard_ckpt.errors import PeerError
 from tests.comm.threads import Server
+from tests.deadlines import over_when
 
 Body = Callable[[AgreedStop, threading.Event], Any]
 
 
-def run_ranks(server: Server, bodies: list[Body], *, timeout_s: float = 60, gone: tuple[int, ...] = ()) -> list[Any]:
+def run_ranks(server: Server, bodies: list[Body], *, gone: tuple[int, ...] = ()) -> list[Any]:
     """What each rank's body returns or raises; it is given its stop, and the event that tells this rank to stop."""
     outcomes: list[Any] = [None] * len(bodies)
 
@@ -24,7 +26,7 @@ def run_ranks(server: Server, bodies: list[Body], *, timeout_s: float = 60, gone
         told = threading.Event()
         store = dist.PrefixStore("stop", server.store)
         try:
-            with AgreedStop(store, rank, len(bodies), told.is_set, timeout_s=timeout_s) as stop:
+            with AgreedStop(store, rank, len(bodies), told.is_set, timeout_s=600) as stop:
                 outcomes[rank] = bodies[rank](stop, told)
         except BaseException as error:
             outcomes[rank] = error
@@ -87,7 +89,7 @@ def test_no_rank_waits_for_a_step_of_another(server: Server):
     def ahead(stop: AgreedStop, told: threading.Event) -> int:
         assert not any(stop.reached() for _ in range(16))
         told.set()
-        assert far.wait(60)
+        assert far.wait(600)
         return step_of_stop(stop, 16)
 
     first, second = run_ranks(server, [behind, ahead])
@@ -102,8 +104,8 @@ def test_nobody_stops_where_nobody_is_told_to(server: Server):
 def test_a_rank_that_has_ended_stops_nobody_before_the_end(server: Server):
     """Rank 0 has taken all its 20 steps when rank 1 is told: all take 20, none is left behind in a last save."""
     told, store = threading.Event(), dist.PrefixStore("stop", server.store)
-    with AgreedStop(store, 1, 2, told.is_set, timeout_s=60) as second:
-        with AgreedStop(store, 0, 2, told.is_set, timeout_s=60) as first:
+    with AgreedStop(store, 1, 2, told.is_set, timeout_s=600) as second:
+        with AgreedStop(store, 0, 2, told.is_set, timeout_s=600) as first:
             assert [first.reached() for _ in range(20)] == [False] * 20
         told.set()
         second._thread.join()
@@ -116,7 +118,9 @@ def test_a_rank_that_does_not_answer_is_named(server: Server):
         told.set()
         return step_of_stop(stop)
 
-    found = run_ranks(server, [body] * 3, timeout_s=0.5, gone=(1,))
+    store = dist.PrefixStore("stop", server.store)
+    with over_when(lambda: store.check(["posted"]) and store.add("posted", 0) == 2, stopping):
+        found = run_ranks(server, [body] * 3, gone=(1,))
     for rank in (0, 2):
         assert isinstance(found[rank], PeerError)
         assert found[rank].ranks == (1,)
@@ -132,7 +136,7 @@ def test_a_store_that_is_gone_is_an_error_by_name(kind: type[Exception]):
 
             return call
 
-    with AgreedStop(Gone(), 0, 2, lambda: False, timeout_s=1) as stop:  # type: ignore[arg-type]
-        stop._thread.join(60)
+    with AgreedStop(Gone(), 0, 2, lambda: False, timeout_s=600) as stop:  # type: ignore[arg-type]
+        stop._thread.join(600)
         with pytest.raises(PeerError, match="key-value store does not answer"):
             stop.reached()

@@ -22,7 +22,7 @@ def meet(store: Any, size: int, comes: Mapping[int, Callable[[Meeting], Any]], *
     found: dict[int, Any] = {}
 
     def one(rank: int) -> None:
-        meeting = Meeting(store, rank, size, title="reshard_live ''", **{"timeout_s": 60, **options})
+        meeting = Meeting(store, rank, size, title="reshard_live ''", **{"timeout_s": 600, **options})
         try:
             found[rank] = comes[rank](meeting)
         except PeerError as error:
@@ -45,7 +45,7 @@ def test_all_ranks_get_the_flags_of_all_and_leave_no_key_once_forgotten(given: t
     store = dist.HashStore()
     found = meet(store, 3, {rank: flags(value) for rank, value in enumerate(given)})
     assert found == dict.fromkeys(range(3), given[0] | given[1] | given[2])
-    Meeting(store, 0, 3, title="", timeout_s=60).forget()
+    Meeting(store, 0, 3, title="", timeout_s=600).forget()
     assert store.num_keys() == 0
 
 

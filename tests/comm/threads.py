@@ -30,7 +30,7 @@ def run_session(
     size: int,
     body: Body,
     *,
-    timeout_s: float = 60,
+    timeout_s: float = 600,
     name: str = "session",
     call: Callable[[int], tuple[str, str]] = lambda rank: ("save", "/ckpt"),
     only: Collection[int] | None = None,

@@ -231,7 +231,7 @@ class Gate:
         write = LocalWriter.write
 
         def held(writer: LocalWriter, data: Any) -> None:
-            assert self.call_state_dicts.wait(60)
+            assert self.call_state_dicts.wait(600)
             write(writer, data)
 
         monkeypatch.setattr(LocalWriter, "write", held)
@@ -252,7 +252,7 @@ def test_async_save_returns_a_future_that_behaves(tmp_path: Path, monkeypatch: p
     with pytest.raises(TimeoutError):
         future.result(timeout=0.01)
     gate.call_state_dicts.set()
-    assert list(future.result(60).state_dict_metadata) == ["w"]
+    assert list(future.result(600).state_dict_metadata) == ["w"]
     assert future.done()
     assert future.exception() is None
     assert told == [future]
@@ -270,11 +270,11 @@ def test_async_save_with_an_asynchronous_stager_returns_both_futures(tmp_path: P
     w = torch.ones(1000)
     response = dcp.async_save({"w": w}, checkpoint_id=tmp_path, async_stager=stager)
     assert isinstance(response, dcp.AsyncSaveResponse)
-    assert response.staging_completion.result(60) is None
+    assert response.staging_completion.result(600) is None
     w.zero_()
     assert not response.upload_completion.done()
     gate.call_state_dicts.set()
-    assert list(response.upload_completion.result(60).state_dict_metadata) == ["w"]
+    assert list(response.upload_completion.result(600).state_dict_metadata) == ["w"]
     assert torch.equal(checkpoint.read(tmp_path)["w"], torch.ones(1000))
     stager.close()
     plain = staging.DefaultStager(staging.StagingOptions(False, False, False, False))
@@ -299,7 +299,7 @@ def test_error_of_an_async_save_is_told_once(tmp_path: Path, monkeypatch: pytest
     with monkeypatch.context() as patched:
         fail_to_write(patched)
         future = dcp.async_save({"w": torch.ones(3)}, checkpoint_id=tmp_path)
-        assert wait([future], 60).done
+        assert wait([future], 600).done
     with contextlib.suppress(StorageError):
         assert isinstance(ask(future), StorageError)
     dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path)
@@ -308,7 +308,7 @@ def test_error_of_an_async_save_is_told_once(tmp_path: Path, monkeypatch: pytest
 def test_error_that_nobody_asked_for_is_raised_by_the_next_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with monkeypatch.context() as patched:
         fail_to_write(patched)
-        assert wait([dcp.async_save({"w": torch.ones(3)}, checkpoint_id=tmp_path)], 60).done
+        assert wait([dcp.async_save({"w": torch.ones(3)}, checkpoint_id=tmp_path)], 600).done
     with pytest.raises(Exception, match="the save before this one failed in the background.*no space left"):
         dcp.async_save({"w": torch.ones(3)}, checkpoint_id=tmp_path)
 
@@ -329,7 +329,7 @@ class DoublingPlanner(torch_dcp.DefaultLoadPlanner):
 
 def finished(made: Any) -> Any:
     """The result of `save`, or of the future of `async_save`."""
-    return made.result(60) if isinstance(made, Future) else made
+    return made.result(600) if isinstance(made, Future) else made
 
 
 @pytest.mark.parametrize("call", [dcp.save, dcp.async_save])
@@ -469,7 +469,7 @@ def test_the_future_of_a_failed_save_gives_the_error_as_torchs_too(tmp_path: Pat
         fail_to_write(patched)
         future = dcp.async_save({"w": torch.ones(3)}, checkpoint_id=tmp_path)
         with pytest.raises(dcp.CheckpointException, match="no space left"):
-            future.result(60)
+            future.result(600)
     assert isinstance(future.exception(), StorageError)
 
 

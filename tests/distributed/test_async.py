@@ -45,7 +45,7 @@ def train_and_save(folder: str) -> list[tuple[str, bool]]:
             step(model, optimizer, 100 + 10 * i + j)
     out = []
     for path, before, handle in kept:
-        handle.result(60)
+        handle.result(600)
         saved = checkpoint.read(path, ["model"])
         out.append((path, all(torch.equal(saved[f"model.{name}"], tensor) for name, tensor in before.items())))
     return out
@@ -70,12 +70,12 @@ def fail_on_one(folder: str) -> dict[str, Outcome]:
         mine = {"x": state["x"] + 1, f"own{dist.get_rank()}": torch.zeros(10)}
         with patch.object(LocalWriter, "write", full if dist.get_rank() == 2 else LocalWriter.write):
             handle = checkpoint.async_save(folder, mine)
-            handle.running.wait(60)
+            handle.running.wait(600)
         if name == "result":
             out[name] = outcome(handle.result)
         else:
             out[name] = outcome(lambda: checkpoint.async_save(folder, {"x": state["x"] + 5}))
-    out["after"] = outcome(lambda: checkpoint.async_save(folder, {"x": state["x"] + 9}).result(60))
+    out["after"] = outcome(lambda: checkpoint.async_save(folder, {"x": state["x"] + 9}).result(600))
     return out
 
 

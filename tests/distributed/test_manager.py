@@ -44,7 +44,7 @@ def job(folder: str) -> tuple[list[int], int, tuple[str, ...], torch.Tensor, lis
         damage_last_rank(root, 30)
     dist.barrier()
     into = torch.zeros(2, 5)
-    with Manager(root, keep_last=1, timeout_s=60) as manager:
+    with Manager(root, keep_last=1) as manager:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             loaded = manager.load_latest(state(into, rank))  # rank 1 alone reads what is damaged
@@ -52,7 +52,7 @@ def job(folder: str) -> tuple[list[int], int, tuple[str, ...], torch.Tensor, lis
         manager.save(25, state(rows(25, rank), rank))
         dist.barrier()
         kept = manager.steps()
-        refused = outcome(lambda: Manager(root, timeout_s=60))
+        refused = outcome(lambda: Manager(root))
     return saved, loaded.step, loaded.passed_over, into, kept, refused
 
 

@@ -43,7 +43,7 @@ def test_all_ranks_are_preempted_at_the_same_read(tmp_path: Path):
 
 def elsewhere(root: str) -> Outcome:
     """Rank 1 reads first in another thread, where no handler can be set; all are told."""
-    with Manager(root, timeout_s=60) as manager:
+    with Manager(root) as manager:
         if dist.get_rank() == 0:
             return outcome(lambda: manager.preempted)
         found: list[Outcome] = []

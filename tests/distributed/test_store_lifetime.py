@@ -54,7 +54,7 @@ for i in range(2):
     kept.append(checkpoint.async_save(f"{sys.argv[2]}/{2 * i + 1}", state(2 * i + 1)))
     destroy(2 * i + 1)
 for handle in kept:
-    handle.result(60)
+    handle.result(600)
 """
 )
 

@@ -64,7 +64,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
     def held(self: async_save.SaveThread, fill: object) -> None:
         if threading.current_thread().name == "reshard-ckpt-stage":
-            opened.wait(60)
+            opened.wait(600)
         stage(self, fill)
 
     monkeypatch.setattr(async_save.SaveThread, "_stage", held)
@@ -90,11 +90,11 @@ def test_an_async_checkpoint_is_the_state_at_the_call(
             for param in model.parameters():
                 param.data.add_(1)
             train(model, optimizer, 100 + step)
-            handle.result(60)
+            handle.result(600)
             checkpoint.load(tmp_path / "plain", {"model": model, "optimizer": optimizer})
         else:
             train(model, optimizer, 100 + step)
-            handle.result(60)
+            handle.result(600)
         assert same(checkpoint.read(tmp_path / "async"), checkpoint.read(tmp_path / "plain"))
 
 
@@ -123,9 +123,9 @@ def test_a_lazy_save_copies_after_the_call_and_holds_the_step_back(tmp_path: Pat
     thread.join(0.2)
     assert not stepped.is_set()
     gate.set()
-    thread.join(60)
+    thread.join(600)
     assert stepped.is_set()
-    handle.result(60)
+    handle.result(600)
     assert same(checkpoint.read(tmp_path / "async"), checkpoint.read(tmp_path / "plain"))
     assert not optimizer._optimizer_step_pre_hooks  # nothing to be removed, from whatever thread, while torch iterates
 
@@ -141,7 +141,7 @@ def test_a_step_past_the_hook_is_found(tmp_path: Path, gate: threading.Event) ->
     type(optimizer).step.__wrapped__(optimizer)
     gate.set()
     with pytest.raises(UsageError, match=r"what AdamW owns was changed while it was copied.*staging='eager'"):
-        handle.result(60)
+        handle.result(600)
     assert "optimizer.param_groups" not in checkpoint.read(tmp_path)
 
 
@@ -149,7 +149,7 @@ def test_steps_that_run_no_hook_make_lazy_eager(tmp_path: Path, gate: threading.
     model = Model()
     optimizer = torch.optim.AdamW(model.inner.parameters(), lr=0.1, capturable=True)
     handle = checkpoint.async_save(tmp_path, {"model": model, "optimizer": optimizer}, staging="lazy")
-    handle.result(60)
+    handle.result(600)
     assert not gate.is_set()
 
 
@@ -164,12 +164,12 @@ def test_an_error_in_the_background_is_raised_by_result_or_by_the_next_save(
     monkeypatch.setattr(LocalWriter, "write", full)
     handle = checkpoint.async_save(tmp_path, {"a": torch.zeros(8)})
     with pytest.raises(StorageError, match="no space left"):
-        handle.result(60)
-    checkpoint.async_save(tmp_path, {"a": torch.zeros(8)}).running.wait(60)
+        handle.result(600)
+    checkpoint.async_save(tmp_path, {"a": torch.zeros(8)}).running.wait(600)
     monkeypatch.undo()
     with pytest.raises(CheckpointError, match="the save before this one failed in the background: no space left"):
         checkpoint.async_save(tmp_path, {"a": torch.zeros(8)})
-    checkpoint.async_save(tmp_path, {"a": torch.ones(8)}).result(60)
+    checkpoint.async_save(tmp_path, {"a": torch.ones(8)}).result(600)
     assert torch.equal(checkpoint.read(tmp_path)["a"], torch.ones(8))
     assert len([p for p in tmp_path.iterdir() if p.is_dir()]) == 1
 
@@ -181,7 +181,7 @@ def test_what_is_no_checkpoint_error_becomes_one(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(LocalWriter, "write", broken)
     handle = checkpoint.async_save(tmp_path, {"a": torch.zeros(8)})
     with pytest.raises(CheckpointError, match="ZeroDivisionError: oops"):
-        handle.result(60)
+        handle.result(600)
 
 
 def test_saves_queue_or_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +189,7 @@ def test_saves_queue_or_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     publish = LocalStorage.publish
 
     def slow(self: LocalStorage, *args: object, **kwargs: object) -> None:
-        going.wait(60)
+        going.wait(600)
         publish(self, *args, **kwargs)
 
     monkeypatch.setattr(LocalStorage, "publish", slow)
@@ -218,10 +218,10 @@ def test_staging_memory_is_reused_and_bounded(tmp_path: Path, monkeypatch: pytes
     checkpoint.prepare(state)
     assert len(made) == 1
     for _ in range(3):
-        checkpoint.async_save(tmp_path, state).result(60)
+        checkpoint.async_save(tmp_path, state).result(600)
     assert len(made) == 1
     async_save.POOL.clear()
-    checkpoint.async_save(tmp_path, state, host_buffer_bytes=20 << 20).result(60)
+    checkpoint.async_save(tmp_path, state, host_buffer_bytes=20 << 20).result(600)
     assert made[1:] == [20 << 20]
     assert torch.equal(checkpoint.read(tmp_path)["a"], state["a"])
 
@@ -251,7 +251,7 @@ def test_any_layout_streams_through_a_ring_of_any_size(data: st.DataObject) -> N
         thread = threading.Thread(target=fill)
         thread.start()
         drained = [b"".join(bytes(chunk) for chunk in image.drain(file)) for file in files]
-        thread.join(60)
+        thread.join(600)
         for file, bytes_of_file in zip(files, drained, strict=True):
             assert len(bytes_of_file) == file.num_bytes
             assert bytes_of_file.startswith(file.header)
@@ -285,7 +285,7 @@ def test_where_the_caller_holds_nothing_is_copied_before_the_call_returns(tmp_pa
     gate.set()
     handle.staged()
     state["s"]["a"].zero_()
-    handle.result(60)
+    handle.result(600)
     assert torch.equal(checkpoint.read(tmp_path)["s.a"], -torch.arange(1000.0))
 
 
@@ -303,18 +303,18 @@ def test_an_optimizer_that_is_not_in_the_state_is_held_back(tmp_path: Path, gate
     if not as_list:
         optimizers[1].step()  # is held by nobody
     gate.set()
-    stepped.join(60)
-    handle.result(60)
+    stepped.join(600)
+    handle.result(600)
     assert torch.equal(checkpoint.read(tmp_path)["s"], torch.zeros(100))
     assert torch.equal(weights[0].detach(), torch.full((100,), -1.0))
 
 
 def test_no_thread_is_left(tmp_path: Path) -> None:
     for _ in range(5):
-        checkpoint.async_save(tmp_path, {"a": torch.zeros(8)}).result(60)
+        checkpoint.async_save(tmp_path, {"a": torch.zeros(8)}).result(600)
     for thread in threading.enumerate():
         if thread.name.startswith("reshard-ckpt"):
-            thread.join(60)
+            thread.join(600)
     assert not [t for t in threading.enumerate() if t.name.startswith("reshard-ckpt")]
 
 
@@ -329,7 +329,7 @@ def test_a_load_waits_for_what_a_lazy_save_still_copies(tmp_path: Path, gate: th
     handle = checkpoint.async_save(tmp_path / "async", state, staging="lazy")
     threading.Timer(0.1, gate.set).start()
     checkpoint.load(tmp_path / "first", state)
-    handle.result(60)
+    handle.result(600)
     assert same(checkpoint.read(tmp_path / "async"), checkpoint.read(tmp_path / "second"))
 
 
@@ -343,5 +343,5 @@ def test_what_fails_before_the_thread_runs_is_raised_at_once_and_leaves_no_sessi
     with pytest.raises(MemoryError, match="no host memory"):
         checkpoint.async_save(tmp_path, {"a": torch.zeros(8)})
     monkeypatch.undo()
-    checkpoint.async_save(tmp_path, {"a": torch.ones(8)}).result(60)
+    checkpoint.async_save(tmp_path, {"a": torch.ones(8)}).result(600)
     assert checkpoint.read(tmp_path)["a"][0] == 1

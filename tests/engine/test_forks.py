@@ -26,7 +26,7 @@ def in_child(task: Callable[[], object]) -> str:
     child = os.fork()
     if child == 0:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(60)
+        signal.alarm(600)
         try:
             said = str(task())
         except BaseException as error:

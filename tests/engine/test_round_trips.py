@@ -30,7 +30,7 @@ class Rounds:
     """A `before` that answers requests for sizes and digests only once so many are under way."""
 
     def __init__(self, together: int) -> None:
-        self._barrier = threading.Barrier(together, timeout=60)
+        self._barrier = threading.Barrier(together, timeout=600)
         self._lock, self.requests = threading.Lock(), 0
 
     def __call__(self, operation: str, key: str) -> None:

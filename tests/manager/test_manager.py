@@ -356,17 +356,17 @@ began, go = threading.Event(), threading.Event()
 
 def slow(*args, **options):
     began.set()
-    assert go.wait(60)
+    assert go.wait(600)
     return publish(*args, **options)
 
 engine_save.publish = slow
 if how == "own handler":
     signal.signal(signal.SIGTERM, lambda *_: (print("own", flush=True), sys.exit(7)))
-grace = {"plain": False, "short": 0.2}.get(how, True)
+grace = {"plain": False, "short": 0.2}.get(how, 600.0)
 manager = checkpoint.Manager(root, keep_last=1, finish_on_sigterm=grace)
 manager.async_save(1, {"w": torch.arange(1000.0)})
-assert began.wait(60)
-if how != "short":
+assert began.wait(600)
+if grace == 600:
     threading.Timer(0.2, go.set).start()  # the commit comes well after the signal
 os.kill(os.getpid(), signal.SIGTERM)
 signal.pause()
@@ -375,9 +375,7 @@ signal.pause()
 
 @pytest.mark.parametrize(("how", "code"), [("finish", -signal.SIGTERM), ("own handler", 7)])
 def test_sigterm_finishes_the_save_and_then_does_what_it_did(tmp_path: Path, how: str, code: int):
-    done = subprocess.run(
-        [warm_python(), "-c", SCRIPT, tmp_path, how], cwd=ROOT, timeout=120, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([warm_python(), "-c", SCRIPT, tmp_path, how], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stderr
     assert ("own" in done.stdout) == (how == "own handler")
     with Manager(tmp_path) as manager:  # the dead job's lock is gone
@@ -387,7 +385,7 @@ def test_sigterm_finishes_the_save_and_then_does_what_it_did(tmp_path: Path, how
 
 
 def test_without_being_asked_sigterm_ends_the_job_and_the_next_one_cleans_up(tmp_path: Path):
-    done = subprocess.run([warm_python(), "-c", SCRIPT, tmp_path, "plain"], cwd=ROOT, timeout=120, check=False)
+    done = subprocess.run([warm_python(), "-c", SCRIPT, tmp_path, "plain"], cwd=ROOT, check=False)
     assert done.returncode == -signal.SIGTERM
     assert list((tmp_path / "step_1").rglob("*.safetensors"))
     with Manager(tmp_path) as manager:
@@ -396,9 +394,7 @@ def test_without_being_asked_sigterm_ends_the_job_and_the_next_one_cleans_up(tmp
 
 
 def test_a_save_that_takes_longer_than_it_may_is_given_up(tmp_path: Path):
-    done = subprocess.run(
-        [warm_python(), "-c", SCRIPT, tmp_path, "short"], cwd=ROOT, timeout=50, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([warm_python(), "-c", SCRIPT, tmp_path, "short"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGTERM
     assert "not finished within 0.2 s, so given up" in done.stderr
     with Manager(tmp_path) as manager:

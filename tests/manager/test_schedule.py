@@ -197,7 +197,7 @@ def ranks_agree(root: str, steps: int) -> list[int]:
 
 
 def other_steps(root: str) -> Outcome:
-    with Manager(root, interval="auto", mtbf="6h", timeout_s=30) as manager:
+    with Manager(root, interval="auto", mtbf="6h") as manager:
         return outcome(lambda: manager.should_save(7 + torch.distributed.get_rank()))
 
 

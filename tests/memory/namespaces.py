@@ -25,7 +25,7 @@ from tests.launch import RanksFailed, _init_group, run_ranks
 
 NETWORK, MOUNT, FOLDERS = "network namespaces", "mount namespaces", "folders"
 _HOLD = 'mount -t tmpfs -o size=256m,mode=1777 tmpfs "$0" && echo held && exec cat'
-_TRIES, _DUMP_S = 3, 110
+_TRIES, _LIMIT_S = 3, 600
 
 
 class Nodes(AbstractContextManager["Nodes"]):
@@ -131,7 +131,8 @@ class Nodes(AbstractContextManager["Nodes"]):
             stuck = self._folder / f"stuck-{self._runs}"
             stuck.mkdir()
             try:
-                return run_ranks(_rank, len(names), pids, network, str(stuck), function, (str(root), folders, *args), init=False)
+                passed = (str(root), folders, *args)
+                return run_ranks(_rank, len(names), pids, network, str(stuck), function, passed, timeout_s=_LIMIT_S, init=False)
             except RanksFailed:
                 if not any(stuck.iterdir()):
                     raise
@@ -148,7 +149,7 @@ def _rank(
         while num_threads() > 1:
             time.sleep(0.001)  # it is told to end, and may not have yet
         _enter(pids[rank], ["net", "mnt"] if network else ["mnt"])
-        faulthandler.dump_traceback_later(_DUMP_S)
+        faulthandler.dump_traceback_later(_LIMIT_S - 10)
     if network:
         address, interface = network
         os.environ.update(MASTER_ADDR=address, MASTER_PORT="29500", GLOO_SOCKET_IFNAME=interface)

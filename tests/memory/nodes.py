@@ -174,7 +174,7 @@ def lose_nodes(root: str, folders: Sequence[str]) -> list[tuple[Any, ...]]:
             group, place, size = groups[copies], rank - copies, 3 - copies
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)
-                with Manager(run, memory=Memory(folder=folder, copies=copies), process_group=group, timeout_s=60) as again:
+                with Manager(run, memory=Memory(folder=folder, copies=copies), process_group=group) as again:
                     state = rows(0, place, size)
                     loaded = again.load_latest(state)
             assert loaded is not None
@@ -199,7 +199,7 @@ def be_damaged(root: str, folders: Sequence[str]) -> dict[str, Any]:
             for step in (5, 6):
                 shutil.rmtree(Path(root, f"step_{step}"), ignore_errors=True)
         dist.barrier()
-        manager = Manager(root, memory=memory, persist_every=1000, timeout_s=60)
+        manager = Manager(root, memory=memory, persist_every=1000)
         state = rows(0, place, 2)
         try:
             found = manager.load_latest(state)
@@ -210,7 +210,7 @@ def be_damaged(root: str, folders: Sequence[str]) -> dict[str, Any]:
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        manager = Manager(root, memory=memory, persist_every=1000, timeout_s=60)
+        manager = Manager(root, memory=memory, persist_every=1000)
         manager.save(1, rows(1, rank, 2))
         handles = {step: saved(manager, step) for step in (2, 3)}
         out["copies"] = [handle.copies for handle in handles.values()]
@@ -283,13 +283,13 @@ def be_damaged(root: str, folders: Sequence[str]) -> dict[str, Any]:
 def one_rank_raises(root: str, folders: Sequence[str]) -> tuple[str, list[int]]:
     """Rank 1 leaves the manager by an error and goes on with something else; rank 0 closes, and must not wait for it for ever."""
     rank = dist.get_rank()
-    manager = Manager(root, memory=Memory(folder=folders[rank]), persist_every=1000, timeout_s=60)
+    manager = Manager(root, memory=Memory(folder=folders[rank]), persist_every=1000)
     manager.async_save(1, rows(1, rank, 2)).result()
     said = ""
     try:
         if rank == 1:
             manager.__exit__(RuntimeError, RuntimeError(), None)
-            Manager(f"{root}/other", timeout_s=60)  # its next call of all ranks
+            Manager(f"{root}/other")  # its next call of all ranks
         else:
             manager.close()
     except PeerError as error:
@@ -309,7 +309,7 @@ def a_save_fails(root: str, folders: Sequence[str]) -> dict[str, Any]:
         return ""
 
     # Two nodes: rank 1 fails before it sends its copy, for which rank 0 does not wait.
-    manager = Manager(f"{root}/two", memory=Memory(folder=folders[rank]), persist_every=1000, timeout_s=60)
+    manager = Manager(f"{root}/two", memory=Memory(folder=folders[rank]), persist_every=1000)
     sealed = MemoryTarget._sealed
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -322,7 +322,7 @@ def a_save_fails(root: str, folders: Sequence[str]) -> dict[str, Any]:
 
     # One node with two ranks and one generation.
     memory = Memory(folder=f"{folders[0]}/one", copies=0, generations=1)
-    manager = Manager(f"{root}/one", memory=memory, persist_every=1000, timeout_s=60)
+    manager = Manager(f"{root}/one", memory=memory, persist_every=1000)
     keep, acknowledge = tier.keep_generation, Tier.acknowledge
     out["first"] = attempt(manager, 1)
     tier.keep_generation = _raising  # type: ignore[assignment]
@@ -338,13 +338,13 @@ def a_save_fails(root: str, folders: Sequence[str]) -> dict[str, Any]:
     Tier.acknowledge = acknowledge  # type: ignore[method-assign]
     manager.__exit__(RuntimeError, RuntimeError(), None)
     dist.barrier()
-    manager = Manager(f"{root}/one", memory=memory, persist_every=1000, timeout_s=60)
+    manager = Manager(f"{root}/one", memory=memory, persist_every=1000)
     state = rows(0, rank, 2)
     found = manager.load_latest(state)
     out["then"] = found and (found.step, are_rows(state, found.step, rank, 2))
     manager.__exit__(RuntimeError, RuntimeError(), None)
     out["asked after more than the deadline"] = ask_late()
-    manager = Manager(f"{root}/behind", memory=memory, persist_every=1, timeout_s=60)
+    manager = Manager(f"{root}/behind", memory=memory, persist_every=1)
     out["one that a rank left out"] = [step for step in range(1, 7) if not (step == 2 and rank) and not attempt(manager, step)]
     manager.__exit__(RuntimeError, RuntimeError(), None)
     return out
@@ -353,7 +353,7 @@ def a_save_fails(root: str, folders: Sequence[str]) -> dict[str, Any]:
 def ask_late() -> bytes:
     """Read a file of the other rank, long after it has begun to serve."""
     rank, data = dist.get_rank(), bytearray(5)
-    links = Links(shared_store("ask late"), rank, 2, timeout_s=60)
+    links = Links(shared_store("ask late"), rank, 2, timeout_s=600)
     links._timeout = timedelta(milliseconds=1)
 
     def read_into(key: str, offset: int, buffers: Sequence[memoryview]) -> None:
@@ -362,11 +362,11 @@ def ask_late() -> bytes:
 
     with serving(links, ["file"], read_into) as server:
         time.sleep(0.2)  # longer than what was the deadline
-        links._timeout = timedelta(seconds=60)
+        links._timeout = timedelta(seconds=600)
         dist.barrier()
         server.read(1 - rank, "file", 7, [memoryview(data)])
     # One that leaves by an error does not wait for the others' word that they are done.
-    links, finish, links_module._FAREWELL_S = Links(shared_store("leave"), rank, 2, timeout_s=60), Serving.finish, 0.01
+    links, finish, links_module._FAREWELL_S = Links(shared_store("leave"), rank, 2, timeout_s=600), Serving.finish, 0.01
     links.timeout_s = 1e6
     if rank == 1:
         Serving.finish = lambda *_: None  # type: ignore[method-assign]

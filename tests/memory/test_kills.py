@@ -21,7 +21,7 @@ def test_a_process_killed_at_any_instant_leaves_a_whole_generation(tmp_path: Pat
     """The harness itself judges what is left after each kill; here, that it did try."""
     command = [warm_python(), "-m", "tests.memory.kills", "--every", str(EVERY), "--out", str(tmp_path / "out")]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     if done.returncode == CANNOT_TRACE:
         pytest.skip(done.stdout.strip().splitlines()[-1])
     assert done.returncode == 0, done.stdout + done.stderr

@@ -82,6 +82,14 @@ def memory(shm: Path) -> Memory:
     return Memory(copies=0, folder=str(shm))
 
 
+@pytest.fixture
+def usual_umask() -> Iterator[None]:
+    """The umask that most users have."""
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
 @pytest.fixture(autouse=True)
 def strict() -> Iterator[None]:
     """A warning that no test expects is an error."""
@@ -583,8 +591,8 @@ def test_what_is_refused(tmp_path: Path, memory: Memory):
             Memory(**wrong)
 
 
+@pytest.mark.usefixtures("usual_umask")
 def test_files_are_for_their_owner_alone_and_links_are_not_followed(tmp_path: Path, memory: Memory, shm: Path):
-    os.umask(0o022)
     root = tmp_path / "run"
     manager = Manager(root, memory=memory)
     manager.async_save(1, state(1)).result()

@@ -104,7 +104,7 @@ def copying(path: Path, kind: str) -> int:
             real(*args, **options)
 
         with mock.patch.object(staging, "copy_run", copy):
-            interrupted = caught(lambda: checkpoint.async_save(path, plain(NEW), staging=kind).result(60))
+            interrupted = caught(lambda: checkpoint.async_save(path, plain(NEW), staging=kind).result(600))
         if calls <= n:
             checkpoint.save(path, plain(OLD))
             break
@@ -120,22 +120,22 @@ def waiting(path: Path) -> None:
     waits = threading.Event()
 
     def then_interrupt(*call: Any) -> Any:
-        assert waits.wait(60)
+        assert waits.wait(600)
         return around(1)(*call)
 
     def wait() -> None:
         waits.set()
-        handle.result(60)
-        time.sleep(60)  # the signal may come a moment later
+        handle.result(600)
+        time.sleep(600)  # the signal may come a moment later
 
     with faulty("write", 1, then_interrupt, thread="reshard-ckpt-save"):
         handle = checkpoint.async_save(path, plain(NEW))
         assert caught(wait)
-        handle.result(60)
+        handle.result(600)
     assert held(path) == NEW
     for thread in threading.enumerate():
         if thread.name.startswith("reshard-ckpt"):
-            thread.join(60)
+            thread.join(600)
     after(path)
 
 
@@ -196,13 +196,13 @@ def ends_while_saving(path: Path) -> None:
     def late() -> None:
         # From Python 3.12 on no thread starts now; before that it does, and nobody waits for it unless asked to.
         try:
-            checkpoint.async_save(path.with_name("late"), plain(NEW)).result(60)
+            checkpoint.async_save(path.with_name("late"), plain(NEW)).result(600)
         except UsageError as error:
             print(f"late: {error}")
             checkpoint.save(path.with_name("late"), plain(NEW))
 
     def wait(real: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        assert ending.wait(60)
+        assert ending.wait(600)
         return real(*args, **options)
 
     atexit.register(late)

@@ -89,7 +89,7 @@ def job_of(case: Case, rank: int, path: Path, listener: socket.socket | None, ti
     def run() -> None:
         options = {}
         if listener is not None:
-            port, wait_s = listener.getsockname()[1], timedelta(seconds=30)
+            port, wait_s = listener.getsockname()[1], timedelta(seconds=600)
             fd = listener.fileno() if rank == 0 else None
             store = dist.TCPStore("127.0.0.1", port, case.ranks, rank == 0, wait_s, master_listen_fd=fd)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=case.ranks, timeout=wait_s)
@@ -109,7 +109,7 @@ def run_case(case: Case, base: Path, kill_after: int | None) -> Traced:
     traced = Traced(str(base), kill_after)
     listener = None
     # Those that go on without the victim may give it up soon; where nobody is killed, nobody is given up on a busy machine.
-    timeout_s = 2.0 if kill_after is not None and case.survivors == "go on" else 30.0
+    timeout_s = 2.0 if kill_after is not None and case.survivors == "go on" else 600.0
     others: list[int] = []
     if case.ranks > 1:
         listener = socket.create_server(("127.0.0.1", 0), backlog=16)

@@ -68,7 +68,7 @@ def test_every_rank_hashes_what_it_writes(job: Job, tmp_path: Path):
 
 @pytest.mark.parametrize("staging", ["eager", "lazy"])
 def test_an_async_save_keeps_one_too(tmp_path: Path, staging: str):
-    checkpoint.async_save(tmp_path, plain(NEW), sha256=True, staging=staging).result(60)
+    checkpoint.async_save(tmp_path, plain(NEW), sha256=True, staging=staging).result(600)
     check(tmp_path)
 
 

@@ -92,7 +92,7 @@ def _filter() -> bool:
     return prctl(_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 == prctl(_SET_SECCOMP, _FILTER, ctypes.addressof(table), 0, 0)
 
 
-def fork(main: Callable[[], None], *, traced: bool = False, timeout_s: float = 60) -> int:
+def fork(main: Callable[[], None], *, traced: bool = False, timeout_s: float = 600) -> int:
     """Run `main` in a child of its own; 0 is its exit status if it returns."""
     sys.stdout.flush()
     sys.stderr.flush()
@@ -124,7 +124,7 @@ class Traced:
     status: int | None = None
     others: dict[int, int] = field(default_factory=dict)
     """Exit statuses of children that are not followed."""
-    timeout_s: float = 60
+    timeout_s: float = 600
     """After so many seconds the child prints its stack and ends: it hangs."""
 
     def start(self, main: Callable[[], None]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import pytest
 from reshard_ckpt.errors import StorageError
 from reshard_ckpt.storage import LocalStorage, LocksUnsupported, MissingKey
 from reshard_ckpt.storage.locks import FileLock, lock_file
+from tests.open_files import open_below
 from tests.storage.contract import StorageContract, put, read_range
 
 
@@ -356,20 +356,15 @@ def test_what_is_no_regular_file_is_not_read_and_not_waited_for(storage: LocalSt
 # --- open files ---
 
 
-def open_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
-def test_open_files_are_bounded_and_closed(storage: LocalStorage):
+def test_open_files_are_bounded_and_closed(storage: LocalStorage, root: Path):
     for i in range(200):
         put(storage, f"d/{i}", bytes([i]))
-    gc.collect()
-    before = open_descriptors()
+    before = open_below(root)
     for i in range(200):
         assert read_range(storage, f"d/{i}", 0, 1) == [bytes([i])]
-    assert open_descriptors() == before + 64
+    assert len(open_below(root)) == len(before) + 64
     storage.close()
-    assert open_descriptors() == before
+    assert open_below(root) == before
 
 
 def test_a_file_read_often_is_opened_once(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch):
@@ -395,9 +390,9 @@ def test_files_are_not_closed_under_a_reading_thread(storage: LocalStorage):
         assert all(pool.map(check, range(3000)))
 
 
-def test_nothing_stays_open_after_writing_publishing_and_failing(storage: LocalStorage):
+def test_nothing_stays_open_after_writing_publishing_and_failing(storage: LocalStorage, root: Path):
     put(storage, "a/b/f")
-    before = open_descriptors()
+    before = open_below(root)
     storage.publish("catalog", b"x")
     storage.create("a/g").abort()
     for key in ("a", "a/b/f", "a/b/f/g"):
@@ -405,7 +400,7 @@ def test_nothing_stays_open_after_writing_publishing_and_failing(storage: LocalS
             storage.create(key)
     storage.delete(["a/b/f", "catalog", "none"])
     storage.sync(["a/b/f"])
-    assert open_descriptors() == before
+    assert open_below(root) == before
 
 
 def test_a_forked_child_does_not_keep_its_parents_lock(tmp_path: Path):

@@ -202,7 +202,7 @@ def test_one_optimizer_that_is_held_twice_is_let_go_of_once(tmp_path: Path) -> N
         state = {**state_of(optimizer), "again": {"and": [optimizer]}}
         handle = checkpoint.async_save(tmp_path, state, staging="lazy")
         optimizer.step()
-        handle.result(60)
+        handle.result(600)
 
 
 # --- what comes through is found ---
@@ -320,7 +320,7 @@ def test_a_save_that_ends_while_torch_iterates_over_hooks_does_not_disturb_it(
     stage, wait_for = async_save.SaveThread._stage, async_save.RunningSave.wait_for
 
     def held(self: async_save.SaveThread, fill: Callable[[], None]) -> BaseException | None:
-        awaited.wait(60)
+        awaited.wait(600)
         return stage(self, fill)
 
     def asked(self: async_save.RunningSave, future: Future[None]) -> None:
@@ -333,7 +333,7 @@ def test_a_save_that_ends_while_torch_iterates_over_hooks_does_not_disturb_it(
     ran: list[int] = []
 
     def while_iterating(*_: object) -> None:
-        handle.result(60)
+        handle.result(600)
         ran.append(1)
 
     for _ in range(3):

@@ -175,5 +175,5 @@ def test_memory_is_bounded(tmp_path):
     """300 MB pass through less than 150 MiB."""
     checkpoint.save(tmp_path / "ours", {f"w{i}": torch.full((25, 1_000_000), float(i)) for i in range(3)})
     command = [warm_python(), "-c", _WRITE, str(tmp_path / "ours"), str(tmp_path / "dcp")]
-    grown = int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout)
+    grown = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     assert grown < 150
