@@ -46,7 +46,9 @@ from reshard_ckpt.errors import CheckpointError
 SHAPES = {"embed": (96, 64), "layers.0.qkv": (48, 32, 5), "layers.1.norm": (129,), "head": (64, 800), "scale": (), "none": (0, 7)}
 DTYPES = {"embed": torch.bfloat16, "layers.0.qkv": torch.float32, "layers.1.norm": torch.float64, "head": torch.float32,
           "scale": torch.float32, "none": torch.float16}  # fmt: skip
-TIMEOUT_S = 15
+TIMEOUT_S = 60
+JOIN_S = 30
+"""How long ranks wait for each other at the start of a job: in vain where one was killed before it came."""
 WRONG, SAID = 3, 4
 """Exit codes of a rank: what it loaded was wrong; or it ended by a named error, as it should where another was killed."""
 
@@ -146,8 +148,8 @@ class Usage:
 
     @classmethod
     def at_rest(cls, before: Usage) -> Usage:
-        """Wait until it has no more than before, some seconds at most: threads that are done take a moment to end."""
-        deadline = time.monotonic() + 5
+        """Wait until it has no more than before, a minute at most: threads that are done take a moment to end."""
+        deadline = time.monotonic() + 60
         while (usage := cls.now()).grew_from(before) and time.monotonic() < deadline:
             time.sleep(0.01)
         return usage
@@ -163,13 +165,12 @@ class Job:
 
     root: str
     size: int
-    port: int
     seed: int
     saves: int
 
 
-def work(job: Job, rank: int, report: int) -> int:
-    """Run one rank; returns its exit code."""
+def work(job: Job, rank: int, listener: socket.socket, report: int) -> int:
+    """Run one rank, the first one with its store at the socket; returns its exit code."""
     raw_write = os.write
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # torch prints a page for each peer that dies
 
@@ -180,9 +181,12 @@ def work(job: Job, rank: int, report: int) -> int:
     faulthandler.dump_traceback_later(8 * TIMEOUT_S, file=report)  # where it hangs, if it does
     try:
         try:
-            timeout = timedelta(seconds=2 * TIMEOUT_S)
-            url = f"tcp://127.0.0.1:{job.port}"
-            dist.init_process_group("gloo", init_method=url, rank=rank, world_size=job.size, timeout=timeout)
+            join_s, port = timedelta(seconds=JOIN_S), listener.getsockname()[1]
+            if rank:
+                listener.close()
+            fd = None if rank else listener.detach()
+            store = dist.TCPStore("127.0.0.1", port, job.size, rank == 0, join_s, master_listen_fd=fd)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=job.size, timeout=join_s)
         except RuntimeError as error:  # another rank was killed before the group was there
             say("alone", type(error).__name__)
             return SAID
@@ -269,7 +273,7 @@ class Soak:
 
     def generation(self) -> None:
         draw, counts = self.draw, self.tally.counts
-        job = Job(str(self.root), draw.randint(1, 4), _free_port(), draw.randrange(1 << 30), draw.randint(4, 14))
+        job = Job(str(self.root), draw.randint(1, 4), draw.randrange(1 << 30), draw.randint(4, 14))
         kill = draw.choice(["none", "one", "all", "all"])
         counts[f"jobs of {job.size}"] += 1
         lines, codes, killed = self._run(job, kill, draw.randrange(job.saves * job.size), draw.randrange(job.size))
@@ -293,13 +297,15 @@ class Soak:
     def _run(self, job: Job, kill: str, after_lines: int, victim: int) -> tuple[list[str], list[int], set[int]]:
         """Fork the ranks, kill once so many lines are written, wait; returns lines, exit codes, and who was killed alive."""
         reading, writing = os.pipe()
+        listener = socket.create_server(("127.0.0.1", 0), backlog=16)
         ranks = []
         for rank in range(job.size):
             if (child := os.fork()) == 0:
                 os.close(reading)
-                os._exit(work(job, rank, writing))
+                os._exit(work(job, rank, listener, writing))
             ranks.append(child)
         os.close(writing)
+        listener.close()
         chunks: list[bytes] = []
         listener = threading.Thread(target=lambda: chunks.extend(iter(lambda: os.read(reading, 1 << 16), b"")))
         listener.start()
@@ -382,12 +388,6 @@ class Soak:
             opened.write(bytes([byte ^ 1 << self.draw.randrange(8)]))
         self.damaged.add(step)
         self.tally.counts["checkpoints damaged on purpose"] += 1
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 WARM_UP = 5

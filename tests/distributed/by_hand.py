@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from tests.launch import ROOT
@@ -26,9 +28,16 @@ def init():
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Find a port that nobody has, and that the system gives to nobody else meanwhile: it is none of those of connections."""
+    lent = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    first = int(lent.read_text().split()[0]) if lent.exists() else 49152
+    draw = random.SystemRandom()
+    tried = [*(draw.randrange(max(1024, first // 2), first) for _ in range(100 if first > 2048 else 0)), 0]
+    for port in tried:
+        with suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return int(probe.getsockname()[1])
+    raise AssertionError("no port is free")
 
 
 def run_by_hand(

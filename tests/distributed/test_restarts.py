@@ -90,9 +90,11 @@ def test_a_job_whose_workers_are_killed_twice_goes_on_twice(tmp_path: Path) -> N
 
 def two_nodes(folder: Path, steps: int, kills: str, leaves: int) -> tuple[list[int], str]:
     """Run a job that a second node joins once the first has saved; returns the exit codes and all output."""
+    # A node that is gone is missed for this long in seconds; no node is taken for that on a machine that is busy.
+    gone_s = 20 if leaves else 300
     args = (
         *("--nnodes=1:2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"),
-        *("--rdzv-id=restarts", "--rdzv-conf=last_call_timeout=3,keep_alive_interval=2,keep_alive_max_attempt=10"),
+        *("--rdzv-id=restarts", f"--rdzv-conf=last_call_timeout=3,keep_alive_interval=2,keep_alive_max_attempt={gone_s // 2}"),
         *(restarts.__file__, str(folder), str(steps), kills, "2", str(leaves)),
     )
     first, second = folder / "first", folder / "second"
