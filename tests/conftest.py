@@ -8,6 +8,9 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A print is two writes where output is unbuffered, so that lines of ranks mix.
 os.environ.pop("PYTHONUNBUFFERED", None)
+# Some services set them, so that commands draw for a terminal where there is none.
+for _name in ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS", "LINES"):
+    os.environ.pop(_name, None)
 
 import pytest
 from hypothesis import HealthCheck, settings

@@ -8,6 +8,7 @@ import os
 import runpy
 import signal
 import sys
+import threading
 
 import transformers.models.llama.modeling_llama  # noqa: F401
 
@@ -18,7 +19,10 @@ NUM_STEPS = 12
 
 
 class Printed(io.StringIO):
-    """What a rank prints; it gets SIGTERM once that has a line."""
+    """What a rank prints; it gets SIGTERM once that has a line, and goes on when the ranks have agreed on where they stop.
+
+    A rank whose thread for that came late to its turn might else be done with all steps before.
+    """
 
     def __init__(self, until: str) -> None:
         super().__init__()
@@ -27,6 +31,9 @@ class Printed(io.StringIO):
     def write(self, text: str) -> int:
         if self.until and self.until in text:
             os.kill(os.getpid(), signal.SIGTERM)
+            for thread in threading.enumerate():
+                if thread.name == "reshard-ckpt-stop":
+                    thread.join()
         return super().write(text)
 
 
