@@ -8,9 +8,6 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A print is two writes where output is unbuffered, so that lines of ranks mix.
 os.environ.pop("PYTHONUNBUFFERED", None)
-# Some services set them, so that commands draw for a terminal where there is none.
-for _name in ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS", "LINES"):
-    os.environ.pop(_name, None)
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -23,6 +20,12 @@ settings.register_profile("dev", deadline=None, suppress_health_check=_CALM)
 settings.register_profile("ci", deadline=None, suppress_health_check=_CALM, derandomize=True, print_blob=True)
 settings.register_profile("long", deadline=None, suppress_health_check=_CALM, max_examples=5000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
+
+
+def pytest_configure() -> None:
+    """Take away the variables that some services set, so that commands draw for a terminal where there is none."""
+    for name in ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS", "LINES"):
+        os.environ.pop(name, None)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

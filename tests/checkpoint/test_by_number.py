@@ -95,5 +95,5 @@ def test_names_where_numbers_are_wanted_are_told(tmp_path: Path):
 def test_nothing_is_told_of_an_optimizer_that_is_named(tmp_path: Path):
     model, optimizer = trained(3)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", UserWarning)
         checkpoint.save(tmp_path / "a", {"model": model, "optimizer": optimizer})

@@ -168,7 +168,7 @@ def test_an_empty_place_for_saved_state_is_said(tmp_path: Path):
     # One that has its state takes it, in torch's order of parameters.
     stepped = model_and_optimizer(2, steps=1)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", UserWarning)
         dcp.load({"optimizer": stepped[1]}, checkpoint_id=tmp_path)
     assert same_training((model, stepped[1]), (model, optimizer))
 

@@ -22,6 +22,7 @@ class Outcome:
 def outcome(call: Callable[[], Any]) -> Outcome:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        warnings.simplefilter("ignore", ResourceWarning)  # of garbage that happens to be collected now
         try:
             call()
         except Exception as error:

@@ -142,7 +142,7 @@ def test_damaged_checkpoints_are_passed_over_and_said(root: str):
         assert result.step == 100
         assert holds(loaded, 100)
         assert [line.split(":")[0] for line in result.passed_over] == ["step 300", "step 200"]
-        assert len(said) == 2
+        assert len([one for one in said if issubclass(one.category, UserWarning)]) == 2
         assert "is damaged in bytes" in result.passed_over[0]
 
 
