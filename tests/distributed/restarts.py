@@ -97,7 +97,7 @@ def main(folder: str, num_steps: int, kills: dict[int, int], num_ranks: int, lea
             step, counted = step + 1, counted + (size == num_ranks or (root / "left").exists())
             if rank == kills.get(counted) and once(root / f"killed-{counted}"):
                 die_while_writing()
-            if counted == leaves and "AGENT" in os.environ and once(root / "left"):
+            if leaves and counted == leaves and "AGENT" in os.environ and once(root / "left"):
                 die_while_writing(int(os.environ["AGENT"]))
             manager.async_save(step, {"w": share(rank, size, step), "step": step, "counted": counted}).result()
             if rank == 0:
