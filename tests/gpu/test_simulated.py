@@ -37,6 +37,14 @@ def numbered(mib: float, first: int = 0) -> torch.Tensor:
     return torch.arange(first, first + int(mib * MIB) // 4, dtype=torch.int32)
 
 
+def settle() -> None:
+    """Wait until the threads of saves have ended, and let go of what they had, and the device has done all."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("reshard-ckpt"):
+            thread.join(600)
+    torch.accelerator.synchronize()
+
+
 # --- saving ---
 
 
@@ -134,6 +142,7 @@ def test_memory_of_the_device_does_not_grow_from_save_to_save(tmp_path: Path) ->
     reserved = []
     for number in range(40):
         checkpoint.async_save(tmp_path / str(number % 2), {"s": state}).result(600)
+        settle()
         reserved.append(simulated.counters().reserved)
     assert reserved[1] == reserved[-1]
     assert simulated.counters().largest_temporary == 0
@@ -191,9 +200,7 @@ def test_pinned_memory_is_the_ring_and_is_given_back(tmp_path: Path) -> None:
     state = {"a": numbered(33).to("sim")}
     checkpoint.async_save(tmp_path, state).result(600)
     assert simulated.counters().pinned - before <= 34 * MIB + 4 * MIB
-    for thread in threading.enumerate():
-        if thread.name.startswith("reshard-ckpt"):
-            thread.join(600)
+    settle()
     POOL.clear()
     assert simulated.counters().pinned == before
 
