@@ -20,6 +20,7 @@ import torch
 
 from ..comm import CHANGED, FAILED, Comm, Turn
 from ..comm.exchange import HOST, carries, node_name, open_exchange
+from ..comm.group import current_accelerator
 from ..core.catalog.model import Catalog
 from ..core.catalog.specs import Ints
 from ..core.report import LoadReport, summarize
@@ -261,7 +262,7 @@ class Job:
         """Choose where messages lie that travel without the host: with what they carry, whatever device is current."""
         both = (opened.held, opened.wanted)
         travel = (tensor.device for local in both for tensor in compress(memory_rows(local), self._travels(local)))
-        return next(travel, torch.accelerator.current_accelerator() or HOST)
+        return next(travel, current_accelerator() or HOST)
 
     def _find_overlaps(self, opened: _Opened) -> Overlaps:
         catalog = self._source.catalog

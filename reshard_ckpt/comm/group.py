@@ -235,4 +235,12 @@ def device_of(group: dist.ProcessGroup) -> torch.device:
     """Return where the group's backend wants its tensors."""
     if any(name in dist.get_backend(group) for name in ("gloo", "mpi")):
         return torch.device("cpu")
-    return torch.accelerator.current_accelerator() or torch.device("cpu")
+    return current_accelerator() or torch.device("cpu")
+
+
+def current_accelerator() -> torch.device | None:
+    """Return the accelerator of this process, without an index; None if it has none."""
+    try:
+        return torch.accelerator.current_accelerator()
+    except RuntimeError:  # torch 2.6 raises where there is none
+        return None

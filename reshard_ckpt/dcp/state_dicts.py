@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
+from ..comm.group import current_accelerator
 from ..core.catalog.links import GROUPS, STATE
 from ..errors import UsageError
 from ..state import optimizer_dicts
@@ -93,7 +94,7 @@ def _materialize(tensor: torch.Tensor) -> torch.Tensor:
 def _job_device() -> torch.device:
     """Return the device of a tensor that names none: the accelerator, unless the job uses gloo alone or no process group."""
     if dist.is_available() and dist.is_initialized() and str(dist.get_backend()) != "gloo":
-        return torch.accelerator.current_accelerator() or torch.device("cpu")
+        return current_accelerator() or torch.device("cpu")
     return torch.device("cpu")
 
 

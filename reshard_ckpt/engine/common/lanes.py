@@ -24,6 +24,8 @@ from typing import Any
 
 import torch
 
+from ...comm.group import current_accelerator
+
 PACK_BYTES = 4 << 20
 """The most that is packed on a device before it goes over the link: enough for the link's full rate."""
 
@@ -98,10 +100,7 @@ def has_lane(device: torch.device) -> bool:
     """Tell whether work on a device is queued on streams that torch knows."""
     if device.type in _WITHOUT_STREAMS:
         return False
-    try:
-        accelerator = torch.accelerator.current_accelerator()
-    except RuntimeError:  # torch 2.6 raises where there is none
-        return False
+    accelerator = current_accelerator()
     return accelerator is not None and accelerator.type == device.type
 
 

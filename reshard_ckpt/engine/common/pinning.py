@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ...comm.group import current_accelerator
 from .lanes import on_device
 
 
@@ -80,7 +81,7 @@ def empty_pinned(num_bytes: int) -> torch.Tensor:
 
 
 def _registrar() -> Registrar | None:
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = current_accelerator()
     return None if accelerator is None else REGISTRARS.get(accelerator.type)
 
 

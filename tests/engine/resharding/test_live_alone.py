@@ -41,6 +41,16 @@ def test_a_kept_reshard_follows_memory_that_lies_in_another_order(staged: bool):
         assert same(dst["w"], values_of(SHAPE, "F32", number + 1)), (held, wanted)
 
 
+def test_torch_2_6_raises_where_there_is_no_accelerator(monkeypatch: pytest.MonkeyPatch):
+    def refuse() -> None:
+        raise RuntimeError("Cannot access accelerator device when none is available.")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", refuse)
+    into = torch.zeros(SHAPE)
+    checkpoint.reshard_live({"w": values_of(SHAPE, "F32", 1)}, {"w": into})
+    assert same(into, values_of(SHAPE, "F32", 1))
+
+
 @pytest.mark.parametrize("staged", [False, True])
 def test_memory_that_source_and_destination_share_is_left_alone(staged: bool):
     shared, other, into = values_of(SHAPE, "F32", 1), values_of(SHAPE, "F32", 2), torch.zeros(SHAPE)
