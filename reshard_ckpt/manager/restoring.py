@@ -175,7 +175,8 @@ class Restoring:
         if in_store:
             self._stored.note_good(step)
         if self._memory is not None:
-            self._memory.loaded(step, lambda: self._stored.save_ids_beyond(step))
+            own: Callable[[], str] = (lambda: self._stored.save_id(step)) if in_store else str
+            self._memory.loaded(step, lambda: self._stored.save_ids_beyond(step), own)
 
     def _newest_except(self, passed: Mapping[int, str]) -> int | None:
         """Return the newest step in the store, as rank 0 sees it, without those already passed over."""

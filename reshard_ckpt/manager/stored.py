@@ -69,6 +69,10 @@ class StoredSteps:
         left = sorted({*self.steps()} - {*passed}, reverse=True)
         return next((step for step in left if self._counts(step)), -1)
 
+    def save_id(self, step: int) -> str:
+        """Return the id of the save of a step."""
+        return self._info(step).save_id
+
     def save_ids_beyond(self, step: int) -> list[str]:
         """List the ids of the saves of newer steps; one whose catalog is damaged has none that is known."""
         newer = (self._info(other).save_id for other in self.steps() if other > step)

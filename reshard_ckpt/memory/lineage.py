@@ -49,11 +49,15 @@ class Lineage:
         """Begin an attempt, before it is known from where."""
         return Lineage(self.run, self.attempt + 1, self.starts, self.superseded)
 
-    def loaded(self, step: int, newer: Iterable[str]) -> Lineage:
-        """Begin an attempt at a step; `newer` are the ids of the saves in the store beyond it."""
+    def loaded(self, step: int, newer: Iterable[str], own: str = "") -> Lineage:
+        """Begin an attempt at a step; `newer` are the ids of the saves in the store beyond it.
+
+        `own` is that of what was loaded, if it was in the store: it counts again, also if it had been gone back from.
+        """
         attempt = self.attempt + 1
         starts = (*self.starts, (attempt, step))[-_MAX_STARTS:]
-        return Lineage(self.run, attempt, starts, tuple(dict.fromkeys((*self.superseded, *newer)))[-_MAX_STARTS:])
+        superseded = tuple(dict.fromkeys(one for one in (*self.superseded, *newer) if one != own))
+        return Lineage(self.run, attempt, starts, superseded[-_MAX_STARTS:])
 
     def counts(self, attempt: int, step: int) -> bool:
         """Whether what an attempt saved at a step was not superseded by a later one that began before it."""

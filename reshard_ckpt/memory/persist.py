@@ -100,10 +100,15 @@ def persist(comm: Comm, images: NodeImages, generation: Generation, mine: Sequen
     comm.broadcast(b"" if comm.rank == 0 else None)
 
 
-def is_persisted(storage: Storage, generation: Generation) -> bool:
-    """Whether the store has the checkpoint of this save; one whose catalog is damaged is none."""
+def stored_save_id(storage: Storage) -> str:
+    """Return the id of the save that the store has; empty where there is none, or its catalog is damaged."""
     try:
         found = look(storage).catalog
-        return bool(found) and decode_catalog(cast(bytes, found)).save_id == generation.save_id
+        return decode_catalog(found).save_id if found else ""
     except CorruptError:
-        return False
+        return ""
+
+
+def is_persisted(storage: Storage, generation: Generation) -> bool:
+    """Whether the store has the checkpoint of this save."""
+    return stored_save_id(storage) == generation.save_id

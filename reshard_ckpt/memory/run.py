@@ -33,7 +33,7 @@ from .generations import Generation, drop_generations, find_generations
 from .lineage import decode_lineage, keep_lineage, read_lineage
 from .node import machine_id, node_id, run_folder
 from .options import Memory
-from .persist import is_persisted
+from .persist import is_persisted, stored_save_id
 from .restore import Restorable, find_newest, open_images
 from .tier import MemoryTarget, Tier
 from .topology import find_topology
@@ -275,18 +275,19 @@ class MemoryRun:
         size = len(self._tier.topology.node_of)
         return Links(self._named(f"load/{name}"), self._rank, size, timeout_s=self._timeout_s)
 
-    def loaded(self, step: int, newer: Callable[[], list[str]]) -> None:
+    def loaded(self, step: int, newer: Callable[[], list[str]], own: Callable[[], str]) -> None:
         """Begin an attempt at the step that was loaded: what lies beyond it no longer counts. Collective.
 
         Parameters
         ----------
-        newer
-            Returns the ids of saves in the store beyond that step; called on rank 0.
+        newer, own
+            Return the ids of saves in the store beyond that step, and that of the one that was loaded from there, or nothing;
+            called on rank 0.
         """
         with open_session("begin at", f"{self._root} step {step}", **self._session) as comm:
             if comm.rank == 0:
                 begun = [g.save_id for g in self._on_the_way() if g.step > step]
-                self._lineage = self._lineage.loaded(step, [*newer(), *begun])
+                self._lineage = self._lineage.loaded(step, [*newer(), *begun], own())
                 keep_lineage(self._storage, self._lineage)
             self._adopt(comm.broadcast(self._lineage.encoded() if comm.rank == 0 else None))
         self._rule.begin(step)
@@ -345,8 +346,7 @@ class MemoryRun:
             mine = [file.key for file in generation.decoded_catalog().files if file.rank == self._rank]
         else:
             with open_session("newest of", self._root, **self._session) as comm:
-                own = b"%d" % max(find_steps(self._storage)[0], default=0) if comm.rank == 0 else None
-                at_least = int(comm.broadcast(own))
+                at_least = int(comm.broadcast(b"%d" % self._newest_stored() if comm.rank == 0 else None))
             found = self.find(at_least)
             if found is None:
                 return
@@ -355,6 +355,14 @@ class MemoryRun:
         if generation.save_id not in self._stored and not self._is_stored(generation, path):
             session = open_session("persist", path, **self._session)
             self._persist(generation, mine, path, session).wait(None)
+
+    def _newest_stored(self) -> int:
+        """Find the newest step in the store that counts; 0 where there is none."""
+        for step in reversed(find_steps(self._storage)[0]):
+            with open_storage(self._path(step)) as storage:
+                if not self.is_superseded(stored_save_id(storage)):
+                    return step
+        return 0
 
 
 def _refuse_options(options: SaveOptions) -> None:

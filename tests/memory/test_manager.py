@@ -543,6 +543,31 @@ def test_a_damaged_one_that_was_gone_back_from_does_not_hide_others_that_are(tmp
         killed(manager)
 
 
+def test_a_step_that_was_gone_back_from_counts_again_once_it_is_loaded(tmp_path: Path, memory: Memory):
+    with Manager(tmp_path, memory=memory) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state(step))
+        manager.load(1, state(0))
+        manager.load(2, state(0))
+        assert (manager.steps(), manager.latest()) == ([1, 2], 2)
+        manager.load(1, state(0))
+        manager.load(3, state(0))
+        assert (manager.steps(), manager.latest()) == ([1, 3], 3)  # of the step between, nobody said so
+        killed(manager)
+    with Manager(tmp_path, memory=memory) as manager:
+        assert loaded(manager) == (3, "store")
+
+
+def test_closing_sends_what_was_loaded_from_memory_where_the_store_has_what_no_longer_counts(tmp_path: Path, memory: Memory):
+    manager = Manager(tmp_path, memory=memory, persist_every=1000)
+    manager.async_save(1, state(1)).result()
+    manager.save(2, state(2))
+    killed(manager)
+    with Manager(tmp_path, memory=memory, persist_every=1000) as manager:
+        manager.load(1, state(0))
+    assert_is_stored(tmp_path, 1)
+
+
 def test_closing_writes_nothing_older_than_what_is_in_the_store(tmp_path: Path, memory: Memory):
     with Manager(tmp_path, memory=memory, persist_every=1000) as manager:
         manager.async_save(1, state(1)).result()
