@@ -199,4 +199,4 @@ def _whole(saved: Catalog, name: str) -> tuple[TensorSpec, torch.Tensor]:
     shape, dtype = saved.shape(index), saved.dtype(index)
     piece = box_piece((0,) * len(shape), shape, 0, row_major_strides(shape))
     pieces = (piece,) if np.prod(shape) else ()
-    return TensorSpec(name, dtype, shape, pieces), torch.empty(shape, dtype=TORCH_DTYPES[dtype])
+    return TensorSpec(name, dtype, shape, pieces), torch.empty(shape, dtype=TORCH_DTYPES[dtype], device="cpu")

@@ -103,11 +103,14 @@ class Exchange:
     def swap(self, messages: Sequence[bytes]) -> list[bytes]:
         """Send message r to rank r, and return those of all ranks to this one. Collective; for what is small."""
         sent = [len(message) for message in messages]
-        sizes, received = (torch.tensor(sent, dtype=torch.int64), torch.empty(self.size, dtype=torch.int64))
+        sizes, received = (
+            torch.tensor(sent, dtype=torch.int64, device="cpu"),
+            torch.empty(self.size, dtype=torch.int64, device="cpu"),
+        )
         each = [sizes.element_size()] * self.size
         self._swap(sizes.view(torch.uint8), each, received.view(torch.uint8), each)
         outgoing = torch.frombuffer(bytearray(b"".join(messages)) or bytearray(1), dtype=torch.uint8)[: sum(sent)]
-        incoming = torch.empty(int(received.sum()), dtype=torch.uint8)
+        incoming = torch.empty(int(received.sum()), dtype=torch.uint8, device="cpu")
         self._swap(outgoing, sent, incoming, received.tolist())
         data, ends = incoming.numpy().tobytes(), received.cumsum(0).tolist()
         return [data[end - size : end] for size, end in zip(received.tolist(), ends, strict=True)]

@@ -221,8 +221,8 @@ def _own_store(group: dist.ProcessGroup) -> Any:
         host = own_address(_usual_host())
         store = _STORES.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
         address = f"{host} {store.port}"
-    message = torch.zeros(_ADDRESS_BYTES, dtype=torch.uint8)
-    message[: len(address)] = torch.tensor(list(address.encode()), dtype=torch.uint8)
+    message = torch.zeros(_ADDRESS_BYTES, dtype=torch.uint8, device="cpu")
+    message[: len(address)] = torch.tensor(list(address.encode()), dtype=torch.uint8, device="cpu")
     message = message.to(device_of(group))
     dist.broadcast(message, src=dist.get_global_rank(group, 0), group=group)
     if store is not None:

@@ -126,7 +126,7 @@ class Serving:
             self._tag += 2
             tag = self._tag
         length = sum(len(buffer) for buffer in buffers)
-        answer = torch.empty(length + 1, dtype=torch.uint8)
+        answer = torch.empty(length + 1, dtype=torch.uint8, device="cpu")
         try:
             self._links.send(rank, self._message(_READ, self._number[key], offset, length, tag), _REQUEST)
             self._links.receive(rank, answer, tag)
@@ -148,11 +148,11 @@ class Serving:
         self._thread.join(wait_s)
 
     def _message(self, kind: int, number: int, offset: int, length: int, tag: int) -> torch.Tensor:
-        return torch.tensor([kind, self._links.rank, number, offset, length, tag], dtype=torch.int64)
+        return torch.tensor([kind, self._links.rank, number, offset, length, tag], dtype=torch.int64, device="cpu")
 
     def _serve(self) -> None:
         left = self._links.size - 1
-        message = torch.empty(_FIELDS, dtype=torch.int64)
+        message = torch.empty(_FIELDS, dtype=torch.int64, device="cpu")
         try:
             while left:
                 self._links.receive_any(message, _REQUEST)
@@ -165,7 +165,7 @@ class Serving:
             return  # a rank is gone: whoever waits for this one learns it by a deadline
 
     def _answer(self, number: int, offset: int, length: int) -> torch.Tensor:
-        answer = torch.empty(length + 1, dtype=torch.uint8)
+        answer = torch.empty(length + 1, dtype=torch.uint8, device="cpu")
         answer[0] = 0
         try:
             self._read_into(self._keys[number], offset, [_bytes_of(answer)[1:]])

@@ -111,5 +111,5 @@ def share(exchange: Exchange, num_bytes: int) -> SharedMemory:
     readers = [bool(data) for data in exchange.swap([b"" if memory is None else b"1" for memory in read])]
     if segment is not None:
         segment.close()
-    own = segment.data if segment is not None and any(readers) else torch.empty(0, dtype=torch.uint8)
+    own = segment.data if segment is not None and any(readers) else torch.empty(0, dtype=torch.uint8, device="cpu")
     return SharedMemory(own, read, readers)

@@ -192,7 +192,7 @@ class _Job:
     def chunks_of(self, layout: FileLayout) -> Iterator[memoryview]:
         """Yield the bytes of a file, front to back; each tensor is asked for when it is written."""
         yield memoryview(layout.header)
-        scratch = torch.empty(WRITE_BYTES, dtype=torch.uint8)
+        scratch = torch.empty(WRITE_BYTES, dtype=torch.uint8, device="cpu")
         for part in self.parts[layout.items]:
             if part.data is not None:
                 yield memoryview(part.data)

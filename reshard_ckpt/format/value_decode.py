@@ -136,7 +136,7 @@ def _decode_tensor(body: Any, depth: int) -> torch.Tensor:
     if dtype is torch.bool and data.strip(b"\0\1"):
         raise CorruptError("a bool is neither 0 nor 1")
     if not data:
-        return torch.empty(checked, dtype=dtype)
+        return torch.empty(checked, dtype=dtype, device="cpu")
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).reshape(checked)
 
 

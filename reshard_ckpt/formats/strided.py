@@ -64,7 +64,7 @@ def row_major_bytes(tensor: torch.Tensor, offset: int, num_bytes: int) -> memory
         for dim, (begin, length) in enumerate(zip(low, lengths, strict=True)):
             part = part.narrow(dim, begin, length)
         # Copied even where it counts as contiguous: the stride of a dim of length 1 may be any, and torch then views no bytes.
-        copied = torch.empty(part.numel(), dtype=part.dtype).copy_(part.reshape(-1))
+        copied = torch.empty(part.numel(), dtype=part.dtype, device="cpu").copy_(part.reshape(-1))
         parts.append(copied.view(torch.uint8).numpy())
     data = np.concatenate(parts) if parts else np.zeros(0, np.uint8)
     return data.data[offset - first * each :][:num_bytes]

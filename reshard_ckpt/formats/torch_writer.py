@@ -112,8 +112,8 @@ def _make_placeholders(catalog: Catalog, path: str) -> dict[str, torch.Tensor]:
     for index, at, size in zip(own, begin, sizes, strict=False):
         shape = catalog.shape(index)
         # torch.save refuses storages of different types at one place, which an empty part of the file would be.
-        storage = backing[at : at + size] if size else torch.empty(0).untyped_storage()
-        tensor = torch.empty(0, dtype=dtypes[index]).set_(storage, 0, shape, row_major_strides(shape))
+        storage = backing[at : at + size] if size else torch.empty(0, device="cpu").untyped_storage()
+        tensor = torch.empty(0, dtype=dtypes[index], device="cpu").set_(storage, 0, shape, row_major_strides(shape))
         placeholders[catalog.tensors_table.names[index]] = tensor
     return placeholders | {name: placeholders[source] for name, source in aliases.items()}
 
@@ -155,7 +155,7 @@ def _tensors_in_order(state: Any) -> Iterator[torch.Tensor]:
 def _storage_bytes(tensor: torch.Tensor) -> memoryview:
     """Return the storage of a tensor that is part of a value."""
     storage = tensor.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,)).numpy().data
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, 0, (storage.nbytes(),), (1,)).numpy().data
 
 
 def _add(archive: zipfile.ZipFile, file: Any, name: str, parts: Iterable[bytes | memoryview]) -> None:

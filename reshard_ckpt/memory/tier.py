@@ -183,7 +183,7 @@ class Tier:
         try:
             links, members = self._open_links(table.save_id)
             head = torch.frombuffer(bytearray(table.encoded().ljust(HEADER_BYTES, b"\0")), dtype=torch.uint8)
-            heads = {source: torch.empty(HEADER_BYTES, dtype=torch.uint8) for source in sources}
+            heads = {source: torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu") for source in sources}
             links.swap({members.index(t): head for t in targets}, {members.index(s): heads[s] for s in sources})
             body = taken[self.rank].slot.region()[: sizes[self.rank]]
             bodies = {source: taken[source].slot.region()[: sizes[source]] for source in sources}

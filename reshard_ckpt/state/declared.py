@@ -165,4 +165,4 @@ def _shards(shape: tuple[int, ...], shards: list[tuple[torch.Tensor, Any]], dtyp
     for tensor, offsets in shards:
         yield _Part(tensor, shape, offsets)
     if not shards:  # this rank holds nothing, and still knows the shape
-        yield _Part(torch.empty((0,) * len(shape), dtype=dtype), shape, pieces=[])
+        yield _Part(torch.empty((0,) * len(shape), dtype=dtype, device="cpu"), shape, pieces=[])

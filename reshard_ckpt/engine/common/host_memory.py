@@ -22,7 +22,7 @@ def allocate(num_bytes: int, *, pinned: bool) -> torch.Tensor:
     if pinned:
         return empty_pinned(size)
     mapping = map_private(size)
-    return torch.empty(size, dtype=torch.uint8) if mapping is None else torch.frombuffer(mapping, dtype=torch.uint8)
+    return torch.empty(size, dtype=torch.uint8, device="cpu") if mapping is None else torch.frombuffer(mapping, dtype=torch.uint8)
 
 
 class Pool:

@@ -77,7 +77,7 @@ def empty_pinned(num_bytes: int) -> torch.Tensor:
     mapping = None if _registrar() is None else map_private(num_bytes, PinnableMap)
     if mapping is not None and pin(mapping):
         return torch.frombuffer(mapping, dtype=torch.uint8)
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True, device="cpu")
 
 
 def _registrar() -> Registrar | None:

@@ -139,7 +139,9 @@ class Rounds:
         self._exchange, self._traffic = exchange, traffic
         self._buffers = buffers or Buffers(exchange.device)
         self._slot_bytes = self._first = 0
-        self._shared = SharedMemory(torch.empty(0, dtype=torch.uint8), [None] * exchange.size, [False] * exchange.size)
+        self._shared = SharedMemory(
+            torch.empty(0, dtype=torch.uint8, device="cpu"), [None] * exchange.size, [False] * exchange.size
+        )
         self.failure: BaseException | None = None
         self.stopped = self.complete = False
 
@@ -230,7 +232,7 @@ class Rounds:
         """Wait for a message, and see whether one of its senders has failed; returns where the part of each rank lies."""
         wait, data, message = arriving
         wait()
-        at = (torch.tensor(message.heads)[:, None] + torch.arange(HEAD_BYTES)).to(data.device)
+        at = (torch.tensor(message.heads, device="cpu")[:, None] + torch.arange(HEAD_BYTES, device="cpu")).to(data.device)
         first, places = data[at].cpu().view(torch.int64).T.tolist()
         if any(word >> 8 != self._first + 1 + number for word in first):
             raise PeerError(
@@ -264,7 +266,7 @@ class Rounds:
 
     def _put_heads(self, number: int, out: torch.Tensor, message: _Message, starts: Sequence[int]) -> None:
         word = (self._first + 1 + number) << 8 | (0 if self.failure is None else _FAILED)
-        heads = torch.tensor([[word, start] for start in starts]).view(torch.uint8)
+        heads = torch.tensor([[word, start] for start in starts], device="cpu").view(torch.uint8)
         for head, data in zip(message.heads, heads, strict=True):
             out[head : head + HEAD_BYTES] = data
 

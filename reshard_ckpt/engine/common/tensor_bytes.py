@@ -34,7 +34,7 @@ class LocalPiece:
 
 def storage_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a CPU tensor's whole storage."""
-    raw = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    raw = torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage())
     return raw.numpy().data
 
 

@@ -66,7 +66,7 @@ class _Slot:
     """One pinned buffer of a thread, with its counterparts on devices, and the marks after which it is free."""
 
     def __init__(self) -> None:
-        self.memory = torch.empty(0, dtype=torch.uint8)
+        self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.scratch: dict[torch.device, torch.Tensor] = {}
         self.marks: list[Mark] = []
 

@@ -288,7 +288,7 @@ class Reader:
             return self._devices.buffer(size)
         buffer: memoryview | None = getattr(self._local, "buffer", None)
         if buffer is None or len(buffer) < size:
-            buffer = self._local.buffer = torch.empty(size, dtype=torch.uint8).numpy().data
+            buffer = self._local.buffer = torch.empty(size, dtype=torch.uint8, device="cpu").numpy().data
         return buffer
 
     def _place(self, item: int, buffer: memoryview, origin: int) -> None:

@@ -304,7 +304,7 @@ class _Windows:
 
     def read(self, window: SharedWindow) -> memoryview:
         """Read the extents of a window, end to end, and verify them."""
-        data = torch.empty(_size(window.extents), dtype=torch.uint8).numpy().data
+        data = torch.empty(_size(window.extents), dtype=torch.uint8, device="cpu").numpy().data
         task = self._reader.task
         key = task.catalog.files[window.file].key
         number = self._number[window.file, window.window]

@@ -83,7 +83,7 @@ def blob_reader(storage: Storage, catalog: Catalog, *, verify: bool) -> Callable
 def read_blob(storage: Storage, catalog: Catalog, index: int, verify: bool) -> memoryview:
     """Read the bytes of a blob of the catalog."""
     check_whole(storage, catalog, [index])
-    blob = byte_blob(catalog.tensors_table.names[index], torch.empty(catalog.shape(index), dtype=torch.uint8))
+    blob = byte_blob(catalog.tensors_table.names[index], torch.empty(catalog.shape(index), dtype=torch.uint8, device="cpu"))
     plan = plan_load(catalog, np.array([index]), piece_columns([blob.spec], 1), WINDOW_BYTES)
     files = np.unique(plan.file).tolist()
     blocks = open_blocks(storage, catalog, [file for file in files if verify or catalog.files[file].checkpoint])

@@ -164,7 +164,7 @@ class RunReader:
         self._checked: set[int] = set()
         self._digests: OrderedDict[int, Digests | None] = OrderedDict()
         self._digests_bytes = 0
-        self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(AHEAD)]
+        self._buffers = [torch.empty(0, dtype=torch.uint8, device="cpu") for _ in range(AHEAD)]
         self._num_planned = 0
         self.bytes_read = 0
 
@@ -214,7 +214,7 @@ class RunReader:
         which = self._num_planned % AHEAD
         self._num_planned += 1
         if self._buffers[which].numel() < size:
-            self._buffers[which] = torch.empty(size, dtype=torch.uint8)
+            self._buffers[which] = torch.empty(size, dtype=torch.uint8, device="cpu")
         return self._buffers[which]
 
     def _targets(self, runs: Sequence[Run]) -> tuple[Window, list[ReadTarget]]:

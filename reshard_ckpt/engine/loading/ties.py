@@ -102,7 +102,7 @@ class _TieChecker:
     def _conflict_in(self, tie: Tie, low: int, size: int) -> str | None:
         size = -(-size // _UNIT) * _UNIT
         # image: the bytes that the targets so far get; known: all bits of those bytes set; fresh: the bytes of one target.
-        image, known, fresh = (torch.zeros(size, dtype=torch.uint8) for _ in range(3))
+        image, known, fresh = (torch.zeros(size, dtype=torch.uint8, device="cpu") for _ in range(3))
         before: list[tuple[TiedTarget, LoadPlan]] = []
         for member in tie.members:
             plan = self._read(member, low, fresh)
@@ -140,7 +140,7 @@ def _line(first: TiedTarget, second: TiedTarget) -> str:
 
 def _written(plan: LoadPlan, size: int) -> torch.Tensor:
     """Mark which of so many bytes a plan of one target writes: all bits of those are set."""
-    out = torch.zeros(size, dtype=torch.uint8)
+    out = torch.zeros(size, dtype=torch.uint8, device="cpu")
     columns = (plan.item_bytes, plan.dst, plan.lengths, plan.dst_strides)
     for each, dst, lengths, strides in zip(*(column.tolist() for column in columns), strict=True):
         region(out.view(_INTS[each]), dst, tuple(lengths), tuple(strides)).fill_(-1)

@@ -52,7 +52,7 @@ def sampled_runs(local: LocalPiece) -> list[tuple[int, int]]:
 
 def fingerprints(local_shards: LocalShards, checks: RunColumns, chosen: Callable[[int], bool], marks: NDArray[np.uint64]) -> None:
     """Put the fingerprints of all checks of chosen rows into `marks`."""
-    scratch = torch.empty(WHOLE_BYTES, dtype=torch.uint8)
+    scratch = torch.empty(WHOLE_BYTES, dtype=torch.uint8, device="cpu")
     for i, local in checked_pieces(local_shards, checks, chosen):
         marks[i] = fingerprint(local, scratch)
     marks[:] = with_kind(marks, summed=False)

@@ -38,7 +38,7 @@ class StagedFingerprints:
         self._lanes, self._local_shards, self._checks = lanes, local_shards, checks
         self.marks = np.zeros(len(checks.local), np.uint64) if known is None else known
         self._is_known = known is not None
-        self._sums = torch.empty(0, dtype=torch.int64)
+        self._sums = torch.empty(0, dtype=torch.int64, device="cpu")
         self._come: list[tuple[list[int], torch.Tensor]] = []
         self._queued: list[Mark] = []
 

@@ -187,7 +187,7 @@ class Staging:
             self._pack_run(lane, local, start, count, at)
         elif lane is None and self._pack is not None and at + num_bytes <= self._pack.limit and num_bytes < SMALL_BYTES:
             self._pack.end = at + num_bytes
-            copied = torch.empty(num_bytes, dtype=torch.uint8)
+            copied = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
             copy_run(local, start, count, copied)
             self._late.append((at, copied))
         else:

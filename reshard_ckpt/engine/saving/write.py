@@ -281,7 +281,7 @@ def _write_file(
 def _file_chunks(local_shards: LocalShards, assignment: Assignment, layout: FileLayout) -> Iterator[memoryview]:
     """The bytes of a file, front to back, from the tensors' own memory where that is in order."""
     yield memoryview(layout.header)
-    scratch = torch.empty(WRITE_BYTES, dtype=torch.uint8)
+    scratch = torch.empty(WRITE_BYTES, dtype=torch.uint8, device="cpu")
     columns = (assignment.local, assignment.start, assignment.count)
     rows = zip(*(column[layout.items].tolist() for column in columns), strict=True)
     runs = [(local_shards.rows[local][1], start, count) for local, start, count in rows]

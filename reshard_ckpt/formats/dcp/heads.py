@@ -185,7 +185,7 @@ class _ObjectBuilder:
 
     def _tensor(self, view: TensorView, data: bytearray) -> torch.Tensor:
         if 0 in view.shape:
-            return torch.empty(view.shape, dtype=view.dtype)
+            return torch.empty(view.shape, dtype=view.dtype, device="cpu")
         self._bytes_left -= prod(view.shape) * view.dtype.itemsize
         if _head(view, 0, self._name).end > len(data) or self._bytes_left < 0:
             raise CorruptError(

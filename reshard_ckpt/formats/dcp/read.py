@@ -273,7 +273,7 @@ def _leaves(keys: list[Any], value: Any) -> Iterator[tuple[list[Any], Any]]:
 
 def read_whole(storage: Storage, saved: SavedTensor, parts: Sequence[FilePart], files: Sequence[str]) -> torch.Tensor:
     """Read a small tensor from its parts."""
-    out = torch.zeros(saved.shape, dtype=saved.dtype)
+    out = torch.zeros(saved.shape, dtype=saved.dtype, device="cpu")
     for part in parts:
         data = read_range(storage, files[part.file], part.offset, prod(part.lengths) * saved.dtype.itemsize)
         slices = (slice(low, low + length) for low, length in zip(part.offsets, part.lengths, strict=True))

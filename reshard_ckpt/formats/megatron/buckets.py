@@ -105,7 +105,7 @@ def _search(
     may_hold: MayHold,
 ) -> None:
     """Look for all chunks of the model that one bucket may hold in it."""
-    weights = torch.zeros(prod(master.shape), dtype=TORCH_DTYPES[master.dtype])
+    weights = torch.zeros(prod(master.shape), dtype=TORCH_DTYPES[master.dtype], device="cpu")
     for part in master.parts:
         data = torch.frombuffer(_bytes(storage, files, part, master.dtype), dtype=weights.dtype)
         weights[part.offsets[0] : part.offsets[0] + part.num_elements] = data

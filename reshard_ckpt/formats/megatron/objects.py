@@ -255,7 +255,7 @@ class _Plain:
             raise ValueError("a tensor reaches beyond its storage")
         last = view.offset + sum((n - 1) * s for n, s in zip(view.shape, view.strides, strict=True))
         if min(view.shape, default=1) < 1:
-            return torch.empty(view.shape, dtype=view.dtype)
+            return torch.empty(view.shape, dtype=view.dtype, device="cpu")
         if (last + 1) * view.dtype.itemsize > len(data):
             raise ValueError("a tensor reaches beyond its storage")
         self._spend(prod(view.shape) * view.dtype.itemsize)  # strides of 0 repeat what is stored

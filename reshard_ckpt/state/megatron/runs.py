@@ -215,7 +215,7 @@ def _view_cuts(built: list[Any], parameter: torch.Tensor) -> list[tuple[Any, Int
 
 def _copied_cuts(factory: Any, key: str, shape: Ints) -> list[tuple[Any, Ints]] | None:
     """The same of parts that are copies, by building them of positions."""
-    positions = torch.arange(prod(shape)).view(shape)
+    positions = torch.arange(prod(shape), device="cpu").view(shape)
     cuts = []
     for part in _sharded_tensors(_build(factory, key, positions)):
         if part.data.ndim != len(shape) or not part.data.numel():
