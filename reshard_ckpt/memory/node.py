@@ -20,7 +20,7 @@ import secrets
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,22 +74,44 @@ def run_path(folder: str, root: str) -> Path:
     return user_folder(folder) / digest128(root.encode()).hex()
 
 
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"{path}: {error.strerror}; look what is there with reshard-ckpt memory list, free memory, or pass Memory(folder=…)"
+        ) from error
+
+
 def run_folder(folder: str, root: str) -> Path:
-    """Return the folder of a run, made where there is none."""
+    """Return the folder of a run, made where there is none.
+
+    Raises
+    ------
+    StorageError
+        It cannot be made, or is a link.
+    """
     path = run_path(folder, root)
-    path.mkdir(mode=0o700, exist_ok=True)
-    if path.is_symlink():
-        raise StorageError(f"{path}: is a link; remove it")
-    note = path / "root"
-    if not note.exists():
-        write_atomically(note, root.encode())
+    with _explained(path):
+        path.mkdir(mode=0o700, exist_ok=True)
+        if path.is_symlink():
+            raise StorageError(f"{path}: is a link; remove it")
+        note = path / "root"
+        if not note.exists():
+            write_atomically(note, root.encode())
     return path
 
 
 def enter_run(folder: Path) -> int:
     """Say that a process of the run is there, until the descriptor that is returned is closed, or the process ends."""
-    fd = os.open(folder / _ALIVE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    fcntl.flock(fd, fcntl.LOCK_SH)
+    with _explained(folder):
+        fd = os.open(folder / _ALIVE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH)
+        except BaseException:
+            os.close(fd)
+            raise
     return fd
 
 
@@ -117,12 +139,13 @@ def node_id(folder: str) -> str:
     except FileNotFoundError:
         pass
     write_atomically(own, secrets.token_hex(16).encode())
-    try:
-        os.link(own, path)  # fails where another process was first, and its id counts
-    except FileExistsError:
-        pass
-    finally:
-        own.unlink()
+    with _explained(path):
+        try:
+            os.link(own, path)  # fails where another process was first, and its id counts
+        except FileExistsError:
+            pass
+        finally:
+            own.unlink()
     return _read_id(path)
 
 

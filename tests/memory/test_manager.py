@@ -695,6 +695,17 @@ def test_what_goes_while_it_is_listed_is_no_error(tmp_path: Path, memory: Memory
         drop_held(str(root), str(shm))
 
 
+def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path, memory: Memory, shm: Path):
+    folder = run_path(str(shm), str(tmp_path))
+    folder.touch()
+    with pytest.raises(StorageError, match=f"{folder}: .*exists; look what is there"):
+        Manager(tmp_path, memory=memory)
+    folder.unlink()
+    (folder / "alive").mkdir(parents=True, mode=0o700)
+    with pytest.raises(StorageError, match=f"{folder}: .*directory; look what is there"):
+        Manager(tmp_path, memory=memory)
+
+
 def test_the_commands_list_persist_and_drop(tmp_path: Path, memory: Memory, shm: Path):
     root = tmp_path / "run"
     manager = Manager(root, memory=memory, persist_every=1000)
