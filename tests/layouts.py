@@ -52,12 +52,14 @@ def addresses(piece: Piece) -> list[tuple[int, Ints]]:
 
 def filled(layout: Layout, rank: int, whole: torch.Tensor) -> torch.Tensor:
     """The memory of one rank, with the values of the whole tensor in its pieces and zeros elsewhere."""
-    memory = torch.zeros(layout.memory[rank], dtype=torch.uint8 if whole.dtype.itemsize == 1 else whole.dtype)
-    source = whole.view(memory.dtype)
+    size = whole.dtype.itemsize
+    memory = np.zeros((layout.memory[rank], size), np.uint8)
+    source = whole.contiguous().reshape(-1).view(torch.uint8).numpy().reshape(*whole.shape, size)
     for piece in layout.pieces[rank]:
-        for place, x in addresses(piece):
-            memory[place] = source[x]
-    return memory.view(whole.dtype)
+        if cells := addresses(piece):
+            places, coordinates = zip(*cells, strict=True)
+            memory[list(places)] = source[tuple(map(list, zip(*coordinates, strict=True)))]
+    return torch.from_numpy(memory.reshape(-1)).view(whole.dtype)
 
 
 def spec_of(layout: Layout, rank: int, name: str, dtype: str) -> TensorSpec:

@@ -37,13 +37,21 @@ def reads_for(catalog: Catalog, plan: LoadPlan, block_bytes: int, join: int = 1)
     return plan_reads(plan, np.full(len(sizes), block_bytes), sizes, land, join=join)
 
 
+def begins(lengths: np.ndarray, strides: np.ndarray) -> list[int]:
+    """Where each element of a box begins, counted from the first one, in row-major order."""
+    out = [0]
+    for length, stride in zip(lengths.tolist(), strides.tolist(), strict=True):
+        out = [at + i * stride for at in out for i in range(length)]
+    return out
+
+
 def wanted_bytes(plan: LoadPlan, file: int) -> set[int]:
     """The positions of all wanted bytes of a file, one by one."""
     out: set[int] = set()
     for i in np.flatnonzero(plan.file == file).tolist():
-        for x in np.ndindex(*plan.lengths[i].tolist()):
-            at = int(plan.src[i] + (np.array(x) * plan.src_strides[i]).sum())
-            out.update(range(at, at + int(plan.item_bytes[i])))
+        first, each = int(plan.src[i]), int(plan.item_bytes[i])
+        for at in begins(plan.lengths[i], plan.src_strides[i]):
+            out.update(range(first + at, first + at + each))
     return out
 
 
@@ -67,12 +75,10 @@ def landing_pairs(reads: ReadPlan) -> list[tuple[int, int, int, int]]:
 
 def item_pairs(plan: LoadPlan, i: int) -> list[tuple[int, int, int, int]]:
     """The same of an item of a load plan."""
-    each, out = int(plan.item_bytes[i]), []
-    for x in np.ndindex(*plan.lengths[i].tolist()):
-        src = int(plan.src[i] + (np.array(x) * plan.src_strides[i]).sum())
-        dst = int(plan.dst[i] + (np.array(x) * plan.dst_strides[i]).sum()) * each
-        out += [(int(plan.file[i]), src + k, int(plan.dest[i]), dst + k) for k in range(each)]
-    return out
+    each, file, dest = int(plan.item_bytes[i]), int(plan.file[i]), int(plan.dest[i])
+    src = [int(plan.src[i]) + at for at in begins(plan.lengths[i], plan.src_strides[i])]
+    dst = [(int(plan.dst[i]) + at) * each for at in begins(plan.lengths[i], plan.dst_strides[i])]
+    return [(file, one + k, dest, other + k) for one, other in zip(src, dst, strict=True) for k in range(each)]
 
 
 @given(
