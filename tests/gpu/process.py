@@ -12,6 +12,8 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
+from typing import TextIO
 
 import pytest
 
@@ -62,18 +64,37 @@ class SimulatedProcess:
                 self._process.kill()
 
 
+class Loop:
+    """A session of pytest that runs tests as their ids come, instead of all that it has collected."""
+
+    def __init__(self, asked: TextIO, answers: TextIO) -> None:
+        self.asked, self.answers = asked, answers
+        self.failures: list[str] = []
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        items = {item.nodeid: item for item in session.items}
+        for line in self.asked:
+            self.failures.clear()
+            session.config.hook.pytest_runtest_protocol(item=items[line.strip()], nextitem=None)
+            print(json.dumps([bool(self.failures), "\n".join(self.failures)]), file=self.answers, flush=True)
+        return True
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.failures += [report.longreprtext, *(f"--- {title} ---\n{text}" for title, text in report.sections)]
+
+
 def main() -> None:
     """Run the tests that come on standard input."""
     from tests import device
 
-    answers = os.fdopen(os.dup(1), "w")
+    asked, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")  # pytest takes standard input away
     os.dup2(2, 1)  # what tests print must not look like an answer
     device.load()
-    for line in sys.stdin:
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            code = pytest.main([line.strip(), "-q", "-p", "no:cacheprovider", "-p", "no:xdist"])
-        print(json.dumps([int(code) != 0, printed.getvalue()]), file=answers, flush=True)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        code = pytest.main([str(Path(__file__).parent), "-q", "-p", "no:cacheprovider", "-p", "no:xdist"], [Loop(asked, answers)])
+    if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):  # as where a module cannot be imported
+        print(printed.getvalue(), file=sys.stderr)
 
 
 if __name__ == "__main__":
