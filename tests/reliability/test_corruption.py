@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -24,10 +25,11 @@ from tests.layouts import values_of
 from tests.tries import times
 
 RANKS, ROWS, COLUMNS = 3, 6, 20_000
-LONG = list(range(9000))
+LONG = bytes(7 * place % 251 for place in range(26_000))
 RANGE = re.compile(r"in bytes (\d+):(\d+), which hold ([^;]+)")
 
 
+@cache
 def wide(salt: int) -> torch.Tensor:
     return values_of((ROWS, COLUMNS), "F32", salt)
 
