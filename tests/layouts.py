@@ -7,6 +7,7 @@ lists by the plainest means, so that it can judge the package's geometry.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from math import prod
 
@@ -38,16 +39,17 @@ def values_of(shape: Ints, dtype: str, salt: int) -> torch.Tensor:
     return torch.from_numpy(data).view(TORCH_DTYPES[dtype]).reshape(shape)
 
 
-def addresses(piece: Piece) -> list[tuple[int, Ints]]:
+@lru_cache(maxsize=256)
+def addresses(piece: Piece) -> tuple[tuple[int, Ints], ...]:
     """For each element of a piece, in order: its place in memory, and its global coordinates."""
     inner = list(product(*(range(n) for n in piece.lengths)))[piece.start : piece.start + piece.count]
-    return [
+    return tuple(
         (
             piece.base + sum(i * s for i, s in zip(x, piece.strides, strict=True)),
             tuple(o + i for o, i in zip(piece.offsets, x, strict=True)),
         )
         for x in inner
-    ]
+    )
 
 
 def filled(layout: Layout, rank: int, whole: torch.Tensor) -> torch.Tensor:
