@@ -22,10 +22,11 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from reshard_ckpt import LocalShard
@@ -45,15 +46,25 @@ TIMEOUT_S = 400
 """A job takes seconds; on a busy machine, minutes."""
 
 
+@cache
+def whole(number: int) -> torch.Tensor:
+    """The whole tensor of a step, which nothing changes."""
+    return values_of(SHAPE, "I32", number)
+
+
+def rows(number: int, rank: int, size: int) -> torch.Tensor:
+    each = SHAPE[0] // size
+    return whole(number)[rank * each : (rank + 1) * each]
+
+
 def state(number: int, rank: int, size: int) -> dict[str, Any]:
     """The rows of one of so many ranks."""
-    each = SHAPE[0] // size
-    part = values_of(SHAPE, "I32", number)[rank * each : (rank + 1) * each].clone()
-    return {"w": LocalShard(part, SHAPE, (rank * each, 0)), "extra": {"step": number}}
+    part = rows(number, rank, size).clone()
+    return {"w": LocalShard(part, SHAPE, (rank * len(part), 0)), "extra": {"step": number}}
 
 
 def is_state(held: dict[str, Any], number: int, rank: int, size: int) -> bool:
-    return bool(held["w"].tensor.equal(state(number, rank, size)["w"].tensor)) and held["extra"]["step"] == number
+    return bool(held["w"].tensor.equal(rows(number, rank, size))) and held["extra"]["step"] == number
 
 
 def manager_of(base: Path, node: str) -> Manager:
@@ -229,6 +240,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="where to write the figures, as JSON")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
+    for number in range(STEPS + 2):
+        whole(number)  # once for all processes, which are forks of this one
     out: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="memory-kills-", dir="/dev/shm") as folder:
         parent = Path(folder, "job")
