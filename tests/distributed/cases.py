@@ -38,7 +38,7 @@ class Case:
         self.layout, self.place = layout, Place(layout)
         if self.place.mine:
             self.modules = self.place.modules()
-            self.parts = {key: self.place.modules(key) for key in KEYS}
+            self.parts = {key: self.place.parts(key) for key in KEYS}
             self.target = self.place.modules()
 
     def saved_state(self) -> dict[str, Any]:

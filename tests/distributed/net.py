@@ -119,6 +119,9 @@ def _group(size: int) -> Any:
     return dist.new_group(list(range(size)))
 
 
+_PARTS: dict[tuple[Any, ...], list[nn.Module]] = {}
+
+
 @dataclass
 class Place:
     """A layout on the first ranks of the job: its mesh and group. Made by all ranks together."""
@@ -151,6 +154,16 @@ class Place:
         stages = [UNITS[low:high] for low, high in pairwise(cuts)]
         return [self._module(stages[i], key) for i in range(self.index("pp"), num, pp) if stages[i]]
 
+    def parts(self, key: str) -> list[nn.Module]:
+        """The same of a state of the optimizer; layouts that cut the model alike share it, and nobody changes it."""
+        layout = self.layout
+        sharded = layout.dp > 1 and layout.data == "fsdp"
+        mesh = self.mesh if sharded or layout.tp > 1 or layout.pp > 1 else None
+        cut = (mesh, sharded, layout.stages_per_rank, layout.hidden, key)
+        if cut not in _PARTS:
+            _PARTS[cut] = self.modules(key)
+        return _PARTS[cut]
+
     def _module(self, units: Sequence[str | int], key: str) -> nn.Module:
         net = Net(units, key, self.layout.hidden)
         if self.layout.tp > 1:
@@ -165,7 +178,7 @@ class Place:
             for layer in net.layers.values():
                 fully_shard(layer, mesh=mesh)
             fully_shard(net, mesh=mesh)
-        if self.layout.dp > 1 and self.layout.data == "ddp":
+        if self.layout.dp > 1 and self.layout.data == "ddp" and not key:  # of state, DDP makes nothing else
             return DistributedDataParallel(net, process_group=self.axis_group("dp"))
         return net
 
@@ -181,8 +194,8 @@ class Place:
 
 
 def local(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    with torch.no_grad():
+        return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def named(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
