@@ -7,6 +7,7 @@ start, and must not be there in other tests. The process is sent the id of a tes
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import json
 import os
@@ -73,8 +74,10 @@ class Loop:
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         items = {item.nodeid: item for item in session.items}
+        gc.freeze()  # or each collection would look at all that is imported
         for line in self.asked:
             self.failures.clear()
+            gc.collect()  # what a test left in cycles must not count as memory of the next one
             session.config.hook.pytest_runtest_protocol(item=items[line.strip()], nextitem=None)
             print(json.dumps([bool(self.failures), "\n".join(self.failures)]), file=self.answers, flush=True)
         return True
