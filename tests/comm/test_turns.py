@@ -73,10 +73,12 @@ class KilledAfter:
 
     def __init__(self, store: Any, others: threading.Event, calls: int) -> None:
         self._store, self._others, self._left = store, others, calls
+        self.killed = threading.Event()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         self._others.wait()
         if not self._left:
+            self.killed.set()
             raise PeerError("killed")
         self._left -= 1
         return getattr(self._store, name)  # type: ignore[no-any-return]
@@ -97,7 +99,8 @@ class Noted:
 @pytest.mark.parametrize("calls", [0, 1, 2])
 def test_a_last_rank_that_is_killed_at_any_instant_holds_up_nobody(calls: int):
     store, waiting, found = dist.HashStore(), threading.Event(), []
-    options = {"title": "reshard_live ''", "timeout_s": 3600, "ended": lambda: frozenset({1})}
+    last = KilledAfter(store, waiting, calls)
+    options = {"title": "reshard_live ''", "timeout_s": 3600, "ended": lambda: frozenset({1} if last.killed.is_set() else ())}
 
     def first() -> None:
         try:
@@ -108,7 +111,7 @@ def test_a_last_rank_that_is_killed_at_any_instant_holds_up_nobody(calls: int):
     thread = threading.Thread(target=first)
     thread.start()
     with pytest.raises(PeerError, match="killed"):
-        Meeting(KilledAfter(store, waiting, calls), 1, 2, **options).meet(0, lambda: None)
+        Meeting(last, 1, 2, **options).meet(0, lambda: None)
     thread.join()
     assert found == [CHANGED] if calls == 2 else "rank 1 ended before this began" in str(found[0])
 
