@@ -50,9 +50,11 @@ def project_table() -> dict[str, Any]:
 
 
 _RESULTS = "results"
-_START_S = 120
+_START_S = 240
 """How long all ranks of a job may take to come to the test's function, which takes a second or two."""
-_INIT_S = 40
+_STACK_S = 60
+"""How long the ranks of a job whose time is over may take to print where they are, which takes a moment."""
+_INIT_S = 100
 """How long a rank waits for the others in ``init_process_group``, which takes a second."""
 _TRIES = 3
 
@@ -65,7 +67,7 @@ def run_ranks(
     function: Callable[..., Any],
     nproc: int,
     *args: Any,
-    timeout_s: float = 120,
+    timeout_s: float = 600,
     init: bool = True,
     env: Mapping[str, str] | None = None,
 ) -> list[Any]:
@@ -107,7 +109,7 @@ def _run_once(
     module: str, name: str, nproc: int, args: tuple[Any, ...], timeout_s: float, init: bool, env: Mapping[str, str] | None
 ) -> list[Any]:
     with tempfile.TemporaryDirectory(prefix="ranks") as folder:
-        job, results = Path(folder, "job"), Path(folder, _RESULTS)
+        job, results, output = Path(folder, "job"), Path(folder, _RESULTS), Path(folder, "output")
         server = None if env else _server()  # before the clock starts: it may have to import torch
         begun = time.time()
         job.write_bytes(pickle.dumps((module, name, nproc, init, timeout_s, args, folder)))
@@ -118,7 +120,8 @@ def _run_once(
         def seconds_left() -> float:
             marks = started()
             end = begun + _START_S if len(marks) < nproc else max(mark.stat().st_mtime for mark in marks) + timeout_s
-            return end - time.time()
+            left = end - time.time()
+            return LOOK_EVERY_S if -_STACK_S < left <= 0 and output.exists() and not _shows_stacks(output, len(marks)) else left
 
         try:
             what = f"{name} on {nproc} ranks"
@@ -136,6 +139,12 @@ def _run_once(
             raise RanksFailed("\n".join([str(error).partition("\n")[0], *tracebacks]) if tracebacks else str(error)) from None
         by_rank: dict[int, Any] = pickle.loads(results.read_bytes())
     return [by_rank[rank] for rank in range(nproc)]
+
+
+def _shows_stacks(output: Path, num: int) -> bool:
+    """Whether so many processes have printed their stacks."""
+    text = output.read_text(errors="replace")
+    return text.count("Timeout (") >= num and text.endswith("\n")
 
 
 def _environment(added: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -292,9 +301,13 @@ def _rank_main(gate: _Gate, module: str, name: str, init: bool, timeout_s: float
 
 def launch(job: str) -> None:
     """Do what the launcher process does: import the test's module, fork the ranks, keep what they return."""
+    from torch.distributed.elastic.multiprocessing.api import PContext
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     module, name, nproc, init, timeout_s, args, folder = pickle.loads(Path(job).read_bytes())
+    # A rank that ignores SIGTERM, to see how another one ended, is killed after half a minute otherwise.
+    close = PContext.close
+    PContext.close = lambda self, death_sig=None, timeout=0: close(self, death_sig, 600)  # type: ignore[method-assign]
     _dump_stacks_after(_START_S - 10)
     importlib.import_module(module)
     config = LaunchConfig(

@@ -86,7 +86,7 @@ def warm_python() -> str:
         output = Path(folder.name, "output")
         output.touch()
         request = Request("tests.warm_python", "listen", (address,), _environment(), str(ROOT), 0o077, str(output))
-        if _server().run(request, at_most(120)):
+        if _server().run(request, at_most(600)):
             raise RuntimeError(output.read_text())
         command = _write_client(Path(folder.name, "python"), address, [])
         _write_client(Path(folder.name, "reshard-ckpt"), address, ["-m", "reshard_ckpt"])
@@ -99,7 +99,7 @@ def warm_python() -> str:
 def run_torchrun(script: str | Path, nproc: int, args: Sequence[str] = (), *, cold: bool = False) -> str:
     """Run a script under ``torchrun``; its output (stdout and stderr together). The agent is warm; the ranks may start cold."""
     command = [warm_python(), "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", str(script), *args]
-    return _run(command, f"{script} on {nproc} ranks", at_most(120), {"PYTHON_EXEC": sys.executable} if cold else None)
+    return _run(command, f"{script} on {nproc} ranks", at_most(600), {"PYTHON_EXEC": sys.executable} if cold else None)
 
 
 def _write_client(path: Path, address: str, first: list[str]) -> str:
