@@ -100,36 +100,21 @@ def _check_same(merged: Group, group: Group, what: str, first: str, second: str)
         )
 
 
-def select(saved: Sequence[Group], fqns: Iterable[str], *, name: str) -> Selection:
-    """The hyperparameters for a target group that holds `fqns`.
+class Groups:
+    """Saved groups, indexed by FQN, for many target groups of many parameters.
 
     Parameters
     ----------
     saved
         The groups of the checkpoint.
-    fqns
-        The parameters of the target group.
-    name
-        What the target group is called in messages.
 
     Examples
     --------
-    >>> saved = [{"lr": 1, "params": ["a", "b"]}, {"lr": 2, "params": ["c"]}]
-    >>> select(saved, ["b", "a"], name="group 0").hyperparameters
+    >>> groups = Groups([{"lr": 1, "params": ["a", "b"]}, {"lr": 2, "params": ["c"]}])
+    >>> groups.select(["b", "a"], name="group 0").hyperparameters
     {'lr': 1}
-    >>> print(*select(saved, ["b", "c"], name="group 0").problems)
+    >>> print(*groups.select(["b", "c"], name="group 0").problems)
     group 0: draws from saved groups 0 (b) and 1 (c), whose lr differs: 1 and 2; split the target group, or save them equal
-    """
-    return Groups(saved).select(fqns, name=name)
-
-
-class Groups:
-    """Saved groups, indexed by FQN: what `select` looks into, for many target groups of many parameters.
-
-    Parameters
-    ----------
-    saved
-        The groups of the checkpoint.
     """
 
     def __init__(self, saved: Sequence[Group]) -> None:
@@ -140,7 +125,10 @@ class Groups:
         return fqn in self._home
 
     def select(self, fqns: Iterable[str], *, name: str, target: Group | None = None) -> Selection:
-        """As the function `select`; with the target group itself, also whether it is one of the same kind of optimizer."""
+        """The hyperparameters for a target group that holds `fqns`, and that messages call `name`.
+
+        With the target group itself, also whether it is one of the same kind of optimizer.
+        """
         sources: dict[int, str] = {}
         unknown: list[str] = []
         for fqn in fqns:

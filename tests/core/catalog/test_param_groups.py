@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard_ckpt.core.catalog.param_groups import Groups, comparable, differences, merge, select
+from reshard_ckpt.core.catalog.param_groups import Groups, comparable, differences, merge
 from reshard_ckpt.errors import LayoutError
 
 
@@ -51,12 +51,12 @@ def test_merge_refuses_a_hyperparameter_that_only_one_rank_has():
 
 def test_select_draws_from_several_groups_that_agree():
     saved = [group(1, "a", betas=(0.9, 0.99)), group(1, "b", betas=(0.9, 0.99)), group(3, "c", betas=(0, 0))]
-    assert select(saved, ["b", "a"], name="g").hyperparameters == {"lr": 1, "betas": (0.9, 0.99)}
-    assert select(saved, ["b", "a"], name="g").problems == ()
+    assert Groups(saved).select(["b", "a"], name="g").hyperparameters == {"lr": 1, "betas": (0.9, 0.99)}
+    assert Groups(saved).select(["b", "a"], name="g").problems == ()
 
 
 def test_select_reports_every_hyperparameter_that_differs_and_gives_none():
-    selection = select([group(1, "a", decay=0), group(2, "b", decay=0.1)], ["a", "b"], name="optimizer.param_groups[1]")
+    selection = Groups([group(1, "a", decay=0), group(2, "b", decay=0.1)]).select(["a", "b"], name="optimizer.param_groups[1]")
     assert selection.hyperparameters == {}
     assert len(selection.problems) == 2
     assert selection.problems[0].startswith(
@@ -66,17 +66,17 @@ def test_select_reports_every_hyperparameter_that_differs_and_gives_none():
 
 def test_select_does_not_mind_how_the_optimizer_computes():
     saved = [group(1, "a", foreach=None, fused=True), group(1, "b", foreach=False, fused=None)]
-    assert select(saved, ["a", "b"], name="g").problems == ()
+    assert Groups(saved).select(["a", "b"], name="g").problems == ()
 
 
 def test_select_reports_a_parameter_that_no_saved_group_holds_and_uses_the_others():
-    selection = select([group(1, "a")], ["a", "new"], name="g")
+    selection = Groups([group(1, "a")]).select(["a", "new"], name="g")
     assert selection.hyperparameters == {"lr": 1}
     assert [p.split(";")[0] for p in selection.problems] == ["g: no saved group holds parameter new"]
 
 
 def test_select_of_no_parameters_changes_nothing():
-    assert select([group(1, "a")], [], name="g").hyperparameters == {}
+    assert Groups([group(1, "a")]).select([], name="g").hyperparameters == {}
 
 
 @pytest.mark.parametrize(
