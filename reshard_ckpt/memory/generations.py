@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -138,6 +138,12 @@ def drop_generations(folder: Path, names: Iterable[str]) -> None:
     """Forget generations; their slots are free from then on."""
     for name in names:
         (folder / name).unlink(missing_ok=True)
+
+
+def files_here(folder: Path, generation: Generation) -> list[str]:
+    """List the files of a generation that are whole on this node."""
+    with closing(NodeImages(folder, generation.save_id)) as images:
+        return sorted(images.keys() & frozenset(generation.holders))
 
 
 class NodeImages:

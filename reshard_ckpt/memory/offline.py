@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from ..core.catalog.model import Catalog
 from ..errors import CheckpointNotFound, CorruptError, StorageError, UsageError
 from ..format.keys import step_name
 from ..storage import Storage, open_storage, resolved_path
-from .generations import Generation, NodeImages, find_generations
+from .generations import Generation, NodeImages, files_here, find_generations
 from .lineage import LINEAGE_KEY, read_lineage
 from .node import FOLDER, SLOT_SUFFIX, is_entered, node_id, remove_run, run_path, runs
 from .persist import absent_files, is_persisted, publish, write_files
@@ -94,15 +94,7 @@ def held_runs(root: str | None = None, folder: str = FOLDER) -> list[HeldRun]:
 
 
 def _held_step(path: Path, generation: Generation) -> HeldStep:
-    return HeldStep(generation.step, generation.save_id, len(_files_here(path, generation)), len(generation.holders))
-
-
-def _files_here(path: Path, generation: Generation) -> list[str]:
-    images = NodeImages(path, generation.save_id)
-    try:
-        return sorted(images.keys() & frozenset(generation.holders))
-    finally:
-        images.close()
+    return HeldStep(generation.step, generation.save_id, len(files_here(path, generation)), len(generation.holders))
 
 
 def is_alive(path: Path) -> bool:
@@ -154,7 +146,7 @@ def persist_held(root: str, folder: str = FOLDER, *, step: int | None = None) ->
     with open_storage(target) as storage:
         if is_persisted(storage, generation):
             return PersistReport(generation.step, target, 0, True, ())
-        catalog, here = generation.decoded_catalog(), _files_here(path, generation)
+        catalog, here = generation.decoded_catalog(), files_here(path, generation)
         own = [key for key in here if generation.holders[key][0] == node_id(folder)]
         num_bytes = _write_absent(path, generation, own, storage, catalog)
         # After its own: meanwhile the others may have written theirs.
@@ -167,15 +159,13 @@ def persist_held(root: str, folder: str = FOLDER, *, step: int | None = None) ->
 
 
 def _write_absent(path: Path, generation: Generation, keys: Sequence[str], storage: Storage, catalog: Catalog) -> int:
-    images, num_bytes = NodeImages(path, generation.save_id), 0
-    try:
+    num_bytes = 0
+    with closing(NodeImages(path, generation.save_id)) as images:
         for key in keys:
             # Looked at anew for each: another node may have written it meanwhile, or published, and then it stays.
             if absent_files(storage, catalog, [key]):
                 with suppress(CorruptError):  # another node may hold a better copy, or it is named as missing
                     num_bytes += write_files(images, catalog, [key], storage)
-    finally:
-        images.close()
     return num_bytes
 
 

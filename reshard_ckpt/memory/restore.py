@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -29,7 +29,15 @@ from ..format.checksums import digests_file_bytes, wrong_blocks
 from ..formats.source import Source
 from ..storage import Storage
 from ..storage.protocol import flat_bytes
-from .generations import Generation, NodeImages, decode_generation, drop_generations, find_generations, keep_generation
+from .generations import (
+    Generation,
+    NodeImages,
+    decode_generation,
+    drop_generations,
+    files_here,
+    find_generations,
+    keep_generation,
+)
 from .topology import Topology
 
 VERIFY_BYTES = 8 << 20
@@ -85,7 +93,7 @@ def find_newest(
     leads = topology.leads(comm.rank)
     known = {g.save_id: g for g in find_generations(folder)}
     candidates = [g for g in known.values() if wanted(g) and g.save_id not in excluded]
-    listed = [(*g.order, len(g.holders), sorted(_present(folder, g)) if leads else []) for g in candidates]
+    listed = [(*g.order, len(g.holders), files_here(folder, g) if leads else []) for g in candidates]
     gathered = comm.gather(msgpack.packb(listed))
     passed: list[str] = []
     for save_id, missing, sender in _proposals(comm, gathered):
@@ -103,14 +111,6 @@ def find_newest(
         # The end of the session is a gather: nobody goes on before each node has it.
         return Restorable(generation, owners, tuple(passed))
     return None
-
-
-def _present(folder: Path, generation: Generation) -> frozenset[str]:
-    images = NodeImages(folder, generation.save_id)
-    try:
-        return images.keys() & frozenset(generation.holders)
-    finally:
-        images.close()
 
 
 def _proposals(comm: Comm, gathered: Sequence[bytes] | None) -> Iterator[tuple[str, str, int]]:
@@ -154,13 +154,9 @@ def _proved(
 ) -> tuple[Generation, dict[str, tuple[int, ...]]] | str:
     """Have every node verify what it has of a generation; who has what, or why it is not whole."""
     local = topology.ranks_of[topology.node_of[comm.rank]]
-    images = NodeImages(folder, generation.save_id)
-    try:
-        keys = sorted(images.keys() & frozenset(generation.holders))
-        mine = keys[local.index(comm.rank) :: len(local)]
+    with closing(NodeImages(folder, generation.save_id)) as images:
+        mine = sorted(images.keys() & frozenset(generation.holders))[local.index(comm.rank) :: len(local)]
         whole = whole_files(images, generation.decoded_catalog(), mine) if prove else mine
-    finally:
-        images.close()
     answers = comm.gather(msgpack.packb((whole, [key for key in mine if key not in whole])))
     verdict = None
     if answers is not None:
