@@ -1,23 +1,27 @@
 """`save` and `async_save`: the calls of ``megatron.core.dist_checkpointing``, by the engine of `checkpoint.save`.
 
 What a rank has to save is described in `state.megatron`. Samples of replicas are compared before anything is written. Beside the
-catalog lies Megatron's own ``metadata.json``, by which its programs know a checkpoint.
+catalog lies Megatron's own ``metadata.json``, by which its programs know a checkpoint. Its ``dist_checkpointing.save`` hands the
+common state to a strategy as an object from 0.19 on; its ``load`` looks for that by torch's own DCP, unless there is a ``common.pt``.
 """
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 from ..checkpoint import SaveHandle
 from ..checkpoint.saving import begin_captured, save_captured
 from ..state.megatron.captured import SavedTree
-from ..state.megatron.names import check_objects, metadata_of
+from ..state.megatron.names import COMMON, check_objects, metadata_of
 from ..state.megatron.strictness import check_strategy
 from .errors import megatron_compatible
 
-_BESIDE = {
+_CONFIG = {
     "metadata.json": json.dumps(
         {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
     ).encode()
@@ -126,6 +130,16 @@ def _options(tree: SavedTree, sha256: bool) -> dict[str, Any]:
         "process_group": tree.process_group,
         "metadata": metadata_of(tree.tree),
         "sha256": sha256,
-        "beside": _BESIDE,
+        "beside": _CONFIG | _common_file(tree.tree),
         "check_values": check_objects,
     }
+
+
+def _common_file(tree: Mapping[Any, Any]) -> dict[str, bytes]:
+    """Make the file of a common state that is an object, on rank 0, whose object counts."""
+    common: Any = tree.get(COMMON)
+    if getattr(common, "key", None) != COMMON or common.replica_id != 0:
+        return {}
+    file = io.BytesIO()
+    torch.save(common.data, file)
+    return {"common.pt": file.getvalue()}

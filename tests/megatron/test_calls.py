@@ -328,6 +328,18 @@ def test_flattened_ranges_old_keys_and_buffers_of_bytes():
     assert megatron.load_common_state_dict("memory://old") == {}
 
 
+def test_a_common_state_that_is_an_object_lies_where_megatron_looks_for_it(tmp_path):
+    for rank, wanted in ((1, False), (0, True)):
+        path = tmp_path / str(rank)
+        common = ShardedObject("common_state", {"iteration": 3, "by number": {3: "three"}}, (1,), (0,), replica_id=rank)
+        weight = ShardedTensor("w", torch.arange(6.0), (6,), (6,), (0,))
+        megatron.save({"m": {"w": weight}, "common_state": common}, str(path))
+        assert (path / "common.pt").exists() == wanted
+        if wanted:
+            assert torch.load(path / "common.pt", weights_only=True) == common.data
+            assert megatron.load_common_state_dict(str(path)) == common.data
+
+
 def test_an_older_folder_fills_a_tree_of_todays_form(tmp_path, monkeypatch):
     """The flat state of 0.15, asked for as a Megatron without flat tensors does: the form of the tree is what it gets back."""
     path = str(unpack("0.15.3-dense", tmp_path))

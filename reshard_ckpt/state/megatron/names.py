@@ -27,7 +27,8 @@ from ...format.values import decode_path
 from ..collector import NamedValue
 from ..scan import Index, Path, name_of, path_keys, saved_path
 
-COMMON_OBJECT = "common_state/shard_0_1"
+COMMON = "common_state"
+COMMON_OBJECT = f"{COMMON}/shard_0_1"
 """What Megatron from 0.19 on calls the common state, which it saves as an object."""
 
 CONTENT_METADATA = "content_metadata"
