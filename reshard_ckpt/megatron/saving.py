@@ -1,8 +1,9 @@
 """`save` and `async_save`: the calls of ``megatron.core.dist_checkpointing``, by the engine of `checkpoint.save`.
 
-What a rank has to save is described in `state.megatron`. Samples of replicas are compared before anything is written. Beside the
-catalog lies Megatron's own ``metadata.json``, by which its programs know a checkpoint. Its ``dist_checkpointing.save`` hands the
-common state to a strategy as an object from 0.19 on; its ``load`` looks for that by torch's own DCP, unless there is a ``common.pt``.
+What a rank has to save is described in `state.megatron`. Samples of replicas are compared before anything is written. Beside
+the catalog lies Megatron's own ``metadata.json``, by which its programs know a checkpoint. Its ``dist_checkpointing.save``
+hands the common state to a strategy as an object from 0.19 on; its ``load`` looks for that by torch's own DCP, unless there is
+a ``common.pt``.
 """
 
 from __future__ import annotations
