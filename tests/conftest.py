@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 
 # Before torch is imported: tests start up to 8 processes on 2 cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A save waits for the disk several times, and the disk takes ms each time. A process that is killed loses nothing of what it
+# has written to either; a power cut is simulated. PYTEST_DEBUG_TEMPROOT=/tmp runs the tests on a disk all the same.
+if "PYTEST_DEBUG_TEMPROOT" not in os.environ and os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free >= 8 << 30:
+    os.environ["PYTEST_DEBUG_TEMPROOT"] = "/dev/shm"
 # A print is two writes where output is unbuffered, so that lines of ranks mix.
 os.environ.pop("PYTHONUNBUFFERED", None)
 
