@@ -304,6 +304,8 @@ def launch(job: str) -> None:
     from torch.distributed.elastic.multiprocessing.api import PContext
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from tests.rendezvous import register  # not above: pytest's own process needs none of this
+
     module, name, nproc, init, timeout_s, args, folder = pickle.loads(Path(job).read_bytes())
     # A rank that ignores SIGTERM, to see how another one ended, is killed after half a minute otherwise.
     close = PContext.close
@@ -315,8 +317,7 @@ def launch(job: str) -> None:
         max_nodes=1,
         nproc_per_node=nproc,
         run_id="tests",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",  # the agent takes a free port
+        rdzv_backend=register(),
         start_method="fork",
         max_restarts=0,
         monitor_interval=0.05,
