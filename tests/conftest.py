@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 
 # Before torch is imported: tests start up to 8 processes on 2 cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -36,6 +37,13 @@ def pytest_configure() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin slow tests first, so that at the end no worker waits long for the others."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown() -> None:
+    """Let a save that the test left under way come to its end, before its folder is removed."""
+    if (handle := sys.modules.get("reshard_ckpt.engine.saving.handle")) and (last := handle.SAVES._last):
+        last.running.wait()
 
 
 def pytest_unconfigure() -> None:

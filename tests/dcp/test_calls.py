@@ -278,7 +278,9 @@ def test_async_save_with_an_asynchronous_stager_returns_both_futures(tmp_path: P
     assert torch.equal(checkpoint.read(tmp_path)["w"], torch.ones(1000))
     stager.close()
     plain = staging.DefaultStager(staging.StagingOptions(False, False, False, False))
-    assert isinstance(dcp.async_save({"w": w}, checkpoint_id=tmp_path, async_stager=plain), Future)
+    future = dcp.async_save({"w": w}, checkpoint_id=tmp_path, async_stager=plain)
+    assert isinstance(future, Future)
+    future.result(600)
 
 
 @pytest.mark.parametrize("kind", list(dcp.AsyncCheckpointerType))
