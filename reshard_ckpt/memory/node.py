@@ -13,7 +13,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import secrets
@@ -26,6 +25,7 @@ from pathlib import Path
 
 from ..errors import StorageError
 from ..format.checksums import digest128
+from ..storage.locks import FileLock, await_lock, lock_file
 
 FOLDER = "/dev/shm"
 SLOT_SUFFIX, GENERATION_SUFFIX = ".slot", ".gen"
@@ -103,31 +103,24 @@ def run_folder(folder: str, root: str) -> Path:
     return path
 
 
-def enter_run(folder: Path) -> int:
-    """Say that a process of the run is there, until the descriptor that is returned is closed, or the process ends."""
+def enter_run(folder: Path) -> FileLock:
+    """Say that a process of the run is there, until the lock that is returned is released, or the process ends."""
     with _explained(folder):
         fd = os.open(folder / _ALIVE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH)
-        except BaseException:
-            os.close(fd)
-            raise
-    return fd
+    return await_lock(fd, str(folder / _ALIVE), shared=True)
 
 
 def is_entered(folder: Path) -> bool:
     """Tell whether a process of the run is there."""
-    try:
-        fd = os.open(folder / _ALIVE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-    return False
+    with _explained(folder):
+        try:
+            fd = os.open(folder / _ALIVE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            return False
+    lock = lock_file(fd, str(folder / _ALIVE), shared=False)
+    if lock is not None:
+        lock.release()
+    return lock is None
 
 
 def node_id(folder: str) -> str:

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import secrets
 import threading
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CorruptError, StorageError
+from ..storage.locks import await_lock
 from .generations import drop_generations, find_generations
 from .node import SLOT_SUFFIX, enter_run, free_bytes
 from .options import Memory
@@ -244,20 +244,15 @@ class SlotPool:
         """Let go of the slots, which stay in memory with what they hold; those that hold nothing go."""
         for held in self._all():
             held.slot.close(remove=not held.save_id)
-        if self._entered >= 0:
-            os.close(self._entered)
-        self._entered = -1
+        self._entered.release()
 
 
 @contextmanager
 def node_lock(folder: Path) -> Iterator[None]:
     """Keep other processes of this node from allocating slots of a run, and from removing them."""
     fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+    with await_lock(fd, str(folder / "lock")):
         yield
-    finally:
-        os.close(fd)
 
 
 def dead_slots(folder: Path, own: set[str]) -> Iterator[Slot]:

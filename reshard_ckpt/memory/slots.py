@@ -13,7 +13,6 @@ fails by an error; a hole in a mapped file that finds no memory would end the pr
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -26,12 +25,14 @@ import torch
 from ..engine.common.pinning import PinnableMap, pin
 from ..errors import CorruptError, StorageError
 from ..format.checksums import digest128
+from ..storage.locks import lock_file
 
 MAGIC = b"RSHSLOT1"
 HEADER_BYTES = 64 << 10
 _FIXED = len(MAGIC) + 16 + 4
 _VOID = bytes(len(MAGIC))
 ALIGN_BYTES = 4 << 20
+_OPEN = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class NoRoom(StorageError):
@@ -119,20 +120,18 @@ class Slot:
     def __init__(self, path: str, num_bytes: int | None = None) -> None:
         self.path = path
         create = 0 if num_bytes is None else os.O_CREAT
-        fd = os.open(path, os.O_RDWR | create | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        lock = lock_file(os.open(path, _OPEN | create, 0o600), path, shared=False)
+        if lock is None:
+            raise StorageError(f"{path}: another process uses this slot; is a second job of this run alive?")
+        self._lock = lock
         try:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise StorageError(f"{path}: another process uses this slot; is a second job of this run alive?") from None
             wanted = 0 if num_bytes is None else slot_bytes(num_bytes)
-            if os.fstat(fd).st_size < wanted:
-                os.ftruncate(fd, wanted)  # a promise, which others see by the size of the file
-            self.size = os.fstat(fd).st_size
+            if os.fstat(lock.fd).st_size < wanted:
+                os.ftruncate(lock.fd, wanted)  # a promise, which others see by the size of the file
+            self.size = os.fstat(lock.fd).st_size
         except BaseException:
-            os.close(fd)
+            lock.release()
             raise
-        self._fd = fd
         self._mapped: PinnableMap | None = None
 
     def reserve(self) -> Slot:
@@ -146,11 +145,20 @@ class Slot:
         try:
             if os.fstat(self._fd).st_blocks * 512 < self.size:
                 os.posix_fallocate(self._fd, 0, self.size)
-            self._mapped = PinnableMap(self._fd, self.size)
+            # Opened anew: a map has a copy of its descriptor, which lasts longer, and which a forked child would keep.
+            fd = os.open(self.path, _OPEN)
+            try:
+                self._mapped = PinnableMap(fd, self.size)
+            finally:
+                os.close(fd)
         except OSError as error:
             self.close(remove=True)
             raise NoRoom(f"{self.path}: no {self.size:,} bytes of memory for a slot: {error.strerror}") from error
         return self
+
+    @property
+    def _fd(self) -> int:
+        return self._lock.fd
 
     @property
     def _map(self) -> PinnableMap:
@@ -210,9 +218,7 @@ class Slot:
                     with suppress(OSError):  # somebody may have it open for reading
                         os.pwrite(self._fd, _VOID, 0)
             finally:
-                fcntl.flock(self._fd, fcntl.LOCK_UN)  # the map has a copy of the descriptor, and may last longer
-                os.close(self._fd)
-                self._fd = -1
+                self._lock.release()
 
 
 class ReadSlot:

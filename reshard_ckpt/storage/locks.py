@@ -1,7 +1,8 @@
 """Advisory locks on files, which the system releases when the process that has them dies.
 
-They are `flock` locks, so they also exclude other openings within this process. A forked child would share its parent's lock, and
-keep it when the parent has died; so it closes its copies at once.
+They are `flock` locks, so they also exclude other openings within this process. A forked child, such as a loader's worker, would
+share its parent's lock, and keep it when the parent has died; so it closes its copies at once. Every lock of this package is one
+of these, and nothing else, such as a mapping, may have the locked descriptor, which would keep it open in the child.
 """
 
 from __future__ import annotations
@@ -64,16 +65,26 @@ def lock_file(fd: int, path: str, *, shared: bool) -> FileLock | None:
         The file system knows no locks.
     """
     try:
-        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        return _locked(fd, path, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
-        os.close(fd)
         return None
+
+
+def await_lock(fd: int, path: str, *, shared: bool = False) -> FileLock:
+    """Lock an open file as `lock_file` does, once nobody else's lock excludes this one: for locks that are held for moments."""
+    return _locked(fd, path, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+
+
+def _locked(fd: int, path: str, flags: int) -> FileLock:
+    lock = FileLock(fd)  # from here on a child that is forked meanwhile closes its copy
+    try:
+        fcntl.flock(fd, flags)
     except BaseException as error:
-        os.close(fd)
+        lock.release()
         if isinstance(error, OSError) and error.errno in _NO_LOCKS:
             raise LocksUnsupported(f"{path}: cannot lock: {error.strerror}; this file system has no locks") from error
         raise
-    return FileLock(fd)
+    return lock
 
 
 def _drop_inherited() -> None:

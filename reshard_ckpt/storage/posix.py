@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import stat
 import threading
@@ -14,6 +13,7 @@ from types import TracebackType
 from weakref import WeakSet
 
 from ..errors import StorageError
+from .locks import LocksUnsupported, await_lock
 
 _MAX_BUFFERS = min(os.sysconf("SC_IOV_MAX"), 1024)
 _READ_BYTES = 1 << 20
@@ -159,15 +159,17 @@ def read_at_most(path: str, limit: int) -> bytes:
 
 
 @contextmanager
-def locked(fd: int) -> Iterator[None]:
-    """Lock a file or folder against others who lock it; where the file system has no locks, exclude nobody."""
-    with suppress(OSError):
-        fcntl.flock(fd, fcntl.LOCK_EX)
+def locked(folder: int) -> Iterator[None]:
+    """Lock an open folder against others who lock it; where the file system has no locks, exclude nobody."""
+    fd, lock = os.open(".", FOLDER, dir_fd=folder), None
+    with suppress(OSError, LocksUnsupported):
+        lock = await_lock(fd, ".")
     try:
         yield
     finally:
-        with suppress(OSError):
-            fcntl.flock(fd, fcntl.LOCK_UN)
+        if lock is not None:
+            with suppress(OSError):
+                lock.release()
 
 
 class OpenFile:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import signal
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import pytest
 from reshard_ckpt.errors import StorageError
 from reshard_ckpt.storage import LocalStorage, LocksUnsupported, MissingKey
 from reshard_ckpt.storage.locks import FileLock, lock_file
+from reshard_ckpt.storage.posix import locked
 from tests.open_files import open_below
 from tests.storage.contract import StorageContract, put, read_range
 
@@ -422,6 +424,26 @@ def test_a_forked_child_does_not_keep_its_parents_lock(tmp_path: Path):
     finally:
         os.write(go[1], b"x")
         os.waitpid(child, 0)
+
+
+def test_a_child_of_one_that_was_killed_while_it_published_holds_up_no_other(tmp_path: Path):
+    held = os.pipe()
+    publisher = os.fork()
+    if publisher == 0:
+        with locked(os.open(tmp_path, os.O_RDONLY)):
+            if os.fork():
+                os.kill(os.getpid(), signal.SIGKILL)
+            os.close(held[1])
+            os.read(held[0], 1)  # lives on
+        os._exit(0)
+    try:
+        os.waitpid(publisher, 0)
+        other = os.open(tmp_path, os.O_RDONLY)
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(other)
+    finally:
+        os.close(held[1])
+        os.close(held[0])
 
 
 def test_a_lock_dies_with_its_process(tmp_path: Path):
