@@ -19,14 +19,14 @@ from typing import Any
 import torch.distributed as dist
 
 from ..checkpoint import Manager, SaveHandle
-from ..errors import CheckpointNotFound, CorruptError, StorageError
+from ..errors import CheckpointNotFound, CorruptError
 from ..formats.deepspeed.values import ROOT
 from ..manager.open_runs import TAG, close_run, open_run, run_at, tags_of
 from .deepspeed_config import NebulaBlock
 from .deepspeed_load import Saved, find_saved, latest_of, saved_at
 
 _LOGGER = logging.getLogger("reshard_ckpt")
-_GONE = CheckpointNotFound, CorruptError, StorageError
+_GONE = CheckpointNotFound, CorruptError
 
 
 class NebulaRun:

@@ -2,7 +2,8 @@
 
 1. Rank 0 names the newest step in the store that counts; all nodes together the newest generation in memory that is no older.
 2. What is in memory is loaded as its headers say. Where that finds damage, all copies are proved, and the next older is taken.
-3. Else the store's is loaded. One that is damaged, or gone, is passed over, with a warning, for the next older one.
+3. Else the store's is loaded. One that is damaged, or gone, is passed over, with a warning, for the next older one. Where the
+   store itself cannot be read, on any rank, that is raised on all: an older one would lose what a second try may load.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ..checkpoint.reading import read
 from ..comm import open_session
 from ..core.report import LoadReport
 from ..engine.common.logs import LOGGER
-from ..errors import CheckpointNotFound, CorruptError, StorageError
+from ..errors import CheckpointError, CheckpointNotFound, CorruptError, StorageError
 from ..memory.restore import Restorable
 from ..memory.run import MemoryRun
 from .stored import StoredSteps
@@ -126,6 +127,7 @@ class Restoring:
             try:
                 report = self._from_store(step, state, options)
             except (CheckpointNotFound, CorruptError, StorageError) as error:
+                self._refuse_unless_damage(step, error)
                 passed[step] = f"step {step}: {error}"
                 self._stored.note_damaged(step)
                 if self._is_first:
@@ -137,6 +139,16 @@ class Restoring:
             lines = (*in_memory.values(), *passed.values())
             raise CorruptError(f"{self._stored.url}: no checkpoint can be loaded:\n" + "\n".join(lines))
         return None
+
+    def _refuse_unless_damage(self, step: int, error: CheckpointError) -> None:
+        """Raise on all ranks where the store refused to read for any of them: that is no damage of one checkpoint. Collective."""
+        path = self._stored.path(step)
+        with open_session("pass over", path, **self._session):
+            if isinstance(error, StorageError):
+                raise StorageError(
+                    f"{error}. So nobody knows whether step {step} is damaged, and no older one is loaded in its place: load "
+                    f"again once it can be read; or give it up, by manager.load of an older step, or manager.delete({step})"
+                ) from error
 
     def _from_store(self, step: int, state: Mapping[str, Any], options: Mapping[str, Any]) -> LoadReport:
         with self._deferring():
@@ -163,6 +175,8 @@ class Restoring:
             if not prove:
                 LOGGER.warning("step %d in memory is damaged, so that all copies are verified now: %s", step, error)
                 return None
+            if isinstance(error, StorageError):  # it cannot be read now, which an older one would not mend
+                raise
             passed[found.generation.save_id] = f"step {step} in memory: {error}"
             if self._is_first:
                 warnings.warn(f"passed over, as it cannot be loaded: step {step} in memory: {error}", stacklevel=4)

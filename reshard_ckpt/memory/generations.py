@@ -16,11 +16,11 @@ from typing import Any
 import msgpack
 
 from ..core.catalog.model import Catalog
-from ..errors import CheckpointError, CorruptError
+from ..errors import CorruptError
 from ..format.catalog import MAX_CATALOG_BYTES, decode_catalog
 from ..format.checksums import digest128
-from ..storage.protocol import MissingKey, flat_bytes
-from .node import GENERATION_SUFFIX, SLOT_SUFFIX, write_atomically
+from ..storage.protocol import flat_bytes
+from .node import GENERATION_SUFFIX, SLOT_SUFFIX, files_in, passing_over_gone, write_atomically
 from .slots import NoRoom, ReadSlot, SlotRange
 
 _MAGIC = b"RSHGENR1"
@@ -126,12 +126,22 @@ def keep_generation(folder: Path, generation: Generation) -> None:
 
 
 def find_generations(folder: Path) -> list[Generation]:
-    """List the generations that this node knows, the newest last; damaged ones are passed over."""
+    """List the generations that this node knows, the newest last; damaged ones are passed over.
+
+    Raises
+    ------
+    StorageError
+        One cannot be read, which does not mean that it is not there.
+    """
     found = []
-    for path in folder.glob(f"*{GENERATION_SUFFIX}"):
-        with suppress(OSError, CheckpointError):
-            found.append(decode_generation(path.read_bytes(), where=str(path)))
+    for path in files_in(folder, GENERATION_SUFFIX):
+        with passing_over_gone(path), suppress(CorruptError), open(path, "rb", opener=_opened) as file:
+            found.append(decode_generation(file.read(), where=str(path)))
     return sorted(found, key=lambda generation: generation.order)
+
+
+def _opened(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW)
 
 
 def drop_generations(folder: Path, names: Iterable[str]) -> None:
@@ -156,9 +166,13 @@ class NodeImages:
         self._folder, self._save_id = folder, save_id
         self._slots: list[ReadSlot] = []
         self._at: dict[str, tuple[ReadSlot, SlotRange]] = {}
-        for path in sorted(folder.glob(f"*{SLOT_SUFFIX}")):
-            with suppress(OSError, CorruptError):
-                self._add(ReadSlot(str(path)))
+        try:
+            for path in files_in(folder, SLOT_SUFFIX):
+                with passing_over_gone(path), suppress(CorruptError):
+                    self._add(ReadSlot(str(path)))
+        except BaseException:
+            self.close()
+            raise
 
     def _add(self, slot: ReadSlot) -> None:
         if slot.table is None or slot.table.save_id != self._save_id:
@@ -200,7 +214,7 @@ class NodeImages:
         try:
             return self._at[key]
         except KeyError:
-            raise MissingKey(f"{self.url}: no image of {key}") from None
+            raise CorruptError(f"{self.url}: no image of {key} any more; this copy is not used") from None
 
     def close(self) -> None:
         """Close all slots."""

@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import secrets
@@ -82,6 +83,32 @@ def _explained(path: Path) -> Iterator[None]:
         raise StorageError(
             f"{path}: {error.strerror}; look what is there with reshard-ckpt memory list, free memory, or pass Memory(folder=…)"
         ) from error
+
+
+def files_in(folder: Path, suffix: str) -> list[Path]:
+    """List the files of a run's folder that end so, in order; none where there is no such folder.
+
+    Raises
+    ------
+    StorageError
+        It cannot be listed, which does not mean that there are none.
+    """
+    with _explained(folder):
+        try:
+            return [folder / name for name in sorted(os.listdir(folder)) if name.endswith(suffix)]
+        except FileNotFoundError:
+            return []
+
+
+@contextmanager
+def passing_over_gone(path: Path) -> Iterator[None]:
+    """Pass over a file that has gone meanwhile, or a link, which is not followed; that it cannot be opened means neither."""
+    with _explained(path):
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ELOOP):
+                raise
 
 
 def run_folder(folder: str, root: str) -> Path:

@@ -13,7 +13,7 @@ from ..format.keys import step_name
 from ..storage import Storage, open_storage, resolved_path
 from .generations import Generation, NodeImages, files_here, find_generations
 from .lineage import LINEAGE_KEY, read_lineage
-from .node import FOLDER, SLOT_SUFFIX, is_entered, node_id, remove_run, run_path, runs
+from .node import FOLDER, SLOT_SUFFIX, files_in, is_entered, node_id, passing_over_gone, remove_run, run_path, runs
 from .persist import absent_files, is_persisted, publish, write_files
 from .slots import Slot
 
@@ -101,13 +101,12 @@ def is_alive(path: Path) -> bool:
     """Whether a process of a run is there, or has a slot locked, as an earlier release of this package does."""
     if is_entered(path):
         return True
-    for slot in path.glob(f"*{SLOT_SUFFIX}"):
-        try:
-            Slot(str(slot)).close()
-        except StorageError:
-            return True
-        except OSError:
-            continue
+    for slot in files_in(path, SLOT_SUFFIX):
+        with passing_over_gone(slot):
+            try:
+                Slot(str(slot)).close()
+            except StorageError:
+                return True
     return False
 
 

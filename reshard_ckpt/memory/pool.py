@@ -20,7 +20,7 @@ from pathlib import Path
 from ..errors import CorruptError, StorageError
 from ..storage.locks import await_lock
 from .generations import drop_generations, find_generations
-from .node import SLOT_SUFFIX, enter_run, free_bytes
+from .node import SLOT_SUFFIX, enter_run, files_in, free_bytes
 from .options import Memory
 from .slots import NoRoom, Slot, slot_bytes
 
@@ -179,7 +179,7 @@ class SlotPool:
     def _shortage(self, wanted: int) -> str:
         """Say why there is no memory for so many bytes; empty where there is."""
         found = []
-        for path in self._folder.glob(f"*{SLOT_SUFFIX}"):
+        for path in files_in(self._folder, SLOT_SUFFIX):
             with suppress(FileNotFoundError):  # its process has just given it back
                 found.append(os.lstat(path))
         promised = sum(max(one.st_size - one.st_blocks * 512, 0) for one in found)
@@ -257,7 +257,7 @@ def node_lock(folder: Path) -> Iterator[None]:
 
 def dead_slots(folder: Path, own: set[str]) -> Iterator[Slot]:
     """Yield the slots of processes that are gone, locked; whoever takes one closes it."""
-    for path in sorted(folder.glob(f"*{SLOT_SUFFIX}")):
+    for path in files_in(folder, SLOT_SUFFIX):
         if str(path) not in own:
             with suppress(OSError, StorageError):  # its process is alive
                 yield Slot(str(path))

@@ -243,7 +243,10 @@ class Tier:
         # Unless it is known that no rank let an older one go, the images stay: they may be all that is whole.
         comm.gather(b"", undo=partial(self._undo, generation))
         self.pool.keep(generation.save_id, pin=pin)
-        self._forget_older(generation)
+        try:
+            self._forget_older(generation)
+        except (StorageError, OSError) as error:  # the save itself is done
+            self._warn_once("older generations stay in memory for now", str(error))
 
     def _undo(self, generation: Generation) -> None:
         self.pool.free(generation.save_id)

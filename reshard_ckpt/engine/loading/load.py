@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Generic, TypeVar
@@ -32,7 +33,7 @@ from ...format.catalog import MAX_CATALOG_BYTES, decode_catalog
 from ...format.checksums import digest128
 from ...format.keys import CATALOG_KEY, SAVE_ID
 from ...format.torch_dtypes import TORCH_DTYPES
-from ...storage.protocol import Storage
+from ...storage.protocol import MissingKey, Storage
 from ..common.lanes import has_lane
 from ..common.progress import OnProgress, silent
 from ..common.step_folders import describe_run
@@ -108,9 +109,10 @@ def read_catalog_bytes(storage: Storage) -> bytes:
     CheckpointNotFound
         There is none; the message says what is there instead.
     """
-    if storage.size(CATALOG_KEY) is None:
-        raise CheckpointNotFound(f"{storage.url}: no committed checkpoint: {_what_is_there(storage)}")
-    return storage.read(CATALOG_KEY, limit=MAX_CATALOG_BYTES)
+    if storage.size(CATALOG_KEY) is not None:
+        with suppress(MissingKey):  # it is removed at this very moment
+            return storage.read(CATALOG_KEY, limit=MAX_CATALOG_BYTES)
+    raise CheckpointNotFound(f"{storage.url}: no committed checkpoint: {_what_is_there(storage)}")
 
 
 def _what_is_there(storage: Storage) -> str:
