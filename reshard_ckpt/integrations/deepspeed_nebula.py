@@ -102,7 +102,7 @@ class NebulaRun:
     def _to_begin_from(self) -> dict[str, str]:
         """List the checkpoints of ``nebula_load_path`` by tag, in order, where that is another run; nothing of it changes."""
         path = self._block.load_path
-        if path is None or os.path.abspath(path) == os.path.abspath(self._block.path):
+        if path is None or os.path.realpath(path) == os.path.realpath(self._block.path):
             return {}
         with Manager(path, read_only=True) as other:
             return {tag: other.path(step) for step, tag in self._tags(other).items()}

@@ -34,8 +34,8 @@ def open_run(path: str, interval_s: float, num_versions: int, memory: Memory | N
 
 def run_at(path: str) -> Manager | None:
     """Return the run at a storage path, if it is open."""
-    root = os.path.abspath(os.path.expanduser(path))
-    return next((run for run in RUNS if os.path.dirname(run.path(0)) == root), None)
+    root = os.path.realpath(os.path.expanduser(path))
+    return next((run for run in RUNS if os.path.realpath(os.path.dirname(run.path(0))) == root), None)
 
 
 def tags_of(run: Manager) -> dict[int, str]:

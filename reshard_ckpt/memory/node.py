@@ -4,7 +4,7 @@
 
     /dev/shm/reshard-ckpt-1000/             mode 0700, of this user; links are not followed
       node                                  the node's random id
-      <run>/                                by digest of the run's root
+      <run>/                                by digest of the run's root, whatever path leads there
         root                                the root, for people
         <n>.slot                            images: `slots`
         <attempt>-<step>-<save id>.gen      generations: `generations`
@@ -26,6 +26,7 @@ from pathlib import Path
 
 from ..errors import StorageError
 from ..format.checksums import digest128
+from ..storage import open_storage
 from ..storage.locks import FileLock, await_lock, lock_file
 
 FOLDER = "/dev/shm"
@@ -70,9 +71,15 @@ def user_folder(folder: str) -> Path:
     return path
 
 
+def real_root(root: str) -> str:
+    """Return the one name of a root that any path to it has: absolute, without links; that of a store in memory is its URL."""
+    url = open_storage(root).url
+    return url if "://" in url else os.path.realpath(url)
+
+
 def run_path(folder: str, root: str) -> Path:
     """Return where the folder of a run is, or would be."""
-    return user_folder(folder) / digest128(root.encode()).hex()
+    return user_folder(folder) / digest128(os.fsencode(real_root(root))).hex()
 
 
 @contextmanager
@@ -126,7 +133,7 @@ def run_folder(folder: str, root: str) -> Path:
             raise StorageError(f"{path}: is a link; remove it")
         note = path / "root"
         if not note.exists():
-            write_atomically(note, root.encode())
+            write_atomically(note, os.fsencode(real_root(root)))
     return path
 
 
@@ -189,7 +196,7 @@ def runs(folder: str) -> Iterator[RunMemory]:
     for path in sorted(user_folder(folder).iterdir()):
         if _RUN.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
             try:
-                root = (path / "root").read_text()
+                root = os.fsdecode((path / "root").read_bytes())
             except OSError:
                 root = "?"
             yield RunMemory(root, str(path), _bytes_in(path))

@@ -83,11 +83,11 @@ class PersistReport:
 
 def held_runs(root: str | None = None, folder: str = FOLDER) -> list[HeldRun]:
     """List what the memory of this node holds of a run, or of all runs of this user."""
-    wanted = None if root is None else resolved_path(root)
+    wanted = None if root is None else run_path(folder, root)
     out = []
     for run in runs(folder):
-        if wanted in (None, run.root):
-            path = Path(run.path)
+        path = Path(run.path)
+        if wanted in (None, path):
             steps = tuple(_held_step(path, generation) for generation in find_generations(path))
             out.append(HeldRun(run.root, run.num_bytes, is_alive(path), steps))
     return out
@@ -182,7 +182,7 @@ def _chosen(path: Path, storage: Storage, step: int | None) -> Generation:
 
 
 def _run(root: str, folder: str) -> Path:
-    path = run_path(folder, resolved_path(root))
+    path = run_path(folder, root)
     if not path.is_dir():
         raise CheckpointNotFound(
             f"{root}: the memory of this node ({folder}) holds nothing of this run; reshard-ckpt memory list names the runs"

@@ -6,10 +6,11 @@ import inspect
 import threading
 import uuid
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import fields
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -25,13 +26,13 @@ from ..engine.common.step_folders import find_steps
 from ..engine.loading.load import LoadOptions
 from ..engine.saving.handle import RunningSave, SaveHandle
 from ..engine.saving.options import SaveJob, SaveOptions
-from ..errors import UsageError
+from ..errors import StorageError, UsageError
 from ..format.keys import step_name
 from ..storage import Storage, open_storage
 from .background import Persisting, PersistRule
 from .generations import Generation, drop_generations, find_generations
 from .lineage import decode_lineage, keep_lineage, read_lineage
-from .node import machine_id, node_id, run_folder
+from .node import machine_id, node_id, run_folder, runs
 from .options import Memory
 from .persist import is_persisted, stored_save_id
 from .restore import Restorable, find_newest, open_images
@@ -126,14 +127,31 @@ class MemoryRun:
             drop_generations(self._folder, [g.name for g in superseded])
 
     def _name_others(self) -> None:
-        """Say what an earlier run with this root left: it is not loaded, as that root was removed since."""
-        others = [g for g in find_generations(self._folder) if g.run != self._lineage.run]
-        if others and self._tier.topology.leads(self._rank):
+        """Say what is not loaded: of an earlier run with this root, which was removed since, and of this one by another path."""
+        found = find_generations(self._folder)
+        others = [g for g in found if g.run != self._lineage.run]
+        if not self._tier.topology.leads(self._rank):
+            return
+        if others:
             warnings.warn(
                 f"this node's memory holds {len(others)} checkpoints of another run with the root {self._root}, up to step "
                 f"{max(g.step for g in others)}, which are not loaded; reshard-ckpt memory drop {self._root} frees them",
                 stacklevel=5,
             )
+        for root, step in self._elsewhere() if len(found) == len(others) else ():
+            warnings.warn(
+                f"this node's memory holds checkpoints of this run, or of one that it was copied from, up to step {step}, by the "
+                f"root {root}; they are not loaded: where that is the same folder as {self._root}, pass it by that path",
+                stacklevel=5,
+            )
+
+    def _elsewhere(self) -> Iterator[tuple[str, int]]:
+        """Yield the other roots with which this node knows generations of this run, and the newest step of each."""
+        for run in runs(self.options.folder):
+            with suppress(StorageError):  # that of another job, which is no reason to fail
+                steps = [g.step for g in find_generations(Path(run.path)) if g.run == self._lineage.run]
+                if steps and Path(run.path) != self._folder:
+                    yield run.root, max(steps)
 
     def _due(self, step: int) -> bool:
         """Decide on rank 0 whether a generation is sent to the store; not while one is on its way."""
