@@ -20,12 +20,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from benchmarks.ranks import end_with
 from reshard_ckpt import checkpoint
 from reshard_ckpt.core.catalog.specs import AxisPlacement, Mesh, Replication, StateLink, TensorSpec, box_piece, row_major_strides
 from reshard_ckpt.engine.saving.agreement import plan_from_metadata
@@ -117,7 +119,8 @@ def reshard(source: Path, target: Path, *, verify: bool) -> dict[str, float]:
     """Reshard in a process of its own: seconds of the call, of the whole process, and its peak memory."""
     began = time.perf_counter()
     command = [sys.executable, "-m", "benchmarks.offline_reshard", "--child", str(source), str(target), str(int(verify))]
-    out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    ending = partial(end_with, os.getpid())
+    out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, preexec_fn=ending).stdout
     return {**json.loads(out), "process_s": time.perf_counter() - began}
 
 

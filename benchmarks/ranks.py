@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import resource
+import signal
 import socket
 import statistics
 import subprocess
@@ -16,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +28,30 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parent.parent
 
 
+_LIBC = ctypes.CDLL(None)
+_SET_PDEATHSIG = 1
+
+
+def end_with(parent: int, number: int = signal.SIGKILL) -> None:
+    """Have the system send this process a signal when the one that started it ends, however it does; in the new process."""
+    _LIBC.prctl(_SET_PDEATHSIG, int(number))
+    if os.getppid() != parent:  # it has ended already
+        os.kill(os.getpid(), number)
+
+
 def launch(module: str, ranks: int, args: Sequence[str], *, timeout_s: float) -> None:
     """Run ``python -m module --worker ARGS`` once for each rank; what they say on stderr is shown if one fails."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    common = {**os.environ, "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     command = [sys.executable, "-m", module, "--worker", *args]
+    ending = partial(end_with, os.getpid())
     # A file, not this terminal: the peers log every step of theirs.
     with tempfile.TemporaryFile("w+") as said:
         workers = [
-            subprocess.Popen(command, cwd=ROOT, env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": "0"}, stderr=said)
+            subprocess.Popen(command, cwd=ROOT, env={**common, "RANK": str(rank)}, stderr=said, preexec_fn=ending)
             for rank in range(ranks)
         ]
         problem = _watch(workers, time.monotonic() + timeout_s)

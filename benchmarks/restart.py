@@ -17,13 +17,16 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from .ranks import ROOT, end_with
+
 KILLED_AT, STEPS = 3, 4
 
 
@@ -34,9 +37,9 @@ def measure(folder: Path, apart: bool) -> tuple[float, float]:
     args = ["--standalone", "--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.1", "tests/distributed/restarts.py"]
     args += [str(folder), str(STEPS), f"{KILLED_AT}:1", "2", "0"]
     began = time.time()
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *args], cwd=ROOT, env=env, capture_output=True, text=True
-    )
+    command = [sys.executable, "-m", "torch.distributed.run", *args]
+    ending = partial(end_with, os.getpid(), signal.SIGTERM)  # by which it ends its ranks, too
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, preexec_fn=ending)
     if done.returncode:
         raise SystemExit(done.stdout + done.stderr)
     told = [line.split(" ", 1) for line in (folder / "said").read_text().splitlines()]

@@ -38,7 +38,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.ranks import save_json
+from benchmarks.ranks import end_with, save_json
 from reshard_ckpt import FlatShard, LocalShard, checkpoint
 from reshard_ckpt.checkpoint import Manager
 from reshard_ckpt.errors import CheckpointError
@@ -298,9 +298,10 @@ class Soak:
         """Fork the ranks, kill once so many lines are written, wait; returns lines, exit codes, and who was killed alive."""
         reading, writing = os.pipe()
         listener = socket.create_server(("127.0.0.1", 0), backlog=16)
-        ranks = []
+        ranks, parent = [], os.getpid()
         for rank in range(job.size):
             if (child := os.fork()) == 0:
+                end_with(parent)
                 os.close(reading)
                 os._exit(work(job, rank, listener, writing))
             ranks.append(child)
