@@ -58,8 +58,16 @@ class Meeting(StoreComm):
     def forget(self) -> None:
         """Delete what this step has left, once all ranks have come to a later one."""
         with suppress(PeerError), self._reachable():
-            for key in ("here", "count", "verdict"):
-                self._store.delete_key(key)
+            self._forget()
+
+    def _forget(self) -> None:
+        for key in ("here", "count", "verdict"):
+            self._store.delete_key(key)
+
+    def _delete_all(self) -> None:
+        """Delete every key of the session, and of this step too: where it was refused, no later one may come to `forget` it."""
+        super()._delete_all()
+        self._forget()
 
     def _missing(self) -> list[int]:
         here = {int(rank) for rank in self._store.get("here").split()}

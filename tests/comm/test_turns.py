@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from reshard_ckpt.comm import CHANGED, FAILED, Meeting
+from reshard_ckpt.comm import CHANGED, FAILED, Meeting, SoloComm, Turn
 from reshard_ckpt.comm import store as store_module
 from reshard_ckpt.comm.calls import call_of
 from reshard_ckpt.errors import PeerError
@@ -82,6 +83,28 @@ class KilledAfter:
             raise PeerError("killed")
         self._left -= 1
         return getattr(self._store, name)  # type: ignore[no-any-return]
+
+
+def test_a_meeting_that_was_refused_leaves_no_key_once_the_last_rank_has_come():
+    store, options = dist.HashStore(), {"title": "reshard_live ''", "timeout_s": 0.05}
+
+    def come(rank: int) -> Callable[[Meeting], None]:
+        turn = Turn(nullcontext(SoloComm()), lambda: Meeting(store, rank, 3, **options), CALL)
+
+        def meet_or_give_up(meeting: Meeting) -> None:
+            try:
+                turn.meet(0, None)
+            except PeerError as error:
+                turn.give_up(error)
+                raise
+
+        return meet_or_give_up
+
+    first = meet(store, 3, {rank: come(rank) for rank in (0, 2)})
+    assert "did not arrive within 0.05 s" in str(first[0])
+    assert store.num_keys() > 0
+    meet(store, 3, {1: come(1)})
+    assert store.num_keys() == 0
 
 
 class Noted:
