@@ -44,13 +44,20 @@ def decode_node(node: Any, depth: int) -> Any:
     if depth < 0:
         raise CorruptError(f"a value is nested deeper than {MAX_DEPTH} levels")
     if kind is list:
-        return [decode_node(item, depth - 1) for item in node]
+        return _decode_each(node, depth - 1)
     if kind is dict and len(node) == 1:
         ((tag, body),) = node.items()
         if tag in _DECODERS:
             return _DECODERS[tag](body, depth - 1)
         raise CorruptError(f"the kind of value {tag!r:.80} is unknown: damaged, or written by a newer version")
     raise CorruptError("a value is not of the form that this version writes")
+
+
+def _decode_each(nodes: list[Any], depth: int) -> list[Any]:
+    # Lists may be long, and most are of leaves alone; those are told apart without a call for each.
+    if _LEAVES.issuperset(map(type, nodes)):
+        return nodes
+    return [node if type(node) in _LEAVES else decode_node(node, depth) for node in nodes]
 
 
 def _typed(body: Any, *kinds: type) -> tuple[Any, ...]:
@@ -65,15 +72,18 @@ def _one(body: Any, kind: type) -> Any:
 
 
 def _decode_items(body: Any, depth: int) -> list[Any]:
-    return [decode_node(item, depth) for item in _one(body, list)]
+    return _decode_each(_one(body, list), depth)
 
 
 def _decode_pairs(body: Any, depth: int) -> list[tuple[Any, Any]]:
-    pairs = [(decode_node(key, depth), decode_node(item, depth)) for key, item in (_one(pair, list) for pair in _one(body, list))]
-    _check_hashes([key for key, _ in pairs])
-    if len(dict(pairs)) != len(pairs):
+    pairs = _one(body, list)
+    if not {list}.issuperset(map(type, pairs)) or not {2}.issuperset(map(len, pairs)):
+        raise CorruptError("a value's parts are not what its kind has")
+    keys = _decode_each([key for key, _ in pairs], depth)
+    _check_hashes(keys)
+    if len(set(keys)) != len(keys):
         raise CorruptError("a dict holds a key twice")
-    return pairs
+    return list(zip(keys, _decode_each([item for _, item in pairs], depth), strict=True))
 
 
 def _decode_elements(body: Any, depth: int) -> list[Any]:
