@@ -58,7 +58,8 @@ def load(
     process_group
         The ranks that load together; all, by default.
     with_common
-        False leaves the saved common state out of what is returned.
+        False leaves the saved common state out of what is returned, for Megatron's own `load`, which reads ``common.pt`` by
+        itself: that is checked to be of this checkpoint, where this library wrote it.
 
     Returns
     -------
@@ -76,7 +77,7 @@ def load(
     check_strategy("sharded_strategy", sharded_strategy)
     check_strategy("common_strategy", common_strategy)
     mode = parse_mode(strict)
-    wanted = WantedTree(sharded_state_dict, mode, with_common=with_common)
+    wanted = WantedTree(sharded_state_dict, mode, str(checkpoint_dir), with_common=with_common)
     report = load_wanted(
         checkpoint_dir,
         wanted.prepare,

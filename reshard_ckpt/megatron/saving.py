@@ -18,7 +18,7 @@ import torch
 from ..checkpoint import SaveHandle
 from ..checkpoint.saving import begin_captured, save_captured
 from ..state.megatron.captured import SavedTree
-from ..state.megatron.names import COMMON, check_objects, metadata_of
+from ..state.megatron.names import COMMON, COMMON_FILE, check_objects, metadata_of
 from ..state.megatron.strictness import check_strategy
 from .errors import megatron_compatible
 
@@ -127,11 +127,12 @@ def begin_tree(path: str, tree: SavedTree, *, sha256: bool = False) -> SaveHandl
 
 
 def _options(tree: SavedTree, sha256: bool) -> dict[str, Any]:
+    common = _common_file(tree.tree)
     return {
         "process_group": tree.process_group,
-        "metadata": metadata_of(tree.tree),
+        "metadata": metadata_of(tree.tree, common.get(COMMON_FILE)),
         "sha256": sha256,
-        "beside": _CONFIG | _common_file(tree.tree),
+        "beside": _CONFIG | common,
         "check_values": check_objects,
     }
 
@@ -143,4 +144,4 @@ def _common_file(tree: Mapping[Any, Any]) -> dict[str, bytes]:
         return {}
     file = io.BytesIO()
     torch.save(common.data, file)
-    return {"common.pt": file.getvalue()}
+    return {COMMON_FILE: file.getvalue()}

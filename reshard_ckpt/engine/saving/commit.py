@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -120,15 +121,36 @@ def commit(job: SaveJob, receipt: Receipt, *, ready: Callable[[], None] = lambda
 
 
 def _publish_or_undo(job: SaveJob, receipts: Sequence[Receipt]) -> Catalog:
+    storage, beside = job.storage, job.options.beside
+    replaced: dict[str, bytes | None] = {}
     try:
-        for key, data in job.options.beside.items():
-            job.storage.publish(key, data)
+        for key, data in beside.items():
+            replaced[key] = _held(storage, key)
+            storage.publish(key, data)
         before, sha256 = job.agreed.before, job.options.sha256
         return publish(job.storage, job.contents, receipts, before=before, recorder=job.recorder, sha256=sha256)
     except BaseException:
         if _is_uncommitted(job.storage, job.save_id):
             remove(job.storage, [*_keys(receipts), manifest_key(job.save_id)])
+            for key, before_it in replaced.items():
+                _put_back(storage, key, before_it, beside[key])
         raise
+
+
+def _held(storage: Storage, key: str) -> bytes | None:
+    try:
+        return storage.read(key, MAX_CATALOG_BYTES)
+    except MissingKey:
+        return None
+
+
+def _put_back(storage: Storage, key: str, data: bytes | None, new: bytes) -> None:
+    """Put back what a file beside the catalog held before a save that failed, unless it is not that save's any more."""
+    with suppress(CheckpointError):  # the caller raises the reason for this, which says more
+        if data is not None:
+            storage.publish(key, data, expected=new)
+        elif _held(storage, key) == new:
+            storage.delete([key])
 
 
 def _keys(receipts: Iterable[Receipt]) -> list[str]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import pathlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import prod
@@ -22,12 +23,15 @@ from typing import Any
 from ...core.catalog.model import Catalog, ValueEntry
 from ...core.catalog.specs import ValueKind
 from ...core.report import summarize
-from ...errors import LayoutError
+from ...errors import CorruptError, LayoutError
+from ...format.checksums import digest128
 from ...format.values import decode_path
 from ..collector import NamedValue
 from ..scan import Index, Path, name_of, path_keys, saved_path
 
 COMMON = "common_state"
+COMMON_FILE = "common.pt"
+"""In which Megatron keeps the common state, and which its own `load` reads."""
 COMMON_OBJECT = f"{COMMON}/shard_0_1"
 """What Megatron from 0.19 on calls the common state, which it saves as an object."""
 
@@ -53,9 +57,28 @@ def has_keys(catalog: Catalog) -> bool:
     return _said(catalog) is not None
 
 
-def metadata_of(tree: Any) -> dict[str, Any]:
-    """Return what the metadata of a checkpoint say of a tree: that names are keys, and which dicts were Namespaces."""
-    return {"megatron": {"namespaces": [list(path) for path in _namespaces(tree, ())]}}
+def metadata_of(tree: Any, common_file: bytes | None = None) -> dict[str, Any]:
+    """Return what the metadata say of a tree: that names are keys, which dicts were Namespaces, the digest of `common_file`."""
+    digest = {} if common_file is None else {COMMON_FILE: digest128(common_file).hex()}
+    return {"megatron": {"namespaces": [list(path) for path in _namespaces(tree, ())], **digest}}
+
+
+def check_common_file(catalog: Catalog, folder: str) -> None:
+    """Refuse the file of a common state, where there is one, that is not of the same save as the catalog.
+
+    It is put in place before the catalog. So a save over another checkpoint that is killed in between leaves it there.
+
+    Raises
+    ------
+    CorruptError
+        It is damaged, or of another save.
+    """
+    wanted, path = (_said(catalog) or {}).get(COMMON_FILE), pathlib.Path(folder, COMMON_FILE)
+    if wanted is not None and path.exists() and digest128(path.read_bytes()).hex() != wanted:
+        raise CorruptError(
+            f"{path}: is damaged, or of a save that was cut off before it replaced this checkpoint; the right common state is in "
+            "the checkpoint, and reshard_ckpt.megatron.load, in the place of Megatron's own, loads it"
+        )
 
 
 def _namespaces(tree: Any, path: Path) -> Iterator[Path]:

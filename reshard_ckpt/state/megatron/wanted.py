@@ -23,7 +23,7 @@ from ...format.torch_dtypes import TORCH_DTYPES
 from ..collector import Collector
 from ..entries import Target
 from ..tensors import check_writable, local_memory
-from .names import COMMON_OBJECT, common_state, key_of_object, keys_of_catalog
+from .names import COMMON_OBJECT, check_common_file, common_state, key_of_object, keys_of_catalog
 from .optimizers import lower_tree, unplaced_state
 from .strictness import Keys, compare_keys
 from .tree import NOTHING, Loaded, entries_of, loaded_of, merged, objects_of, problems_of
@@ -36,12 +36,14 @@ class WantedTree:
     ----------
     mode
         The value of a `StrictHandling`.
+    folder
+        That of the checkpoint.
     with_common
         Whether the saved common state is part of what the tree comes to.
     """
 
-    def __init__(self, tree: dict[str, Any], mode: str, *, with_common: bool = True) -> None:
-        self._tree, self._mode, self._with_common = tree, mode, with_common
+    def __init__(self, tree: dict[str, Any], mode: str, folder: str, *, with_common: bool = True) -> None:
+        self._tree, self._mode, self._folder, self._with_common = tree, mode, folder, with_common
         self._tensors: list[tuple[LocalTensor, bool]] = []
         self._shapes: dict[str, Ints] = {}
         self._common: dict[Any, Any] = {}
@@ -57,7 +59,11 @@ class WantedTree:
             Something in the tree cannot be loaded into.
         MismatchError
             Tree and checkpoint have different keys, where this is to be an error.
+        CorruptError
+            The file of the common state is of another save, where somebody else has read it.
         """
+        if not self._with_common and comm.rank == 0:
+            check_common_file(catalog, self._folder)
         node = lower_tree(self._tree, loading=True)
         if self._mode != "assume_ok_unexpected":
             self.keys = compare_keys(comm, catalog, node, self._mode)
