@@ -11,6 +11,8 @@ import time
 
 CATALOG_KEY = "catalog.msgpack"
 """The key of the catalog."""
+RUN_LOCK_KEY = ".reshard_ckpt.lock"
+"""In the root of a run: locked by the job that manages it."""
 
 SAVE_ID = re.compile(r"\d{8}T\d{6}Z-[0-9a-f]{8}")
 

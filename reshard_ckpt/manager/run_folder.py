@@ -14,9 +14,8 @@ from ..checkpoint.listing import METRIC, metric_of
 from ..engine.common.step_folders import referred_keys
 from ..engine.loading.load import open_catalog
 from ..errors import CheckpointNotFound, CorruptError, UsageError
+from ..format.keys import RUN_LOCK_KEY
 from ..storage import LocksUnsupported, Storage, open_storage
-
-LOCK_KEY = ".reshard_ckpt.lock"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +56,16 @@ def with_metric(metadata: Any, metric: float | None) -> Any:
 def take_lock(storage: Storage) -> Iterator[None]:
     """Lock the root, so that no other job saves and prunes here."""
     try:
-        lock = storage.lock(LOCK_KEY, make=True)
+        lock = storage.lock(RUN_LOCK_KEY, make=True)
     except LocksUnsupported as error:
         warnings.warn(f"{error}; nothing keeps a second job from saving and pruning there too", stacklevel=4)
         yield
         return
     if lock is None:
-        holder = storage.read(LOCK_KEY, 1 << 10).decode(errors="replace") or "another job"
+        holder = storage.read(RUN_LOCK_KEY, 1 << 10).decode(errors="replace") or "another job"
         raise UsageError(
-            f"{storage.url}: {holder} manages the checkpoints there; give each job its own root, or pass read_only=True to load"
+            f"{storage.url}: {holder} manages the checkpoints there, or reshard-ckpt memory persist writes some of them; give "
+            "each job its own root, or pass read_only=True to load"
         )
     with lock:
         lock.note(f"process {os.getpid()} on {socket.gethostname()}".encode())

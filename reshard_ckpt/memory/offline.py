@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import closing, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..core.catalog.model import Catalog
 from ..errors import CheckpointNotFound, CorruptError, StorageError, UsageError
-from ..format.keys import step_name
-from ..storage import Storage, open_storage, resolved_path
+from ..format.keys import RUN_LOCK_KEY, step_name
+from ..storage import LocksUnsupported, Storage, open_storage, resolved_path
 from .generations import Generation, NodeImages, files_here, find_generations
 from .lineage import LINEAGE_KEY, read_lineage
 from .node import FOLDER, SLOT_SUFFIX, files_in, is_entered, node_id, passing_over_gone, remove_run, run_path, runs
@@ -136,11 +136,28 @@ def persist_held(root: str, folder: str = FOLDER, *, step: int | None = None) ->
     CheckpointNotFound
         The memory of this node holds nothing of it.
     UsageError
-        The job is alive.
+        The job is alive, on this node or another one.
     """
     path = _run(root, folder)
-    with open_storage(resolved_path(root)) as storage:
-        generation = _chosen(path, storage, step)
+    with open_storage(resolved_path(root)) as storage, _unmanaged(storage):
+        return _persist(path, root, folder, _chosen(path, storage, step))
+
+
+@contextmanager
+def _unmanaged(storage: Storage) -> Iterator[None]:
+    """Keep jobs away from a root, also on other nodes: what no catalog refers to yet is removed when a manager is made."""
+    try:
+        lock = storage.lock(RUN_LOCK_KEY, shared=True, make=True)
+    except LocksUnsupported:
+        yield
+        return
+    if lock is None:
+        raise UsageError(f"{storage.url}: a job manages the checkpoints there; end it first")
+    with lock:
+        yield
+
+
+def _persist(path: Path, root: str, folder: str, generation: Generation) -> PersistReport:
     target = f"{resolved_path(root).rstrip('/')}/{step_name(generation.step)}"
     with open_storage(target) as storage:
         if is_persisted(storage, generation):
