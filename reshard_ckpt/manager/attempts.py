@@ -11,9 +11,10 @@ import math
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 
-from ..errors import CorruptError
+from ..errors import CorruptError, StorageError
 from ..storage import MissingKey, Storage
 
 ATTEMPTS_KEY = ".reshard_ckpt.attempts.json"
@@ -61,7 +62,8 @@ class AttemptLog:
         self._earlier = read_attempts(storage)[-_MAX_ATTEMPTS + 1 :]
         began = clock()
         self._own = Attempt(began, began)
-        self._write()
+        with suppress(StorageError):  # the disk may be full, and a job must be able to load all the same
+            self._write()
 
     def seen(self) -> None:
         """Note that this attempt is alive: called after each commit."""

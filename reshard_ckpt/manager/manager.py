@@ -318,6 +318,8 @@ class Manager(RunSteps):
         ------
         CorruptError
             There are checkpoints, and all of them are damaged.
+        StorageError
+            Some rank could not read the newest, which need not be damaged; see docs/manager.md.
         MismatchError
             Checkpoint and state disagree, which an older one would not mend.
         """

@@ -6,7 +6,7 @@ import os
 import socket
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,5 +68,6 @@ def take_lock(storage: Storage) -> Iterator[None]:
             "each job its own root, or pass read_only=True to load"
         )
     with lock:
-        lock.note(f"process {os.getpid()} on {socket.gethostname()}".encode())
+        with suppress(OSError):  # the disk may be full, and a job must be able to load all the same
+            lock.note(f"process {os.getpid()} on {socket.gethostname()}".encode())
         yield

@@ -16,7 +16,7 @@ from reshard_ckpt.manager import restoring
 from tests.manager.test_manager import damage
 from tests.reliability.faults import fails, faulty
 from tests.reliability.ranks import LOCAL, Job, jobs
-from tests.reliability.states import NEW, OLD, expected
+from tests.reliability.states import NEW, OLD, expected, plain
 from tests.reliability.test_sick_ranks import state
 
 SIZE = 4
@@ -90,3 +90,15 @@ def test_one_that_stays_unreadable_can_be_deleted(job: Job, managers: list[Manag
         assert {type(error) for error in latest(job, managers)} == {StorageError}
         assert job.run(lambda rank: managers[rank].delete(2)) == [None] * SIZE
     assert latest(job, managers) == [1] * SIZE
+
+
+@pytest.mark.parametrize("call", ["write", "pwrite"])
+def test_a_job_begins_and_loads_where_the_disk_is_full(tmp_path: Path, call: str):
+    with Manager(tmp_path) as manager:
+        manager.save(1, plain(NEW))
+    into = plain(OLD)
+    with faulty(call, None, fails(errno.ENOSPC)) as fault, Manager(tmp_path, interval="auto") as manager:
+        found = manager.load_latest(into)
+    assert fault.calls
+    assert found is not None
+    assert into["extra"]["step"] == NEW
