@@ -1,7 +1,6 @@
 """The rendezvous of a job of one node: a store on a free port, and nobody to wait for.
 
-The elastic agent's own one for any number of nodes waits a second for others to come, and walks all imported modules for each event
-that it records: half a CPU second for each job.
+The one that the agent has for any number of nodes waits a second for others to come, and takes half a CPU second for each job.
 """
 
 from __future__ import annotations
