@@ -30,10 +30,11 @@ import torch
 from benchmarks.ranks import end_with
 from reshard_ckpt import checkpoint
 from reshard_ckpt.core.catalog.specs import AxisPlacement, Mesh, Replication, StateLink, TensorSpec, box_piece, row_major_strides
-from reshard_ckpt.engine.saving.agreement import plan_from_metadata
+from reshard_ckpt.core.planning.local_metadata import join_metadata
+from reshard_ckpt.core.planning.save_plan import plan_save
 from reshard_ckpt.engine.saving.commit import look, publish
 from reshard_ckpt.engine.saving.local_shards import describe_local
-from reshard_ckpt.engine.saving.messages import decode_assignment, encode_assignments, encode_metadata
+from reshard_ckpt.engine.saving.messages import decode_assignment, encode_assignments
 from reshard_ckpt.engine.saving.options import SaveContents
 from reshard_ckpt.engine.saving.write import write_assignment
 from reshard_ckpt.format.keys import new_save_id
@@ -77,10 +78,7 @@ def make_source(folder: Path, layers: int) -> None:
                 link = StateLink("optimizer", name, key[1:], f"model.{name}") if key else None
                 held.append((TensorSpec(full, dtype, shape, (piece,), Replication.DECLARED, placed, link=link), memory))
         local_shards.append(describe_local(held, (), Mesh(("dp", "tp"), (RANKS, 1)), rank))
-    job_metadata = [encode_metadata(h.local_metadata) for h in local_shards]
-    plan = plan_from_metadata(
-        [local_metadata.tensors for local_metadata in job_metadata], [local_metadata.rows for local_metadata in job_metadata]
-    )
+    plan = plan_save(join_metadata([one.local_metadata for one in local_shards]))
     save_id, before = new_save_id(), look(storage)
     assignments = [decode_assignment(data, save_id) for data in encode_assignments(plan)]
     receipts = [write_assignment(storage, h, a, rank) for rank, (h, a) in enumerate(zip(local_shards, assignments, strict=True))]

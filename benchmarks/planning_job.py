@@ -8,7 +8,7 @@ optimizer states of which it holds something, so dp ranks have different lists o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from math import prod
@@ -140,7 +140,8 @@ class Job:
         values, blobs = local_values(self.values(rank, step), rank)
         specs = self.specs(rank)
         own = {len(specs) + i: blob.own for i, blob in enumerate(blobs) if blob.own is not None}
-        return build_local_metadata([*specs, *(blob.spec for blob in blobs)], len(blobs), values, self.mesh, own)
+        metadata = build_local_metadata([*specs, *(blob.spec for blob in blobs)], len(blobs), self.mesh, own)
+        return replace(metadata, values=tuple(values))
 
     def num_rows(self) -> int:
         """Estimate how many rows its catalog has."""

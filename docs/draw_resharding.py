@@ -1,7 +1,6 @@
 """Draws docs/resharding.svg, how a tensor is resharded, from what the planners return for one small tensor.
 
-1. Three ranks hold flat ranges of an 8 × 10 tensor, as a ZeRO optimizer does;
-   `plan_from_metadata` divides the writing, one file a rank.
+1. Three ranks hold flat ranges of an 8 × 10 tensor, as a ZeRO optimizer does; `plan_save` divides the writing, one file a rank.
 2. A tensor-parallel job of two ranks wants columns; `plan_load` finds what its rank 1 reads.
 3. Every coloured cell of the picture is an element of an item of that plan: where it lies in a file, and where it goes.
 
@@ -24,9 +23,8 @@ from reshard_ckpt.core.catalog.model import Catalog, FileEntry
 from reshard_ckpt.core.catalog.specs import Piece, Replication, TensorSpec, box_piece, row_major_strides
 from reshard_ckpt.core.planning.build_catalog import WrittenItems, build_catalog
 from reshard_ckpt.core.planning.load_plan import LoadPlan, plan_load
-from reshard_ckpt.core.planning.local_metadata import build_local_metadata, piece_columns
-from reshard_ckpt.engine.saving.agreement import plan_from_metadata
-from reshard_ckpt.engine.saving.messages import encode_metadata
+from reshard_ckpt.core.planning.local_metadata import build_local_metadata, join_metadata, piece_columns
+from reshard_ckpt.core.planning.save_plan import plan_save
 from reshard_ckpt.plotting.canvas import INK, PALETTE, SOFT, add_axes, draw_boxes, new_figure, png_bytes, styled, svg_bytes
 
 SHAPE = (8, 10)
@@ -44,10 +42,7 @@ def saved_catalog() -> Catalog:
     """The catalog of the flat ranges, as if each rank had written the items of its plan to a file without a header."""
     whole = box_piece((0, 0), SHAPE, 0, row_major_strides(SHAPE))
     runs = [Piece(whole.offsets, whole.lengths, start, stop - start, -start, whole.strides) for start, stop in RUNS]
-    job_metadata = [encode_metadata(build_local_metadata([_spec(run)], 0, (), None)) for run in runs]
-    plan = plan_from_metadata(
-        [local_metadata.tensors for local_metadata in job_metadata], [local_metadata.rows for local_metadata in job_metadata]
-    )
+    plan = plan_save(join_metadata([build_local_metadata([_spec(run)], 0, None) for run in runs]))
     sizes = plan.part_count * 4
     first = np.array([int(sizes[: plan.items_of(rank).start].sum()) for rank in range(len(RUNS))])
     written = WrittenItems(plan.rank, np.cumsum(sizes) - sizes - first[plan.rank])

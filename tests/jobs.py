@@ -10,15 +10,15 @@ import torch
 from reshard_ckpt.core.catalog.links import links_from_names
 from reshard_ckpt.core.catalog.model import Catalog, ValueEntry
 from reshard_ckpt.core.catalog.specs import Mesh, TensorSpec, ValueSpec
-from reshard_ckpt.core.planning.save_plan import SavePlan
+from reshard_ckpt.core.planning.save_plan import SavePlan, plan_save
 from reshard_ckpt.core.report import LoadReport
 from reshard_ckpt.engine.loading.load import LoadOptions, Resolved, fetch, open_catalog, resolve
-from reshard_ckpt.engine.saving.agreement import plan_from_metadata
 from reshard_ckpt.engine.saving.commit import look, publish
 from reshard_ckpt.engine.saving.local_shards import LocalShards, describe_local
 from reshard_ckpt.engine.saving.messages import (
     Assignment,
     decode_assignment,
+    decode_metadata,
     decode_receipt,
     decode_values,
     encode_assignments,
@@ -37,15 +37,11 @@ Tensors = Sequence[tuple[TensorSpec, torch.Tensor]]
 
 def plan_job(local_shards: Sequence[LocalShards]) -> tuple[SavePlan, tuple[ValueEntry, ...], list[Assignment]]:
     """The agreement of all ranks, without a cache."""
-    job_metadata = [encode_metadata(h.local_metadata) for h in local_shards]
-    plan = plan_from_metadata(
-        [local_metadata.tensors for local_metadata in job_metadata], [local_metadata.rows for local_metadata in job_metadata]
-    )
-    values = merge_values(
-        [(rank, decode_values(local_metadata.values)) for rank, local_metadata in enumerate(job_metadata)], plan.tables
-    )
+    tensors, rows, values = zip(*(encode_metadata(one.local_metadata) for one in local_shards), strict=True)
+    plan = plan_save(decode_metadata(tensors, rows))
+    merged = merge_values([(rank, decode_values(data)) for rank, data in enumerate(values)], plan.tables)
     save_id = new_save_id()
-    return plan, values, [decode_assignment(data, save_id) for data in encode_assignments(plan)]
+    return plan, merged, [decode_assignment(data, save_id) for data in encode_assignments(plan)]
 
 
 def save_job(

@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from ..core.catalog.links import links_from_names
 from ..core.catalog.model import Catalog
-from ..core.catalog.specs import Ints, Piece, StateLink, TensorSpec, ValueKind, box_piece, row_major_strides
-from ..core.planning.local_metadata import LocalMetadata, LocalValue, build_local_metadata, join_metadata
+from ..core.catalog.specs import Ints, Piece, StateLink, TensorSpec, ValueKind, ValueSpec, blob_name, box_piece, row_major_strides
+from ..core.planning.local_metadata import LocalMetadata, build_local_metadata, join_metadata
 from ..core.planning.save_plan import SavePlan, plan_save
 from ..core.report import summarize
 from ..engine.saving.agreement import PreviousCheckpoint
@@ -26,7 +26,6 @@ from ..engine.saving.options import SaveContents
 from ..engine.saving.values import merge_values
 from ..errors import LayoutError
 from ..format.links import listed_parameters
-from ..format.shard_file import blob_name
 from ..format.values import decode_value, encode_path, encode_value
 from ..storage.protocol import Storage
 from .names import KeyedValue, join_leaves
@@ -85,7 +84,7 @@ def commit_written(
     local_values = _values(metadata, ranks)
     names = (*metadata.state_dict_metadata, *(value.name for value in local_values))
     links = links_from_names(dict.fromkeys(names), listed_parameters(local_values))
-    plan = plan_save(join_metadata([_local_metadata(rows, links) for rows in written]), blob_name)
+    plan = plan_save(join_metadata([_local_metadata(rows, links) for rows in written]))
     of_ranks = [next((data for data in of_rank if isinstance(data, RankMetadata)), None) for of_rank in payloads]
     plan = with_placements(plan, of_ranks)
     values = merge_values([(0, [replace(value, link=links.get(value.name)) for value in local_values])], plan.tables)
@@ -128,7 +127,7 @@ def _local_metadata(rows: Sequence[Stored], links: Mapping[str, StateLink]) -> L
         pieces = (*known.pieces, stored.piece) if known is not None else (stored.piece,)
         specs[name] = TensorSpec(name, stored.dtype, stored.shape, pieces, link=links.get(name))
     num_blobs = len({stored.blob for stored in rows if stored.blob is not None})
-    return build_local_metadata(list(specs.values()), num_blobs, [], None)
+    return build_local_metadata(list(specs.values()), num_blobs, None)
 
 
 def _receipt(plan: SavePlan, rank: int, rows: Sequence[Stored]) -> Receipt:
@@ -145,7 +144,7 @@ def _receipt(plan: SavePlan, rank: int, rows: Sequence[Stored]) -> Receipt:
     )
 
 
-def _values(metadata: Metadata, ranks: Sequence[Sequence[Stored]]) -> list[LocalValue]:
+def _values(metadata: Metadata, ranks: Sequence[Sequence[Stored]]) -> list[ValueSpec]:
     paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
 
     def path_of(name: str) -> tuple[str | int, ...]:
@@ -158,6 +157,7 @@ def _values(metadata: Metadata, ranks: Sequence[Sequence[Stored]]) -> list[Local
     payloads = [s for s in by_name.values() if s.value is not None]
     leaves = [KeyedValue(path_of(s.name), decode_value(s.value or b"", name=s.name)) for s in payloads]
     others = [path_of(s.name) for s in by_name.values() if s.value is None]
-    out = [LocalValue(spec.name, spec.path, spec.kind, spec.data) for spec in join_leaves(leaves, others)]
     aside = [s for s in by_name.values() if s.blob == blob_name(s.name, None)]
-    return out + [LocalValue(s.name, encode_path(list(path_of(s.name))), ValueKind.PLAIN, None) for s in aside]
+    return join_leaves(leaves, others) + [
+        ValueSpec(s.name, encode_path(list(path_of(s.name))), ValueKind.PLAIN, None) for s in aside
+    ]

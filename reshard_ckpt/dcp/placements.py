@@ -17,10 +17,9 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.planner import SavePlanner
 
-from ..core.planning.save_plan import SavePlan
-from ..engine.saving.agreement import plan_from_metadata
+from ..core.planning.save_plan import SavePlan, plan_save
 from ..engine.saving.local_shards import describe_local
-from ..engine.saving.messages import encode_metadata
+from ..engine.saving.messages import decode_metadata, encode_metadata
 from ..errors import CheckpointError
 from ..state.capture import capture
 from ..state.scan import Verbatim
@@ -53,7 +52,7 @@ def with_placements(plan: SavePlan, of_ranks: Sequence[RankMetadata | None]) -> 
     if len(known) < len(of_ranks):
         return plan
     try:
-        captured_plan = plan_from_metadata([one.tensors for one in known], [one.rows for one in known])
+        captured_plan = plan_save(decode_metadata([one.tensors for one in known], [one.rows for one in known]))
     except CheckpointError:  # what ranks hold need not fit together where DCP's planner chose from it
         return plan
     if captured_plan.mesh is None or captured_plan.mesh.size != len(known):

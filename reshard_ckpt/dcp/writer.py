@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from ..core.catalog.specs import box_piece
+from ..core.catalog.specs import blob_name, box_piece
 from ..core.geometry.dtypes import ITEM_BYTES
 from ..engine.common.recorder import Recorder
 from ..engine.common.tensor_bytes import LocalPiece, chunks
@@ -36,7 +36,7 @@ from ..engine.saving.messages import Receipt
 from ..engine.saving.write import WRITE_BYTES, FileLayout, lay_out_members, write_files
 from ..errors import LayoutError, UnsupportedError
 from ..format.keys import new_save_id
-from ..format.shard_file import Member, blob_name, make_member, opaque_name
+from ..format.shard_file import Member, make_member, opaque_name
 from ..format.torch_dtypes import dtype_code
 from ..format.values import encode_value
 from ..storage import open_storage

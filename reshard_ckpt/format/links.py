@@ -8,8 +8,7 @@ from dataclasses import replace
 from ..core.catalog.links import link_columns, links_from_names, optimizer_of
 from ..core.catalog.model import Catalog, TensorKind, ValueEntry
 from ..core.catalog.param_groups import are_groups
-from ..core.catalog.specs import ValueKind
-from ..core.planning.local_metadata import LocalValue
+from ..core.catalog.specs import ValueKind, ValueSpec
 from ..errors import CorruptError
 from .values import decode_value
 
@@ -32,7 +31,7 @@ def linked(catalog: Catalog) -> Catalog:
     )
 
 
-def listed_parameters(values: Sequence[ValueEntry | LocalValue]) -> dict[str, list[str]]:
+def listed_parameters(values: Sequence[ValueEntry | ValueSpec]) -> dict[str, list[str]]:
     """Read for each optimizer the parameters that its groups list; one that is known by number lists numbers."""
     listed: dict[str, list[str]] = {}
     for value in values:

@@ -12,14 +12,13 @@ serve people and other tools.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 from urllib.parse import unquote
 
-from ..core.catalog.specs import Ints, unravel
+from ..core.catalog.specs import Ints, escape, unravel
 from ..core.geometry.dtypes import ITEM_BYTES
 from ..errors import CorruptError, UnsupportedError, UsageError
 
@@ -34,7 +33,6 @@ METADATA = "__metadata__"
 _LENGTH_BYTES = 8
 _OPAQUE = "@[torch.save]"
 _FOREIGN_DTYPES = frozenset({"F4", "F6_E2M3", "F6_E3M2", "F8_E8M0"})
-_ESCAPED = re.compile(r"[%@\x00-\x1f\x7f]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +53,6 @@ class Header:
     offsets: Ints
     metadata: dict[str, str]
     num_bytes: int
-
-
-def escape(name: str) -> str:
-    """Escape the characters of a name that mean something in a member's name; `urllib.parse.unquote` undoes it.
-
-    >>> escape("a@b%")
-    'a%40b%25'
-    """
-    return _ESCAPED.sub(lambda match: f"%{ord(match[0]):02X}", name)
 
 
 def sub_box(offsets: Ints, lengths: Ints, start: int, count: int) -> tuple[Ints, Ints] | None:
@@ -112,15 +101,6 @@ def make_member(name: str, dtype: str, shape: Ints, offsets: Ints, lengths: Ints
 
 def _box_text(offsets: Ints, lengths: Ints) -> str:
     return ",".join(f"{offset}:{offset + length}" for offset, length in zip(offsets, lengths, strict=True))
-
-
-def blob_name(value_name: str, rank: int | None) -> str:
-    """Make the member name of the bytes of a value; `rank` where each rank has its own.
-
-    >>> blob_name("extra.rng", 3)
-    'extra.rng@[value,3]'
-    """
-    return f"{escape(value_name)}@[value]" if rank is None else f"{escape(value_name)}@[value,{rank}]"
 
 
 def opaque_name(value_name: str) -> str:

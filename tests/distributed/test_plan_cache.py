@@ -41,7 +41,7 @@ class Saver:
 
     def save(self, bounds: list[int]) -> None:
         self.step += 1
-        with count("plan_from_metadata") as plans, count("decode_assignment") as assignments:
+        with count("plan_save") as plans, count("decode_assignment") as assignments:
             checkpoint.save(Path(self.folder, str(self.step)), state(self.step, bounds))
         self.counts.append((plans.call_count, assignments.call_count))
 
@@ -118,7 +118,7 @@ def groups(folder: str) -> list[int]:
     half = dist.get_rank() // 2
     plans = []
     for step in range(2):
-        with count("plan_from_metadata") as counted:
+        with count("plan_save") as counted:
             tensor = torch.full((4,), float(10 * half + step))
             shard = LocalShard(tensor[: 2 + half].clone(), (4,), (0,)) if dist.get_rank() % 2 == 0 else None
             rest = LocalShard(tensor[2 + half :].clone(), (4,), (2 + half,)) if shard is None else shard

@@ -10,11 +10,14 @@ strides)`` of the local storage, also for a flat range, whose strides are the bo
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import IntEnum
 from math import prod
 
 Ints = tuple[int, ...]
+
+_ESCAPED = re.compile(r"[%@\x00-\x1f\x7f]")
 
 
 class Replication(IntEnum):
@@ -112,13 +115,34 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class ValueSpec:
-    """One value that is no tensor, encoded; ``path`` is its key path in the state, encoded too."""
+    """One value that is no tensor, encoded; ``path`` is its key path in the state, encoded too.
+
+    ``data`` is None where the bytes are a blob among the tensors.
+    """
 
     name: str
     path: bytes
     kind: ValueKind
-    data: bytes
+    data: bytes | None
     link: StateLink | None = None
+
+
+def escape(name: str) -> str:
+    """Escape the characters of a name that mean something where a part is added to it; `urllib.parse.unquote` undoes it.
+
+    >>> escape("a@b%")
+    'a%40b%25'
+    """
+    return _ESCAPED.sub(lambda match: f"%{ord(match[0]):02X}", name)
+
+
+def blob_name(value_name: str, rank: int | None) -> str:
+    """Name the tensor that is the bytes of a value; `rank` where each rank has its own.
+
+    >>> blob_name("extra.rng", 3)
+    'extra.rng@[value,3]'
+    """
+    return f"{escape(value_name)}@[value]" if rank is None else f"{escape(value_name)}@[value,{rank}]"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ...errors import LayoutError
 from ..catalog.links import link_columns
 from ..catalog.model import TensorKind
-from ..catalog.specs import AxisPlacement, Mesh, StateLink, TensorSpec, ValueKind
+from ..catalog.specs import AxisPlacement, Mesh, TensorSpec, ValueSpec
 from ..geometry.dtypes import CODES
 from ..geometry.ordering import group_ids
 from ..geometry.runs import I64, pad_left, pad_rows, ranges, volumes
@@ -59,17 +59,6 @@ def width_of(specs: Sequence[TensorSpec]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class LocalValue:
-    """A value of one rank: its encoded bytes, or None where these are a blob among the offered tensors."""
-
-    name: str
-    path: bytes
-    kind: ValueKind
-    data: bytes | None
-    link: StateLink | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class TensorColumns:
     """The tensors that one rank holds parts of; what many ranks have alike.
 
@@ -112,7 +101,7 @@ class LocalMetadata:
 
     tensors: TensorColumns
     rows: RowColumns
-    values: tuple[LocalValue, ...]
+    values: tuple[ValueSpec, ...] = ()
 
     @property
     def kind(self) -> U8:
@@ -147,11 +136,10 @@ class JobMetadata:
 def build_local_metadata(
     specs: Sequence[TensorSpec],
     num_blobs: int,
-    values: Sequence[LocalValue],
     mesh: Mesh | None,
     own: Mapping[int, str] | None = None,
 ) -> LocalMetadata:
-    """Put a rank's specs, the last `num_blobs` of which are blobs, into columns.
+    """Put a rank's specs, the last `num_blobs` of which are blobs, into columns; values are to be added.
 
     Parameters
     ----------
@@ -187,7 +175,7 @@ def build_local_metadata(
     )
     box, first = group_ids(np.hstack([pieces.offsets, pieces.lengths]))
     rows = RowColumns(pieces.offsets[first], pieces.lengths[first], pieces.tensor, box, pieces.start, pieces.count)
-    return LocalMetadata(tensors, rows, tuple(values))
+    return LocalMetadata(tensors, rows)
 
 
 def join_metadata(ranks: Sequence[LocalMetadata]) -> JobMetadata:

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import LayoutError
+from ..catalog.specs import blob_name
 from ..geometry.columns import ColumnTable
 from ..geometry.dtypes import CODES
 from ..geometry.ordering import group_ids, is_new, lex_order
@@ -24,9 +25,6 @@ from ..geometry.runs import I64, pad_left, ranges
 from ..report import summarize
 from .local_metadata import U8, JobMetadata, Placement
 from .placement import agreed
-
-NameOwn = Callable[[str, int], str]
-"""The name of a rank's own blob: from the name that all ranks have for theirs, and the rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +80,7 @@ class _Ids:
     own_step: int
 
 
-def merge_metadata(job_metadata: JobMetadata, name_own: NameOwn) -> tuple[MergedTables, MergedBoxes, MergedRows]:
+def merge_metadata(job_metadata: JobMetadata) -> tuple[MergedTables, MergedBoxes, MergedRows]:
     """One table of all tensors, the distinct boxes, and all rows.
 
     Raises
@@ -90,7 +88,7 @@ def merge_metadata(job_metadata: JobMetadata, name_own: NameOwn) -> tuple[Merged
     LayoutError
         Ranks disagree about a tensor.
     """
-    tables, ids = _merge_tables(job_metadata, name_own)
+    tables, ids = _merge_tables(job_metadata)
     tensor, replication, own = _look_up(job_metadata, ids)
     mine = np.flatnonzero(own)
     tables.shape[tensor[mine]] = pad_left(job_metadata.box_lengths, tables.shape.shape[1], 1)[job_metadata.box[mine]]
@@ -130,12 +128,12 @@ def _merge_boxes(job_metadata: JobMetadata, tables: MergedTables, empty_tensor: 
     return MergedBoxes(offsets[first], lengths[first]), box
 
 
-def _merge_tables(job_metadata: JobMetadata, name_own: NameOwn) -> tuple[MergedTables, _Ids]:
+def _merge_tables(job_metadata: JobMetadata) -> tuple[MergedTables, _Ids]:
     own = _concatenate(job_metadata, "own") > 0
     own_rank, own_entry = _own_entries(job_metadata)
     tables_of = job_metadata.table[own_rank].tolist()
     common = [job_metadata.tables[t].names[e] for t, e in zip(tables_of, own_entry.tolist(), strict=True)]
-    own_names = [name_own(name, rank) for name, rank in zip(common, own_rank.tolist(), strict=True)]
+    own_names = [blob_name(name, rank) for name, rank in zip(common, own_rank.tolist(), strict=True)]
     entries = [name for table in job_metadata.tables for name in table.names]
     names = sorted({name for name, mine in zip(entries, own.tolist(), strict=True) if not mine}.union(own_names))
     index = {name: i for i, name in enumerate(names)}

@@ -29,7 +29,7 @@ from ..report import summarize
 from .axis_cuts import Placement
 from .balance import Assigned, ReplicaGroup, assign
 from .local_metadata import U8, JobMetadata
-from .merge import MergedBoxes, MergedRows, MergedTables, NameOwn, merge_metadata
+from .merge import MergedBoxes, MergedRows, MergedTables, merge_metadata
 from .placement import PieceTable, derive
 
 SPLIT_BYTES = 1 << 20
@@ -98,7 +98,7 @@ class SavePlan:
         return np.bincount(self.rank, weights=self.part_count * item_bytes, minlength=self.num_ranks).astype(np.int64)
 
 
-def plan_save(job_metadata: JobMetadata, name_own: NameOwn) -> SavePlan:
+def plan_save(job_metadata: JobMetadata) -> SavePlan:
     """Plan one save from the local metadata of all ranks.
 
     Raises
@@ -106,7 +106,7 @@ def plan_save(job_metadata: JobMetadata, name_own: NameOwn) -> SavePlan:
     LayoutError
         Ranks disagree about a tensor, or its shards overlap or leave a region uncovered.
     """
-    tables, boxes, rows, runs = _merged_runs(job_metadata, name_own)
+    tables, boxes, rows, runs = _merged_runs(job_metadata)
     item_bytes = item_bytes_of(tables.dtype)
     parts = _assign(rows, runs, boxes, item_bytes, job_metadata.num_ranks)
     mesh = next((table.mesh for table in job_metadata.tables if table.mesh is not None), None)
@@ -134,9 +134,9 @@ def plan_save(job_metadata: JobMetadata, name_own: NameOwn) -> SavePlan:
     )
 
 
-def _merged_runs(job_metadata: JobMetadata, name_own: NameOwn) -> tuple[MergedTables, MergedBoxes, MergedRows, _Runs]:
+def _merged_runs(job_metadata: JobMetadata) -> tuple[MergedTables, MergedBoxes, MergedRows, _Runs]:
     """Merge the metadata of all ranks, and find the distinct runs, which tile every tensor."""
-    tables, boxes, merged = merge_metadata(job_metadata, name_own)
+    tables, boxes, merged = merge_metadata(job_metadata)
     rows = _cut_rows(merged)
     runs = _distinct_runs(rows)
     _check_tiling(tables, boxes, rows, runs)
@@ -292,7 +292,7 @@ class HeldRows:
     local: I64
 
 
-def find_holders(job_metadata: JobMetadata, name_own: NameOwn) -> HeldRows:
+def find_holders(job_metadata: JobMetadata) -> HeldRows:
     """Find who holds what of the tensors of all ranks.
 
     Raises
@@ -300,7 +300,7 @@ def find_holders(job_metadata: JobMetadata, name_own: NameOwn) -> HeldRows:
     LayoutError
         Ranks disagree about a tensor, or its shards overlap or leave a region uncovered.
     """
-    tables, boxes, rows, runs = _merged_runs(job_metadata, name_own)
+    tables, boxes, rows, runs = _merged_runs(job_metadata)
     first = np.zeros(len(runs.holder), bool)
     first[runs.begin[:-1]] = True
     run = runs.of_row[runs.holder]

@@ -21,7 +21,6 @@ from ...core.catalog.specs import ValueKind, ValueSpec
 from ...core.geometry.dtypes import item_bytes_of
 from ...core.planning.build_catalog import tensor_table
 from ...core.planning.exchange import RankRuns
-from ...core.planning.local_metadata import LocalValue
 from ...core.planning.merge import MergedTables
 from ...core.planning.save_plan import HeldRows, find_holders
 from ...errors import LayoutError
@@ -64,7 +63,7 @@ def open_live(comm: Comm, local: LocalShards, devices: Sequence[bool]) -> LiveSo
         return LiveSource(decode_catalog(zlib.decompress(comm.broadcast(None))))
     tensors, rows, flags = zip(*(msgpack.unpackb(zlib.decompress(data)) for data in gathered), strict=True)
     metadata = decode_metadata(tensors, rows)
-    holders = find_holders(metadata, lambda name, rank: name)
+    holders = find_holders(metadata)
     catalog = _catalog(holders)
     comm.broadcast(zlib.compress(encode_catalog(catalog), 1))
     num_rows = np.bincount(metadata.rank, minlength=len(tensors))
@@ -146,7 +145,7 @@ class LiveValues:
         """Merge the values of all ranks, on rank 0."""
         per_rank: dict[str, list[bytes]] = {}
         entries: dict[str, ValueEntry] = {}
-        plain: list[tuple[int, list[LocalValue]]] = []
+        plain: list[tuple[int, list[ValueSpec]]] = []
         for rank, values in enumerate(self._of_rank):
             plain.append((rank, [value for value in values if value.kind is not ValueKind.PER_RANK]))
             for value in values:

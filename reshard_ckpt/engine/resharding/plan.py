@@ -14,7 +14,7 @@ import numpy as np
 
 from ...core.catalog.model import Catalog, TensorKind, ValueEntry
 from ...core.catalog.placements import Box
-from ...core.catalog.specs import AxisPlacement, Mesh, Replication, TensorSpec, ValueKind
+from ...core.catalog.specs import AxisPlacement, Mesh, Replication, TensorSpec, ValueKind, blob_name
 from ...core.geometry.dtypes import CODES, ITEM_BYTES
 from ...core.geometry.runs import I64
 from ...core.planning.local_metadata import TensorColumns, links_of, shape_columns, width_of
@@ -22,7 +22,7 @@ from ...core.planning.save_plan import Checks, SavePlan, plan_save
 from ...core.planning.target_pieces import TargetRows, as_job_metadata, target_rows
 from ...core.planning.target_placement import TargetPlacement, TargetTopology, place
 from ...format.checksums import digest128
-from ...format.shard_file import Member, blob_name, make_member
+from ...format.shard_file import Member, make_member
 from ..loading.stream import Run
 from ..saving.write import FileLayout, lay_out_members
 from .write_order import Item
@@ -127,7 +127,7 @@ def plan_reshard(catalog: Catalog, choice: Choice, topology: TargetTopology) -> 
     shapes = [spec.shape for spec in specs]
     held, boxes = target_rows(shapes, [placed[name] for name in names[:tensors]], names[:tensors], topology.mesh, holders)
     offered = _table(specs, tensors, topology.mesh)
-    plan = plan_save(as_job_metadata(offered, held, boxes, topology.mesh.size), blob_name)
+    plan = plan_save(as_job_metadata(offered, held, boxes, topology.mesh.size))
     # The replicas are made of the same bytes: there is nothing to compare.
     plan = replace(plan, checks=_no_checks())
     index = {name: i for i, name in enumerate(plan.tables.names)}

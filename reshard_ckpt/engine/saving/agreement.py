@@ -29,7 +29,6 @@ from ...core.catalog.model import ValueEntry
 from ...core.planning.save_plan import SavePlan, plan_save
 from ...format.checksums import digest128
 from ...format.keys import new_save_id
-from ...format.shard_file import blob_name
 from ..common.memo import Memo
 from .local_shards import LocalShards
 from .messages import Assignment, decode_assignment, decode_metadata, decode_values, encode_assignments, encode_metadata
@@ -131,8 +130,7 @@ def agree(
     LayoutError
         What the ranks hold does not fit together.
     """
-    local_metadata = encode_metadata(local_shards.local_metadata)
-    parts = (local_metadata.tensors, local_metadata.rows, local_metadata.values)
+    parts = encode_metadata(local_shards.local_metadata)
     digests = [digest128(part) for part in parts]
     layout = b"".join(digests[:_LAYOUT_PARTS])
     kept = cache.assignments.find(layout)
@@ -211,7 +209,7 @@ class Leader:
         """Take the parts that were asked for, and this rank's own; plan where need be, and merge the values."""
         messages = [own, *((msgpack.unpackb(m) for m in sent[1:]) if sent else ())]
         if self._plan is None:
-            self._plan = plan_from_metadata(*(self._by_rank(part, messages) for part in range(_LAYOUT_PARTS)))
+            self._plan = plan_save(decode_metadata(*(self._by_rank(part, messages) for part in range(_LAYOUT_PARTS))))
             self._accept(self._plan)
             self._cache.plans.keep(self._layouts, _Kept(self.answer.plan_id, self._plan))
         of_ranks = [(rank, decode_values(messages[rank][-1])) for rank in self._first_with(_PARTS - 1).values()]
@@ -221,8 +219,3 @@ class Leader:
         """For each rank that lacks its assignment."""
         encoded = encode_assignments(self.plan)
         return [data if lacks else b"" for data, lacks in zip(encoded, self._lacks.tolist(), strict=True)]
-
-
-def plan_from_metadata(tensors: Sequence[bytes], rows: Sequence[bytes]) -> SavePlan:
-    """Plan from these parts of the metadata of all ranks, by rank."""
-    return plan_save(decode_metadata(tensors, rows), blob_name)

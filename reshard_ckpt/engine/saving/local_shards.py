@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ...core.catalog.specs import Mesh, TensorSpec, ValueKind, ValueSpec, box_piece, row_major_strides
-from ...core.planning.local_metadata import LocalMetadata, LocalValue, build_local_metadata
-from ...format.shard_file import blob_name
+from ...core.catalog.specs import Mesh, TensorSpec, ValueKind, ValueSpec, blob_name, box_piece, row_major_strides
+from ...core.planning.local_metadata import LocalMetadata, build_local_metadata
 from ..common.blobs import Blob, byte_blob
 from ..common.memo import Memo
 from ..common.tensor_bytes import LocalPiece, LocalTensor
@@ -47,7 +46,7 @@ def describe_local(tensors: Sequence[LocalTensor], values: Sequence[ValueSpec], 
     rows = [(i, LocalPiece(memory, piece)) for i, (spec, memory) in enumerate(saved) for piece in spec.pieces]
     per_rank = {len(tensors) + i: blob.own for i, blob in enumerate(blobs) if blob.own is not None}
     local_metadata = _LOCAL_METADATA.get(
-        (specs, len(blobs), mesh, per_rank), lambda: build_local_metadata(specs, len(blobs), (), mesh, per_rank)
+        (specs, len(blobs), mesh, per_rank), lambda: build_local_metadata(specs, len(blobs), mesh, per_rank)
     )
     return LocalShards(specs, rows, replace(local_metadata, values=tuple(inline)))
 
@@ -64,15 +63,15 @@ def _with_piece(spec: TensorSpec) -> TensorSpec:
     return replace(spec, pieces=(piece,))
 
 
-def local_values(values: Sequence[ValueSpec], rank: int) -> tuple[list[LocalValue], list[Blob]]:
-    """Split this rank's values into those of the catalog, and the blobs of those whose bytes are too large for it."""
-    inline: list[LocalValue] = []
+def local_values(values: Sequence[ValueSpec], rank: int) -> tuple[list[ValueSpec], list[Blob]]:
+    """Make blobs of values that are each rank's own, or too large for the catalog; the bytes of all others stay with them."""
+    inline: list[ValueSpec] = []
     blobs: list[Blob] = []
     for value in values:
         own = value.kind is ValueKind.PER_RANK
-        aside = own or (value.kind is ValueKind.PLAIN and len(value.data) > INLINE_BYTES)
-        inline.append(LocalValue(value.name, value.path, value.kind, None if aside else value.data, value.link))
-        if aside:
+        if value.data is not None and (own or (value.kind is ValueKind.PLAIN and len(value.data) > INLINE_BYTES)):
             data = torch.frombuffer(bytearray(value.data), dtype=torch.uint8)
             blobs.append(byte_blob(blob_name(value.name, rank if own else None), data, value.name if own else None))
+            value = replace(value, data=None)
+        inline.append(value)
     return inline, blobs

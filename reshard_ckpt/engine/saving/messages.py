@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 import numpy as np
@@ -20,7 +20,7 @@ from ...core.catalog.model import ValueEntry
 from ...core.catalog.specs import AxisPlacement, Mesh, StateLink, ValueKind, ValueSpec
 from ...core.geometry.ordering import lex_order
 from ...core.geometry.runs import I64, pad_left, ranges
-from ...core.planning.local_metadata import JobMetadata, LocalMetadata, LocalValue, RowColumns, TensorColumns
+from ...core.planning.local_metadata import JobMetadata, LocalMetadata, RowColumns, TensorColumns
 from ...core.planning.save_plan import SavePlan
 
 _ARRAY = 1
@@ -32,8 +32,7 @@ _WIDE = ("ndim", "shape", "alias", "placement", "optimizer", "key", "parameter")
 _ASSIGNMENT_HEAD = struct.Struct("<BxxxI")
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedMetadata:
+class EncodedMetadata(NamedTuple):
     """A rank's metadata as bytes, in parts."""
 
     tensors: bytes
@@ -140,17 +139,17 @@ def _decode_tensors(data: bytes) -> TensorColumns:
     return TensorColumns(**{**m, **wide, "placements": placements, "mesh": None if m["mesh"] is None else Mesh(*m["mesh"])})
 
 
-def encode_values(values: Sequence[LocalValue | ValueSpec | ValueEntry]) -> bytes:
+def encode_values(values: Sequence[ValueSpec | ValueEntry]) -> bytes:
     """Encode values for `decode_values`, without blobs."""
     links = ((None if v.link is None else [v.link.optimizer, v.link.fqn, v.link.key, v.link.parameter]) for v in values)
     packed: bytes = msgpack.packb([[v.name, v.path, int(v.kind), v.data, link] for v, link in zip(values, links, strict=True)])
     return packed
 
 
-def decode_values(data: bytes) -> tuple[LocalValue, ...]:
+def decode_values(data: bytes) -> tuple[ValueSpec, ...]:
     """The values that `encode_values` encoded."""
     return tuple(
-        LocalValue(name, path, ValueKind(kind), raw, None if link is None else StateLink(*link))
+        ValueSpec(name, path, ValueKind(kind), raw, None if link is None else StateLink(*link))
         for name, path, kind, raw, link in msgpack.unpackb(data)
     )
 

@@ -9,16 +9,14 @@ import numpy as np
 
 from ...core.catalog import param_groups
 from ...core.catalog.model import ValueEntry
-from ...core.catalog.specs import StateLink, ValueKind
-from ...core.planning.local_metadata import LocalValue
+from ...core.catalog.specs import StateLink, ValueKind, ValueSpec, blob_name
 from ...core.planning.merge import MergedTables
 from ...core.report import summarize
 from ...errors import LayoutError
-from ...format.shard_file import blob_name
 from ...format.values import decode_value, encode_value
 
 
-def merge_values(of_ranks: Sequence[tuple[int, Sequence[LocalValue]]], tables: MergedTables) -> tuple[ValueEntry, ...]:
+def merge_values(of_ranks: Sequence[tuple[int, Sequence[ValueSpec]]], tables: MergedTables) -> tuple[ValueEntry, ...]:
     """Merge the values of all ranks into one table.
 
     Parameters
@@ -31,7 +29,7 @@ def merge_values(of_ranks: Sequence[tuple[int, Sequence[LocalValue]]], tables: M
     LayoutError
         Ranks disagree about a value that is not declared per rank, or about an optimizer's hyperparameters for a parameter.
     """
-    by_name: dict[str, list[tuple[int, LocalValue]]] = {}
+    by_name: dict[str, list[tuple[int, ValueSpec]]] = {}
     for rank, values in of_ranks:
         for value in values:
             by_name.setdefault(value.name, []).append((rank, value))
@@ -43,7 +41,7 @@ def merge_values(of_ranks: Sequence[tuple[int, Sequence[LocalValue]]], tables: M
     return tuple(entries)
 
 
-def _merge(name: str, found: Sequence[tuple[int, LocalValue]], tables: MergedTables, problems: list[str]) -> ValueEntry:
+def _merge(name: str, found: Sequence[tuple[int, ValueSpec]], tables: MergedTables, problems: list[str]) -> ValueEntry:
     first_rank, first = found[0]
     at = bisect_left(tables.names, name)
     if at < len(tables.names) and tables.names[at] == name:
@@ -69,13 +67,13 @@ def _merge(name: str, found: Sequence[tuple[int, LocalValue]], tables: MergedTab
     return ValueEntry(name, first.path, first.kind, None, (bisect_left(tables.names, blob_name(name, None)),), _link(found))
 
 
-def _link(held: Sequence[tuple[int, LocalValue]]) -> StateLink | None:
+def _link(held: Sequence[tuple[int, ValueSpec]]) -> StateLink | None:
     """What the value is state of; a rank may have that without the parameter."""
     links = [value.link for _, value in held if value.link is not None]
     return next((link for link in links if link.parameter is not None), links[0] if links else None)
 
 
-def _show(value: LocalValue) -> str:
+def _show(value: ValueSpec) -> str:
     if value.data is None:
         return "a large value"
     text = repr(decode_value(value.data))

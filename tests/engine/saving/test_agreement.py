@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard_ckpt.core.catalog.specs import Piece, Replication, TensorSpec, ValueKind, ValueSpec, box_piece
-from reshard_ckpt.core.planning.save_plan import SavePlan
-from reshard_ckpt.engine.saving.agreement import Leader, PlanCache, plan_from_metadata
+from reshard_ckpt.core.planning.local_metadata import join_metadata
+from reshard_ckpt.core.planning.save_plan import SavePlan, plan_save
+from reshard_ckpt.engine.saving.agreement import Leader, PlanCache
 from reshard_ckpt.engine.saving.local_shards import describe_local
 from reshard_ckpt.engine.saving.messages import decode_assignment, encode_assignments, encode_metadata
 from reshard_ckpt.format.checksums import digest128
@@ -48,12 +49,10 @@ def jobs(draw: st.DrawFn) -> list[list[TensorSpec]]:
 
 def plan_of(held: list[list[TensorSpec]]) -> SavePlan:
     job_metadata = [
-        encode_metadata(describe_local([(spec, torch.empty(0)) for spec in specs], (), None, rank).local_metadata)
+        describe_local([(spec, torch.empty(0)) for spec in specs], (), None, rank).local_metadata
         for rank, specs in enumerate(held)
     ]
-    return plan_from_metadata(
-        [local_metadata.tensors for local_metadata in job_metadata], [local_metadata.rows for local_metadata in job_metadata]
-    )
+    return plan_save(join_metadata(job_metadata))
 
 
 @given(jobs())

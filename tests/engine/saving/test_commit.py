@@ -160,7 +160,7 @@ def test_shards_that_do_not_fit_together_are_refused(ranks: list, message: str) 
 def test_a_piece_outside_its_tensor_is_refused() -> None:
     spec, _ = rows("w", torch.zeros(3, 4), 2, 4)
     with pytest.raises(LayoutError, match=r"w: offsets \(2, 0\), lengths \(3, 4\) reach outside global shape \(4, 4\)"):
-        build_local_metadata([spec], 0, [], None)
+        build_local_metadata([spec], 0, None)
 
 
 def test_files_are_cut_where_their_header_would_grow_too_large(tmp_path: Path) -> None:
