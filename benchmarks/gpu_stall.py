@@ -27,7 +27,7 @@ from torch import nn
 
 from reshard_ckpt import checkpoint
 from reshard_ckpt.comm import SoloComm
-from reshard_ckpt.engine.saving.agreement import PreviousCheckpoint, agree
+from reshard_ckpt.engine.saving.agreement import agree
 from reshard_ckpt.engine.saving.async_save import take_ring
 from reshard_ckpt.engine.saving.local_shards import describe_local
 from reshard_ckpt.engine.saving.staging import Staging
@@ -76,7 +76,7 @@ def measure_copy(state: dict[str, Any], pairs: int) -> dict[str, float]:
     """Return bytes a second of a plain pinned copy, and of staging."""
     captured = capture(state)
     local_shards = describe_local(captured.tensors, captured.values, captured.mesh, 0)
-    assignment = agree(SoloComm(), local_shards, before=PreviousCheckpoint(b"", frozenset())).assignment
+    assignment = agree(SoloComm(), local_shards).assignment
     layouts = lay_out(local_shards, assignment, 0)
     ring = take_ring(local_shards, layouts, None)
     held = sum(int(member.num_bytes) for layout in layouts for member in layout.members)

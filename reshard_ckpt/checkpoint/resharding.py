@@ -29,8 +29,7 @@ from ..engine.resharding.reshard import (
     share_of,
     write_share,
 )
-from ..engine.saving.commit import look
-from ..engine.saving.free_space import check_free_space
+from ..engine.saving.commit import check_free_space, look
 from ..errors import StorageError, UsageError
 from ..format.keys import new_save_id
 from ..formats.source import Path, Source, open_shared_source

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,16 +18,16 @@ from ..engine.common.logs import RankLog
 from ..engine.common.progress import OnProgress, reporter
 from ..engine.common.recorder import Recorder, TimedComm
 from ..engine.saving.agreement import agree
-from ..engine.saving.async_save import SaveTarget, launch, take_ring
-from ..engine.saving.commit import begin, commit, differing_names
+from ..engine.saving.async_save import SaveTarget, launch
+from ..engine.saving.commit import check_free_space, commit, look
 from ..engine.saving.handle import SAVES, SaveHandle
 from ..engine.saving.local_shards import LocalShards, describe_local
 from ..engine.saving.messages import Receipt
 from ..engine.saving.options import Hold, SaveJob, SaveOptions
-from ..engine.saving.staged_fingerprints import all_fingerprints
+from ..engine.saving.replicas import all_fingerprints, differing_names
+from ..engine.saving.staged_copy import take_ring, write_staged
 from ..engine.saving.step_guard import GuardedState
 from ..engine.saving.write import lay_out, write_assignment
-from ..engine.saving.write_staged import write_staged
 from ..format.values import encode_value
 from ..formats.source import Path
 from ..state.capture import capture
@@ -88,7 +89,7 @@ def save(
         Another rank failed or did not arrive.
     """
     options = SaveOptions(mesh, process_group, metadata, timeline, sha256, progress, timeout_s)
-    return _save(path, _capture_of(state, options), options)
+    return _save(path, lambda: capture(state, mesh=mesh, process_group=process_group), options)
 
 
 def _save(path: Path, capture: Capture, options: SaveOptions) -> SaveReport:
@@ -180,7 +181,11 @@ def begin_save(
     """Begin a save as `async_save` does, with options as one value; `choose_target` may send the images elsewhere."""
     guards = options.staging == "lazy" and not options.caller_holds
     guarded = (lambda: GuardedState(*held_back([state, *options.more_held]))) if guards else GuardedState
-    return _begin(path, _capture_of(state, options), options, guarded, choose_target)
+
+    def capture_state() -> Captured:
+        return capture(state, mesh=options.mesh, process_group=options.process_group)
+
+    return _begin(path, capture_state, options, guarded, choose_target)
 
 
 def _begin(
@@ -197,8 +202,8 @@ def _begin(
     return handle
 
 
-Capture = Callable[[frozenset[str]], Captured]
-"""Describes what this rank has to save; called again, with the names of tensors whose replicas differ, to leave some out."""
+Capture = Callable[..., Captured]
+"""Describes what this rank has to save; with `compare_first` called again, with the names of tensors whose replicas differ."""
 
 
 def save_captured(path: Path, capture: Capture, **options: Any) -> SaveReport:
@@ -211,10 +216,6 @@ def begin_captured(path: Path, capture: Capture, **options: Any) -> SaveHandle:
     return _begin(path, capture, SaveOptions(compare_first=True, **options))
 
 
-def _capture_of(state: Mapping[str, Any], options: SaveOptions) -> Capture:
-    return lambda _: capture(state, mesh=options.mesh, process_group=options.process_group)
-
-
 def _agreed_job(session: ExitStack, path: Path, capture: Capture, options: SaveOptions) -> SaveJob:
     """Meet the other ranks, wait for the save before, capture the state, and agree on what each rank writes."""
     recorder = Recorder()
@@ -223,22 +224,29 @@ def _agreed_job(session: ExitStack, path: Path, capture: Capture, options: SaveO
     with recorder.step("turn"):
         SAVES.wait_turn(when_busy=options.when_busy)
     metadata = encode_value(options.metadata, "metadata")
-    local_shards = _described(partial(capture, frozenset()), comm.rank, recorder)
+    local_shards = _described(capture, comm.rank, recorder)
     storage = session.enter_context(open_storage(path))
     with recorder.step("agree"):
-        agreed = begin(comm, storage, local_shards)
-    marks = None
-    if options.compare_first:
-        with recorder.step("compare"):
-            if comm.rank == 0 and options.check_values is not None:
-                options.check_values(agreed.values)
-            marks = all_fingerprints(local_shards, agreed.assignment.checks)
-            differ = differing_names(comm, agreed, marks)
-        if differ:
-            local_shards, marks = _described(partial(capture, differ), comm.rank, recorder), None
-            with recorder.step("agree"):
-                agreed = begin(comm, storage, local_shards)
-    return SaveJob(str(path), comm, storage, recorder, options, metadata, local_shards, agreed, marks)
+        before = look(storage) if comm.rank == 0 else None
+        agreed = agree(comm, local_shards, accept=partial(check_free_space, storage))
+    job = SaveJob(str(path), comm, storage, recorder, options, metadata, before, local_shards, agreed)
+    return _compared(job, capture) if options.compare_first else job
+
+
+def _compared(job: SaveJob, capture: Capture) -> SaveJob:
+    """Compare replicas before anything is written; where some differ, capture anew, and agree on what that leaves."""
+    comm, agreed, recorder = job.comm, job.agreed, job.recorder
+    with recorder.step("compare"):
+        if comm.rank == 0 and job.options.check_values is not None:
+            job.options.check_values(agreed.values)
+        fingerprints = all_fingerprints(job.local_shards, agreed.assignment.checks)
+        differ = differing_names(comm, agreed, fingerprints)
+    if not differ:
+        return replace(job, fingerprints=fingerprints)
+    local_shards = _described(partial(capture, differ), comm.rank, recorder)
+    with recorder.step("agree"):
+        agreed = agree(comm, local_shards, accept=partial(check_free_space, job.storage))
+    return replace(job, local_shards=local_shards, agreed=agreed)
 
 
 def prepare(
@@ -256,7 +264,7 @@ def prepare(
     """
     session = open_session("prepare", "", process_group=process_group, timeout_s=timeout_s)
     with outside_inference_mode(), session as comm:
-        local_shards = _described(partial(capture, state, mesh=mesh, process_group=process_group), comm.rank, Recorder())
+        local_shards = _described(lambda: capture(state, mesh=mesh, process_group=process_group), comm.rank, Recorder())
         agreed = agree(comm, local_shards)
         ring = take_ring(local_shards, lay_out(local_shards, agreed.assignment, comm.rank), host_buffer_bytes)
         POOL.give_back(ring.fill_(0))

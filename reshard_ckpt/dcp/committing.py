@@ -19,10 +19,9 @@ from ..core.catalog.specs import Ints, Piece, StateLink, TensorSpec, ValueKind, 
 from ..core.planning.local_metadata import LocalMetadata, build_local_metadata, join_metadata
 from ..core.planning.save_plan import SavePlan, plan_save
 from ..core.report import summarize
-from ..engine.saving.agreement import PreviousCheckpoint
 from ..engine.saving.commit import publish
 from ..engine.saving.messages import Receipt, WrittenFile
-from ..engine.saving.options import SaveContents
+from ..engine.saving.options import PreviousCheckpoint, SaveContents
 from ..engine.saving.values import merge_values
 from ..errors import LayoutError
 from ..format.links import listed_parameters

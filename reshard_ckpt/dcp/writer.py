@@ -30,9 +30,9 @@ from ..core.catalog.specs import blob_name, box_piece
 from ..core.geometry.dtypes import ITEM_BYTES
 from ..engine.common.recorder import Recorder
 from ..engine.common.tensor_bytes import LocalPiece, chunks
-from ..engine.saving.agreement import PreviousCheckpoint
 from ..engine.saving.commit import look
 from ..engine.saving.messages import Receipt
+from ..engine.saving.options import PreviousCheckpoint
 from ..engine.saving.write import WRITE_BYTES, FileLayout, lay_out_members, write_files
 from ..errors import LayoutError, UnsupportedError
 from ..format.keys import new_save_id

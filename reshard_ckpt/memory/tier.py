@@ -20,19 +20,18 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ..comm.links import Links
 from ..comm.protocol import Comm
 from ..core.report import SaveReport
 from ..engine.common.lanes import on_device
-from ..engine.saving.async_save import device_to_pin_for
-from ..engine.saving.commit import catalog_of, compare_replicas, file_entries
+from ..engine.saving.commit import catalog_of, file_entries
 from ..engine.saving.messages import Receipt, WrittenFile, decode_receipt, encode_receipt
 from ..engine.saving.options import SaveJob
-from ..engine.saving.staging import Staging, image_addresses, ring_bytes
+from ..engine.saving.replicas import compare_replicas
+from ..engine.saving.staged_copy import StagedCopy, device_to_pin_for
+from ..engine.saving.staging import image_addresses, ring_bytes
 from ..engine.saving.write import FileLayout, lay_out, receipt_of
 from ..errors import CorruptError, PeerError, StorageError
 from ..format.catalog import encode_catalog
@@ -327,10 +326,10 @@ class MemoryTarget:
                 slot.pin()
         return slot.region()[: ring_bytes(layouts)]
 
-    def finish(self, job: SaveJob, layouts: Sequence[FileLayout], staging: Staging, marks: NDArray[np.uint64]) -> SaveReport:
+    def finish(self, job: SaveJob, copy: StagedCopy) -> SaveReport:
         """Hash and seal the images, copy them to other nodes, and commit."""
         try:
-            receipt, table = self._sealed(job, layouts, staging, marks)
+            receipt, table = self._sealed(job, copy)
             # A rank whose images failed sends no copy: nobody is to wait for it until a deadline of the links.
             job.comm.gather(b"")
             with job.recorder.step("copy"):
@@ -344,27 +343,25 @@ class MemoryTarget:
         total = None if job.comm.rank else sum(file.size for file in generation.decoded_catalog().files)
         return SaveReport(job.path, job.save_id, receipt.num_bytes, total, 0.0, 0.0)
 
-    def _sealed(
-        self, job: SaveJob, layouts: Sequence[FileLayout], staging: Staging, marks: NDArray[np.uint64]
-    ) -> tuple[Receipt, SlotTable]:
-        slot = self._taken[self._tier.rank].slot
+    def _sealed(self, job: SaveJob, copy: StagedCopy) -> tuple[Receipt, SlotTable]:
+        slot, layouts = self._taken[self._tier.rank].slot, copy.layouts
         files: dict[str, SlotRange] = {}
         written = []
         at = HEADER_BYTES + ring_bytes(layouts)
         for layout, begin in zip(layouts, image_addresses(layouts), strict=True):
             hasher = BlockHasher()
             with job.recorder.step("write", layout.num_bytes):
-                for chunk in staging.drain(layout):
+                for chunk in copy.staging.drain(layout):
                     hasher.update(chunk)
             digests, key = hasher.finish(), digests_key(layout.key)
             files[layout.key] = SlotRange(HEADER_BYTES + begin, layout.num_bytes)
             files[key] = slot.put(at, digests)
             at += _aligned(len(digests))
             written.append(WrittenFile(layout.key, layout.num_bytes, key, digest128(digests)))
-        staging.wait_finished()
+        copy.staging.wait_finished()
         table = SlotTable(job.save_id, self._tier.rank, files)
         slot.seal(table)
-        return receipt_of(layouts, written, marks), table
+        return receipt_of(layouts, written, copy.fingerprints.taken), table
 
     def give_back(self, ring: torch.Tensor) -> None:
         """Do nothing: the slot stays as it is, and the next save takes another."""

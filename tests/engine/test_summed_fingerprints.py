@@ -9,16 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard_ckpt.core.catalog.specs import box_piece, row_major_strides
-from reshard_ckpt.engine.common.tensor_bytes import LocalPiece
-from reshard_ckpt.engine.saving.fingerprint import may_be_alike, with_kind
-from reshard_ckpt.engine.saving.staged_fingerprints import weighted_sums
+from reshard_ckpt.engine.common.tensor_bytes import LocalPiece, LocalRun
+from reshard_ckpt.engine.saving.replicas import may_be_alike, weighted_sums, with_kind
 
 CPU, MASK = torch.device("cpu"), (1 << 64) - 1
 
 
-def piece(tensor: torch.Tensor) -> LocalPiece:
+def whole(tensor: torch.Tensor) -> LocalRun:
     shape = tuple(tensor.shape)
-    return LocalPiece(tensor, box_piece((0,) * len(shape), shape, 0, row_major_strides(shape)))
+    piece = box_piece((0,) * len(shape), shape, 0, row_major_strides(shape))
+    return LocalRun(LocalPiece(tensor, piece), 0, tensor.numel())
 
 
 def oracle(data: bytes) -> int:
@@ -33,8 +33,8 @@ def oracle(data: bytes) -> int:
 
 @given(st.lists(st.binary(max_size=50), min_size=1, max_size=4))
 def test_sums_are_those_of_the_oracle(parts: list[bytes]) -> None:
-    pieces = [piece(torch.tensor(list(data), dtype=torch.uint8)) for data in parts]
-    assert [total & MASK for total in weighted_sums(pieces, CPU).tolist()] == [oracle(data) for data in parts]
+    runs = [whole(torch.tensor(list(data), dtype=torch.uint8)) for data in parts]
+    assert [total & MASK for total in weighted_sums(runs, CPU).tolist()] == [oracle(data) for data in parts]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8], ids=str)
@@ -44,7 +44,7 @@ def test_what_differs_shows(dtype: torch.dtype) -> None:
     one[500] += 1
     two[[7, 8]] *= -1
     swapped[[3, 4]] = values[[4, 3]]
-    sums = weighted_sums([piece(t) for t in (values, one, two, swapped, -values, values.clone())], CPU).tolist()
+    sums = weighted_sums([whole(t) for t in (values, one, two, swapped, -values, values.clone())], CPU).tolist()
     assert len(set(sums)) == 5
     assert sums[0] == sums[-1]
 

@@ -18,10 +18,9 @@ from reshard_ckpt.engine.common.host_memory import POOL
 from reshard_ckpt.engine.common.lanes import lane_of
 from reshard_ckpt.engine.loading.read import Reader
 from reshard_ckpt.engine.saving import async_save
-from reshard_ckpt.engine.saving.fingerprint import with_kind
 from reshard_ckpt.engine.saving.local_shards import describe_local
 from reshard_ckpt.engine.saving.messages import RunColumns
-from reshard_ckpt.engine.saving.staged_fingerprints import all_fingerprints, weighted_sums
+from reshard_ckpt.engine.saving.replicas import all_fingerprints, weighted_sums, with_kind
 from reshard_ckpt.engine.saving.staging import MIN_RING_BYTES
 from reshard_ckpt.errors import CorruptError, UsageError
 from reshard_ckpt.state.capture import capture
@@ -271,7 +270,7 @@ def test_fingerprints_of_replicas_cross_the_link_in_one_copy() -> None:
     there |= {name: value.t().contiguous().t() for i, (name, value) in enumerate(there.items()) if i % 3}
     checks = RunColumns(np.arange(len(host)), np.zeros(len(host), np.int64), np.array([t.numel() for t in host.values()]))
     on_host, on_device = (describe_local(capture({"s": s}).tensors, (), None, 0) for s in (host, there))
-    expected = weighted_sums([local for _, local in on_host.rows], torch.device("cpu"))
+    expected = weighted_sums(on_host.runs(checks), torch.device("cpu"))
     torch.accelerator.synchronize()
     simulated.reset()
     marks = all_fingerprints(on_device, checks)

@@ -274,7 +274,7 @@ def test_a_disk_that_is_really_full(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         with pytest.raises(StorageError, match=r"this save writes 1,048,\d+ bytes .* are free there; nothing was written"):
             checkpoint.save(path, large)
         # Somebody else takes the room while the save is under way: what the look at free space cannot know.
-        monkeypatch.setattr("reshard_ckpt.engine.saving.commit.check_free_space", lambda *_: None)
+        monkeypatch.setattr("reshard_ckpt.checkpoint.saving.check_free_space", lambda *_: None)
         for call in (lambda: checkpoint.save(path, large), lambda: checkpoint.async_save(path, large).result(600)):
             with pytest.raises(StorageError, match=r"No space left on device; free space there, or save to another path"):
                 call()

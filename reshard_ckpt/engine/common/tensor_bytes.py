@@ -32,6 +32,18 @@ class LocalPiece:
     piece: Piece
 
 
+class LocalRun(NamedTuple):
+    """Elements ``[start, start + count)`` of the box of a piece, inside the piece's own run, and the memory that they lie in."""
+
+    local: LocalPiece
+    start: int
+    count: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.count * self.local.tensor.element_size()
+
+
 def storage_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a CPU tensor's whole storage."""
     raw = torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage())

@@ -33,10 +33,9 @@ from ...storage.protocol import MissingKey, Storage
 from ..common.finished_files import is_finished
 from ..common.progress import OnProgress, Tally, silent
 from ..loading.stream import WINDOW_BYTES, Run, RunReader, Window, check_covered, in_turn, pieces_of
-from ..saving.agreement import PreviousCheckpoint
 from ..saving.commit import publish
 from ..saving.messages import Receipt, WrittenFile, decode_receipt, encode_receipt
-from ..saving.options import SaveContents
+from ..saving.options import PreviousCheckpoint, SaveContents
 from ..saving.write import WRITE_BYTES, FileLayout, ShardFileWriter, keys_of, receipt_of
 from .plan import ReshardPlan
 from .read_back import ReadBack, WrittenBlocks

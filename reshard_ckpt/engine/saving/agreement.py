@@ -48,21 +48,12 @@ Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
-class PreviousCheckpoint:
-    """What a path held before the first file of this save was made: its catalog's bytes (None: not known), and its folders."""
-
-    catalog: bytes | None
-    folders: frozenset[str]
-
-
-@dataclass(frozen=True, slots=True)
 class AgreedPlan:
-    """The outcome of the agreement: rank 0 alone has the plan, the merged values, and what the path held before."""
+    """The outcome of the agreement: rank 0 alone has the plan and the merged values."""
 
     assignment: Assignment
-    plan: SavePlan | None
-    values: tuple[ValueEntry, ...]
-    before: PreviousCheckpoint | None = None
+    plan: SavePlan | None = None
+    values: tuple[ValueEntry, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,15 +104,12 @@ def agree(
     local_shards: LocalShards,
     cache: PlanCache = PLANS,
     *,
-    before: PreviousCheckpoint | None = None,
     accept: Callable[[SavePlan], None] = lambda plan: None,
 ) -> AgreedPlan:
     """Settle with all ranks what each of them writes.
 
     Parameters
     ----------
-    before
-        On rank 0: what it saw at the path. It must have looked before this, as ranks begin to write after it.
     accept
         Is shown the plan on rank 0, before any rank has its part of it; what it raises, all ranks raise.
 
@@ -151,7 +139,7 @@ def agree(
         cache.assignments.keep(layout, kept)
     assert kept.plan_id == answer.plan_id
     assignment = replace(kept.item, save_id=answer.save_id)
-    return AgreedPlan(assignment, None, ()) if leader is None else AgreedPlan(assignment, leader.plan, leader.values, before)
+    return AgreedPlan(assignment) if leader is None else AgreedPlan(assignment, leader.plan, leader.values)
 
 
 class Leader:

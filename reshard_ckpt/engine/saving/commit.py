@@ -1,4 +1,4 @@
-"""The agreement of ranks on a save, and the commit after which the checkpoint exists.
+"""The commit of a save, after which the checkpoint exists; and what comes before: what the path holds, and its room.
 
 1. Rank 0 looks at what the path holds (`look`), before any rank makes a file.
 2. Every rank describes what it holds; rank 0 plans, and assigns (`agreement.agree`).
@@ -13,6 +13,7 @@ other published, so it finds another catalog than it expects, and its save is re
 
 from __future__ import annotations
 
+import hashlib
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -20,22 +21,18 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-import msgpack
 import numpy as np
-from numpy.typing import NDArray
 
-from ...comm.protocol import Comm
 from ...core.catalog.model import Catalog, FileEntry
-from ...core.catalog.specs import Replication
-from ...core.geometry.runs import I64
 from ...core.planning.build_catalog import WrittenItems, build_catalog
-from ...core.planning.save_plan import Checks
-from ...core.report import summarize
+from ...core.planning.save_plan import SavePlan
 from ...core.timeline import Timeline
-from ...errors import CheckpointError, CorruptError, LayoutError, StorageError
+from ...core.words import plural
+from ...errors import CheckpointError, CorruptError, StorageError, UsageError
 from ...format.catalog import MAX_CATALOG_BYTES, decode_catalog, encode_catalog
-from ...format.keys import CATALOG_KEY as CATALOG_KEY
-from ...format.keys import SAVE_ID, manifest_key, timeline_key
+from ...format.checksums import digests_file_bytes
+from ...format.keys import CATALOG_KEY, SAVE_ID, manifest_key, timeline_key
+from ...format.manifest import encode_manifest
 from ...format.timeline import encode_timeline
 from ...format.values import decode_value
 from ...storage.protocol import MissingKey, Storage, conflict
@@ -43,13 +40,9 @@ from ..common.progress import size_text
 from ..common.recorder import Recorder
 from ..common.recorder import timeline as make_timeline
 from ..common.step_folders import referred_by_others
-from .agreement import AgreedPlan, PreviousCheckpoint, agree
-from .fingerprint import may_be_alike
-from .free_space import check_free_space
-from .local_shards import LocalShards
-from .manifest import keep_manifest, refuse_half_hashed
 from .messages import Receipt, WrittenFile, decode_receipt, encode_receipt
-from .options import SaveContents, SaveJob
+from .options import PreviousCheckpoint, SaveContents, SaveJob
+from .replicas import compare_replicas
 from .write import keys_of, remove
 
 
@@ -64,18 +57,26 @@ def look(storage: Storage) -> PreviousCheckpoint:
         return PreviousCheckpoint(None, folders)
 
 
-def begin(comm: Comm, storage: Storage, local_shards: LocalShards) -> AgreedPlan:
-    """Agree on what each rank writes, once rank 0 has seen what this will replace, and that there is room for it.
+def check_free_space(storage: Storage, plan: SavePlan) -> None:
+    """Refuse a plan that cannot fit, before a byte of it is written; for rank 0, as all ranks share the path.
+
+    Headers, the catalog and what other jobs write meanwhile are not counted: a disk that fills up later is an error all the same,
+    only a later one.
 
     Raises
     ------
-    LayoutError
-        What the ranks hold does not fit together.
     StorageError
-        There is too little room; nothing was written.
+        What the ranks would write is more than the store has free.
     """
-    before = look(storage) if comm.rank == 0 else None
-    return agree(comm, local_shards, before=before, accept=partial(check_free_space, storage))
+    free = storage.free_bytes()
+    by_rank = [size + digests_file_bytes(size) for size in plan.bytes_by_rank().tolist() if size]
+    if free is None or sum(by_rank) <= free:
+        return
+    raise StorageError(
+        f"{storage.url}: this save writes {sum(by_rank):,} bytes ({plural(len(by_rank), 'rank')}, {max(by_rank):,} the one with "
+        f"most), but {free:,} are free there; nothing was written. What the path holds now stays until the new checkpoint is "
+        "complete, so overwriting needs the room as well: free space there, or save to another path"
+    )
 
 
 def commit(job: SaveJob, receipt: Receipt, *, ready: Callable[[], None] = lambda: None) -> int | None:
@@ -127,11 +128,11 @@ def _publish_or_undo(job: SaveJob, receipts: Sequence[Receipt]) -> Catalog:
         for key, data in beside.items():
             replaced[key] = _held(storage, key)
             storage.publish(key, data)
-        before, sha256 = job.agreed.before, job.options.sha256
-        return publish(job.storage, job.contents, receipts, before=before, recorder=job.recorder, sha256=sha256)
+        sha256 = job.options.sha256
+        return publish(storage, job.contents, receipts, before=job.before, recorder=job.recorder, sha256=sha256)
     except BaseException:
-        if _is_uncommitted(job.storage, job.save_id):
-            remove(job.storage, [*_keys(receipts), manifest_key(job.save_id)])
+        if _is_uncommitted(storage, job.save_id):
+            remove(storage, [*_keys(receipts), manifest_key(job.save_id)])
             for key, before_it in replaced.items():
                 _put_back(storage, key, before_it, beside[key])
         raise
@@ -194,14 +195,14 @@ def publish(
     """
     recorder = recorder or Recorder()
     with recorder.step("check"):
-        refuse_half_hashed(receipts, sha256)
+        _refuse_half_hashed(receipts, sha256)
         compare_replicas(contents.plan.checks, contents.plan.tables.names, receipts)
         files = _see_files(storage, receipts, before)
     catalog = catalog_of(contents, receipts, files)
     # The order is the promise: every file is durable and seen, then the catalog appears, then what it replaced may go.
     encoded = encode_catalog(catalog)
     if sha256:  # durable before the catalog of which it speaks
-        keep_manifest(storage, contents.save_id, encoded, receipts)
+        _keep_manifest(storage, contents.save_id, encoded, receipts)
     with recorder.step("publish"):
         storage.publish(CATALOG_KEY, encoded, expected=before.catalog if before else None)
     try:
@@ -210,6 +211,30 @@ def publish(
     except StorageError as error:  # the checkpoint exists: this is no reason to say that it does not
         warnings.warn(f"saved, but what it replaced is not all deleted: {error}; the next save tries again", stacklevel=2)
     return catalog
+
+
+def _refuse_half_hashed(receipts: Sequence[Receipt], sha256: bool) -> None:
+    """Refuse a save of which rank 0 was asked for a manifest, and other ranks were not, or the other way round.
+
+    Raises
+    ------
+    UsageError
+        A manifest of some of the files would be none.
+    """
+    others = [rank for rank, receipt in enumerate(receipts) if any(bool(file.sha256) != sha256 for file in receipt.files)]
+    if others:
+        raise UsageError(f"sha256={sha256} on rank 0, {not sha256} on ranks {others}: pass the same on every rank")
+
+
+def _keep_manifest(storage: Storage, save_id: str, catalog: bytes, receipts: Sequence[Receipt]) -> None:
+    """Write the manifest of a save whose catalog is about to be published, and make it durable."""
+    digests = {CATALOG_KEY: hashlib.sha256(catalog).digest()}
+    for file in (file for receipt in receipts for file in receipt.files):
+        digests[file.key], digests[file.digests_key] = file.sha256, file.digests_sha256
+    key = manifest_key(save_id)
+    with storage.create(key) as writer:
+        writer.write(encode_manifest(digests))
+    storage.sync([key])
 
 
 def catalog_of(contents: SaveContents, receipts: Sequence[Receipt], files: Sequence[FileEntry]) -> Catalog:
@@ -237,52 +262,6 @@ def file_entries(receipts: Sequence[Receipt]) -> list[FileEntry]:
         for rank, receipt in enumerate(receipts)
         for file in receipt.files
     ]
-
-
-def differing(checks: Checks, fingerprints: Sequence[NDArray[np.uint64]]) -> tuple[I64, I64]:
-    """Find the rows that differ from the first of their replica group, by the fingerprints of all ranks; and each row's first."""
-    if not len(checks.group):
-        return checks.group, checks.group
-    by_rank = np.argsort(checks.rank, kind="stable")
-    marks = np.empty(len(by_rank), np.uint64)
-    marks[by_rank] = np.concatenate(fingerprints)
-    new = np.concatenate([[True], checks.group[1:] != checks.group[:-1]])
-    leader = np.maximum.accumulate(np.where(new, np.arange(len(new)), 0))
-    return np.flatnonzero(~may_be_alike(marks, marks[leader])), leader
-
-
-def differing_names(comm: Comm, agreed: AgreedPlan, marks: NDArray[np.uint64]) -> frozenset[str]:
-    """Find the tensors whose replicas differ, on every rank, by the fingerprints that each rank took of its own."""
-    gathered = comm.gather(marks.tobytes())
-    names: list[str] = []
-    if gathered is not None:
-        assert agreed.plan is not None
-        checks = agreed.plan.checks
-        rows, _ = differing(checks, [np.frombuffer(data, np.uint64) for data in gathered])
-        names = [agreed.plan.tables.names[i] for i in np.unique(checks.tensor[rows]).tolist()]
-    return frozenset(msgpack.unpackb(comm.broadcast(msgpack.packb(names))))
-
-
-def compare_replicas(checks: Checks, names: Sequence[str], receipts: Sequence[Receipt]) -> None:
-    """Compare the fingerprints of every replica group; buffers under DDP may differ, with one warning."""
-    differs, leader = differing(checks, [receipt.fingerprints for receipt in receipts])
-    buffers = differs[checks.replication[differs] == Replication.BUFFER]
-    if len(buffers):
-        listed = sorted({names[i] for i in checks.tensor[buffers].tolist()})
-        warnings.warn(
-            f"buffers differ between DDP ranks; rank {checks.rank[leader[buffers[0]]]}'s are saved: {', '.join(listed)}",
-            stacklevel=2,
-        )
-    problems = {
-        checks.tensor[i]: f"{names[checks.tensor[i]]}: ranks {checks.rank[leader[i]]} and {checks.rank[i]} hold it as the same, "
-        "but their values differ"
-        for i in reversed(differs[checks.replication[differs] != Replication.BUFFER].tolist())
-    }
-    if problems:
-        advice = (
-            "wrap values of each rank's own in PerRank, declare shards with LocalShard, or give different tensors distinct names"
-        )
-        raise LayoutError(summarize(list(problems.values()), advice))
 
 
 def _see_files(storage: Storage, receipts: Sequence[Receipt], before: PreviousCheckpoint | None) -> list[FileEntry]:

@@ -15,7 +15,8 @@ from ...core.catalog.specs import Mesh, TensorSpec, ValueKind, ValueSpec, blob_n
 from ...core.planning.local_metadata import LocalMetadata, build_local_metadata
 from ..common.blobs import Blob, byte_blob
 from ..common.memo import Memo
-from ..common.tensor_bytes import LocalPiece, LocalTensor
+from ..common.tensor_bytes import LocalPiece, LocalRun, LocalTensor
+from .messages import RunColumns
 
 INLINE_BYTES = 4096
 """Larger plain values are kept in the shard files."""
@@ -36,6 +37,10 @@ class LocalShards:
     specs: Sequence[TensorSpec]
     rows: Sequence[tuple[int, LocalPiece]]
     local_metadata: LocalMetadata
+
+    def runs(self, columns: RunColumns) -> list[LocalRun]:
+        """Find the memory of some runs."""
+        return [LocalRun(self.rows[row][1], start, count) for row, start, count in columns]
 
 
 def describe_local(tensors: Sequence[LocalTensor], values: Sequence[ValueSpec], mesh: Mesh | None, rank: int) -> LocalShards:

@@ -8,7 +8,7 @@ the tensors, the rows (this rank's pieces of them), and the values. What many ra
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from typing import Any, NamedTuple
 
@@ -48,15 +48,16 @@ class RunColumns:
     start: I64
     count: I64
 
+    def __iter__(self) -> Iterator[tuple[int, int, int]]:
+        return zip(self.local.tolist(), self.start.tolist(), self.count.tolist(), strict=True)
+
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What one rank does: write these runs of its own rows, in this order, and fingerprint those of `checks`."""
+    """What one rank does: write these runs, in this order, and fingerprint those of `checks`."""
 
     save_id: str
-    local: I64
-    start: I64
-    count: I64
+    items: RunColumns
     checks: RunColumns
 
 
@@ -240,8 +241,7 @@ def decode_assignment(data: bytes, save_id: str) -> Assignment:
     item, num_items = _ASSIGNMENT_HEAD.unpack_from(data)
     columns = np.frombuffer(data, f"<u{item}", 3 * num_items, _ASSIGNMENT_HEAD.size)
     checks = np.frombuffer(data, f"<u{item}", offset=_ASSIGNMENT_HEAD.size + columns.nbytes)
-    local, start, count = (_wide(column) for column in columns.reshape(-1, 3).T)
-    return Assignment(save_id, local, start, count, RunColumns(*(_wide(column) for column in checks.reshape(-1, 3).T)))
+    return Assignment(save_id, *(RunColumns(*_wide(part.reshape(-1, 3)).T) for part in (columns, checks)))
 
 
 def encode_receipt(receipt: Receipt) -> bytes:

@@ -81,6 +81,14 @@ def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class PreviousCheckpoint:
+    """What a path held before the first file of a save was made: its catalog's bytes (None: not known), and its folders."""
+
+    catalog: bytes | None
+    folders: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
 class SaveContents:
     """What rank 0 knows of a save before it sees the files: all that the catalog says beside them.
 
@@ -109,6 +117,8 @@ class SaveJob:
         Where to, as the caller said it.
     metadata
         That of the options, encoded.
+    before
+        On rank 0: what the path held before any rank could make a file of this save.
     fingerprints
         Those of `agreed`, where they have been taken.
     """
@@ -119,6 +129,7 @@ class SaveJob:
     recorder: Recorder
     options: SaveOptions
     metadata: bytes
+    before: PreviousCheckpoint | None
     local_shards: LocalShards
     agreed: AgreedPlan
     fingerprints: NDArray[np.uint64] | None = None

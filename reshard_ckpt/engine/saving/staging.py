@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from ..common.lanes import PACK_BYTES, SMALL_BYTES, Lane, Lanes, Mark, Scratch
-from ..common.tensor_bytes import LocalPiece, copy_run, is_in_order
+from ..common.tensor_bytes import LocalRun, copy_run, is_in_order
 from .local_shards import LocalShards
 from .messages import Assignment
 from .write import WRITE_BYTES, FileLayout
@@ -65,9 +65,8 @@ class Staging:
     def __init__(
         self, local_shards: LocalShards, assignment: Assignment, layouts: Sequence[FileLayout], ring: torch.Tensor
     ) -> None:
-        self._local_shards, self._layouts, self._ring = local_shards, layouts, ring
-        columns = (assignment.local, assignment.start, assignment.count)
-        self._items = list(zip(*(column.tolist() for column in columns), strict=True))
+        self._layouts, self._ring = layouts, ring
+        self._items = local_shards.runs(assignment.items)
         self._capacity = ring.numel() // STEP_BYTES * STEP_BYTES
         self._changed = threading.Condition()
         self._filled = 0
@@ -98,16 +97,16 @@ class Staging:
         """Whether copies are queued that may not have ended."""
         return any(batch.marks for batch in self._batches)
 
-    def fill(self, chosen: Callable[[int], bool], *, last: bool = True) -> int:
-        """Put headers, and the items of chosen rows, into the ring, in the order of the files.
+    def fill(self, chosen: Callable[[torch.Tensor], bool], *, last: bool = True) -> int:
+        """Put headers, and the items of chosen tensors, into the ring, in the order of the files.
 
-        Once this returns they are there, or queued, where they lie on a device. All rows at once, unless the ring holds all.
+        Once this returns they are there, or queued, where they lie on a device. All at once, unless the ring holds all.
         Raises whatever stopped the draining thread.
 
         Parameters
         ----------
         last
-            With this all rows have been chosen. Else what was queued is there, too, when this returns.
+            With this all have been chosen. Else what was queued is there, too, when this returns.
 
         Returns
         -------
@@ -119,7 +118,7 @@ class Staging:
             for layout, begin in zip(self._layouts, self._begin, strict=True):
                 self._put_bytes(begin, layout.header)
                 for item in range(layout.items.start, layout.items.stop):
-                    if not chosen(self._items[item][0]):
+                    if not chosen(self._items[item].local.tensor):
                         self._send()  # a pack passes over all that lies in it
                         continue
                     if last and self._item_at[item] - self._batched >= self._batch_bytes:
@@ -179,23 +178,23 @@ class Staging:
         return self._scratch[lane.device]
 
     def _put_item(self, item: int) -> int:
-        row, start, count = self._items[item]
-        local, at = self._local_shards.rows[row][1], self._item_at[item]
-        num_bytes: int = count * local.tensor.element_size()
+        run, at = self._items[item], self._item_at[item]
+        local, num_bytes = run.local, run.num_bytes
         lane = self.lanes.by_device.get(local.tensor.device) if self._non_blocking else None
         if lane is not None and (num_bytes < SMALL_BYTES or not is_in_order(local.piece)):
-            self._pack_run(lane, local, start, count, at)
+            self._pack_run(lane, run, at)
         elif lane is None and self._pack is not None and at + num_bytes <= self._pack.limit and num_bytes < SMALL_BYTES:
             self._pack.end = at + num_bytes
             copied = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
-            copy_run(local, start, count, copied)
+            copy_run(*run, copied)
             self._late.append((at, copied))
         else:
-            self._put_run(local, start, count, at)
+            self._put_run(run, at)
         return num_bytes
 
-    def _put_run(self, local: LocalPiece, start: int, count: int, at: int) -> None:
+    def _put_run(self, run: LocalRun, at: int) -> None:
         self._send()
+        local, start, count = run
         each = local.tensor.element_size()
         while count:
             place = at % self._capacity
@@ -205,7 +204,8 @@ class Staging:
             self._queues |= local.tensor.device in self.lanes.by_device
             start, count, at = start + num, count - num, at + num * each
 
-    def _pack_run(self, lane: Lane, local: LocalPiece, start: int, count: int, at: int) -> None:
+    def _pack_run(self, lane: Lane, run: LocalRun, at: int) -> None:
+        local, start, count = run
         each = local.tensor.element_size()
         while count:
             pack = self._pack

@@ -31,10 +31,10 @@ from ...storage.protocol import Storage
 from ..common.memo import Memo
 from ..common.progress import Tally
 from ..common.recorder import Recorder
-from ..common.tensor_bytes import bytes_in_place, chunks, slices
+from ..common.tensor_bytes import LocalRun, bytes_in_place, chunks, slices
 from .local_shards import LocalShards
 from .messages import Assignment, Receipt, WrittenFile
-from .staged_fingerprints import all_fingerprints
+from .replicas import all_fingerprints
 
 WRITE_BYTES = 1 << 20
 """Bytes hashed and written at once: few enough to be in the processor's cache for the second of the two."""
@@ -63,19 +63,18 @@ class FileLayout:
 
 def lay_out(local_shards: LocalShards, assignment: Assignment, rank: int, header_bytes: int = HEADER_BYTES) -> list[FileLayout]:
     """Divide the assigned items into files."""
-    columns = (assignment.local, assignment.start, assignment.count)
+    items = assignment.items
     pieces = [(index, local.piece) for index, local in local_shards.rows]
     key = (
         local_shards.specs,
         pieces,
         local_shards.local_metadata.kind.tobytes(),
-        [column.tobytes() for column in columns],
+        [column.tobytes() for column in (items.local, items.start, items.count)],
         header_bytes,
     )
 
     def divide() -> list[FileLayout]:
-        members = [_member(local_shards, *item) for item in zip(*(column.tolist() for column in columns), strict=True)]
-        return lay_out_members(members, "", rank, header_bytes)
+        return lay_out_members([_member(local_shards, *item) for item in items], "", rank, header_bytes)
 
     files = _FILES.get(key, divide)
     return [replace(file, key=file_key(assignment.save_id, rank, part)) for part, file in enumerate(files)]
@@ -149,7 +148,7 @@ def write_assignment(
         with recorder.step("compare"):
             marks = all_fingerprints(local_shards, assignment.checks)
     layouts = lay_out(local_shards, assignment, rank, header_bytes)
-    chunks_of = partial(_file_chunks, local_shards, assignment)
+    chunks_of = partial(_file_chunks, local_shards.runs(assignment.items))
     return write_files(storage, layouts, chunks_of, marks, recorder, sha256=sha256)
 
 
@@ -278,13 +277,10 @@ def _write_file(
         return file.finish()
 
 
-def _file_chunks(local_shards: LocalShards, assignment: Assignment, layout: FileLayout) -> Iterator[memoryview]:
+def _file_chunks(runs: Sequence[LocalRun], layout: FileLayout) -> Iterator[memoryview]:
     """The bytes of a file, front to back, from the tensors' own memory where that is in order."""
     yield memoryview(layout.header)
     scratch = torch.empty(WRITE_BYTES, dtype=torch.uint8, device="cpu")
-    columns = (assignment.local, assignment.start, assignment.count)
-    rows = zip(*(column[layout.items].tolist() for column in columns), strict=True)
-    runs = [(local_shards.rows[local][1], start, count) for local, start, count in rows]
     # Views before any writing, which empties the processor's caches: between writes they would take ten times as long.
-    for run, data in [(run, bytes_in_place(*run)) for run in runs]:
+    for run, data in [(run, bytes_in_place(*run)) for run in runs[layout.items]]:
         yield from chunks(*run, scratch) if data is None else slices(data, WRITE_BYTES)

@@ -52,7 +52,7 @@ class SavedTree:
         if self.replicas not in _REPLICAS:
             raise UsageError(f"replicas={self.replicas!r}: pass one of {', '.join(map(repr, _REPLICAS))}")
 
-    def capture(self, differing: frozenset[str]) -> Captured:
+    def capture(self, differing: frozenset[str] = frozenset()) -> Captured:
         """Describe what this rank has to save; of tensors whose replicas differ, the main one alone.
 
         Raises
