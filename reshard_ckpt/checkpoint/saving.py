@@ -97,8 +97,7 @@ def _save(path: Path, capture: Capture, options: SaveOptions) -> SaveReport:
         job = _agreed_job(session, path, capture, options)
         receipt = _written(job)
         total = commit(job, receipt)
-    seconds = job.recorder.now() - job.recorder.began
-    return SaveReport(job.path, job.save_id, receipt.num_bytes, total, seconds, seconds)
+    return job.report(receipt.num_bytes, total)
 
 
 def _written(job: SaveJob) -> Receipt:

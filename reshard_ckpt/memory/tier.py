@@ -341,7 +341,7 @@ class MemoryTarget:
         self._tier.acknowledge(job.comm, generation, pin=self.persists)
         self.generation = generation
         total = None if job.comm.rank else sum(file.size for file in generation.decoded_catalog().files)
-        return SaveReport(job.path, job.save_id, receipt.num_bytes, total, 0.0, 0.0)
+        return job.report(receipt.num_bytes, total)
 
     def _sealed(self, job: SaveJob, copy: StagedCopy) -> tuple[Receipt, SlotTable]:
         slot, layouts = self._taken[self._tier.rank].slot, copy.layouts
@@ -357,7 +357,7 @@ class MemoryTarget:
             files[layout.key] = SlotRange(HEADER_BYTES + begin, layout.num_bytes)
             files[key] = slot.put(at, digests)
             at += _aligned(len(digests))
-            written.append(WrittenFile(layout.key, layout.num_bytes, key, digest128(digests)))
+            written.append(WrittenFile(layout.key, layout.num_bytes, digest128(digests)))
         copy.staging.wait_finished()
         table = SlotTable(job.save_id, self._tier.rank, files)
         slot.seal(table)

@@ -103,11 +103,6 @@ class LocalMetadata:
     rows: RowColumns
     values: tuple[ValueSpec, ...] = ()
 
-    @property
-    def kind(self) -> U8:
-        """Of each tensor, whether it is one or a blob."""
-        return self.tensors.kind
-
 
 @dataclass(frozen=True, slots=True)
 class JobMetadata:

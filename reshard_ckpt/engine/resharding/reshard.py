@@ -255,7 +255,7 @@ def finished_file(storage: Storage, layout: FileLayout) -> WrittenFile | None:
         whole = digests.block_bytes == BLOCK_BYTES and is_finished(storage, layout.key, layout.num_bytes, layout.header, digests)
     except (MissingKey, CorruptError):
         return None
-    return WrittenFile(layout.key, layout.num_bytes, key, digest128(data)) if whole else None
+    return WrittenFile(layout.key, layout.num_bytes, digest128(data)) if whole else None
 
 
 def commit(

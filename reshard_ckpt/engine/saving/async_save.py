@@ -52,7 +52,7 @@ class StoreTarget:
         receipt = write_files(job.storage, copy.layouts, staging.drain, fingerprints, job.recorder, sha256=sha256)
         # A rank with no file to write drains nothing, and its fingerprints may not be there yet.
         total = commit(job, receipt, ready=staging.wait_finished)
-        return SaveReport(job.path, job.save_id, receipt.num_bytes, total, 0.0, 0.0)
+        return job.report(receipt.num_bytes, total)
 
     def give_back(self, ring: torch.Tensor) -> None:
         POOL.give_back(ring)

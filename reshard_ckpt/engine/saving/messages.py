@@ -22,6 +22,7 @@ from ...core.geometry.ordering import lex_order
 from ...core.geometry.runs import I64, pad_left, ranges
 from ...core.planning.local_metadata import JobMetadata, LocalMetadata, RowColumns, TensorColumns
 from ...core.planning.save_plan import SavePlan
+from ...format.keys import digests_key
 
 _ARRAY = 1
 _ROWS_HEAD = struct.Struct("<BBxxII")
@@ -67,10 +68,13 @@ class WrittenFile:
 
     key: str
     size: int
-    digests_key: str
     digest: bytes
     sha256: bytes = b""
     digests_sha256: bytes = b""
+
+    @property
+    def digests_key(self) -> str:
+        return digests_key(self.key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,9 +250,8 @@ def decode_assignment(data: bytes, save_id: str) -> Assignment:
 
 def encode_receipt(receipt: Receipt) -> bytes:
     """A receipt as bytes."""
-    files = [[f.key, f.size, f.digests_key, f.digest, f.sha256, f.digests_sha256] for f in receipt.files]
     columns = {"file": receipt.file, "offset": receipt.offset, "fingerprints": receipt.fingerprints}
-    return _pack({"files": files, "record": receipt.record, **columns})
+    return _pack({"files": [astuple(file) for file in receipt.files], "record": receipt.record, **columns})
 
 
 def decode_receipt(data: bytes) -> Receipt:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from ...comm.protocol import Comm
 from ...core.catalog.model import ValueEntry
 from ...core.planning.save_plan import SavePlan
+from ...core.report import SaveReport
 from ...errors import UsageError
 from ...storage.protocol import Storage
 from ..common.progress import OnProgress
@@ -143,3 +144,8 @@ class SaveJob:
         """What the catalog will say, on rank 0."""
         assert self.agreed.plan is not None
         return SaveContents(self.agreed.plan, self.agreed.values, self.save_id, self.metadata)
+
+    def report(self, num_bytes: int, total_bytes: int | None) -> SaveReport:
+        """Report the save, as if it ended now, and its caller had waited for all of it."""
+        seconds = self.recorder.now() - self.recorder.began
+        return SaveReport(self.path, self.save_id, num_bytes, total_bytes, seconds, seconds)

@@ -21,7 +21,6 @@ import torch
 from numpy.typing import NDArray
 
 from ...core.catalog.model import TensorKind
-from ...core.catalog.specs import Ints, TensorSpec
 from ...core.geometry.runs import I64
 from ...errors import StorageError
 from ...format.checksums import BlockHasher, digest128
@@ -68,7 +67,7 @@ def lay_out(local_shards: LocalShards, assignment: Assignment, rank: int, header
     key = (
         local_shards.specs,
         pieces,
-        local_shards.local_metadata.kind.tobytes(),
+        local_shards.local_metadata.tensors.kind.tobytes(),
         [column.tobytes() for column in (items.local, items.start, items.count)],
         header_bytes,
     )
@@ -106,16 +105,12 @@ def _file_layout(key: str, members: Sequence[Member], begin: int, end: int) -> F
 
 
 def _member(local_shards: LocalShards, row: int, start: int, count: int) -> Member:
+    """Describe a run as a member of a shard file; a blob's member is the blob."""
     index, local = local_shards.rows[row]
-    is_blob = local_shards.local_metadata.kind[index] == TensorKind.BLOB
-    return member_of(local_shards.specs[index], local.piece.offsets, local.piece.lengths, start, count, is_blob=is_blob)
-
-
-def member_of(spec: TensorSpec, offsets: Ints, lengths: Ints, start: int, count: int, *, is_blob: bool) -> Member:
-    """Describe a run of a box of a tensor as a member of a shard file; a blob's member is the blob."""
-    if is_blob:
+    spec, piece = local_shards.specs[index], local.piece
+    if local_shards.local_metadata.tensors.kind[index] == TensorKind.BLOB:
         return Member(spec.name, spec.dtype, spec.shape, count)
-    return make_member(spec.name, spec.dtype, spec.shape, offsets, lengths, start, count)
+    return make_member(spec.name, spec.dtype, spec.shape, piece.offsets, piece.lengths, start, count)
 
 
 def write_assignment(
@@ -240,12 +235,11 @@ class ShardFileWriter:
         self.sync()
         size, digests = self._hasher.num_bytes, self._hasher.finish()
         assert size == self.layout.num_bytes
-        key = digests_key(self.layout.key)
-        with self._storage.create(key) as writer:
+        with self._storage.create(digests_key(self.layout.key)) as writer:
             writer.write(digests)
             writer.finish()
         hashes = (b"", b"") if self._sha256 is None else (self._sha256.digest(), hashlib.sha256(digests).digest())
-        return WrittenFile(self.layout.key, size, key, digest128(digests), *hashes)
+        return WrittenFile(self.layout.key, size, digest128(digests), *hashes)
 
     def abort(self) -> None:
         """Remove the file, unless it is durable."""
