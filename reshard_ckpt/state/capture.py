@@ -77,11 +77,11 @@ def capture(
     out = Collector(found)
     with torch.no_grad():  # once for all tensors, which takes longer than what it is around of each
         for tree in opened.trees:
-            saved_keys = Steps(tree.path, tree.root)
+            keys_to = Steps(tree.path, tree.root)
             optimizers = {*opened.unnamed, *(name_of(item.path[:-1]) for item in tree.items if isinstance(item, GroupsItem))}
             for item in tree.items:
                 link = _tree_link(item.path, optimizers)
-                for content in _contents(item, opened, saved_keys, link):
+                for content in _contents(item, opened, keys_to, link):
                     out.add(item.name, content)
     return Captured(_with_parameters(out.tensors), tuple(out.values), found, opened.warnings)
 
@@ -111,19 +111,19 @@ def _with_parameters(tensors: Sequence[LocalTensor]) -> tuple[LocalTensor, ...]:
     return tuple(map(complete, tensors))
 
 
-def _contents(item: Item, opened: OpenedState, saved_keys: Steps, link: StateLink | None) -> Iterator[LocalTensor | NamedValue]:
+def _contents(item: Item, opened: OpenedState, keys_to: Steps, link: StateLink | None) -> Iterator[LocalTensor | NamedValue]:
     """Yield the tensors and values of one item, under their names; `link` is that of a tensor or value in a dict."""
     name = item.name
     if isinstance(item, TensorItem):
         yield opened.memories.of(item.value, name).named(name, link)
     elif isinstance(item, ValueItem):
-        yield NamedValue(name, saved_keys(item.path), ValueKind.PLAIN, item.value, link)
+        yield NamedValue(name, keys_to(item.path), ValueKind.PLAIN, item.value, link)
     elif isinstance(item, PerRankItem):
         value = item.holder.value
-        yield NamedValue(name, saved_keys(item.path), ValueKind.PER_RANK, value.state_dict() if is_stateful(value) else value)
+        yield NamedValue(name, keys_to(item.path), ValueKind.PER_RANK, value.state_dict() if is_stateful(value) else value)
     elif isinstance(item, GroupsItem):
         groups = merge([(name, saved_groups(item.groups))], name=name)
-        yield NamedValue(name, saved_keys(item.path), ValueKind.PARAM_GROUPS, groups)
+        yield NamedValue(name, keys_to(item.path), ValueKind.PARAM_GROUPS, groups)
     elif isinstance(item, ModulesItem):
         for state in opened.modules[item.path]:
             for tensor in state.tensors:
@@ -131,9 +131,9 @@ def _contents(item: Item, opened: OpenedState, saved_keys: Steps, link: StateLin
                 yield opened.memories.of(tensor.value, full, tensor.replication).named(full)
             for module_value in state.values:
                 path = (*item.path, module_value.fqn)
-                yield NamedValue(f"{name}.{module_value.fqn}", saved_keys(path), ValueKind.PLAIN, module_value.value)
+                yield NamedValue(f"{name}.{module_value.fqn}", keys_to(path), ValueKind.PLAIN, module_value.value)
     elif isinstance(item, OptimizersItem | NumberedItem):
-        yield from optimizer_contents(name, item.path, opened.views[item.path], saved_keys)
+        yield from optimizer_contents(name, item.path, opened.views[item.path], keys_to)
 
 
 def prepare_load(state: Mapping[Any, Any], catalog: Catalog, *, rank: int, size: int, adds: bool = True) -> Target:
