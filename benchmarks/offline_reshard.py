@@ -39,7 +39,6 @@ from reshard_ckpt.engine.saving.options import SaveContents
 from reshard_ckpt.engine.saving.write import write_assignment
 from reshard_ckpt.format.keys import new_save_id
 from reshard_ckpt.format.torch_dtypes import TORCH_DTYPES
-from reshard_ckpt.format.values import encode_value
 from reshard_ckpt.storage import open_storage
 
 RANKS = 4
@@ -82,7 +81,7 @@ def make_source(folder: Path, layers: int) -> None:
     save_id, before = new_save_id(), look(storage)
     assignments = [decode_assignment(data, save_id) for data in encode_assignments(plan)]
     receipts = [write_assignment(storage, h, a, rank) for rank, (h, a) in enumerate(zip(local_shards, assignments, strict=True))]
-    publish(storage, SaveContents(plan, (), save_id, encode_value(None, "")), receipts, before=before)
+    publish(storage, SaveContents(plan, (), save_id), receipts, before=before)
 
 
 def files_below(folder: Path) -> list[Path]:

@@ -30,7 +30,8 @@ import torch
 
 from reshard_ckpt.core.catalog.model import Catalog, FileEntry
 from reshard_ckpt.core.geometry.dtypes import item_bytes_of
-from reshard_ckpt.core.planning.build_catalog import WrittenItems, build_catalog
+from reshard_ckpt.core.geometry.runs import I64
+from reshard_ckpt.core.planning.build_catalog import build_catalog
 from reshard_ckpt.core.planning.read_plan import plan_reads
 from reshard_ckpt.core.planning.save_plan import SavePlan
 from reshard_ckpt.engine.loading.load import LoadOptions, resolve
@@ -116,8 +117,8 @@ def copy_s(num_bytes: int) -> float:
     return fastest(source.copy, 5)[0]
 
 
-def carried_out(plan: SavePlan) -> tuple[WrittenItems, list[FileEntry]]:
-    """Return the plan as if every rank had written its items one after the other."""
+def carried_out(plan: SavePlan) -> tuple[I64, list[FileEntry]]:
+    """Return the offset of each item, and the files, as if every rank had written its items one after the other."""
     num_bytes = plan.count * item_bytes_of(plan.tables.dtype)[plan.tensor]
     ends = np.cumsum(num_bytes)
     first = np.searchsorted(plan.rank, np.arange(plan.num_ranks + 1))
@@ -130,13 +131,14 @@ def carried_out(plan: SavePlan) -> tuple[WrittenItems, list[FileEntry]]:
         FileEntry(f"{stem}.safetensors", size, f"{stem}.digests", digest128(stem.encode()), save_id, rank)
         for rank, (stem, size) in enumerate(zip(stems, sizes, strict=True))
     ]
-    return WrittenItems(plan.rank, offset), files
+    return offset, files
 
 
 def to_catalog(leader: Leader) -> Catalog:
-    written, files = carried_out(leader.plan)
+    plan = leader.plan
+    offset, files = carried_out(plan)
     return build_catalog(
-        leader.plan, written, files=files, values=leader.values, save_id=files[0].save_id, created_s=0.0, metadata=b"\xc0"
+        plan, plan.rank, offset, files=files, values=leader.values, save_id=files[0].save_id, created_s=0.0, metadata=b"\xc0"
     )
 
 

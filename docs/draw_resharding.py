@@ -21,7 +21,7 @@ from matplotlib.colors import to_rgba
 
 from reshard_ckpt.core.catalog.model import Catalog, FileEntry
 from reshard_ckpt.core.catalog.specs import Piece, Replication, TensorSpec, box_piece, row_major_strides
-from reshard_ckpt.core.planning.build_catalog import WrittenItems, build_catalog
+from reshard_ckpt.core.planning.build_catalog import build_catalog
 from reshard_ckpt.core.planning.load_plan import LoadPlan, plan_load
 from reshard_ckpt.core.planning.local_metadata import build_local_metadata, join_metadata, piece_columns
 from reshard_ckpt.core.planning.save_plan import plan_save
@@ -45,10 +45,10 @@ def saved_catalog() -> Catalog:
     plan = plan_save(join_metadata([build_local_metadata([_spec(run)], 0, None) for run in runs]))
     sizes = plan.part_count * 4
     first = np.array([int(sizes[: plan.items_of(rank).start].sum()) for rank in range(len(RUNS))])
-    written = WrittenItems(plan.rank, np.cumsum(sizes) - sizes - first[plan.rank])
+    offset = np.cumsum(sizes) - sizes - first[plan.rank]
     sizes_by_rank = plan.bytes_by_rank().tolist()
     files = [FileEntry(f"rank{rank:05d}-0.safetensors", size, "", b"", "save", rank) for rank, size in enumerate(sizes_by_rank)]
-    return build_catalog(plan, written, files=files, values=(), save_id="save", created_s=0.0, metadata=b"")
+    return build_catalog(plan, plan.rank, offset, files=files, values=(), save_id="save", created_s=0.0, metadata=b"")
 
 
 def planned_load(catalog: Catalog) -> LoadPlan:

@@ -29,7 +29,6 @@ from reshard_ckpt.engine.saving.options import SaveContents
 from reshard_ckpt.engine.saving.values import merge_values
 from reshard_ckpt.engine.saving.write import write_assignment
 from reshard_ckpt.format.keys import new_save_id
-from reshard_ckpt.format.values import encode_value
 from reshard_ckpt.storage.protocol import Storage
 
 Tensors = Sequence[tuple[TensorSpec, torch.Tensor]]
@@ -62,7 +61,7 @@ def save_job(
         for rank in (order or range(len(ranks)))
     }
     receipts = [receipt_of[rank] for rank in range(len(ranks))]
-    publish(storage, SaveContents(plan, merged, assignments[0].save_id, encode_value(None, "")), receipts, before=before)
+    publish(storage, SaveContents(plan, merged, assignments[0].save_id), receipts, before=before)
     return open_catalog(storage)
 
 

@@ -111,7 +111,7 @@ def _written(job: SaveJob) -> Receipt:
         job.comm.rank,
         recorder=job.recorder,
         sha256=job.options.sha256,
-        marks=job.fingerprints,
+        fingerprints=job.fingerprints,
     )
 
 

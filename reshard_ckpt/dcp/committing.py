@@ -25,7 +25,7 @@ from ..engine.saving.options import PreviousCheckpoint, SaveContents
 from ..engine.saving.values import merge_values
 from ..errors import LayoutError
 from ..format.links import listed_parameters
-from ..format.values import decode_value, encode_path, encode_value
+from ..format.values import decode_value, encode_path
 from ..storage.protocol import Storage
 from .names import KeyedValue, join_leaves
 from .placements import RankMetadata, with_placements
@@ -88,7 +88,7 @@ def commit_written(
     plan = with_placements(plan, of_ranks)
     values = merge_values([(0, [replace(value, link=links.get(value.name)) for value in local_values])], plan.tables)
     receipts = [_receipt(plan, rank, rows) for rank, rows in enumerate(written)]
-    return publish(storage, SaveContents(plan, values, save_id, encode_value(None, "metadata")), receipts, before=before)
+    return publish(storage, SaveContents(plan, values, save_id), receipts, before=before)
 
 
 def _check_all_there(metadata: Metadata, ranks: Sequence[Sequence[Stored]]) -> None:

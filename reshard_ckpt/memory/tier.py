@@ -26,7 +26,7 @@ from ..comm.links import Links
 from ..comm.protocol import Comm
 from ..core.report import SaveReport
 from ..engine.common.lanes import on_device
-from ..engine.saving.commit import catalog_of, file_entries
+from ..engine.saving.commit import catalog_of
 from ..engine.saving.messages import Receipt, WrittenFile, decode_receipt, encode_receipt
 from ..engine.saving.options import SaveJob
 from ..engine.saving.replicas import compare_replicas
@@ -256,8 +256,7 @@ class Tier:
         contents = job.contents
         plan = contents.plan
         compare_replicas(plan.checks, plan.tables.names, receipts)
-        files = file_entries(receipts)
-        catalog = catalog_of(contents, receipts, files)
+        catalog = catalog_of(contents, receipts)
         topology = self.topology
         holding: list[list[str]] = [[topology.ids[node]] for node in topology.node_of]
         for rank, sources in enumerate(held):

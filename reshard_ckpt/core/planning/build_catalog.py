@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,17 +14,10 @@ from .merge import MergedTables
 from .save_plan import SavePlan
 
 
-@dataclass(frozen=True, slots=True)
-class WrittenItems:
-    """Where each write item of the plan went: index of its file, and bytes from that file's beginning."""
-
-    file: I64
-    offset: I64
-
-
 def build_catalog(
     plan: SavePlan,
-    written: WrittenItems,
+    file: I64,
+    offset: I64,
     *,
     files: Sequence[FileEntry],
     values: Sequence[ValueEntry],
@@ -33,7 +25,13 @@ def build_catalog(
     created_s: float,
     metadata: Any,
 ) -> Catalog:
-    """The catalog of a save whose bytes are all written."""
+    """Build the catalog of a save whose bytes are all written.
+
+    Parameters
+    ----------
+    file, offset
+        Where each write item of the plan went: the index of its file, and bytes from that file's beginning.
+    """
     box, first = group_ids(np.hstack([plan.offsets, plan.lengths]))
     order = lex_order(plan.tensor, box, plan.start)
     return Catalog(
@@ -44,7 +42,7 @@ def build_catalog(
         tensors_table=tensor_table(plan.tables, plan.placement, plan.tensor[order]),
         placements=plan.placements,
         boxes=BoxTable(plan.offsets.take(first, axis=0), plan.lengths.take(first, axis=0)),
-        rows=RowTable(box[order], plan.start[order], plan.count[order], written.file[order], written.offset[order]),
+        rows=RowTable(box[order], plan.start[order], plan.count[order], file[order], offset[order]),
         files=tuple(files),
         values_table=tuple(values),
     )

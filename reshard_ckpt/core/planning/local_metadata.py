@@ -177,23 +177,32 @@ def join_metadata(ranks: Sequence[LocalMetadata]) -> JobMetadata:
     """Put what all ranks hold end to end, where it is in one process already."""
     rows = [one.rows for one in ranks]
     width = max(one.box_offsets.shape[1] for one in rows)
-    num_boxes = np.array([len(one.box_offsets) for one in rows], np.int64)
-    # rank: of each row its rank; local: its number there
-    rank, local = ranges(np.array([len(one.tensor) for one in rows], np.int64))
-    tensor, box, start, count = (
-        np.concatenate(column) for column in zip(*((one.tensor, one.box, one.start, one.count) for one in rows), strict=True)
+    joined = RowColumns(
+        np.concatenate([pad_left(one.box_offsets, width, 0) for one in rows]),
+        np.concatenate([pad_left(one.box_lengths, width, 1) for one in rows]),
+        *(np.concatenate(column) for column in zip(*((r.tensor, r.box, r.start, r.count) for r in rows), strict=True)),
     )
+    num_boxes, num_rows = [len(one.box_offsets) for one in rows], [len(one.tensor) for one in rows]
+    return number_rows(tuple(one.tensors for one in ranks), np.arange(len(ranks)), joined, num_boxes, num_rows)
+
+
+def number_rows(
+    tables: tuple[TensorColumns, ...], table: I64, rows: RowColumns, num_boxes: Sequence[int], num_rows: Sequence[int]
+) -> JobMetadata:
+    """Number the rows of all ranks, which lie end to end in order of rank, and their boxes, of which each rank has so many."""
+    rank, local = ranges(np.array(num_rows, np.int64))
+    first_box = np.cumsum(num_boxes) - np.array(num_boxes, np.int64)
     return JobMetadata(
-        tables=tuple(one.tensors for one in ranks),
-        table=np.arange(len(ranks)),
-        box_offsets=np.concatenate([pad_left(one.box_offsets, width, 0) for one in rows]),
-        box_lengths=np.concatenate([pad_left(one.box_lengths, width, 1) for one in rows]),
+        tables=tables,
+        table=table,
+        box_offsets=rows.box_offsets,
+        box_lengths=rows.box_lengths,
         rank=rank,
         local=local,
-        tensor=tensor,
-        box=box + (np.cumsum(num_boxes) - num_boxes)[rank],
-        start=start,
-        count=count,
+        tensor=rows.tensor,
+        box=rows.box + first_box[rank],
+        start=rows.start,
+        count=rows.count,
     )
 
 

@@ -33,15 +33,15 @@ class LocalPiece:
 
 
 class LocalRun(NamedTuple):
-    """Elements ``[start, start + count)`` of the box of a piece, inside the piece's own run, and the memory that they lie in."""
+    """Consecutive elements of the box of a piece, from `start` on, inside the piece's own run; and their memory."""
 
     local: LocalPiece
     start: int
-    count: int
+    num_elements: int
 
     @property
     def num_bytes(self) -> int:
-        return self.count * self.local.tensor.element_size()
+        return self.num_elements * self.local.tensor.element_size()
 
 
 def storage_bytes(tensor: torch.Tensor) -> memoryview:

@@ -28,7 +28,6 @@ from ...errors import CorruptError, UsageError
 from ...format.catalog import encode_catalog
 from ...format.checksums import BLOCK_BYTES, decode_digests, digest128, digests_file_bytes
 from ...format.keys import digests_key
-from ...format.values import encode_value
 from ...storage.protocol import MissingKey, Storage
 from ..common.finished_files import is_finished
 from ..common.progress import OnProgress, Tally, silent
@@ -268,8 +267,7 @@ def commit(
     if gathered is not None:
         parts = [msgpack.unpackb(data) for data in gathered]
         receipts = {rank: decode_receipt(data) for part in parts for rank, data in part[0]}
-        metadata = encode_value(plan.catalog.metadata, "metadata")
-        contents = SaveContents(plan.plan, plan.values, save_id, metadata, plan.catalog.created_s)
+        contents = SaveContents(plan.plan, plan.values, save_id, plan.catalog.metadata, plan.catalog.created_s)
         publish(target, contents, [receipts[rank] for rank in range(plan.mesh.size)], before=before)
         total = msgpack.packb([sum(part[1] for part in parts), sum(part[2] for part in parts)])
     return ProcessReport({}, *msgpack.unpackb(comm.broadcast(total)))

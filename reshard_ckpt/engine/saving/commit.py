@@ -24,7 +24,7 @@ from functools import partial
 import numpy as np
 
 from ...core.catalog.model import Catalog, FileEntry
-from ...core.planning.build_catalog import WrittenItems, build_catalog
+from ...core.planning.build_catalog import build_catalog
 from ...core.planning.save_plan import SavePlan
 from ...core.timeline import Timeline
 from ...core.words import plural
@@ -34,7 +34,6 @@ from ...format.checksums import digests_file_bytes
 from ...format.keys import CATALOG_KEY, SAVE_ID, manifest_key, timeline_key
 from ...format.manifest import encode_manifest
 from ...format.timeline import encode_timeline
-from ...format.values import decode_value
 from ...storage.protocol import MissingKey, Storage, conflict
 from ..common.progress import size_text
 from ..common.recorder import Recorder
@@ -197,8 +196,8 @@ def publish(
     with recorder.step("check"):
         _refuse_half_hashed(receipts, sha256)
         compare_replicas(contents.plan.checks, contents.plan.tables.names, receipts)
-        files = _see_files(storage, receipts, before)
-    catalog = catalog_of(contents, receipts, files)
+        _see_files(storage, receipts, before)
+    catalog = catalog_of(contents, receipts)
     # The order is the promise: every file is durable and seen, then the catalog appears, then what it replaced may go.
     encoded = encode_catalog(catalog)
     if sha256:  # durable before the catalog of which it speaks
@@ -237,34 +236,26 @@ def _keep_manifest(storage: Storage, save_id: str, catalog: bytes, receipts: Seq
     storage.sync([key])
 
 
-def catalog_of(contents: SaveContents, receipts: Sequence[Receipt], files: Sequence[FileEntry]) -> Catalog:
+def catalog_of(contents: SaveContents, receipts: Sequence[Receipt]) -> Catalog:
     """Build the catalog of a save from its contents and the receipts of all ranks, whose files are listed in their order."""
     first = np.cumsum([0] + [len(receipt.files) for receipt in receipts])
-    written = WrittenItems(
-        np.concatenate([receipt.file + first[rank] for rank, receipt in enumerate(receipts)]),
-        np.concatenate([receipt.offset for receipt in receipts]),
-    )
     return build_catalog(
         contents.plan,
-        written,
-        files=files,
+        np.concatenate([receipt.file + first[rank] for rank, receipt in enumerate(receipts)]),
+        np.concatenate([receipt.offset for receipt in receipts]),
+        files=[
+            FileEntry(file.key, file.size, file.digests_key, file.digest, _folder(file), rank)
+            for rank, receipt in enumerate(receipts)
+            for file in receipt.files
+        ],
         values=contents.values,
         save_id=contents.save_id,
         created_s=time.time() if contents.created_s is None else contents.created_s,
-        metadata=decode_value(contents.metadata, name="metadata"),
+        metadata=contents.metadata,
     )
 
 
-def file_entries(receipts: Sequence[Receipt]) -> list[FileEntry]:
-    """List the files of all receipts, in the order of ranks, for a catalog."""
-    return [
-        FileEntry(file.key, file.size, file.digests_key, file.digest, _folder(file), rank)
-        for rank, receipt in enumerate(receipts)
-        for file in receipt.files
-    ]
-
-
-def _see_files(storage: Storage, receipts: Sequence[Receipt], before: PreviousCheckpoint | None) -> list[FileEntry]:
+def _see_files(storage: Storage, receipts: Sequence[Receipt], before: PreviousCheckpoint | None) -> None:
     folders = {_folder(file) for receipt in receipts for file in receipt.files}
     sizes = dict(found for folder in sorted(folders) for found in storage.list(folder))
     for rank, receipt in enumerate(receipts):
@@ -280,7 +271,6 @@ def _see_files(storage: Storage, receipts: Sequence[Receipt], before: PreviousCh
                         f"{storage.url}: rank {rank} wrote {key}{'' if size is None else f' with {size} bytes'}, but rank 0 sees "
                         f"{'no such file' if seen is None else f'{seen} bytes'}; save to a path that all ranks share"
                     )
-    return file_entries(receipts)
 
 
 def _folder(file: WrittenFile) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import msgpack
@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from ...core.catalog.model import ValueEntry
 from ...core.catalog.specs import AxisPlacement, Mesh, StateLink, ValueKind, ValueSpec
 from ...core.geometry.ordering import lex_order
-from ...core.geometry.runs import I64, pad_left, ranges
-from ...core.planning.local_metadata import JobMetadata, LocalMetadata, RowColumns, TensorColumns
+from ...core.geometry.runs import I64, pad_left
+from ...core.planning.local_metadata import JobMetadata, LocalMetadata, RowColumns, TensorColumns, number_rows
 from ...core.planning.save_plan import SavePlan
 from ...format.keys import digests_key
 
@@ -159,10 +159,10 @@ def decode_values(data: bytes) -> tuple[ValueSpec, ...]:
     )
 
 
-def _encode_rows(rows: RowColumns) -> bytes:
+def _encode_rows(rows: RowColumns, least_item: int = 4) -> bytes:
     boxes = np.hstack([rows.box_offsets, rows.box_lengths])
     columns = np.stack([rows.tensor, rows.box, rows.start, rows.count], axis=1)
-    item = _narrowest(boxes, columns)
+    item = max(_narrowest(boxes, columns), least_item)
     head = _ROWS_HEAD.pack(item, rows.box_offsets.shape[1], len(boxes), len(columns))
     return b"".join((head, boxes.astype(f"<u{item}").tobytes(), columns.astype(f"<u{item}").tobytes()))
 
@@ -171,16 +171,19 @@ def _decode_rows(data: bytes) -> RowColumns:
     item, width, num_boxes, num_rows = _ROWS_HEAD.unpack_from(data)
     boxes = np.frombuffer(data, f"<u{item}", 2 * num_boxes * width, _ROWS_HEAD.size).reshape(num_boxes, 2 * width)
     columns = np.frombuffer(data, f"<u{item}", 4 * num_rows, _ROWS_HEAD.size + boxes.nbytes).reshape(num_rows, 4)
+    return _row_columns(boxes, columns)
+
+
+def _row_columns(boxes: NDArray[Any], columns: NDArray[Any]) -> RowColumns:
+    width = boxes.shape[1] // 2
     return RowColumns(_wide(boxes[:, :width]), _wide(boxes[:, width:]), *(_wide(column) for column in columns.T))
 
 
 def _widened(data: bytes, item: int, width: int) -> bytes:
     """The same rows with wider items, and boxes of more dims."""
     rows = _decode_rows(data)
-    boxes = np.hstack([pad_left(rows.box_offsets, width, 0), pad_left(rows.box_lengths, width, 1)])
-    columns = np.stack([rows.tensor, rows.box, rows.start, rows.count], axis=1)
-    head = _ROWS_HEAD.pack(item, width, len(boxes), len(columns))
-    return b"".join((head, boxes.astype(f"<u{item}").tobytes(), columns.astype(f"<u{item}").tobytes()))
+    offsets, lengths = pad_left(rows.box_offsets, width, 0), pad_left(rows.box_lengths, width, 1)
+    return _encode_rows(replace(rows, box_offsets=offsets, box_lengths=lengths), item)
 
 
 def decode_metadata(tensors: Sequence[bytes], rows: Sequence[bytes]) -> JobMetadata:
@@ -197,21 +200,8 @@ def decode_metadata(tensors: Sequence[bytes], rows: Sequence[bytes]) -> JobMetad
     cuts = [_ROWS_HEAD.size + 2 * width * num_boxes * item for _, _, num_boxes, _ in heads]
     boxes = _joined([part[_ROWS_HEAD.size : cut] for part, cut in zip(parts, cuts, strict=True)], item, 2 * width)
     columns = _joined([part[cut:] for part, cut in zip(parts, cuts, strict=True)], item, 4)
-    num_boxes, num_rows = (np.array([head[i] for head in heads], np.int64) for i in (2, 3))
-    rank, local = ranges(num_rows)
-    tensor, box, start, count = (_wide(column) for column in columns.T)
-    return JobMetadata(
-        tables=tuple(_decode_tensors(data) for data in number),
-        table=table,
-        box_offsets=_wide(boxes[:, :width]),
-        box_lengths=_wide(boxes[:, width:]),
-        rank=rank,
-        local=local,
-        tensor=tensor,
-        box=box + (np.cumsum(num_boxes) - num_boxes)[rank],
-        start=start,
-        count=count,
-    )
+    _, _, num_boxes, num_rows = zip(*heads, strict=True)
+    return number_rows(tuple(map(_decode_tensors, number)), table, _row_columns(boxes, columns), num_boxes, num_rows)
 
 
 def _joined(parts: Sequence[bytes], item: int, width: int) -> NDArray[Any]:

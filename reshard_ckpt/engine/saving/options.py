@@ -15,6 +15,7 @@ from ...core.catalog.model import ValueEntry
 from ...core.planning.save_plan import SavePlan
 from ...core.report import SaveReport
 from ...errors import UsageError
+from ...format.values import decode_value
 from ...storage.protocol import Storage
 from ..common.progress import OnProgress
 from ..common.recorder import Recorder
@@ -96,7 +97,7 @@ class SaveContents:
     Attributes
     ----------
     metadata
-        That of the options, encoded.
+        What the user attached.
     created_s
         When it was made, where that is not now, in seconds since 1970.
     """
@@ -104,7 +105,7 @@ class SaveContents:
     plan: SavePlan
     values: Sequence[ValueEntry]
     save_id: str
-    metadata: bytes
+    metadata: Any = None
     created_s: float | None = None
 
 
@@ -143,7 +144,7 @@ class SaveJob:
     def contents(self) -> SaveContents:
         """What the catalog will say, on rank 0."""
         assert self.agreed.plan is not None
-        return SaveContents(self.agreed.plan, self.agreed.values, self.save_id, self.metadata)
+        return SaveContents(self.agreed.plan, self.agreed.values, self.save_id, decode_value(self.metadata, name="metadata"))
 
     def report(self, num_bytes: int, total_bytes: int | None) -> SaveReport:
         """Report the save, as if it ended now, and its caller had waited for all of it."""

@@ -129,7 +129,7 @@ def samples_of(run: LocalRun) -> list[LocalRun]:
     if run.num_bytes <= WHOLE_BYTES:
         return [run]
     size = SAMPLE_BYTES // run.local.tensor.element_size()
-    spread = run.count - size
+    spread = run.num_elements - size
     return [LocalRun(run.local, run.start + spread * i // (NUM_SAMPLES - 1), size) for i in range(NUM_SAMPLES)]
 
 

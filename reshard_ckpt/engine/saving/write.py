@@ -122,7 +122,7 @@ def write_assignment(
     *,
     recorder: Recorder | None = None,
     sha256: bool = False,
-    marks: NDArray[np.uint64] | None = None,
+    fingerprints: NDArray[np.uint64] | None = None,
 ) -> Receipt:
     """Write and make durable all that this rank was assigned, from the tensors' own memory.
 
@@ -130,7 +130,7 @@ def write_assignment(
     ----------
     sha256
         Hash the files for a manifest as well.
-    marks
+    fingerprints
         The fingerprints of the assignment's checks, where they are known.
 
     Raises
@@ -139,19 +139,19 @@ def write_assignment(
         The store refused; what this rank had written is removed.
     """
     recorder = recorder or Recorder()
-    if marks is None:
+    if fingerprints is None:
         with recorder.step("compare"):
-            marks = all_fingerprints(local_shards, assignment.checks)
+            fingerprints = all_fingerprints(local_shards, assignment.checks)
     layouts = lay_out(local_shards, assignment, rank, header_bytes)
     chunks_of = partial(_file_chunks, local_shards.runs(assignment.items))
-    return write_files(storage, layouts, chunks_of, marks, recorder, sha256=sha256)
+    return write_files(storage, layouts, chunks_of, fingerprints, recorder, sha256=sha256)
 
 
 def write_files(
     storage: Storage,
     layouts: Sequence[FileLayout],
     chunks_of: Callable[[FileLayout], Iterator[memoryview]],
-    marks: NDArray[np.uint64],
+    fingerprints: NDArray[np.uint64],
     recorder: Recorder,
     *,
     sha256: bool = False,
@@ -168,16 +168,16 @@ def write_files(
     except BaseException:
         remove(storage, (key for layout in layouts for key in (layout.key, digests_key(layout.key))))
         raise
-    return receipt_of(layouts, written, marks)
+    return receipt_of(layouts, written, fingerprints)
 
 
-def receipt_of(layouts: Sequence[FileLayout], written: Iterable[WrittenFile], marks: NDArray[np.uint64]) -> Receipt:
+def receipt_of(layouts: Sequence[FileLayout], written: Iterable[WrittenFile], fingerprints: NDArray[np.uint64]) -> Receipt:
     """Report the files of these layouts, and where in them each item lies."""
     num_items = sum(len(layout.members) for layout in layouts)
     file, offset = np.zeros(num_items, np.int64), np.zeros(num_items, np.int64)
     for part, layout in enumerate(layouts):
         file[layout.items], offset[layout.items] = part, _member_offsets(layout)
-    return Receipt(tuple(written), file, offset, marks)
+    return Receipt(tuple(written), file, offset, fingerprints)
 
 
 def remove(storage: Storage, keys: Iterable[str]) -> None:
