@@ -239,7 +239,7 @@ def _compared(job: SaveJob, capture: Capture) -> SaveJob:
         if comm.rank == 0 and job.options.check_values is not None:
             job.options.check_values(agreed.values)
         fingerprints = all_fingerprints(job.local_shards, agreed.assignment.checks)
-        differ = differing_names(comm, agreed, fingerprints)
+        differ = differing_names(comm, agreed.plan, fingerprints)
     if not differ:
         return replace(job, fingerprints=fingerprints)
     local_shards = _described(partial(capture, differ), comm.rank, recorder)

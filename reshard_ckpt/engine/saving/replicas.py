@@ -27,13 +27,12 @@ from numpy.typing import NDArray
 from ...comm.protocol import Comm
 from ...core.catalog.specs import Replication
 from ...core.geometry.runs import I64
-from ...core.planning.save_plan import Checks
+from ...core.planning.save_plan import Checks, SavePlan
 from ...core.report import summarize
 from ...errors import LayoutError
 from ..common.host_memory import allocate
 from ..common.lanes import Lanes, Mark
 from ..common.tensor_bytes import LocalRun, bytes_in_place, chunks, copy_run
-from .agreement import AgreedPlan
 from .local_shards import LocalShards
 from .messages import Receipt, RunColumns
 
@@ -206,15 +205,14 @@ def differing(checks: Checks, fingerprints: Sequence[U64]) -> tuple[I64, I64]:
     return np.flatnonzero(~may_be_alike(of_row, of_row[leader])), leader
 
 
-def differing_names(comm: Comm, agreed: AgreedPlan, fingerprints: U64) -> frozenset[str]:
-    """Find the tensors whose replicas differ, on every rank, by the fingerprints that each rank took of its own."""
+def differing_names(comm: Comm, plan: SavePlan | None, fingerprints: U64) -> frozenset[str]:
+    """Find on every rank the tensors whose replicas differ, by the fingerprints of all; rank 0 has the plan."""
     gathered = comm.gather(fingerprints.tobytes())
     names: list[str] = []
     if gathered is not None:
-        assert agreed.plan is not None
-        checks = agreed.plan.checks
-        rows, _ = differing(checks, [np.frombuffer(data, np.uint64) for data in gathered])
-        names = [agreed.plan.tables.names[i] for i in np.unique(checks.tensor[rows]).tolist()]
+        assert plan is not None
+        rows, _ = differing(plan.checks, [np.frombuffer(data, np.uint64) for data in gathered])
+        names = [plan.tables.names[i] for i in np.unique(plan.checks.tensor[rows]).tolist()]
     return frozenset(msgpack.unpackb(comm.broadcast(msgpack.packb(names))))
 
 
