@@ -19,7 +19,6 @@ from reshard_ckpt.checkpoint import loading, saving
 from reshard_ckpt.comm.group import Group, current_group
 from reshard_ckpt.comm.home import SettledHome
 from reshard_ckpt.engine.saving import agreement
-from reshard_ckpt.engine.saving import commit as save_module
 from reshard_ckpt.engine.saving.handle import SaveQueue
 
 LOCAL = threading.local()
@@ -82,6 +81,6 @@ def jobs() -> Iterator[type[Job]]:
         mock.patch.object(comm_module, "current_group", group_of_thread),
         mock.patch.object(saving, "SAVES", saves),
         mock.patch.object(loading, "SAVES", saves),
-        mock.patch.object(save_module.agree, "__defaults__", (OfRank("plans", agreement.PLANS),)),
+        mock.patch.object(agreement.agree, "__defaults__", (OfRank("plans", agreement.PLANS),)),
     ):
         yield Job
