@@ -44,11 +44,6 @@ class Peers:
         return frozenset(int(rank) for rank, pid, began in self._processes if began and _began(int(pid)) != began)
 
 
-def nobody_ended() -> frozenset[int]:
-    """Stand for `Peers.ended` where nothing is known."""
-    return frozenset()
-
-
 def _machine() -> str:
     """Name this machine, and of it the part in which processes see each other's numbers; where unknown, this process alone."""
     with suppress(OSError):

@@ -29,7 +29,7 @@ from torch.distributed import DistError
 from ..errors import PeerError
 from .calls import call_of, disagreement, expired, too_late
 from .payloads import KeyValueStore, Payloads
-from .peers import Ended, nobody_ended
+from .peers import Ended
 from .wire import Frame, Refusal, decode_frames, encode_frame, name_ranks, refusal_of
 
 # The decisions that let a step pass: the name of the call that rank 0 itself makes there.
@@ -53,7 +53,7 @@ class StoreComm:
     Parameters
     ----------
     ended
-        Returns the ranks that are known to have ended.
+        Returns the ranks that are known to have ended; none, by default.
     hosts
         Whether rank 0's process hosts the store, so that the others need it until they have left.
     """
@@ -66,7 +66,7 @@ class StoreComm:
         *,
         title: str,
         timeout_s: float,
-        ended: Ended = nobody_ended,
+        ended: Ended = frozenset,
         hosts: bool = False,
     ) -> None:
         self._store, self.rank, self.size = store, rank, size
