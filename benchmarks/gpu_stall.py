@@ -28,8 +28,8 @@ from torch import nn
 from reshard_ckpt import checkpoint
 from reshard_ckpt.comm import SoloComm
 from reshard_ckpt.engine.saving.agreement import agree
-from reshard_ckpt.engine.saving.async_save import take_ring
 from reshard_ckpt.engine.saving.local_shards import describe_local
+from reshard_ckpt.engine.saving.staged_copy import take_ring
 from reshard_ckpt.engine.saving.staging import Staging
 from reshard_ckpt.engine.saving.write import lay_out
 from reshard_ckpt.state.capture import capture

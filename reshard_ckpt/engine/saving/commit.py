@@ -91,7 +91,7 @@ def commit(job: SaveJob, receipt: Receipt, *, ready: Callable[[], None] = lambda
         Waits for what has to be over before this rank's receipt is true.
     """
     comm, storage, recorder, options = job.comm, job.storage, job.recorder, job.options
-    undo = partial(remove, storage, _keys([receipt]))
+    undo = partial(remove, storage, keys_of(receipt.files))
     try:
         ready()
         began = recorder.now()
@@ -131,7 +131,8 @@ def _publish_or_undo(job: SaveJob, receipts: Sequence[Receipt]) -> Catalog:
         return publish(storage, job.contents, receipts, before=job.before, recorder=job.recorder, sha256=sha256)
     except BaseException:
         if _is_uncommitted(storage, job.save_id):
-            remove(storage, [*_keys(receipts), manifest_key(job.save_id)])
+            files = (file for receipt in receipts for file in receipt.files)
+            remove(storage, [*keys_of(files), manifest_key(job.save_id)])
             for key, before_it in replaced.items():
                 _put_back(storage, key, before_it, beside[key])
         raise
@@ -151,10 +152,6 @@ def _put_back(storage: Storage, key: str, data: bytes | None, new: bytes) -> Non
             storage.publish(key, data, expected=new)
         elif _held(storage, key) == new:
             storage.delete([key])
-
-
-def _keys(receipts: Iterable[Receipt]) -> list[str]:
-    return keys_of(file for receipt in receipts for file in receipt.files)
 
 
 def _is_uncommitted(storage: Storage, save_id: str) -> bool:
