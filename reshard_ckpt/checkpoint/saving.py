@@ -13,7 +13,6 @@ from ..comm import Comm, open_session
 from ..core.report import SaveReport
 from ..engine.common.host_memory import POOL
 from ..engine.common.inference import outside_inference_mode
-from ..engine.common.lanes import has_lane
 from ..engine.common.logs import RankLog
 from ..engine.common.progress import OnProgress, reporter
 from ..engine.common.recorder import Recorder, TimedComm
@@ -25,7 +24,7 @@ from ..engine.saving.local_shards import LocalShards, describe_local
 from ..engine.saving.messages import Receipt
 from ..engine.saving.options import Hold, SaveJob, SaveOptions
 from ..engine.saving.replicas import all_fingerprints, differing_names
-from ..engine.saving.staged_copy import take_ring, write_staged
+from ..engine.saving.staged_copy import device_to_pin_for, take_ring, write_staged
 from ..engine.saving.step_guard import GuardedState
 from ..engine.saving.write import lay_out, write_assignment
 from ..format.values import encode_value
@@ -102,7 +101,7 @@ def _save(path: Path, capture: Capture, options: SaveOptions) -> SaveReport:
 
 def _written(job: SaveJob) -> Receipt:
     """Write this rank's part: from the tensors' own memory, or through pinned memory where some lie on an accelerator."""
-    if any(has_lane(device) for device in {local.tensor.device for _, local in job.local_shards.rows}):
+    if device_to_pin_for(job.local_shards) is not None:
         return write_staged(job)
     return write_assignment(
         job.storage,

@@ -124,4 +124,5 @@ def take_ring(local_shards: LocalShards, layouts: Sequence[FileLayout], host_buf
 
 def device_to_pin_for(local_shards: LocalShards) -> torch.device | None:
     """Return a device that something of the state lies on, and that copies faster into pinned memory, if there is one."""
-    return next((local.tensor.device for _, local in local_shards.rows if has_lane(local.tensor.device)), None)
+    devices = dict.fromkeys(local.tensor.device for _, local in local_shards.rows)
+    return next(filter(has_lane, devices), None)
