@@ -1,19 +1,23 @@
 """Writing a generation from memory to the store: the same files and the same catalog, so the same checkpoint.
 
 1. Each file is copied block by block, and every block is verified on the way: damage in memory never reaches the store.
-2. Once all files are durable and seen, rank 0 publishes the catalog. A generation that was begun and killed is written again.
+2. Once all files are durable and seen, rank 0 publishes the catalog. A generation that was begun and killed is written again;
+   where the store refuses, what was written is removed.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import cast
 
 from ..comm.protocol import Comm
 from ..core.catalog.model import Catalog
 from ..engine.loading.files import open_files
 from ..engine.saving.commit import clean_up, look
+from ..engine.saving.write import remove
 from ..errors import CorruptError, StorageError
 from ..format.catalog import decode_catalog
 from ..format.checksums import digests_file_bytes, wrong_blocks
@@ -94,10 +98,28 @@ def persist(comm: Comm, images: NodeImages, generation: Generation, mine: Sequen
     mine
         The keys of the files that this rank writes: each file is of one rank.
     """
-    write_files(images, generation.decoded_catalog(), mine, storage)
-    if comm.gather(b"") is not None:
-        publish(storage, generation)
+    catalog = generation.decoded_catalog()
+    # A store that is full would never have room again if what was written stayed there.
+    undo = partial(remove, storage, _with_digests(catalog, mine))
+    try:
+        write_files(images, catalog, mine, storage)
+    except BaseException:
+        undo()
+        raise
+    # As in a save: unless this gather takes place nothing is published, so every rank may undo. After it, rank 0 alone knows.
+    if comm.gather(b"", undo=undo) is not None:
+        try:
+            publish(storage, generation)
+        except BaseException:
+            with suppress(StorageError):
+                if not is_persisted(storage, generation):
+                    remove(storage, _with_digests(catalog, [file.key for file in catalog.files]))
+            raise
     comm.broadcast(b"" if comm.rank == 0 else None)
+
+
+def _with_digests(catalog: Catalog, keys: Collection[str]) -> list[str]:
+    return [key for file in catalog.files if file.key in keys for key in (file.key, file.digests_key)]
 
 
 def stored_save_id(storage: Storage) -> str:
