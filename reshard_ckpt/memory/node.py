@@ -48,14 +48,14 @@ class RunMemory:
 
 
 def user_folder(folder: str) -> Path:
-    """Return the folder of this user, made where there is none.
+    """Return the folder of this user, made where there is none; its path is absolute, as the process may go elsewhere.
 
     Raises
     ------
     StorageError
         It is a link, belongs to somebody else, or is open to others.
     """
-    path = Path(folder) / f"reshard-ckpt-{os.getuid()}"
+    path = Path(os.path.abspath(folder)) / f"reshard-ckpt-{os.getuid()}"
     try:
         os.makedirs(folder, exist_ok=True)
         with suppress(FileExistsError):

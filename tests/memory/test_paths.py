@@ -54,3 +54,15 @@ def test_a_root_that_no_path_shows_to_be_the_same_is_named(tmp_path: Path, memor
     manager = Manager(tmp_path / "other", memory=memory)  # it has its own by now
     assert loaded(manager) == (3, "memory")
     manager.close()
+
+
+def test_a_relative_folder_stays_where_it_was(tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(shm.parent)
+    manager = Manager(tmp_path, memory=Memory(copies=0, folder=shm.name), persist_every=1000)
+    monkeypatch.chdir(tmp_path)
+    manager.async_save(1, state(1)).result()
+    assert manager.memory_skipped == 0
+    killed(manager)
+    manager = Manager(tmp_path, memory=Memory(copies=0, folder=str(shm)), persist_every=1000)
+    assert loaded(manager) == (1, "memory")
+    killed(manager)
