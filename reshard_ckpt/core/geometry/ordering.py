@@ -73,6 +73,18 @@ def is_new(*columns: I64) -> NDArray[np.bool_]:
     return new
 
 
+def running_max(values: I64, first: NDArray[np.bool_]) -> I64:
+    """Return the largest value so far within each group; `first` marks the first row of each. No value is negative.
+
+    >>> running_max(np.array([3, 1, 2, 1, 5]), np.array([True, False, True, False, False])).tolist()
+    [3, 3, 2, 2, 5]
+    """
+    # One running maximum serves all groups: each is shifted beyond the values of the one before it.
+    shift = np.cumsum(first) * (int(values.max(initial=0)) + 1)
+    reach: I64 = np.maximum.accumulate(values + shift) - shift
+    return reach
+
+
 def _in_order(columns: Sequence[I64]) -> bool:
     # tied: rows that equal the one before them in all columns so far.
     tied = np.ones(max(len(columns[0]) - 1, 0), bool)

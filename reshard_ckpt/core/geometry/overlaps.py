@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .columns import ColumnTable
-from .ordering import is_new
+from .ordering import is_new, running_max
 from .runs import I64, ranges
 
 
@@ -57,10 +57,7 @@ def cut_overlaps(tensor: I64, box: I64, start: I64, count: I64, may_cut: NDArray
     group = np.cumsum(first) - 1
     unequal = ~first & is_new(start, count)
     # Starts do not fall within a group, so a run that overlaps any earlier one begins before the largest end so far.
-    # One running maximum serves all groups: each is shifted beyond the ends of the one before it.
-    shift = group * (int(end.max()) + 1)
-    reach = np.maximum.accumulate(end + shift) - shift
-    clash = unequal[1:] & (start[1:] < reach[:-1])
+    clash = unequal[1:] & (start[1:] < running_max(end, first)[:-1])
     if not clash.any():
         return None
     # chosen: the groups to cut, all runs of them, so that equal parts of any two runs become equal runs.

@@ -35,7 +35,7 @@ def pad_rows(rows: Iterable[tuple[int, ...]], width: int, fill: int) -> I64:
     >>> pad_rows([(5, 6), (7,)], 2, 1).tolist()
     [[5, 6], [1, 7]]
     """
-    padded = [(fill,) * (width - len(row)) + row for row in rows]
+    padded = [(*(fill,) * (width - len(row)), *row) for row in rows]
     return np.array(padded, np.int64).reshape(len(padded), width)
 
 
@@ -201,6 +201,27 @@ def as_boxes(offsets: I64, lengths: I64, start: I64, count: I64) -> tuple[I64, I
         start[rows] = 0
         done[some[alone]] = True
     return offsets, lengths, start, count
+
+
+def cut_boxes(offsets: I64, lengths: I64, item_bytes: I64, limit: I64) -> tuple[I64, I64, I64]:
+    """Cut boxes of more bytes than their limit along their outer dims; returns the box of each part, offsets and lengths.
+
+    Parts are in row-major order, and each is contiguous in its box.
+
+    >>> box, low, size = cut_boxes(np.array([[0, 0]]), np.array([[3, 4]]), np.array([2]), np.array([20]))
+    >>> low.tolist(), size.tolist()
+    ([[0, 0], [2, 0]], [[2, 4], [1, 4]])
+    """
+    slices = strides_of(lengths) * item_bytes[:, None]
+    # per: how many slices of a dim a part takes: of outer dims one, once an inner one is cut.
+    per = np.maximum(np.minimum(lengths, limit[:, None] // np.maximum(slices, 1)), 1)
+    counts = -(-lengths // per)
+    source, step = ranges(volumes(counts))
+    index = np.empty((len(source), lengths.shape[1]), np.int64)
+    for dim in range(lengths.shape[1] - 1, -1, -1):
+        step, index[:, dim] = np.divmod(step, counts[source, dim])
+    begin = index * per[source]
+    return source, offsets[source] + begin, np.minimum(per[source], lengths[source] - begin)
 
 
 def bounds(offsets: I64, lengths: I64, start: I64, count: I64) -> tuple[I64, I64]:

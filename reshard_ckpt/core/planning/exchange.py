@@ -18,10 +18,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..geometry.columns import ColumnTable
+from ..geometry.columns import ColumnTable, batches
 from ..geometry.dtypes import item_bytes_of
 from ..geometry.ordering import group_ids, is_new, lex_order
-from ..geometry.runs import I64, decompose, pad_left, ranges, strides_of, volumes
+from ..geometry.runs import I64, cut_boxes, decompose, pad_left, ranges, volumes
 from .balance import ReplicaGroup, assign
 
 MIN_PART_BYTES, MAX_PART_BYTES = 64 << 10, 4 << 20
@@ -118,7 +118,7 @@ def plan_exchange(held: RankRuns, wanted: RankRuns, node: Sequence[int], round_b
     wire = np.where(sizes[1] < sizes[0], wanted.dtype[taker_row], held.dtype[held_first][run])
     own_row = _own_rows(held, held_run, run, wanted.rank[taker_row], len(node))
     limit = min(max(round_bytes // (2 * len(node)), MIN_PART_BYTES), MAX_PART_BYTES)
-    source, low, lengths = _cut(low, lengths, _item_bytes(wire), np.where(own_row >= 0, np.int64(2) ** 62, limit))
+    source, low, lengths = cut_boxes(low, lengths, _item_bytes(wire), np.where(own_row >= 0, np.int64(2) ** 62, limit))
     run, taker_row, wire, owner_row = run[source], taker_row[source], wire[source], own_row[source]
     size = volumes(lengths) * _item_bytes(wire)
     far = np.flatnonzero(owner_row < 0)
@@ -195,7 +195,7 @@ def meet(one: TensorBoxes, other: TensorBoxes) -> tuple[I64, I64]:
     high = low + one.lengths[rows, mine]
     first = np.searchsorted(end_at, low, side="right")
     last = np.maximum(np.searchsorted(first_at, high, side="left"), first)
-    found = [_touching(one, other, solid, first, last, part) for part in _batches(last - first)]
+    found = [_touching(one, other, solid, first, last, part) for part in batches(last - first, MAX_PAIRS)]
     empty = np.zeros(0, np.int64)
     left, right = (np.concatenate([empty, *column]) for column in (zip(*found, strict=True) if found else ((), ())))
     return left, right
@@ -222,18 +222,6 @@ def _touching(one: TensorBoxes, other: TensorBoxes, solid: I64, first: I64, last
     return left[hit], right[hit]
 
 
-def _batches(sizes: I64) -> list[slice]:
-    """Divide rows into slices that meet about `MAX_PAIRS` others."""
-    total = np.cumsum(sizes)
-    out, begin = [], 0
-    while begin < len(sizes):
-        used = int(total[begin - 1]) if begin else 0
-        end = max(begin + 1, int(np.searchsorted(total, used + MAX_PAIRS, side="right")))
-        out.append(slice(begin, end))
-        begin = end
-    return out
-
-
 def _own_rows(held: RankRuns, held_run: I64, run: I64, taker: I64, num_ranks: int) -> I64:
     """Find the row in which each taker holds the run itself; -1 where it does not."""
     key = held_run * num_ranks + held.rank
@@ -241,20 +229,6 @@ def _own_rows(held: RankRuns, held_run: I64, run: I64, taker: I64, num_ranks: in
     place = np.searchsorted(key[order], run * num_ranks + taker)
     row = order[np.minimum(place, max(len(order) - 1, 0))] if len(order) else np.zeros(len(run), np.int64)
     return np.where(key[row] == run * num_ranks + taker, row, -1) if len(order) else row - 1
-
-
-def _cut(offsets: I64, lengths: I64, item_bytes: I64, limit: I64) -> tuple[I64, I64, I64]:
-    """Cut boxes of more bytes than their limit along their outer dims; returns the box of each part, offsets and lengths."""
-    slices = strides_of(lengths) * item_bytes[:, None]
-    # per: how many slices of a dim a part takes: of outer dims one, once an inner one is cut.
-    per = np.maximum(np.minimum(lengths, limit[:, None] // np.maximum(slices, 1)), 1)
-    counts = -(-lengths // per)
-    source, step = ranges(volumes(counts))
-    index = np.empty((len(source), lengths.shape[1]), np.int64)
-    for dim in range(lengths.shape[1] - 1, -1, -1):
-        step, index[:, dim] = np.divmod(step, counts[source, dim])
-    begin = index * per[source]
-    return source, offsets[source] + begin, np.minimum(per[source], lengths[source] - begin)
 
 
 def _choose(held: RankRuns, held_run: I64, run: I64, taker: I64, size: I64, node: I64) -> I64:

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..geometry.columns import ColumnTable
+from ..geometry.ordering import is_new, running_max
 from ..geometry.runs import I64, ranges, volumes
 from .load_plan import LoadPlan
 
@@ -106,7 +107,7 @@ def plan_reads(
     """
     batch = np.zeros(len(plan.file), np.int64) if group is None else group
     order = np.lexsort((plan.src, plan.window, plan.file, batch))
-    lands = _lands(plan, order, may_land, _changes(batch[order], plan.file[order]))
+    lands = _lands(plan, order, may_land, is_new(batch[order], plan.file[order]))
     begins = _window_begins(batch[order], plan.file[order], plan.window[order], lands, join)
     number = np.cumsum(begins) - 1
     first, count = order[begins], int(begins.sum())
@@ -138,12 +139,12 @@ def _starts(window: I64, count: int) -> I64:
 
 def _window_begins(group: I64, file: I64, window: I64, lands: Mask, join: int) -> Mask:
     """At which of the items, in order, a window begins."""
-    begins = _changes(group, file, window)
+    begins = is_new(group, file, window)
     of_window = np.cumsum(begins) - 1
     copied = np.bincount(of_window, weights=~lands) > 0
     at = np.flatnonzero(begins)
     joins = np.zeros(len(at), bool)
-    joins[1:] = (~copied[1:] & ~copied[:-1]) & ~_changes(group[at], file[at], window[at] // join)[1:]
+    joins[1:] = (~copied[1:] & ~copied[:-1]) & ~is_new(group[at], file[at], window[at] // join)[1:]
     begins[at[joins]] = False
     return begins
 
@@ -157,9 +158,9 @@ def _extents(plan: LoadPlan, window_of: I64, block_bytes: I64, file_bytes: I64) 
     ends = np.minimum(-(-high // block) * block, file_bytes[file])
     touched = _Ranges(window_of[owner], low // block * block, ends, np.where(block_bytes[file] > 0, 0, NEAR_BYTES))
     touched = touched.take(np.lexsort((touched.low, touched.window)))
-    begins = _changes(touched.window)
+    begins = is_new(touched.window)
     # reach: the end of all that lies before, or in, each range of its window; fresh: ranges that are too far behind that.
-    reach = _running_max(touched.high, begins)
+    reach = running_max(touched.high, begins)
     fresh = begins.copy()
     fresh[1:] |= touched.low[1:] > reach[:-1] + touched.near[1:]
     first = np.flatnonzero(fresh)
@@ -169,7 +170,7 @@ def _extents(plan: LoadPlan, window_of: I64, block_bytes: I64, file_bytes: I64) 
 
 def _runs(plan: LoadPlan, items: I64, window: I64) -> tuple[I64, I64, I64, I64, I64]:
     """What lands, of items sorted by window and position: window, first byte and size, destination and first byte there."""
-    span, fresh = item_spans(plan)[items], ~_follows(plan, items) | _changes(window)
+    span, fresh = item_spans(plan)[items], ~_follows(plan, items) | is_new(window)
     first = np.flatnonzero(fresh)
     total = np.add.reduceat(span, first) if len(first) else span
     i = items[first]
@@ -180,16 +181,9 @@ def _follows(plan: LoadPlan, items: I64) -> Mask:
     """Which of some items that are in order lie, in the file and in memory, just behind the one before."""
     file, src, dest, span = plan.file[items], plan.src[items], plan.dest[items], item_spans(plan)[items]
     dst = plan.dst[items] * plan.item_bytes[items]
-    follows = ~_changes(file, dest)
+    follows = ~is_new(file, dest)
     follows[1:] &= (src[1:] == src[:-1] + span[:-1]) & (dst[1:] == dst[:-1] + span[:-1])
     return follows
-
-
-def _changes(*columns: I64) -> Mask:
-    """Where any of the columns has another value than one row before; the first row counts."""
-    new = np.ones(len(columns[0]), bool)
-    new[1:] = np.any([column[1:] != column[:-1] for column in columns], axis=0)
-    return new
 
 
 def _touched(plan: LoadPlan) -> tuple[I64, I64, I64]:
@@ -210,16 +204,6 @@ def _touched(plan: LoadPlan) -> tuple[I64, I64, I64]:
     return owner, low, low + span[owner]
 
 
-def _running_max(values: I64, group: Mask) -> I64:
-    """The largest value so far within each group (groups begin where `group` is true)."""
-    if len(values) == 0:
-        return values
-    number = np.cumsum(group)
-    step = int(values.max()) + 1
-    reach: I64 = np.maximum.accumulate(values + number * step) - number * step
-    return reach
-
-
 def _lands(plan: LoadPlan, items: I64, may_land: Mask, new: Mask) -> Mask:
     """Which items may land; `new` says where those of another file, or group, begin."""
     src, span = plan.src[items], item_spans(plan)[items]
@@ -228,7 +212,7 @@ def _lands(plan: LoadPlan, items: I64, may_land: Mask, new: Mask) -> Mask:
     good &= in_order(lengths, plan.src_strides[items], unit)
     good &= in_order(lengths, plan.dst_strides[items], np.ones_like(unit))
     # Bytes that two items want are read once, into the buffer from which both are copied.
-    ends = _running_max(src + span, new)
+    ends = running_max(src + span, new)
     clash = ~new[1:] & (src[1:] < ends[:-1])
     good[1:] &= ~clash
     good[:-1] &= ~clash

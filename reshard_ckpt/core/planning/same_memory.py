@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..geometry.ordering import is_new
+from ..geometry.ordering import is_new, running_max
 from ..geometry.runs import I64, decompose
 from .local_metadata import PieceColumns
 
@@ -66,10 +66,7 @@ def find_shared(wanted: PieceColumns, device: I64, address: I64, item_bytes: I64
 def _meeting(device: I64, low: I64, high: I64) -> NDArray[np.bool_]:
     """Where, among ranges sorted by device and address, one begins behind all before it."""
     fresh = is_new(device)
-    if len(low):
-        for begin, end in zip(np.flatnonzero(fresh), np.append(np.flatnonzero(fresh)[1:], len(low)), strict=True):
-            reach = np.maximum.accumulate(high[begin:end])
-            fresh[begin + 1 : end] |= low[begin + 1 : end] >= reach[:-1]
+    fresh[1:] |= low[1:] >= running_max(high, fresh)[:-1]
     return fresh
 
 
