@@ -78,11 +78,11 @@ def merge(groups_of: Sequence[tuple[str, Sequence[Group]]], *, name: str) -> lis
     for who, groups in groups_of:
         seen: dict[Any, int] = {}
         for group in groups:
-            key = comparable(_hyperparameters(group))
+            key = comparable(hyperparameters(group))
             occurrence = seen[key] = seen.get(key, -1) + 1
             at = by_key.setdefault((key, occurrence), len(merged))
             if at == len(merged):
-                merged.append({**_hyperparameters(group), "params": []})
+                merged.append({**hyperparameters(group), "params": []})
             for fqn in group["params"]:
                 known, first = home.setdefault(fqn, (at, who))
                 if known != at:
@@ -152,13 +152,13 @@ class Groups:
         ]
         if target is not None:
             conflicts += _other_kind(self._saved[first], target, name)
-        return Selection({} if conflicts else _hyperparameters(self._saved[first]), (*problems, *conflicts))
+        return Selection({} if conflicts else hyperparameters(self._saved[first]), (*problems, *conflicts))
 
 
 def _other_kind(saved: Group, target: Group, name: str) -> list[str]:
     """A line if each has hyperparameters that the other lacks; one alone may have more: releases and schedulers add some."""
-    lacking = [key for key in _hyperparameters(saved) if key not in target and key not in SWITCHES]
-    extra = [key for key in _hyperparameters(target) if key not in saved and key not in SWITCHES]
+    lacking = [key for key in hyperparameters(saved) if key not in target and key not in SWITCHES]
+    extra = [key for key in hyperparameters(target) if key not in saved and key not in SWITCHES]
     if not lacking or not extra:
         return []
     return [
@@ -169,7 +169,7 @@ def _other_kind(saved: Group, target: Group, name: str) -> list[str]:
 
 def differences(one: Group, other: Group) -> list[tuple[str, Any, Any]]:
     """The hyperparameters that differ, with both values; one that is not there counts as ``MISSING``."""
-    one, other = _hyperparameters(one), _hyperparameters(other)
+    one, other = hyperparameters(one), hyperparameters(other)
     keys = [*one, *(key for key in other if key not in one)]
     pairs = ((key, one.get(key, MISSING), other.get(key, MISSING)) for key in keys)
     return [(key, a, b) for key, a, b in pairs if comparable(a) != comparable(b)]
@@ -208,7 +208,8 @@ def comparable(value: Any) -> Any:
     return value
 
 
-def _hyperparameters(group: Group) -> dict[str, Any]:
+def hyperparameters(group: Group) -> dict[str, Any]:
+    """A group without the parameters that it lists."""
     return {key: value for key, value in group.items() if key not in NOT_SAVED}
 
 

@@ -57,11 +57,6 @@ class LocalRegion:
             position += size
 
 
-def whole_region(shape: Ints) -> LocalRegion:
-    """All of a tensor."""
-    return LocalRegion(tuple(((0, size),) for size in shape))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementKind:
     """What one kind of placement means.
@@ -115,7 +110,7 @@ def local_region(shape: Ints, axes: Sequence[AxisPlacement], sizes: Ints, where:
     >>> local_region((13,), axes, (3, 2), (2, 0))
     LocalRegion(ranges=(((6, 1),),), flat=None)
     """
-    region: LocalRegion | None = whole_region(shape)
+    region: LocalRegion | None = LocalRegion(tuple(((0, size),) for size in shape))
     for i in cut_order(axes):
         if region is not None:
             region = KINDS[axes[i].kind].cut(region, axes[i], sizes[i], where[i])

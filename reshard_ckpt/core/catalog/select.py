@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 
 from ..geometry.dtypes import CODES
-from ..geometry.runs import I64, ranges
-from .model import Catalog, RowTable, TensorTable
+from ..geometry.runs import ranges
+from .model import Catalog, RowTable
 
 
 def select_entries(catalog: Catalog, tensors: Sequence[str], values: Sequence[str]) -> Catalog:
@@ -27,7 +27,10 @@ def select_entries(catalog: Catalog, tensors: Sequence[str], values: Sequence[st
     leader = np.empty(len(taken), np.int64)
     leader[order] = order[np.maximum.accumulate(np.where(first, np.arange(len(order)), 0))] if len(order) else order
     alias = np.where(leader == np.arange(len(taken)), -1, leader)
-    row = _rows_of(table, np.where(alias < 0, source, -1))
+    # Aliases have no rows of their own.
+    counts = np.where(alias < 0, np.diff(table.row_start)[source], 0)
+    owner, step = ranges(counts)
+    row = table.row_start[source[owner]] + step
     place = {int(old): new for new, old in enumerate(taken.tolist())}
     rows = catalog.rows
     return replace(
@@ -41,7 +44,7 @@ def select_entries(catalog: Catalog, tensors: Sequence[str], values: Sequence[st
             shape=table.shape[taken],
             alias=alias,
             placement=table.placement[taken],
-            row_start=np.concatenate([[0], np.cumsum(_counts(table, np.where(alias < 0, source, -1)))]).astype(np.int64),
+            row_start=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
             optimizer=table.optimizer[taken],
             key=table.key[taken],
             parameter=np.array([place.get(old, -1) for old in table.parameter[taken].tolist()], np.int64),
@@ -51,18 +54,6 @@ def select_entries(catalog: Catalog, tensors: Sequence[str], values: Sequence[st
         unreadable={},
         _index={},
     )
-
-
-def _counts(table: TensorTable, source: I64) -> I64:
-    """The number of rows of each of these tensors; -1 stands for one without."""
-    counts: I64 = np.where(source < 0, 0, np.diff(table.row_start)[source])
-    return counts
-
-
-def _rows_of(table: TensorTable, source: I64) -> I64:
-    owner, step = ranges(_counts(table, source))
-    rows: I64 = table.row_start[source[owner]] + step
-    return rows
 
 
 def retyped(catalog: Catalog, dtypes: Mapping[str, str]) -> Catalog:
