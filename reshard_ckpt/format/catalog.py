@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import chain
+from typing import Any
 
 import msgpack
 import numpy as np
 
 from ..core.catalog.links import link_columns
-from ..core.catalog.model import BoxTable, Catalog, FileEntry, RowTable, TensorTable
+from ..core.catalog.model import Catalog, FileEntry, TensorTable
 from ..core.catalog.specs import AxisPlacement
 from ..core.geometry.dtypes import CODES
 from ..errors import CorruptError, UnsupportedError
@@ -106,108 +107,96 @@ def section_digest(name: str, body: bytes) -> bytes:
 
 
 def _encode_sections(catalog: Catalog) -> dict[str, bytes]:
-    return {
+    boxes, rows = catalog.boxes, catalog.rows
+    columns = {"box": rows.box, "start": rows.start, "count": rows.count, "file": rows.file, "offset": rows.offset}
+    sections = {
         "info": _encode_info(catalog),
         "placements": _encode_placements(catalog.placements),
         "files": _encode_files(catalog.files),
         "tensors": _encode_tensors(catalog.tensors_table),
-        "boxes": _encode_boxes(catalog.boxes),
-        "rows": _encode_rows(catalog.rows),
+        "boxes": {
+            "count": len(boxes.offsets),
+            "offsets": pack_matrix(boxes.offsets),
+            "lengths": pack_matrix(boxes.lengths),
+        },
+        "rows": {name: pack_ints(column) for name, column in columns.items()},
         "values": _encode_values(catalog),
+    }
+    return {name: pack_table(fields) for name, fields in sections.items()}
+
+
+def _encode_info(catalog: Catalog) -> dict[str, Any]:
+    mesh = catalog.mesh
+    return {
+        "save_id": catalog.save_id,
+        "created_s": float(catalog.created_s),
+        "mesh": None if mesh is None else {"axes": list(mesh.axes), "sizes": list(mesh.sizes)},
+        "metadata": encode_value(catalog.metadata, "metadata"),
+        "critical": [],
     }
 
 
-def _encode_info(catalog: Catalog) -> bytes:
-    mesh = catalog.mesh
-    return pack_table(
-        {
-            "save_id": catalog.save_id,
-            "created_s": float(catalog.created_s),
-            "mesh": None if mesh is None else {"axes": list(mesh.axes), "sizes": list(mesh.sizes)},
-            "metadata": encode_value(catalog.metadata, "metadata"),
-            "critical": [],
-        }
-    )
-
-
-def _encode_placements(placements: tuple[tuple[AxisPlacement, ...], ...]) -> bytes:
+def _encode_placements(placements: tuple[tuple[AxisPlacement, ...], ...]) -> dict[str, Any]:
     axes = [axis for placement in placements for axis in placement]
-    return pack_table(
-        {
-            "num_axes": pack_ints([len(placement) for placement in placements]),
-            "axis": pack_texts([axis.axis for axis in axes]),
-            "kind": pack_texts([axis.kind for axis in axes]),
-            "dim": pack_ints([0 if axis.dim is None else axis.dim + 1 for axis in axes]),
-            "num_coords": pack_ints([len(axis.coords) for axis in axes]),
-            "coords": pack_ints([c for axis in axes for c in axis.coords]),
-            "turn": pack_ints([0 if axis.turn is None else axis.turn + 1 for axis in axes]),
-            "num_sections": pack_ints([len(axis.sections) for axis in axes]),
-            "sections": pack_ints([size for axis in axes for size in axis.sections]),
-        }
-    )
+    return {
+        "num_axes": pack_ints([len(placement) for placement in placements]),
+        "axis": pack_texts([axis.axis for axis in axes]),
+        "kind": pack_texts([axis.kind for axis in axes]),
+        "dim": pack_ints([0 if axis.dim is None else axis.dim + 1 for axis in axes]),
+        "num_coords": pack_ints([len(axis.coords) for axis in axes]),
+        "coords": pack_ints([c for axis in axes for c in axis.coords]),
+        "turn": pack_ints([0 if axis.turn is None else axis.turn + 1 for axis in axes]),
+        "num_sections": pack_ints([len(axis.sections) for axis in axes]),
+        "sections": pack_ints([size for axis in axes for size in axis.sections]),
+    }
 
 
-def _encode_files(files: tuple[FileEntry, ...]) -> bytes:
-    return pack_table(
-        {
-            # Stored below the folder of the checkpoint that the file is of, which is a column of its own.
-            "key": pack_texts([file.key.removeprefix(file.folder) for file in files]),
-            "size": pack_ints([file.size for file in files]),
-            "digests_key": pack_texts([file.digests_key.removeprefix(file.folder) for file in files]),
-            "digest": pack_bytes([file.digest for file in files]),
-            "save_id": pack_texts([file.save_id for file in files]),
-            "rank": pack_ints([file.rank for file in files]),
-            "checkpoint": pack_texts([file.checkpoint for file in files]),
-        }
-    )
+def _encode_files(files: tuple[FileEntry, ...]) -> dict[str, Any]:
+    return {
+        # Stored below the folder of the checkpoint that the file is of, which is a column of its own.
+        "key": pack_texts([file.key.removeprefix(file.folder) for file in files]),
+        "size": pack_ints([file.size for file in files]),
+        "digests_key": pack_texts([file.digests_key.removeprefix(file.folder) for file in files]),
+        "digest": pack_bytes([file.digest for file in files]),
+        "save_id": pack_texts([file.save_id for file in files]),
+        "rank": pack_ints([file.rank for file in files]),
+        "checkpoint": pack_texts([file.checkpoint for file in files]),
+    }
 
 
-def _encode_tensors(table: TensorTable) -> bytes:
+def _encode_tensors(table: TensorTable) -> dict[str, Any]:
     used, dtype = np.unique(table.dtype, return_inverse=True)
-    return pack_table(
-        {
-            "name": pack_texts(table.names),
-            "dtypes": pack_texts([CODES[code] for code in used.tolist()]),
-            "dtype": pack_ints(dtype),
-            "kind": pack_ints(table.kind),
-            "ndim": pack_ints(table.ndim),
-            "shape": pack_matrix(table.shape),
-            "alias": pack_ints(table.alias + 1),
-            "placement": pack_ints(table.placement + 1),
-            "num_rows": pack_ints(np.diff(table.row_start)),
-            "optimizer": pack_ints(table.optimizer),
-            "key": pack_ints(table.key),
-            "parameter": pack_ints(table.parameter + 1),
-        }
-    )
+    return {
+        "name": pack_texts(table.names),
+        "dtypes": pack_texts([CODES[code] for code in used.tolist()]),
+        "dtype": pack_ints(dtype),
+        "kind": pack_ints(table.kind),
+        "ndim": pack_ints(table.ndim),
+        "shape": pack_matrix(table.shape),
+        "alias": pack_ints(table.alias + 1),
+        "placement": pack_ints(table.placement + 1),
+        "num_rows": pack_ints(np.diff(table.row_start)),
+        "optimizer": pack_ints(table.optimizer),
+        "key": pack_ints(table.key),
+        "parameter": pack_ints(table.parameter + 1),
+    }
 
 
-def _encode_boxes(boxes: BoxTable) -> bytes:
-    return pack_table({"count": len(boxes.offsets), "offsets": pack_matrix(boxes.offsets), "lengths": pack_matrix(boxes.lengths)})
-
-
-def _encode_rows(rows: RowTable) -> bytes:
-    columns = {"box": rows.box, "start": rows.start, "count": rows.count, "file": rows.file, "offset": rows.offset}
-    return pack_table({name: pack_ints(column) for name, column in columns.items()})
-
-
-def _encode_values(catalog: Catalog) -> bytes:
+def _encode_values(catalog: Catalog) -> dict[str, Any]:
     values, tensors = catalog.values_table, {name: catalog.index(name) for name in catalog.names}
     links = link_columns(catalog.value_names, [value.link for value in values], tensors)
-    return pack_table(
-        {
-            "name": pack_texts([value.name for value in values]),
-            "path": pack_bytes([value.path for value in values]),
-            "kind": pack_ints([value.kind for value in values]),
-            "inline": pack_ints([value.data is not None for value in values]),
-            "data": pack_bytes([value.data for value in values if value.data is not None]),
-            "num_blobs": pack_ints([len(value.blobs) for value in values]),
-            "blobs": pack_ints([blob for value in values for blob in value.blobs]),
-            "optimizer": pack_ints(links["optimizer"]),
-            "key": pack_ints(links["key"]),
-            "parameter": pack_ints(links["parameter"] + 1),
-        }
-    )
+    return {
+        "name": pack_texts([value.name for value in values]),
+        "path": pack_bytes([value.path for value in values]),
+        "kind": pack_ints([value.kind for value in values]),
+        "inline": pack_ints([value.data is not None for value in values]),
+        "data": pack_bytes([value.data for value in values if value.data is not None]),
+        "num_blobs": pack_ints([len(value.blobs) for value in values]),
+        "blobs": pack_ints([blob for value in values for blob in value.blobs]),
+        "optimizer": pack_ints(links["optimizer"]),
+        "key": pack_ints(links["key"]),
+        "parameter": pack_ints(links["parameter"] + 1),
+    }
 
 
 # --- decoding -------------------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ..core.catalog.links import STATE
 from ..core.catalog.model import I64, BoxTable, Catalog, TensorKind, TensorTable
 from ..core.catalog.specs import ValueKind
-from ..core.geometry.dtypes import CODES, ITEM_BYTES
+from ..core.geometry.dtypes import CODES, item_bytes_of
 
 MAX_DIMS = 32
 MAX_BYTES = 2**62
@@ -29,7 +29,6 @@ CELLS_PER_BYTE, MIN_CELLS = 16, 1 << 20
 """How many numbers the boxes of runs that are no boxes may have, for each byte of the file, and in any case. A save has fewer
 than 8: a row takes 4 bytes at least where there are many, and comes apart into 28 numbers in a tensor of 4 dims."""
 
-_ITEM_BYTES = np.array([ITEM_BYTES[code] for code in CODES], np.int64)
 _UNSAFE = re.compile(r"[\x00-\x1f\x7f\\]")
 _MAX_KEY_CHARS = 1024
 
@@ -51,9 +50,8 @@ def bombs(catalog: Catalog, num_bytes: int) -> Iterator[str]:
     rows, table = catalog.rows, catalog.tensors_table
     tensor = np.repeat(np.arange(len(table.names)), np.diff(table.row_start))
     sizes = np.array([file.size for file in catalog.files], np.float64)
-    used = np.bincount(rows.file, weights=rows.count * _ITEM_BYTES[table.dtype][tensor], minlength=len(sizes))
-    bad = _first(used > sizes)
-    if bad is not None:
+    used = np.bincount(rows.file, weights=rows.count * item_bytes_of(table.dtype)[tensor], minlength=len(sizes))
+    for bad in _first(used > sizes):
         yield f"rows of {int(used[bad])} bytes in all lie in {catalog.files[bad].key}, which has {int(sizes[bad])}"
     # Planners cut a run that is no box into boxes: 2 D - 1, of D dims each.
     lengths = catalog.boxes.lengths
@@ -84,8 +82,9 @@ def _is_safe_checkpoint(path: str) -> bool:
     return path == "" or is_safe_key(path)
 
 
-def _first(mask: NDArray[np.bool_] | np.bool_) -> int | None:
-    return int(mask.argmax()) if mask.any() else None
+def _first(mask: NDArray[np.bool_] | np.bool_) -> list[int]:
+    """The first index that a mask marks, if it marks any."""
+    return [int(mask.argmax())] if mask.any() else []
 
 
 def _info(catalog: Catalog) -> Iterator[str]:
@@ -130,8 +129,7 @@ def _tensors(table: TensorTable, num_placements: int, num_rows: int) -> Iterator
     ):
         if len(column) != count:
             yield f"{count} tensors have {len(column)} entries for {label}"
-        bad = _first((column < low) | (column >= high))
-        if bad is not None:
+        for bad in _first((column < low) | (column >= high)):
             yield f"{names[bad]}: its {label} is {int(column[bad])}, of {low} to {high - 1}"
     yield from _shapes(table)
     starts = table.row_start
@@ -141,18 +139,15 @@ def _tensors(table: TensorTable, num_placements: int, num_rows: int) -> Iterator
 
 def _shapes(table: TensorTable) -> Iterator[str]:
     names, width = table.names, table.shape.shape[1]
-    bad = _first((table.shape < 0).any(axis=1))
-    if bad is not None:
+    for bad in _first((table.shape < 0).any(axis=1)):
         yield f"{names[bad]}: its shape {table.shape[bad].tolist()} is negative"
-    bad = _first(((np.arange(width) < width - table.ndim[:, None]) & (table.shape != 1)).any(axis=1))
-    if bad is not None:
+    for bad in _first(((np.arange(width) < width - table.ndim[:, None]) & (table.shape != 1)).any(axis=1)):
         yield f"{names[bad]}: its shape {table.shape[bad].tolist()} has {int(table.ndim[bad])} dims, but is not padded with 1"
-    num_bytes = np.maximum(table.shape, 1).prod(axis=1, dtype=np.float64) * _ITEM_BYTES[table.dtype]
-    bad = _first(num_bytes > MAX_BYTES)  # products as floats do not wrap around
-    if bad is not None:
+    num_bytes = np.maximum(table.shape, 1).prod(axis=1, dtype=np.float64) * item_bytes_of(table.dtype)
+    for bad in _first(num_bytes > MAX_BYTES):  # products as floats do not wrap around
         yield f"{names[bad]}: its shape {table.shape[bad].tolist()} is over {MAX_BYTES} bytes"
-    bad = _first((table.kind == TensorKind.BLOB) & ((table.dtype != CODES.index("U8")) | (table.ndim != 1) | (table.alias >= 0)))
-    if bad is not None:
+    is_run = (table.dtype == CODES.index("U8")) & (table.ndim == 1) & (table.alias < 0)
+    for bad in _first((table.kind == TensorKind.BLOB) & ~is_run):
         yield f"{names[bad]}: holds a value, but is no run of U8"
 
 
@@ -166,11 +161,9 @@ def _aliases(table: TensorTable) -> Iterator[str]:
         | (table.ndim[here] != table.ndim[there])
         | (table.shape[here] != table.shape[there]).any(axis=1)
     )
-    bad = _first(different)
-    if bad is not None:
+    for bad in _first(different):
         yield f"{table.names[here[bad]]}: is an alias of {table.names[there[bad]]}, an alias too or of another shape or dtype"
-    bad = _first(np.diff(table.row_start)[here] != 0)
-    if bad is not None:
+    for bad in _first(np.diff(table.row_start)[here] != 0):
         yield f"{table.names[here[bad]]}: is an alias, but has rows of its own"
 
 
@@ -178,8 +171,7 @@ def _links(table: TensorTable) -> Iterator[str]:
     yield from link_problems(table.names, table.optimizer, table.key, table.parameter, len(table.names))
     for label, index in (("is state", np.flatnonzero(table.key)), ("has state", table.parameter[table.key > 0])):
         index = index[index >= 0]
-        bad = _first(table.kind[index] == TensorKind.BLOB)
-        if bad is not None:
+        for bad in _first(table.kind[index] == TensorKind.BLOB):
             yield f"{table.names[index[bad]]}: {label} of an optimizer, but holds a value"
 
 
@@ -187,11 +179,9 @@ def link_problems(names: Sequence[str], optimizer: I64, key: I64, parameter: I64
     """What is wrong with the links of tensors or values of these names."""
     if {len(optimizer), len(key), len(parameter)} != {len(names)}:
         yield f"{len(names)} entries have {len(optimizer)}, {len(key)} and {len(parameter)} of what links them"
-    bad = _first((optimizer < 0) | (key < 0) | (parameter < -1) | (parameter >= num_tensors))
-    if bad is not None:
+    for bad in _first((optimizer < 0) | (key < 0) | (parameter < -1) | (parameter >= num_tensors)):
         yield f"{names[bad]}: is linked by {int(optimizer[bad])} and {int(key[bad])} parts to tensor {int(parameter[bad])}"
-    bad = _first((key == 0) & ((optimizer != 0) | (parameter >= 0)))
-    if bad is not None:
+    for bad in _first((key == 0) & ((optimizer != 0) | (parameter >= 0))):
         yield f"{names[bad]}: has a parameter, but no key of state"
     linked = np.flatnonzero(key)
     for i, first, last in zip(linked.tolist(), optimizer[linked].tolist(), key[linked].tolist(), strict=True):
@@ -207,8 +197,7 @@ def _boxes(boxes: BoxTable, table: TensorTable) -> Iterator[str]:
     for label, matrix in (("offset", boxes.offsets), ("length", boxes.lengths)):
         if matrix.size and (matrix.min() < 0 or matrix.max() > MAX_BYTES):
             yield f"a box has an {label} of {int(matrix.min())} to {int(matrix.max())}"
-    bad = _first(np.maximum(boxes.lengths, 1).prod(axis=1, dtype=np.float64) > MAX_BYTES)
-    if bad is not None:
+    for bad in _first(np.maximum(boxes.lengths, 1).prod(axis=1, dtype=np.float64) > MAX_BYTES):
         yield f"box {bad} has lengths {boxes.lengths[bad].tolist()}, over {MAX_BYTES} elements"
 
 
@@ -219,13 +208,11 @@ def _rows(catalog: Catalog) -> Iterator[str]:
         yield f"the columns of the rows have {[len(column) for column in columns]} entries"
     tensor = np.repeat(np.arange(len(table.names)), np.diff(table.row_start))
     for label, column, high in (("box", rows.box, len(boxes.lengths)), ("file", rows.file, len(catalog.files))):
-        bad = _first((column < 0) | (column >= high))
-        if bad is not None:
+        for bad in _first((column < 0) | (column >= high)):
             yield f"{table.names[tensor[bad]]}: row {bad} is of {label} {int(column[bad])}, of {high}"
     yield from _row_boxes(catalog, tensor)
     sizes = np.array([file.size for file in catalog.files], np.int64)
-    bad = _first((rows.offset < 0) | (rows.offset > sizes[rows.file] - rows.count * _ITEM_BYTES[table.dtype][tensor]))
-    if bad is not None:
+    for bad in _first((rows.offset < 0) | (rows.offset > sizes[rows.file] - rows.count * item_bytes_of(table.dtype)[tensor])):
         file = catalog.files[int(rows.file[bad])]
         yield (
             f"{table.names[tensor[bad]]}: row {bad} has {int(rows.count[bad])} elements at byte {int(rows.offset[bad])} "
@@ -238,20 +225,17 @@ def _row_boxes(catalog: Catalog, tensor: I64) -> Iterator[str]:
     rows, table, boxes = catalog.rows, catalog.tensors_table, catalog.boxes
     ends = boxes.offsets + boxes.lengths
     for dim in range(ends.shape[1]):
-        bad = _first(ends[:, dim][rows.box] > table.shape[:, dim][tensor])
-        if bad is not None:
+        for bad in _first(ends[:, dim][rows.box] > table.shape[:, dim][tensor]):
             box, shape = int(rows.box[bad]), table.shape[tensor[bad]].tolist()
             offsets, lengths = boxes.offsets[box].tolist(), boxes.lengths[box].tolist()
             yield f"{table.names[tensor[bad]]}: its box at {offsets} of lengths {lengths} is not within its shape {shape}"
     room = boxes.lengths.prod(axis=1)[rows.box]
-    bad = _first((rows.start < 0) | (rows.count < 0) | (rows.start > room - rows.count))
-    if bad is not None:
+    for bad in _first((rows.start < 0) | (rows.count < 0) | (rows.start > room - rows.count)):
         yield (
             f"{table.names[tensor[bad]]}: row {bad} is the run of {int(rows.count[bad])} elements from {int(rows.start[bad])} "
             f"of a box of {int(room[bad])}"
         )
-    bad = _first((rows.count == 0) & (table.shape != 0).all(axis=1)[tensor])
-    if bad is not None:
+    for bad in _first((rows.count == 0) & (table.shape != 0).all(axis=1)[tensor]):
         yield f"{table.names[tensor[bad]]}: row {bad} has no elements, but the tensor has"
 
 

@@ -63,35 +63,23 @@ def _span_parts(value: datetime.timedelta) -> list[int]:
     return [value.days, value.seconds, value.microseconds]
 
 
-_PLAIN: dict[type, Callable[[Any], Any]] = {
-    datetime.datetime: _datetime_text,
-    datetime.date: datetime.date.isoformat,
-    datetime.time: _datetime_text,
-    datetime.timedelta: _span_parts,
-    datetime.timezone: _zone_text,
-    io.BytesIO: io.BytesIO.getvalue,
-    argparse.Namespace: vars,
-    **dict.fromkeys(_PATHS, str),
+# The modules that the documentation names, how a value becomes plain, and how it is made again.
+_CLASSES: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    datetime.datetime: ("datetime", _datetime_text, datetime.datetime.fromisoformat),
+    datetime.date: ("datetime", datetime.date.isoformat, datetime.date.fromisoformat),
+    datetime.time: ("datetime", _datetime_text, datetime.time.fromisoformat),
+    datetime.timedelta: ("datetime", _span_parts, lambda parts: datetime.timedelta(*parts)),
+    datetime.timezone: ("datetime", _zone_text, _zone),
+    io.BytesIO: ("io", io.BytesIO.getvalue, io.BytesIO),
+    argparse.Namespace: ("argparse", vars, lambda parts: argparse.Namespace(**parts)),
+    **{path: ("pathlib", str, path) for path in _PATHS},
 }
-_MAKE: dict[type, Callable[[Any], Any]] = {
-    datetime.datetime: datetime.datetime.fromisoformat,
-    datetime.date: datetime.date.fromisoformat,
-    datetime.time: datetime.time.fromisoformat,
-    datetime.timedelta: lambda parts: datetime.timedelta(*parts),
-    datetime.timezone: _zone,
-    io.BytesIO: io.BytesIO,
-    argparse.Namespace: lambda parts: argparse.Namespace(**parts),
-    **{path: path for path in _PATHS},
-}
-# The modules that the documentation names: where Python keeps a class differs between its versions.
-_MODULES: dict[type, str] = {io.BytesIO: "io", argparse.Namespace: "argparse", **dict.fromkeys(_PATHS, "pathlib")}
-_NAMES = {kind: (_MODULES.get(kind, "datetime"), kind.__name__) for kind in _PLAIN}
-_CLASSES = {name: kind for kind, name in _NAMES.items()}
+_BY_NAME = {(module, kind.__name__): kind for kind, (module, _, _) in _CLASSES.items()}
 
 
 def is_object(value: Any) -> bool:
     """Tell whether a value is of one of these classes."""
-    return type(value) in _PLAIN or isinstance(value, Enum | Named)
+    return type(value) in _CLASSES or isinstance(value, Enum | Named)
 
 
 def parts_of(value: Any) -> tuple[str, str, Any] | None:
@@ -102,8 +90,9 @@ def parts_of(value: Any) -> tuple[str, str, Any] | None:
     if isinstance(value, Enum):
         module, name, plain = kind.__module__, kind.__qualname__, value._value_
         return (module, name, plain) if rebuilt(module, name, plain) is value else None
-    plain = _PLAIN[kind](value)
-    return None if plain is None else (*_NAMES[kind], plain)
+    module, to_plain, _ = _CLASSES[kind]
+    plain = to_plain(value)
+    return None if plain is None else (module, kind.__name__, plain)
 
 
 def plain_key(key: Hashable) -> Hashable:
@@ -137,18 +126,19 @@ def rebuilt(module: str, name: str, plain: Any) -> Any:
     CorruptError
         It is no value of that class.
     """
-    kind = _CLASSES.get((module, name))
+    kind = _BY_NAME.get((module, name))
     if kind is None:
         found = _imported(module, name)
         member = _member(found, plain) if isinstance(found, type) and issubclass(found, Enum) else _NO_MEMBER
         if member is _NO_MEMBER:
             return Named(module, name, plain) if _KEEPS_NAMES.get() else plain
         return member
+    _, to_plain, make = _CLASSES[kind]
     try:
-        made = _MAKE[kind](plain)
+        made = make(plain)
     except NotImplementedError:  # a path of another system
         return plain
-    if type(made) is not kind or _PLAIN[kind](made) != plain:
+    if type(made) is not kind or to_plain(made) != plain:
         raise CorruptError(f"{plain!r:.80} is no {module}.{name}")
     return made
 
