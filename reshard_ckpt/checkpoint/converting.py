@@ -25,10 +25,10 @@ from ..format.objects import names_kept
 from ..formats.dcp import OPTIMIZER_FORMS, write_dcp
 from ..formats.destination import OutputFolder, new_file, new_folder
 from ..formats.foreign import FORMATS, with_options
+from ..formats.huggingface import copy_side_files
 from ..formats.megatron.names import FULLY_RESHARDABLE
 from ..formats.megatron.write import write_megatron
 from ..formats.safetensors_writer import finished_files, lay_out, write_safetensors
-from ..formats.side_files import copy_side_files
 from ..formats.source import Path, Source, open_source
 from ..formats.torch_writer import write_torch
 from ..formats.unstacked import Unstacked

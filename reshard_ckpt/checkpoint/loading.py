@@ -25,7 +25,8 @@ from ..engine.loading.read_once import execute_once
 from ..engine.loading.saved_values import SavedValue, blob_reader, open_values
 from ..engine.loading.vote import Wanted, missing_values, unreadable, vote
 from ..engine.saving.handle import SAVES
-from ..formats.foreign import FORMATS, ForeignFormat, with_options
+from ..formats.foreign import FORMATS, with_options
+from ..formats.protocol import ForeignFormat
 from ..formats.source import NATIVE, Path, Source, open_shared_source
 from ..state.capture import prepare_load
 from ..state.entries import Target

@@ -29,11 +29,11 @@ from ..engine.loading.saved_values import SavedValue, open_values
 from ..errors import CheckpointNotFound
 from ..format.shard_file import opaque_value
 from ..format.torch_dtypes import TORCH_DTYPES
-from ..format.values import decode_path
-from ..formats.foreign import RawValue, with_options
+from ..formats.dcp.names import key_path
+from ..formats.foreign import with_options
+from ..formats.protocol import RawValue
 from ..formats.source import Path, Source, open_source
-from ..state.scan import saved_path
-from .names import KeyedValue, dcp_path, leaves
+from .names import KeyedValue, leaves
 
 FORMATS_AS_SAVED = with_options(["dcp"], as_saved=True)
 """All foreign formats; tensors of a DCP folder keep the names of the state dict that DCP was given."""
@@ -70,7 +70,7 @@ def all_values(source: Source, verify: bool) -> Iterator[tuple[str, SavedItem]]:
         if isinstance(value, UnavailableValue):
             yield entry.name, value
             continue
-        for leaf in leaves(dcp_path(saved_path(decode_path(entry.path))), value, entry.kind):
+        for leaf in leaves(key_path(entry.path), value, entry.kind):
             yield leaf.name, leaf
     yield from source.raw.items()
 

@@ -26,7 +26,7 @@ from ..engine.loading.saved_values import read_blob
 from ..engine.loading.ties import conflicts
 from ..errors import MismatchError
 from ..format.torch_dtypes import dtype_code
-from ..formats.foreign import RawValue
+from ..formats.protocol import RawValue
 from ..formats.source import Source, open_source
 from .arguments import Path, StorageFolder
 from .metadata import FORMATS_AS_SAVED, OpaqueValue, SavedItem, UnavailableValue, all_values, metadata_of

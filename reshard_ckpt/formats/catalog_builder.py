@@ -14,7 +14,7 @@ from ..core.catalog.model import BoxTable, Catalog, FileEntry, RowTable, TensorK
 from ..core.catalog.specs import Ints, StateLink
 from ..core.geometry.dtypes import CODES
 from ..core.geometry.ordering import group_ids
-from ..core.geometry.runs import I64
+from ..core.geometry.runs import I64, pad_rows
 from ..errors import CorruptError, NameCollisionError
 from ..format.catalog_check import problems
 
@@ -84,39 +84,65 @@ def build_catalog(
         Two tensors, or a tensor and a value, have one name.
     """
     ordered = sorted(tensors, key=lambda tensor: tensor.name)
-    index = {tensor.name: i for i, tensor in enumerate(ordered)}
     _check_names([tensor.name for tensor in ordered] + [value.name for value in values], where)
-    width = max((len(tensor.shape) for tensor in ordered), default=1) or 1
     parts = [part for tensor in ordered for part in tensor.parts]
-    offsets = _padded([part.offsets for part in parts], width, 0)
-    lengths = _padded([part.lengths for part in parts], width, 1)
+    width = num_dims(ordered)
+    try:
+        offsets, lengths = pad_rows([part.offsets for part in parts], width, 0), pad_rows([p.lengths for p in parts], width, 1)
+        columns = [[p.start for p in parts], [p.num_elements for p in parts], [p.file for p in parts], [p.offset for p in parts]]
+        start, count, file, offset = (np.array(column, np.int64) for column in columns)
+    except OverflowError:
+        raise CorruptError(f"{where}: a size or an offset is over 2⁶³; use another checkpoint") from None
     # box: the number of each part's box; first: of each box, a part that has it
     box, first = group_ids(np.hstack([offsets, lengths]))
+    boxes, rows = BoxTable(offsets[first], lengths[first]), RowTable(box, start, count, file, offset)
+    num_rows = np.array([len(tensor.parts) for tensor in ordered], np.int64)
+    return assemble(ordered, num_rows, boxes, rows, files, values, format=format, where=where, metadata=metadata)
+
+
+def num_dims(tensors: Sequence[ForeignTensor]) -> int:
+    """Return the width of the columns of a catalog of these tensors."""
+    return max((len(tensor.shape) for tensor in tensors), default=1) or 1
+
+
+def assemble(
+    tensors: Sequence[ForeignTensor],
+    num_rows: I64,
+    boxes: BoxTable,
+    rows: RowTable,
+    files: Iterable[FileEntry],
+    values: Iterable[ValueEntry],
+    *,
+    format: str,
+    where: str,
+    metadata: Any = None,
+) -> Catalog:
+    """Build and check the catalog of tensors in order of name, each of which has as many of the rows as `num_rows` says."""
+    names = [tensor.name for tensor in tensors]
+    index = {name: i for i, name in enumerate(names)}
+    try:
+        shape = pad_rows([tensor.shape for tensor in tensors], num_dims(tensors), 1)
+    except OverflowError:
+        raise CorruptError(f"{where}: a size is over 2⁶³; use another checkpoint") from None
     catalog = Catalog(
         save_id=format,
         created_s=0.0,  # so that copies of one checkpoint, on the disks of several nodes, have one catalog
         mesh=None,
         metadata=metadata,
         tensors_table=TensorTable(
-            names=tuple(tensor.name for tensor in ordered),
-            dtype=np.array([CODES.index(tensor.dtype) for tensor in ordered], np.uint8),
-            kind=np.full(len(ordered), TensorKind.TENSOR, np.uint8),
-            ndim=_column([len(tensor.shape) for tensor in ordered]),
-            shape=_padded([tensor.shape for tensor in ordered], width, 1),
-            alias=_column([-1 if tensor.alias_of is None else index[tensor.alias_of] for tensor in ordered]),
-            placement=np.full(len(ordered), -1, np.int64),
-            row_start=_column(np.cumsum([0, *(len(tensor.parts) for tensor in ordered)])),
-            **link_columns([tensor.name for tensor in ordered], [tensor.link for tensor in ordered], index),
+            names=tuple(names),
+            dtype=np.array([CODES.index(tensor.dtype) for tensor in tensors], np.uint8),
+            kind=np.full(len(tensors), TensorKind.TENSOR, np.uint8),
+            ndim=np.array([len(tensor.shape) for tensor in tensors], np.int64),
+            shape=shape,
+            alias=np.array([index.get(tensor.alias_of or "", -1) for tensor in tensors], np.int64),
+            placement=np.full(len(tensors), -1, np.int64),
+            row_start=np.append(0, np.cumsum(num_rows)),
+            **link_columns(names, [tensor.link for tensor in tensors], index),
         ),
         placements=(),
-        boxes=BoxTable(offsets[first], lengths[first]),
-        rows=RowTable(
-            box,
-            _column([part.start for part in parts]),
-            _column([part.num_elements for part in parts]),
-            _column([part.file for part in parts]),
-            _column([part.offset for part in parts]),
-        ),
+        boxes=boxes,
+        rows=rows,
         files=tuple(files),
         values_table=tuple(values),
     )
@@ -131,15 +157,3 @@ def _check_names(names: Sequence[str], where: str) -> None:
         if name in seen:
             raise NameCollisionError(f"{where}: {name} occurs twice; open the file that has the one you want by its own path")
         seen.add(name)
-
-
-def _column(values: Any) -> I64:
-    try:
-        return np.array(values, np.int64)
-    except OverflowError:
-        raise CorruptError("a size or an offset is over 2⁶³; use another checkpoint") from None
-
-
-def _padded(rows: Sequence[Ints], width: int, fill: int) -> I64:
-    padded = [(fill,) * (width - len(row)) + tuple(row) for row in rows]
-    return _column(padded).reshape(len(rows), width)

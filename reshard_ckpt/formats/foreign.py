@@ -9,10 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from .catalog_builder import FilePart, ForeignTensor
-from .protocol import Foreign, ForeignFormat, RawValue
-
-__all__ = ["FORMATS", "FilePart", "Foreign", "ForeignFormat", "ForeignTensor", "RawValue", "open_foreign", "with_options"]
+from .protocol import ForeignFormat, Source
 
 FORMATS = (
     ForeignFormat(
@@ -32,7 +29,7 @@ FORMATS = (
     ForeignFormat(
         "deepspeed",
         "a folder of DeepSpeed, which has mp_rank_00_model_states.pt or such, or the file latest that names one",
-        ".deepspeed.open",
+        ".deepspeed.read",
     ),
     ForeignFormat(
         "safetensors", "a .safetensors file, or a folder with model.safetensors.index.json or .safetensors files", ".safetensors"
@@ -51,7 +48,7 @@ def with_options(names: Collection[str], **options: bool) -> tuple[ForeignFormat
     return tuple(replace(one, options=options) if one.name in names else one for one in FORMATS)
 
 
-def open_foreign(path: str, formats: Sequence[ForeignFormat] = FORMATS) -> Foreign | None:
+def open_foreign(path: str, formats: Sequence[ForeignFormat] = FORMATS) -> Source | None:
     """Open what a path holds in the first format that recognizes it; return None if none does.
 
     Raises

@@ -7,12 +7,10 @@ not checked.
 
 from __future__ import annotations
 
-import io
 import pickletools
-import zipfile
 
 from ..core.hashing import MAX_ALIKE, too_many_alike
-from ..errors import CorruptError, UnsupportedError
+from ..errors import CorruptError
 
 SMALL_BYTES = 4096
 """Files up to this size are too small to do harm."""
@@ -20,24 +18,18 @@ SMALL_BYTES = 4096
 _LONG1 = b"\x8a"
 
 
-def refuse_hash_collisions(file: str | io.BytesIO, name: str) -> None:
-    """Refuse a file of ``torch.save`` whose pickle has too many integers of one hash; anything else is left for torch to refuse.
+def refuse_hash_collisions(pickled: bytes, name: str) -> None:
+    """Refuse a pickle that has too many integers of one hash.
 
     Raises
     ------
     CorruptError
-        It does.
-    UnsupportedError
-        Its pickle is compressed, which torch's own are not.
+        It does; or it is no pickle.
     """
     try:
-        with zipfile.ZipFile(file) as archive:
-            pickles = [m for m in archive.infolist() if m.filename.endswith("data.pkl") and m.file_size > SMALL_BYTES]
-            if any(member.compress_type != zipfile.ZIP_STORED for member in pickles):
-                raise UnsupportedError(f"{name}: its pickle is compressed; load and save it again with torch")
-            large = [number for member in pickles for number in _large(archive.read(member))]
-    except (ValueError, zipfile.BadZipFile, OSError, NotImplementedError, RuntimeError, EOFError):
-        return
+        large = _large(pickled)
+    except (ValueError, OverflowError) as error:
+        raise CorruptError(f"{name}: holds no pickle ({error}); use another copy") from None
     if too_many_alike(large):
         raise CorruptError(f"{name}: more than {MAX_ALIKE} of its numbers have the same hash; use another copy")
 

@@ -7,15 +7,22 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..core.catalog.model import Catalog
 from ..errors import CorruptError, UsageError
 from ..storage import Storage
-from ..storage.protocol import key_parts
+from ..storage.protocol import key_parts, read_range
 
 INDEX = ".index.json"
 MAX_INDEX_BYTES = 256 << 20
 
 WeightFiles = Mapping[str, frozenset[str] | None]
 """Files, and which of their tensors count; None stands for all."""
+
+SIDE_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
+"""Of small files beside a model that a conversion copies along: its config and its tokenizer."""
+
+MAX_SIDE_BYTES = 256 << 20
+_STEP_BYTES = 8 << 20
 
 _SHARD = re.compile(r"shard-[0-9]{5,9}-.*")
 _PART = re.compile(r"(?P<stem>.*)-(?P<part>[0-9]{1,9})-of-(?P<parts>[0-9]{1,9})")
@@ -94,3 +101,20 @@ def _weight_map(data: bytes, where: str) -> Mapping[str, str]:
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise CorruptError(f"{where}: has no weight_map of names to files; use another copy of it")
     return weight_map
+
+
+def copy_side_files(source: Storage, catalog: Catalog, target: Storage) -> None:
+    """Copy the files directly in the folder of a foreign checkpoint that are of such kinds, and are not its weights.
+
+    Nothing is copied where there is no ``config.json``, or from this library's own checkpoints, whose folders hold nothing else.
+    """
+    own = {file.key for file in catalog.files}
+    if any(file.digests_key for file in catalog.files) or "config.json" not in (keys := top_level(source)):
+        return
+    for key in keys:
+        size = source.size(key)
+        if key in own or not key.endswith(SIDE_SUFFIXES) or key.endswith(INDEX) or size is None or size > MAX_SIDE_BYTES:
+            continue
+        with target.create(key) as writer:
+            for low in range(0, size, _STEP_BYTES):
+                writer.write(read_range(source, key, low, min(_STEP_BYTES, size - low)))

@@ -1,9 +1,9 @@
-"""A foreign format: it looks at a path, and returns a catalog over its files or None."""
+"""What a format finds at a path: a store and a catalog over it; a foreign format returns it, or None."""
 
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -13,6 +13,9 @@ from ..core.catalog.model import Catalog
 from ..errors import CheckpointError
 from ..storage import Storage, open_storage
 from ..storage.protocol import read_range
+
+NATIVE = "reshard_ckpt"
+"""The name of this library's own format."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +33,15 @@ class RawValue:
 
 
 @dataclass(frozen=True, slots=True)
-class Foreign:
-    """What a format found at a path.
+class Source:
+    """A checkpoint to read from, of this library's format or a foreign one.
 
     Attributes
     ----------
     storage
         Serves the keys of the catalog's files; whoever holds this closes it.
     catalog
-        A catalog over them. Files have no checksums: ``digests_key`` is empty.
+        A catalog over them. Files of a foreign format have no checksums: ``digests_key`` is empty.
     format
         The name of the format.
     advice
@@ -52,10 +55,14 @@ class Foreign:
 
     storage: Storage
     catalog: Catalog
-    format: str
+    format: str = NATIVE
     advice: Mapping[str, str] = field(default_factory=dict)
     raw: Mapping[str, RawValue] = field(default_factory=dict)
     sha256: Mapping[str, bytes] = field(default_factory=dict)
+
+    def hints(self, prefixes: Sequence[str]) -> tuple[str, ...]:
+        """Return the advice that concerns what lies below these names."""
+        return tuple(text for name, text in self.advice.items() if any(f"{name}.".startswith(f"{p}.") for p in prefixes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +86,7 @@ class ForeignFormat:
     module: str
     options: Mapping[str, bool] = field(default_factory=dict)
 
-    def open(self, path: str) -> Foreign | None:
+    def open(self, path: str) -> Source | None:
         """Open a path for reading; return None if it is not of this format.
 
         Raises
@@ -87,7 +94,7 @@ class ForeignFormat:
         CorruptError
             It is of this format, but damaged, incomplete or hostile.
         """
-        found: Foreign | None = import_module(self.module, __package__).open_path(path, **self.options)
+        found: Source | None = import_module(self.module, __package__).open_path(path, **self.options)
         return found
 
 
@@ -110,7 +117,7 @@ def locate(path: str) -> tuple[Storage, str | None]:
     return open_storage(path), None
 
 
-def open_located(path: str, look: Callable[[Storage, str | None], Foreign | None]) -> Foreign | None:
+def open_located(path: str, look: Callable[[Storage, str | None], Source | None]) -> Source | None:
     """Return what `look` finds in the store, and at the key, of a path; the store is closed, unless the result serves from it."""
     storage, key = locate(path)
     with ExitStack() as stack:

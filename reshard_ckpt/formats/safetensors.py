@@ -24,7 +24,7 @@ from ..storage import Storage
 from ..storage.protocol import read_range
 from .catalog_builder import FilePart, ForeignTensor, build_catalog, foreign_file, whole
 from .huggingface import WeightFiles, is_shard, weight_files
-from .protocol import Foreign, open_located
+from .protocol import Source, open_located
 
 ROOT = "model"
 """The key of the state below which the tensors of a flat file stand."""
@@ -35,19 +35,19 @@ SHARDING = "DCP_SHARDING_INFO"
 """In the metadata of a file that torch's writer made: for each tensor, where in the whole one it begins."""
 
 
-def open_path(path: str) -> Foreign | None:
+def open_path(path: str) -> Source | None:
     """Open a path for reading; return None if it is no safetensors file, nor a folder of them; see `ForeignFormat`."""
     return open_located(path, _look)
 
 
-def _look(storage: Storage, key: str | None) -> Foreign | None:
+def _look(storage: Storage, key: str | None) -> Source | None:
     if key is not None and key.endswith(SUFFIX) and is_shard(key):
         raise UsageError(f"{storage.url}: {key} is what one rank saved; pass the folder, which has the files of all ranks")
     if key is None:
         weights = weight_files(storage, SUFFIX, main=f"model{SUFFIX}")
     else:
         weights = {key: None} if key.endswith(SUFFIX) else None
-    return None if weights is None else Foreign(storage, _catalog(storage, weights), "safetensors")
+    return None if weights is None else Source(storage, _catalog(storage, weights), "safetensors")
 
 
 def _catalog(storage: Storage, weights: WeightFiles) -> Catalog:

@@ -1,11 +1,11 @@
-"""A checkpoint to read from, of this library's format or a foreign one: a store, and the catalog over it."""
+"""Opening what a path holds, of this library's format or a foreign one, and checking that all ranks see the same."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from ..comm.protocol import Comm
 from ..core.catalog.model import Catalog
@@ -18,31 +18,12 @@ from ..format.keys import CATALOG_KEY
 from ..storage import Storage, open_beside, open_storage, path_text
 from ..storage.followed import FollowedStorage
 from .deepspeed.folder import latest_tag
-from .foreign import FORMATS, ForeignFormat, RawValue, open_foreign
+from .foreign import FORMATS, open_foreign
+from .protocol import NATIVE, ForeignFormat, Source
 
-NATIVE = "reshard_ckpt"
+__all__ = ["NATIVE", "Path", "Source", "open_shared_source", "open_source"]
 
 Path = str | os.PathLike[str]
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """A checkpoint to read from: where its bytes are, its catalog, and the name of its format.
-
-    ``advice`` is what to do where a load of a foreign format does not fit, by the name below which it holds. ``raw`` are
-    values of a foreign format as they lie in its files. ``sha256`` are the digests of its files that it lists itself.
-    """
-
-    storage: Storage
-    catalog: Catalog
-    format: str = NATIVE
-    advice: Mapping[str, str] = field(default_factory=dict)
-    raw: Mapping[str, RawValue] = field(default_factory=dict)
-    sha256: Mapping[str, bytes] = field(default_factory=dict)
-
-    def hints(self, prefixes: Sequence[str]) -> tuple[str, ...]:
-        """Return the advice that concerns what lies below these names."""
-        return tuple(text for name, text in self.advice.items() if any(f"{name}.".startswith(f"{p}.") for p in prefixes))
 
 
 @contextmanager
@@ -117,6 +98,5 @@ def _open_foreign(
         why = _unknown_file(url) if os.path.exists(url) and not os.path.isdir(url) else str(not_native)
         raise CheckpointNotFound(f"{why}. Looked for: {CATALOG_KEY} ({NATIVE}); {tried}") from None
     stack.enter_context(found.storage)
-    source = Source(found.storage, found.catalog, found.format, found.advice, found.raw, found.sha256)
     # A foreign format has no digest of its metadata; what was made of them is the same wherever they are.
-    return Identified(source, digest128(encode_catalog(replace(found.catalog, created_s=0.0))))
+    return Identified(found, digest128(encode_catalog(replace(found.catalog, created_s=0.0))))

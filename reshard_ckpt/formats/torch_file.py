@@ -4,7 +4,9 @@
 2. Name the contents as `checkpoint.save` would: a flat state dict stands below ``model``, one of an optimizer below
    ``optimizer``, anything else below its own keys.
 3. A tensor in row-major order is a range of the file; any other is read through `strided`.
-4. An optimizer's state is keyed by position. Where the file holds ``param_names``, key it by name.
+4. An optimizer's state is keyed by position: torch numbers the parameters of all groups in a row, and only the program that made
+   the optimizer knows which parameter a number means. One made of ``model.named_parameters()`` is the exception: its groups have
+   ``param_names``, by which `state.capture` names its state. For any other, there is advice.
 
 A folder with ``pytorch_model.bin``, or an index and its parts, is one flat state dict.
 """
@@ -12,7 +14,7 @@ A folder with ``pytorch_model.bin``, or an index and its parts, is one flat stat
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,29 +28,31 @@ from ..errors import CorruptError, NameCollisionError, UnsupportedError
 from ..state.capture import capture
 from ..state.entries import Captured
 from ..state.modules import EXTRA_STATE
+from ..state.optimizer_dicts import are_numbered_groups, names_by_number
 from ..state.scan import Verbatim
 from ..storage import LocalStorage, Storage
 from ..storage.protocol import read_range
 from .catalog_builder import ForeignTensor, build_catalog, foreign_file, whole
 from .huggingface import WeightFiles, weight_files
-from .named_optimizers import advice, is_optimizer_state
-from .protocol import Foreign, open_located
+from .protocol import Source, open_located
 from .strided import StridedStorage
-from .torch_zip import HEAD_BYTES, LEGACY_MAGIC, ZIP_MAGIC, MappedFile, MappedFiles, load_archive
+from .torch_zip import MappedFile, find_mapped, load_archive
 from .unreadable import without_unreadable
+from .zip_records import HEAD_BYTES, ZIP_MAGIC, refuse_legacy
 
 MODEL, OPTIMIZER = "model", "optimizer"
 """The keys of the state below which a flat state dict, and one of an optimizer, stand."""
 
 _MAIN = "pytorch_model.bin"
+_MAX_DEPTH = 64
 
 
-def open_path(path: str) -> Foreign | None:
+def open_path(path: str) -> Source | None:
     """Open a path for reading; return None if it is no file of ``torch.save``, nor a folder of them; see `ForeignFormat`."""
     return open_located(path, _look)
 
 
-def _look(storage: Storage, key: str | None) -> Foreign | None:
+def _look(storage: Storage, key: str | None) -> Source | None:
     if key is not None:
         return _open_file(storage, key) if _is_torch_file(storage, key) else None
     weights = weight_files(storage, ".bin", main=_MAIN)
@@ -63,11 +67,7 @@ def _is_torch_file(storage: Storage, key: str) -> bool:
     if size is None:
         raise CorruptError(f"{storage.url}: {key} is missing, though the index names it; copy it, or use another checkpoint")
     head = bytes(read_range(storage, key, 0, min(size, HEAD_BYTES)))
-    if head.startswith(LEGACY_MAGIC):
-        raise UnsupportedError(
-            f"{storage.url}: {key} is of torch's old format, without places of its tensors; write it anew: "
-            "torch.save(torch.load(path, weights_only=True), path)"
-        )
+    refuse_legacy(head, f"{storage.url}: {key}")
     return head.startswith(ZIP_MAGIC)
 
 
@@ -79,11 +79,11 @@ def _local_path(storage: Storage, key: str) -> str:
     return os.path.join(storage.url, key)
 
 
-def _open_file(storage: Storage, key: str) -> Foreign:
+def _open_file(storage: Storage, key: str) -> Source:
     loaded, mapped = _load(storage, key)
     try:
         state = _with_root_key(loaded)
-        unnamed = advice(state)
+        unnamed = _advice(state)
         state, unreadable = without_unreadable(state)
         captured = capture(Verbatim(state))
     except RecursionError as error:
@@ -92,7 +92,7 @@ def _open_file(storage: Storage, key: str) -> Foreign:
     return replace(found, catalog=replace(found.catalog, unreadable=unreadable), advice=unnamed)
 
 
-def _open_flat(storage: Storage, weights: WeightFiles) -> Foreign:
+def _open_flat(storage: Storage, weights: WeightFiles) -> Source:
     """Open several files that together are one flat state dict."""
     mapped: dict[str, MappedFile] = {}
     merged: dict[str, Any] = {}
@@ -119,7 +119,7 @@ def _load(storage: Storage, key: str) -> tuple[Any, MappedFile]:
 
 def _with_root_key(loaded: Any) -> Mapping[Any, Any]:
     """Return the state that was saved if it was one; else put it below the key ``model`` or ``optimizer``."""
-    if is_optimizer_state(loaded):
+    if _is_optimizer_state(loaded):
         return {OPTIMIZER: loaded}
     return loaded if isinstance(loaded, Mapping) and not _is_flat(loaded) else {MODEL: loaded}
 
@@ -135,14 +135,14 @@ class _TensorPlacer:
     """Turns captured tensors into foreign ones: a range of a file, or an entry of `strided` as one more file."""
 
     files: list[FileEntry]
-    mappings: MappedFiles
+    mapped: Sequence[MappedFile]
     strided: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def place(self, entry: LocalTensor) -> ForeignTensor:
         spec = entry.spec
         if spec.alias_of is not None or not spec.pieces:
             return ForeignTensor(spec.name, spec.dtype, spec.shape, (), spec.alias_of, spec.link)
-        found = self.mappings.find(entry.memory)
+        found = find_mapped(self.mapped, entry.memory)
         if found is None or not _is_in_order(spec):
             found = self._add(entry.memory.detach()), 0
         return whole(spec.name, spec.dtype, spec.shape, *found, spec.link)
@@ -160,11 +160,54 @@ def _is_in_order(spec: TensorSpec) -> bool:
     return is_row_major(piece.lengths, piece.strides)
 
 
-def _foreign(storage: Storage, captured: Captured, mapped: Mapping[str, MappedFile]) -> Foreign:
+def _foreign(storage: Storage, captured: Captured, mapped: Mapping[str, MappedFile]) -> Source:
     files = [foreign_file(key, one.size, "torch") for key, one in mapped.items()]
-    placer = _TensorPlacer(files, MappedFiles(list(mapped.values())))
+    placer = _TensorPlacer(files, list(mapped.values()))
     tensors = [placer.place(entry) for entry in captured.tensors]
     ordered = sorted(captured.values, key=lambda value: value.name)
     values = [ValueEntry(value.name, value.path, value.kind, value.data, link=value.link) for value in ordered]
     catalog = build_catalog(tensors, placer.files, values, format="torch", where=storage.url)
-    return Foreign(StridedStorage(storage.url, placer.strided), catalog, "torch")
+    return Source(StridedStorage(storage.url, placer.strided), catalog, "torch")
+
+
+def _is_optimizer_state(value: Any) -> bool:
+    """Return whether a value is the state dict of a torch optimizer, keyed by position."""
+    if not isinstance(value, Mapping) or not {"state", "param_groups"} <= value.keys():
+        return False
+    state = value["state"]
+    keyed = isinstance(state, Mapping) and all(type(key) is int and isinstance(entry, Mapping) for key, entry in state.items())
+    return keyed and are_numbered_groups(value["param_groups"])
+
+
+def _advice(state: Mapping[Any, Any]) -> dict[str, str]:
+    """Write what to do about each optimizer of a state whose parameters go by number alone, by its name.
+
+    Raises
+    ------
+    CorruptError
+        The state nests too deep, or an optimizer has state of a parameter that is in none of its groups.
+    """
+    return {
+        name: f"{name} is keyed by the positions of parameters, and the file does not hold their names (an optimizer made of "
+        "model.named_parameters() saves them): load it with torch.load and load_state_dict of the optimizer, then save it "
+        "with checkpoint.save"
+        for name in _unnamed(state, ())
+    }
+
+
+def _unnamed(value: Any, path: tuple[Any, ...]) -> Iterator[str]:
+    if len(path) > _MAX_DEPTH:
+        raise CorruptError(f"{'.'.join(map(str, path[:3]))}…: is nested deeper than {_MAX_DEPTH} levels; use another copy")
+    if _is_optimizer_state(value):
+        names = names_by_number(value["param_groups"])
+        if names is None:
+            yield ".".join(map(str, path))
+            return
+        unknown = [key for key in value["state"] if key not in names]
+        if unknown:
+            raise CorruptError(
+                f"an optimizer has state for parameter {unknown[0]}, which is in none of its groups; use another copy"
+            )
+    elif isinstance(value, Mapping | list | tuple):
+        for key, child in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _unnamed(child, (*path, key))

@@ -13,10 +13,9 @@ import io
 import os
 import sys
 import tempfile
-import zipfile
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
 from typing import Any
@@ -31,32 +30,7 @@ from ..format.torch_dtypes import TORCH_DTYPES
 from ..format.values import check_keys, decode_path
 from ..state.scan import Index, saved_path
 from .tensor_stream import ByteStream, TensorBytes, aliases_of, in_natural_order
-
-ALIGNMENT = 64
-_LOCAL_HEADER_BYTES = 30
-_ZIP64_BYTES = 20
-"""The field of 64-bit sizes, which each record has, as its size is unknown when its header is written."""
-
-_ROOT = "archive"
-
-
-@dataclass(slots=True)
-class _Tree:
-    """The nested dict that will be saved, built from names."""
-
-    root: dict[Any, Any] = field(default_factory=dict)
-
-    def put(self, path: Iterable[Any], value: Any) -> None:
-        """Set the value at a path."""
-        *above, last = path
-        node = self.root
-        for key in above:
-            node = node.setdefault(key, {})
-            if not isinstance(node, dict):
-                raise NameCollisionError(f"{'.'.join(map(str, above))}: is a value, and has others below it; rename one of them")
-        if last in node:
-            raise NameCollisionError(f"{'.'.join(map(str, (*above, last)))}: two things have this name; rename one of them")
-        node[last] = value
+from .zip_records import ALIGNMENT, NewRecord, ZipRecords, write_records
 
 
 def write_torch(path: str, catalog: Catalog, values: Mapping[str, Any], bytes_of: TensorBytes) -> None:
@@ -81,21 +55,26 @@ def write_torch(path: str, catalog: Catalog, values: Mapping[str, Any], bytes_of
         try:
             placeholders = _make_placeholders(catalog, os.path.join(folder, "nothing"))
             state = _state(catalog, values, placeholders)
-            pickled = _pickle_state(state, os.path.join(folder, "state.pt"))
+            pickled, version, sizes = _pickle_state(state, os.path.join(folder, "state.pt"))
         except RuntimeError as error:  # what torch makes of a full disk
             raise StorageError(f"{path}: cannot write: {error}; free space there, or write to another path") from error
     index_of = {id(tensor): catalog.source(catalog.index(name)) for name, tensor in placeholders.items()}
     tensors = list(_tensors_in_order(state))
-    assert [tensor.untyped_storage().nbytes() for tensor in tensors] == pickled.sizes
+    assert [tensor.untyped_storage().nbytes() for tensor in tensors] == sizes
     wanted = [index_of[id(tensor)] for tensor in tensors if id(tensor) in index_of and tensor.numel()]
     parts = ByteStream(bytes_of(wanted))
+    stored = zip(tensors, sizes, strict=True)
     with open(path, "xb") as file:
-        with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-            _add(archive, file, "data.pkl", [pickled.pickle])
-            _add(archive, file, "byteorder", [sys.byteorder.encode()])
-            for number, (tensor, size) in enumerate(zip(tensors, pickled.sizes, strict=True)):
-                _add(archive, file, f"data/{number}", parts.take(size) if id(tensor) in index_of else [_storage_bytes(tensor)])
-            _add(archive, file, "version", [pickled.version])
+        records: list[NewRecord] = [
+            ("data.pkl", len(pickled), [pickled]),
+            ("byteorder", len(sys.byteorder), [sys.byteorder.encode()]),
+            *(
+                (f"data/{number}", size, parts.take(size) if id(tensor) in index_of else [_storage_bytes(tensor)])
+                for number, (tensor, size) in enumerate(stored)
+            ),
+            ("version", len(version), [version]),
+        ]
+        write_records(file.write, records)
         file.flush()
         os.fsync(file.fileno())
 
@@ -118,22 +97,14 @@ def _make_placeholders(catalog: Catalog, path: str) -> dict[str, torch.Tensor]:
     return placeholders | {name: placeholders[source] for name, source in aliases.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class _PickledState:
-    """What ``torch.save`` writes without data: the pickle, the version of the format, and the sizes of the storages, in order."""
-
-    pickle: bytes
-    version: bytes
-    sizes: list[int]
-
-
-def _pickle_state(state: Any, path: str) -> _PickledState:
+def _pickle_state(state: Any, path: str) -> tuple[bytes, bytes, list[int]]:
+    """Return what ``torch.save`` writes without data: the pickle, the format's version, the sizes of all storages in order."""
     with torch.serialization.skip_data():
         torch.save(state, path)
-    with zipfile.ZipFile(path) as archive:
-        by_key = {member.filename.partition("/")[2]: member for member in archive.infolist()}
-        storages = sorted((int(key[5:]), member.file_size) for key, member in by_key.items() if key.startswith("data/"))
-        return _PickledState(archive.read(by_key["data.pkl"]), archive.read(by_key["version"]), [size for _, size in storages])
+    with open(path, "rb") as file:
+        zipped = ZipRecords(file, path)
+        sizes = [zipped.size(f"data/{number}") for number in range(len(zipped.storages()))]
+        return zipped.read("data.pkl"), zipped.read("version"), sizes
 
 
 def _tensors_in_order(state: Any) -> Iterator[torch.Tensor]:
@@ -156,17 +127,6 @@ def _storage_bytes(tensor: torch.Tensor) -> memoryview:
     """Return the storage of a tensor that is part of a value."""
     storage = tensor.untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, 0, (storage.nbytes(),), (1,)).numpy().data
-
-
-def _add(archive: zipfile.ZipFile, file: Any, name: str, parts: Iterable[bytes | memoryview]) -> None:
-    """Add a record whose bytes begin aligned, so that they can be mapped; the padding before them is an extra field."""
-    member = zipfile.ZipInfo(f"{_ROOT}/{name}")
-    head = file.tell() + _LOCAL_HEADER_BYTES + len(member.filename) + _ZIP64_BYTES + 4
-    backing = -head % ALIGNMENT
-    member.extra = b"FB" + backing.to_bytes(2, "little") + b"Z" * backing
-    with archive.open(member, "w", force_zip64=True) as record:
-        for part in parts:
-            record.write(part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,22 +177,35 @@ def _state(catalog: Catalog, values: Mapping[str, Any], tensors: Mapping[str, to
     """Build the state as nested dicts: the keys of the state, and below them names as modules have them."""
     optimizers = {one.name: one for one in _optimizers(catalog, values)}
     links = {name: link for name, link in catalog.links().items() if link.optimizer in optimizers}
-    tree = _Tree()
+    root: dict[Any, Any] = {}
     for name, tensor in tensors.items():
         path = _path(name) if (link := links.get(name)) is None else optimizers[link.optimizer].path(link)
         if path is not None:
-            tree.put(path, tensor)
+            _put(root, path, tensor)
     check_keys(decode_path(entry.path) for entry in catalog.values_table)
     for entry in catalog.values_table:
         path = _value_path(entry) if (link := links.get(entry.name)) is None else optimizers[link.optimizer].path(link)
         if path is not None and entry.kind is not ValueKind.PARAM_GROUPS:
-            tree.put(path, values[entry.name])
+            _put(root, path, values[entry.name])
     having = {link.optimizer for link in links.values()}
     for one in optimizers.values():
-        tree.put((*one.above, GROUPS), one.numbered(values[groups_name(one.name)]))
+        _put(root, (*one.above, GROUPS), one.numbered(values[groups_name(one.name)]))
         if one.name not in having:
-            tree.put((*one.above, STATE), {})
-    return tree.root
+            _put(root, (*one.above, STATE), {})
+    return root
+
+
+def _put(root: dict[Any, Any], path: Iterable[Any], value: Any) -> None:
+    """Set the value at a path of nested dicts."""
+    *above, last = path
+    node = root
+    for key in above:
+        node = node.setdefault(key, {})
+        if not isinstance(node, dict):
+            raise NameCollisionError(f"{'.'.join(map(str, above))}: is a value, and has others below it; rename one of them")
+    if last in node:
+        raise NameCollisionError(f"{'.'.join(map(str, (*above, last)))}: two things have this name; rename one of them")
+    node[last] = value
 
 
 def _path(name: str) -> tuple[str, ...]:

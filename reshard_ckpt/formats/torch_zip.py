@@ -12,11 +12,7 @@ Such a file is a zip of uncompressed records: a pickle that describes the tensor
 from __future__ import annotations
 
 import mmap
-import struct
 import sys
-import zipfile
-import zlib
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,18 +21,7 @@ import torch
 
 from ..errors import CheckpointError, CorruptError, UnsupportedError
 from .hash_collisions import refuse_hash_collisions
-
-ZIP_MAGIC = b"PK\x03\x04"
-LEGACY_MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
-"""How files begin that ``torch.save`` wrote before torch 1.6, or writes with ``_use_new_zipfile_serialization=False``."""
-
-HEAD_BYTES = 16
-
-_LOCAL_HEADER_BYTES = 30
-_ENCRYPTED = 1
-
-_BAD_ZIP = (ValueError, NotImplementedError, EOFError, OSError, RuntimeError, OverflowError)
-"""What `zipfile` raises besides its own error: it seeks to where a damaged directory sends it."""
+from .zip_records import ZipRecords
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +39,11 @@ class MappedFile:
     base: int
     size: int
 
-    def offset_of(self, tensor: torch.Tensor) -> int | None:
-        """Return the byte of the file at which a tensor's memory begins; None where the memory is not of this file."""
-        at = tensor.data_ptr() - self.base
-        return at if 0 <= at < self.size else None
+
+def find_mapped(files: Sequence[MappedFile], tensor: torch.Tensor) -> tuple[int, int] | None:
+    """Find the number of the file that a tensor lies in, and the byte in it; None where the tensor lies in none of them."""
+    at = tensor.data_ptr()
+    return next(((i, at - file.base) for i, file in enumerate(files) if file.base <= at < file.base + file.size), None)
 
 
 def load_archive(path: str, size: int) -> tuple[Any, MappedFile]:
@@ -78,7 +64,6 @@ def load_archive(path: str, size: int) -> tuple[Any, MappedFile]:
             storages.append((storage.data_ptr(), storage.nbytes()))
         return storage  # on the CPU, wherever it was when it was saved
 
-    refuse_hash_collisions(path, path)
     try:
         loaded = torch.load(path, map_location=keep, mmap=True, weights_only=True)
     except Exception as error:  # what a damaged pickle raises may be anything
@@ -104,45 +89,12 @@ def _load_error(path: str, error: Exception) -> CheckpointError:
 
 
 def read_records(path: str) -> list[Record]:
-    """List the places of all storages, in order, from the zip's own directory."""
-    try:
-        with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
-            members = archive.infolist()
-            _check_kind(archive, members, path)
-            return sorted((_record(member, file, path) for member in members if _is_storage(member)), key=lambda r: r.offset)
-    except (*_BAD_ZIP, zipfile.BadZipFile, zlib.error, struct.error) as error:
-        raise CorruptError(f"{path}: is no whole zip, as torch.save writes it ({error}); use another copy") from error
-
-
-def _is_storage(member: zipfile.ZipInfo) -> bool:
-    folder, _, name = member.filename.rpartition("/")
-    return (folder == "data" or folder.endswith("/data")) and bool(name) and member.file_size > 0
-
-
-def _check_kind(archive: zipfile.ZipFile, members: Sequence[zipfile.ZipInfo], path: str) -> None:
-    """Check that torch.save wrote the file, on a machine with the byte order of this one."""
-    by_end = {member.filename.rpartition("/")[2]: member for member in members}
-    if "constants.pkl" in by_end:
-        raise UnsupportedError(
-            f"{path}: is a TorchScript archive, which is code; save module.state_dict() of torch.jit.load(path)"
-        )
-    if "data.pkl" not in by_end:
-        raise UnsupportedError(f"{path}: is a zip, but not one that torch.save wrote; pass a checkpoint")
-    order = by_end.get("byteorder")
-    if order is not None and order.file_size < 16 and archive.read(order) not in (b"", sys.byteorder.encode()):
-        raise UnsupportedError(f"{path}: was written on a machine of another byte order; load and save it again with torch")
-
-
-def _record(member: zipfile.ZipInfo, file: Any, path: str) -> Record:
-    if member.compress_type != zipfile.ZIP_STORED or member.flag_bits & _ENCRYPTED:
-        raise UnsupportedError(f"{path}: its record {member.filename!r:.80} is compressed; load and save it again with torch")
-    file.seek(member.header_offset)
-    header = file.read(_LOCAL_HEADER_BYTES)
-    if len(header) < _LOCAL_HEADER_BYTES or header[:4] != ZIP_MAGIC:
-        raise CorruptError(f"{path}: its record {member.filename!r:.80} is not where the directory says; use another copy")
-    # The name and the extra field may be longer here than in the directory: the padding that aligns the data is in the latter.
-    name_bytes, extra_bytes = int.from_bytes(header[26:28], "little"), int.from_bytes(header[28:30], "little")
-    return Record(member.header_offset + _LOCAL_HEADER_BYTES + name_bytes + extra_bytes, member.file_size)
+    """List the places of all storages, in order."""
+    with open(path, "rb") as file:
+        zipped = ZipRecords(file, path)
+        refuse_hash_collisions(zipped.read_pickle(sys.byteorder), path)
+        found = (Record(zipped.begin(key), zipped.size(key)) for key in zipped.storages() if zipped.size(key))
+        return sorted(found, key=lambda record: record.offset)
 
 
 def _mapping_base(records: Sequence[Record], storages: Sequence[tuple[int, int]], path: str) -> int:
@@ -164,20 +116,3 @@ def _mapping_base(records: Sequence[Record], storages: Sequence[tuple[int, int]]
         what = "are not its records" if not consistent else "may be several of its records"
         raise CorruptError(f"{path}: the storages that it describes {what}; load and save it again with torch")
     return consistent[0]
-
-
-class MappedFiles:
-    """Several mapped files; finds which of them a tensor lies in."""
-
-    def __init__(self, mappings: Sequence[MappedFile]) -> None:
-        self._order = sorted(range(len(mappings)), key=lambda i: mappings[i].base)
-        self._bases = [mappings[i].base for i in self._order]
-        self._mappings = mappings
-
-    def find(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """Return the number of the file and the byte in it; None where the tensor lies in none of them."""
-        at = bisect_right(self._bases, tensor.data_ptr()) - 1
-        if at < 0:
-            return None
-        offset = self._mappings[self._order[at]].offset_of(tensor)
-        return None if offset is None else (self._order[at], offset)

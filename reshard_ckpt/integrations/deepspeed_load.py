@@ -21,8 +21,8 @@ from ..checkpoint.loading import load
 from ..checkpoint.reading import catalog, read
 from ..core.catalog.model import Catalog
 from ..errors import UsageError
+from ..formats.deepspeed.layout import OPTIMIZER
 from ..formats.deepspeed.live import GROUPS_NAME, Kinds, hyperparameters_of, kinds_of_state, read_latest, value_keys
-from ..formats.deepspeed.rows import OPTIMIZER
 from ..formats.deepspeed.values import NOT_VALUES, ROOT
 from .deepspeed_state import EngineState, base_optimizer, refuse_unsupported
 

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..core.catalog.param_groups import hyperparameters
 from ..errors import UnsupportedError
 from ..formats.deepspeed.experts import global_name, is_expert, num_local_experts
-from ..formats.deepspeed.layout import MASTER, Params, RankState, hyperparameters, named_runs, open_state, striped_runs
+from ..formats.deepspeed.layout import MASTER, Params, RankState, named_runs, open_state, striped_runs
 from .deepspeed_parallel import Parallel
 
 FLAT_OWNERS = (

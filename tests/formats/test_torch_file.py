@@ -378,3 +378,24 @@ def test_large_numbers_of_good_will_are_read(tmp_path: Path) -> None:
     extra = {"seen": {hash((i, "salt")) % 2**62: i for i in range(1000)}, "history": [2**63] * 1000}
     torch.save({"extra": extra}, tmp_path / "fine.pt")
     assert checkpoint.read(tmp_path / "fine.pt")["extra.history"] == [2**63] * 1000
+
+
+def test_numbers_that_collide_are_refused_whatever_the_checksums_say(tmp_path: Path) -> None:
+    """torch checks none, so that a file whose checksums are wrong is loaded like any other."""
+    path, good = tmp_path / "hostile.pt", io.BytesIO()
+    torch.save({"extra": dict.fromkeys(i * (2**61 - 1) for i in range(1, 1000))}, good)
+    with zipfile.ZipFile(good) as archive:
+        checksum = archive.getinfo("archive/data.pkl").CRC.to_bytes(4, "little")
+    path.write_bytes(good.getvalue().replace(checksum, b"none"))
+    assert len(torch.load(path, weights_only=True)["extra"]) == 999
+    with pytest.raises(CorruptError, match="64 of its numbers have the same hash"):
+        checkpoint.read(path)
+
+
+def test_files_without_checksums_are_read(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"w": torch.arange(5000.0), "step": 3}, tmp_path / "x.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert torch.equal(checkpoint.read(tmp_path / "x.pt")["model.w"], torch.arange(5000.0))

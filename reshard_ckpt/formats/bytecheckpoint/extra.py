@@ -6,9 +6,7 @@ itself gives each rank its own, and ranks that were not there rank 0's, which ma
 
 from __future__ import annotations
 
-import io
 import re
-import zipfile
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -32,89 +30,54 @@ EXTRA, OF_RANK = "extra_state", "extra_state_of_rank"
 _FILE = re.compile(rf"{EXTRA}/extra_state_rank_(\d{{1,9}})\.pt")
 
 
-def extra_files(storage: Storage) -> dict[int, str]:
-    """The file of each rank."""
-    found = {int(match[1]): key for key, _ in storage.list() if (match := _FILE.fullmatch(key))}
-    return dict(sorted(found.items()))
+def read_extra_state(storage: Storage, format: str) -> tuple[MoreContents, dict[str, torch.Tensor], dict[str, str]]:
+    """Read the extra state of all ranks.
 
-
-class ExtraState:
-    """The extra state of all ranks, on its way to a catalog.
-
-    `strided` are its tensors, which become files of their own; `advice` says where to find what a load misses.
+    Returns
+    -------
+    MoreContents
+        What belongs to the catalog.
+    dict of tensors
+        By key: its tensors, which become files of their own.
+    dict of str
+        Where to find what a load misses, by the name below which it holds.
     """
-
-    def __init__(self, storage: Storage, format: str) -> None:
-        self.storage, self.format = storage, format
-        self.strided: dict[str, torch.Tensor] = {}
-        self.advice: dict[str, str] = {}
-
-    def contents(self, num_files: int) -> MoreContents:
-        """What belongs to the catalog, whose files so far are `num_files`."""
-        files = extra_files(self.storage)
-        if not files:
-            return MoreContents()
-        try:
-            loaded = {rank: self._load(key) for rank, key in files.items()}
-        except CheckpointError as error:
-            return self._unreadable(error)
-        absent = next((rank for rank in range(len(files)) if rank not in files), None)
-        if absent is not None:
-            return self._unreadable(
-                CorruptError(f"{self.storage.url}: has {EXTRA} of rank {max(files)} and none of rank {absent}; copy it along")
-            )
-        common, own = _divided(loaded)
-        state: dict[str, Any] = {EXTRA: common} if common else {}
-        if own:
-            state[OF_RANK] = {str(rank): {} for rank in files}
-            for path, by_rank in own.items():
-                for rank, value in by_rank.items():
-                    _put(state[OF_RANK][str(rank)], path, value)
-        kept, unreadable = without_unreadable(state)
-        captured = capture(Verbatim(kept))
-        files_of = [
-            foreign_file(f"{EXTRA}/tensors/{i}", _num_bytes(t.memory), self.format) for i, t in enumerate(captured.tensors)
-        ]
-        self.strided = {file.key: entry.memory.detach() for file, entry in zip(files_of, captured.tensors, strict=True)}
-        tensors = [
-            whole(entry.spec.name, entry.spec.dtype, entry.spec.shape, num_files + i, 0)
-            for i, entry in enumerate(captured.tensors)
-        ]
-        values = [ValueEntry(value.name, value.path, value.kind, value.data) for value in captured.values]
-        if own:
-            names = ", ".join(".".join(path) for path in list(own)[:5])
-            self.advice = {EXTRA: f"{names} of {EXTRA} differ between ranks; ask for them as {OF_RANK}.<rank>.<name>"}
-        return MoreContents(tensors, files_of, values, unreadable)
-
-    def _unreadable(self, error: CheckpointError) -> MoreContents:
-        self.advice = {EXTRA: str(error)}
-        return MoreContents(unreadable={EXTRA: error})
-
-    def _load(self, key: str) -> dict[str, Any]:
-        if not isinstance(self.storage, LocalStorage):
-            raise UnsupportedError(f"{self.storage.url}: {key} is a torch file, which is read from local folders; copy it to one")
-        state = _read_archive(bytes(self.storage.read(key, limit=MAX_BYTES)), f"{self.storage.url}: {key}")
-        if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
-            raise UnsupportedError(f"{self.storage.url}: {key} holds something else than a dict by name; load it with torch")
-        return state
-
-
-def _read_archive(data: bytes, name: str) -> Any:
-    """Read a file of ``torch.save``; pickled with protocol 4, which torch's own reader of plain data does not know."""
+    found = {int(match[1]): key for key, _ in storage.list() if (match := _FILE.fullmatch(key))}
+    if not found:
+        return MoreContents(), {}, {}
     try:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            members = {member.filename.partition("/")[2]: member for member in archive.infolist()}
-            if any(member.compress_type != zipfile.ZIP_STORED or member.file_size > len(data) for member in members.values()):
-                raise CorruptError(f"{name}: has a compressed member, which torch does not write; use another checkpoint")
-            pickled = archive.read(members["data.pkl"])
-            storages = {path[5:]: archive.read(member) for path, member in members.items() if path.startswith("data/")}
-    except (zipfile.BadZipFile, KeyError, ValueError, OSError, EOFError, NotImplementedError, RuntimeError) as error:
-        raise CorruptError(f"{name}: is no file that torch.save wrote ({str(error)[:100]}); use another checkpoint") from None
-    return read_object(pickled, storages, name=name)
+        absent = next((rank for rank in range(len(found)) if rank not in found), None)
+        if absent is not None:
+            raise CorruptError(f"{storage.url}: has {EXTRA} of rank {max(found)} and none of rank {absent}; copy it along")
+        common, own = _divided({rank: _load(storage, found[rank]) for rank in range(len(found))})
+    except CheckpointError as error:
+        return MoreContents(unreadable={EXTRA: error}), {}, {EXTRA: str(error)}
+    state: dict[str, Any] = {EXTRA: common} if common else {}
+    advice = {}
+    if own:
+        state[OF_RANK] = {str(rank): {} for rank in found}
+        for path, by_rank in own.items():
+            for rank, value in by_rank.items():
+                _put(state[OF_RANK][str(rank)], path, value)
+        names = ", ".join(".".join(path) for path in list(own)[:5])
+        advice = {EXTRA: f"{names} of {EXTRA} differ between ranks; ask for them as {OF_RANK}.<rank>.<name>"}
+    kept, unreadable = without_unreadable(state)
+    captured = capture(Verbatim(kept))
+    strided = {f"{EXTRA}/tensors/{i}": entry.memory.detach() for i, entry in enumerate(captured.tensors)}
+    files = [foreign_file(key, tensor.numel() * tensor.itemsize, format) for key, tensor in strided.items()]
+    specs = [entry.spec for entry in captured.tensors]
+    tensors = [whole(spec.name, spec.dtype, spec.shape, i, 0) for i, spec in enumerate(specs)]
+    values = [ValueEntry(value.name, value.path, value.kind, value.data) for value in captured.values]
+    return MoreContents(tensors, files, values, unreadable), strided, advice
 
 
-def _num_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.itemsize
+def _load(storage: Storage, key: str) -> dict[str, Any]:
+    if not isinstance(storage, LocalStorage):
+        raise UnsupportedError(f"{storage.url}: {key} is a torch file, which is read from local folders; copy it to one")
+    state = read_object(bytes(storage.read(key, limit=MAX_BYTES)), name=f"{storage.url}: {key}")
+    if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
+        raise UnsupportedError(f"{storage.url}: {key} holds something else than a dict by name; load it with torch")
+    return state
 
 
 def _leaves(node: Mapping[Any, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -152,11 +115,12 @@ def _alike(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
         if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
             return False
-        same = one.dtype == other.dtype and one.shape == other.shape
-        return same and bytes(one.contiguous().flatten().view(torch.uint8).numpy()) == bytes(
-            other.contiguous().flatten().view(torch.uint8).numpy()
-        )
+        return one.dtype == other.dtype and one.shape == other.shape and _bytes_of(one) == _bytes_of(other)
     try:
         return encode_value(one, "") == encode_value(other, "")
     except CheckpointError:
         return False
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()

@@ -93,13 +93,13 @@ def unflattened(saved: Metadata, flats: FlatParams, where: str) -> Metadata:
             )
         if not tensor.shape:  # a count of what requires a gradient, for the package itself
             continue
-        held = _Chunks(tensor)
+        held = sorted(tensor.chunks, key=lambda chunk: chunk.offsets)
         for part in flats[flat]:
             path: KeyPath = (part.fqn,) if key is None else ("state", part.fqn, key)
             name = dotted(path)
             if name in tensors:
                 raise CorruptError(f"{where}: {name:.200} is in two flat parameters; use another checkpoint")
-            chunks = [piece for chunk in held.within(part) for piece in _pieces(tensor, chunk, part, heads, f"{where}: {fqn}")]
+            chunks = [piece for chunk in _within(held, part) for piece in _pieces(tensor, chunk, part, heads, f"{where}: {fqn}")]
             tensors[name], paths[name] = SavedTensor(tensor.dtype, part.shape, tuple(chunks)), path
     named = {part.fqn for parts in flats.values() for part in parts}
     for fqn, path in paths.items():  # of the step count of a parameter, key and name are one
@@ -109,17 +109,14 @@ def unflattened(saved: Metadata, flats: FlatParams, where: str) -> Metadata:
     return replace(saved, tensors=tensors, paths=paths)
 
 
-class _Chunks:
-    """The chunks of a vector, in order."""
+def _within(chunks: Sequence[Chunk], part: FlatPart) -> Sequence[Chunk]:
+    """List the chunks, of those of a vector in order, that may hold something of a parameter."""
 
-    def __init__(self, tensor: SavedTensor) -> None:
-        self._chunks = sorted(tensor.chunks, key=lambda chunk: chunk.offsets)
-        self._starts = [chunk.offsets[0] for chunk in self._chunks]
+    def begin(chunk: Chunk) -> int:
+        return chunk.offsets[0]
 
-    def within(self, part: FlatPart) -> Sequence[Chunk]:
-        """Those that may hold something of a parameter: the last that begins before it, and all that begin in it."""
-        first = max(bisect_right(self._starts, part.start) - 1, 0)
-        return self._chunks[first : bisect_left(self._starts, part.start + prod(part.shape))]
+    first = bisect_right(chunks, part.start, key=begin) - 1  # the last that begins before it
+    return chunks[max(first, 0) : bisect_left(chunks, part.start + prod(part.shape), key=begin)]
 
 
 def _flat_name(path: KeyPath) -> tuple[str, str | None]:

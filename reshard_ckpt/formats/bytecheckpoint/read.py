@@ -19,11 +19,11 @@ from ...storage.protocol import Storage
 from ..dcp.folder import FolderMetadata
 from ..dcp.metadata import Metadata
 from ..dcp.names import MODEL, OPTIMIZER, KeyPath, dotted
-from ..dcp.read import advice_on_numbers, catalog_of
-from ..protocol import Foreign, open_located
+from ..dcp.read import MoreContents, advice_on_numbers, catalog_of
+from ..protocol import Source, open_located
 from ..rooted import PathOf, classes_of, is_written_by, read_part, renamed, together
 from ..strided import StridedStorage
-from .extra import ExtraState
+from .extra import read_extra_state
 from .flat import flat_params, unflattened
 
 FORMAT = "bytecheckpoint"
@@ -33,19 +33,19 @@ _MODULE = "bytecheckpoint.checkpointer.meta_type"
 _CLASSES = classes_of(_MODULE, ("Metadata", "_StorageInfo"))
 
 
-def open_path(path: str) -> Foreign | None:
+def open_path(path: str) -> Source | None:
     """Open a path for reading; return None if ByteCheckpoint did not write it; see `ForeignFormat`."""
 
-    def look(storage: Storage, key: str | None) -> Foreign | None:
+    def look(storage: Storage, key: str | None) -> Source | None:
         if key is not None:
             return None
         if not is_written_by(storage, (MODEL, OPTIMIZER), _MODULE, format=FORMAT):
             step = _latest(storage)
             return None if step is None else open_path(f"{path.rstrip('/')}/{step}")
-        extra = ExtraState(storage, FORMAT)
+        extra, strided, advice = read_extra_state(storage, FORMAT)
         catalog = _open(storage, extra)
-        served = StridedStorage(storage.url, extra.strided) if extra.strided else storage
-        return Foreign(served, catalog, FORMAT, {**advice_on_numbers(catalog), **extra.advice})
+        served = StridedStorage(storage.url, strided) if strided else storage
+        return Source(served, catalog, FORMAT, {**advice_on_numbers(catalog), **advice})
 
     return open_located(path, look)
 
@@ -60,7 +60,7 @@ def _latest(storage: Storage) -> str | None:
     return f"global_step_{text}"
 
 
-def _open(storage: Storage, extra: ExtraState) -> Catalog:
+def _open(storage: Storage, extra: MoreContents) -> Catalog:
     model, optimizer = (read_part(storage, folder, _CLASSES) for folder in (MODEL, OPTIMIZER))
     flats = flat_params(None if model is None else model.notes, storage.url)
     parts: list[Metadata] = []
@@ -68,7 +68,7 @@ def _open(storage: Storage, extra: ExtraState) -> Catalog:
         if part is not None:
             parts.append(renamed(unflattened(part, flats, storage.url), path_of, storage.url))
     in_vectors = [part.fqn for held in flats.values() for part in held]
-    return catalog_of(storage, FolderMetadata(together(parts)), format=FORMAT, more=extra.contents, parameters=in_vectors)
+    return catalog_of(storage, FolderMetadata(together(parts)), format=FORMAT, more=extra, parameters=in_vectors)
 
 
 def _model_path(model: Metadata | None) -> PathOf:

@@ -25,9 +25,12 @@ from ...core.catalog.model import FileEntry
 from ...core.catalog.specs import Ints, row_major_strides
 from ...core.geometry.runs import I64
 from ...errors import CheckpointError, CorruptError, UnsupportedError
+from ...format.shard_file import parse_header
+from ...format.torch_dtypes import TORCH_DTYPES
 from ...storage.protocol import Storage, read_range
 from ..catalog_builder import FilePart, foreign_file
-from .heads import HEAD_BYTES, LONG_HEAD_BYTES, HeadParser, HeadTooShort, TensorLayout, raw_layout, safetensors_heads
+from ..zip_records import ZIP_MAGIC
+from .heads import HEAD_BYTES, LONG_HEAD_BYTES, HeadParser, HeadTooShort, TensorLayout, raw_layout
 from .metadata import Chunk, Extent, SavedTensor
 
 FORMAT = "dcp"
@@ -65,13 +68,13 @@ def locate(storage: Storage, tensors: Mapping[str, SavedTensor], *, format: str 
         ((fqn, chunk) for fqn, tensor in tensors.items() for chunk in tensor.chunks),
         key=lambda place: (place[1].extent.file, place[1].extent.offset),
     )
-    sizes = file_sizes(storage, (place[1].extent for place in places))
-    readable = [place for place in places if _is_readable(storage, place, sizes, unreadable)]
+    sizes = FileSizes(storage)
+    readable = [place for place in places if _is_readable(place, sizes, unreadable)]
     files = {file: i for i, file in enumerate(dict.fromkeys(chunk.extent.file for _, chunk in readable))}
     finder = _PartFinder(storage, tensors, files, unreadable)
     for fqn, chunk in readable:
         if chunk.head is not None:
-            finder.find_described(fqn, chunk, chunk.head)
+            finder.find(fqn, chunk, memoryview(b""))
     for window, data in _read_windows(storage, [place for place in readable if place[1].head is None]):
         for fqn, chunk in window.places:
             begin = chunk.extent.offset - window.low
@@ -80,29 +83,35 @@ def locate(storage: Storage, tensors: Mapping[str, SavedTensor], *, format: str 
     return ChunkPlaces(finder.parts, entries, unreadable)
 
 
-def file_sizes(storage: Storage, extents: Iterator[Extent]) -> dict[str, int | None]:
-    """Return the size of each file that these bytes are in; None where there is no such file."""
-    return {file: storage.size(file) for file in dict.fromkeys(extent.file for extent in extents)}
+class FileSizes(dict[str, int | None]):
+    """The size of each file of a folder, looked up once; None where there is no such file."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+
+    def __missing__(self, file: str) -> int | None:
+        size = self[file] = self.storage.size(file)
+        return size
+
+    def problem(self, fqn: str, extent: Extent) -> CheckpointError | None:
+        """Return why the bytes of a name cannot be read; None if they can."""
+        size, end = self[extent.file], extent.offset + extent.length
+        if size is None or size < end:
+            found = "is missing" if size is None else f"has {size} bytes"
+            wanted = f"bytes {extent.offset}:{end} of {extent.file}"
+            return CorruptError(f"{self.storage.url}: {fqn} should be in {wanted}, which {found}; use another checkpoint")
+        if extent.transforms:
+            through = ", ".join(extent.transforms)
+            return UnsupportedError(
+                f"{self.storage.url}: {fqn} was written through the extension {through}; load it with "
+                "torch.distributed.checkpoint and that extension, and save it again without"
+            )
+        return None
 
 
-def read_problem(storage: Storage, fqn: str, extent: Extent, size: int | None) -> CheckpointError | None:
-    """Return why these bytes cannot be read; None if they can."""
-    if size is None or size < extent.offset + extent.length:
-        found = "is missing" if size is None else f"has {size} bytes"
-        wanted = f"bytes {extent.offset}:{extent.offset + extent.length} of {extent.file}"
-        return CorruptError(f"{storage.url}: {fqn} should be in {wanted}, which {found}; use another checkpoint")
-    if extent.transforms:
-        through = ", ".join(extent.transforms)
-        return UnsupportedError(
-            f"{storage.url}: {fqn} was written through the extension {through}; load it with "
-            "torch.distributed.checkpoint and that extension, and save it again without"
-        )
-    return None
-
-
-def _is_readable(storage: Storage, place: Place, sizes: Mapping[str, int | None], unreadable: dict[str, CheckpointError]) -> bool:
+def _is_readable(place: Place, sizes: FileSizes, unreadable: dict[str, CheckpointError]) -> bool:
     fqn, chunk = place
-    if fqn not in unreadable and (why := read_problem(storage, fqn, chunk.extent, sizes[chunk.extent.file])) is not None:
+    if fqn not in unreadable and (why := sizes.problem(fqn, chunk.extent)) is not None:
         unreadable[fqn] = why
     return fqn not in unreadable
 
@@ -172,33 +181,27 @@ class _PartFinder:
         self._safetensors: dict[tuple[str, int], dict[str, TensorLayout]] = {}
 
     def find(self, fqn: str, chunk: Chunk, data: memoryview) -> None:
-        """Add the parts of one chunk, or record why there are none."""
+        """Add the parts of one chunk, which begins with `data`, or record why there are none."""
         if fqn in self._unreadable:
             return
         name = f"{self._storage.url}: {fqn}"
         try:
-            if bytes(data[:4]) == b"PK\x03\x04":
-                head = self._zip_head(chunk.extent, data, name)
-                room = chunk.extent.length
-            else:
-                head = self._safetensors_head(fqn, chunk.extent, name)
-                room = head.end
-            self._check(head, self._tensors[fqn], chunk, room, name)
-            self._add(fqn, chunk, head, name)
-        except CheckpointError as error:
-            self._unreadable[fqn] = error
-
-    def find_described(self, fqn: str, chunk: Chunk, head: bytes) -> None:
-        """Add the parts of a chunk that is the storage of a tensor, described elsewhere."""
-        if fqn in self._unreadable:
-            return
-        name = f"{self._storage.url}: {fqn}"
-        try:
-            layout = self._heads.parse_alone(head, name=name) if head else raw_layout(self._tensors[fqn].dtype, chunk.lengths)
-            self._check(layout, self._tensors[fqn], chunk, chunk.extent.length, name)
+            layout, room = self._layout(fqn, chunk, data, name)
+            self._check(layout, self._tensors[fqn], chunk, room, name)
             self._add(fqn, chunk, layout, name)
         except CheckpointError as error:
             self._unreadable[fqn] = error
+
+    def _layout(self, fqn: str, chunk: Chunk, data: memoryview, name: str) -> tuple[TensorLayout, int]:
+        """Return how the tensor of a chunk lies, and how many bytes it has room for."""
+        if chunk.head:
+            return self._heads.parse_alone(chunk.head, name=name), chunk.extent.length
+        if chunk.head is not None:
+            return raw_layout(self._tensors[fqn].dtype, chunk.lengths), chunk.extent.length
+        if bytes(data[:4]) == ZIP_MAGIC:
+            return self._zip_head(chunk.extent, data, name), chunk.extent.length
+        layout = self._safetensors_layout(fqn, chunk.extent, name)
+        return layout, layout.end
 
     def _zip_head(self, extent: Extent, data: memoryview, name: str) -> TensorLayout:
         try:
@@ -210,7 +213,8 @@ class _PartFinder:
         except HeadTooShort:
             raise CorruptError(f"{name}: its chunk in {extent.file} has no tensor; use another checkpoint") from None
 
-    def _safetensors_head(self, fqn: str, extent: Extent, name: str) -> TensorLayout:
+    def _safetensors_layout(self, fqn: str, extent: Extent, name: str) -> TensorLayout:
+        """Look up a tensor in the one header that all tensors of a file have in safetensors mode, which is where each begins."""
         place = extent.file, extent.offset
         if place not in self._safetensors:
             self._safetensors[place] = self._read_safetensors(extent, name)
@@ -220,17 +224,16 @@ class _PartFinder:
             raise CorruptError(f"{name}: the safetensors header in {extent.file} has no such tensor") from None
 
     def _read_safetensors(self, extent: Extent, name: str) -> dict[str, TensorLayout]:
-        size = self._storage.size(extent.file) or 0
-        length = read_range(self._storage, extent.file, extent.offset, min(8, size - extent.offset))
-        wanted = 8 + int.from_bytes(length, "little")
-        if wanted > min(size - extent.offset, MAX_SAFETENSORS_HEADER):
+        size = (self._storage.size(extent.file) or 0) - extent.offset
+        wanted = 8 + int.from_bytes(read_range(self._storage, extent.file, extent.offset, min(8, size)), "little")
+        if wanted > min(size, MAX_SAFETENSORS_HEADER):
             raise CorruptError(f"{name}: its chunk in {extent.file} is neither a zip of torch.save nor safetensors")
-        header = read_range(self._storage, extent.file, extent.offset, wanted)
-        heads = safetensors_heads(bytes(header), name=name)
-        end = max((head.end for head in heads.values()), default=0)
-        if extent.offset + end > size:
+        header = parse_header(read_range(self._storage, extent.file, extent.offset, wanted), name=name)
+        placed = zip(header.members, header.offsets, strict=True)
+        layouts = {one.name: raw_layout(TORCH_DTYPES[one.dtype], one.shape, at) for one, at in placed}
+        if max((layout.end for layout in layouts.values()), default=0) > size:
             raise CorruptError(f"{name}: {extent.file} is shorter than its safetensors header says; use another checkpoint")
-        return heads
+        return layouts
 
     def _check(self, head: TensorLayout, tensor: SavedTensor, chunk: Chunk, room: int, name: str) -> None:
         if head.dtype != tensor.dtype or head.shape != chunk.lengths:

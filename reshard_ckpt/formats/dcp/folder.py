@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from ...errors import CheckpointError, CorruptError, UnsupportedError
 from ...storage.protocol import Storage, read_range
-from .chunks import read_problem
+from .chunks import FileSizes
 from .metadata import MAX_METADATA_BYTES, METADATA_KEY, Chunk, Extent, Metadata, SavedTensor, read_metadata
 
 COMPARED_BYTES = 1 << 20
@@ -71,7 +71,7 @@ def read_folder(storage: Storage) -> FolderMetadata:
             "files were not copied; use another checkpoint"
         )
     ranks = [_read(storage, found[rank]) for rank in range(len(found))]
-    return _RankMerger(storage).all(ranks)
+    return merged(storage, ranks)
 
 
 def _read(storage: Storage, key: str) -> Metadata:
@@ -87,7 +87,7 @@ class _RankMerger:
     """Merges the metadata that ranks wrote on their own."""
 
     def __init__(self, storage: Storage) -> None:
-        self._storage = storage
+        self._storage, self._sizes = storage, FileSizes(storage)
         self._unreadable: dict[str, CheckpointError] = {}
 
     def all(self, ranks: Sequence[Metadata]) -> FolderMetadata:
@@ -129,9 +129,8 @@ class _RankMerger:
         """Return whether these hold the same bytes; bytes that cannot be read are reported by their reader."""
         if len(extents) == 1:
             return True
-        for extent in extents:
-            if read_problem(self._storage, name, extent, self._storage.size(extent.file)) is not None:
-                return True
+        if any(self._sizes.problem(name, extent) is not None for extent in extents):
+            return True
         if len({extent.length for extent in extents}) > 1:
             return False
         return len({self._sample(extent) for extent in extents}) == 1

@@ -7,13 +7,11 @@ pickle that describes how the tensor lies in its storage, then a few small membe
    not know them yet, but in a descriptor behind each member.
 2. Read the pickle with stand-ins: dtype, size, strides, offset in the storage.
 3. Chunks of equal shape and dtype have the same head, byte for byte, which is recognized and not parsed again.
-
-A chunk written in safetensors mode has one header for all tensors of its file instead, at the position in the metadata.
 """
 
 from __future__ import annotations
 
-import json
+import io
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,7 +23,7 @@ import torch
 from ...core.catalog.specs import Ints, is_row_major, row_major_strides
 from ...core.words import a
 from ...errors import CorruptError, UnsupportedError
-from ...format.torch_dtypes import TORCH_DTYPES
+from ..zip_records import ZipRecords
 from .metadata import DTYPES, ORDERED_DICT, SIZE
 from .pickle_reader import StandInClass, StandInFunction, read_pickle
 
@@ -78,6 +76,17 @@ class TensorView:
     offset: int
     shape: Ints
     strides: Ints
+
+    @property
+    def is_row_major(self) -> bool:
+        """Whether its elements lie in row-major order, without gaps."""
+        return is_row_major(self.shape, self.strides)
+
+    def is_within(self, num_bytes: int) -> bool:
+        """Tell whether it has elements, and all of them lie within so many bytes of its storage."""
+        last = self.offset + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
+        is_negative = self.offset < 0 or min(self.strides, default=0) < 0
+        return not is_negative and min(self.shape, default=1) > 0 and (last + 1) * self.dtype.itemsize <= num_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,13 +149,13 @@ TENSOR_TABLE: Mapping[tuple[str, str], Any] = {
 }
 
 
-def raw_layout(dtype: torch.dtype, shape: Ints) -> TensorLayout:
-    """The layout of bytes that are a row-major tensor and nothing else."""
-    return TensorLayout(dtype, shape, row_major_strides(shape), 0, prod(shape) * dtype.itemsize)
+def raw_layout(dtype: torch.dtype, shape: Ints, at: int = 0) -> TensorLayout:
+    """The layout of a row-major tensor that has no head of its own."""
+    return TensorLayout(dtype, shape, row_major_strides(shape), at, at + prod(shape) * dtype.itemsize)
 
 
-def read_object(pickled: bytes, storages: Mapping[str, bytes], *, name: str) -> Any:
-    """Read plain data with tensors in it, as ``torch.save`` pickles them, from the pickle and the bytes of its storages.
+def read_object(data: bytes, *, name: str) -> Any:
+    """Read a file of ``torch.save`` that holds plain data with tensors in it.
 
     Raises
     ------
@@ -155,7 +164,10 @@ def read_object(pickled: bytes, storages: Mapping[str, bytes], *, name: str) -> 
     CorruptError
         It is damaged.
     """
+    zipped = ZipRecords(io.BytesIO(data), name)
+    pickled = zipped.read_pickle()
     made = read_pickle(pickled, TENSOR_TABLE, name=name, persistent=stored_at)
+    storages = {key.removeprefix("data/"): zipped.read(key) for key in zipped.storages()}
     try:
         return _ObjectBuilder(storages, len(pickled), name).build(made)
     except (KeyError, RecursionError) as error:
@@ -187,7 +199,7 @@ class _ObjectBuilder:
         if 0 in view.shape:
             return torch.empty(view.shape, dtype=view.dtype, device="cpu")
         self._bytes_left -= prod(view.shape) * view.dtype.itemsize
-        if _head(view, 0, self._name).end > len(data) or self._bytes_left < 0:
+        if not view.is_within(len(data)) or self._bytes_left < 0:
             raise CorruptError(
                 f"{self._name}: a tensor of shape {view.shape} reaches beyond its {len(data)} bytes; use another checkpoint"
             )
@@ -208,7 +220,7 @@ class HeadParser:
 
         Raises
         ------
-        ShortHead
+        HeadTooShort
             More of them are needed.
         CorruptError, UnsupportedError
             It is no tensor that ``torch.save`` made, or not a plain one.
@@ -286,39 +298,7 @@ def _read_view(pickled: bytes, name: str) -> TensorView:
 
 
 def _head(view: TensorView, begin: int, name: str) -> TensorLayout:
-    last = view.offset + sum((n - 1) * s for n, s in zip(view.shape, view.strides, strict=True))
-    beyond = (last + 1) * view.dtype.itemsize > view.storage.num_bytes
-    is_negative = view.offset < 0 or min(view.strides, default=0) < 0
-    if is_negative or min(view.shape, default=1) < 1 or beyond:
+    if not view.is_within(view.storage.num_bytes):
         raise CorruptError(f"{name}: its tensor of shape {view.shape} reaches beyond its storage; use another checkpoint")
     at, end = begin + view.offset * view.dtype.itemsize, begin + view.storage.num_bytes
     return TensorLayout(view.dtype, view.shape, view.strides, at, end)
-
-
-def safetensors_heads(data: bytes, *, name: str) -> dict[str, TensorLayout]:
-    """Parse the layouts of all tensors of a safetensors file, of which `data` are the header and its length.
-
-    Raises
-    ------
-    ShortHead
-        More bytes are needed.
-    CorruptError
-        It is no header of a safetensors file.
-    """
-    begin = 8 + int.from_bytes(data[:8], "little")
-    if len(data) < max(begin, 8):
-        raise HeadTooShort
-    try:
-        header = json.loads(data[8:begin])
-        header.pop("__metadata__", None)
-        return {fqn: _safetensors_layout(entry, begin) for fqn, entry in header.items()}
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise CorruptError(f"{name}: its bytes are neither a zip of torch.save nor a safetensors file ({error})") from None
-
-
-def _safetensors_layout(entry: Mapping[str, Any], begin: int) -> TensorLayout:
-    dtype, shape = TORCH_DTYPES[entry["dtype"]], SIZE.make(entry["shape"])
-    low, high = entry["data_offsets"]
-    if high - low != prod(shape) * dtype.itemsize or low < 0:
-        raise ValueError("a tensor's bytes are not as many as its shape wants")
-    return TensorLayout(dtype, shape, row_major_strides(shape), begin + low, begin + high)

@@ -187,7 +187,7 @@ def _decode(root: dict[str, Any], num_bytes: int) -> Metadata:
         listed.setdefault(fqn, []).append((offset, extents[id(info)]))
     places = {fqn: _by_offset(fqn, pairs) for fqn, pairs in listed.items()}
     heads = _heads(root.get("all_tensor_metadata"))
-    budget = _Budget(num_bytes)
+    num_chunks = 0
     tensors: dict[str, SavedTensor] = {}
     values: dict[str, Extent] = {}
     for fqn, entry in described.items():
@@ -196,7 +196,11 @@ def _decode(root: dict[str, Any], num_bytes: int) -> Metadata:
         if entry.kind.name == "BytesStorageMetadata":
             values[fqn] = places[fqn][None]
         else:
-            tensors[fqn] = _tensor(fqn, _fields(entry, "TensorStorageMetadata"), places.get(fqn, {}), budget, heads.get(fqn))
+            fields = _fields(entry, "TensorStorageMetadata")
+            tensors[fqn] = _tensor(fqn, fields, places.get(fqn, {}), heads.get(fqn))
+            num_chunks += len(fields["chunks"])
+            if num_chunks > num_bytes:  # of a pickle that refers to one list many times
+                raise ValueError("more chunks than its bytes can spell")
     paths = dict(_paths(root.get("planner_data")))
     numbers = {str(key): key for path in paths.values() for key in path if type(key) is int}
     if too_many_alike(numbers.values()) or too_many_alike(paths.values()):
@@ -226,18 +230,6 @@ def _dict(value: Any, what: str) -> dict[Any, Any]:
     return value
 
 
-@dataclass(slots=True)
-class _Budget:
-    """The number of chunks that may still come: without it, a pickle that refers to one list many times would grow."""
-
-    left: int
-
-    def spend(self, count: int) -> None:
-        self.left -= count
-        if self.left < 0:
-            raise ValueError("more chunks than its bytes can spell")
-
-
 def _index(index: Any) -> tuple[str, Ints | None]:
     fields = _fields(index, "MetadataIndex")
     fqn, offset = fields["fqn"], fields.get("offset")
@@ -258,16 +250,11 @@ def _extent(info: Any) -> Extent:
 
 
 def _tensor(
-    fqn: str,
-    fields: dict[str, Any],
-    places: Mapping[Ints | None, Extent],
-    budget: _Budget,
-    heads: Mapping[Ints | None, Any] | None,
+    fqn: str, fields: dict[str, Any], places: Mapping[Ints | None, Extent], heads: Mapping[Ints | None, Any] | None
 ) -> SavedTensor:
     shape, chunks = _size(fields["size"]), fields["chunks"]
     if not isinstance(chunks, list) or prod(max(size, 1) for size in shape) > MAX_ELEMENTS or min(shape, default=0) < 0:
         raise ValueError(f"{fqn} has no chunks, or a size that no tensor has")
-    budget.spend(len(chunks))
     found: dict[Ints, Chunk] = {}
     for chunk in chunks:
         state = _fields(chunk, "ChunkStorageMetadata")

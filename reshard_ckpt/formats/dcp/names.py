@@ -22,7 +22,9 @@ import torch
 
 from ...core.catalog.links import GROUPS, STATE
 from ...core.catalog.specs import StateLink
+from ...format.values import decode_path
 from ...state.optimizer_dicts import OptimizerGroups, flat_hyperparameter, grouped, groups_from_list
+from ...state.scan import Index, saved_path
 from .metadata import Key, Metadata
 
 MODEL = "model"
@@ -50,6 +52,11 @@ class Names:
 def dotted(path: Iterable[Key]) -> str:
     """Join the keys of a path by dots."""
     return ".".join(map(str, path))
+
+
+def key_path(encoded: bytes) -> KeyPath:
+    """Decode the path of a value to keys as DCP spells them."""
+    return tuple(int(key) if isinstance(key, Index) else str(key) for key in saved_path(decode_path(encoded)))
 
 
 def names_of(saved: Metadata, *, as_saved: bool = False) -> Names:
@@ -124,7 +131,7 @@ def groups_from_entries(entries: Mapping[str, GroupEntry], values: Mapping[str, 
 
     Returns
     -------
-    Gathered
+    OptimizerGroups
         None if they are no groups of an optimizer after all.
     """
     owners: dict[int | str, NestedBuilder] = {}

@@ -27,11 +27,11 @@ from ...format.values import decode_value, encode_path, encode_value
 from ...state.optimizer_dicts import OptimizerGroups, groups_from_list
 from ...storage.protocol import Storage, read_range
 from ..catalog_builder import FilePart, ForeignTensor, build_catalog
-from ..protocol import Foreign, RawValue, open_located
-from .chunks import FORMAT, ChunkPlaces, file_sizes, read_problem
+from ..protocol import RawValue, Source, open_located
+from .chunks import FORMAT, FileSizes
 from .chunks import locate as locate_chunks
 from .folder import FolderMetadata, is_folder, read_folder
-from .metadata import Metadata, SavedTensor
+from .metadata import SavedTensor
 from .names import (
     GroupEntry,
     KeyPath,
@@ -50,14 +50,14 @@ MAX_GROUP_ELEMENTS = 1 << 16
 """Elements of a hyperparameter that is a tensor."""
 
 
-def open_path(path: str, *, as_saved: bool = False, otherwise: Callable[[bytes, str], Any] | None = None) -> Foreign | None:
+def open_path(path: str, *, as_saved: bool = False, otherwise: Callable[[bytes, str], Any] | None = None) -> Source | None:
     """Open a path for reading; return None if it is no DCP folder; see `ForeignFormat`, and `read_values` for `otherwise`."""
 
-    def look(storage: Storage, key: str | None) -> Foreign | None:
+    def look(storage: Storage, key: str | None) -> Source | None:
         if key is not None or not is_folder(storage):
             return None
         catalog, raw = _open(storage, as_saved=as_saved, otherwise=otherwise)
-        return Foreign(storage, catalog, FORMAT, advice_on_numbers(catalog), raw)
+        return Source(storage, catalog, FORMAT, advice_on_numbers(catalog), raw)
 
     return open_located(path, look)
 
@@ -84,20 +84,16 @@ def _open(
     """Build the catalog of a folder that ``torch.distributed.checkpoint`` wrote; and find its values as they lie in the files."""
     with garbage_collection_paused():
         folder = read_folder(storage)
-        saved = folder.saved
-        names = names_of(saved, as_saved=as_saved)
-        located, values = locate_chunks(storage, saved.tensors), read_values(storage, saved.values, otherwise)
-        unreadable = {**located.unreadable, **values.unreadable, **folder.unreadable}
-        catalog = _Folder(storage, saved, names, located, values.values, unreadable).catalog(by_number=not as_saved)
-        return catalog, dict(_raw_values(storage, folder))
+        contents = _Folder(storage, folder, names_of(folder.saved, as_saved=as_saved), FORMAT, otherwise)
+        return contents.catalog(by_number=not as_saved), dict(_raw_values(storage, folder))
 
 
 def _raw_values(storage: Storage, folder: FolderMetadata) -> Iterator[tuple[str, RawValue]]:
     """Yield the values whose bytes can be read, including those that only unpickling could make objects of."""
     values = folder.saved.values
-    sizes = file_sizes(storage, iter(values.values()))
+    sizes = FileSizes(storage)
     for name, extent in values.items():
-        if name not in folder.unreadable and read_problem(storage, name, extent, sizes[extent.file]) is None:
+        if name not in folder.unreadable and sizes.problem(name, extent) is None:
             yield name, RawValue(folder.saved.paths.get(name, (name,)), extent.file, extent.offset, extent.length)
 
 
@@ -115,7 +111,7 @@ def garbage_collection_paused() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class MoreContents:
-    """What else belongs to a catalog: tensors in files that come after the folder's own, values, and what cannot be read."""
+    """What else belongs to a catalog: tensors in files of their own, which these number, values, and what cannot be read."""
 
     tensors: Sequence[ForeignTensor] = ()
     files: Sequence[FileEntry] = ()
@@ -131,7 +127,7 @@ def catalog_of(
     folder: FolderMetadata,
     *,
     format: str,
-    more: Callable[[int], MoreContents] = lambda num_files: NO_MORE,
+    more: MoreContents = NO_MORE,
     parameters: Sequence[str] = (),
 ) -> Catalog:
     """Build the catalog of metadata whose paths are already those of this library, from another library's folders.
@@ -139,16 +135,13 @@ def catalog_of(
     Parameters
     ----------
     more
-        Gives what is not in the metadata, from the number of files that come before its own.
+        What is not in the metadata.
     parameters
         The names of all parameters of the optimizer, in any order, where its state has them and its groups have numbers.
     """
     with garbage_collection_paused():
-        saved = folder.saved
-        located, values = locate_chunks(storage, saved.tensors, format=format), read_values(storage, saved.values)
-        unreadable = {**located.unreadable, **values.unreadable, **folder.unreadable}
-        contents = _Folder(storage, saved, names_of(saved, as_saved=True), located, values.values, unreadable, parameters)
-        return contents.catalog(by_number=True, format=format, more=more(len(located.files)))
+        contents = _Folder(storage, folder, names_of(folder.saved, as_saved=True), format, parameters=parameters)
+        return contents.catalog(by_number=True, more=more)
 
 
 class _Folder:
@@ -157,22 +150,23 @@ class _Folder:
     def __init__(
         self,
         storage: Storage,
-        saved: Metadata,
+        folder: FolderMetadata,
         names: Names,
-        located: ChunkPlaces,
-        values: Mapping[str, Any],
-        unreadable: Mapping[str, CheckpointError],
+        format: str,
+        otherwise: Callable[[bytes, str], Any] | None = None,
         parameters: Sequence[str] = (),
     ) -> None:
-        self._parameters = parameters
-        self._storage, self._saved, self._names, self._located = storage, saved, names, located
-        self._values = {name: value for name, value in values.items() if name not in unreadable}
-        self._errors = unreadable
+        self._storage, self._saved, self._names = storage, folder.saved, names
+        self._format, self._parameters = format, parameters
+        self._located = locate_chunks(storage, self._saved.tensors, format=format)
+        read = read_values(storage, self._saved.values, otherwise)
+        self._errors = {**self._located.unreadable, **read.unreadable, **folder.unreadable}
+        self._values = {name: value for name, value in read.values.items() if name not in self._errors}
         self._unreadable: dict[str, CheckpointError] = {}
         self._entries: list[ValueEntry] = []
         self._paths = dict(names.paths)
 
-    def catalog(self, *, by_number: bool, format: str = FORMAT, more: MoreContents = NO_MORE) -> Catalog:
+    def catalog(self, *, by_number: bool, more: MoreContents = NO_MORE) -> Catalog:
         """Build the catalog; with `by_number`, also the groups of optimizers that know parameters by number."""
         for optimizer, entries in self._names.groups.items():
             self._add_groups(optimizer, entries, by_number)
@@ -181,7 +175,10 @@ class _Folder:
         tensors = [found for fqn, path in self._paths.items() if (found := self._tensor(fqn, path)) is not None]
         self._add_values()
         files, values = (*self._located.files, *more.files), [*self._entries, *more.values]
-        catalog = linked(build_catalog([*tensors, *more.tensors], files, values, format=format, where=self._storage.url))
+        before = len(self._located.files)
+        for tensor in more.tensors:
+            tensors.append(replace(tensor, parts=tuple(replace(part, file=part.file + before) for part in tensor.parts)))
+        catalog = linked(build_catalog(tensors, files, values, format=self._format, where=self._storage.url))
         return replace(catalog, unreadable={**self._unreadable, **more.unreadable})
 
     def _tensor(self, fqn: str, path: KeyPath) -> ForeignTensor | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,8 @@ from ...errors import CheckpointError, CorruptError, UnsupportedError
 from ...format.values import encode_value
 from ...storage.protocol import Storage, read_range
 from ..hash_collisions import SMALL_BYTES, refuse_hash_collisions
-from .chunks import file_sizes, read_problem
+from ..zip_records import ZipRecords
+from .chunks import FileSizes
 from .metadata import Extent
 
 MAX_VALUE_BYTES = 4 << 30
@@ -56,9 +58,9 @@ def read_values(
 def _read_all(
     storage: Storage, extents: Mapping[str, Extent], unreadable: dict[str, CheckpointError]
 ) -> Iterator[tuple[str, bytes]]:
-    sizes = file_sizes(storage, iter(extents.values()))
+    sizes = FileSizes(storage)
     for fqn, extent in extents.items():
-        why = read_problem(storage, fqn, extent, sizes[extent.file])
+        why = sizes.problem(fqn, extent)
         if why is None and extent.length > MAX_VALUE_BYTES:
             why = CorruptError(f"{storage.url}: {fqn} has {extent.length} bytes, more than a value has; use another checkpoint")
         if why is not None:
@@ -69,7 +71,7 @@ def _read_all(
 
 def _load(data: bytes, name: str, otherwise: Callable[[bytes, str], Any] | None) -> Any:
     if len(data) > SMALL_BYTES:
-        refuse_hash_collisions(io.BytesIO(data), name)
+        refuse_hash_collisions(ZipRecords(io.BytesIO(data), name).read_pickle(sys.byteorder), name)
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # whatever hostile bytes make torch raise

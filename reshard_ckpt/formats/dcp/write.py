@@ -19,18 +19,18 @@ import torch
 
 from ...core.catalog.links import optimizer_of
 from ...core.catalog.model import Catalog
-from ...core.catalog.specs import Ints, ValueKind, unravel
+from ...core.catalog.specs import Ints, ValueKind
+from ...core.geometry.runs import cut_boxes
 from ...engine.loading.stream import Run, whole_run
 from ...errors import NameCollisionError, UsageError
 from ...format.torch_dtypes import TORCH_DTYPES
 from ...format.values import check_keys, decode_path
 from ...state.optimizer_dicts import flat_groups
-from ...state.scan import Index, saved_path
 from ...storage.protocol import Storage, Writer
 from ..tensor_stream import ByteStream
 from .metadata import METADATA_KEY, Chunk, Extent, SavedTensor
 from .metadata_writer import metadata_bytes
-from .names import KeyPath, dotted, state_path, taken_apart
+from .names import KeyPath, dotted, key_path, state_path, taken_apart
 from .tensor_zip import write_tensor
 
 CHUNK_BYTES = 256 << 20
@@ -195,26 +195,17 @@ def _write_tensors(
 
 def _boxes(catalog: Catalog, index: int, chunk_bytes: int) -> Iterator[tuple[Ints, Ints, Run]]:
     """Cut a tensor into boxes that are contiguous in it, each of at most `chunk_bytes` if its elements allow."""
-    shape = catalog.shape(index)
-    room = max(chunk_bytes // TORCH_DTYPES[catalog.dtype(index)].itemsize, 1)
-    dim = 0
-    while dim < len(shape) and prod(shape[dim + 1 :]) > room:
-        dim += 1
-    if prod(shape) <= room or dim == len(shape):
-        yield (0,) * len(shape), shape, whole_run(catalog, index)
+    shape, whole = catalog.shape(index), whole_run(catalog, index)
+    each = TORCH_DTYPES[catalog.dtype(index)].itemsize
+    if prod(shape) * each <= chunk_bytes:
+        yield (0,) * len(shape), shape, whole
         return
-    inner = prod(shape[dim + 1 :])
-    step = max(room // inner, 1)
-    whole = whole_run(catalog, index)
+    size = np.array([shape], np.int64)
+    _, offsets, lengths = cut_boxes(np.zeros_like(size), size, np.array([each]), np.array([chunk_bytes]))
     start = 0
-    for number in range(prod(shape[:dim])):
-        corner = unravel(number, shape[:dim])
-        for low in range(0, shape[dim], step):
-            length = min(step, shape[dim] - low)
-            offsets = (*corner, low, *(0 for _ in shape[dim + 1 :]))
-            lengths = (*(1 for _ in corner), length, *shape[dim + 1 :])
-            yield offsets, lengths, Run(index, whole.offsets, shape, start, length * inner)
-            start += length * inner
+    for corner, box in zip(map(tuple, offsets.tolist()), map(tuple, lengths.tolist()), strict=True):
+        yield corner, box, Run(index, whole.offsets, shape, start, prod(box))
+        start += prod(box)
 
 
 def lay_out(catalog: Catalog, values: Mapping[str, Any], optimizer: str) -> FolderLayout:
@@ -233,9 +224,7 @@ def lay_out(catalog: Catalog, values: Mapping[str, Any], optimizer: str) -> Fold
         flat[name], paths[name] = value, path
 
     for entry in entries:
-        keys = saved_path(decode_path(entry.path))
-        path = tuple(int(key) if isinstance(key, Index) else str(key) for key in keys)
-        value = values[entry.name]
+        path, value = key_path(entry.path), values[entry.name]
         if entry.kind is ValueKind.PARAM_GROUPS and optimizer == "flat":
             pairs = iter([((*path[:-1], name), leaf) for name, leaf in flat_groups(value)])
         elif entry.kind is ValueKind.PARAM_GROUPS:

@@ -1,31 +1,21 @@
 """Files of ``torch.save`` with more in them than tensors and plain values, read from any store; nothing in them is executed.
 
-1. Find the members from the zip's directory at the end of the file.
+1. Find the records from the zip's directory (`zip_records`).
 2. Read the pickle with stand-ins. Files of many ranks have the same pickle, byte for byte: it is read once.
-3. A tensor is a view of a member, whose place in the file is looked up when it is asked for.
+3. A tensor is a view of a record, whose place in the file is looked up when it is asked for.
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from ...core.catalog.specs import is_row_major
-from ...errors import CorruptError, UnsupportedError
+from ...errors import CorruptError
 from ...format.checksums import digest128
 from ...storage.protocol import Storage
 from ..dcp.heads import TENSOR_TABLE, TensorView, stored_at
 from ..dcp.pickle_reader import Opaque, StandInClass, StandInFunction, Table, read_pickle
-from ..torch_zip import HEAD_BYTES, LEGACY_MAGIC
-
-MAX_PICKLE_BYTES = 1 << 30
-"""Of the description of one file: a thousand times what a large model needs."""
-
-_TAIL_BYTES = 64 << 10
-_END, _END64, _LOCATOR64 = struct.Struct("<4s4H2IH"), struct.Struct("<4sQ2H2I4Q"), struct.Struct("<4sIQI")
-_ENTRY, _LOCAL = struct.Struct("<4s6H3I5H2I"), struct.Struct("<4s5H3I2H")
-_FULL = 0xFFFFFFFF
+from ..zip_records import StoredFile, ZipRecords
 
 
 def _rebuilt(make: Any, kind: Any, arguments: Any, state: Any) -> Any:
@@ -83,10 +73,9 @@ TABLE: Table = {
 class TorchFile:
     """One file: `content` is what was saved, with tensors as `TensorView`."""
 
-    def __init__(self, storage: Storage, key: str, size: int, content: Any, members: Mapping[str, tuple[int, int]]) -> None:
-        self.key, self.size, self.content = key, size, content
-        self._storage, self._members = storage, members
-        self._begins: dict[str, int] = {}
+    def __init__(self, key: str, zipped: ZipRecords, content: Any, name: str) -> None:
+        self.key, self.size, self.content = key, zipped.num_bytes, content
+        self._zipped, self._name = zipped, name
 
     def at(self, tensor: TensorView) -> int:
         """Return the byte of the file at which a tensor's first element lies.
@@ -94,27 +83,27 @@ class TorchFile:
         Raises
         ------
         CorruptError
-            The tensor reaches beyond its member.
+            The tensor reaches beyond its record.
         """
-        last = tensor.offset + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True))
-        is_negative = tensor.offset < 0 or min(tensor.strides, default=0) < 0 or min(tensor.shape, default=1) < 1
-        member = self._members.get(f"data/{tensor.storage.key}")
-        if member is None or is_negative or (last + 1) * tensor.dtype.itemsize > member[1]:
+        record = f"data/{tensor.storage.key}"
+        if record not in self._zipped or not tensor.is_within(self._zipped.size(record)):
             raise CorruptError(
-                f"{self._storage.url}: {self.key} has a tensor of shape {tensor.shape} that reaches beyond its data; use "
-                "another copy"
+                f"{self._name} has a tensor of shape {tensor.shape} that reaches beyond its data; use another copy"
             )
-        return self._begin(tensor.storage.key, *member) + tensor.offset * tensor.dtype.itemsize
+        return self._zipped.begin(record) + tensor.offset * tensor.dtype.itemsize
 
     def stored(self, key: str) -> bytes:
         """Read all bytes of a storage."""
-        header, size = self._members[f"data/{key}"]
-        return _read(self._storage, self.key, self._begin(key, header, size), size)
+        return self._zipped.read(f"data/{key}")
 
-    def _begin(self, key: str, header: int, size: int) -> int:
-        if key not in self._begins:
-            self._begins[key] = _begin(self._storage, self.key, self.size, header, size)
-        return self._begins[key]
+
+@dataclass(frozen=True, slots=True)
+class FileTensor:
+    """A tensor of a module or a layer, and the file that it is in."""
+
+    fqn: str
+    view: TensorView
+    file: TorchFile
 
 
 class FileReader:
@@ -134,104 +123,12 @@ class FileReader:
         UnsupportedError
             It is of the format before torch 1.6, or of a machine of another byte order.
         """
-        storage, size = self._storage, self._storage.size(key)
+        name, size = f"{self._storage.url}: {key}", self._storage.size(key)
         if size is None:
-            raise CorruptError(f"{storage.url}: {key} is missing; copy it, or use another checkpoint")
-        members = _members(storage, key, size)
-        order = members.get("byteorder")
-        if order is not None and order[1] < 16 and _read_member(storage, key, size, order) not in (b"", b"little"):
-            raise UnsupportedError(f"{storage.url}: {key} was written on a machine of another byte order; save it again there")
-        described = members.get("data.pkl")
-        if described is None or described[1] > MAX_PICKLE_BYTES:
-            raise CorruptError(f"{storage.url}: {key} is a zip, but not one that torch.save wrote; use another copy")
-        data = _read_member(storage, key, size, described)
+            raise CorruptError(f"{name} is missing; copy it, or use another checkpoint")
+        zipped = ZipRecords(StoredFile(self._storage, key, size), name)
+        data = zipped.read_pickle()
         digest = digest128(data)
         if digest not in self._known:
-            name = f"{storage.url}: {key}"
             self._known[digest] = read_pickle(data, self._table, name=name, persistent=stored_at, opaque=True)
-        return TorchFile(storage, key, size, self._known[digest], members)
-
-
-def is_contiguous(tensor: TensorView) -> bool:
-    """Tell whether the elements of a tensor lie in row-major order, without gaps."""
-    return is_row_major(tensor.shape, tensor.strides)
-
-
-def _read(storage: Storage, key: str, offset: int, size: int) -> bytes:
-    data = bytearray(size)
-    storage.read_into(key, offset, [memoryview(data)])
-    return bytes(data)
-
-
-def _damaged(storage: Storage, key: str, why: str) -> CorruptError:
-    return CorruptError(f"{storage.url}: {key} is no whole zip, as torch.save writes it ({why}); use another copy")
-
-
-def _members(storage: Storage, key: str, size: int) -> dict[str, tuple[int, int]]:
-    """Read the directory: the place of the local header and the size of each member, by its name below the root folder."""
-    tail = _read(storage, key, max(size - _TAIL_BYTES, 0), min(size, _TAIL_BYTES))
-    at = tail.rfind(b"PK\x05\x06")
-    if at < 0 or len(tail) < at + _END.size:
-        if _read(storage, key, 0, min(size, HEAD_BYTES)).startswith(LEGACY_MAGIC):
-            raise UnsupportedError(
-                f"{storage.url}: {key} is of torch's old format, without places of its tensors; write it anew with torch"
-            )
-        raise _damaged(storage, key, "its end is missing")
-    *_, num, length, begin, _ = _END.unpack_from(tail, at)
-    if at >= _LOCATOR64.size and tail[at - _LOCATOR64.size :].startswith(b"PK\x06\x07"):
-        place = _LOCATOR64.unpack_from(tail, at - _LOCATOR64.size)[2]
-        if place > size - _END64.size:
-            raise _damaged(storage, key, "its directory is not where it should be")
-        *_, num, length, begin = _END64.unpack(_read(storage, key, place, _END64.size))
-    if begin + length > size or num * _ENTRY.size > length:
-        raise _damaged(storage, key, "its directory is not where it should be")
-    return _entries(storage, key, _read(storage, key, begin, length), num)
-
-
-def _entries(storage: Storage, key: str, directory: bytes, num: int) -> dict[str, tuple[int, int]]:
-    members: dict[str, tuple[int, int]] = {}
-    at = 0
-    for _ in range(num):
-        if len(directory) < at + _ENTRY.size:
-            raise _damaged(storage, key, "its directory is cut")
-        magic, _, _, flags, method, *_, packed, size, name_bytes, extra_bytes, note_bytes, _, _, _, header = _ENTRY.unpack_from(
-            directory, at
-        )
-        if magic != b"PK\x01\x02" or method or flags & 1 or packed != size:
-            raise _damaged(storage, key, "a member is compressed, or its directory is damaged")
-        name_end = at + _ENTRY.size + name_bytes
-        name = directory[at + _ENTRY.size : name_end].decode(errors="replace")
-        if _FULL in (size, header):
-            size, header = _large(directory[name_end : name_end + extra_bytes], size, packed, header)
-        members[name.partition("/")[2]] = header, size
-        at = name_end + extra_bytes + note_bytes
-    return members
-
-
-def _large(extra: bytes, size: int, packed: int, header: int) -> tuple[int, int]:
-    """Take a size and a place that need 64 bits from the extra field."""
-    at = 0
-    while at + 4 <= len(extra):
-        kind, length = struct.unpack_from("<2H", extra, at)
-        if kind == 1:
-            numbers = list(struct.unpack_from(f"<{length // 8}Q", extra, at + 4)) if at + 4 + length <= len(extra) else []
-            # In this order, and only those that do not fit into 32 bits.
-            wide = [numbers.pop(0) if value == _FULL and numbers else value for value in (size, packed, header)]
-            return wide[0], wide[2]
-        at += 4 + length
-    return size, header
-
-
-def _begin(storage: Storage, key: str, file_size: int, header: int, size: int) -> int:
-    """Find where the bytes of a member begin: behind its local header, whose length the directory does not tell."""
-    if header + _LOCAL.size > file_size:
-        raise _damaged(storage, key, "a member lies beyond its end")
-    magic, *_, name_bytes, extra_bytes = _LOCAL.unpack(_read(storage, key, header, _LOCAL.size))
-    begin = int(header + _LOCAL.size + name_bytes + extra_bytes)
-    if magic != b"PK\x03\x04" or begin + size > file_size:
-        raise _damaged(storage, key, "a member is not where the directory says")
-    return begin
-
-
-def _read_member(storage: Storage, key: str, file_size: int, member: tuple[int, int]) -> bytes:
-    return _read(storage, key, _begin(storage, key, file_size, *member), member[1])
+        return TorchFile(key, zipped, self._known[digest], name)

@@ -5,41 +5,40 @@ Tensors, boxes and files are numbered as they come; rows come as whole arrays. `
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
 from typing import Any
 
 import numpy as np
 import torch
 
-from ...core.catalog.links import link_columns
-from ...core.catalog.model import BoxTable, Catalog, FileEntry, RowTable, TensorKind, TensorTable, ValueEntry
+from ...core.catalog.model import BoxTable, Catalog, RowTable, ValueEntry
 from ...core.catalog.specs import Ints, StateLink, ValueKind
-from ...core.geometry.dtypes import CODES
 from ...core.geometry.runs import I64, pad_rows
-from ...errors import CheckpointError, CorruptError
-from ...format.catalog_check import problems
-from ...format.torch_dtypes import TORCH_DTYPES
+from ...errors import CheckpointError, CorruptError, UnsupportedError
+from ...format.torch_dtypes import TORCH_DTYPES, dtype_code
 from ...format.values import encode_path, encode_value
-from ..catalog_builder import foreign_file
+from ..catalog_builder import ForeignTensor, assemble, foreign_file, num_dims
+from ..dcp.chunks import run_lengths, runs_of
+from ..dcp.heads import TensorView
+from .archive import TorchFile
+from .layout import MASTER, Params, Runs, parameter_name, state_link
+from .shards import Shard
+
+FORMAT = "deepspeed"
+MAX_RUNS = 1 << 20
+"""Of a tensor that does not lie in row-major order."""
 
 Numbers = I64 | int
 
 
 class CatalogColumns:
-    """What a catalog is made of, on its way to one.
+    """What a catalog is made of, on its way to one; messages call the checkpoint `where`."""
 
-    Parameters
-    ----------
-    format
-        The name of the format, which stands for the save id that there is none of.
-    where
-        What the checkpoint is called in messages.
-    """
-
-    def __init__(self, format: str, where: str) -> None:
+    def __init__(self, where: str) -> None:
         self.where = where
         self.unreadable: dict[str, CheckpointError] = {}
-        self._format = format
         self._files: dict[str, int] = {}
         self._file_sizes: list[int] = []
         self._tensors: dict[str, int] = {}
@@ -110,6 +109,54 @@ class CatalogColumns:
         )
         self._rows.append(tuple(columns))
 
+    def add_whole(self, file: TorchFile, name: str, view: TensorView, link: StateLink | None = None) -> None:
+        """Add a tensor that a file has whole, in whatever order its elements lie."""
+        self.add_shard(file, name, view, Shard.whole(view.shape), link)
+
+    def add_shard(self, file: TorchFile, name: str, view: TensorView, shard: Shard, link: StateLink | None = None) -> None:
+        """Add a tensor of which a file has a part."""
+        tensor = self.tensor(name, dtype_code(view.dtype, name), shard.shape, link)
+        if not prod(view.shape) or not shard.segments:
+            return
+        at, each, number = file.at(view), view.dtype.itemsize, self.file(file.key, file.size)
+        if view.is_row_major:
+            for segment in shard.segments:
+                box = self.box(segment.offsets, segment.lengths)
+                self.rows(tensor, box, 0, prod(segment.lengths), number, at + segment.at * each)
+            return
+        num = prod(view.shape) // prod(run_lengths(view.shape, view.strides))
+        if len(shard.segments) > 1 or shard.segments[0].lengths != view.shape or num > MAX_RUNS:
+            raise UnsupportedError(f"{name}: lies in {file.key} with strides {view.strides}; save it contiguous")
+        lengths, corners, starts = runs_of(view.shape, view.strides)
+        for corner, start in zip((corners + np.array(shard.segments[0].offsets)).tolist(), starts.tolist(), strict=True):
+            self.rows(tensor, self.box(tuple(corner), lengths), 0, prod(lengths), number, at + start * each)
+
+    def add_runs(self, file: TorchFile, names: FlatNames, tensor: TensorView, runs: Runs) -> None:
+        """Add the runs of parameters in a flat tensor, which lies in a file."""
+        if not tensor.is_row_major:
+            raise CorruptError(f"{self.where}: a flat tensor in {file.key} has strides {tensor.strides}; use another copy")
+        if not len(runs.param):
+            return
+        number, at, each = self.file(file.key, file.size), file.at(tensor), tensor.dtype.itemsize
+        box = names.box[runs.param]
+        plain_ones = box >= 0
+        self.rows(
+            names.tensor[runs.param][plain_ones],
+            box[plain_ones],
+            runs.start[plain_ones],
+            runs.count[plain_ones],
+            number,
+            at + runs.at[plain_ones] * each,
+        )
+        others = (column[~plain_ones].tolist() for column in (runs.param, runs.start, runs.count, runs.at))
+        for param, start, count, place in zip(*others, strict=True):
+            for segment in names.shards[param].segments:
+                low, high = max(start, segment.at), min(start + count, segment.at + prod(segment.lengths))
+                if low < high:
+                    inside = self.box(segment.offsets, segment.lengths)
+                    offset = at + (place + low - start) * each
+                    self.rows(names.tensor[param], inside, low - segment.at, high - low, number, offset)
+
     def value(self, path: Sequence[Any], value: Any, kind: ValueKind = ValueKind.PLAIN, link: StateLink | None = None) -> None:
         """Add a value at a path of the state; one that is no plain value becomes unreadable by name."""
         name = ".".join(str(key[0]) if isinstance(key, tuple) else str(key) for key in path)
@@ -131,44 +178,42 @@ class CatalogColumns:
                 source = self._tensors[of]
                 self.tensor(name, self._dtypes[source], self._shapes[source])
         names = sorted(self._tensors)
-        index = {name: i for i, name in enumerate(names)}
         order = np.array([self._tensors[name] for name in names], np.int64)
+        tensors = [
+            ForeignTensor(name, self._dtypes[i], self._shapes[i], (), self._aliases.get(name), self._links[i])
+            for name, i in zip(names, order.tolist(), strict=True)
+        ]
         place = np.empty(len(order), np.int64)
         place[order] = np.arange(len(order))
-        width = max((len(shape) for shape in self._shapes), default=1) or 1
-        shapes = [self._shapes[i] for i in order]
         tensor, *rows = (np.concatenate(c) for c in zip(*self._rows, strict=True)) if self._rows else [np.zeros(0, np.int64)] * 6
-        tensor = place[tensor]
-        sorting = np.argsort(tensor, kind="stable")
-        catalog = Catalog(
-            save_id=self._format,
-            created_s=0.0,  # so that copies of one checkpoint, on the disks of several nodes, have one catalog
-            mesh=None,
-            metadata=None,
-            tensors_table=TensorTable(
-                names=tuple(names),
-                dtype=np.array([CODES.index(self._dtypes[i]) for i in order], np.uint8),
-                kind=np.full(len(order), TensorKind.TENSOR, np.uint8),
-                ndim=np.array([len(shape) for shape in shapes], np.int64),
-                shape=pad_rows(shapes, width, 1),
-                alias=self._alias_column(names, index),
-                placement=np.full(len(order), -1, np.int64),
-                row_start=np.searchsorted(tensor[sorting], np.arange(len(order) + 1)).astype(np.int64),
-                **link_columns(names, [self._links[i] for i in order], index),
-            ),
-            placements=(),
-            boxes=BoxTable(pad_rows([o for o, _ in self._boxes], width, 0), pad_rows([n for _, n in self._boxes], width, 1)),
-            rows=RowTable(*(column[sorting] for column in rows)),
-            files=tuple(self._file_entries()),
-            values_table=tuple(self._values[name] for name in sorted(self._values)),
-            unreadable=self.unreadable,
+        sorting, width = np.argsort(place[tensor], kind="stable"), num_dims(tensors)
+        catalog = assemble(
+            tensors,
+            np.bincount(place[tensor], minlength=len(order)),
+            BoxTable(pad_rows([o for o, _ in self._boxes], width, 0), pad_rows([n for _, n in self._boxes], width, 1)),
+            RowTable(*(column[sorting] for column in rows)),
+            (foreign_file(key, size, FORMAT) for key, size in zip(self._files, self._file_sizes, strict=True)),
+            (self._values[name] for name in sorted(self._values)),
+            format=FORMAT,
+            where=self.where,
         )
-        for problem in problems(catalog):
-            raise CorruptError(f"{self.where}: {problem}; use another checkpoint")
-        return catalog
+        return replace(catalog, unreadable=self.unreadable)
 
-    def _alias_column(self, names: Sequence[str], index: Mapping[str, int]) -> I64:
-        return np.array([index.get(self._aliases.get(name, ""), -1) for name in names], np.int64)
 
-    def _file_entries(self) -> Iterable[FileEntry]:
-        return (foreign_file(key, size, self._format) for key, size in zip(self._files, self._file_sizes, strict=True))
+class FlatNames:
+    """The tensors of one key of a flat group: for each parameter the tensor's number, and its one box where it has just one."""
+
+    def __init__(self, columns: CatalogColumns, params: Params, shards: Sequence[Shard], key: str, dtype: str) -> None:
+        self.shards = shards
+        numbers, boxes = [], []
+        for fqn, shard in zip(params.names, shards, strict=True):
+            link = None if key == MASTER else state_link(fqn, key)
+            name = parameter_name(fqn) if link is None else link.name
+            numbers.append(columns.tensor(name, dtype, shard.shape, link) if shard.readable else -1)
+            one = shard.segments[0] if len(shard.segments) == 1 else None
+            boxes.append(-1 if one is None else columns.box(one.offsets, one.lengths))
+        self.tensor, self.box = np.array(numbers, np.int64), np.array(boxes, np.int64)
+
+
+KnownNames = dict[tuple[Any, str, str], FlatNames]
+"""By group, key and dtype."""

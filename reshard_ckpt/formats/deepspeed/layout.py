@@ -24,12 +24,24 @@ from typing import Any
 
 import numpy as np
 
-from ...core.catalog.specs import Ints
+from ...core.catalog.param_groups import hyperparameters
+from ...core.catalog.specs import Ints, StateLink
 from ...core.geometry.runs import I64
 from ...errors import CorruptError, UnsupportedError
 
+MODEL, OPTIMIZER = "model", "optimizer"
 MASTER = "fp32"
 """The key under which the master weights stand beside the state of the optimizer."""
+
+
+def parameter_name(fqn: str) -> str:
+    """Return the name of a parameter or buffer."""
+    return f"{MODEL}.{fqn}"
+
+
+def state_link(fqn: str, key: str) -> StateLink:
+    """Link an entry of the optimizer's state to its parameter."""
+    return StateLink(OPTIMIZER, fqn, key, parameter_name(fqn))
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,11 +279,6 @@ def _flat_group(params: Params, runs: Runs, length: int, master: Any, state: Map
                 f"{where}: its state {key} has shape {tuple(shape)} and not {needed}, so that its elements belong to no parameter"
             )
     return FlatGroup(params, runs, tensors, values)
-
-
-def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a group without the parameters that it lists."""
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def _check_lengths(where: str, num: int, **found: Sequence[Any]) -> None:

@@ -17,7 +17,7 @@ from ...format.values import decode_path, encode_value
 from ...state.shards import FlatShard, LocalShard
 from ...storage import open_storage
 from .folder import LATEST
-from .rows import OPTIMIZER
+from .layout import OPTIMIZER
 from .shards import Shard
 from .values import ROOT
 

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from ...errors import CorruptError, UnsupportedError
 from .archive import TorchFile
 from .columns import CatalogColumns
-from .layout import Params
-from .rows import parameter_name
+from .layout import Params, parameter_name
 from .shapes import local_shapes
 from .shards import Shard, TensorParallel
 

@@ -7,30 +7,21 @@ stages that have one of these places: the first counts. The name by layer is a s
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ...core.catalog.specs import Ints
 from ...errors import CorruptError, UnsupportedError
 from ..dcp.heads import TensorView
 from ..dcp.pickle_reader import StandInObject
-from .archive import FileReader, TorchFile
+from .archive import FileReader, FileTensor
 from .folder import Rank
-from .layout import Params
+from .layout import MODEL, Params
 
 TIED = "tied_modules."
 """What the names of tied modules begin with."""
 
 
-@dataclass(frozen=True, slots=True)
-class LayerTensor:
-    """A tensor of a layer, and its file."""
-
-    file: TorchFile
-    view: TensorView
-
-
-def open_layers(reader: FileReader, layers: Mapping[Rank, str], where: str) -> dict[str, LayerTensor]:
+def open_layers(reader: FileReader, layers: Mapping[Rank, str], where: str) -> dict[str, FileTensor]:
     """Return the tensors of all layers, under the names that the module of the pipeline gives them.
 
     Raises
@@ -38,7 +29,7 @@ def open_layers(reader: FileReader, layers: Mapping[Rank, str], where: str) -> d
     UnsupportedError
         Layers are divided among tensor-parallel ranks.
     """
-    found: dict[str, LayerTensor] = {}
+    found: dict[str, FileTensor] = {}
     for (layer, mp), key in sorted(layers.items()):
         if mp:
             raise UnsupportedError(
@@ -48,14 +39,13 @@ def open_layers(reader: FileReader, layers: Mapping[Rank, str], where: str) -> d
         file = reader.open(key)
         if not isinstance(file.content, dict):
             raise CorruptError(f"{where}: {key} holds no layer of a pipeline; use another copy")
-        found |= {
-            f"{layer}.{name}": LayerTensor(file, view) for name, view in file.content.items() if isinstance(view, TensorView)
-        }
+        tensors = {f"{layer}.{name}": view for name, view in file.content.items() if isinstance(view, TensorView)}
+        found |= {fqn: FileTensor(fqn, view, file) for fqn, view in tensors.items()}
     return found
 
 
 def tied_names(
-    layers: Mapping[str, LayerTensor], shapes: Mapping[str, Ints], model: str, is_cast: Callable[[LayerTensor, str], bool]
+    layers: Mapping[str, FileTensor], shapes: Mapping[str, Ints], is_cast: Callable[[FileTensor, str], bool]
 ) -> dict[str, str]:
     """Find which tensors of layers are those of a tied module: the only one that ends alike, has the same shape, and is the same.
 
@@ -72,21 +62,21 @@ def tied_names(
     -------
     The name in the catalog of the tied module's tensor, by the name by layer.
     """
-    tied = [name for name in shapes if name.startswith(f"{model}.{TIED}")]
-    known = {name.partition(".")[2].partition(".")[0] for name in shapes if name.startswith(f"{model}.")}
+    tied = [name for name in shapes if name.startswith(f"{MODEL}.{TIED}")]
+    known = {name.partition(".")[2].partition(".")[0] for name in shapes if name.startswith(f"{MODEL}.")}
     found = {}
     for fqn, layer in layers.items():
         number, _, rest = fqn.partition(".")
         if number in known:
             continue
-        alike = [name for name in tied if name.removeprefix(f"{model}.{TIED}").partition(".")[2] == rest]
+        alike = [name for name in tied if name.removeprefix(f"{MODEL}.{TIED}").partition(".")[2] == rest]
         same = [name for name in alike if shapes[name] == layer.view.shape and is_cast(layer, name)]
         if len(same) == 1:
             found[fqn] = same[0]
     return found
 
 
-def params_of_fragments(mappings: Sequence[Any], layers: Mapping[str, LayerTensor], where: str) -> list[Params]:
+def params_of_fragments(mappings: Sequence[Any], layers: Mapping[str, FileTensor], where: str) -> list[Params]:
     """Return the parameters of each flat group from the fragments that each data-parallel rank says it holds.
 
     Parameters
@@ -115,7 +105,7 @@ def _length(fragment: Any, where: str) -> int:
     return length
 
 
-def _shape(fqn: str, size: int, layers: Mapping[str, LayerTensor], where: str) -> Ints:
+def _shape(fqn: str, size: int, layers: Mapping[str, FileTensor], where: str) -> Ints:
     """Look up the shape of a parameter; that of a tied one is the shape of a layer of that size that ends alike."""
     if fqn in layers:
         return layers[fqn].view.shape

@@ -1,4 +1,4 @@
-"""Reading the folder of one DeepSpeed checkpoint as a checkpoint of this library: a catalog over its files.
+"""Reading the folder of a DeepSpeed checkpoint, or a universal one, as a checkpoint of this library: a catalog over its files.
 
 1. Open a file of model states for each model-parallel rank: names, shapes, buffers, values (`archive`).
 2. For each data-parallel rank, find the runs of parameters in the flat tensors of its optimizer (`layout`), and add them as rows:
@@ -19,52 +19,53 @@ import numpy as np
 import torch
 
 from ...core.catalog.model import Catalog
+from ...core.catalog.param_groups import hyperparameters
 from ...core.catalog.specs import Ints
 from ...errors import CorruptError, UnsupportedError
 from ...format.torch_dtypes import dtype_code
 from ...storage.protocol import Storage
 from ..dcp.heads import TensorView
 from ..dcp.read import garbage_collection_paused
-from .archive import FileReader, TorchFile, is_contiguous
-from .columns import CatalogColumns
+from ..protocol import Source, open_located
+from .archive import FileReader, FileTensor, TorchFile
+from .columns import FORMAT, CatalogColumns, FlatNames, KnownNames
 from .experts import module_files, named_globally, placed_groups, refuse_other_order
-from .folder import TagFiles
+from .folder import TagFiles, tag_files
 from .layout import (
     MASTER,
+    MODEL,
+    OPTIMIZER,
     FlatGroup,
     Params,
     RankState,
     Runs,
-    hyperparameters,
     num_ranks_of,
     open_state,
+    parameter_name,
+    state_link,
     striped_runs,
-)  # fmt: skip
+)
 from .parts import ModelParallelParts
-from .pipeline import TIED, LayerTensor, open_layers, params_of_fragments, tied_names
-from .rows import MODEL, OPTIMIZER, FlatNames, KnownNames, TensorAdder, parameter_name, state_link
+from .pipeline import TIED, open_layers, params_of_fragments, tied_names
 from .shapes import shapes_in, shapes_of
 from .shards import Shard, TensorParallel
 from .state import StateAdder
 from .universal import add_universal
-from .unpartitioned import SAMPLE, Candidate, apart, by_shapes, flat_groups, numbers_of
+from .unpartitioned import SAMPLE, apart, by_shapes, flat_groups, numbers_of
 from .values import NOT_VALUES, ROOT, plain
 
-FORMAT = "deepspeed"
+
+def open_path(path: str) -> Source | None:
+    """Open a path for reading; return None if it is no folder of DeepSpeed; see `ForeignFormat`."""
+    return open_located(path, _look)
 
 
-def open_tag(storage: Storage, files: TagFiles) -> Catalog:
-    """Build the catalog of a checkpoint.
-
-    Raises
-    ------
-    CorruptError
-        A file is missing, cut or damaged, or is not of the same save as the others.
-    UnsupportedError
-        It is of a kind that is not read; the message says which.
-    """
+def _look(storage: Storage, key: str | None) -> Source | None:
+    files = None if key is not None else tag_files(storage)
+    if files is None:
+        return None
     with garbage_collection_paused():
-        return _Tag(storage, files).catalog()
+        return Source(storage, _Tag(storage, files).catalog(), FORMAT)
 
 
 _NOTHING = object()
@@ -76,9 +77,8 @@ class _Tag:
     def __init__(self, storage: Storage, files: TagFiles) -> None:
         self._storage, self._files, self._reader = storage, files, FileReader(storage)
         self._where = storage.url
-        self._columns = CatalogColumns(FORMAT, storage.url)
-        self._add = TensorAdder(self._columns)
-        self._state = StateAdder(self._add)
+        self._columns = CatalogColumns(storage.url)
+        self._state = StateAdder(self._columns)
         self._models = [self._model(mp) for mp in range(files.num_models)]
         first = self._models[0].content
         self._is_striped = (0, 1) in files.models or any(dp for _, dp in files.models) or self._zero_stage() == 3
@@ -166,7 +166,7 @@ class _Tag:
     def _params(self, mp: int, model: TorchFile) -> list[Params]:
         """Return the parameters of each flat group; BF16_Optimizer of a pipeline without ZeRO has them beside its parts."""
         if model.content.get("param_shapes") is not None:
-            return [Params.of(shapes) for shapes in shapes_in(model, "param_shapes")]
+            return [Params.of(shapes) for shapes in shapes_in(model)]
         states = [self._optimizer_state(mp, dp)[1] for dp in range(self._num_dp)]
         return params_of_fragments([state.get("param_slice_mappings") for state in states], self._layers, model.key)
 
@@ -176,7 +176,7 @@ class _Tag:
             at = which, key, dtype_code(tensor.dtype, f"{file.key}: {key}")
             if at not in names:
                 names[at] = FlatNames(self._columns, group.params, shards, key, at[2])
-            self._add.runs(file, names[at], tensor, group.runs)
+            self._columns.add_runs(file, names[at], tensor, group.runs)
 
     def _check_num_ranks(self, opened: RankState, file: TorchFile) -> None:
         if max(opened.num_ranks, default=self._num_dp) != self._num_dp:
@@ -207,23 +207,19 @@ class _Tag:
                 return
         self._state.refuse(where)
 
-    def _candidates(self, model: TorchFile) -> list[Candidate]:
+    def _candidates(self, model: TorchFile) -> list[FileTensor]:
         """List what may be a parameter; of a pipeline, first what no stage before has had."""
         if self._layers:
-            tensors = {fqn: layer.view for fqn, layer in self._layers.items()}
-            tensors = dict(sorted(tensors.items(), key=lambda item: self._parts.has_home(item[0])))
+            found = sorted(self._layers.values(), key=lambda one: self._parts.has_home(one.fqn))
         else:
             module = model.content["module"] or {}
-            tensors = {fqn: view for fqn, view in module.items() if isinstance(view, TensorView)}
+            found = [FileTensor(fqn, view, model) for fqn, view in module.items() if isinstance(view, TensorView)]
         buffers = {name for one in self._models for name in one.content.get("buffer_names") or ()}
-        skipped = {*buffers, *(() if self._layers else self._aliases(model, tensors))}
-        return [Candidate(fqn, view, self._file_of(model, fqn)) for fqn, view in tensors.items() if fqn not in skipped]
-
-    def _file_of(self, model: TorchFile, fqn: str) -> TorchFile:
-        return self._layers[fqn].file if fqn in self._layers else model
+        skipped = {*buffers, *(() if self._layers else self._aliases(model, {one.fqn: one.view for one in found}))}
+        return [one for one in found if one.fqn not in skipped]
 
     def _names_apart(
-        self, model: TorchFile, state: Mapping[str, Any], module: Sequence[Candidate], where: str
+        self, model: TorchFile, state: Mapping[str, Any], module: Sequence[FileTensor], where: str
     ) -> list[list[str]] | None:
         if "fp32_groups" in state:
             return apart(state["fp32_groups"], model, module, self._read)
@@ -242,12 +238,12 @@ class _Tag:
         mine = dict(zip(params.names, self._parts.shards(mp, params), strict=True))
         for master, fqn in zip((m for group in state.get("fp32_groups", ()) for m in group), fqns.values(), strict=False):
             if mine[fqn].readable:
-                self._add.shard(model, parameter_name(fqn), master, mine[fqn])
+                self._columns.add_shard(model, parameter_name(fqn), master, mine[fqn])
         for number, entries in base["state"].items():
             fqn = fqns[number]
             for key, value in entries.items() if mine[fqn].readable else ():
                 if isinstance(value, TensorView) and value.shape == shapes[fqn]:
-                    self._add.shard(model, state_link(fqn, key).name, value, mine[fqn], state_link(fqn, key))
+                    self._columns.add_shard(model, state_link(fqn, key).name, value, mine[fqn], state_link(fqn, key))
                 else:
                     self._state.entry(model, state_link(fqn, key), value)
         groups = zip(base["param_groups"], names, strict=True)
@@ -263,10 +259,10 @@ class _Tag:
         self._storage.read_into(file.key, file.at(view) + first * view.dtype.itemsize, [memoryview(data)])
         return torch.frombuffer(data, dtype=view.dtype)
 
-    def _is_cast(self, layer: LayerTensor, name: str) -> bool:
+    def _is_cast(self, layer: FileTensor, name: str) -> bool:
         """Tell whether a tensor of a layer is one of the catalog, cast to its dtype: some elements are compared."""
         size = prod(layer.view.shape)
-        if not size or not is_contiguous(layer.view):
+        if not size or not layer.view.is_row_major:
             return False
         for i in sorted({(size - 1) * k // (SAMPLE - 1) for k in range(SAMPLE)}):
             place, data = self._columns.place(name, i), bytearray(8)
@@ -288,7 +284,7 @@ class _Tag:
                 f"{self._where}: the buffer {missing} is in no file of a layer; copy "
                 f"layer_{missing.partition('.')[0]:0>2}-model_states.pt, or use another checkpoint"
             )
-        tied = tied_names(self._layers, self._columns.shapes(), MODEL, self._is_cast)
+        tied = tied_names(self._layers, self._columns.shapes(), self._is_cast)
         for fqn, layer in self._layers.items():
             name = parameter_name(fqn)
             if name in self._masters:
@@ -296,7 +292,7 @@ class _Tag:
             if fqn in tied:
                 self._columns.alias(name, tied[fqn])
             else:
-                self._add.whole(layer.file, name, layer.view)
+                self._columns.add_whole(layer.file, name, layer.view)
 
     def _add_experts(self) -> None:
         """Add what the files of experts have and no optimizer. Without ZeRO, nothing names what the optimizer has of them."""
@@ -304,7 +300,7 @@ class _Tag:
             file = self._reader.open(key)
             for fqn, view in file.content.items() if isinstance(file.content, dict) else ():
                 if isinstance(view, TensorView) and parameter_name(fqn) not in self._masters:
-                    self._add.whole(file, parameter_name(fqn), view)
+                    self._columns.add_whole(file, parameter_name(fqn), view)
         if self._experts and not self._files.optimizers:
             self._state.refuse(f"{self._where}: {self._files.experts[0]}")
 
@@ -337,9 +333,9 @@ class _Tag:
         elif self._parts.is_tensor_parallel and not is_buffer:
             shard = self._parts.tensor_parallel_shard(mp, fqn)
             if shard.readable:
-                self._add.shard(model, name, view, shard)
+                self._columns.add_shard(model, name, view, shard)
         elif self._parts.counts(mp, fqn):
-            self._add.whole(model, name, view)
+            self._columns.add_whole(model, name, view)
 
     def _add_frozen(self, mp: int, frozen: Mapping[str, Ints]) -> None:
         """Add frozen parameters of ZeRO-3, of which each rank has a stripe."""
@@ -360,7 +356,7 @@ class _Tag:
                 one = Runs(*(np.array([n], np.int64) for n in (0, start, count, 0)))
                 only = Params.of({params.names[i]: params.shapes[i]})
                 names = FlatNames(self._columns, only, [shards[i]], MASTER, dtype_code(view.dtype, params.names[i]))
-                self._add.runs(file, names, view, one)
+                self._columns.add_runs(file, names, view, one)
 
     def _aliases(self, model: TorchFile, tensors: Mapping[str, TensorView]) -> dict[str, str]:
         """Find second names: those that rank 0 recorded, and those of the very same memory."""

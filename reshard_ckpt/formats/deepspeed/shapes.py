@@ -14,11 +14,11 @@ from ..dcp.heads import TensorView
 from .archive import TorchFile
 
 
-def shapes_in(model: TorchFile, key: str) -> list[dict[str, Ints]]:
-    """Return what is at a key such as ``param_shapes``: for each flat group, the shapes of its parameters."""
-    found = model.content.get(key)
+def shapes_in(model: TorchFile) -> list[dict[str, Ints]]:
+    """Return for each flat group the shapes of its parameters."""
+    found = model.content.get("param_shapes")
     if not isinstance(found, list | tuple | None):
-        raise CorruptError(f"{model.key}: its {key} is no list; use another copy")
+        raise CorruptError(f"{model.key}: its param_shapes are no list; use another copy")
     return [shapes_of(shapes, model.key) for shapes in found or ()]
 
 
@@ -27,7 +27,7 @@ def local_shapes(model: TorchFile) -> dict[str, Ints]:
     module = model.content["module"]
     found = {fqn: view.shape for fqn, view in (module or {}).items() if isinstance(view, TensorView)}
     found |= shapes_of(model.content.get("frozen_param_shapes"), model.key)
-    for shapes in shapes_in(model, "param_shapes"):
+    for shapes in shapes_in(model):
         found |= shapes
     return found
 

@@ -17,17 +17,17 @@ from ...core.catalog.specs import StateLink, ValueKind
 from ...errors import CheckpointError, UnsupportedError
 from ..dcp.heads import TensorView
 from .archive import TorchFile
-from .layout import FlatGroup
-from .rows import OPTIMIZER, TensorAdder, state_link
+from .columns import CatalogColumns
+from .layout import OPTIMIZER, FlatGroup, state_link
 from .shards import Shard
 from .values import leaves, plain
 
 
 class StateAdder:
-    """Adds state, groups and values to the catalog to which `tensors` adds tensors."""
+    """Adds state, groups and values to a catalog."""
 
-    def __init__(self, tensors: TensorAdder) -> None:
-        self.tensors, self._columns = tensors, tensors.columns
+    def __init__(self, columns: CatalogColumns) -> None:
+        self.columns = columns
         self._groups: list[tuple[str, list[dict[str, Any]]]] = []
         self._known: set[str] = set()
 
@@ -43,9 +43,9 @@ class StateAdder:
             return
         self._known.add(link.name)
         if isinstance(value, TensorView):
-            self.tensors.whole(file, link.name, value, link)
+            self.columns.add_whole(file, link.name, value, link)
         else:
-            self._columns.value((OPTIMIZER, STATE, link.fqn, *link.key.split(".")), plain(value), link=link)
+            self.columns.value((OPTIMIZER, STATE, link.fqn, *link.key.split(".")), plain(value), link=link)
 
     def groups(self, file: TorchFile, groups: Sequence[Mapping[str, Any]]) -> None:
         """Keep the groups that a file has, with the names of their parameters."""
@@ -55,7 +55,7 @@ class StateAdder:
         """Add the groups of all files as one value."""
         if self._groups:
             groups = merge(self._groups, name=groups_name(OPTIMIZER))
-            self._columns.value((OPTIMIZER, GROUPS), groups, ValueKind.PARAM_GROUPS)
+            self.columns.value((OPTIMIZER, GROUPS), groups, ValueKind.PARAM_GROUPS)
 
     def refuse(self, where: str) -> None:
         """Leave the optimizer out, as nothing names its parameters."""
@@ -63,7 +63,7 @@ class StateAdder:
             f"{where} knows the optimizer's parameters by position alone, and neither bytes nor shapes tell which they are; the "
             "module can be read. To have the optimizer, load the folder with DeepSpeed and save it with reshard_ckpt attached"
         )
-        self._columns.unreadable |= {f"{OPTIMIZER}.state": error, groups_name(OPTIMIZER): error}
+        self.columns.unreadable |= {f"{OPTIMIZER}.state": error, groups_name(OPTIMIZER): error}
 
     def tree(self, file: TorchFile, path: tuple[Any, ...], value: Any) -> None:
         """Add the tensors and values of a dict."""
@@ -71,10 +71,10 @@ class StateAdder:
             name = ".".join(str(step[0]) if isinstance(step, tuple) else step for step in at)
             try:
                 if isinstance(leaf, TensorView):
-                    self.tensors.whole(file, name, leaf)
+                    self.columns.add_whole(file, name, leaf)
                 elif isinstance(leaf, CheckpointError):
-                    raise UnsupportedError(f"{self._columns.where}: {name} {leaf}")
+                    raise UnsupportedError(f"{self.columns.where}: {name} {leaf}")
                 else:
-                    self._columns.value(at, leaf)
+                    self.columns.value(at, leaf)
             except CheckpointError as error:
-                self._columns.unreadable[name] = error
+                self.columns.unreadable[name] = error

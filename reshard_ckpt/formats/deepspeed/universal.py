@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
+from ...core.catalog.param_groups import hyperparameters
 from ...core.catalog.specs import Ints, row_major_strides
 from ...errors import CorruptError
 from ..dcp.heads import TensorView
-from .archive import FileReader, TorchFile, is_contiguous
+from .archive import FileReader, TorchFile
 from .folder import UNIVERSAL_STATE
-from .layout import MASTER, NOT_SHARED, hyperparameters
-from .rows import OPTIMIZER, parameter_name, state_link
+from .layout import MASTER, NOT_SHARED, OPTIMIZER, parameter_name, state_link
 from .shapes import shapes_in
 from .state import StateAdder
 from .unpartitioned import numbers_of
@@ -31,8 +31,8 @@ def add_universal(
 
     What the module has besides is there too, cast to float32; it is taken from the module.
     """
-    where, common = state.tensors.columns.where, reader.open(UNIVERSAL_STATE)
-    shapes = [(model, of_group) for model in models for of_group in shapes_in(model, "param_shapes")]
+    where, common = state.columns.where, reader.open(UNIVERSAL_STATE)
+    shapes = [(model, of_group) for model in models for of_group in shapes_in(model)]
     known = {fqn: shape for _, of_group in shapes for fqn, shape in of_group.items()}
     for (fqn, key), path in files.items():
         if fqn in known:
@@ -43,7 +43,7 @@ def add_universal(
     if not isinstance(common.content, dict):
         raise CorruptError(f"{where}: {common.key} holds no optimizer state of DeepSpeed; use another copy")
     for model in models:
-        _add_groups(common, shapes_in(model, "param_shapes"), state)
+        _add_groups(common, shapes_in(model), state)
     values = {key: value for key, value in common.content.items() if key not in NOT_SHARED}
     state.tree(common, (ROOT, OPTIMIZER), values)
 
@@ -53,17 +53,17 @@ def _add_file(fqn: str, key: str, file: TorchFile, shape: Ints, state: StateAdde
     link = None if key == MASTER else state_link(fqn, key)
     if not isinstance(view, TensorView):
         if link is None or isinstance(file.content, dict):
-            raise CorruptError(f"{state.tensors.columns.where}: {file.key} holds no tensor; use another copy")
+            raise CorruptError(f"{state.columns.where}: {file.key} holds no tensor; use another copy")
         state.entry(file, link, view)
         return
     # ZeRO-3's are flat, and of the shape in the model states; others are put together from tensor-parallel ranks.
-    flat = len(view.shape) == 1 and len(shape) != 1 and prod(view.shape) == prod(shape) and is_contiguous(view)
+    flat = len(view.shape) == 1 and len(shape) != 1 and prod(view.shape) == prod(shape) and view.is_row_major
     whole = replace(view, shape=shape, strides=row_major_strides(shape)) if flat else view
-    state.tensors.whole(file, parameter_name(fqn) if link is None else link.name, whole, link)
+    state.columns.add_whole(file, parameter_name(fqn) if link is None else link.name, whole, link)
 
 
 def _add_groups(common: TorchFile, shapes: Sequence[Mapping[str, Ints]], state: StateAdder) -> None:
-    where = f"{state.tensors.columns.where}: {common.key}"
+    where = f"{state.columns.where}: {common.key}"
     groups, names = common.content.get("param_groups"), [list(of_group) for of_group in shapes]
     numbers = numbers_of({"param_groups": groups}, where)
     if not all(0 <= number < len(names) for group in numbers for number in group):

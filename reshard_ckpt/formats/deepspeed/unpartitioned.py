@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -22,7 +21,7 @@ import torch
 from ...core.catalog.specs import Ints
 from ...errors import CorruptError
 from ..dcp.heads import TensorView
-from .archive import TorchFile, is_contiguous
+from .archive import FileTensor, TorchFile
 from .layout import Params
 
 SAMPLE = 64
@@ -32,16 +31,7 @@ Read = Callable[[TorchFile, TensorView, int, int], torch.Tensor]
 """Reads elements of a tensor in a file: the tensor, the first element, how many."""
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A tensor that may be a parameter, and its file."""
-
-    fqn: str
-    view: TensorView
-    file: TorchFile
-
-
-def flat_groups(masters: Sequence[TensorView], file: TorchFile, module: Sequence[Candidate], read: Read) -> list[Params] | None:
+def flat_groups(masters: Sequence[TensorView], file: TorchFile, module: Sequence[FileTensor], read: Read) -> list[Params] | None:
     """Find the parameters of flat groups; None where the bytes do not tell.
 
     Parameters
@@ -67,10 +57,10 @@ def flat_groups(masters: Sequence[TensorView], file: TorchFile, module: Sequence
     return found
 
 
-def _is_cast(one: Candidate, file: TorchFile, master: TensorView, at: int, read: Read) -> bool:
+def _is_cast(one: FileTensor, file: TorchFile, master: TensorView, at: int, read: Read) -> bool:
     """Tell whether elements of the master weights, cast to the dtype of a tensor, are that tensor; three parts are compared."""
     view, size = one.view, prod(one.view.shape)
-    if not size or not is_contiguous(view):
+    if not size or not view.is_row_major:
         return False
     length = min(SAMPLE, size)
     for low in sorted({0, (size - length) // 2, size - length}):
@@ -81,7 +71,7 @@ def _is_cast(one: Candidate, file: TorchFile, master: TensorView, at: int, read:
 
 
 def apart(
-    masters: Sequence[Sequence[TensorView]], file: TorchFile, module: Sequence[Candidate], read: Read
+    masters: Sequence[Sequence[TensorView]], file: TorchFile, module: Sequence[FileTensor], read: Read
 ) -> list[list[str]] | None:
     """Find the names of master weights that are tensors of their own; None where the bytes do not tell."""
     unused = list(module)
@@ -98,7 +88,7 @@ def apart(
     return found
 
 
-def by_shapes(groups: Sequence[Sequence[int]], state: Mapping[Any, Any], module: Sequence[Candidate]) -> list[list[str]] | None:
+def by_shapes(groups: Sequence[Sequence[int]], state: Mapping[Any, Any], module: Sequence[FileTensor]) -> list[list[str]] | None:
     """Find the names of the parameters of torch's own optimizer; None where the shapes of their state do not tell.
 
     Parameters

@@ -15,7 +15,8 @@ from ...core.words import a
 from ...errors import UnsupportedError
 from ...format.objects import Named
 from ..dcp.pickle_writer import Built, FunctionCall, Global, Instance, Pairs, pickled
-from ..dcp.tensor_zip import Archive, tensor_parts
+from ..dcp.tensor_zip import tensor_parts
+from ..zip_records import write_records
 from .objects import NAMESPACE, NAMESPACE_TAG, may_be_called
 
 
@@ -30,13 +31,9 @@ def object_bytes(value: Any, name: str) -> bytes:
     parts = _Parts(name)
     described = pickled(parts.of(value))
     out = bytearray()
-    archive = Archive(out.extend)
-    archive.add("data.pkl", len(described), [described])
-    archive.add("byteorder", 6, [b"little"])
-    for key, data in enumerate(parts.storages):
-        archive.add(f"data/{key}", len(data), [data])
-    archive.add("version", 2, [b"3\n"])
-    archive.finish()
+    storages = ((f"data/{key}", len(data), [data]) for key, data in enumerate(parts.storages))
+    first = ("data.pkl", len(described), [described]), ("byteorder", 6, [b"little"])
+    write_records(out.extend, [*first, *storages, ("version", 2, [b"3\n"])])
     return bytes(out)
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import collections
 import io
 import re
-import zipfile
 from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any
@@ -26,6 +25,7 @@ from ...format.value_decode import NUMPY_DTYPE
 from ..dcp.heads import TENSOR_TABLE, SavedStorage, TensorView, stored_at
 from ..dcp.metadata import SIZE
 from ..dcp.pickle_reader import Opaque, PicklingError, StandInClass, StandInFunction, StandInObject, Table, read_pickle
+from ..zip_records import ZipRecords
 
 MAX_DEPTH = 60
 NAMESPACE = ("argparse", "Namespace")
@@ -53,20 +53,10 @@ def read_object(data: bytes, name: str) -> Any:
     CorruptError
         It is damaged.
     """
-    try:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            members = {member.filename.partition("/")[2]: member for member in archive.infolist()}
-            if any(member.compress_type != zipfile.ZIP_STORED for member in members.values()):
-                raise UnsupportedError(f"{name}: is compressed; load and save it again with torch")
-            pickled = archive.read(members["data.pkl"])
-            order = archive.read(members["byteorder"]) if "byteorder" in members else b"little"
-            records = {key.removeprefix("data/"): archive.read(one) for key, one in members.items() if key.startswith("data/")}
-    except (KeyError, ValueError, zipfile.BadZipFile, OSError, NotImplementedError, RuntimeError, EOFError) as error:
-        raise CorruptError(f"{name}: is no file that torch.save wrote ({error}); use another checkpoint") from None
-    if order != b"little":
-        raise UnsupportedError(f"{name}: was saved on a big-endian machine; load it with torch there, and save it again")
+    zipped = ZipRecords(io.BytesIO(data), name)
+    pickled = zipped.read_pickle()
     root = read_pickle(pickled, Globals(), name=name, persistent=stored_at)
-    return PlainValues(records.__getitem__, len(data), name).of(root)
+    return PlainValues(lambda key: zipped.read(f"data/{key}"), len(data), name).of(root)
 
 
 def _instance(kind: str) -> Callable[..., StandInObject]:

@@ -27,7 +27,7 @@ from ...format.torch_dtypes import dtype_code
 from ...storage.protocol import Storage, read_range
 from ..catalog_builder import FilePart, ForeignTensor
 from ..dcp.heads import TensorView
-from ..deepspeed.archive import TorchFile, is_contiguous
+from ..deepspeed.archive import TorchFile
 from .rules import Cut, cut_of
 
 WHOLE_BYTES, SAMPLES, SAMPLE_BYTES = 1 << 20, 16, 64 << 10
@@ -203,7 +203,7 @@ class RankTensors:
                 f"{self.where}: {one.name} is in {one.chunk.file.key}, and not on tensor-parallel rank {min(absent)}"
             )
         for held in (held for ranks in found.values() for held in ranks):
-            if not is_contiguous(held.value):
+            if not held.value.is_row_major:
                 raise UnsupportedError(
                     f"{self.where}: {held.name} lies in {held.chunk.file.key} with strides {held.value.strides}; load it with "
                     "Megatron, and save it with --ckpt-format torch_dist"

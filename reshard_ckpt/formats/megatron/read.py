@@ -23,11 +23,11 @@ from ...format.values import encode_path, encode_value
 from ...storage import open_storage
 from ...storage.protocol import Storage
 from ..catalog_builder import FilePart, ForeignTensor, build_catalog
-from ..dcp.chunks import file_sizes, read_problem
+from ..dcp.chunks import FileSizes
 from ..dcp.chunks import locate as locate_chunks
 from ..dcp.metadata import MAX_METADATA_BYTES, METADATA_KEY, Extent, SavedTensor
 from ..dcp.read import open_path as open_dcp
-from ..protocol import Foreign, RawValue, locate
+from ..protocol import RawValue, Source, locate
 from .buckets import groups_path, name_buckets
 from .integrity import read_integrity
 from .metadata import MegatronMetadata, read_metadata, unflattened
@@ -39,7 +39,7 @@ CONFIG_KEY, COMMON_KEY, LATEST_KEY = "metadata.json", "common.pt", "latest_check
 MAX_SMALL_BYTES, MAX_OBJECT_BYTES = 1 << 20, 1 << 30
 
 
-def open_path(path: str, *, as_saved: bool = False, named: bool = False) -> Foreign | None:
+def open_path(path: str, *, as_saved: bool = False, named: bool = False) -> Source | None:
     """Open a path for reading; return None if it is no checkpoint of Megatron; see `ForeignFormat`.
 
     Parameters
@@ -63,13 +63,13 @@ def open_path(path: str, *, as_saved: bool = False, named: bool = False) -> Fore
         if storage.size(CONFIG_KEY) is None and storage.size(METADATA_KEY) is None and is_per_rank(storage):
             catalog = read_ranks(storage, as_saved=as_saved, named=named)
             stack.pop_all()
-            return Foreign(storage, catalog, FORMAT, _advice(catalog))
+            return Source(storage, catalog, FORMAT, _advice(catalog))
         if not is_checkpoint(storage, of_run=latest is not None):
             return None
         catalog, raw = read_folder(storage, as_saved=as_saved, named=named)
         digests = read_integrity(storage)
         stack.pop_all()
-        return Foreign(storage, catalog, FORMAT, _advice(catalog), raw, digests)
+        return Source(storage, catalog, FORMAT, _advice(catalog), raw, digests)
 
 
 def _advice(catalog: Catalog) -> dict[str, str]:
@@ -200,9 +200,9 @@ class _Folder:
         if self.storage.size(COMMON_KEY) is not None:
             extent = Extent(COMMON_KEY, 0, self.storage.size(COMMON_KEY) or 0)
             self._add_common(COMMON_KEY, extent)
-        sizes = file_sizes(self.storage, iter(self.metadata.saved.values.values()))
+        sizes = FileSizes(self.storage)
         for key, extent in self.metadata.saved.values.items():
-            problem = read_problem(self.storage, key, extent, sizes[extent.file])
+            problem = sizes.problem(key, extent)
             if problem is not None:
                 self.unreadable[".".join(self._object_path(key))] = problem
             elif key == COMMON_STATE and COMMON_KEY not in self.raw:

@@ -28,7 +28,7 @@ from ..dcp.metadata import Extent, Metadata
 from ..dcp.names import MODEL, OPTIMIZER, KeyPath, NestedBuilder
 from ..dcp.read import MoreContents, catalog_of
 from ..dcp.values import read_values
-from ..protocol import Foreign, open_located
+from ..protocol import Source, open_located
 from ..rooted import classes_of, is_written_by, read_part, renamed
 
 FORMAT = "vescale"
@@ -43,18 +43,18 @@ _STAGE = re.compile(rf"({OPTIMIZER}/pp_(\d{{1,6}}))/.*")
 _PARAMETER = re.compile(r"\((\d+), (['\"])(.*)\2\)")
 
 
-def open_path(path: str, *, as_saved: bool = False) -> Foreign | None:
+def open_path(path: str, *, as_saved: bool = False) -> Source | None:
     """Open a path for reading; return None if ``vescale.checkpoint`` did not write it; see `ForeignFormat`."""
 
-    def look(storage: Storage, key: str | None) -> Foreign | None:
+    def look(storage: Storage, key: str | None) -> Source | None:
         if key is not None:
             return None
         stages = _stages(storage)
         if not is_written_by(storage, (MODEL, *stages.values()), _MODULE, format=FORMAT):
             return None
         folder = _Folder(storage, stages, as_saved=as_saved)
-        catalog = catalog_of(storage, merged(storage, folder.parts()), format=FORMAT, more=lambda num_files: folder.groups())
-        return Foreign(storage, catalog, FORMAT)
+        catalog = catalog_of(storage, merged(storage, folder.parts()), format=FORMAT, more=folder.groups())
+        return Source(storage, catalog, FORMAT)
 
     return open_located(path, look)
 

@@ -281,7 +281,7 @@ def test_cut_files_are_told(tmp_path: Path) -> None:
     path = write(tmp_path, lambda rank: {"decoder.final_layernorm.weight": grid(1, 3)})
     file = path / "mp_rank_01" / "model_optim_rng.pt"
     file.write_bytes(file.read_bytes()[:-30])
-    with pytest.raises(CorruptError, match="mp_rank_01/model_optim_rng.pt is no whole zip"):
+    with pytest.raises(CorruptError, match="mp_rank_01/model_optim_rng.pt: is no whole zip"):
         checkpoint.catalog(path)
 
 
