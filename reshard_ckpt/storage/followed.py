@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from types import TracebackType
 
 from .protocol import Lock, Storage, Writer
 
 
-class FollowedStorage:
+class FollowedStorage(Storage):
     """A `Storage` whose keys may also begin with the folder of another store.
 
     Parameters
@@ -72,9 +71,3 @@ class FollowedStorage:
         self._own.close()
         for storage in self._others.values():
             storage.close()
-
-    def __enter__(self) -> FollowedStorage:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()

@@ -16,7 +16,6 @@ import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache
-from types import TracebackType
 
 from ..errors import StorageError
 from .locks import FileLock, lock_file
@@ -34,6 +33,8 @@ from .posix import (
 )
 from .protocol import (
     Buffer,
+    Storage,
+    Writer,
     conflict,
     exists,
     flat_bytes,
@@ -57,7 +58,7 @@ _MAX_OPEN_FILES = 64
 _TRIES = 10
 
 
-class LocalStorage:
+class LocalStorage(Storage):
     """A `Storage` below one folder of the file system, which is made when the first file is."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
@@ -234,14 +235,8 @@ class LocalStorage:
     def close(self) -> None:
         self._open_files.clear()
 
-    def __enter__(self) -> LocalStorage:
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
-
-class LocalWriter:
+class LocalWriter(Writer):
     """A new file below a `LocalStorage`."""
 
     def __init__(self, storage: LocalStorage, key: str, path: str, fd: int) -> None:
@@ -284,19 +279,6 @@ class LocalWriter:
             self._close()
         with suppress(StorageError):
             self._storage.delete([self._key])
-
-    def __enter__(self) -> LocalWriter:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if kind is not None:
-            self.abort()
-            return
-        try:
-            self.finish()
-        except BaseException:
-            self.abort()
-            raise
 
 
 @lru_cache(1024)

@@ -11,9 +11,9 @@ import errno
 import fcntl
 import os
 import weakref
-from types import TracebackType
 
 from ..errors import StorageError
+from .protocol import Lock
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.EBADF)
 _LIVE_LOCKS: weakref.WeakSet[FileLock] = weakref.WeakSet()
@@ -23,7 +23,7 @@ class LocksUnsupported(StorageError):
     """The file system knows no locks."""
 
 
-class FileLock:
+class FileLock(Lock):
     """A lock on an open file, held until `release`."""
 
     def __init__(self, fd: int) -> None:
@@ -45,12 +45,6 @@ class FileLock:
         """Replace the contents of the locked file by a note for whoever finds it locked."""
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, text, 0)
-
-    def __enter__(self) -> FileLock:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.release()
 
     def __del__(self) -> None:
         self.release()

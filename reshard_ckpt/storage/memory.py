@@ -9,10 +9,23 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterable, Sequence
-from types import TracebackType
 
 from ..errors import StorageError
-from .protocol import Buffer, conflict, exists, flat_bytes, folder_parts, folders_above, key_parts, missing, short_file, too_large
+from .protocol import (
+    Buffer,
+    Lock,
+    Storage,
+    Writer,
+    conflict,
+    exists,
+    flat_bytes,
+    folder_parts,
+    folders_above,
+    key_parts,
+    missing,
+    short_file,
+    too_large,
+)
 
 _LOCK = threading.Lock()
 
@@ -30,7 +43,7 @@ _LOCKS: dict[str, list[bool]] = {}
 """Of each locked file, whether each lock on it is shared."""
 
 
-class MemoryStorage:
+class MemoryStorage(Storage):
     """A `Storage` in the memory of this process."""
 
     def __init__(self, name: str) -> None:
@@ -143,14 +156,8 @@ class MemoryStorage:
     def close(self) -> None:
         pass
 
-    def __enter__(self) -> MemoryStorage:
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
-
-class MemoryLock:
+class MemoryLock(Lock):
     """A lock on a file in memory."""
 
     def __init__(self, storage: MemoryStorage, key: str, shared: bool) -> None:
@@ -168,14 +175,8 @@ class MemoryLock:
     def note(self, text: bytes) -> None:
         self._storage._put(self._key, text)
 
-    def __enter__(self) -> MemoryLock:
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.release()
-
-
-class MemoryWriter:
+class MemoryWriter(Writer):
     """A new file in memory; its bytes can be read once it is finished."""
 
     def __init__(self, storage: MemoryStorage, key: str) -> None:
@@ -196,9 +197,3 @@ class MemoryWriter:
         if self._parts is not None:
             self._parts = None
             self._storage.delete([self._key])
-
-    def __enter__(self) -> MemoryWriter:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.finish() if kind is None else self.abort()

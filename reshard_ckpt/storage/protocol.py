@@ -9,13 +9,14 @@ Durable means: it survives a power cut. A file's bytes are durable after `Writer
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from types import TracebackType
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, TypeVar
 
 from ..errors import CorruptError, StorageError
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 """Bytes to write; a memoryview must be C-contiguous, of any item size."""
+
+Self = TypeVar("Self")
 
 
 class MissingKey(StorageError):
@@ -38,9 +39,18 @@ class Writer(Protocol):
     def abort(self) -> None:
         """Close, and remove the file; once finished or aborted, this does nothing."""
 
-    def __enter__(self) -> Writer: ...
+    def __enter__(self: Self) -> Self:
+        return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is not None:
+            self.abort()
+            return
+        try:
+            self.finish()
+        except BaseException:
+            self.abort()
+            raise
 
 
 class Lock(Protocol):
@@ -52,9 +62,11 @@ class Lock(Protocol):
     def note(self, text: bytes) -> None:
         """Replace the contents of the locked file by a note for whoever finds it locked; for files that only serve as locks."""
 
-    def __enter__(self) -> Lock: ...
+    def __enter__(self: Self) -> Self:
+        return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+    def __exit__(self, *error: object) -> None:
+        self.release()
 
 
 class Storage(Protocol):
@@ -149,9 +161,11 @@ class Storage(Protocol):
     def close(self) -> None:
         """Close open files; a later call opens them again."""
 
-    def __enter__(self) -> Storage: ...
+    def __enter__(self: Self) -> Self:
+        return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
 def key_parts(key: str) -> tuple[str, ...]:
