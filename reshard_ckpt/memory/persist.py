@@ -43,7 +43,7 @@ def write_files(images: NodeImages, catalog: Catalog, keys: Sequence[str], stora
     for key in keys:
         entry = catalog.files[index_of[key]]
         storage.delete([entry.key, entry.digests_key])  # what a killed attempt may have left
-        digests = open_files(cast(Storage, images), catalog, [index_of[key]], [index_of[key]]).of_file[index_of[key]]
+        digests = open_files(cast(Storage, images), catalog, [index_of[key]], [index_of[key]])[index_of[key]]
         buffer = bytearray(min(COPY_BYTES, entry.size))
         with storage.create(entry.key) as writer:
             for at in range(0, entry.size, COPY_BYTES):

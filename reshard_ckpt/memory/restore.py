@@ -182,7 +182,7 @@ def whole_files(images: NodeImages, catalog: Catalog, keys: Sequence[str]) -> li
     for key in keys:
         index = index_of[key]
         with suppress(CheckpointError):
-            digests = open_files(cast(Storage, images), catalog, [index], [index]).of_file[index]
+            digests = open_files(cast(Storage, images), catalog, [index], [index])[index]
             if not any(wrong_blocks([data], low, digests.values, digests.block_bytes) for low, data in _chunks(images, key)):
                 whole.append(key)
     return whole

@@ -66,7 +66,7 @@ def test_a_stream_asks_for_all_sizes_and_digests_in_one_round(storage: MemorySto
 
 def test_unproved_files_are_asked_for_their_sizes_alone(storage: MemoryStorage) -> None:
     rounds = Rounds(FILES)
-    assert open_files(FaultyStorage(storage, rounds), open_catalog(storage), range(FILES), []).of_file == {}
+    assert open_files(FaultyStorage(storage, rounds), open_catalog(storage), range(FILES)) == {}
     assert rounds.requests == FILES
 
 

@@ -136,6 +136,13 @@ def faults_of(catalog: Catalog, source: I64) -> list[Fault]:
     return list(find_faults(shape, boxes.offsets, boxes.lengths, owner[row], rows.box[row], rows.start[row], rows.count[row]))
 
 
+def fault_text(catalog: Catalog, fault: Fault) -> str:
+    """What is wrong with the rows of which tensor, in words."""
+    table = catalog.tensors_table
+    what = "saved shards overlap at" if fault.rows else "no saved shard holds"
+    return f"{table.names[fault.tensor]}: {what} {describe_region(fault.low, fault.high, int(table.ndim[fault.tensor]))}"
+
+
 def uncovered(
     catalog: Catalog, specs: Sequence[TensorSpec], source: I64, wanted: PieceColumns, plan: LoadPlan, faults: Sequence[Fault]
 ) -> dict[int, str]:

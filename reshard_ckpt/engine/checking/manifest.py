@@ -24,7 +24,7 @@ from ..loading.read import REQUEST_BYTES, num_threads
 def make_manifest(storage: Storage, catalog: Catalog, *, workers: int | None = None, report: OnProgress = silent) -> str:
     """Read a whole checkpoint and list it as it is; returns the key of the manifest, which replaces one that is there."""
     digests: dict[str, bytes] = {}
-    for name, found in _hashes(storage, _keys(catalog), "sha256", workers, report):
+    for name, found in _hashes(storage, _keys(catalog), workers, report):
         if isinstance(found, CheckpointError):
             raise found
         digests[name] = found
@@ -61,7 +61,7 @@ def check_listed(
     storage: Storage, listed: Mapping[str, bytes], *, workers: int | None = None, report: OnProgress = silent
 ) -> Iterator[str]:
     """Yield a line for each file that is not there, or has another SHA-256 than is listed."""
-    for name, found in _hashes(storage, list(listed), "sha256", workers, report):
+    for name, found in _hashes(storage, list(listed), workers, report):
         if isinstance(found, CheckpointError):
             yield str(found)
         elif found != listed[name]:
@@ -74,11 +74,11 @@ def _keys(catalog: Catalog) -> list[str]:
 
 
 def _hashes(
-    storage: Storage, keys: Sequence[str], step: str, workers: int | None, report: OnProgress
+    storage: Storage, keys: Sequence[str], workers: int | None, report: OnProgress
 ) -> Iterator[tuple[str, bytes | CheckpointError]]:
     """Hash each file, in several threads; yields its key and SHA-256, or the error of reading it, in order."""
     sizes = [storage.size(key) or 0 for key in keys]
-    tally = Tally(step, sum(sizes), report)
+    tally = Tally("sha256", sum(sizes), report)
 
     def one(key: str, size: int) -> bytes | CheckpointError:
         try:

@@ -89,20 +89,15 @@ class _Totals:
         low, high = numbers.min(), numbers.max()
         # The least and the largest show any NaN or infinity. Most tensors have none, so a third pass over them is seldom needed.
         if not (np.isfinite(low) and np.isfinite(high)):
-            numbers = self._finite(numbers)
+            self.num_nan += int(np.isnan(numbers).sum())
+            self.num_inf += int(np.isinf(numbers).sum())
+            numbers = numbers[np.isfinite(numbers)]
             if len(numbers) == 0:
                 return
             low, high = numbers.min(), numbers.max()
         self.low, self.high = min(self.low, low.item()), max(self.high, high.item())
         self.sum += float(numbers.sum(dtype=np.float64))
         self.num_finite += len(numbers)
-
-    def _finite(self, numbers: NDArray[Any]) -> NDArray[Any]:
-        """Count what is not finite, and return the rest."""
-        self.num_nan += int(np.isnan(numbers).sum())
-        self.num_inf += int(np.isinf(numbers).sum())
-        finite: NDArray[Any] = numbers[np.isfinite(numbers)]
-        return finite
 
     def stats(self, name: str, num_elements: int) -> TensorStats:
         some = self.num_finite > 0

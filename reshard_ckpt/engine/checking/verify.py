@@ -17,14 +17,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...core.catalog.model import Catalog
-from ...core.geometry.tiling import describe_region
-from ...core.planning.match import faults_of
+from ...core.planning.match import fault_text, faults_of
 from ...errors import CheckpointError, CorruptError
 from ...format.checksums import Digests, wrong_blocks
 from ...storage.protocol import Storage
 from ..common.file_contents import FileContents
 from ..common.progress import OnProgress, Tally, silent
-from ..loading.files import check_files, open_blocks
+from ..loading.files import open_files
 from ..loading.read import REQUEST_BYTES, num_threads
 
 
@@ -62,7 +61,8 @@ def verify_all(storage: Storage, catalog: Catalog, *, workers: int | None = None
         Threads that read and hash, each with a buffer of `REQUEST_BYTES`; as many as a load uses, by default.
     """
     check = _Check(storage, catalog, Tally("verify", sum(entry.size for entry in catalog.files), report))
-    check.found += _structure(catalog)
+    faults = faults_of(catalog, np.arange(len(catalog.tensors_table.names)))
+    check.found += [fault_text(catalog, fault) for fault in faults]
     check.found += [str(why) for why in catalog.unreadable.values() if isinstance(why, CorruptError)]
     if workers is None:
         workers = num_threads(sum(-(-entry.size // REQUEST_BYTES) for entry in catalog.files))
@@ -70,20 +70,11 @@ def verify_all(storage: Storage, catalog: Catalog, *, workers: int | None = None
         for found in _in_order(pool, check.window, check.windows(), 2 * workers):
             check.add(found)
     return VerifyReport(
-        problems=check.problems(),
+        problems=tuple(check.problems()),
         num_files=len(catalog.files),
         num_bytes=sum(entry.size for entry in catalog.files),
         bytes_unproved=sum(entry.size for entry in catalog.files if not entry.digests_key),
     )
-
-
-def _structure(catalog: Catalog) -> Iterator[str]:
-    """Yield a line for each tensor that its rows do not tile."""
-    table = catalog.tensors_table
-    for fault in faults_of(catalog, np.arange(len(table.names))):
-        region = describe_region(fault.low, fault.high, int(table.ndim[fault.tensor]))
-        what = "shards overlap at" if fault.rows else "no shard holds"
-        yield f"{table.names[fault.tensor]}: {what} {region}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +105,7 @@ class _Check:
         """Yield what is to be read of the files that are there; a file that is not becomes a problem here."""
         for index, entry in enumerate(self.catalog.files):
             try:
-                check_files(self.storage, self.catalog, [index])
-                digests = open_blocks(self.storage, self.catalog, [index]).of_file.get(index)
+                digests = open_files(self.storage, self.catalog, [index], [index]).get(index)
             except CheckpointError as error:
                 self.found.append(str(error))
                 digests = None
@@ -156,16 +146,17 @@ class _Check:
             else:
                 self.found.append(item)
 
-    def problems(self) -> tuple[str, ...]:
+    def problems(self) -> Iterator[str]:
         """Describe each problem, a line each."""
-        contents = FileContents(self.catalog) if any(isinstance(item, _Damage) for item in self.found) else None
-        return tuple(item if isinstance(item, str) else self._line(item, contents) for item in self.found)
-
-    def _line(self, damage: _Damage, contents: FileContents | None) -> str:
-        assert contents is not None
-        key, begin, end = self.catalog.files[damage.file].key, damage.begin, damage.end
-        holds = contents.text(damage.file, begin, end)
-        return f"{self.storage.url}: {key} is damaged in bytes {begin}:{end}, which hold {holds}"
+        contents = None
+        for item in self.found:
+            if isinstance(item, str):
+                yield item
+                continue
+            contents = contents or FileContents(self.catalog)
+            key, begin, end = self.catalog.files[item.file].key, item.begin, item.end
+            holds = contents.text(item.file, begin, end)
+            yield f"{self.storage.url}: {key} is damaged in bytes {begin}:{end}, which hold {holds}"
 
 
 def _in_order(

@@ -5,9 +5,9 @@ All requests are under way together: a store may take long to answer, and what i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 
 from ...core.catalog.model import Catalog, FileEntry
@@ -19,16 +19,12 @@ from ..common.file_contents import contents_from
 MAX_REQUESTS = 16
 """Requests under way at once."""
 
-
-@dataclass(frozen=True, slots=True)
-class BlockDigests:
-    """The block digests of files, by index in the catalog; the bytes of other files are not verified."""
-
-    of_file: Mapping[int, Digests]
+DIGESTS_BYTES = 32 << 20
+"""The digests that are kept of the files read last; it takes those of half a terabyte."""
 
 
-def open_files(storage: Storage, catalog: Catalog, files: Sequence[int], digests_of: Sequence[int]) -> BlockDigests:
-    """Check that every file of `files` is there, whole, and read and verify the digests of `digests_of`.
+def open_files(storage: Storage, catalog: Catalog, files: Sequence[int], digests_of: Sequence[int] = ()) -> dict[int, Digests]:
+    """Check that every file of `files` is there, whole, and read and verify the digests of `digests_of`; return those by file.
 
     Foreign files have no digests. Those of files of other checkpoints are read in any case: they may lie anywhere, and without
     them a hostile catalog could have files of any kind taken for tensors.
@@ -43,17 +39,41 @@ def open_files(storage: Storage, catalog: Catalog, files: Sequence[int], digests
     sizes = [partial(_check_size, storage, catalog, index) for index in files]
     digests = [partial(_read_digests, storage, catalog, index) for index in with_digests]
     answers = _request_all([*sizes, *digests])[len(sizes) :]
-    return BlockDigests({index: found for index, found in zip(with_digests, answers, strict=True) if found is not None})
+    return {index: found for index, found in zip(with_digests, answers, strict=True) if found is not None}
 
 
-def check_files(storage: Storage, catalog: Catalog, files: Sequence[int]) -> None:
-    """Do as `open_files`, without digests."""
-    open_files(storage, catalog, files, [])
+class FileDigests:
+    """The block digests of a checkpoint's files, as they are needed; a file is checked once, and the digests read last are kept."""
+
+    def __init__(self, storage: Storage, catalog: Catalog, *, verify: bool) -> None:
+        self._storage, self._catalog, self._verify = storage, catalog, verify
+        self._checked: set[int] = set()
+        self._kept: OrderedDict[int, Digests | None] = OrderedDict()
+        self._kept_bytes = 0
+
+    def of(self, files: Sequence[int]) -> dict[int, Digests]:
+        """Check files that are new, and return the digests of all."""
+        unchecked = [file for file in files if file not in self._checked]
+        wanted = list(files) if self._verify else []
+        lacking = [file for file in wanted if file not in self._kept]
+        opened = open_files(self._storage, self._catalog, unchecked, lacking)
+        self._checked.update(files)
+        for file in lacking:
+            self._kept[file] = opened.get(file)
+            self._kept_bytes += _num_bytes(opened.get(file))
+        found = {}
+        for file in wanted:
+            self._kept.move_to_end(file)
+            digests = self._kept[file]
+            if digests is not None:
+                found[file] = digests
+        while self._kept_bytes > DIGESTS_BYTES and len(self._kept) > len(files):
+            self._kept_bytes -= _num_bytes(self._kept.popitem(last=False)[1])
+        return found
 
 
-def open_blocks(storage: Storage, catalog: Catalog, files: Sequence[int]) -> BlockDigests:
-    """Do as `open_files`, for digests alone."""
-    return open_files(storage, catalog, [], files)
+def _num_bytes(digests: Digests | None) -> int:
+    return 0 if digests is None else digests.values.nbytes
 
 
 def _request_all(requests: Sequence[Callable[[], Digests | None]]) -> list[Digests | None]:

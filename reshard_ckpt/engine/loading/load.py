@@ -23,10 +23,9 @@ from ...comm.protocol import Comm
 from ...core.catalog.model import Catalog
 from ...core.catalog.specs import TensorSpec
 from ...core.geometry.runs import I64
-from ...core.geometry.tiling import describe_region
 from ...core.planning.load_plan import LoadPlan, plan_load
 from ...core.planning.local_metadata import PieceColumns, piece_columns, width_of
-from ...core.planning.match import Match, faults_of, match, uncovered
+from ...core.planning.match import Match, fault_text, faults_of, match, uncovered
 from ...core.report import summarize
 from ...errors import CheckpointNotFound, CorruptError, MismatchError, UsageError
 from ...format.catalog import MAX_CATALOG_BYTES, decode_catalog
@@ -37,7 +36,7 @@ from ...storage.protocol import MissingKey, Storage
 from ..common.lanes import has_lane
 from ..common.progress import OnProgress, silent
 from ..common.step_folders import describe_run
-from .files import check_files, open_files
+from .files import open_files
 from .read import REQUEST_BYTES, WINDOW_BYTES, ReadTarget, ReadTask, execute
 from .ties import Tie, TiedTarget, conflicts, find_ties
 
@@ -135,12 +134,8 @@ def open_catalog(storage: Storage) -> Catalog:
 def identified_catalog(storage: Storage) -> Identified[Catalog]:
     """Read and check the catalog; its identity is the digest of its bytes."""
     data = read_catalog_bytes(storage)
-    return Identified(_decoded(storage, data), digest128(data))
-
-
-def _decoded(storage: Storage, data: bytes) -> Catalog:
     try:
-        return decode_catalog(data)
+        return Identified(decode_catalog(data), digest128(data))
     except CorruptError as error:
         raise CorruptError(f"{storage.url}: {error}") from error
 
@@ -195,7 +190,10 @@ def resolve(
         allow_missing=options.allow_missing,
         tied_under_one_name=options.tied_under_one_name,
     )
-    members = [_member(*tensors[i], source, catalog) for i, source in _without_shared(specs, found, catalog)]
+    members = []
+    for i, index in _without_shared(specs, found, catalog):
+        spec, memory = tensors[i]
+        members.append(TiedTarget(spec, ReadTarget(spec.name, memory, TORCH_DTYPES[catalog.dtype(index)]), index))
     kept = tuple(member.spec for member in members)
     source = np.array([member.source for member in members], np.int64)
     wanted = piece_columns(kept, width_of(kept))
@@ -206,9 +204,7 @@ def resolve(
     faults = faults_of(catalog, source)
     for fault in faults:
         if fault.rows:
-            name = catalog.tensors_table.names[fault.tensor]
-            at = describe_region(fault.low, fault.high, int(catalog.tensors_table.ndim[fault.tensor]))
-            raise CorruptError(f"{name}: saved shards overlap at {at}; use another checkpoint")
+            raise CorruptError(f"{fault_text(catalog, fault)}; use another checkpoint")
     saved_names = [found.saved_as.get(spec.name, spec.name) for spec in specs]
     gaps = uncovered(catalog, kept, source, wanted, plan, faults)
     return Resolved(
@@ -230,10 +226,6 @@ def resolve(
         refused=frozenset(gaps),
         window_bytes=window_bytes,
     )
-
-
-def _member(spec: TensorSpec, memory: torch.Tensor, source: int, catalog: Catalog) -> TiedTarget:
-    return TiedTarget(spec, ReadTarget(spec.name, memory, TORCH_DTYPES[catalog.dtype(source)]), source)
 
 
 def _without_shared(specs: Sequence[TensorSpec], found: Match, catalog: Catalog) -> Iterator[tuple[int, int]]:
@@ -306,7 +298,7 @@ def check_whole(storage: Storage, catalog: Catalog, tensors: Sequence[int]) -> N
                 f"global shape {shape}; use another checkpoint"
             )
         files.append(rows.file[begin:end])
-    check_files(storage, catalog, np.unique(np.concatenate(files)).tolist())
+    open_files(storage, catalog, np.unique(np.concatenate(files)).tolist())
 
 
 Execute = Callable[[ReadTask, OnProgress], int]
@@ -330,7 +322,7 @@ def fetch(
         A file or a block is damaged.
     """
     files = np.unique(resolved.plan.file).tolist()
-    blocks = open_files(storage, catalog, files, files if options.verify else [])
+    blocks = open_files(storage, catalog, files, files if options.verify else ())
     task = ReadTask(storage, catalog, resolved.plan, resolved.targets, blocks)
     bytes_read = 0
     if options.verify_first and options.verify:

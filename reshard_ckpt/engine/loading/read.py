@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -27,13 +27,12 @@ from ...core.planning.load_plan import LoadPlan
 from ...core.planning.read_plan import ReadPlan, item_spans, plan_reads
 from ...core.words import few
 from ...errors import CorruptError
-from ...format.checksums import wrong_blocks
+from ...format.checksums import Digests, wrong_blocks
 from ...storage.protocol import Storage
 from ..common.progress import OnProgress, Tally, silent
 from ..common.rounds import NOTHING_CHANGED, overwritten_text
 from ..common.tensor_bytes import RAW, region, storage_bytes
 from .device_targets import DevicePart, DeviceTargets
-from .files import BlockDigests
 
 WINDOW_BYTES = 1 << 20
 """A multiple of all block sizes. Bytes that are copied to their place are read in such parts: small enough to be copied from the
@@ -84,7 +83,8 @@ class ReadTask:
     catalog: Catalog
     plan: LoadPlan
     targets: Sequence[ReadTarget]
-    blocks: BlockDigests
+    blocks: Mapping[int, Digests]
+    """The block digests of files, by index in the catalog; the bytes of other files are not verified."""
     copy: bool = True
     """False verifies the blocks and changes no target."""
 
@@ -117,7 +117,7 @@ def execute(task: ReadTask, report: OnProgress = silent) -> int:
 def reads_of(task: ReadTask, *, group: I64 | None = None, join: int = 1) -> ReadPlan:
     """Plan the requests for all items of a plan (see `plan_reads`); whole blocks where there are digests of them."""
     block_bytes = np.zeros(len(task.catalog.files), np.int64)
-    for index, digests in task.blocks.of_file.items():
+    for index, digests in task.blocks.items():
         block_bytes[index] = digests.block_bytes
     sizes = np.array([entry.size for entry in task.catalog.files], np.int64)
     may_land = np.array([task.copy and target.may_land for target in task.targets], bool)
@@ -216,7 +216,9 @@ class Reader:
         # Looked up before anything is read: a read empties the processor's caches, so between reads this would take far longer.
         targets = task.targets
         used = np.unique(task.plan.dest).tolist() if task.copy else []
-        self._memories = {i: _memory_of(targets[i].tensor) for i in used if targets[i].may_land}
+        # The bytes of each target's storage, and where among them its first element begins.
+        landing = {i: targets[i].tensor for i in used if targets[i].may_land}
+        self._memories = {i: (storage_bytes(t), int(t.storage_offset()) * t.element_size()) for i, t in landing.items()}
         self._devices = DeviceTargets([targets[i].tensor for i in used])
         self._on_device = {i for i in used if self._devices.has(targets[i].tensor)}
         self._landings = self._landing_views()
@@ -345,7 +347,7 @@ class Reader:
 
     def verify(self, file: int, low: int, parts: Sequence[memoryview], window: int) -> None:
         """Compare the blocks of an extent with their digests, where there are any; `window` is the one that needs it."""
-        digests = self.task.blocks.of_file.get(file)
+        digests = self.task.blocks.get(file)
         if digests is None:
             return
         for wrong in wrong_blocks(parts, low, digests.values, digests.block_bytes):
@@ -391,8 +393,3 @@ class Reader:
 
     def _names(self, dests: Iterable[int]) -> list[str]:
         return sorted({self.task.targets[dest].name for dest in dests})
-
-
-def _memory_of(tensor: torch.Tensor) -> tuple[memoryview, int]:
-    """View the bytes of a CPU tensor's storage; also returns where among them its first element begins."""
-    return storage_bytes(tensor), int(tensor.storage_offset()) * tensor.element_size()

@@ -124,7 +124,7 @@ def _keys(wants: Wants) -> Iterator[tuple[int, int]]:
 
 def _in_blocks(window: SharedWindow, task: ReadTask) -> SharedWindow:
     """Grow what is read of a window to whole blocks: a rank that does not verify does not know them."""
-    digests = task.blocks.of_file.get(window.file)
+    digests = task.blocks.get(window.file)
     if digests is None:
         return window
     block, size = digests.block_bytes, task.catalog.files[window.file].size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from ...core.planning.local_metadata import piece_columns
 from ...format.values import decode_value
 from ...storage.protocol import Storage
 from ..common.blobs import byte_blob
-from .files import open_blocks
+from .files import open_files
 from .load import check_whole
 from .read import WINDOW_BYTES, ReadTarget, ReadTask, execute
 
@@ -64,13 +64,7 @@ class _RankValues(Sequence[Any]):
     def __len__(self) -> int:
         return len(self._entry.blobs)
 
-    @overload
-    def __getitem__(self, rank: int) -> Any: ...
-    @overload
-    def __getitem__(self, rank: slice) -> Sequence[Any]: ...
-    def __getitem__(self, rank: int | slice) -> Any:
-        if isinstance(rank, slice):
-            return [self[i] for i in range(*rank.indices(len(self)))]
+    def __getitem__(self, rank: Any) -> Any:
         data = read_blob(self._storage, self._catalog, self._entry.blobs[rank], self._verify)
         return decode_value(data, name=self._entry.name)
 
@@ -86,7 +80,7 @@ def read_blob(storage: Storage, catalog: Catalog, index: int, verify: bool) -> m
     blob = byte_blob(catalog.tensors_table.names[index], torch.empty(catalog.shape(index), dtype=torch.uint8, device="cpu"))
     plan = plan_load(catalog, np.array([index]), piece_columns([blob.spec], 1), WINDOW_BYTES)
     files = np.unique(plan.file).tolist()
-    blocks = open_blocks(storage, catalog, [file for file in files if verify or catalog.files[file].checkpoint])
+    blocks = open_files(storage, catalog, [], [file for file in files if verify or catalog.files[file].checkpoint])
     target = ReadTarget(blob.spec.name, blob.tensor, torch.uint8)
     execute(ReadTask(storage, catalog, plan, [target], blocks))
     return blob.tensor.numpy().data

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -25,16 +25,14 @@ import torch
 from ...core.catalog.model import Catalog
 from ...core.catalog.specs import Ints, row_major_strides
 from ...core.geometry.runs import pad_rows
-from ...core.geometry.tiling import describe_region
 from ...core.planning.load_plan import plan_load
 from ...core.planning.local_metadata import PieceColumns
-from ...core.planning.match import faults_of
+from ...core.planning.match import fault_text, faults_of
 from ...errors import CorruptError
-from ...format.checksums import Digests
 from ...format.torch_dtypes import TORCH_DTYPES
 from ...storage.protocol import Storage
 from ..common.progress import Tally, silent
-from .files import BlockDigests, open_files
+from .files import FileDigests
 from .read import JOIN_WINDOWS, Damage, Reader, ReadTarget, ReadTask, reads_of
 from .read import WINDOW_BYTES as FILE_WINDOW_BYTES
 
@@ -46,9 +44,6 @@ BATCH_BYTES = 64 << 20
 
 MAX_RUNS = 1 << 14
 """Runs in one window, and in all but the last of a batch; bounds the memory of a plan."""
-
-DIGESTS_BYTES = 32 << 20
-"""The cache of digests of the files read last; it takes those of half a terabyte."""
 
 AHEAD = 2
 """Windows in memory: one in use, the others being read."""
@@ -107,9 +102,7 @@ def stream(
 def check_covered(catalog: Catalog, runs: Iterable[Run]) -> None:
     """Refuse a catalog whose rows do not cover each tensor of these runs exactly once."""
     for fault in faults_of(catalog, np.array(sorted({run.tensor for run in runs}), np.int64)):
-        region = describe_region(fault.low, fault.high, int(catalog.tensors_table.ndim[fault.tensor]))
-        what = "saved shards overlap at" if fault.rows else "no saved shard holds"
-        raise CorruptError(f"{catalog.tensors_table.names[fault.tensor]}: {what} {region}; use another checkpoint")
+        raise CorruptError(f"{fault_text(catalog, fault)}; use another checkpoint")
 
 
 def cut_windows(reader: RunReader, runs: Iterable[Run], window_bytes: int) -> Iterator[list[Run]]:
@@ -160,10 +153,8 @@ class RunReader:
     """Plans the reading of windows of runs; what it has checked of files is not checked again. One thread at a time."""
 
     def __init__(self, storage: Storage, catalog: Catalog, *, verify: bool) -> None:
-        self._storage, self._catalog, self._verify = storage, catalog, verify
-        self._checked: set[int] = set()
-        self._digests: OrderedDict[int, Digests | None] = OrderedDict()
-        self._digests_bytes = 0
+        self._storage, self._catalog = storage, catalog
+        self._digests = FileDigests(storage, catalog, verify=verify)
         self._buffers = [torch.empty(0, dtype=torch.uint8, device="cpu") for _ in range(AHEAD)]
         self._num_planned = 0
         self.bytes_read = 0
@@ -197,7 +188,7 @@ class RunReader:
         source = np.array([run.tensor for run in runs], np.int64)
         plan = plan_load(self._catalog, source, wanted, FILE_WINDOW_BYTES)
         assert np.array_equal(plan.covered, wanted.count), "the rows were checked to cover every tensor"
-        blocks = self._blocks(np.unique(plan.file).tolist())
+        blocks = self._digests.of(np.unique(plan.file).tolist())
         task = ReadTask(self._storage, self._catalog, plan, list(chain.from_iterable(targets)), blocks)
         # group: of each item the window of its run. Requests do not join over groups, so each group is read apart.
         sizes = [len(of_window) for of_window in windows]
@@ -234,27 +225,6 @@ class RunReader:
             at += part.nbytes
         return Window(buffer.numpy().data, begin, [dest.tensor.nbytes for dest in targets]), targets
 
-    def _blocks(self, files: Sequence[int]) -> BlockDigests:
-        """Check files that are new, and return the digests of all, from the cache where they are in it."""
-        unchecked = [file for file in files if file not in self._checked]
-        lacking = [file for file in files if file not in self._digests] if self._verify else []
-        opened = open_files(self._storage, self._catalog, unchecked, lacking).of_file
-        self._checked.update(files)
-        if not self._verify:
-            return BlockDigests({})
-        for file in lacking:
-            self._digests[file] = opened.get(file)
-            self._digests_bytes += _size(opened.get(file))
-        of_file = {}
-        for file in files:
-            self._digests.move_to_end(file)
-            digests = self._digests[file]
-            if digests is not None:
-                of_file[file] = digests
-        while self._digests_bytes > DIGESTS_BYTES and len(self._digests) > len(files):
-            self._digests_bytes -= _size(self._digests.popitem(last=False)[1])
-        return BlockDigests(of_file)
-
 
 def _fill(reader: Reader, numbers: Iterable[int], window: Window) -> Window:
     """Read the bytes of a window."""
@@ -264,10 +234,6 @@ def _fill(reader: Reader, numbers: Iterable[int], window: Window) -> Window:
     except Damage as damage:
         raise reader.explain(damage) from None
     return window
-
-
-def _size(digests: Digests | None) -> int:
-    return 0 if digests is None else digests.values.nbytes
 
 
 def pieces_of(catalog: Catalog, runs: Sequence[Run]) -> PieceColumns:

@@ -21,11 +21,10 @@ from ...core.catalog.specs import Ints, Piece, TensorSpec
 from ...core.geometry.runs import decompose
 from ...core.planning.load_plan import LoadPlan, plan_load
 from ...core.planning.local_metadata import PieceColumns, piece_columns, width_of
-from ...core.planning.same_memory import find_shared
-from ...format.checksums import Digests
+from ...core.planning.same_memory import Shared, find_shared
 from ...storage.protocol import Storage
 from ..common.tensor_bytes import region
-from .files import BlockDigests, open_files
+from .files import FileDigests
 from .read import WINDOW_BYTES, ReadTarget, ReadTask, execute
 
 TIE_BYTES = 16 << 20
@@ -33,7 +32,7 @@ TIE_BYTES = 16 << 20
 
 _UNIT = 16
 
-_INTS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +59,16 @@ class Tie:
 
 def find_ties(members: Sequence[TiedTarget], wanted: PieceColumns) -> tuple[Tie, ...]:
     """Find the ties among all targets; `wanted` are their pieces."""
-    number: dict[torch.device, int] = {}
-    device = np.array([number.setdefault(m.target.tensor.device, len(number)) for m in members], np.int64)
-    address = np.array([m.address for m in members], np.int64)
-    each = np.array([m.target.tensor.element_size() for m in members], np.int64)
-    found = find_shared(wanted, device, address, each)
+    found = shared_memory([member.target.tensor for member in members], wanted)
     return tuple(Tie(tuple(members[i] for i in shared.targets), shared.low, shared.high) for shared in found)
+
+
+def shared_memory(tensors: Sequence[torch.Tensor], pieces: PieceColumns) -> list[Shared]:
+    """Find which of these tensors may share memory, by what their pieces take of it."""
+    number: dict[torch.device, int] = {}
+    device = np.array([number.setdefault(tensor.device, len(number)) for tensor in tensors], np.int64)
+    address, each = (np.array([f(t) for t in tensors], np.int64) for f in (torch.Tensor.data_ptr, torch.Tensor.element_size))
+    return find_shared(pieces, device, address, each)
 
 
 def conflicts(storage: Storage, catalog: Catalog, ties: Sequence[Tie], *, verify: bool) -> list[str]:
@@ -84,9 +87,8 @@ class _TieChecker:
     """Checks of ties over one checkpoint; the digests of each of its files are read once."""
 
     def __init__(self, storage: Storage, catalog: Catalog, verify: bool) -> None:
-        self._storage, self._catalog, self._verify = storage, catalog, verify
-        self._digests: dict[int, Digests] = {}
-        self._checked: set[int] = set()
+        self._storage, self._catalog = storage, catalog
+        self._digests = FileDigests(storage, catalog, verify=verify)
 
     def conflict(self, tie: Tie) -> str | None:
         """Describe what is wrong with a tie, if anything."""
@@ -123,14 +125,8 @@ class _TieChecker:
         spec = replace(member.spec, pieces=tuple(pieces))
         plan = plan_load(self._catalog, np.array([member.source]), piece_columns([spec], width_of([spec])), WINDOW_BYTES)
         target = ReadTarget(member.spec.name, out.view(dtype), member.target.dtype, is_buffer=True)
-        execute(ReadTask(self._storage, self._catalog, plan, [target], self._blocks(plan)))
+        execute(ReadTask(self._storage, self._catalog, plan, [target], self._digests.of(np.unique(plan.file).tolist())))
         return plan
-
-    def _blocks(self, plan: LoadPlan) -> BlockDigests:
-        files = [file for file in np.unique(plan.file).tolist() if file not in self._checked]
-        self._digests.update(open_files(self._storage, self._catalog, files, files if self._verify else []).of_file)
-        self._checked.update(files)
-        return BlockDigests(self._digests)
 
 
 def _line(first: TiedTarget, second: TiedTarget) -> str:
@@ -143,7 +139,7 @@ def _written(plan: LoadPlan, size: int) -> torch.Tensor:
     out = torch.zeros(size, dtype=torch.uint8, device="cpu")
     columns = (plan.item_bytes, plan.dst, plan.lengths, plan.dst_strides)
     for each, dst, lengths, strides in zip(*(column.tolist() for column in columns), strict=True):
-        region(out.view(_INTS[each]), dst, tuple(lengths), tuple(strides)).fill_(-1)
+        region(out.view(INTS[each]), dst, tuple(lengths), tuple(strides)).fill_(-1)
     return out
 
 

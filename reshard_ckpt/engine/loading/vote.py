@@ -81,7 +81,8 @@ def vote(
         There is a problem, on any rank, and ``strict``.
     """
     values = [line for line in wanted.problems if not matches(_subject(line), options.ignore)]
-    allowed = [line for line in values if _is_missing(line) and matches(_missing_name(line), options.allow_missing)]
+    missing = [line for line in values if line.partition(": ")[2].startswith((MISSING, NO_GROUP))]
+    allowed = [line for line in missing if matches(_missing_name(line), options.allow_missing)]
     values = [line for line in values if line not in allowed]
     kept = [line.partition("; ")[0] for line in allowed]  # without the advice of a problem
     named = resolved.named.union(catalog.index(name) for name in wanted.unplaced if name in catalog)
@@ -125,10 +126,6 @@ def _advice(report: LoadReport) -> str:
 def _subject(line: str) -> str:
     """Extract the name that a line is about."""
     return line.partition(": ")[0]
-
-
-def _is_missing(line: str) -> bool:
-    return line.partition(": ")[2].startswith((MISSING, NO_GROUP))
 
 
 def _no_group(line: str) -> bool:

@@ -26,7 +26,7 @@ from ...format.manifest import MAX_MANIFEST_BYTES, decode_manifest, encode_manif
 from ...format.timeline import MAX_TIMELINE_BYTES
 from ...storage import Storage
 from ..common.progress import OnProgress, Tally, silent
-from ..loading.files import check_files, open_blocks
+from ..loading.files import open_files
 from ..loading.read import REQUEST_BYTES, num_threads
 from ..saving.commit import clean_up, look
 
@@ -81,7 +81,7 @@ def compact(
     borrowed = [index for index, file in enumerate(catalog.files) if file.checkpoint]
     if not borrowed:
         return CompactReport(catalog.save_id, 0, 0, ())
-    check_files(storage, catalog, borrowed)
+    open_files(storage, catalog, borrowed)
     _check_room(storage, [catalog.files[index] for index in borrowed])
     before, save_id = look(storage), new_save_id()
     listed = _listed(storage, catalog)
@@ -103,7 +103,7 @@ def compact(
             _put(storage, timeline_key(save_id), storage.read(old, MAX_TIMELINE_BYTES))
         # The order is the promise: all of it is durable, then the catalog appears, then what it replaced may go.
         storage.sync(key for key in made if storage.size(key) is not None)
-        check_files(storage, replace(catalog, files=files), borrowed)
+        open_files(storage, replace(catalog, files=files), borrowed)
         storage.publish(CATALOG_KEY, replacement, expected=encoded)
     except BaseException:
         with suppress(CheckpointError):  # the reason why this ends here says more
@@ -151,7 +151,7 @@ def _listed(storage: Storage, catalog: Catalog) -> dict[str, bytes] | None:
 def _copy(storage: Storage, catalog: Catalog, index: int, key: str, tally: Tally, listed: dict[str, bytes] | None) -> _Copied:
     """Copy one file and its digests, verifying each block."""
     file = catalog.files[index]
-    digests = open_blocks(storage, catalog, [index]).of_file[index]
+    digests = open_files(storage, catalog, [], [index])[index]
     hasher = hashlib.sha256() if listed is not None else None
     buffer = memoryview(bytearray(min(file.size, REQUEST_BYTES)))
     with storage.create(key) as writer:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from reshard_ckpt.core.catalog.model import Catalog
 from reshard_ckpt.core.catalog.specs import TensorSpec
 from reshard_ckpt.core.geometry.dtypes import CODES
+from reshard_ckpt.engine.loading import files
 from reshard_ckpt.engine.loading import stream as streams
 from reshard_ckpt.engine.loading.stream import Run, RunReader, cut_windows, in_turn, read_ahead, stream, whole_run
 from reshard_ckpt.errors import CorruptError
@@ -67,7 +68,7 @@ def test_stream_gives_the_bytes_of_runs_in_order(data: st.DataObject, window: in
         offsets, lengths = data.draw(boxes_of(named[i][2].shape))
         start, stop = sorted(data.draw(st.tuples(*[st.integers(0, prod(lengths))] * 2)))
         runs.append(Run(catalog.index(f"t{i}"), offsets, lengths, start, stop - start))
-    with patch.object(streams, "DIGESTS_BYTES", data.draw(st.sampled_from([0, 1 << 20]))):
+    with patch.object(files, "DIGESTS_BYTES", data.draw(st.sampled_from([0, 1 << 20]))):
         got = [bytes(view) for view in stream(storage, catalog, runs, window_bytes=window)]
     index = {catalog.index(f"t{i}"): whole for i, (_, _, whole) in enumerate(named)}
     assert b"".join(got) == b"".join(expected(index[run.tensor], run) for run in runs)
