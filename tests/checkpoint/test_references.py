@@ -118,7 +118,7 @@ def test_a_missing_file_of_the_other_one_is_named(root: Path):
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_bytes_of_the_other_one_are_verified_in_any_case(root: Path, verify: bool):
+def test_bytes_of_the_other_one_are_verified_in_any_case(root: Path, tmp_path: Path, verify: bool):
     file = victim(root)
     data = bytearray(file.read_bytes())
     data[-200:] = bytes(200)
@@ -127,6 +127,10 @@ def test_bytes_of_the_other_one_are_verified_in_any_case(root: Path, verify: boo
     state: dict[str, Any] = {name: torch.zeros(saved.shape(saved.index(name))) for name in saved.names}
     with pytest.raises(CorruptError, match=r"\.\./step_90/.* is damaged in bytes"):
         checkpoint.load(root / "step_100", state, strict=False, verify=verify)
+    with pytest.raises(CorruptError, match=r"\.\./step_90/.* is damaged in bytes"):
+        checkpoint.reshard(root / "step_100", tmp_path / "resharded", mesh={"tp": 3}, verify=verify)
+    with pytest.raises(CorruptError, match=r"\.\./step_90/.* is damaged in bytes"):
+        checkpoint.convert(root / "step_100", tmp_path / "converted", root="", to="torch", verify=verify)
     assert not checkpoint.verify(root / "step_100").ok
     with pytest.raises(CorruptError, match="damaged in the block"):
         checkpoint.compact(root / "step_100")

@@ -43,7 +43,10 @@ def open_files(storage: Storage, catalog: Catalog, files: Sequence[int], digests
 
 
 class FileDigests:
-    """The block digests of a checkpoint's files, as they are needed; a file is checked once, and the digests read last are kept."""
+    """The block digests of a checkpoint's files, as they are needed; a file is checked once, and the digests read last are kept.
+
+    Without `verify` there are those alone of files of other checkpoints (see `open_files`).
+    """
 
     def __init__(self, storage: Storage, catalog: Catalog, *, verify: bool) -> None:
         self._storage, self._catalog, self._verify = storage, catalog, verify
@@ -54,7 +57,7 @@ class FileDigests:
     def of(self, files: Sequence[int]) -> dict[int, Digests]:
         """Check files that are new, and return the digests of all."""
         unchecked = [file for file in files if file not in self._checked]
-        wanted = list(files) if self._verify else []
+        wanted = [file for file in files if self._verify or self._catalog.files[file].checkpoint]
         lacking = [file for file in wanted if file not in self._kept]
         opened = open_files(self._storage, self._catalog, unchecked, lacking)
         self._checked.update(files)
