@@ -210,12 +210,14 @@ def num_threads() -> int:
 
 
 def _main(fd: int, preloaded: Sequence[str]) -> None:
+    gc.disable()
     for module in preloaded:
         importlib.import_module(module)
     if num_threads() != 1:
         raise RuntimeError(f"the server of ranks has {num_threads()} threads after its imports; it may have one")
     gc.collect()
     gc.freeze()  # or each collection of a rank would copy the pages of all that is imported
+    gc.enable()
     pipe = Connection(fd)
     pipe.send(os.getpid())
     _serve(pipe)
