@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,11 +46,6 @@ def piece_columns(specs: Sequence[TensorSpec], width: int) -> PieceColumns:
         base=np.array([p.base for _, p in pieces], dtype=np.int64),
         strides=pad_rows([p.strides for _, p in pieces], width, 0),
     )
-
-
-def shape_columns(specs: Sequence[TensorSpec], width: int) -> I64:
-    """Global shapes, padded to ``width`` dims."""
-    return pad_rows([spec.shape for spec in specs], width, 1)
 
 
 def width_of(specs: Sequence[TensorSpec]) -> int:
@@ -147,30 +142,34 @@ def build_local_metadata(
         A piece reaches outside its tensor.
     """
     own = own or {}
-    width = width_of(specs)
-    pieces, shape = piece_columns(specs, width), shape_columns(specs, width)
-    _check_inside(specs, pieces, shape)
+    pieces, tensors = piece_columns(specs, width_of(specs)), tensor_columns(specs, num_blobs, mesh)
+    _check_inside(specs, pieces, tensors.shape)
+    tensors.shape[list(own)], tensors.own[list(own)] = 0, 1
+    tensors = replace(tensors, names=tuple(own.get(i, spec.name) for i, spec in enumerate(specs)))
+    box, first = group_ids(np.hstack([pieces.offsets, pieces.lengths]))
+    rows = RowColumns(pieces.offsets[first], pieces.lengths[first], pieces.tensor, box, pieces.start, pieces.count)
+    return LocalMetadata(tensors, rows)
+
+
+def tensor_columns(specs: Sequence[TensorSpec], num_blobs: int, mesh: Mesh | None) -> TensorColumns:
+    """Put specs, the last `num_blobs` of which are blobs, into columns; an alias comes after its tensor."""
     kind = np.full(len(specs), TensorKind.TENSOR, np.uint8)
     kind[len(specs) - num_blobs :] = TensorKind.BLOB
-    shape[list(own)] = 0
     placements = {placement: i for i, placement in enumerate(dict.fromkeys(spec.placement for spec in specs))}
-    tensors = TensorColumns(
-        names=tuple(own.get(i, spec.name) for i, spec in enumerate(specs)),
+    return TensorColumns(
+        names=tuple(spec.name for spec in specs),
         dtype=np.array([CODES.index(spec.dtype) for spec in specs], np.uint8),
         kind=kind,
-        own=np.array([i in own for i in range(len(specs))], np.uint8),
+        own=np.zeros(len(specs), np.uint8),
         replication=np.array([spec.replication for spec in specs], np.uint8),
         ndim=np.array([len(spec.shape) for spec in specs], np.int64),
-        shape=shape,
+        shape=pad_rows([spec.shape for spec in specs], width_of(specs), 1),
         alias=_aliases(specs),
         placements=tuple(placements),
         placement=np.array([placements[spec.placement] for spec in specs], np.int64),
         mesh=mesh,
-        **links_of(specs),
+        **_links_of(specs),
     )
-    box, first = group_ids(np.hstack([pieces.offsets, pieces.lengths]))
-    rows = RowColumns(pieces.offsets[first], pieces.lengths[first], pieces.tensor, box, pieces.start, pieces.count)
-    return LocalMetadata(tensors, rows)
 
 
 def join_metadata(ranks: Sequence[LocalMetadata]) -> JobMetadata:
@@ -206,7 +205,7 @@ def number_rows(
     )
 
 
-def links_of(specs: Sequence[TensorSpec]) -> dict[str, I64]:
+def _links_of(specs: Sequence[TensorSpec]) -> dict[str, I64]:
     """The columns that link state of optimizers to parameters among the same specs."""
     names = [spec.name for spec in specs]
     index = {name: i for i, name in reversed(list(enumerate(names)))}

@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ...core.catalog.model import Catalog, TensorKind, ValueEntry
+from ...core.catalog.model import Catalog, ValueEntry
 from ...core.catalog.placements import Box
 from ...core.catalog.specs import AxisPlacement, Mesh, Replication, TensorSpec, ValueKind, blob_name
-from ...core.geometry.dtypes import CODES, ITEM_BYTES
+from ...core.geometry.dtypes import ITEM_BYTES
 from ...core.geometry.runs import I64
-from ...core.planning.local_metadata import TensorColumns, links_of, shape_columns, width_of
+from ...core.planning.local_metadata import tensor_columns
 from ...core.planning.save_plan import Checks, SavePlan, plan_save
 from ...core.planning.target_pieces import TargetRows, as_job_metadata, target_rows
 from ...core.planning.target_placement import TargetPlacement, TargetTopology, place
@@ -113,32 +113,30 @@ def plan_reshard(catalog: Catalog, choice: Choice, topology: TargetTopology) -> 
     placed = place(catalog, choice.tensors, topology)
     specs, sources = _tensors(catalog, choice, placed)
     tensors = len(specs)
-    entries = [value for value in catalog.values_table if value.name in set(choice.values)]
+    chosen = set(choice.values)
+    entries = [value for value in catalog.values_table if value.name in chosen]
     holders: dict[int, Sequence[int]] = {}
     for value in entries:
         for which, blob in enumerate(value.blobs):
             own = value.kind is ValueKind.PER_RANK
-            ranks = [_new_rank(which, len(value.blobs), topology.mesh.size)] if own else range(topology.mesh.size)
-            holders[len(specs)] = ranks
+            # What each rank had of its own goes to the rank of the same number, or evenly to another number of ranks.
+            new_rank = which * topology.mesh.size // len(value.blobs)
+            holders[len(specs)] = [new_rank] if own else range(topology.mesh.size)
             name = blob_name(value.name, which if own else None)
             specs.append(TensorSpec(name, "U8", catalog.shape(blob), (), Replication.PLAIN))
             sources.append(ByteSource(blob, None))
     names = [spec.name for spec in specs]
     shapes = [spec.shape for spec in specs]
     held, boxes = target_rows(shapes, [placed[name] for name in names[:tensors]], names[:tensors], topology.mesh, holders)
-    offered = _table(specs, tensors, topology.mesh)
+    offered = tensor_columns(specs, len(specs) - tensors, topology.mesh)
     plan = plan_save(as_job_metadata(offered, held, boxes, topology.mesh.size))
+    none: I64 = np.zeros(0, np.int64)
     # The replicas are made of the same bytes: there is nothing to compare.
-    plan = replace(plan, checks=_no_checks())
+    plan = replace(plan, checks=Checks(none, none, none, none, none, none, np.zeros(0, np.uint8)))
     index = {name: i for i, name in enumerate(plan.tables.names)}
     values = tuple(_value(value, index) for value in entries)
     where = tuple(placed[name] for name in names[:tensors])
     return ReshardPlan(catalog, plan, values, topology.mesh, tuple(specs), where, tuple(sources), held, boxes)
-
-
-def _new_rank(old: int, num_old: int, num_new: int) -> int:
-    """The new rank that keeps an old one's own value: the same if there are as many, else evenly."""
-    return old if num_old == num_new else old * num_new // num_old
 
 
 def _tensors(
@@ -165,32 +163,6 @@ def _declared(placed: TargetPlacement) -> tuple[AxisPlacement, ...]:
     if placed.follows is not None or placed.flat_axis is not None:
         return ()
     return tuple(p for p in placed.axes if p.kind not in ("flat", "resident"))
-
-
-def _table(specs: Sequence[TensorSpec], num_tensors: int, mesh: Mesh) -> TensorColumns:
-    index = {spec.name: i for i, spec in enumerate(specs)}
-    placements = {placement: i for i, placement in enumerate(dict.fromkeys(spec.placement for spec in specs))}
-    kind = np.full(len(specs), TensorKind.TENSOR, np.uint8)
-    kind[num_tensors:] = TensorKind.BLOB
-    return TensorColumns(
-        names=tuple(spec.name for spec in specs),
-        dtype=np.array([CODES.index(spec.dtype) for spec in specs], np.uint8),
-        kind=kind,
-        own=np.zeros(len(specs), np.uint8),
-        replication=np.array([spec.replication for spec in specs], np.uint8),
-        ndim=np.array([len(spec.shape) for spec in specs], np.int64),
-        shape=shape_columns(specs, width_of(specs)),
-        alias=np.array([-1 if spec.alias_of is None else index[spec.alias_of] for spec in specs], np.int64),
-        placements=tuple(placements),
-        placement=np.array([placements[spec.placement] for spec in specs], np.int64),
-        mesh=mesh,
-        **links_of(specs),
-    )
-
-
-def _no_checks() -> Checks:
-    none: I64 = np.zeros(0, np.int64)
-    return Checks(none, none, none, none, none, none, np.zeros(0, np.uint8))
 
 
 def _value(value: ValueEntry, index: Mapping[str, int]) -> ValueEntry:
