@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -17,7 +16,6 @@ from ..engine.common.progress import OnProgress, Tally, reporter
 from ..engine.common.rename import renamed
 from ..engine.loading.saved_values import blob_reader, open_values
 from ..engine.loading.stream import Run, stream, whole_run
-from ..engine.resharding.reshard import Options
 from ..errors import UsageError
 from ..format.catalog import encode_catalog
 from ..format.checksums import digest128
@@ -39,6 +37,7 @@ from .selecting import Names, SelectedNames, cast_dtypes, select_names, top_leve
 from .topology_options import check_rename
 
 MODEL = "model"
+FORMATS_WRITTEN = ("safetensors", "torch", "dcp", "megatron", "reshard")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,35 +124,6 @@ class _Conversion:
         return digest128(digest128(encode_catalog(self.saved)) + wanted).hex()
 
 
-@dataclass(frozen=True, slots=True)
-class _Destination:
-    """Where a result goes: `src` is the path that the caller passed, `source` the folder that its files are in."""
-
-    src: str
-    source: str
-    dst: str
-    overwrite: bool
-
-    def folder(self, identity: str | None = None) -> AbstractContextManager[OutputFolder]:
-        return new_folder(self.dst, self.source, identity=identity, overwrite=self.overwrite)
-
-
-@dataclass(frozen=True, slots=True)
-class _Result:
-    """The files of a result, and the bytes of those that were there already."""
-
-    files: tuple[str, ...]
-    bytes_kept: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _FormatOptions:
-    """The options of single formats: the size of a safetensors file, and the form of optimizers' groups in a DCP folder."""
-
-    max_bytes: int
-    optimizer: str
-
-
 def convert(
     src: Path,
     dst: Path,
@@ -223,25 +193,37 @@ def convert(
     StorageError
         The disk refused.
     """
-    if to not in _WRITERS:
-        raise UsageError(f"to={to!r}: there are {', '.join(map(repr, _WRITERS))}")
-    format_options = _FormatOptions(parse_size(max_shard_size), _optimizer_form(optimizer, to))
+    if to not in FORMATS_WRITTEN:
+        raise UsageError(f"to={to!r}: there are {', '.join(map(repr, FORMATS_WRITTEN))}")
+    max_bytes, form = parse_size(max_shard_size), _optimizer_form(optimizer, to)
     if unstack and to != "safetensors":
         raise UsageError(f"unstack=True: is for to='safetensors', and not for to={to!r}, which keeps them stacked; leave it out")
-    named = format_options.optimizer == FULLY_RESHARDABLE
-    with open_source(src, with_options(["megatron"], named=True) if named else FORMATS) as source:
+    with open_source(src, with_options(["megatron"], named=True) if form == FULLY_RESHARDABLE else FORMATS) as source:
         conversion = _select(source, to, root, select, exclude, rename, cast, verify, reporter(progress))
         if unstack:
             conversion = replace(conversion, unstacked=take_apart(conversion.catalog, source.storage.url))
-        destination = _Destination(path_text(src), source.storage.url, path_text(dst), overwrite)
-        result = _WRITERS[to](conversion, destination, format_options)
+        result = path_text(dst)
+        files: tuple[str, ...] = (os.path.basename(result),)
+        bytes_kept = 0
+        if to == "torch":
+            with new_file(result, source.storage.url, overwrite=overwrite) as path:
+                write_torch(path, conversion.catalog, conversion.values, conversion.tensor_bytes)
+        else:
+            identity = conversion.identity(to, max_bytes, unstack) if to in ("safetensors", "reshard") else None
+            with (
+                new_folder(result, source.storage.url, identity=identity, overwrite=overwrite) as output,
+                LocalStorage(output.result) as storage,
+            ):
+                side_files = not os.path.isfile(path_text(src))
+                bytes_kept = _write_folder(to, conversion, output, storage, max_bytes, form, side_files)
+                files = tuple(key for key, _ in storage.list())
     return ConvertReport(
         format=to,
-        files=result.files,
+        files=files,
         num_tensors=len(conversion.written.names),
         num_values=len(conversion.values),
         num_bytes=conversion.num_bytes,
-        bytes_kept=result.bytes_kept,
+        bytes_kept=bytes_kept,
         left_out=conversion.left_out,
     )
 
@@ -275,8 +257,7 @@ def _select(
     top = (MODEL if to == "safetensors" else "") if root is None else root
     selected = select_names(catalog, select, exclude)
     taken = selected.below(top)
-    for name in taken.unreadable:
-        raise catalog.unreadable[name]
+    taken.refuse_unreadable(catalog)
     tensors, values = taken.tensors, [] if to == "safetensors" else taken.values
     if not tensors and not values:
         raise UsageError(_nothing_selected(catalog, top, taken if taken.values else selected))
@@ -322,55 +303,30 @@ def parse_size(size: int | str) -> int:
     return int(match[1]) * unit_bytes  # not through a float, which is inexact above 2⁵³
 
 
-def _to_safetensors(conversion: _Conversion, destination: _Destination, format_options: _FormatOptions) -> _Result:
-    files = lay_out(conversion.written, format_options.max_bytes)
-    identity = conversion.identity("safetensors", format_options.max_bytes, conversion.unstacked is not None)
-    with (
-        destination.folder(identity) as output,
-        LocalStorage(output.result) as storage,
-        LocalStorage(output.resume_info) as resume_info,
-    ):
-        kept = finished_files(storage, resume_info, files)
-        storage.delete({key for key, _ in storage.list()} - {file.key for file in kept})
-        if not os.path.isfile(destination.src):
-            copy_side_files(conversion.source.storage, conversion.source.catalog, storage)
-        write_safetensors(storage, conversion.written, conversion.tensor_bytes, files, resume_info=resume_info, kept=kept)
-        return _Result(_keys(storage), sum(file.num_bytes for file in kept))
-
-
-def _to_torch(conversion: _Conversion, destination: _Destination, format_options: _FormatOptions) -> _Result:
-    with new_file(destination.dst, destination.source, overwrite=destination.overwrite) as path:
-        write_torch(path, conversion.catalog, conversion.values, conversion.tensor_bytes)
-    return _Result((os.path.basename(destination.dst),))
-
-
-def _to_dcp(conversion: _Conversion, destination: _Destination, format_options: _FormatOptions) -> _Result:
-    with destination.folder() as output, LocalStorage(output.result) as storage:
-        write_dcp(storage, conversion.catalog, conversion.values, conversion.run_bytes, optimizer=format_options.optimizer)
-        return _Result(_keys(storage))
-
-
-def _to_megatron(conversion: _Conversion, destination: _Destination, format_options: _FormatOptions) -> _Result:
-    with names_kept():  # so that what Megatron's classes were in the source, they are in the result
-        opened = open_values(conversion.source.storage, conversion.saved, conversion.saved.value_names, verify=conversion.verify)
-        values = {name: value.plain for name, value in opened.items()}
-    with destination.folder() as output, LocalStorage(output.result) as storage:
-        write_megatron(storage, conversion.catalog, values, conversion.run_bytes)
-        return _Result(_keys(storage))
-
-
-def _to_reshard(conversion: _Conversion, destination: _Destination, format_options: _FormatOptions) -> _Result:
+def _write_folder(
+    to: str, conversion: _Conversion, output: OutputFolder, storage: LocalStorage, max_bytes: int, form: str, side_files: bool
+) -> int:
+    """Write the files of a format that is a folder; return the bytes of those that an attempt which was killed had finished."""
     saved, out = conversion.saved, conversion.catalog
-    dtypes = {name: out.dtype(out.index(name)) for name in out.names}
-    cast = {name: code for name, code in dtypes.items() if code != saved.dtype(saved.index(name))}
-    with destination.folder(conversion.identity("reshard")) as output, LocalStorage(output.result) as storage:
-        options = Options(conversion.verify, conversion.report)
-        report = write_as_one_rank(conversion.source, saved, cast, output.result, options)
-        return _Result(_keys(storage), report.bytes_kept)
-
-
-def _keys(storage: LocalStorage) -> tuple[str, ...]:
-    return tuple(key for key, _ in storage.list())
-
-
-_WRITERS = {"safetensors": _to_safetensors, "torch": _to_torch, "dcp": _to_dcp, "megatron": _to_megatron, "reshard": _to_reshard}
+    if to == "safetensors":
+        files = lay_out(conversion.written, max_bytes)
+        with LocalStorage(output.resume_info) as resume_info:
+            kept = finished_files(storage, resume_info, files)
+            storage.delete({key for key, _ in storage.list()} - {file.key for file in kept})
+            if side_files:
+                copy_side_files(conversion.source.storage, conversion.source.catalog, storage)
+            write_safetensors(storage, conversion.written, conversion.tensor_bytes, files, resume_info=resume_info, kept=kept)
+        return sum(file.num_bytes for file in kept)
+    if to == "reshard":
+        dtypes = {name: out.dtype(out.index(name)) for name in out.names}
+        cast = {name: code for name, code in dtypes.items() if code != saved.dtype(saved.index(name))}
+        verify, report = conversion.verify, conversion.report
+        return write_as_one_rank(conversion.source, saved, cast, output.result, verify=verify, report=report).bytes_kept
+    if to == "dcp":
+        write_dcp(storage, out, conversion.values, conversion.run_bytes, optimizer=form)
+        return 0
+    with names_kept():  # so that what Megatron's classes were in the source, they are in the result
+        opened = open_values(conversion.source.storage, saved, saved.value_names, verify=conversion.verify)
+        values = {name: value.plain for name, value in opened.items()}
+    write_megatron(storage, out, values, conversion.run_bytes)
+    return 0

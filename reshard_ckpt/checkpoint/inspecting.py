@@ -109,8 +109,8 @@ def inspect(
     """
     with open_source(path) as source:
         saved = source.catalog
-        tensors, values = match_names(saved, names)
-        selected = set(values)
+        matched = match_names(saved, names)
+        tensors, values, selected = matched.tensors, matched.values, set(matched.values)
         entries = [_value_line(saved, entry) for entry in saved.values_table]
         lines: tuple[TensorLine | ValueLine, ...] = (
             *_tensor_lines(saved, tensors),

@@ -23,7 +23,7 @@ from ..format.keys import timeline_key
 from ..format.timeline import MAX_TIMELINE_BYTES, decode_timeline
 from ..format.torch_dtypes import TORCH_DTYPES
 from ..formats.source import NATIVE, Path, Source, open_source
-from .selecting import match_names, refuse_unreadable
+from .selecting import match_names
 
 
 def catalog(path: Path) -> Catalog:
@@ -72,23 +72,20 @@ def verify(path: Path, *, sha256: bool = False, workers: int | None = None, prog
 
 def _verified(path: Path, sha256: bool, workers: int | None, report: OnProgress) -> VerifyReport:
     with open_source(path) as source:
+        storage, saved = source.storage, source.catalog
+        if sha256 and not source.sha256:  # some foreign formats list it
+            _refuse_foreign(source)
+        verified = verify_all(storage, saved, workers=workers, report=report)
         if not sha256:
-            return verify_all(source.storage, source.catalog, workers=workers, report=report)
-        if source.sha256:
-            return _verified_by_its_own_list(source, workers, report)
-        _refuse_foreign(source)
-        verified = verify_all(source.storage, source.catalog, workers=workers, report=report)
-        changed = check_manifest(source.storage, source.catalog, workers=workers, report=report)
-        return replace(verified, problems=(*verified.problems, *changed))
-
-
-def _verified_by_its_own_list(source: Source, workers: int | None, report: OnProgress) -> VerifyReport:
-    """Verify a checkpoint of a foreign format that lists the SHA-256 of its files."""
-    verified = verify_all(source.storage, source.catalog, workers=workers, report=report)
-    changed = check_listed(source.storage, source.sha256, workers=workers, report=report)
-    unlisted = [file for file in source.catalog.files if file.key not in source.sha256]
-    lines = [f"{source.storage.url}: {file.key} is not listed with a SHA-256, though tensors lie in it" for file in unlisted]
-    return replace(verified, problems=(*verified.problems, *changed, *lines), bytes_unproved=sum(file.size for file in unlisted))
+            return verified
+        if not source.sha256:
+            changed = check_manifest(storage, saved, workers=workers, report=report)
+            return replace(verified, problems=(*verified.problems, *changed))
+        changed = check_listed(storage, source.sha256, workers=workers, report=report)
+        unlisted = [file for file in saved.files if file.key not in source.sha256]
+        lines = [f"{storage.url}: {file.key} is not listed with a SHA-256, though tensors lie in it" for file in unlisted]
+        problems = *verified.problems, *changed, *lines
+        return replace(verified, problems=problems, bytes_unproved=sum(file.size for file in unlisted))
 
 
 def write_manifest(path: Path, *, workers: int | None = None, progress: bool | OnProgress = False) -> str:
@@ -178,8 +175,9 @@ def read(path: Path, names: Sequence[str] | None = None, *, progress: bool | OnP
 def read_from(source: Source, names: Sequence[str] | None = None, *, progress: bool | OnProgress = False) -> dict[str, Any]:
     """Read as `read` does, from what is open."""
     storage, saved = source.storage, source.catalog
-    refuse_unreadable(saved, names)
-    tensors, values = match_names(saved, names)
+    matched = match_names(saved, names)
+    matched.refuse_unreadable(saved)
+    tensors, values = matched.tensors, matched.values
     check_whole(storage, saved, [saved.index(name) for name in tensors])
     whole = [_whole(saved, name) for name in tensors]
     resolved = resolve(saved, whole, LoadOptions())

@@ -19,14 +19,12 @@ from ..engine.common.rename import renamed
 from ..engine.loading.saved_values import blob_reader, open_values
 from ..engine.resharding.plan import Choice, ReshardPlan, plan_reshard
 from ..engine.resharding.reshard import (
-    Options,
     ProcessReport,
     RankShare,
     agree_on_id,
     commit,
     rank_share,
     save_id_of,
-    share_of,
     write_share,
 )
 from ..engine.saving.commit import check_free_space, look
@@ -154,8 +152,7 @@ def reshard(
         open_shared_source(comm, src) as source,
         open_storage(dst) as target,
     ):
-        _refuse_same(source.storage, target)
-        _refuse_file(target)
+        _check_target(source.storage, target)
         check_rename(source.catalog, rename)
         catalog = source.catalog
         if rename is not None:
@@ -164,20 +161,29 @@ def reshard(
         topology = TargetTopology(
             new_mesh, placement_rules, stage_boundaries(stages, new_mesh), _group_orders(source, catalog, choice)
         )
-        options = Options(verify, reporter(progress if comm.rank == 0 else False))
-        return _write(comm, source, plan_reshard(catalog, choice, topology), target, options, dry_run=dry_run)
+        planned, report = plan_reshard(catalog, choice, topology), reporter(progress if comm.rank == 0 else False)
+        return _write(comm, source, planned, target, verify=verify, report=report, dry_run=dry_run)
 
 
-def write_as_one_rank(source: Source, catalog: Catalog, dtypes: Mapping[str, str], dst: Path, options: Options) -> ReshardReport:
+def write_as_one_rank(
+    source: Source, catalog: Catalog, dtypes: Mapping[str, str], dst: Path, *, verify: bool, report: OnProgress
+) -> ReshardReport:
     """Write all of a catalog over the source's files as a job of one rank would have saved it, in this process."""
     choice = Choice(catalog.names, catalog.value_names, dtypes)
     topology = TargetTopology(Mesh(("dp",), (1,)), (), None, _group_orders(source, catalog, choice))
     with open_storage(dst) as target:
-        return _write(SoloComm(), source, plan_reshard(catalog, choice, topology), target, options)
+        return _write(SoloComm(), source, plan_reshard(catalog, choice, topology), target, verify=verify, report=report)
 
 
 def _write(
-    comm: Comm, source: Source, planned: ReshardPlan, target: Storage, options: Options, *, dry_run: bool = False
+    comm: Comm,
+    source: Source,
+    planned: ReshardPlan,
+    target: Storage,
+    *,
+    verify: bool,
+    report: OnProgress,
+    dry_run: bool = False,
 ) -> ReshardReport:
     before = look(target) if comm.rank == 0 else None
     has_checksums = all(file.digests_key for file in planned.catalog.files)
@@ -191,8 +197,7 @@ def _write(
         check_free_space(target, planned.plan)
     with _exclusive(target, save_id) if comm.rank == 0 else nullcontext():
         comm.broadcast(b"")  # no rank touches a file before rank 0 holds the lock against another reshard
-        share = share_of(planned, save_id, comm.rank, comm.size)
-        done = write_share(source.storage, target, planned, save_id, share, options)
+        done = write_share(comm, source.storage, target, planned, save_id, verify=verify, report=report)
         done = commit(comm, target, planned, save_id, done, before)
     return _report(planned, save_id, done, dry_run)
 
@@ -217,15 +222,12 @@ def _exclusive(target: Storage, save_id: str) -> Iterator[None]:
             target.delete([key])
 
 
-def _refuse_same(source: Storage, target: Storage) -> None:
+def _check_target(source: Storage, target: Storage) -> None:
     same = source.url == target.url
     if os.path.isdir(source.url) and os.path.isdir(target.url):
         same = os.path.samefile(source.url, target.url)
     if same:
         raise UsageError(f"{target.url}: is the checkpoint to be read; write to another path, and move it in place afterwards")
-
-
-def _refuse_file(target: Storage) -> None:
     if os.path.isfile(target.url):
         raise UsageError(f"{target.url}: is a file; pass the path of a folder, which need not be there yet")
 
@@ -233,8 +235,7 @@ def _refuse_file(target: Storage) -> None:
 def _choice(catalog: Catalog, select: Names, exclude: Names, drop: Names, cast: Mapping[str, Any] | None) -> Choice:
     unwanted = [*(as_list(exclude) or ()), *(as_list(drop) or ())]
     taken = select_names(catalog, select, unwanted or None)
-    for name in taken.unreadable:
-        raise catalog.unreadable[name]
+    taken.refuse_unreadable(catalog)
     if not taken.tensors and not taken.values:
         raise UsageError(f"select={select!r}, exclude={exclude!r}, drop={drop!r}: nothing is left to write; take less away")
     return Choice(taken.tensors, taken.values, cast_dtypes(catalog, taken.tensors, cast))

@@ -15,58 +15,6 @@ from ..format.torch_dtypes import TORCH_DTYPES
 Names = str | Sequence[str] | None
 
 
-def match_names(saved: Catalog, names: Sequence[str] | None) -> tuple[list[str], list[str]]:
-    """Return the names of the tensors and of the values that the caller asks for; None asks for all.
-
-    Raises
-    ------
-    MismatchError
-        The checkpoint has nothing for one of them.
-    """
-    if names is None:
-        return list(saved.names), list(saved.value_names)
-    if isinstance(names, str):
-        raise UsageError(f"names={names!r}: pass a list of names, as in names=[{names!r}]")
-    found = {name: (_matching(saved.names, name), _matching(saved.value_names, name)) for name in names}
-    absent = [n for n, (tensors, values) in found.items() if not tensors and not values and not _unreadable(saved, n)]
-    if absent:
-        meant = nearest(absent[:1], (*saved.names, *saved.value_names)).get(absent[0])
-        hint = "" if meant is None else f" (did you mean {meant}?)"
-        raise MismatchError(
-            f"{', '.join(absent)}: not in the checkpoint, which has {top_level_keys(saved)}{hint}; inspect lists all", absent
-        )
-    return (
-        list(dict.fromkeys(n for tensors, _ in found.values() for n in tensors)),
-        list(dict.fromkeys(n for _, values in found.values() for n in values)),
-    )
-
-
-def top_level_keys(saved: Catalog, limit: int = 8) -> str:
-    """List the first parts of all names, for messages."""
-    names = (*saved.names, *saved.value_names, *saved.unreadable)
-    found = sorted({name.partition(".")[0] for name in names})
-    if not found:
-        return "nothing"
-    return ", ".join(map(repr, found[:limit])) + (", …" if len(found) > limit else "")
-
-
-def refuse_unreadable(saved: Catalog, names: Sequence[str] | None) -> None:
-    """Raise the error of a selected tensor or value that cannot be read."""
-    for name in (None,) if names is None else names:
-        for found in _unreadable(saved, name):
-            raise saved.unreadable[found]
-
-
-def _unreadable(saved: Catalog, name: str | None) -> list[str]:
-    return list(saved.unreadable) if name is None else _matching(tuple(saved.unreadable), name)
-
-
-def _matching(known: Sequence[str], name: str) -> list[str]:
-    """List the names equal to this one or below it; if there are none, those that match it as a pattern."""
-    below = [other for other in known if other == name or other.startswith(f"{name}.")]
-    return below or [other for other in known if fnmatchcase(other, name)]
-
-
 @dataclass(frozen=True, slots=True)
 class SelectedNames:
     """The selected names of tensors and of values, and those that are selected but cannot be read."""
@@ -83,6 +31,50 @@ class SelectedNames:
 
         return SelectedNames(kept(self.tensors), kept(self.values), kept(self.unreadable))
 
+    def refuse_unreadable(self, saved: Catalog) -> None:
+        """Raise the error of the first tensor or value that cannot be read."""
+        for name in self.unreadable:
+            raise saved.unreadable[name]
+
+
+def match_names(saved: Catalog, names: Sequence[str] | None) -> SelectedNames:
+    """Return what the caller asks for; None asks for all.
+
+    Raises
+    ------
+    MismatchError
+        The checkpoint has nothing for one of the names.
+    """
+    kinds = saved.names, saved.value_names, tuple(saved.unreadable)
+    if names is None:
+        return SelectedNames(*map(list, kinds))
+    if isinstance(names, str):
+        raise UsageError(f"names={names!r}: pass a list of names, as in names=[{names!r}]")
+    found = {name: [_matching(known, name) for known in kinds] for name in names}
+    absent = [name for name, of_kinds in found.items() if not any(of_kinds)]
+    if absent:
+        meant = nearest(absent[:1], (*saved.names, *saved.value_names)).get(absent[0])
+        hint = "" if meant is None else f" (did you mean {meant}?)"
+        raise MismatchError(
+            f"{', '.join(absent)}: not in the checkpoint, which has {top_level_keys(saved)}{hint}; inspect lists all", absent
+        )
+    return SelectedNames(*(list(dict.fromkeys(n for of_kinds in found.values() for n in of_kinds[i])) for i in range(len(kinds))))
+
+
+def top_level_keys(saved: Catalog, limit: int = 8) -> str:
+    """List the first parts of all names, for messages."""
+    names = (*saved.names, *saved.value_names, *saved.unreadable)
+    found = sorted({name.partition(".")[0] for name in names})
+    if not found:
+        return "nothing"
+    return ", ".join(map(repr, found[:limit])) + (", …" if len(found) > limit else "")
+
+
+def _matching(known: Sequence[str], name: str) -> list[str]:
+    """List the names equal to this one or below it; if there are none, those that match it as a pattern."""
+    below = [other for other in known if other == name or other.startswith(f"{name}.")]
+    return below or [other for other in known if fnmatchcase(other, name)]
+
 
 def select_names(saved: Catalog, select: Names, exclude: Names) -> SelectedNames:
     """Select names (None: all), without the excluded ones.
@@ -92,19 +84,13 @@ def select_names(saved: Catalog, select: Names, exclude: Names) -> SelectedNames
     MismatchError
         The checkpoint has nothing for one of the names.
     """
-    taken = _all_kinds(saved, select)
+    taken = match_names(saved, as_list(select))
     if exclude is None:
         return taken
-    less = _all_kinds(saved, exclude)
+    less = match_names(saved, as_list(exclude))
     gone = {*less.tensors, *less.values, *less.unreadable}
     kinds = (taken.tensors, taken.values, taken.unreadable)
     return SelectedNames(*([name for name in names if name not in gone] for names in kinds))
-
-
-def _all_kinds(saved: Catalog, names: Names) -> SelectedNames:
-    each = as_list(names)
-    unreadable = [found for name in ((None,) if each is None else each) for found in _unreadable(saved, name)]
-    return SelectedNames(*match_names(saved, each), list(dict.fromkeys(unreadable)))
 
 
 def as_list(names: Names) -> Sequence[str] | None:

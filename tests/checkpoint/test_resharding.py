@@ -7,7 +7,6 @@ import signal
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from math import prod
 from pathlib import Path
 from unittest.mock import patch
@@ -20,14 +19,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard_ckpt import checkpoint
-from reshard_ckpt.checkpoint import resharding
 from reshard_ckpt.core.catalog.model import Catalog, ShardView, TensorView, ValueEntry
 from reshard_ckpt.core.catalog.specs import AxisPlacement, ValueKind
 from reshard_ckpt.core.planning.load_plan import plan_load
 from reshard_ckpt.core.planning.local_metadata import piece_columns, width_of
 from reshard_ckpt.core.planning.read_plan import plan_reads
 from reshard_ckpt.engine.loading.load import open_catalog
-from reshard_ckpt.engine.resharding import read_back
+from reshard_ckpt.engine.resharding import read_back, reshard
 from reshard_ckpt.errors import CorruptError, UsageError
 from reshard_ckpt.format.catalog import encode_catalog
 from reshard_ckpt.format.values import decode_value, encode_value
@@ -268,8 +266,7 @@ def test_every_byte_is_read_back_once(tmp_path: Path) -> None:
         inner(self, part)
         proved.setdefault(part.key, []).append((part.low, part.high))
 
-    small = partial(resharding.Options, window_bytes=1 << 17)
-    with patch.object(read_back.ReadBack, "_prove", prove), patch.object(resharding, "Options", small):
+    with patch.object(read_back.ReadBack, "_prove", prove), patch.object(reshard, "WINDOW_BYTES", 1 << 17):
         checkpoint.reshard(tmp_path / "src", tmp_path / "dst", mesh={"dp": 2})
     for entry in open_catalog(open_storage(tmp_path / "dst")).files:
         parts = sorted(part for part in proved[entry.key] if part[0] < part[1])

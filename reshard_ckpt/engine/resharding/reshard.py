@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 
 import msgpack
 import numpy as np
@@ -30,7 +29,8 @@ from ...format.checksums import BLOCK_BYTES, decode_digests, digest128, digests_
 from ...format.keys import digests_key
 from ...storage.protocol import MissingKey, Storage
 from ..common.finished_files import is_finished
-from ..common.progress import OnProgress, Tally, silent
+from ..common.progress import OnProgress, Tally
+from ..common.tensor_bytes import slices
 from ..loading.stream import WINDOW_BYTES, Run, RunReader, Window, check_covered, in_turn, pieces_of
 from ..saving.commit import publish
 from ..saving.messages import Receipt, WrittenFile, decode_receipt, encode_receipt
@@ -41,15 +41,6 @@ from .read_back import ReadBack, WrittenBlocks
 from .write_order import Item, Slice, divide, group_ranks, shared_axes, windows
 
 _WHOLE_FILES = 1 << 62
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """How to go about it."""
-
-    verify: bool = True
-    report: OnProgress = silent
-    window_bytes: int = WINDOW_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,43 +76,27 @@ def agree_on_id(comm: Comm, save_id: str) -> str:
     return said
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessShare:
-    """The new ranks that one process writes, in the groups that it writes at once, and the layouts of their files."""
-
-    groups: list[list[int]]
-    layouts: dict[int, list[FileLayout]]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(layout.num_bytes for layouts in self.layouts.values() for layout in layouts)
-
-
-def share_of(plan: ReshardPlan, save_id: str, process: int, num_processes: int) -> ProcessShare:
-    """What one of several processes writes."""
-    shapes = [spec.shape for spec in plan.specs[: len(plan.placed)]]
-    groups = group_ranks(plan.mesh, shared_axes(plan.mesh, shapes, plan.placed))
-    mine = divide(groups, plan.plan.bytes_by_rank().tolist(), num_processes)[process]
-    return ProcessShare(mine, {rank: plan.layouts(rank, save_id) for group in mine for rank in group})
-
-
 def write_share(
-    source: Storage, target: Storage, plan: ReshardPlan, save_id: str, share: ProcessShare, options: Options
+    comm: Comm, source: Storage, target: Storage, plan: ReshardPlan, save_id: str, *, verify: bool, report: OnProgress
 ) -> ProcessReport:
-    """Write the files of some new ranks, and make them durable.
+    """Write the files of this process's share of the new ranks, group by group, and make them durable.
 
     Raises
     ------
     CorruptError
         The source is damaged, or what was written reads back otherwise. Files that are finished stay, for the next attempt.
     """
-    reader = RunReader(source, plan.catalog, verify=options.verify)
-    tally = Tally("reshard", share.num_bytes, options.report)
+    shapes = [spec.shape for spec in plan.specs[: len(plan.placed)]]
+    groups = group_ranks(plan.mesh, shared_axes(plan.mesh, shapes, plan.placed))
+    mine = divide(groups, plan.plan.bytes_by_rank().tolist(), comm.size)[comm.rank]
+    layouts = {rank: plan.layouts(rank, save_id) for group in mine for rank in group}
+    reader = RunReader(source, plan.catalog, verify=verify)
+    tally = Tally("reshard", sum(layout.num_bytes for files in layouts.values() for layout in files), report)
     kept, receipts = 0, {}
-    proof = ReadBack(target, enabled=options.verify)
-    for group in share.groups:
-        outputs = [_RankOutput(target, share.layouts[rank], tally) for rank in group]
-        _write_group(reader, plan, group, outputs, proof, options.window_bytes)
+    proof = ReadBack(target, enabled=verify)
+    for group in mine:
+        outputs = [_RankOutput(target, layouts[rank], tally) for rank in group]
+        _write_group(reader, plan, group, outputs, proof)
         receipts.update({rank: output.receipt() for rank, output in zip(group, outputs, strict=True)})
         kept += sum(output.bytes_kept for output in outputs)
     if receipts:
@@ -130,12 +105,7 @@ def write_share(
 
 
 def _write_group(
-    reader: RunReader,
-    plan: ReshardPlan,
-    ranks: Sequence[int],
-    outputs: Sequence[_RankOutput],
-    proof: ReadBack,
-    window_bytes: int,
+    reader: RunReader, plan: ReshardPlan, ranks: Sequence[int], outputs: Sequence[_RankOutput], proof: ReadBack
 ) -> None:
     """Write the files of some ranks at once."""
     items = [output.missing(plan.items(rank)) for rank, output in zip(ranks, outputs, strict=True)]
@@ -143,7 +113,7 @@ def _write_group(
     under_way: deque[list[Slice]] = deque()
 
     def runs() -> Iterator[list[Run]]:
-        for window in windows(items, window_bytes):
+        for window in windows(items, WINDOW_BYTES):
             under_way.append(window)
             yield [part.run for part in window]
 
@@ -184,20 +154,16 @@ class _RankOutput:
 
     def write(self, view: memoryview) -> None:
         """Append the next bytes, all of one item."""
-        file = self._open()
-        for at in range(0, len(view), WRITE_BYTES):
-            self._append(file, view[at : at + WRITE_BYTES])
+        while self._file is None:
+            self._begin()
+        file = self._file
+        for chunk in slices(view, WRITE_BYTES):
+            self._append(file, chunk)
         self._close_if_full(file)
 
     def _append(self, file: ShardFileWriter, chunk: memoryview) -> None:
         file.write(chunk)
         self._tally.add(len(chunk))
-
-    def _open(self) -> ShardFileWriter:
-        """The file that the next bytes are of."""
-        while self._file is None:
-            self._begin()
-        return self._file
 
     def _begin(self) -> None:
         """Begin the next file that is missing."""
@@ -238,7 +204,7 @@ class _RankOutput:
     def __enter__(self) -> _RankOutput:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._file is not None:
             self._file.abort()
 
