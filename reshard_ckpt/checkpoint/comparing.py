@@ -10,7 +10,7 @@ from typing import Any
 
 from ..core.catalog.model import Catalog
 from ..core.catalog.placements import same_placement
-from ..core.catalog.specs import AxisPlacement, Ints, ValueKind
+from ..core.catalog.specs import AxisPlacement, ValueKind
 from ..core.words import plural
 from ..engine.checking.compare import Side, TensorDifference, compare
 from ..engine.common.progress import OnProgress, reporter
@@ -94,12 +94,13 @@ def diff(a: Path, b: Path, *, values: bool = False, progress: bool | OnProgress 
         one = stack.enter_context(open_source(a))
         two = stack.enter_context(open_source(b))
         first, second = one.catalog, two.catalog
+        in_a, in_b = ({*catalog.names, *catalog.value_names} for catalog in (first, second))
         tensors = [name for name in first.names if name in second]
         saved = set(second.value_names)
         both = [name for name in first.value_names if name in saved]
         found = list(_compared_values(one, two, both, everything=values))
         ranks = [change for change in found if isinstance(change, Change)]
-        shapes = tuple(_changes(tensors, first, second, _shape))
+        shapes = tuple(_changes(tensors, first, second, Catalog.shape))
         reshaped = {change.name for change in shapes}
         comparable = [name for name in tensors if name not in reshaped]
         left = Side(one.storage, first, [first.index(name) for name in comparable])
@@ -107,11 +108,15 @@ def diff(a: Path, b: Path, *, values: bool = False, progress: bool | OnProgress 
         return Diff(
             a=str(a),
             b=str(b),
-            removed=tuple(sorted(_all_names(first) - _all_names(second))),
-            added=tuple(sorted(_all_names(second) - _all_names(first))),
-            kind=tuple(_kinds(first, second)),
+            removed=tuple(sorted(in_a - in_b)),
+            added=tuple(sorted(in_b - in_a)),
+            kind=tuple(
+                Change(name, *("tensor" if name in catalog else "value" for catalog in (first, second)))
+                for name in sorted(in_a & in_b)
+                if (name in first) != (name in second)
+            ),
             shape=shapes,
-            dtype=tuple(_changes(tensors, first, second, _dtype)),
+            dtype=tuple(_changes(tensors, first, second, Catalog.dtype)),
             placement=(*_changes(tensors, first, second, _placement, same_placement), *ranks),
             values=tuple(change for change in found if isinstance(change, ValueChange)),
             tensors=tuple(compare(comparable, left, right, reporter(progress))) if values else (),
@@ -119,40 +124,21 @@ def diff(a: Path, b: Path, *, values: bool = False, progress: bool | OnProgress 
         )
 
 
-def _all_names(catalog: Catalog) -> set[str]:
-    return {*catalog.names, *catalog.value_names}
-
-
 def _changes(
     names: Sequence[str],
     a: Catalog,
     b: Catalog,
-    property_of: Callable[[Catalog, str], Any],
+    property_of: Callable[[Catalog, int], Any],
     same: Callable[[Any, Any], bool] = eq,
 ) -> Iterator[Change]:
     for name in names:
-        in_a, in_b = property_of(a, name), property_of(b, name)
+        in_a, in_b = property_of(a, a.index(name)), property_of(b, b.index(name))
         if not same(in_a, in_b):
             yield Change(name, in_a, in_b)
 
 
-def _shape(catalog: Catalog, name: str) -> Ints:
-    return catalog.shape(catalog.index(name))
-
-
-def _dtype(catalog: Catalog, name: str) -> str:
-    return catalog.dtype(catalog.index(name))
-
-
-def _kinds(a: Catalog, b: Catalog) -> Iterator[Change]:
-    """Yield the names that are a tensor in one and a value in the other."""
-    for name in sorted(_all_names(a) & _all_names(b)):
-        if (name in a) != (name in b):
-            yield Change(name, *("tensor" if name in catalog else "value" for catalog in (a, b)))
-
-
-def _placement(catalog: Catalog, name: str) -> tuple[AxisPlacement, ...] | None:
-    placement = int(catalog.tensors_table.placement[catalog.index(name)])
+def _placement(catalog: Catalog, index: int) -> tuple[AxisPlacement, ...] | None:
+    placement = int(catalog.tensors_table.placement[index])
     return None if placement < 0 else catalog.placements[placement]
 
 

@@ -81,14 +81,9 @@ def goodput(
     UsageError
         A size, rate or share is out of range.
     """
-    above_zero = {
-        "state_gb": state_gb,
-        "write_gbps": write_gbps,
-        "copy_gbps": copy_gbps,
-        "nodes": nodes,
-        "max_overhead": max_overhead,
-    }
-    for option, value in {**above_zero, "read_gbps": write_gbps if read_gbps is None else read_gbps}.items():
+    read_gbps = write_gbps if read_gbps is None else read_gbps
+    rates = {"write_gbps": write_gbps, "read_gbps": read_gbps, "copy_gbps": copy_gbps}
+    for option, value in {"state_gb": state_gb, **rates, "nodes": nodes, "max_overhead": max_overhead}.items():
         if not value > 0:
             raise UsageError(f"{option}={value!r}: must be above 0")
     for option, share in {"node_share": node_share, "double_share": double_share}.items():
@@ -99,7 +94,7 @@ def goodput(
     job = JobFigures(
         state_bytes=state_gb * GB,
         write_bytes_per_s=write_gbps * GB,
-        read_bytes_per_s=(write_gbps if read_gbps is None else read_gbps) * GB,
+        read_bytes_per_s=read_gbps * GB,
         copy_bytes_per_s=copy_gbps * GB,
         stall_s=max(stall, 1e-3),
         mtbf_s=duration_s(mtbf, option="mtbf"),
@@ -112,7 +107,11 @@ def goodput(
     better = {what: best_goodput(other, max_overhead) for what, other in _alternatives(job).items()}
     report = GoodputReport(job, best_goodput(job, max_overhead), better)
     if output is not None:
-        _draw(report, output)
+        file = pathlib.Path(output)
+        check_suffix(file, PICTURES, "the picture of intervals")
+        plotting = load_plotting()
+        figure = plotting.draw_goodput(report.job, report.best)
+        write_picture(file, plotting.rendered(figure, "Time lost by the interval between saves", file.suffix))
     return report
 
 
@@ -130,11 +129,3 @@ def _alternatives(job: JobFigures) -> dict[str, JobFigures]:
         "restarts in half the time": replace(job, restart_s=job.restart_s / 2),
         "half as many failures": replace(job, mtbf_s=2 * job.mtbf_s),
     }
-
-
-def _draw(report: GoodputReport, output: Path) -> None:
-    file = pathlib.Path(output)
-    check_suffix(file, PICTURES, "the picture of intervals")
-    plotting = load_plotting()
-    figure = plotting.draw_goodput(report.job, report.best)
-    write_picture(file, plotting.rendered(figure, "Time lost by the interval between saves", file.suffix))

@@ -63,7 +63,12 @@ def plot(
     _check_options(name, to, timeline)
     if timeline:
         check_suffix(file, (*PICTURES, ".json"), "a timeline")
-        data = _timeline(read_timeline(path), file.suffix)
+        saved = read_timeline(path)
+        if file.suffix == ".json":
+            data = json.dumps(saved.chrome_trace()).encode()
+        else:
+            plotting = load_plotting()
+            data = plotting.rendered(plotting.draw_timeline(saved), plotting.timeline_title(saved), file.suffix)
     elif name is None:
         check_suffix(file, (".html",), "the page of a whole checkpoint")
         data = _report(path)
@@ -86,14 +91,6 @@ def _check_options(name: str | None, to: Mapping[str, int] | None, timeline: boo
 def check_suffix(file: pathlib.Path, known: tuple[str, ...], what: str) -> None:
     if file.suffix not in known:
         raise UsageError(f"{file}: {what} is written as {' or '.join(known)}; name the output so")
-
-
-def _timeline(of: Timeline, suffix: str) -> bytes:
-    if suffix == ".json":
-        return json.dumps(of.chrome_trace()).encode()
-    plotting = load_plotting()
-    data: bytes = plotting.rendered(plotting.draw_timeline(of), plotting.timeline_title(of), suffix)
-    return data
 
 
 def _report(path: Path) -> bytes:
