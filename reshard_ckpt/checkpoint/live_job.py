@@ -26,7 +26,7 @@ from ..core.catalog.specs import Ints
 from ..core.report import LoadReport, summarize
 from ..engine.common.logs import RankLog
 from ..engine.common.progress import size_text
-from ..engine.common.rename import renamed, without
+from ..engine.common.rename import renamed
 from ..engine.common.rounds import NUM_BUFFERS, Buffers, Rounds, named_error, settle
 from ..engine.loading.load import LoadOptions, Resolved, drop_refused, resolve
 from ..engine.loading.vote import VoteResult, Wanted, missing_values, vote
@@ -41,7 +41,7 @@ from ..format.checksums import digest128
 from ..state.capture import capture, prepare_load
 from ..state.entries import Target
 from ..state.shards import PerRankValues
-from .loading import wanted_names, without_ignored
+from .loading import not_loaded, wanted_names, without_ignored
 
 MIN_MEMORY_BYTES = 1 << 20
 
@@ -230,10 +230,7 @@ class Job:
             saved = renamed(catalog, self._options.rename)
         old = {new.name: value.name for new, value in zip(saved.values_table, catalog.values_table, strict=True)}
         target = prepare_load(self._dst, saved, rank=self._rank, size=self._size)
-        ignored: tuple[str, ...] = ()
-        if self._options.load.ignore:
-            ignored = (*wanted_names(target), *saved.names, *saved.value_names)
-            target, saved = without_ignored(target, self._options.load.ignore), without(saved, self._options.load.ignore)
+        target, saved, ignored = without_ignored(target, saved, self._options.load.ignore)
         decoded = self._values.decoded(saved.values_table, old, target.prefixes, PerRankValues)
         wanted = describe_local(target.tensors, (), None, self._rank)
         return _Opened(held, wanted, saved, target, decoded, ignored)
@@ -366,9 +363,7 @@ class Move:
         """Put in place what was staged, and the values."""
         opened, self._is_put = self.destination, True
         self._job.spares.put(opened.wanted)
-        loaded = {spec.alias_of or spec.name for spec in self._job.resolved.specs}
-        skipped = [e.spec.name for e in opened.target.tensors if (e.spec.alias_of or e.spec.name) not in loaded]
-        opened.target.finish(opened.values, skipped)
+        opened.target.finish(opened.values, not_loaded(opened.target, self._job.resolved))
 
 
 def _addresses(opened: _Opened) -> list[tuple[int, int, Ints]]:

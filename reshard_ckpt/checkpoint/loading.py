@@ -19,7 +19,7 @@ from ..engine.common.logs import RankLog
 from ..engine.common.progress import OnProgress, reporter, size_text
 from ..engine.common.rename import renamed, without
 from ..engine.loading.load import LoadOptions as LoadOptions  # with `load_target`, for the rooms above
-from ..engine.loading.load import drop_refused, fetch, resolve, verify_ties
+from ..engine.loading.load import Resolved, drop_refused, fetch, resolve, verify_ties
 from ..engine.loading.read import execute
 from ..engine.loading.read_once import execute_once
 from ..engine.loading.saved_values import SavedValue, blob_reader, open_values
@@ -176,11 +176,7 @@ def load_target(
         rename = rename if rename_of is None else rename_of(saved)
         if rename is not None:
             saved = renamed(saved, rename, read=blob_reader(storage, source.catalog, verify=options.verify))
-        target = prepare(saved, comm)
-        ignored: tuple[str, ...] = ()
-        if options.ignore:
-            ignored = (*wanted_names(target), *saved.names, *saved.value_names)
-            target, saved = without_ignored(target, options.ignore), without(saved, options.ignore)
+        target, saved, ignored = without_ignored(prepare(saved, comm), saved, options.ignore)
         values = _plain_values(open_values(storage, saved, target.prefixes, verify=options.verify))
         resolved = resolve(saved, target.tensors, options)
         # Names below one that is wanted are wanted as well: some rank may have nothing there.
@@ -198,9 +194,7 @@ def load_target(
         bytes_read = fetch(storage, saved, resolved, options, report=report, run=run)
         # Every rank has verified its bytes before any object is given its values.
         comm.gather(b"")
-        # What is tied is loaded under one of its names, and there for all.
-        loaded = {spec.alias_of or spec.name for spec in resolved.specs}
-        target.finish(values, [e.spec.name for e in target.tensors if (e.spec.alias_of or e.spec.name) not in loaded])
+        target.finish(values, not_loaded(target, resolved))
         RankLog(comm.rank, target.mesh).info(
             "loaded %d tensors from %s in %.2f s, having read %s",
             len(resolved.targets),
@@ -220,17 +214,26 @@ def wanted_names(target: Target) -> tuple[str, ...]:
     return (*target.values, *(e.spec.name for e in target.tensors))
 
 
-def without_ignored(target: Target, ignore: Sequence[str]) -> Target:
-    """Drop ignored names from the target; its `finish` treats them as not loaded."""
-    ignored = [e.spec.name for e in target.tensors if matches(e.spec.name, ignore)]
-    kept = set(ignored)
-    return replace(
+def without_ignored(target: Target, saved: Catalog, ignore: Sequence[str]) -> tuple[Target, Catalog, tuple[str, ...]]:
+    """Drop ignored names on both sides; the target's `finish` treats them as not loaded. Also return all names there were."""
+    if not ignore:
+        return target, saved, ()
+    names = (*wanted_names(target), *saved.names, *saved.value_names)
+    ignored = {e.spec.name: None for e in target.tensors if matches(e.spec.name, ignore)}
+    kept = replace(
         target,
-        tensors=tuple(e for e in target.tensors if e.spec.name not in kept),
+        tensors=tuple(e for e in target.tensors if e.spec.name not in ignored),
         values=tuple(name for name in target.values if not matches(name, ignore)),
         unplaced=tuple(name for name in target.unplaced if not matches(name, ignore)),
         finish=lambda values, skipped: target.finish(values, [*skipped, *ignored]),
     )
+    return kept, without(saved, ignore), names
+
+
+def not_loaded(target: Target, resolved: Resolved) -> list[str]:
+    """List the tensors of a target that were not loaded; what is tied is loaded under one of its names, and there for all."""
+    loaded = {spec.alias_of or spec.name for spec in resolved.specs}
+    return [e.spec.name for e in target.tensors if (e.spec.alias_of or e.spec.name) not in loaded]
 
 
 def _plain_values(values: Mapping[str, SavedValue]) -> dict[str, Any]:

@@ -13,16 +13,19 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Protocol
 
 import msgpack
+import numpy as np
 import torch
 
 from ...comm import Exchange
 from ...comm.protocol import Comm
 from ...comm.shared_memory import SharedMemory, share
+from ...core.geometry.runs import I64
 from ...core.words import few
 from ...errors import CheckpointError, PeerError
 from .host_memory import allocate
@@ -281,6 +284,19 @@ _Arriving = tuple[Callable[[], None], torch.Tensor, _Message]
 
 Explain = Callable[[BaseException, str], CheckpointError]
 """Makes the error of a failure on this rank; the text says what has been overwritten on any rank."""
+
+
+def pack_table(table: I64) -> bytes:
+    """Pack rows of integers, column by column as differences, as neighbours are alike."""
+    head: bytes = int(table.shape[1]).to_bytes(4, "little")
+    return head + zlib.compress(np.diff(table, prepend=0, axis=0).astype("<i8").T.tobytes(), 1)
+
+
+def unpack_table(data: bytes) -> I64:
+    """Unpack what `pack_table` has packed."""
+    width = int.from_bytes(data[:4], "little")
+    table: I64 = np.frombuffer(zlib.decompress(data[4:]), "<i8").reshape(width, -1).T.cumsum(axis=0)
+    return table
 
 
 def settle(comm: Comm, failure: BaseException | None, changed: Callable[[], Iterable[str]], explain: Explain) -> None:

@@ -10,8 +10,6 @@
 
 from __future__ import annotations
 
-import struct
-import zlib
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -33,7 +31,7 @@ from ...core.planning.read_plan import ReadPlan
 from ...core.planning.shared_reads import Extents, SharedWindow, Wants, share, union
 from ...errors import CheckpointError
 from ..common.progress import OnProgress, Tally, silent
-from ..common.rounds import Rounds, named_error, settle
+from ..common.rounds import Rounds, named_error, pack_table, settle, unpack_table
 from ..common.tensor_bytes import RAW
 from .read import MAX_THREADS, Damage, Reader, ReadTask, in_threads, item_lists, reads_of
 
@@ -42,9 +40,6 @@ ROUND_BYTES = 12 << 20
 
 PLACERS = 4
 """Threads that pack, and put in place what came: each has a buffer as large as a window."""
-
-_BOXES_HEAD = struct.Struct("<II")
-"""Numbers of a box, and how many boxes follow."""
 
 
 def execute_once(comm: Comm, exchange: Exchange, task: ReadTask, report: OnProgress = silent) -> int:
@@ -135,12 +130,9 @@ def _in_blocks(window: SharedWindow, task: ReadTask) -> SharedWindow:
 
 def _of_all_ranks(comm: Comm, wants: Wants) -> list[Wants]:
     """Gather the wants of all ranks, on every rank."""
-    # Differences of columns of windows that follow each other compress to next to nothing.
-    table = np.diff(np.stack([wants.file, wants.window, wants.low, wants.high, wants.size]), prepend=0, axis=1)
-    gathered = comm.gather(zlib.compress(table.astype("<i8").tobytes(), 1))
+    gathered = comm.gather(pack_table(np.column_stack([wants.file, wants.window, wants.low, wants.high, wants.size])))
     tables = msgpack.unpackb(comm.broadcast(None if gathered is None else msgpack.packb(gathered)))
-    columns = (np.frombuffer(zlib.decompress(data), "<i8").reshape(5, -1).cumsum(axis=1) for data in tables)
-    return [Wants(*rows) for rows in columns]
+    return [Wants(*unpack_table(data).T) for data in tables]
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,15 +217,12 @@ class _Windows:
             rows_for[self._schedule[i].owner].append(np.column_stack(columns))
         messages = []
         for rank in range(self._size):
-            rows = np.vstack(rows_for[rank]) if rank in rows_for else np.zeros((0, 3), np.int64)
-            head = _BOXES_HEAD.pack(rows.shape[1], len(rows))
-            messages.append(head + zlib.compress(rows.astype("<i8").tobytes(), 1))
+            messages.append(pack_table(np.vstack(rows_for[rank]) if rank in rows_for else np.zeros((0, 3), np.int64)))
         asked = {}
         for rank, message in enumerate(exchange.swap(messages)):
-            width, num = _BOXES_HEAD.unpack_from(message)
-            rows = np.frombuffer(zlib.decompress(message[_BOXES_HEAD.size :]), "<i8").reshape(num, width)
+            rows = unpack_table(message)
             begins = np.flatnonzero(is_new(rows[:, 0]))
-            for part in np.split(rows, begins[1:]) if num else []:
+            for part in np.split(rows, begins[1:]) if len(rows) else []:
                 asked[int(part[0, 0]), rank] = _boxes(part)
         return asked
 

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import struct
-import zlib
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
@@ -25,6 +24,7 @@ from ...core.geometry.runs import I64, pad_left
 from ...core.planning.exchange import OWN, Parts, RankRuns, plan_exchange
 from ...core.planning.local_metadata import piece_columns, width_of
 from ...format.torch_dtypes import TORCH_DTYPES
+from ..common.rounds import pack_table, unpack_table
 from ..common.tensor_bytes import RAW, region, storage_bytes
 from ..saving.local_shards import LocalShards
 
@@ -81,20 +81,20 @@ def plan_moves(
         The name of this rank's machine.
     """
     columns = _wanted_columns(wanted, devices)
-    gathered = comm.gather(len(node).to_bytes(4, "little") + node + _packed(columns))
+    gathered = comm.gather(len(node).to_bytes(4, "little") + node + pack_table(columns))
     messages = None
     if gathered is not None:
         assert held is not None
         cuts = [4 + int.from_bytes(data[:4], "little") for data in gathered]
         number = {name: i for i, name in enumerate(dict.fromkeys(data[4:cut] for data, cut in zip(gathered, cuts, strict=True)))}
         nodes = [number[data[4:cut]] for data, cut in zip(gathered, cuts, strict=True)]
-        all_wanted = _joined([_unpacked(data[cut:]) for data, cut in zip(gathered, cuts, strict=True)])
+        all_wanted = _joined([unpack_table(data[cut:]) for data, cut in zip(gathered, cuts, strict=True)])
         parts = plan_exchange(held, all_wanted, nodes, round_bytes)
         num_rounds = [int(parts.round[parts.device == device].max(initial=OWN)) + 1 for device in (0, 1)]
         head = _ROUNDS.pack(*num_rounds)
-        messages = [head + _packed(_columns_of(parts.of_rank(rank))) for rank in range(comm.size)]
+        messages = [head + pack_table(_columns_of(parts.of_rank(rank))) for rank in range(comm.size)]
     data = comm.scatter(messages)
-    table = _unpacked(data[_ROUNDS.size :])
+    table = unpack_table(data[_ROUNDS.size :])
     width = (table.shape[1] - 7) // 2
     device, number, owner, owner_row, taker, taker_row, wire = table[:, :7].T
     offsets, lengths = table[:, 7 : 7 + width], table[:, 7 + width :]
@@ -128,20 +128,6 @@ def _joined(tables: Sequence[I64]) -> RankRuns:
 
 def _columns_of(parts: Parts) -> I64:
     return np.column_stack([getattr(parts, field.name) for field in fields(parts)])
-
-
-def _packed(table: I64) -> bytes:
-    # By column, as differences: neighbours are alike.
-    data: bytes = np.diff(table, prepend=0, axis=0).astype("<i8").T.tobytes()
-    head: bytes = int(table.shape[1]).to_bytes(4, "little")
-    return head + zlib.compress(data, 1)
-
-
-def _unpacked(data: bytes) -> I64:
-    width = int.from_bytes(data[:4], "little")
-    table = np.frombuffer(zlib.decompress(data[4:]), "<i8").reshape(width, -1).T
-    columns: I64 = table.cumsum(axis=0)
-    return columns
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,16 +11,13 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from ...core.planning.local_metadata import piece_columns, width_of
-from ...core.planning.same_memory import find_shared
 from ...errors import MismatchError, UsageError
 from ..common.tensor_bytes import LocalPiece
+from ..loading.ties import INTS, shared_memory
 from ..saving.local_shards import LocalShards
-
-_INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,22 +48,22 @@ def find_overlaps(held: LocalShards, wanted: LocalShards, chosen: Collection[int
     targets = {i: piece.tensor for i, piece in wanted.rows if i in chosen}
     memory = [*sources.values(), *targets.values()]
     specs = [held.specs[i] for i in sources] + [wanted.specs[i] for i in targets]
-    number: dict[torch.device, int] = {}
-    device = np.array([number.setdefault(t.device, len(number)) for t in memory], np.int64)
-    address, each = (np.array([f(t) for t in memory], np.int64) for f in (torch.Tensor.data_ptr, torch.Tensor.element_size))
 
     def where(i: int) -> tuple[Any, ...]:
-        return address[i], memory[i].dtype, specs[i].pieces
+        return memory[i].data_ptr(), memory[i].dtype, specs[i].pieces
 
     index, identical, tied = list(targets), set[int](), []
-    for shared in find_shared(piece_columns(specs, width_of(specs)), device, address, each):
+    for shared in shared_memory(memory, piece_columns(specs, width_of(specs))):
         of_src = [i for i in shared.targets if i < len(sources)]
         of_dst = [i for i in shared.targets if i >= len(sources)]
         for j in of_dst:
             alike = [i for i in (of_src or of_dst) if where(i) == where(j)]
             other = next((i for i in (of_src or of_dst) if i not in alike), j)
             if of_src and not any(same(specs[j].name, specs[i].name) for i in alike):
-                raise UsageError(_overlap_text(specs[j].name, specs[of_src[0]].name))
+                raise UsageError(
+                    f"{specs[j].name}: its memory in dst is also that of {specs[of_src[0]].name} in src, which would be "
+                    "overwritten while it is read; pass a copy on one side, or the same tensor under the same name on both"
+                )
             if not of_src and other != j:
                 raise UsageError(f"{specs[j].name}: shares a part of its memory with {specs[other].name} in dst; pass copies")
         if of_src:
@@ -74,13 +71,6 @@ def find_overlaps(held: LocalShards, wanted: LocalShards, chosen: Collection[int
         else:
             tied.append(tuple(index[j - len(sources)] for j in of_dst))
     return Overlaps(frozenset(identical), tuple(tied))
-
-
-def _overlap_text(name: str, other: str) -> str:
-    return (
-        f"{name}: its memory in dst is also that of {other} in src, which would be overwritten while it is read; pass a copy "
-        "on one side, or the same tensor under the same name on both"
-    )
 
 
 class Spares:
@@ -130,4 +120,4 @@ class Spares:
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
     """View the elements as integers, so that NaNs are equal where their bits are."""
-    return tensor.view(_INTS[tensor.element_size()])
+    return tensor.view(INTS[tensor.element_size()])
