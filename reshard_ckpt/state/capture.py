@@ -48,7 +48,7 @@ from .scan import (
 )
 from .steps import Steps
 from .tensors import LocalMemory, TensorLike, check_writable
-from .tree_target import Job, TreeTarget, ValueOrigin
+from .tree_target import TreeTarget, ValueOrigin
 
 
 def capture(
@@ -161,7 +161,8 @@ def prepare_load(state: Mapping[Any, Any], catalog: Catalog, *, rank: int, size:
     saved = {v.name: ValueOrigin(saved_path(keys_of(paths[v.name])), v.kind, paths[v.name]) for v in catalog.values_table}
     below = Below((*catalog.names, *saved))
     links = catalog.links()
-    mesh = found_mesh(opened.meshes, RankSet(tuple(range(size)), rank), ddp_groups=opened.ddp_groups)
+    group = RankSet(tuple(range(size)), rank)
+    mesh = found_mesh(opened.meshes, group, ddp_groups=opened.ddp_groups)
     out = Collector(mesh)
     parts: list[ValueTarget] = []
     with torch.no_grad():  # as for saving
@@ -169,7 +170,7 @@ def prepare_load(state: Mapping[Any, Any], catalog: Catalog, *, rank: int, size:
             for item in tree.items:
                 parts += _want_item(out, item, opened, catalog, links)
     # Trees of objects last, inner before outer: what they give back holds the modules and tensors that are done by then.
-    parts += [TreeTarget(tree, saved, below, Job(rank, size), adds=adds) for tree in reversed(opened.trees)]
+    parts += [TreeTarget(tree, saved, below, group, adds=adds) for tree in reversed(opened.trees)]
     router = Router(parts, tuple(str(step) for step in steps(state)))
     unplaced = tuple(name for part in parts if isinstance(part, OptimizersTarget) for name in part.unplaced)
     return Target(tuple(out.tensors), router.values, unplaced, router.prefixes, router.check, router.finish, mesh, opened.hints)

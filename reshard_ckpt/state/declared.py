@@ -15,9 +15,9 @@ knows, and is refused: saved as it looks, it would be whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -50,45 +50,38 @@ def parts_of(value: TensorLike | Shards, name: str) -> tuple[TensorLike, ...]:
     if isinstance(value, LocalShard | FlatShard):
         return (value,)
     try:
-        parts = _parts(value)
-        return (value,) if parts is None else tuple(LocalShard(*part[:-1], pieces=part.pieces) for part in parts)
+        return tuple(_parts(value)) or (value,)
     except UsageError as error:
         raise type(error)(f"{name}: {error}") from None
 
 
-class _Part(NamedTuple):
-    """What a `LocalShard` is made of."""
-
-    tensor: torch.Tensor
-    shape: tuple[int, ...]
-    offsets: Any = None
-    pieces: Any = None
-
-
-def _parts(value: torch.Tensor) -> list[_Part] | None:
-    """Return the parts that a tensor says it is made of; None for one that says nothing."""
+def _parts(value: Any) -> Iterable[LocalShard]:
+    """Return the parts that a tensor says it is made of; none for one that says nothing."""
     if isinstance(value, DTensor):
         # Private, but `to_local` makes an autograd node and waits for what is under way, for every tensor of every save.
-        local = getattr(value, "_local_tensor", None)
+        local: Any = getattr(value, "_local_tensor", None)
         local = value.to_local() if local is None else local
         if hasattr(local, "local_shards"):
-            return list(_wrapped(local, tuple(value.shape)))
-        return [_listed(local, tuple(value.shape))] if hasattr(local, _CLAIMS[1]) else None
+            shards = list(zip(local.local_shards(), local.local_offsets(), strict=True))
+            return _shards(tuple(value.shape), shards, local.dtype)
+        return [_listed(local, tuple(value.shape))] if hasattr(local, _CLAIMS[1]) else ()
     if hasattr(value, _FIELDS[0]):
-        return list(_checkpointable(value))
+        return _checkpointable(value)
     if all(hasattr(value, field) for field in _DTENSOR):
-        return list(_placed(value))
+        return [_placed(value)]
     if hasattr(value, "local_shards") and hasattr(value, "metadata"):
-        return list(_sharded(value))
+        metadata = value.metadata()
+        shards = [(shard.tensor, shard.metadata.shard_offsets) for shard in value.local_shards()]
+        return _shards(tuple(metadata.size), shards, metadata.tensor_properties.dtype)
     if any(hasattr(value, replication) for replication in _CLAIMS):
         raise UnsupportedError(
             f"{type(value).__name__} plans by itself for DCP which part of a tensor it is, which is unknown here; pass a "
             "LocalShard that says what it holds"
         )
-    return None
+    return ()
 
 
-def _listed(local: Any, shape: tuple[int, ...]) -> _Part:
+def _listed(local: Any, shape: tuple[int, ...]) -> LocalShard:
     """The part of a DTensor of Megatron-FSDP: ranks hold uneven ones, and each has noted its own at its local tensor."""
     chunks = local.__create_chunk_list__()
     if len(chunks) != 1 or tuple(chunks[0].sizes) != tuple(local.shape):
@@ -96,10 +89,10 @@ def _listed(local: Any, shape: tuple[int, ...]) -> _Part:
         raise LayoutError(
             f"its local tensor of shape {tuple(local.shape)} lists chunks of sizes {sizes}; list the one that it is"
         )
-    return _Part(local, shape, tuple(chunks[0].offsets)) if local.numel() else _Part(local, shape, pieces=[])
+    return LocalShard(local, shape, tuple(chunks[0].offsets)) if local.numel() else LocalShard(local, shape, pieces=[])
 
 
-def _checkpointable(tensor: Any) -> Iterator[_Part]:
+def _checkpointable(tensor: Any) -> Iterator[LocalShard]:
     missing = [field for field in _FIELDS if not hasattr(tensor, field)]
     if missing:
         raise UnsupportedError(
@@ -115,12 +108,12 @@ def _checkpointable(tensor: Any) -> Iterator[_Part]:
     offsets, local_offsets, sizes = boxes
     if tensor.ndim == len(shape):
         # One shard of the tensor itself, so that an optimizer's parameter is still that object.
-        yield _Part(tensor, shape, pieces=list(zip(local_offsets, offsets, sizes, strict=True)))
+        yield LocalShard(tensor, shape, pieces=list(zip(local_offsets, offsets, sizes, strict=True)))
         return
     for at, first, size in zip(offsets, local_offsets, sizes, strict=True):
-        yield _Part(_unmerged(tensor, tuple(first), tuple(size)), shape, at)
+        yield LocalShard(_unmerged(tensor, tuple(first), tuple(size)), shape, at)
     if not offsets:
-        yield _Part(tensor.new_empty((0,) * len(shape)), shape, pieces=[])
+        yield LocalShard(tensor.new_empty((0,) * len(shape)), shape, pieces=[])
 
 
 def _unmerged(tensor: torch.Tensor, first: tuple[int, ...], size: tuple[int, ...]) -> torch.Tensor:
@@ -136,7 +129,7 @@ def _unmerged(tensor: torch.Tensor, first: tuple[int, ...], size: tuple[int, ...
     return tensor.detach().narrow(0, first[0], rows).view(size)  # to split a dim never copies
 
 
-def _placed(tensor: Any) -> Iterator[_Part]:
+def _placed(tensor: Any) -> LocalShard:
     """The boxes of a DTensor that is none of torch's, by its placements."""
     with torch.no_grad():
         local = tensor.to_local()
@@ -144,25 +137,11 @@ def _placed(tensor: Any) -> Iterator[_Part]:
     if layout.flat_start is not None:
         raise UnsupportedError(f"{tensor.placements} of a {type(tensor).__name__} cut it flattened; pass a FlatShard")
     pieces = [(box.local_offsets, box.offsets, box.lengths) for box in layout.boxes]
-    yield _Part(local, layout.shape, pieces=pieces)
+    return LocalShard(local, layout.shape, pieces=pieces)
 
 
-def _sharded(tensor: Any) -> Iterator[_Part]:
-    metadata, shards = tensor.metadata(), tensor.local_shards()
-    yield from _shards(
-        tuple(metadata.size),
-        [(shard.tensor, shard.metadata.shard_offsets) for shard in shards],
-        metadata.tensor_properties.dtype,
-    )
-
-
-def _wrapped(local: Any, shape: tuple[int, ...]) -> Iterator[_Part]:
-    shards = list(zip(local.local_shards(), local.local_offsets(), strict=True))
-    yield from _shards(shape, shards, local.dtype)
-
-
-def _shards(shape: tuple[int, ...], shards: list[tuple[torch.Tensor, Any]], dtype: torch.dtype) -> Iterator[_Part]:
+def _shards(shape: tuple[int, ...], shards: list[tuple[torch.Tensor, Any]], dtype: torch.dtype) -> Iterator[LocalShard]:
     for tensor, offsets in shards:
-        yield _Part(tensor, shape, offsets)
+        yield LocalShard(tensor, shape, offsets)
     if not shards:  # this rank holds nothing, and still knows the shape
-        yield _Part(torch.empty((0,) * len(shape), dtype=dtype, device="cpu"), shape, pieces=[])
+        yield LocalShard(torch.empty((0,) * len(shape), dtype=dtype, device="cpu"), shape, pieces=[])

@@ -197,11 +197,8 @@ class ModulesTarget:
         self.name = name
         self._states = tuple(states)
         self._slots = {f"{self.name}.{v.fqn}": v for state in self._states for v in state.values}
+        self.values = tuple(self._slots)
         self._here = {f"{self.name}.{t.fqn}".rpartition(".")[0] for state in self._states for t in state.tensors}
-
-    @property
-    def values(self) -> tuple[str, ...]:
-        return tuple(self._slots)
 
     def takes(self, name: str) -> bool:
         return True

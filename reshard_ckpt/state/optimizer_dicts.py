@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..core.catalog.links import GROUPS, STATE
-from ..core.catalog.param_groups import NOT_SAVED, comparable
+from ..core.catalog.param_groups import comparable, hyperparameters
 from ..core.catalog.wrappers import unwrapped
 
 Form = Literal["by number", "by FQN", "flattened"]
@@ -117,8 +117,8 @@ def grouped(parameters: Iterable[tuple[str, Mapping[str, Any]]]) -> list[dict[st
     """
     found: dict[Any, dict[str, Any]] = {}
     for fqn, group in parameters:
-        hyperparameters = {key: value for key, value in group.items() if key != "params"}
-        found.setdefault(comparable(hyperparameters), {**hyperparameters, "params": []})["params"].append(fqn)
+        own = {key: value for key, value in group.items() if key != "params"}
+        found.setdefault(comparable(own), {**own, "params": []})["params"].append(fqn)
     return list(found.values())
 
 
@@ -140,8 +140,7 @@ def groups_from_list(found: Sequence[Mapping[str, Any]]) -> OptimizerGroups | No
             return None
         if names is not None:
             named.update({str(p): unwrapped(name) for p, name in zip(params, names, strict=True) if isinstance(p, int)})
-        hyperparameters = {key: value for key, value in group.items() if key not in NOT_SAVED}
-        groups.append({**hyperparameters, "params": [named.get(str(p), str(p)) for p in params]})
+        groups.append({**hyperparameters(group), "params": [named.get(str(p), str(p)) for p in params]})
     by_number = any(isinstance(param, int) for group in found for param in group["params"])
     return OptimizerGroups(groups, named, by_number)
 

@@ -18,7 +18,7 @@ import torch
 
 from ..core.catalog.links import groups_name
 from ..core.catalog.model import Catalog
-from ..core.catalog.param_groups import NOT_SAVED, SWITCHES, Groups, Selection, are_groups
+from ..core.catalog.param_groups import SWITCHES, Groups, Selection, are_groups
 from ..core.catalog.specs import Ints, StateLink
 from ..format.torch_dtypes import TORCH_DTYPES
 from .modules import is_nothing
@@ -180,7 +180,7 @@ class OptimizersTarget:
         self._selections = []
         for view in self._views:
             for i, (group, members) in enumerate(view.groups if self.groups_name in values else ()):
-                fqns = [self._known_fqn(owner) for owner in members]
+                fqns = [next((fqn for fqn in owner.fqns if fqn in self._groups), owner.fqns[0]) for owner in members]
                 selection = self._groups.select(fqns, name=f"{view.name}.param_groups[{i}]", target=group)
                 problems += selection.problems
                 self._selections.append((view, group, selection))
@@ -197,17 +197,15 @@ class OptimizersTarget:
         link = self._links.get(name)
         return link is not None and link.optimizer == self.name and link.fqn in self._groups
 
-    def _known_fqn(self, owner: Owner) -> str:
-        return next((fqn for fqn in owner.fqns if fqn in self._groups), owner.fqns[0])
-
     def finish(self, values: Mapping[str, Any], skipped: frozenset[str]) -> None:
         """Put what was loaded into the optimizers; `skipped` are tensors that were not loaded."""
         for plan in self._plans:
             self._put(plan, values, skipped)
         for view, group, selection in self._selections:
             _set_hyperparameters(group, selection.hyperparameters)
+            members = {id(param) for param in group["params"]}
             for follower in view.followers:
-                if _same_group(follower, group):
+                if any(id(param) in members for param in follower["params"]):
                     _set_hyperparameters(follower, selection.hyperparameters)
 
     def _put(self, plan: ParamPlan, values: Mapping[str, Any], skipped: frozenset[str]) -> None:
@@ -233,14 +231,9 @@ class OptimizersTarget:
             entry.update({key: _moved(value, device) for key, value in found.items()})
 
 
-def _same_group(follower: Mapping[str, Any], group: Mapping[str, Any]) -> bool:
-    params = {id(p) for p in group["params"]}
-    return any(id(p) in params for p in follower["params"])
-
-
 def _set_hyperparameters(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
     for key, value in saved.items():
-        if key in NOT_SAVED or (key in SWITCHES and key in group):
+        if key in SWITCHES and key in group:
             continue
         mine = group.get(key)
         if isinstance(mine, torch.Tensor):  # a captured graph may hold on to it

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..core.catalog.links import GROUPS, STATE, groups_name
-from ..core.catalog.param_groups import NOT_SAVED, merge
+from ..core.catalog.param_groups import hyperparameters, merge
 from ..core.catalog.specs import Ints, Replication, StateLink, ValueKind
 from ..core.words import a
 from ..engine.common.tensor_bytes import LocalTensor
@@ -113,5 +113,4 @@ def _holds_tensors(value: Any) -> bool:
 
 
 def _named(group: Mapping[str, Any], members: Iterable[Owner]) -> dict[str, Any]:
-    hyperparameters = {key: value for key, value in group.items() if key not in NOT_SAVED}
-    return {**hyperparameters, "params": [fqn for owner in members for fqn in owner.fqns]}
+    return {**hyperparameters(group), "params": [fqn for owner in members for fqn in owner.fqns]}

@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..core.catalog.param_groups import NOT_SAVED, SWITCHES, Groups
+from ..core.catalog.param_groups import SWITCHES, Groups
 from ..core.catalog.specs import ValueKind
 from ..core.words import a, plural
 from ..errors import MismatchError, UsageError
+from .mesh import RankSet
 from .modules import is_nothing
 from .scan import GroupsItem, Index, Path, PerRankItem, TensorItem, Tree, ValueItem, is_stateful, name_of, own_key
 from .shards import PerRank, PerRankValues
@@ -32,14 +33,6 @@ class ValueOrigin:
     steps: tuple[Any, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """Which of how many ranks is loading."""
-
-    rank: int
-    size: int
-
-
 class TreeTarget:
     """One tree of the state, being loaded.
 
@@ -51,20 +44,20 @@ class TreeTarget:
         The values of the checkpoint, by name.
     has_below
         Whether the checkpoint has anything below a name.
-    job
-        Rank and size of the loading job.
+    group
+        The ranks that load.
     adds
         Whether values that the tree lacks are added to it, or passed over.
     """
 
     def __init__(
-        self, tree: Tree, saved: Mapping[str, ValueOrigin], has_below: Callable[[str], bool], job: Job, *, adds: bool = True
+        self, tree: Tree, saved: Mapping[str, ValueOrigin], has_below: Callable[[str], bool], group: RankSet, *, adds: bool = True
     ) -> None:
         self.name = name_of(tree.path)
         self._tree = tree
         self._saved = saved
         self._has_below = has_below
-        self._job = job
+        self._group = group
         self._adds = adds
         self._root = tree.root
         self._updates: list[tuple[Path, Any]] = []
@@ -125,23 +118,15 @@ class TreeTarget:
     def _take_per_rank(self, holder: PerRank, name: str, value: Any) -> str | None:
         if not isinstance(value, PerRankValues):
             return f"{name}: saved as one value for all ranks, wanted as PerRank; pass the plain value in the state"
-        own = self._own(value, name, holder)
-        if isinstance(own, _Problem):
-            return own.text
+        num_saved, rank, size = len(value.values), self._group.rank, self._group.size
+        if num_saved != size and holder.combine is None:
+            return (
+                f"{name}: saved by {plural(num_saved, 'rank')}, wanted on {size}; pass PerRank(value, combine=...) to say what "
+                "becomes of the saved values"
+            )
+        own = value.values[rank] if num_saved == size else holder.combined(value.values, rank, size)
         self._per_rank.append((holder, own))
         return None
-
-    def _own(self, saved: PerRankValues, name: str, holder: PerRank | None) -> Any:
-        """This rank's value among those of all ranks."""
-        num_saved, job = len(saved.values), self._job
-        if num_saved == job.size:
-            return saved.values[job.rank]
-        if holder is None or holder.combine is None:
-            return _Problem(
-                f"{name}: saved by {plural(num_saved, 'rank')}, wanted on {job.size}; pass PerRank(value, combine=...) to say "
-                "what becomes of the saved values"
-            )
-        return holder.combined(saved.values, job.rank, job.size)
 
     def _take_groups(self, item: GroupsItem, name: str, value: Any) -> list[str]:
         if self._saved[name].kind != ValueKind.PARAM_GROUPS:
@@ -152,7 +137,7 @@ class TreeTarget:
             selection = groups.select(group["params"], name=f"{name}[{i}]", target=group)
             problems += selection.problems
             for key, hyperparameter in selection.hyperparameters.items():
-                if key not in NOT_SAVED and not (key in SWITCHES and key in group):
+                if not (key in SWITCHES and key in group):
                     self._updates.append((self._relative((*item.path, i, key)), copy.deepcopy(hyperparameter)))
         return problems
 
@@ -166,10 +151,9 @@ class TreeTarget:
         if saved.kind == ValueKind.PARAM_GROUPS or not self._fits(saved.path):
             return f"{name}: saved as a value, for which the state has no place; load with strict=False to leave it out"
         if saved.kind == ValueKind.PER_RANK:
-            own = self._own(value, name, None)
-            if isinstance(own, _Problem):
-                return own.text
-            value = PerRank(own)
+            saved_values, value = value, PerRank(None)
+            if (problem := self._take_per_rank(value, name, saved_values)) is not None:
+                return problem
         self._added.append((saved, value))
         return None
 
@@ -197,7 +181,7 @@ class TreeTarget:
                 return False
             else:
                 node = node.get(key, _MISSING)
-        return bool(relative) and (node is _MISSING or _is_empty(node))
+        return bool(relative) and (node is _MISSING or (isinstance(node, Mapping | list | tuple) and not node))
 
     def finish(self, values: Mapping[str, Any], skipped: frozenset[str]) -> None:
         """Make the changes that `check` found, and give the tree back to the object that it came from."""
@@ -215,15 +199,6 @@ class TreeTarget:
                 self._tree.sink(self._root)
             except Exception as error:
                 raise MismatchError(f"{self.name}: load_state_dict refused the loaded state: {error}") from error
-
-
-@dataclass(frozen=True, slots=True)
-class _Problem:
-    text: str
-
-
-def _is_empty(value: Any) -> bool:
-    return isinstance(value, Mapping | list | tuple) and not value
 
 
 def _put(node: Any, path: Path, value: Any, steps: Path) -> Any:

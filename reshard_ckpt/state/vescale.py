@@ -36,12 +36,6 @@ def is_distributed(optimizer: Any) -> bool:
     return hasattr(optimizer, "param_to_name") and hasattr(optimizer, "model_param_group_index_map")
 
 
-def torch_optimizer(optimizer: Any) -> Any:
-    """The optimizer of torch in a ``BasicOptimizer``; else itself."""
-    inner = getattr(optimizer, "optimizer", None)
-    return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
-
-
 def is_spec(value: Any) -> bool:
     """Tell whether it is an ``OptimizerStateSpec``."""
     return all(hasattr(value, field) for field in _SPEC)
@@ -152,7 +146,8 @@ def opened(checkpoint_state: Mapping[str, Any], *, loading: bool) -> dict[str, A
     if is_distributed(optimizer):
         state[OPTIMIZER] = DistributedState(optimizer, loading=loading)
     elif optimizer is not None:
-        state[OPTIMIZER] = torch_optimizer(optimizer)
+        inner = getattr(optimizer, "optimizer", None)  # torch's, in a `BasicOptimizer`
+        state[OPTIMIZER] = inner if isinstance(inner, torch.optim.Optimizer) else optimizer
     return state
 
 

@@ -94,7 +94,8 @@ def find_optimizers(trees: Sequence[Tree], owners: Owners) -> Optimizers:
     for tree in trees:
         for item in tree.items:
             if isinstance(item, OptimizersItem):
-                views[item.path] = _views_of(item, owners)
+                names = [item.name] if len(item.optimizers) == 1 else [f"{item.name}[{i}]" for i in range(len(item.optimizers))]
+                views[item.path] = tuple(_view(name, each, owners) for name, each in zip(names, item.optimizers, strict=True))
                 left_out += [line for optimizer in item.optimizers for line in _left_out(item.name, optimizer)]
             elif isinstance(item, NumberedItem):
                 source = _source(tree.watched, item.tree) or _source(visible, item.tree)
@@ -154,11 +155,6 @@ def _visible(trees: Sequence[Tree]) -> Iterator[Optimizer]:
             if isinstance(item, OptimizersItem):
                 for optimizer in item.optimizers:
                     yield from optimizers_of(optimizer)
-
-
-def _views_of(item: OptimizersItem, owners: Owners) -> tuple[OptimizerView, ...]:
-    one = len(item.optimizers) == 1
-    return tuple(_view(item.name if one else f"{item.name}[{i}]", opt, owners) for i, opt in enumerate(item.optimizers))
 
 
 def _view(name: str, optimizer: Optimizer, owners: Owners) -> OptimizerView:

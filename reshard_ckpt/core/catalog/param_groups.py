@@ -209,7 +209,7 @@ def comparable(value: Any) -> Any:
 
 
 def hyperparameters(group: Group) -> dict[str, Any]:
-    """A group without the parameters that it lists."""
+    """All of a group but what names its parameters."""
     return {key: value for key, value in group.items() if key not in NOT_SAVED}
 
 
