@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from ..core.durations import duration_s
 from ..core.planning.interval import TierCosts
@@ -139,33 +138,18 @@ class SaveCosts:
             return TierCosts(cost_s, statistics.median(self._durations), 0.0, 0.0)
 
 
-class Interval(Protocol):
-    """How long to train between the beginnings of two saves."""
-
-    def seconds(self, costs: SaveCosts) -> float | None:
-        """Return the interval in seconds; None as long as too little is known."""
+Interval = Callable[[SaveCosts], float | None]
+"""Tells how long to train between the beginnings of two saves, in seconds; None as long as too little is known."""
 
 
-@dataclass(frozen=True, slots=True)
-class FixedInterval:
-    """The same interval for the whole run."""
+def best_interval(mtbf_s: Callable[[], float], max_overhead: float) -> Interval:
+    """Choose the interval that loses least, by what was measured; see `core/planning/interval.py`."""
 
-    interval_s: float
-
-    def seconds(self, costs: SaveCosts) -> float | None:
-        return self.interval_s
-
-
-@dataclass(frozen=True, slots=True)
-class BestInterval:
-    """The interval that loses least, by what was measured; see `core/planning/interval.py`."""
-
-    mtbf_s: Callable[[], float]
-    max_overhead: float
-
-    def seconds(self, costs: SaveCosts) -> float | None:
+    def interval(costs: SaveCosts) -> float | None:
         tier = costs.tier()
-        return None if tier is None else replace(tier, failures_per_s=1 / self.mtbf_s()).best_interval(self.max_overhead)
+        return None if tier is None else replace(tier, failures_per_s=1 / mtbf_s()).best_interval(max_overhead)
+
+    return interval
 
 
 class SaveSchedule:
@@ -206,7 +190,7 @@ class SaveSchedule:
         missing = WARM_UP_STEPS - costs.num_steps
         if costs.is_saving or missing > 0:
             return Decision(False, step + max(missing, 1))
-        interval_s = self._interval.seconds(costs)
+        interval_s = self._interval(costs)
         if interval_s is None:  # a first save shows what saves cost; where it has failed, another one, some steps later
             is_due = costs.began_at is None or step >= self._first_again
             if is_due:
@@ -236,5 +220,6 @@ def interval_rule(
         )
     known_s = None if mtbf is None else duration_s(mtbf, option="mtbf")
     if interval != "auto":
-        return FixedInterval(duration_s(interval, option="interval"))
-    return BestInterval(estimated_mtbf_s if known_s is None else lambda: known_s, float(max_overhead))
+        fixed_s = duration_s(interval, option="interval")
+        return lambda costs: fixed_s
+    return best_interval(estimated_mtbf_s if known_s is None else lambda: known_s, float(max_overhead))

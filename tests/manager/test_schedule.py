@@ -15,7 +15,7 @@ from reshard_ckpt.checkpoint import Manager, SaveReport
 from reshard_ckpt.core.planning.interval import daly
 from reshard_ckpt.errors import PeerError, UsageError
 from reshard_ckpt.manager.attempts import ATTEMPTS_KEY, PRIOR_S, Attempt, AttemptLog, estimate_mtbf, read_attempts
-from reshard_ckpt.manager.schedule import WARM_UP_STEPS, BestInterval, FixedInterval, SaveCosts, SaveSchedule
+from reshard_ckpt.manager.schedule import WARM_UP_STEPS, SaveCosts, SaveSchedule, best_interval
 from reshard_ckpt.storage import open_storage
 from tests.distributed.outcomes import Outcome, outcome
 from tests.launch import run_ranks
@@ -108,7 +108,7 @@ def test_failed_saves_teach_no_cost():
 def test_auto_saves_after_a_warm_up_and_then_at_the_best_interval():
     clock = Clock()
     costs = SaveCosts(clock)
-    schedule = SaveSchedule(BestInterval(lambda: 3600.0, 0.5), alone, costs)
+    schedule = SaveSchedule(best_interval(lambda: 3600.0, 0.5), alone, costs)
     saved = run(schedule, costs, clock, 2000, step_s=2.0, cost_s=5.0, save_steps=5)
     assert saved[0] == WARM_UP_STEPS + 1
     best = (daly(5.0, 3600.0) + 5.0 - 5.0) / 2.0  # steps: an interval holds the 5 s of the save itself
@@ -120,7 +120,7 @@ def test_auto_saves_after_a_warm_up_and_then_at_the_best_interval():
 def test_overhead_stays_below_its_cap():
     clock = Clock()
     costs = SaveCosts(clock)
-    schedule = SaveSchedule(BestInterval(lambda: 60.0, 0.035), alone, costs)
+    schedule = SaveSchedule(best_interval(lambda: 60.0, 0.035), alone, costs)
     saved = run(schedule, costs, clock, 3000, step_s=1.0, cost_s=4.0, save_steps=2)
     spent = len(saved) * 4.0
     assert len(saved) > 10
@@ -130,7 +130,7 @@ def test_overhead_stays_below_its_cap():
 def test_a_first_save_that_failed_is_tried_again_and_then_the_interval_is_known():
     clock = Clock()
     costs = SaveCosts(clock)
-    schedule = SaveSchedule(BestInterval(lambda: 3600.0, 0.5), alone, costs)
+    schedule = SaveSchedule(best_interval(lambda: 3600.0, 0.5), alone, costs)
     saved = []
     for step in range(1, 200):
         if schedule.due(step):
@@ -145,7 +145,7 @@ def test_a_first_save_that_failed_is_tried_again_and_then_the_interval_is_known(
 def test_a_loop_that_goes_back_to_an_older_step_saves_as_often_as_before():
     clock = Clock()
     costs = SaveCosts(clock)
-    schedule = SaveSchedule(FixedInterval(100.0), alone, costs)
+    schedule = SaveSchedule(lambda costs: 100.0, alone, costs)
     at = []
     for step in (*range(1, 960), *range(20, 500)):
         if schedule.due(step):
@@ -160,7 +160,7 @@ def test_a_loop_that_goes_back_to_an_older_step_saves_as_often_as_before():
 def test_no_save_is_due_while_one_is_under_way():
     clock = Clock()
     costs = SaveCosts(clock)
-    schedule = SaveSchedule(FixedInterval(1.0), alone, costs)
+    schedule = SaveSchedule(lambda costs: 1.0, alone, costs)
     saved = run(schedule, costs, clock, 100, step_s=1.0, cost_s=0.1, save_steps=12)
     assert all(later - earlier >= 12 for earlier, later in itertools.pairwise(saved))
 
@@ -175,7 +175,7 @@ def test_a_fixed_interval_is_kept_to_half_a_step_with_few_agreements(step_s: flo
         looks.append(step)
         return alone(step, own)
 
-    schedule = SaveSchedule(FixedInterval(600.0), agree, costs)
+    schedule = SaveSchedule(lambda costs: 600.0, agree, costs)
     saved = run(schedule, costs, clock, max(60, int(3000 / step_s)), step_s=step_s, cost_s=0.0, save_steps=1)
     gaps = [(later - earlier) * step_s for earlier, later in itertools.pairwise(saved)]
     assert gaps
@@ -266,7 +266,7 @@ def test_a_clock_that_is_set_changes_no_estimate_and_no_interval(tmp_path: Path,
     with open_storage(tmp_path) as storage:
         log = AttemptLog(storage, clock, timer)
         costs = SaveCosts(timer)
-        schedule = SaveSchedule(BestInterval(log.mtbf_s, 0.035), alone, costs)
+        schedule = SaveSchedule(best_interval(log.mtbf_s, 0.035), alone, costs)
         saved = []
         for step in range(60):
             if schedule.due(step):
