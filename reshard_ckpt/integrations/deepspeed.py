@@ -15,7 +15,6 @@ precision (`deepspeed_load`).
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import re
 import threading
@@ -28,6 +27,7 @@ import torch.distributed as dist
 
 from ..checkpoint import SaveHandle
 from ..checkpoint.saving import async_save
+from ..engine.common.logs import LOGGER
 from ..errors import CheckpointError, UnsupportedError, UsageError
 from ..formats.deepspeed.live import write_latest
 from ..formats.deepspeed.values import NOT_VALUES
@@ -40,7 +40,6 @@ from .deepspeed_state import base_optimizer, refuse_unsupported
 
 __all__ = ["attach", "detach", "install"]
 
-_LOGGER = logging.getLogger("reshard_ckpt")
 _MODEL = re.compile(r"(?:zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt")
 _OPTIMIZER = re.compile(r".*optim_states\.pt")
 _LAYER = re.compile(r"layer_\d+.*model_states\.pt")
@@ -313,7 +312,7 @@ def _finish_all() -> None:
         try:
             engine.finish()
         except CheckpointError:
-            _LOGGER.exception("the last checkpoint of a DeepSpeed engine was not saved")
+            LOGGER.exception("the last checkpoint of a DeepSpeed engine was not saved")
 
 
 class _Running:

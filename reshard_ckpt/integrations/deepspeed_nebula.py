@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 from collections.abc import Mapping
@@ -19,13 +18,13 @@ from typing import Any
 import torch.distributed as dist
 
 from ..checkpoint import Manager, SaveHandle
+from ..engine.common.logs import LOGGER
 from ..errors import CheckpointNotFound, CorruptError
 from ..formats.deepspeed.values import ROOT
 from ..manager.open_runs import TAG, close_run, open_run, run_at, tags_of
 from .deepspeed_config import NebulaBlock
 from .deepspeed_load import Saved, find_saved, latest_of, saved_at
 
-_LOGGER = logging.getLogger("reshard_ckpt")
 _GONE = CheckpointNotFound, CorruptError
 
 
@@ -90,7 +89,7 @@ class NebulaRun:
             if step is not None and latest is not None:
                 return self._saved(step, load_dir, latest)
         except _GONE as error:
-            _LOGGER.warning("nebula: %s, which latest names, is not whole any more: %s", latest, error)
+            LOGGER.warning("nebula: %s, which latest names, is not whole any more: %s", latest, error)
         if step is None and latest is not None and _is_in_folder(load_dir, latest):
             return None
         loaded = self._manager.load_latest({ROOT: {}}, strict=False) if tags else None

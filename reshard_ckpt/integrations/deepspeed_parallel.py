@@ -21,7 +21,9 @@ class Parallel:
     """How parameters are divided beyond data-parallelism: among tensor-parallel ranks, and the stages of a pipeline."""
 
     def __init__(self, engine: Any, *, loading: bool) -> None:
-        self._elsewhere = set() if loading else _of_later_stages(engine)
+        # What an earlier stage of a pipeline has too: DeepSpeed marks it, as its norm counts once.
+        later = (name for param, name in engine.param_names.items() if getattr(param, "ds_pipe_replicated", False))
+        self._elsewhere = set() if loading else set(later)
         self._map: TensorParallel | None = None
         self._known: dict[str, Shard] = {}
         info = getattr(engine.module, "universal_checkpoint_info", None)
@@ -60,8 +62,3 @@ class Parallel:
         if tensor.is_contiguous() or self._map is not None:
             return self.part(fqn, tuple(tensor.shape), tensor, 0)
         return declared_whole(tensor)
-
-
-def _of_later_stages(engine: Any) -> set[str]:
-    """Return the parameters of a pipeline that an earlier stage has too: DeepSpeed marks them, as their norm counts once."""
-    return {name for param, name in engine.param_names.items() if getattr(param, "ds_pipe_replicated", False)}

@@ -206,24 +206,29 @@ class EngineState:
 
     def _entries_apart(self) -> Iterator[Entry]:
         """Yield the state of torch's own optimizer, and master weights that are not flat."""
-        masters = getattr(self._optimizer, "fp32_groups", None)
-        owners = masters if masters is not None else [group["params"] for group in base_optimizer(self._engine).param_groups]
-        params = self._optimizer.fp16_groups if masters is not None else owners
         state = base_optimizer(self._engine).state
-        for param, owner in ((p, o) for of, mine in zip(params, owners, strict=True) for p, o in zip(of, mine, strict=True)):
+        for param, owner in self._apart():
             fqn = self.names[param]
             if not self._parallel.counts(fqn):
                 continue
-            if masters is not None:
+            if owner is not param:
                 yield Entry(fqn, MASTER, self._parallel.whole(fqn, owner.detach()))
             for key, value in state.get(owner, {}).items():
                 is_part = isinstance(value, torch.Tensor) and value.shape == owner.shape and value.ndim > 0
                 yield Entry(fqn, key, self._parallel.whole(fqn, value) if is_part else value)
 
+    def _apart(self) -> Iterator[tuple[Any, Any]]:
+        """Yield each parameter that no flat tensor holds, and what torch's optimizer has for it: the parameter, or a master."""
+        masters = getattr(self._optimizer, "fp32_groups", None)
+        owners = masters or [group["params"] for group in base_optimizer(self._engine).param_groups]
+        params = self._optimizer.fp16_groups if masters else owners
+        for group, of in zip(params, owners, strict=True):
+            yield from zip(group, of, strict=True)
+
     def _module_parts(self, trained: set[str]) -> Iterator[tuple[str, Any]]:
         """Yield the parameters that have no master weights."""
-        apart = self._optimizer.fp16_groups if hasattr(self._optimizer, "fp32_groups") else ()
-        skipped = trained | {self.names[param] for group in apart for param in group}
+        apart = self._apart() if self._optimizer is not None and self._flat is None else ()
+        skipped = trained | {self.names[param] for param, owner in apart if owner is not param}
         for local, param in self._engine.module.named_parameters():
             fqn = self.name(local)
             if fqn in skipped or not self._parallel.counts(fqn):
@@ -283,10 +288,7 @@ class EngineState:
             owners = next(getattr(self._optimizer, key) for key in FLAT_OWNERS if hasattr(self._optimizer, key))
             yield from zip((params.names for params in self._flat), owners, strict=True)
             return
-        masters = getattr(self._optimizer, "fp32_groups", None)
-        groups = [group["params"] for group in base_optimizer(self._engine).param_groups]
-        for params, owners in zip(groups if masters is None else self._optimizer.fp16_groups, masters or groups, strict=True):
-            yield from (((self.names[param],), owner) for param, owner in zip(params, owners, strict=True))
+        yield from (((self.names[param],), owner) for param, owner in self._apart())
 
     def set_shared(self, entries: Mapping[str, Mapping[str, Any]]) -> None:
         """Set what all parameters of a flat group share, such as the step, to what was loaded for each of them.
@@ -322,14 +324,13 @@ class EngineState:
             optimizer.update_lp_params()
         elif hasattr(optimizer, "fp32_partitioned_groups_flat"):
             _update_stripes(optimizer)
-        elif hasattr(optimizer, "fp32_groups_flat") or hasattr(optimizer, "fp32_groups"):
-            masters = getattr(optimizer, "fp32_groups", None) or [
-                [part.view_as(p) for part, p in zip(flat.data.split([p.numel() for p in group]), group, strict=True)]
-                for flat, group in zip(optimizer.fp32_groups_flat, optimizer.fp16_groups, strict=True)
-            ]
-            for group, of in zip(optimizer.fp16_groups, masters, strict=True):
-                for param, master in zip(group, of, strict=True):
-                    param.data.copy_(master.data)
+        elif hasattr(optimizer, "fp32_groups_flat"):
+            for flat, group in zip(optimizer.fp32_groups_flat, optimizer.fp16_groups, strict=True):
+                for param, master in zip(group, flat.data.split([p.numel() for p in group]), strict=True):
+                    param.data.copy_(master.view_as(param))
+        elif hasattr(optimizer, "fp32_groups"):
+            for param, master in self._apart():
+                param.data.copy_(master.data)
 
 
 def _update_stripes(optimizer: Any) -> None:
