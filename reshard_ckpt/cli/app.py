@@ -102,14 +102,10 @@ def _run_guarded(call: Callable[[], int | None], *, as_json: bool) -> int:
         print_note("stopped")
         return INTERRUPTED
     except BrokenPipeError:
-        _close_stdout()
+        # Its reader has left: what is still buffered goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     return code
-
-
-def _close_stdout() -> None:
-    """Point stdout at nothing, as its reader has left: what is still buffered goes nowhere."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class _Console(Console):

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
-from .app import as_plain, command, print_json, print_text, progress
+from ..engine.common.progress import size_text
+from .app import command, print_json, print_text, progress
 from .formatting import plural
-from .options import AsJson, Path
+from .options import AsJson, Path, Workers
 
 
 @command("reshard-ckpt compact ckpt/step_100")
 def compact(
     path: Path,
-    workers: Annotated[
-        int | None, typer.Option("--workers", min=1, help="Threads; 8 MiB of memory each.", show_default=False)
-    ] = None,
+    workers: Workers = None,
     as_json: AsJson = False,
 ) -> int:
     """Copy the files of other checkpoints that this one refers to into its own folder, so that the others may go."""
     from ..checkpoint import compact as compact_checkpoint
-    from ..engine.common.progress import size_text
 
     with progress() as on_progress:
         report = compact_checkpoint(path, workers=workers, progress=on_progress)
     if as_json:
-        print_json(as_plain(report))
+        print_json(report)
     elif not report.num_files:
         print_text(f"{path}: is self-contained already")
     else:

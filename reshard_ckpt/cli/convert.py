@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ..engine.common.progress import size_text
 from .app import command, print_json, print_note, print_text, progress, refuse_ranks
 from .formatting import plural
 from .options import AsJson, Cast, Exclude, Rename, Select, Src, parse_pairs, refuse_memory
@@ -65,7 +66,6 @@ def convert(
     Run again after a kill, it keeps the safetensors files that were finished.
     """
     from ..checkpoint import convert as convert_checkpoint
-    from ..engine.common.progress import size_text
 
     refuse_memory(dst)
     refuse_ranks("convert")

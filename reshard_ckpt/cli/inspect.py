@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..core.catalog.model import Catalog, FileEntry, ShardView, TensorView
-from ..core.catalog.name_tree import Node, walk
+from ..core.catalog.name_tree import walk
+from ..engine.common.progress import size_text
 from ..errors import CheckpointNotFound
 from .app import as_plain, command, print_json, print_text, progress
 from .columns import Columns
@@ -74,7 +75,7 @@ def _steps(lines: Sequence[StepLine]) -> Columns:
         (
             str(line.step),
             "" if line.created_s is None else _when(line.created_s),
-            "" if line.num_bytes is None else _size(line.num_bytes),
+            "" if line.num_bytes is None else size_text(line.num_bytes),
             "" if line.metric is None else f"{line.metric:.6g}",
             line.problem or line.path,
         )
@@ -108,11 +109,11 @@ def _summary(found: Inspection) -> Columns:
         "mesh": mesh(of.mesh),
         "tensors": f"{of.num_tensors:,}{aliases} in {plural(of.num_shards, 'shard')}",
         "parameters": f"{of.num_parameters:,}",
-        "bytes": _size(of.num_bytes),
-        "dtypes": ", ".join(f"{code} {_size(share.num_bytes)}" for code, share in of.dtypes.items()),
-        "below": ", ".join(f"{root} {_size(share.num_bytes)}" for root, share in of.roots.items()),
+        "bytes": size_text(of.num_bytes),
+        "dtypes": ", ".join(f"{code} {size_text(share.num_bytes)}" for code, share in of.dtypes.items()),
+        "below": ", ".join(f"{root} {size_text(share.num_bytes)}" for root, share in of.roots.items()),
         "values": f"{of.num_values:,}",
-        "files": f"{of.num_files:,} with {_size(of.file_bytes)}{by}",
+        "files": f"{of.num_files:,} with {size_text(of.file_bytes)}{by}",
         "metadata": None if found.catalog.metadata is None else short(found.catalog.metadata, 200),
     }
     return Columns(["", ""], [(name, line) for name, line in lines.items() if line])
@@ -122,21 +123,12 @@ def _when(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
 
 
-def _size(num_bytes: int) -> str:
-    from ..engine.common.progress import size_text
-
-    return size_text(num_bytes)
-
-
 def _tree(found: Inspection) -> Columns:
     rows: list[tuple[str, ...]] = []
-
-    def add(node: Node, guide: str, below: str) -> None:
+    for guide, node in walk(found.tree):
         leaves = [found.lines[i] for i in node.leaves]
         times = f" ×{node.count:,}" if node.count > 1 else ""
         rows.append((f"{guide}{node.label}{times}", *_cells(leaves, found.catalog)))
-
-    walk(found.tree, add)
     return Columns(["name", "dtype", "shape", "placement", ">shards", ">size"], rows)
 
 
@@ -146,7 +138,7 @@ def _cells(leaves: Sequence[TensorLine | ValueLine], catalog: Catalog) -> tuple[
 
     if not leaves:
         return ("",) * 5
-    first, size = leaves[0], _size(sum(line.num_bytes for line in leaves))
+    first, size = leaves[0], size_text(sum(line.num_bytes for line in leaves))
     if isinstance(first, ValueLine):
         ranks = plural(first.num_ranks, "rank") if first.num_ranks else ""
         value = short(first.value, 36) if first.in_catalog else ranks
@@ -160,7 +152,7 @@ def _cells(leaves: Sequence[TensorLine | ValueLine], catalog: Catalog) -> tuple[
 
 
 def _tensor(catalog: Catalog, tensor: TensorView, all_shards: bool) -> list[str | Columns]:
-    head = f"{tensor.name}: {tensor.dtype} {shape(tensor.shape)}, {_size(tensor.num_bytes)}"
+    head = f"{tensor.name}: {tensor.dtype} {shape(tensor.shape)}, {size_text(tensor.num_bytes)}"
     where = placement(tensor.placement)
     head += f", {where}" if where else ""
     head += f", the same bytes as {tensor.alias_of}" if tensor.alias_of else ""
@@ -215,7 +207,8 @@ def _as_json(found: Inspection) -> dict[str, Any]:
     from ..checkpoint.inspecting import ValueLine
 
     of = found.summary
-    summary = {**as_plain(of), "mesh": _mesh_json(found.catalog), "metadata": as_plain(found.catalog.metadata)}
+    mesh = None if of.mesh is None else dict(zip(of.mesh.axes, of.mesh.sizes, strict=True))
+    summary = {**as_plain(of), "mesh": mesh, "metadata": as_plain(found.catalog.metadata)}
     tensors = [line for line in found.lines if not isinstance(line, ValueLine)]
     values = [line for line in found.lines if isinstance(line, ValueLine)]
     placements = [as_plain(axes) for axes in found.catalog.placements]
@@ -236,10 +229,6 @@ def _as_json(found: Inspection) -> dict[str, Any]:
         ],
         "values": [{**as_plain(line), "value": as_plain(found.values.get(line.name, line.value))} for line in values],
     }
-
-
-def _mesh_json(catalog: Catalog) -> dict[str, int] | None:
-    return None if catalog.mesh is None else dict(zip(catalog.mesh.axes, catalog.mesh.sizes, strict=True))
 
 
 def _shard_json(catalog: Catalog, shard: ShardView) -> dict[str, Any]:

@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
+from ..engine.common.progress import size_text
 from ..errors import UsageError
-from .app import as_plain, command, print_json, print_note, print_text
+from .app import command, print_json, print_note, print_text
 from .columns import Columns
 from .formatting import plural
 from .options import AsJson
@@ -34,13 +35,12 @@ def memory(
 
     Run persist on every node of the job: each writes the files that it holds, and whoever finds all of them there publishes.
     """
-    from ..engine.common.progress import size_text
     from ..memory.offline import drop_held, held_runs, persist_held
 
     if action is Action.list:
         found = held_runs(root, folder)
         if as_json:
-            print_json([as_plain(run) for run in found])
+            print_json(found)
             return 0
         rows = [
             [
@@ -66,7 +66,7 @@ def memory(
         return 0
     report = persist_held(root, folder, step=step)
     if as_json:
-        print_json(as_plain(report))
+        print_json(report)
     else:
         print_text(
             f"{report.path}: {size_text(report.num_bytes)} written, {'published' if report.is_published else 'not published'}"

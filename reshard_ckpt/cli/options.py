@@ -14,6 +14,7 @@ Path = Annotated[
     typer.Argument(metavar="PATH", help="A checkpoint: a folder, or what another format keeps as one.", show_default=False),
 ]
 Src = Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint of any format that can be opened.", show_default=False)]
+Workers = Annotated[int | None, typer.Option("--workers", min=1, help="Threads; 8 MiB of memory each.", show_default=False)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else there.")]
 
 Select = Annotated[

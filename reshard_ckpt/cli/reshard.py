@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..engine.common.progress import size_text
 from .app import as_plain, command, print_json, print_note, print_text, progress
 from .columns import Columns
 from .formatting import placement, plural
@@ -91,7 +92,7 @@ def reshard(
             f"--mesh {mesh}: the checkpoint knows no axis {axis}, so all ranks along it hold the same; --rules divides tensors"
         )
     if as_json:
-        print_json(_as_json(report))
+        print_json({**as_plain(report), "placements": {name: placement(where) for name, where in report.placements.items()}})
         return
     print_text(*_text(report, dst))
     if len(report.ranks) > MAX_RANKS:
@@ -99,8 +100,6 @@ def reshard(
 
 
 def _text(report: ReshardReport, dst: str) -> list[str | Columns]:
-    from ..engine.common.progress import size_text
-
     would = "would write" if report.dry_run else "wrote"
     kept = f", {size_text(report.bytes_kept)} of it by an earlier attempt" if report.bytes_kept else ""
     tensors = plural(len(report.placements), "tensor")
@@ -117,9 +116,3 @@ def _text(report: ReshardReport, dst: str) -> list[str | Columns]:
         for of in report.ranks[:MAX_RANKS]
     ]
     return [head, made_of, Columns([">rank", ">files", ">writes", ">made of", "in the files of ranks"], rows)]
-
-
-def _as_json(report: ReshardReport) -> Any:
-    plain = as_plain(report)
-    plain["placements"] = {name: placement(where) for name, where in report.placements.items()}
-    return plain

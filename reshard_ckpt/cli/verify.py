@@ -6,23 +6,21 @@ from typing import Annotated
 
 import typer
 
+from ..engine.common.progress import size_text
 from .app import PROBLEM, as_plain, command, print_json, print_note, print_text, progress
 from .formatting import plural
-from .options import AsJson, Path
+from .options import AsJson, Path, Workers
 
 
 @command("reshard-ckpt verify ckpt/step_100")
 def verify(
     path: Path,
     sha256: Annotated[bool, typer.Option("--sha256", help="Also hold every file against the SHA-256 manifest.")] = False,
-    workers: Annotated[
-        int | None, typer.Option("--workers", min=1, help="Threads; 8 MiB of memory each.", show_default=False)
-    ] = None,
+    workers: Workers = None,
     as_json: AsJson = False,
 ) -> int:
     """Read a whole checkpoint and verify every byte of it. Exit code 1 where anything is wrong."""
     from ..checkpoint import verify as verify_checkpoint
-    from ..engine.common.progress import size_text
 
     with progress() as on_progress:
         report = verify_checkpoint(path, sha256=sha256, workers=workers, progress=on_progress)

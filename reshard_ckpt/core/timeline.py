@@ -106,12 +106,12 @@ class Timeline:
 
 
 def rank_label(rank: int, mesh: Mesh | None) -> str:
-    """Name a rank and its coordinates on a mesh of all ranks.
+    """Name a rank and its coordinates on a mesh; of a mesh that was declared for other ranks there are none.
 
     >>> rank_label(5, Mesh(("dp", "tp"), (4, 2)))
     'rank 5 dp=2 tp=1'
     """
-    axes = () if mesh is None else zip(mesh.axes, mesh.coordinates(rank), strict=True)
+    axes = () if mesh is None or rank >= mesh.size else zip(mesh.axes, mesh.coordinates(rank), strict=True)
     return " ".join([f"rank {rank}", *(f"{axis}={coordinate}" for axis, coordinate in axes)])
 
 

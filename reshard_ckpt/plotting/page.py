@@ -51,7 +51,7 @@ def report_page(
     if timeline is not None:
         title_of_it = "Timeline of the save"
         sections.append(_section(title_of_it, timeline_words(timeline), _element(draw_timeline(timeline), title_of_it)))
-    return _page(title, f"<h1>{_words(title)}</h1>{_facts(catalog, summary)}{''.join(sections)}")
+    return _page(title, f"<h1>{_words(title)}</h1>{_facts(summary)}{''.join(sections)}")
 
 
 def rendered(figure: Figure, title: str, suffix: str) -> bytes:
@@ -112,9 +112,7 @@ def _rank_bars(catalog: Catalog) -> str:
     held = bytes_by_rank(catalog)
     most = max(held.values(), default=0) or 1
     shown = sorted(sorted(held, key=lambda rank: -held[rank])[:MAX_RANKS])
-    mesh = catalog.mesh
-    labels = [rank_label(rank, mesh if mesh is not None and rank < mesh.size else None) for rank in shown]
-    bars = [f"<div>{_bar(label, held[rank], most)}</div>" for label, rank in zip(labels, shown, strict=True)]
+    bars = [f"<div>{_bar(rank_label(rank, catalog.mesh), held[rank], most)}</div>" for rank in shown]
     more = f"<p>Ranks that wrote less: {len(held) - len(shown):,}.</p>" if len(held) > len(shown) else ""
     return "".join(bars) + more
 
@@ -143,7 +141,7 @@ def _bar(label: str, size: int, most: int) -> str:
     return f'<span class="bar"><i style="width:{500 * size / most:.1f}px"></i>{_words(label)}: {size_text(size)}</span>'
 
 
-def _facts(catalog: Catalog, of: Summary) -> str:
+def _facts(of: Summary) -> str:
     when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(of.created_s)) if of.created_s > 0 else None
     facts = {
         "step": None if of.step is None else f"{of.step:,}",

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 MAX_DEPTH = 60
@@ -142,12 +142,12 @@ def spans(numbers: Sequence[int]) -> str:
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
-def walk(nodes: Sequence[Node], visit: Callable[[Node, str, str], None], lead: str = "") -> None:
-    """Visit each node in order, with the guides of its line and of the lines below it, as a drawn tree has them."""
+def walk(nodes: Sequence[Node], lead: str = "") -> Iterator[tuple[str, Node]]:
+    """Yield each node in order, after the guides of its line, as a drawn tree has them."""
     for i, node in enumerate(nodes):
         last = i == len(nodes) - 1
-        visit(node, f"{lead}{'└─ ' if last else '├─ '}", f"{lead}{'   ' if last else '│  '}")
-        walk(node.children, visit, f"{lead}{'   ' if last else '│  '}")
+        yield f"{lead}{'└─ ' if last else '├─ '}", node
+        yield from walk(node.children, f"{lead}{'   ' if last else '│  '}")
 
 
 def shorten(names: Sequence[str], looks: Sequence[Hashable]) -> list[tuple[str, tuple[int, ...]]]:

@@ -25,6 +25,4 @@ class RankLog(_Adapter):
         self._rank, self._mesh = rank, mesh
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        # A mesh declared for other ranks than those of this session has no coordinates to show.
-        label = rank_label(self._rank, self._mesh if self._mesh is not None and self._rank < self._mesh.size else None)
-        return f"[{label.replace('%', '%%')}] {msg}", kwargs
+        return f"[{rank_label(self._rank, self._mesh).replace('%', '%%')}] {msg}", kwargs

@@ -81,12 +81,10 @@ class StatusLine:
             if now - self._began >= MOMENT_S:
                 self._show(f"{step}: {size_text(done)} in {_seconds(now - self._began)}, {_rate(done, now - self._began)}", now)
             self._finish_line()
-        elif done < total and now - self._began >= MOMENT_S and self._is_due(now):
-            self._show(_under_way(step, done, total, now - self._began), now)
-
-    def _is_due(self, now: float) -> bool:
-        pause = TERMINAL_PAUSE_S if self._rewrites else PLAIN_PAUSE_S
-        return self._reported == self._began or now - self._reported >= pause
+        elif done < total and now - self._began >= MOMENT_S:
+            pause = TERMINAL_PAUSE_S if self._rewrites else PLAIN_PAUSE_S
+            if self._reported == self._began or now - self._reported >= pause:
+                self._show(_under_way(step, done, total, now - self._began), now)
 
     def _show(self, text: str, now: float) -> None:
         self._reported = now

@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import msgpack
 
@@ -26,8 +27,7 @@ from .progress import OnProgress, silent
 _THREADS = {"reshard-ckpt-stage": "stage", "reshard-ckpt-save": "save"}
 
 
-@dataclass(frozen=True, slots=True)
-class CommCall:
+class CommCall(NamedTuple):
     """One call of a session: whether its messages went to rank 0 or came from there, and when it began and ended here."""
 
     to_first: bool
@@ -73,8 +73,7 @@ class Recorder:
     def sealed(self) -> bytes:
         """All so far, and the time, as bytes: to be sent at once."""
         with self._lock:
-            calls = [[call.to_first, call.began, call.ended] for call in self.calls]
-            packed: bytes = msgpack.packb([self.now(), calls, self._steps])
+            packed: bytes = msgpack.packb([self.now(), self.calls, self._steps])
         return packed
 
 
@@ -151,10 +150,6 @@ def timeline(recorder: Recorder, records: Sequence[bytes], received_at: float, *
     steps = tuple(
         Step(rank, name, thread, began - offset - zero, ended - offset - zero, num_bytes)
         for rank, (part, offset) in enumerate(zip(parts, offsets, strict=True))
-        for name, thread, began, ended, num_bytes in sorted(part.steps, key=_start)
+        for name, thread, began, ended, num_bytes in sorted(part.steps, key=itemgetter(2))
     )
     return Timeline(save_id, zero, mesh, tuple(bound.uncertainty for bound in bounds), steps)
-
-
-def _start(step: tuple[str, str, float, float, int]) -> float:
-    return step[2]

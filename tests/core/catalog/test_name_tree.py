@@ -14,9 +14,7 @@ NAMES = st.lists(st.lists(PARTS, min_size=1, max_size=5).map(".".join), unique=T
 
 
 def nodes_of(tree: tuple[Node, ...]) -> list[Node]:
-    found: list[Node] = []
-    walk(tree, lambda node, guide, below: found.append(node))
-    return found
+    return [node for _, node in walk(tree)]
 
 
 def places(label: str) -> list[str]:
@@ -58,8 +56,7 @@ def test_labels_say_which_names_they_stand_for(names: list[str]):
 def test_layers_alike_are_one_and_others_stay():
     names = [f"model.layers.{i}.{part}" for i in range(12) for part in ("attn.w", "mlp.w")] + ["model.norm"]
     looks = ["moe" if ".5.mlp" in name else "dense" for name in names]
-    lines = []
-    walk(fold(names, looks), lambda node, guide, below: lines.append(f"{guide}{node.label} {node.count}"))
+    lines = [f"{guide}{node.label} {node.count}" for guide, node in walk(fold(names, looks))]
     assert lines == [
         "└─ model 1",
         "   ├─ layers 1",
