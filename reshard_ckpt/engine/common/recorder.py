@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgpack
 
@@ -23,6 +23,8 @@ from ...core.catalog.specs import Mesh
 from ...core.timeline import ClockBounds, Step, Timeline
 from .logs import RankLog
 from .progress import OnProgress, silent
+
+T = TypeVar("T")
 
 _THREADS = {"reshard-ckpt-stage": "stage", "reshard-ckpt-save": "save"}
 
@@ -85,25 +87,19 @@ class TimedComm:
         self.rank, self.size = comm.rank, comm.size
 
     def gather(self, payload: bytes, *, undo: Callable[[], None] | None = None) -> list[bytes] | None:
-        began = self._recorder.now()
-        messages = self._comm.gather(payload, undo=undo)
-        self._note(True, began)
-        return messages
+        return self._noted(True, lambda: self._comm.gather(payload, undo=undo))
 
     def broadcast(self, payload: bytes | None) -> bytes:
-        began = self._recorder.now()
-        message = self._comm.broadcast(payload)
-        self._note(False, began)
-        return message
+        return self._noted(False, lambda: self._comm.broadcast(payload))
 
     def scatter(self, payloads: Sequence[bytes] | None) -> bytes:
-        began = self._recorder.now()
-        message = self._comm.scatter(payloads)
-        self._note(False, began)
-        return message
+        return self._noted(False, lambda: self._comm.scatter(payloads))
 
-    def _note(self, to_first: bool, began: float) -> None:
+    def _noted(self, to_first: bool, call: Callable[[], T]) -> T:
+        began = self._recorder.now()
+        result = call()
         self._recorder.calls.append(CommCall(to_first, began, self._recorder.now()))
+        return result
 
 
 @dataclass(frozen=True, slots=True)
