@@ -16,7 +16,7 @@ from ..engine.common.inference import outside_inference_mode
 from ..engine.common.logs import RankLog
 from ..engine.common.progress import OnProgress, reporter
 from ..engine.common.recorder import Recorder, TimedComm
-from ..engine.saving.agreement import agree
+from ..engine.saving.agreement import AgreedPlan, agree
 from ..engine.saving.async_save import SaveTarget, launch
 from ..engine.saving.commit import check_free_space, commit, look
 from ..engine.saving.handle import SAVES, SaveHandle
@@ -235,16 +235,19 @@ def _compared(job: SaveJob, capture: Capture) -> SaveJob:
     """Compare replicas before anything is written; where some differ, capture anew, and agree on what that leaves."""
     comm, agreed, recorder = job.comm, job.agreed, job.recorder
     with recorder.step("compare"):
-        if comm.rank == 0 and job.options.check_values is not None:
-            job.options.check_values(agreed.values)
+        agreed = _with_checked_values(agreed, job.options)
         fingerprints = all_fingerprints(job.local_shards, agreed.assignment.checks)
         differ = differing_names(comm, agreed.plan, fingerprints)
     if not differ:
-        return replace(job, fingerprints=fingerprints)
+        return replace(job, agreed=agreed, fingerprints=fingerprints)
     local_shards = _described(partial(capture, differ), comm.rank, recorder)
     with recorder.step("agree"):
         agreed = agree(comm, local_shards, accept=partial(check_free_space, job.storage))
-    return replace(job, local_shards=local_shards, agreed=agreed)
+    return replace(job, local_shards=local_shards, agreed=_with_checked_values(agreed, job.options))
+
+
+def _with_checked_values(agreed: AgreedPlan, options: SaveOptions) -> AgreedPlan:
+    return replace(agreed, values=options.checked_values(agreed.values))  # rank 0 has them
 
 
 def prepare(

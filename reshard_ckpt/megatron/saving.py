@@ -18,7 +18,7 @@ import torch
 from ..checkpoint import SaveHandle
 from ..checkpoint.saving import begin_captured, save_captured
 from ..state.megatron.captured import SavedTree
-from ..state.megatron.names import COMMON, COMMON_FILE, check_objects, metadata_of
+from ..state.megatron.names import COMMON, COMMON_FILE, checked_objects, metadata_of
 from ..state.megatron.strictness import check_strategy
 from .errors import megatron_compatible
 
@@ -77,8 +77,8 @@ def save(
     Raises
     ------
     LayoutError
-        A region of a tensor is declared by no rank, a part of an object has no main replica, or shards overlap; the message names
-        them, on every rank.
+        A region of a tensor is declared by no rank, an object or a part of it has no main replica, or shards overlap; the
+        message names them, on every rank.
     UsageError
         Something in the tree cannot be saved; the message says what to do.
     """
@@ -133,7 +133,7 @@ def _options(tree: SavedTree, sha256: bool) -> dict[str, Any]:
         "metadata": metadata_of(tree.tree, common.get(COMMON_FILE)),
         "sha256": sha256,
         "beside": _CONFIG | common,
-        "check_values": check_objects,
+        "checked_values": checked_objects,
     }
 
 

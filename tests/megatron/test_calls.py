@@ -123,6 +123,7 @@ def test_models_and_distributed_optimizers_load_over_changes_of_all_axes(tmp_pat
     assert saved["iteration"] == 11
     assert saved["args.lr"] == 0.1
     assert saved["decoder.extra/shard_1_4"] == {"of": [1]}
+    assert not [name for name in saved if "/replica_" in name]
     assert json.loads((tmp_path / "0" / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
 
 
@@ -145,6 +146,8 @@ def _failures(path: str) -> dict[str, Any]:
     half = {"model": {"w": _sharded("w", rank)}}  # rows 2 and 3 are nobody's
     said["undeclared"] = _caught(megatron.save, half, path)
     said["lost"] = _caught(megatron.save, {"o": ShardedObject("of.ranks", rank, (2,), (rank,), rank)}, path)
+    said["no main"] = _caught(megatron.save, {"o": ShardedObject("of.all", 1, (1, 1), (0, 0), (rank, 1))}, path)
+    said["no main here"] = _caught(megatron.save, {"o": [ShardedObject("rng", 1, (1,), (0,), 1)][rank:]}, path)
     said["no data"] = _caught(
         megatron.save, {"w": _sharded("w", rank), "v": [ShardedTensor("v", None, (1,), (1,), (0,))][rank:]}, path
     )
@@ -156,12 +159,14 @@ def _failures(path: str) -> dict[str, Any]:
     replica = {
         "w": ShardedTensor("w", differing, (64, 3), (64, 3), (0, 0), (0, 1 - rank)),
         "same": ShardedTensor("same", torch.ones(3), (3,), (3,), (0,), rank),
+        "object": ShardedObject("an.object", rank, (1,), (0,), rank),
     }
     said["replicas"] = _caught(megatron.save, replica, path, replicas="error")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         megatron.save(replica, path)
     said["warned"] = [str(w.message) for w in caught if "replicas" in str(w.message)]
+    said["values"] = checkpoint.catalog(path).value_names
     back = torch.zeros(64, 3)
     megatron.load({"w": ShardedTensor("w", back, (64, 3), (64, 3), (0, 0), rank)}, path)
     said["main"] = back.unique().tolist()  # rank 1 has the main one
@@ -190,6 +195,8 @@ def test_what_cannot_be_saved_or_loaded_is_named_on_every_rank(tmp_path):
         assert "w: no rank holds" in said["undeclared"]
         assert "LayoutError" in said["lost"]
         assert "of.ranks: 1 of its 2 objects have a main replica, shard_0_2 first" in said["lost"]
+        assert "of.all: none of its 1 objects have a main replica; have one rank declare" in said["no main"]
+        assert "rng: none of its 1 objects have a main replica" in said["no main here"]
         assert "UsageError" in said["no data"]
         assert "v: this ShardedTensor has no data" in said["no data"]
         assert "UnsupportedError" in said["unknown strategy"]
@@ -197,13 +204,14 @@ def test_what_cannot_be_saved_or_loaded_is_named_on_every_rank(tmp_path):
         assert not said["nothing there"]
         assert "LayoutError" in said["replicas"]
         assert "w: replicas differ" in said["replicas"]
+        assert said["values"] == ("an.object/shard_0_1",)
         assert said["main"] == [1.0]
         warned.extend(said["warned"])
         assert "more: not in the checkpoint" in said["assume_ok_unexpected"]
         assert "more: not in the checkpoint" in said["raise_unexpected"]
         assert "same: in the checkpoint" not in said["raise_unexpected"]
         assert "same: in the checkpoint, but in no rank's tree" in said["raise_all"]
-        assert said["returned"] == (["w"], {"same"}, {"more"})
+        assert said["returned"] == (["w"], {"an.object", "same"}, {"more"})
         assert said["logged"] == ["w"]
         assert "saved with global shape (64, 3), wanted (64, 2)" in said["shape"]
         assert "o/shard_0_1: not in the checkpoint" in said["objects"]
@@ -330,15 +338,17 @@ def test_flattened_ranges_old_keys_and_buffers_of_bytes():
 
 
 def test_a_common_state_that_is_an_object_lies_where_megatron_looks_for_it(tmp_path):
-    for rank, wanted in ((1, False), (0, True)):
-        path = tmp_path / str(rank)
-        common = ShardedObject("common_state", {"iteration": 3, "by number": {3: "three"}}, (1,), (0,), replica_id=rank)
+    main, other = (
+        ShardedObject("common_state", {"iteration": 3, "by number": {3: "three"}}, (1,), (0,), replica_id=rank) for rank in (0, 1)
+    )
+    for common, elsewhere in ((main, other), (other, main)):
+        path = tmp_path / str(common.replica_id)
         weight = ShardedTensor("w", torch.arange(6.0), (6,), (6,), (0,))
-        megatron.save({"m": {"w": weight}, "common_state": common}, str(path))
-        assert (path / "common.pt").exists() == wanted
-        if wanted:
+        megatron.save({"m": {"w": weight}, "common_state": common, "elsewhere": elsewhere}, str(path))
+        assert (path / "common.pt").exists() == (common is main)
+        if common is main:
             assert torch.load(path / "common.pt", weights_only=True) == common.data
-            assert megatron.load_common_state_dict(str(path)) == common.data
+        assert megatron.load_common_state_dict(str(path)) == common.data
 
 
 def save_common(path: Any, iteration: int) -> None:

@@ -45,8 +45,9 @@ class SaveOptions:
     """Replicas are compared before anything is written, and captured again where they differ."""
     beside: Mapping[str, bytes] = field(default_factory=dict)
     """Files by key that rank 0 puts beside the catalog, just before that is published."""
-    check_values: Callable[[Sequence[ValueEntry]], None] | None = None
-    """Is shown the values of all ranks on rank 0, where replicas are compared; what it raises, all ranks raise."""
+    checked_values: Callable[[tuple[ValueEntry, ...]], tuple[ValueEntry, ...]] = lambda values: values
+    """Is shown the values of all ranks on rank 0, where replicas are compared, and returns those to be saved; what it raises, all
+    ranks raise."""
 
     def __post_init__(self) -> None:
         _check_choice("staging", self.staging, ("eager", "lazy"))

@@ -3,7 +3,8 @@
 1. The tree is lowered to entries, objects and common state.
 2. All replicas of a tensor are offered, so that their ranks share the writing. Of a tensor whose replicas are found to differ,
    the main one is offered alone.
-3. Rank 0 offers the common state, the main replica of each object that object.
+3. Rank 0 offers the common state, the main replica of each object that object. The others say that it is there, so that one of
+   which no rank has a main replica is missed (`names.checked_objects`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ..collector import Collector, NamedValue
 from ..entries import Captured
 from ..mesh import group_of
 from ..tensors import local_memory
-from .names import CONTENT_METADATA, common_values
+from .names import CONTENT_METADATA, common_values, replica_mark
 from .optimizers import lower_tree
 from .tree import NOTHING, Node, common_of, entries_of, objects_of
 
@@ -72,15 +73,17 @@ class SavedTree:
                 local = local_memory(entry.shard, entry.name).named(entry.name)
                 left_out = entry.name in differing and not entry.main
                 out.add("", LocalTensor(replace(local.spec, pieces=()), local.memory) if left_out else local)
-        for value in self._values(self._node):
+        for part in objects_of(self._node):
+            if part.main:
+                out.add("", NamedValue(part.name, [part.name], ValueKind.PLAIN, part.value))
+            elif not differing:  # else they have been checked
+                out.add("", replica_mark(part.name))
+        for value in self._common_values(self._node):
             out.add("", value)
         said = (_difference(differing, "the main replica of each is saved whole"),) if differing else ()
         return Captured(tuple(out.tensors), tuple(out.values), None, said)
 
-    def _values(self, node: Node) -> Iterator[NamedValue]:
-        for part in objects_of(node):
-            if part.main:
-                yield NamedValue(part.name, [part.name], ValueKind.PLAIN, part.value)
+    def _common_values(self, node: Node) -> Iterator[NamedValue]:
         if group_of(self.process_group).rank == 0:
             common = common_of(node)
             common = {} if common is NOTHING else common

@@ -25,7 +25,7 @@ from ...core.catalog.specs import ValueKind
 from ...core.report import summarize
 from ...errors import CorruptError, LayoutError
 from ...format.checksums import digest128
-from ...format.values import decode_path
+from ...format.values import decode_path, encode_path
 from ..collector import NamedValue
 from ..scan import Index, Path, name_of, path_keys, saved_path
 
@@ -41,6 +41,9 @@ _NAMESPACE_TAG, _NAMESPACE = "__class__", "argparse:Namespace"
 _STATE = re.compile(r"(?:chained_\d+\.)?(optimizer\.state\.)(?:fp32_(param\.))?")
 _OBJECT = re.compile(r"(.+)[/.](shard_\d*(?:\.\d+)*_-?\d*(?:\.-?\d+)*)", re.DOTALL)
 _MODEL = re.compile(r"model\d*\.")
+_MARK = re.compile(r"(.+)/replica_([\d.]*)", re.DOTALL)
+_NO_PATH = encode_path([])
+"""Marks have it, and no value of a state."""
 
 
 def checkpoint_key(key: str) -> str:
@@ -122,8 +125,19 @@ def key_of_object(name: str) -> str | None:
     return None if found is None else found[1]
 
 
-def check_objects(values: Iterable[ValueEntry]) -> None:
+def replica_mark(name: str) -> NamedValue:
+    """Return what a rank says of an object of which it has a replica that is not the main one: that there is such a key."""
+    key, _, place = name.rpartition("/shard_")
+    return NamedValue(f"{key}/replica_{place.rpartition('_')[2]}", [], ValueKind.PLAIN, None)
+
+
+def checked_objects(values: Iterable[ValueEntry]) -> tuple[ValueEntry, ...]:
     """Check that of each key's objects, as many as there are, all have a main replica, which is what is saved.
+
+    Returns
+    -------
+    tuple
+        The values without the marks of other replicas, which are for this alone.
 
     Raises
     ------
@@ -131,16 +145,22 @@ def check_objects(values: Iterable[ValueEntry]) -> None:
         Some have none.
     """
     found: dict[tuple[str, str], list[str]] = {}
+    saved = []
     for value in values:
+        if value.path == _NO_PATH and (mark := _MARK.fullmatch(value.name)):
+            found.setdefault((mark[1], mark[2]), [])
+            continue
+        saved.append(value)
         if (match := _OBJECT.fullmatch(value.name)) and value.name[match.end(1)] == "/":
             found.setdefault((match[1], match[2].rpartition("_")[2]), []).append(match[2])
     lines = [
-        f"{key}: {len(parts)} of its {num} objects have a main replica, {parts[0]} first"
+        f"{key}: {len(parts) or 'none'} of its {num} objects have a main replica{f', {parts[0]} first' if parts else ''}"
         for (key, shape), parts in found.items()
         if len(parts) < (num := prod(int(size or 1) for size in shape.split(".")))
     ]
     if lines:
         raise LayoutError(summarize(lines, "have one rank declare each with replica_id 0, or leave them out"))
+    return tuple(saved)
 
 
 def common_values(tree: Any, path: Path = ()) -> Iterator[NamedValue]:
