@@ -158,6 +158,26 @@ def _with_gloo(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _keep_groups() -> None:
+    """Have all groups of the same ranks be one: each has threads that poll, and Megatron makes dozens for every layout."""
+    groups: dict[tuple[int, ...] | None, Any] = {}
+    new_group, destroy = dist.new_group, dist.destroy_process_group
+
+    def made(ranks: Sequence[int] | None = None, *args: Any, **options: Any) -> Any:
+        key = None if ranks is None else tuple(ranks)
+        if key not in groups:
+            groups[key] = new_group(ranks, *args, **options)
+        return groups[key]
+
+    def destroyed(group: Any = None) -> None:
+        if group is None:  # one alone may be in use under other names
+            groups.clear()
+            destroy()
+
+    dist.new_group = dist.distributed_c10d.new_group = made  # type: ignore[assignment]
+    dist.destroy_process_group = dist.distributed_c10d.destroy_process_group = destroyed
+
+
 def install(*paths: str | Path) -> None:
     """Make this process one in which megatron-core runs on the CPU.
 
@@ -174,6 +194,7 @@ def install(*paths: str | Path) -> None:
     for name in ("init_process_group", "new_group", "barrier"):
         setattr(dist, name, _with_gloo(getattr(dist, name)))
         setattr(dist.distributed_c10d, name, getattr(dist, name))
+    _keep_groups()
     dist.get_backend = dist.distributed_c10d.get_backend = lambda *args: "gloo"  # type: ignore[assignment]
     if importlib.util.find_spec("triton") is None:  # newer versions import it, and use it on a GPU alone
         for name in ("triton", "triton.language"):

@@ -1,10 +1,11 @@
-"""What `test_live_calls` runs with the real megatron-core, in a process of its own: ``python -m tests.megatron.live_cases CASE``.
+"""What `test_live_calls` runs with the real megatron-core, in a process: ``python -m tests.megatron.live_cases [CASE …]``.
 
 The process pretends that the CPU is CUDA; its forks are the ranks. What is wrong is printed, a line each.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
 import re
 import sys
@@ -58,6 +59,10 @@ CHANGES = {
         (Grid(pp=1, ep=4, experts=4), Grid(tp=2, ep=2, experts=4)),
         (Grid(ep=4, experts=4), Grid(tp=2, experts=4)),
         (Grid(tp=2, pp=2, experts=4), Grid(ep=4, experts=4)),
+    ],
+    "eight": [
+        (Grid(tp=2, ep=2, experts=4), Grid(pp=2, ep=4, experts=4)),
+        (Grid(pp=2, ep=4, experts=4), Grid(tp=2, ep=2, experts=4)),
     ],
     "whole": [
         (Grid(tp=2, pp=2, distributed=False), Grid(tp=4, distributed=False)),
@@ -132,8 +137,8 @@ def steps_left_alone() -> Iterator[None]:
 
 
 def strategies(root: str) -> list[str]:
-    """Pass the strategies to Megatron's own functions, also wrapped, and schedule a save as its training does."""
-    wrong = []
+    """Pass the strategies to Megatron's own functions, also wrapped; our functions take what Megatron's take."""
+    wrong = [line for name in CALLS for line in unlike(name)]
     for i, wrapped in enumerate((False, True)):
         job, path = Job(Grid(tp=2, pp=2), filled=True), f"{root}/{i}"
         folder(path)
@@ -154,6 +159,30 @@ def strategies(root: str) -> list[str]:
         if keys != {shard.key for shard in Job(Grid(), filled=False).shards()}:
             wrong.append(f"keys: {keys}")
     return wrong
+
+
+NONE = inspect.Parameter.empty
+CALLS = [
+    "save",
+    "load",
+    "load_common_state_dict",
+    "load_tensors_metadata",
+    "load_sharded_metadata",
+    "load_plain_tensors",
+    "load_content_metadata",
+]
+
+
+def unlike(name: str) -> list[str]:
+    """Say how a function's arguments are not those of Megatron's: their names, their order, and which must be given."""
+    theirs = getattr(dist_checkpointing, name, None)
+    if theirs is None:
+        return []  # this version lacks it
+    wanted, ours = (inspect.signature(function).parameters for function in (theirs, getattr(megatron, name)))
+    same = [p for p in ours if p in wanted]
+    wrong = [f"{name}: {p}" for p in wanted if p not in ours or (wanted[p].default is NONE) != (ours[p].default is NONE)]
+    by_place = [p for p in same if ours[p].kind is not ours[p].KEYWORD_ONLY]
+    return wrong if by_place == list(wanted)[: len(by_place)] else [*wrong, f"{name}: {by_place} of {list(wanted)}"]
 
 
 def scheduled(root: str) -> list[str]:
@@ -180,7 +209,11 @@ def scheduled(root: str) -> list[str]:
 def folders(root: str) -> list[str]:
     """Load from folders that Megatron saved, straight into other layouts; and give Megatron what was saved here, converted."""
     wrong = []
-    pairs = [(Grid(tp=2, pp=2), Grid(tp=4)), (Grid(tp=2, ep=2, experts=4), Grid(pp=2, ep=2, experts=4))]
+    pairs = [
+        (Grid(tp=2, pp=2), Grid(tp=4)),
+        (Grid(tp=2, pp=2), Grid(pp=2)),
+        (Grid(tp=2, ep=2, experts=4), Grid(pp=2, ep=2, experts=4)),
+    ]
     for i, (saved, loaded) in enumerate(pairs):
         job, path = Job(saved, filled=True), f"{root}/theirs{i}"
         tree = job.tree()
@@ -257,18 +290,27 @@ def folder(path: str) -> None:
 OTHERS = {"trees": trees, "strategies": strategies, "scheduled": scheduled, "folders": folders, "ranks": ranks}
 
 
-def main(case: str) -> None:
-    """Run a case on four ranks."""
+def main(*cases: str) -> None:
+    """Run cases on four ranks each, or eight, one after the other: what they import takes longer than some of them."""
+    for case in cases:
+        try:
+            results = results_of(case)
+        except RuntimeError as error:  # the tracebacks of the ranks
+            print(f"{case}: {error}")
+            continue
+        for number, lines in enumerate(results):
+            for line in lines:
+                print(f"{case}: rank {number}: {line}")
+        print(f"{case}: done", flush=True)
+
+
+def results_of(case: str) -> list[list[str]]:
+    """Run a case; return what is wrong, of each rank."""
     with tempfile.TemporaryDirectory() as root:
         if case in CHANGES:
-            results: list[Any] = cpu_shim.run_forked(changes, 4, root, CHANGES[case])
-        else:
-            results = cpu_shim.run_forked(OTHERS[case], 4, root)
-    for number, lines in enumerate(results):
-        for line in lines:
-            print(f"rank {number}: {line}")
-    print("done")
+            return cpu_shim.run_forked(changes, 8 if case == "eight" else 4, root, CHANGES[case])
+        return cpu_shim.run_forked(OTHERS[case], 4, root)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*(sys.argv[1:] or [*CHANGES, *OTHERS]))

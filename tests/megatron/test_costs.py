@@ -42,25 +42,47 @@ def counted_reads() -> Iterator[list[int]]:
         LocalStorage.read_into = own
 
 
-def _counted(root: str) -> tuple[list[int], int, int, int]:
-    """Save and load; the bytes that each rank wrote, all of the tensors, what this rank wants and what it read."""
-    rank = dist.get_rank()
-    data = torch.arange(1 << 20, dtype=torch.float32)
-    tree = {"w": ShardedTensor("w", data, tuple(data.shape), tuple(data.shape), (0,), (0, 0, rank))}
-    megatron.save(tree, root)
-    files = checkpoint.catalog(root).files
-    written = [sum(file.size for file in files if file.rank == r) for r in range(4)]
-    own = ShardedTensor("w", torch.zeros(1 << 18), (1 << 18,), tuple(data.shape), (rank << 18,))
-    with counted_reads() as read:
-        megatron.load({"w": own}, root)
-    assert torch.equal(own.data, data[rank << 18 : (rank + 1) << 18])
-    return written, data.nbytes, own.data.nbytes, sum(read)
+SIDE = 1024
+"""Of a square weight: 4 MiB, and three times that of its optimizer's state."""
+
+
+def _job(tp: int) -> tuple[dict[str, Any], list[torch.Tensor], list[torch.Tensor]]:
+    """A weight whose rows are cut by tensor parallelism, and a distributed optimizer over the other ranks; where they belong."""
+    at_tp, at_dp = dist.get_rank() % tp, dist.get_rank() // tp
+    rows = SIDE // tp
+    param = torch.nn.Parameter(torch.zeros(rows, SIDE))
+    weight = ShardedTensor("w", param, (rows, SIDE), (SIDE, SIDE), (at_tp * rows, 0), (0, 0, at_dp))
+    optimizer = DistributedOptimizer([param], 4 // tp, at_dp, 100, stepped=True)
+    whole = torch.arange(SIDE * SIDE, dtype=torch.float32).view(SIDE, SIDE)[at_tp * rows : (at_tp + 1) * rows]
+    ((run, states),) = optimizer.runs_of(param)
+    places = [whole, *(whole.flatten()[run] + i for i in range(1, 4))]
+    return {"model": {"w": weight}, "optimizer": optimizer}, [param.detach(), *states.values()], places
+
+
+def _counted(root: str) -> list[tuple[list[int], int, int, int]]:
+    """Save on a layout and load on another: the bytes that each rank wrote, all there are, those that this wants and read."""
+    found = []
+    for i, (saved, loaded) in enumerate([(2, 4), (4, 1), (1, 2)]):
+        tree, tensors, places = _job(saved)
+        for tensor, place in zip(tensors, places, strict=True):
+            tensor.copy_(place)
+        megatron.save(tree, f"{root}/{i}")
+        files = checkpoint.catalog(f"{root}/{i}").files
+        written = [sum(file.size for file in files if file.rank == rank) for rank in range(4)]
+        tree, tensors, places = _job(loaded)
+        with counted_reads() as read:
+            megatron.load(tree, f"{root}/{i}")
+        assert all(map(torch.equal, tensors, places)), (saved, loaded)
+        found.append((written, 16 * SIDE * SIDE, sum(tensor.nbytes for tensor in tensors), sum(read)))
+    return found
 
 
 def test_ranks_share_the_writing_and_read_what_they_want(tmp_path: Path) -> None:
-    for written, total, wanted, read in run_ranks(_counted, 4, str(tmp_path)):
-        assert max(written) <= 1.1 * total / 4 + 4096
-        assert read <= 1.2 * wanted + (1 << 20)
+    """Of a model and of the runs of its optimizer, whatever is cut and replicated."""
+    for counts in run_ranks(_counted, 4, str(tmp_path)):
+        for written, total, wanted, read in counts:
+            assert max(written) <= 1.1 * total / 4
+            assert read <= 1.2 * wanted + (1 << 20)
 
 
 class CountedStore:

@@ -6,6 +6,7 @@ import argparse
 import io
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -190,8 +191,17 @@ def test_a_list_repeated_without_end_is_refused() -> None:
         read_object(saved(value), "x")
 
 
+@dataclass
+class Settings:
+    """As a program of one's own may keep beside its state."""
+
+    rate: float
+    names: list[str]
+
+
 def test_objects_come_back_from_the_writer_as_what_they_were() -> None:
     value = {
+        "settings": Settings(0.5, ["a", "b"]),
         "args": argparse.Namespace(x=1, inner=argparse.Namespace(y=(1, 2.5)), dtype=torch.bfloat16),
         0: {1: -2},
         (torch.bfloat16, torch.float32): [1],
@@ -208,6 +218,7 @@ def test_objects_come_back_from_the_writer_as_what_they_were() -> None:
     }
     decoded = read_object(saved(value), "x")
     assert decoded["args"]["inner"] == {"y": (1, 2.5), "__class__": "argparse:Namespace"}
+    assert decoded["settings"] == Named(__name__, "Settings", {"rate": 0.5, "names": ["a", "b"]})
     assert decoded["function"] == Named("torch._C._nn", "gelu", None)
     again = torch.load(io.BytesIO(object_bytes(decoded, "x")), weights_only=False)
     for key, item in value.items():

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 import torch
 
-from reshard_ckpt import checkpoint
+from reshard_ckpt import checkpoint, megatron
 from reshard_ckpt.errors import UsageError
 from tests.megatron.folders import expected, unpack
+from tests.megatron.stand_ins import ShardedTensor
 
 
 def held(path: Path, rank: int, name: str) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -42,6 +44,24 @@ def test_pp_and_ep_cut_stacked_layers_and_experts(tmp_path: Path) -> None:
     read = checkpoint.read(tmp_path / "out")
     for name in checkpoint.catalog(root).names:
         assert torch.equal(read[name], expected(name, "0.16.1-moe", read[name])), name
+
+
+def test_a_save_whose_names_are_keys_is_cut_the_same_way(tmp_path: Path) -> None:
+    """As the calls that stand in for Megatron's own save leave them: raw keys, with no ``model.`` before them."""
+    experts, norm = "decoder.layers.mlp.experts.experts.linear_fc1.weight", "decoder.final_layernorm.weight"
+    shapes = {experts: (2, 4, 6, 3), f"optimizer.state.exp_avg.{experts}": (2, 4, 6, 3), norm: (3,)}
+    whole = {key: torch.arange(math.prod(shape), dtype=torch.float32).view(shape) for key, shape in shapes.items()}
+    tree = {key: ShardedTensor(key, data, shapes[key], shapes[key], (0,) * data.ndim) for key, data in whole.items()}
+    megatron.save(tree, str(tmp_path / "own"))
+    checkpoint.reshard(tmp_path / "own", tmp_path / "out", mesh={"pp": 2, "ep": 2})
+    for key in (experts, f"optimizer.state.exp_avg.{experts}"):
+        assert [held(tmp_path / "out", rank, key) for rank in range(4)] == [
+            [((stage, 2 * expert, 0, 0), (1, 2, 6, 3))] for stage in (0, 1) for expert in (0, 1)
+        ]
+    assert [bool(held(tmp_path / "out", rank, norm)) for rank in (0, 1)] == [False, False]
+    wanted = {key: ShardedTensor(key, torch.zeros(shape), shape, shape, (0,) * len(shape)) for key, shape in shapes.items()}
+    loaded = megatron.load(wanted, str(tmp_path / "out"))
+    assert all(torch.equal(loaded[key], data) for key, data in whole.items())
 
 
 def test_layers_that_stages_do_not_cut_evenly_are_refused_by_name(tmp_path: Path) -> None:
