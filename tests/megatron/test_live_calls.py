@@ -26,7 +26,7 @@ def said() -> str:
     command = [sys.executable, "-m", "tests.megatron.live_cases", *CASES]
     # Without a time limit: a busy machine would miss it, and its ranks, processes of their own, would stay behind.
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     )
     return done.stdout
 
