@@ -22,7 +22,7 @@ import traceback
 import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy
 import torch
@@ -158,8 +158,23 @@ def _with_gloo(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+class _OnOneDevice(dist.ProcessGroupGloo):
+    """A gloo group on the one device of its process: each device has a thread that wakes up a hundred times a second."""
+
+    devices: ClassVar[dict[int, Any]] = {}
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
+        options = dist.ProcessGroupGloo._Options()
+        if os.getpid() not in self.devices:  # a fork has none of its parent's threads
+            self.devices[os.getpid()] = dist.ProcessGroupGloo.create_default_device()
+        options._devices = [self.devices[os.getpid()]]
+        options._timeout, options._threads = timeout, 2
+        super().__init__(store, rank, size, options)
+
+
 def _keep_groups() -> None:
-    """Have all groups of the same ranks be one: each has threads that poll, and Megatron makes dozens for every layout."""
+    """Have all groups of the same ranks be one, and all of a process share a device: Megatron makes dozens for every layout."""
+    dist.distributed_c10d.ProcessGroupGloo = _OnOneDevice
     groups: dict[tuple[int, ...] | None, Any] = {}
     new_group, destroy = dist.new_group, dist.destroy_process_group
 
