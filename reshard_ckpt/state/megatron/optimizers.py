@@ -47,6 +47,8 @@ SHARDING = "fully_reshardable"
 _MASTER = f"{STATE}.param."
 _IN_FULL = "param_state"
 _EXPERT = "is_expert_parallel"
+_KIND = ("wd_mult", "lr_mult", _EXPERT, "is_decoupled_lr")
+"""What tells groups of parameters apart."""
 
 
 def is_optimizer(value: object) -> bool:
@@ -190,7 +192,7 @@ class DistributedLeaf(_Leaf):
                 self.optimizer._set_main_param_and_optimizer_states(parameter, states)  # scaled, so what was loaded is a copy
         if hasattr(inner := self.optimizer.optimizer, "_sync_hdo_state_to_sub_optimizers"):
             inner._sync_hdo_state_to_sub_optimizers()
-        own = _own_part(_saved_parts(common), number, num)
+        own = _own_part(_saved_parts(common), number, num, inner.param_groups)
         self.optimizer.load_state_dict(copied(own))
         return own
 
@@ -234,19 +236,35 @@ def _groups(part: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     return groups if isinstance(groups, list) and all(isinstance(group, dict) for group in groups) else None
 
 
-def _own_part(saved: Sequence[dict[str, Any]], number: int, num: int) -> dict[str, Any]:
-    """Return the common state of one of `num` chained optimizers.
+def _own_part(saved: Sequence[dict[str, Any]], number: int, num: int, own_groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the common state of one of `num` chained optimizers, which has these groups.
 
     A job whose experts are parallel has an optimizer and groups of their own for them; one where they are not has them among the
-    others. Megatron finds a group by what it is for, the last of several. So where the numbers of optimizers differ, all groups
-    are there, and before them each once more as one for the other kind of parameters.
+    others. So where the numbers of optimizers differ, all groups are there, and before them each once more as one for the other
+    kind of parameters. Of those of one kind the last counts, as in Megatron.
     """
-    if len(saved) == num:
-        return {key: value for key, value in saved[number].items() if key != _IN_FULL}
-    groups = [group for part in saved for group in _groups(part) or ()]
-    other = [{**group, _EXPERT: not group[_EXPERT]} for group in groups if _EXPERT in group]
-    kept = {key: value for key, value in saved[0].items() if key != _IN_FULL}
-    return {**kept, "optimizer": {**kept["optimizer"], "param_groups": [*other, *groups]}}
+    parts = [saved[number]] if len(saved) == num else saved
+    groups = [group for part in parts for group in _groups(part) or ()]
+    if len(saved) != num:
+        groups = [*({**group, _EXPERT: not group[_EXPERT]} for group in groups if _EXPERT in group), *groups]
+    kept = {key: value for key, value in parts[0].items() if key != _IN_FULL}
+    return {**kept, "optimizer": {**kept["optimizer"], "param_groups": _in_order(groups, own_groups)}}
+
+
+def _in_order(groups: list[dict[str, Any]], own_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the saved group for each of an optimizer's own; all as they are, where what they are for does not tell.
+
+    Which group is first depends on which parameters a rank has. Newer versions of Megatron find groups by what they are for; 0.13
+    takes them by their places.
+    """
+    found = {_what_for(group): group for group in groups}
+    wanted = [_what_for(group) for group in own_groups]
+    told = len({*wanted}) == len(wanted) and all(one in found and None not in one for one in wanted)
+    return [found[one] for one in wanted] if told else groups
+
+
+def _what_for(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(group.get(key, group.get(f"pre_{key}")) for key in _KIND)
 
 
 def _unsaved(node: Node, common: Any, at: str) -> Iterator[str]:
