@@ -16,7 +16,7 @@ from ..engine.common.inference import outside_inference_mode
 from ..engine.common.logs import RankLog
 from ..engine.common.progress import OnProgress, reporter
 from ..engine.common.recorder import Recorder, TimedComm
-from ..engine.saving.agreement import AgreedPlan, agree
+from ..engine.saving.agreement import agree
 from ..engine.saving.async_save import SaveTarget, launch
 from ..engine.saving.commit import check_free_space, commit, look
 from ..engine.saving.handle import SAVES, SaveHandle
@@ -235,7 +235,7 @@ def _compared(job: SaveJob, capture: Capture) -> SaveJob:
     """Compare replicas before anything is written; where some differ, capture anew, and agree on what that leaves."""
     comm, agreed, recorder = job.comm, job.agreed, job.recorder
     with recorder.step("compare"):
-        agreed = _with_checked_values(agreed, job.options)
+        agreed = replace(agreed, values=job.options.checked_values(agreed.values))  # rank 0 has them
         fingerprints = all_fingerprints(job.local_shards, agreed.assignment.checks)
         differ = differing_names(comm, agreed.plan, fingerprints)
     if not differ:
@@ -243,11 +243,7 @@ def _compared(job: SaveJob, capture: Capture) -> SaveJob:
     local_shards = _described(partial(capture, differ), comm.rank, recorder)
     with recorder.step("agree"):
         agreed = agree(comm, local_shards, accept=partial(check_free_space, job.storage))
-    return replace(job, local_shards=local_shards, agreed=_with_checked_values(agreed, job.options))
-
-
-def _with_checked_values(agreed: AgreedPlan, options: SaveOptions) -> AgreedPlan:
-    return replace(agreed, values=options.checked_values(agreed.values))  # rank 0 has them
+    return replace(job, local_shards=local_shards, agreed=agreed)
 
 
 def prepare(
