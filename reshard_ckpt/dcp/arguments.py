@@ -72,11 +72,6 @@ def named_path(checkpoint_id: Path | None, store: Any) -> Path | None:
     return checkpoint_id or getattr(store, "checkpoint_id", None)
 
 
-def is_partial(planner: Any) -> bool:
-    """Return whether a default planner allows keys that the checkpoint lacks."""
-    return planner is not None and bool(planner.allow_partial_load)
-
-
 def uses_async_staging(stager: Any) -> bool:
     """Return whether one of torch's own stagers asks for staging in the background."""
     # Private: torch has no public way to ask how a DefaultStager was made. Without it, staging is done before async_save returns.

@@ -20,7 +20,7 @@ from ..core.planning.local_metadata import LocalMetadata, build_local_metadata, 
 from ..core.planning.save_plan import SavePlan, plan_save
 from ..core.report import summarize
 from ..engine.saving.commit import publish
-from ..engine.saving.messages import Receipt, WrittenFile
+from ..engine.saving.messages import EncodedMetadata, Receipt, WrittenFile
 from ..engine.saving.options import PreviousCheckpoint, SaveContents
 from ..engine.saving.values import merge_values
 from ..errors import LayoutError
@@ -28,7 +28,7 @@ from ..format.links import listed_parameters
 from ..format.values import decode_value, encode_path
 from ..storage.protocol import Storage
 from .names import KeyedValue, join_leaves
-from .placements import RankMetadata, with_placements
+from .placements import with_placements
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def commit_written(
     metadata
         DCP's: what there must be, and the paths that its names stand for.
     results
-        Of each rank, with a `Stored` for each item, and a `RankMetadata`, if it knows how its tensors lie.
+        Of each rank, with a `Stored` for each item, and an `EncodedMetadata`, if it knows how its tensors lie.
 
     Raises
     ------
@@ -84,7 +84,7 @@ def commit_written(
     names = (*metadata.state_dict_metadata, *(value.name for value in local_values))
     links = links_from_names(dict.fromkeys(names), listed_parameters(local_values))
     plan = plan_save(join_metadata([_local_metadata(rows, links) for rows in written]))
-    of_ranks = [next((data for data in of_rank if isinstance(data, RankMetadata)), None) for of_rank in payloads]
+    of_ranks = [next((data for data in of_rank if isinstance(data, EncodedMetadata)), None) for of_rank in payloads]
     plan = with_placements(plan, of_ranks)
     values = merge_values([(0, [replace(value, link=links.get(value.name)) for value in local_values])], plan.tables)
     receipts = [_receipt(plan, rank, rows) for rank, rows in enumerate(written)]

@@ -14,13 +14,12 @@ from ..core.report import LoadReport, summarize
 from ..engine.loading.load import LoadOptions
 from ..errors import MismatchError
 from ..state.router import Below
-from .arguments import Path, group_of, is_partial, load_path, named_path
-from .calls import torch_compatible
+from .arguments import Path, group_of, load_path, named_path
 from .metadata import FORMATS_AS_SAVED
 from .saving import share_errors
 from .state_dicts import call_state_dicts, loading_form, restore
 from .torch_calls import call_torch, is_custom, is_custom_planner
-from .torch_errors import rank_prefix
+from .torch_errors import rank_prefix, torch_compatible
 
 
 @torch_compatible("storage_reader")
@@ -71,7 +70,7 @@ def load(
     group = group_of(process_group, no_dist)
 
     def make() -> tuple[Path, bool, dict[str, Any], dict[str, Any]]:
-        path, partial = load_path(checkpoint_id, storage_reader), is_partial(planner)
+        path, partial = load_path(checkpoint_id, storage_reader), planner is not None and bool(planner.allow_partial_load)
         state = call_state_dicts(state_dict, in_order=True)
         return path, partial, state, loading_form(state)
 

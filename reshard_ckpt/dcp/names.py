@@ -15,7 +15,7 @@ from typing import Any
 from ..core.catalog.links import GROUPS, STATE
 from ..core.catalog.specs import ValueKind, ValueSpec
 from ..format.values import encode_path, encode_value
-from ..formats.dcp.names import NestedBuilder, taken_apart
+from ..formats.dcp.names import NestedBuilder, dotted, taken_apart
 from ..state.optimizer_dicts import are_named_groups, flat_groups, is_flattened, nested, saved_groups
 from ..state.scan import Index, Path, name_of, path_keys
 
@@ -29,7 +29,7 @@ class KeyedValue:
 
     @property
     def name(self) -> str:
-        return ".".join(map(str, self.path))
+        return dotted(self.path)
 
 
 def leaves(path: tuple[str | int, ...], value: Any, kind: ValueKind) -> Iterator[KeyedValue]:
@@ -39,11 +39,6 @@ def leaves(path: tuple[str | int, ...], value: Any, kind: ValueKind) -> Iterator
     yield from (KeyedValue(at, part) for at, part in found if not isinstance(part, Mapping))
     if kind is ValueKind.PARAM_GROUPS:
         yield from (KeyedValue((*path[:-1], name), part) for name, part in flat_groups(value))
-
-
-def dcp_path(path: Path) -> tuple[str | int, ...]:
-    """Return the keys to a value, as DCP spells them."""
-    return tuple(int(key) if isinstance(key, Index) else str(key) for key in path)
 
 
 def join_leaves(found: Iterable[KeyedValue], others: Iterable[tuple[str | int, ...]]) -> list[ValueSpec]:

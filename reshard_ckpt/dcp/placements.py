@@ -11,7 +11,7 @@ it differently.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -19,34 +19,25 @@ from torch.distributed.checkpoint.planner import SavePlanner
 
 from ..core.planning.save_plan import SavePlan, plan_save
 from ..engine.saving.local_shards import describe_local
-from ..engine.saving.messages import decode_metadata, encode_metadata
+from ..engine.saving.messages import EncodedMetadata, decode_metadata, encode_metadata
 from ..errors import CheckpointError
 from ..state.capture import capture
 from ..state.scan import Verbatim
 
 
-@dataclass(frozen=True, slots=True)
-class RankMetadata:
-    """The encoded local metadata of one rank's tensors."""
-
-    tensors: bytes
-    rows: bytes
-
-
-def rank_metadata(planner: SavePlanner, rank: int) -> RankMetadata | None:
+def rank_metadata(planner: SavePlanner, rank: int) -> EncodedMetadata | None:
     """Capture how the tensors in a planner's state lie on this rank; None if that cannot be found out."""
     state = getattr(planner, "state_dict", None)
     if not isinstance(state, Mapping):
         return None
     try:
         captured = capture(Verbatim({name: value for name, value in state.items() if isinstance(value, torch.Tensor)}))
-        local_metadata = encode_metadata(describe_local(captured.tensors, (), captured.mesh, rank).local_metadata)
+        return encode_metadata(describe_local(captured.tensors, (), captured.mesh, rank).local_metadata)
     except Exception:  # a DTensor that came from another process may have a mesh that is none here, which raises anything
         return None
-    return RankMetadata(local_metadata.tensors, local_metadata.rows)
 
 
-def with_placements(plan: SavePlan, of_ranks: Sequence[RankMetadata | None]) -> SavePlan:
+def with_placements(plan: SavePlan, of_ranks: Sequence[EncodedMetadata | None]) -> SavePlan:
     """Add the mesh and the placements that follow from the ranks' metadata to a plan, where the ranks agree on them."""
     known = [one for one in of_ranks if one is not None]
     if len(known) < len(of_ranks):

@@ -19,11 +19,10 @@ from ..engine.saving.options import SaveOptions
 from ..errors import CheckpointError
 from ..storage import resolved_path
 from .arguments import Path, check_collective, group_of, named_path, save_path, uses_async_staging
-from .calls import torch_compatible
 from .metadata import SavedMetadata
 from .state_dicts import call_state_dicts, saving_form
 from .torch_calls import call_torch, is_custom, is_custom_planner
-from .torch_errors import as_torch_error
+from .torch_errors import as_torch_error, torch_compatible
 
 try:
     from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse

@@ -27,8 +27,7 @@ from torch.distributed.tensor import DTensor
 from ..comm.group import current_accelerator
 from ..core.catalog.links import GROUPS, STATE
 from ..errors import UsageError
-from ..state import optimizer_dicts
-from ..state.optimizer_dicts import PlainDict, is_flattened, is_numbered
+from ..state.optimizer_dicts import PlainDict, flattened, is_flattened, is_numbered, nested
 from ..state.scan import Verbatim
 
 Make = Callable[[torch.Tensor], torch.Tensor]
@@ -69,7 +68,10 @@ def _form(value: Any, make: Make, *, merged: bool) -> Any:
         return value.getvalue()
     if isinstance(value, Mapping) and value:
         if is_flattened(value):
-            return nested(value, make, merged=merged)
+            tree = nested({name: _form(child, make, merged=merged) for name, child in value.items()})
+            groups = tree[GROUPS]
+            # Parameters with the same hyperparameters are saved as one group; to be loaded into, each is a group.
+            return {STATE: tree[STATE], GROUPS: groups.together() if merged else list(groups)}
         children = {key: _form(child, make, merged=merged) for key, child in value.items()}
         # DCP's names are the keys: an optimizer that is numbered stays so.
         return PlainDict(children) if is_numbered(value) else children
@@ -103,7 +105,11 @@ def restore(value: Any, form: Any) -> Any:
     if isinstance(value, io.BytesIO):
         return io.BytesIO(form) if isinstance(form, bytes) else form
     if isinstance(value, Mapping) and value and isinstance(form, Mapping):
-        changes = flattened(value, form) if is_flattened(value) else {k: restore(value[k], form[k]) for k in value}
+        if is_flattened(value):
+            new = flattened(value, form)
+            changes = {key: new[key] if key.startswith(f"{GROUPS}.") else restore(value[key], new[key]) for key in new}
+        else:
+            changes = {key: restore(value[key], form[key]) for key in value}
         for key, child in changes.items():
             if value[key] is not child:
                 value[key] = child  # type: ignore[index]
@@ -112,22 +118,3 @@ def restore(value: Any, form: Any) -> Any:
         value[:] = [restore(child, new) for child, new in zip(value, form, strict=True)]
         return value
     return form
-
-
-def nested(flat: Mapping[str, Any], make: Make, *, merged: bool) -> dict[str, Any]:
-    """Nest a flattened optimizer state dict by parameter.
-
-    Parameters
-    ----------
-    merged
-        Parameters with the same hyperparameters form one group; otherwise, each is a group.
-    """
-    tree = optimizer_dicts.nested({name: _form(value, make, merged=merged) for name, value in flat.items()})
-    groups = tree[GROUPS]
-    return {STATE: tree[STATE], GROUPS: groups.together() if merged else list(groups)}
-
-
-def flattened(flat: Mapping[str, Any], form: Mapping[str, Any]) -> dict[str, Any]:
-    """Flatten a loaded optimizer state dict to the keys of the flattened one that it was made of."""
-    loaded = optimizer_dicts.flattened(flat, form)
-    return {name: restore(flat[name], value) if name.startswith(f"{STATE}.") else value for name, value in loaded.items()}

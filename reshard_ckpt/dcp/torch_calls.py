@@ -29,24 +29,16 @@ try:
 except ImportError:  # older releases, such as 2.6, have none
     DefaultStager = None  # type: ignore[assignment, misc]
 
-_SUPPORTED: dict[str, tuple[type[Any] | None, ...]] = {
-    "storage_writer": (ReshardWriter, FileSystemWriter),
-    "storage_reader": (ReshardReader, FileSystemReader),
-    "async_stager": (BlockingAsyncStager, DefaultStager),
+_OPTIONS: dict[str, tuple[type[Any], type[Any], type[Any] | None]] = {
+    "storage_writer": (StorageWriter, ReshardWriter, FileSystemWriter),
+    "storage_reader": (StorageReader, ReshardReader, FileSystemReader),
+    "async_stager": (AsyncStager, BlockingAsyncStager, DefaultStager),
 }
-"""Types that this library takes: it uses the folder that they name, or their options."""
-
-_BASES: dict[str, type[Any]] = {
-    "storage_writer": StorageWriter,
-    "storage_reader": StorageReader,
-    "async_stager": AsyncStager,
-}
+"""What DCP takes, and of that the types that this library takes: it uses the folder that they name, or their options."""
 
 _DEFAULTS = {"no_dist": False, "use_collectives": True}
 
 _CALLS = {"save": save, "async_save": async_save, "load": load}
-
-_STORAGES: dict[str, type[Any]] = {"storage_writer": ReshardWriter, "storage_reader": ReshardReader}
 
 
 def is_custom(option: str, given: object) -> bool:
@@ -57,9 +49,8 @@ def is_custom(option: str, given: object) -> bool:
     UsageError
         It is nothing that DCP takes.
     """
-    if given is None or type(given) in _SUPPORTED[option]:
-        return False
-    return _checked(option, given, _BASES[option])
+    base, *supported = _OPTIONS[option]
+    return given is not None and type(given) not in supported and _checked(option, given, base)
 
 
 def is_custom_planner(planner: object, *, saving: bool) -> bool:
@@ -96,16 +87,16 @@ def call_torch(call: str, state_dict: Any, option: str, path: str | os.PathLike[
     options
         All others. Those with the default value are left out, for not every release has each of them.
     """
-    store = options.pop(option)
+    store, ours = options.pop(option), _OPTIONS[option][1]
     if is_custom(option, store):
         options["checkpoint_id"] = path
-        if not isinstance(store, _STORAGES[option]):
+        if not isinstance(store, ours):
             warnings.warn(
                 f"{option}={type(store).__name__}: torch's own {call} runs, in that storage's format, without this library's "
                 "checksums and commit",
                 stacklevel=4,
             )
     else:
-        store = _STORAGES[option](path)
+        store = ours(path)
     given = {name: value for name, value in options.items() if value is not _DEFAULTS.get(name)}
     return _CALLS[call](state_dict, **{option: store}, **given)

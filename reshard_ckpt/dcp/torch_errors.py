@@ -1,4 +1,4 @@
-"""Errors as callers of DCP catch them: an error of this library that is also torch's `CheckpointException`.
+"""Calls that are made as torch's are, and errors as callers of DCP catch them: each is also torch's `CheckpointException`.
 
 torch's class is no `Exception`, so handlers of either kind must see the error. `failures` names the rank that failed, as far as
 is known.
@@ -6,9 +6,12 @@ is known.
 
 from __future__ import annotations
 
+import functools
 import re
 import traceback
-from typing import Any
+import warnings
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -17,6 +20,29 @@ from ..errors import CheckpointError, PeerError
 
 _OF_RANK = re.compile(r"rank (\d+): ")
 """How the message of an error begins that another rank raised."""
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def torch_compatible(second: str | None) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorate a call so that it accepts `second` as second argument, with torch's warning, and raises torch's errors."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def call(*args: P.args, **options: P.kwargs) -> R:
+            if len(args) == 2 and second is not None and second not in options:
+                warnings.warn(f"{function.__name__}: pass {second} by its name, as torch's newer releases ask for", stacklevel=2)
+                return call(args[0], **{**options, second: args[1]})  # type: ignore[arg-type]
+            try:
+                return function(*args, **options)
+            except CheckpointError as error:
+                raise as_torch_error(error) from error.__cause__
+
+        return call
+
+    return decorate
 
 
 def as_torch_error(error: CheckpointError) -> CheckpointError:

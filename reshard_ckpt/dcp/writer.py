@@ -40,7 +40,7 @@ from ..format.shard_file import Member, make_member, opaque_name
 from ..format.torch_dtypes import dtype_code
 from ..format.values import encode_value
 from ..storage import open_storage
-from .arguments import Path, StorageFolder
+from .arguments import Path, StorageFolder, check_collective
 from .committing import Stored, commit_written
 from .placements import rank_metadata
 
@@ -114,8 +114,7 @@ class ReshardWriter(StorageFolder, StorageWriter):
         self._save_id = self._before = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        if not kwargs.get("use_collectives", True):
-            raise UnsupportedError("use_collectives=False: one catalog holds what all ranks write, so they agree; leave it out")
+        check_collective(kwargs.get("use_collectives", True))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
