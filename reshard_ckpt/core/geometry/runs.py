@@ -35,7 +35,7 @@ def pad_rows(rows: Iterable[tuple[int, ...]], width: int, fill: int) -> I64:
     >>> pad_rows([(5, 6), (7,)], 2, 1).tolist()
     [[5, 6], [1, 7]]
     """
-    padded = [(*(fill,) * (width - len(row)), *row) for row in rows]
+    padded = [(fill,) * (width - len(row)) + tuple(row) for row in rows]
     return np.array(padded, np.int64).reshape(len(padded), width)
 
 
