@@ -10,7 +10,7 @@ each rank's is even.
 *Striped* (ZeRO-3): each parameter is cut into equal stripes, one for each rank, the last of them padded. A rank's stripes lie
 back to back.
 
-*Whole* (no wrapper, or the wrapper that does not flatten): each parameter is a tensor of its own.
+Without a wrapper, or with the one that does not flatten, each parameter is a tensor of its own (`unpartitioned`).
 
 The same description serves the reading of files (`tensor` is a view of a file), saving, and loading in place (`tensor` is live).
 """
@@ -140,8 +140,6 @@ class RankState:
     ----------
     groups
         Its flat groups: those of the optimizer, or the sub-groups of ZeRO-3.
-    whole
-        Tensors and values that are no part of a flat one, by the name of the parameter and the key.
     param_groups
         The hyperparameters of the optimizer's groups, with the names of their parameters under ``params``.
     values
@@ -151,7 +149,6 @@ class RankState:
     """
 
     groups: tuple[FlatGroup, ...]
-    whole: Mapping[str, Mapping[str, Any]]
     param_groups: list[dict[str, Any]]
     values: Mapping[str, Any]
     num_ranks: tuple[int, ...]
@@ -228,7 +225,7 @@ def _packed(
     found = [{}] * num if is_elastic else [hyperparameters(group) for group in base["param_groups"]]
     _check_lengths(where, num, param_groups=found)
     param_groups = [{**group, "params": list(of.names)} for group, of in zip(found, params, strict=True)]
-    return RankState(tuple(groups), {}, param_groups, values, num_ranks)
+    return RankState(tuple(groups), param_groups, values, num_ranks)
 
 
 def _striped(shapes: Sequence[Params], state: Mapping[str, Any], rank: int, values: Mapping[str, Any], where: str) -> RankState:
@@ -250,7 +247,7 @@ def _striped(shapes: Sequence[Params], state: Mapping[str, Any], rank: int, valu
         {**hyperparameters(group), "params": [name for i in group["params"] for name in groups[i].params.names]}
         for group in base["param_groups"]
     ]
-    return RankState(tuple(groups), {}, param_groups, values, (num_ranks,) * len(groups))
+    return RankState(tuple(groups), param_groups, values, (num_ranks,) * len(groups))
 
 
 def _state_of(base: Mapping[str, Any], number: int) -> Mapping[str, Any]:
