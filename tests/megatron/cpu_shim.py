@@ -163,7 +163,7 @@ class _OnOneDevice(dist.ProcessGroupGloo):
 
     devices: ClassVar[dict[int, Any]] = {}
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
+    def __init__(self, store: Any, rank: int, size: int, timeout: Any, **_: Any) -> None:
         options = dist.ProcessGroupGloo._Options()
         if os.getpid() not in self.devices:  # a fork has none of its parent's threads
             self.devices[os.getpid()] = dist.ProcessGroupGloo.create_default_device()
