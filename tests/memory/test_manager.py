@@ -196,6 +196,7 @@ def test_what_a_kill_kept_from_the_store_is_written_by_the_next_start(
     manager = Manager(tmp_path, memory=memory, persist_every=1)
     with monkeypatch.context() as patch:
         patch.setattr("reshard_ckpt.memory.persist.publish", lambda *_: 1 / 0)
+        patch.setattr("reshard_ckpt.memory.persist.remove", lambda *_: None)  # who is killed removes nothing
         handle = manager.async_save(7, state(7))
         assert handle.result().num_bytes
         with warnings.catch_warnings():
@@ -218,6 +219,7 @@ def test_a_file_that_a_kill_cut_is_written_anew_by_the_command(
     with monkeypatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         patch.setattr("reshard_ckpt.memory.persist.publish", lambda *_: 1 / 0)
+        patch.setattr("reshard_ckpt.memory.persist.remove", lambda *_: None)  # who is killed removes nothing
         manager.async_save(7, state(7)).result()
         killed(manager)
     (path,) = (tmp_path / "step_7").rglob(cut)
