@@ -6,7 +6,8 @@ import gc
 import os
 import shutil
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from pathlib import Path
 
 # Before torch is imported: tests start up to 8 processes on 2 cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -53,9 +54,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_teardown() -> None:
-    """Let a save that the test left under way come to its end, before its folder is removed."""
+@pytest.fixture
+def tmp_path(tmp_path: Path) -> Iterator[Path]:
+    """Let a save that the test left under way come to its end before its folder is removed."""
+    yield tmp_path
     if (handle := sys.modules.get("reshard_ckpt.engine.saving.handle")) and (last := handle.SAVES._last):
         last.running.wait()
 
