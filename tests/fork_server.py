@@ -83,7 +83,7 @@ class ForkServer:
         self._pipe, theirs = Pipe()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(theirs.fileno()), *preloaded],
+                [sys.executable, __file__, str(theirs.fileno()), *preloaded],
                 cwd=folder,
                 env=dict(env),
                 stdin=subprocess.DEVNULL,
@@ -224,4 +224,6 @@ def _main(fd: int, preloaded: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
+    # A script: torch's agent walks the stack for each event, and looks at every module for a frame of runpy, which has no file.
+    sys.path[0] = os.getcwd()
     _main(int(sys.argv[1]), sys.argv[2:])

@@ -110,9 +110,9 @@ def test_server_that_died_is_named(server: ForkServer, folder: Path):
         server.run(request_of(folder, "ends_the_server"), at_most(600))
 
 
-def test_server_that_cannot_start_says_why(tmp_path: Path):
-    with pytest.raises(ServerDied, match="No module named"):
-        ForkServer(tmp_path, {**os.environ, "PYTHONPATH": ""}, ())
+def test_server_that_cannot_start_says_why(folder: Path):
+    with pytest.raises(ServerDied, match="No module named 'absent'"):
+        ForkServer(folder, environment(folder), ("absent",))
 
 
 def test_server_refuses_to_fork_with_threads(folder: Path):
