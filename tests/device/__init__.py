@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.cpp_extension import include_paths, library_paths
 
 from reshard_ckpt.engine.common.pinning import REGISTRARS, Registrar
 
@@ -55,6 +54,8 @@ def build() -> Path:
     RuntimeError
         There is no compiler, or it fails.
     """
+    from torch.utils.cpp_extension import include_paths, library_paths  # not above: it imports setuptools
+
     command = compiler()
     if command is None:
         raise RuntimeError("there is no C++ compiler (c++, or what CXX names)")
