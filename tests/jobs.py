@@ -65,10 +65,12 @@ def save_job(
     return open_catalog(storage)
 
 
-def load_job(storage: Storage, tensors: Tensors, options: LoadOptions | None = None) -> tuple[Resolved, LoadReport]:
-    """Load what one rank wants."""
+def load_job(
+    storage: Storage, tensors: Tensors, options: LoadOptions | None = None, saved: Catalog | None = None
+) -> tuple[Resolved, LoadReport]:
+    """Load what one rank wants, from what another rank may have opened."""
     options = options or LoadOptions()
-    saved = open_catalog(storage)
+    saved = saved or open_catalog(storage)
     resolved = resolve(saved, tensors, options)
     assert not any(resolved.problems.values()), resolved.problems
     bytes_read = fetch(storage, saved, resolved, options)

@@ -51,7 +51,7 @@ def test_what_is_saved_from_one_layout_loads_into_another(case: list[tuple[Layou
             for i, (_, loaded, dtype) in enumerate(case)
         ]
         with patch("reshard_ckpt.engine.loading.load.WINDOW_BYTES", window or WINDOW_BYTES):
-            load_job(storage, wanted, LoadOptions(verify=not window))
+            load_job(storage, wanted, LoadOptions(verify=not window), catalog)
         for i, (_, loaded, _) in enumerate(case):
             expected = filled(loaded, r, whole[i])
             # Also what lies between the pieces must be as it was: zeros.
@@ -67,6 +67,7 @@ def test_layouts_of_these_tests_hold_every_element(data: st.DataObject) -> None:
     assert len(held) == prod(shape)
 
 
+@pytest.mark.slow
 @given(st.data())
 @examples(300)
 def test_replicas_that_cut_a_tensor_elsewhere_save_as_one(data: st.DataObject) -> None:

@@ -146,11 +146,11 @@ def test_ragged_tensors_load_onto_each_other_and_onto_any_layout(data: st.DataOb
     assert decode_catalog(encode_catalog(catalog)).placements == catalog.placements
     assert torch.equal(checkpoint.read("memory://ragged/any")["model.w"], whole)
     for tensors, wanted in zip(held(shape, dst, whole, empty=True), held(shape, dst, whole), strict=True):
-        load_job(storage, tensors)
+        load_job(storage, tensors, saved=catalog)
         assert torch.equal(tensors[0][1], wanted[0][1])
     for rank in range(3):
         spec, memory = spec_of(plain, rank, "model.w", "I64"), torch.full((plain.memory[rank],), -1)
-        load_job(storage, [(spec, memory)])
+        load_job(storage, [(spec, memory)], saved=catalog)
         assert all(memory[place] == whole[x] for piece in spec.pieces for place, x in addresses(piece))
 
 
