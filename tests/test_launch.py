@@ -41,7 +41,7 @@ def test_error_of_a_rank_is_shown():
 
 def test_hang_is_ended_and_its_stack_shown():
     with pytest.raises(RanksFailed, match="in _hangs"):
-        run_ranks(_hangs, 2, timeout_s=12)
+        run_ranks(_hangs, 2, timeout_s=2)
     assert run_ranks(_sum_of_ranks, 1, 10) == [(0, 0, "1")]
 
 
