@@ -68,6 +68,7 @@ def whole_tensors(draw: st.DrawFn) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.slow
 @given(st.data(), whole_tensors(), st.integers(1, 3), st.integers(1, 400))
 @IN_A_FOLDER
 def test_any_layout_becomes_any_format(

@@ -140,6 +140,7 @@ def check_matrix(ranks: int, layouts: tuple[Layout, ...], pairs: list[tuple[int,
     assert not wrong, "\n".join([f"{len(wrong)} wrong", *wrong[:40]])
 
 
+@pytest.mark.slow
 def test_layouts_become_each_other_on_1_and_2_ranks():
     for ranks in (1, 2):
         layouts = tuple(layout for layout in LAYOUTS if layout.size <= ranks)

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -129,6 +130,7 @@ def other_optimizers_job(folder: str) -> tuple[list[str], list[Outcome]]:
     return wrong, refused
 
 
+@pytest.mark.slow
 def test_sgd_with_momentum_and_factored_state_in_every_layout(tmp_path: Path):
     for wrong, refused in run_ranks(other_optimizers_job, 3, str(tmp_path)):
         assert wrong == []

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -64,6 +65,7 @@ def wrapping_job(folder: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 def test_what_an_optimizer_says_goes_from_any_layout_to_any(tmp_path: Path):
     assert run_ranks(wrapping_job, 2, str(tmp_path)) == [[], []]
 
@@ -98,5 +100,6 @@ def dicts_job(folder: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 def test_state_dicts_with_names_go_from_any_layout_to_any(tmp_path: Path):
     assert run_ranks(dicts_job, 3, str(tmp_path)) == [[], [], []]

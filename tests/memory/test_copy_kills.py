@@ -16,6 +16,7 @@ from tests.warm_python import warm_python
 EVERY = 37
 
 
+@pytest.mark.slow
 def test_a_node_killed_at_any_instant_leaves_a_whole_generation_on_the_other(tmp_path: Path):
     """The harness itself judges what is left after each kill; here, that it did try. ``make crash-points`` tries every point."""
     command = [warm_python(), "-m", "tests.memory.copy_kills", "--victims", "1", "--every", str(EVERY)]

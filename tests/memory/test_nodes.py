@@ -18,6 +18,7 @@ from tests.memory.namespaces import NETWORK, Nodes
 from tests.memory.nodes import SHAPE, a_save_fails, be_damaged, lose_nodes, one_rank_raises, restore, save_and_be_killed
 
 
+@pytest.mark.slow
 def test_all_ranks_killed_and_a_node_lost(tmp_path: Path, shm: Path):
     """Four ranks on two nodes; then the other node alone with two ranks, or with an empty one and four ranks."""
     root, before = tmp_path / "run", tmp_path / "before"

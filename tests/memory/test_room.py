@@ -16,6 +16,7 @@ from tests.launch import ROOT
 MOUNT = 'mount -t tmpfs -o size=64m tmpfs "$0" && exec "$@"'
 
 
+@pytest.mark.slow
 def test_a_tmpfs_of_64_mb(tmp_path: Path):
     mounted = tmp_path / "shm"
     mounted.mkdir()

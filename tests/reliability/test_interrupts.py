@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.launch import ROOT
 from tests.reliability.states import NEW, OLD, assert_clean, assert_next_save_works, held
 from tests.warm_python import WHOLE_END, warm_python
@@ -27,6 +29,7 @@ def start(what: str, path: Path, python: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 def test_ctrl_c_at_any_moment_leaves_the_old_checkpoint_no_file_and_no_thread(tmp_path: Path):
     process = start("interrupts", tmp_path / "ckpt", warm_python())
     out, err = process.communicate()
@@ -37,6 +40,7 @@ def test_ctrl_c_at_any_moment_leaves_the_old_checkpoint_no_file_and_no_thread(tm
     assert points["lazy"] > 2
 
 
+@pytest.mark.slow
 def test_ctrl_c_from_outside_ends_a_save_that_hangs(tmp_path: Path):
     process = start(
         "from_outside", tmp_path / "ckpt", sys.executable

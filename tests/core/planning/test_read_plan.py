@@ -8,6 +8,7 @@ from math import prod
 from unittest.mock import patch
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -81,6 +82,7 @@ def item_pairs(plan: LoadPlan, i: int) -> list[tuple[int, int, int, int]]:
     return [(file, one + k, dest, other + k) for one, other in zip(src, dst, strict=True) for k in range(each)]
 
 
+@pytest.mark.slow
 @given(
     cases(), st.sampled_from([16, 64, WINDOW]), st.sampled_from([0, 16]), st.sampled_from([1, 2, 5]), st.sampled_from([1, 8, 512])
 )
@@ -120,6 +122,7 @@ def test_windows_join_only_where_nothing_is_copied() -> None:
     assert joined.items.tolist() == alone.items.tolist()
 
 
+@pytest.mark.slow
 @given(cases(), st.sampled_from([16, 64, WINDOW]), st.sampled_from([0, 16]), st.sampled_from([1, 2, 5]))
 @examples(400)
 def test_every_wanted_byte_is_in_exactly_one_extent(

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -77,6 +78,7 @@ def written(url: str) -> tuple[list[bytes], dict[str, Any]]:
     return files, checkpoint.read(url)
 
 
+@pytest.mark.slow
 @examples(50)
 @given(sequence=st.lists(states(), min_size=2, max_size=5), name=st.uuids())
 def test_every_save_writes_what_it_would_have_written_first(sequence: list[dict[str, Any]], name: UUID) -> None:

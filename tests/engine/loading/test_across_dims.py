@@ -139,6 +139,7 @@ def short_preadv(most: int) -> object:
     return preadv
 
 
+@pytest.mark.slow
 @given(cases(), st.booleans(), st.sampled_from([0, 1000, 100_000]))
 @examples(60, deadline=None)
 def test_each_element_comes_to_its_place_and_nothing_else_changes(case: Case, verify: bool, most: int) -> None:

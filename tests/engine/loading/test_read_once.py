@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from reshard_ckpt import LocalShard, checkpoint
@@ -124,6 +125,7 @@ def load_all_ways(folder: str) -> dict[str, Any]:
     return out
 
 
+@pytest.mark.slow
 def test_every_layout_loads_bit_for_bit_and_each_byte_is_read_once(tmp_path: Path) -> None:
     by_rank = run_ranks(load_all_ways, 4, str(tmp_path))
     for case in CASES:

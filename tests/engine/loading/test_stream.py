@@ -47,6 +47,7 @@ def expected(whole: torch.Tensor, run: Run) -> bytes:
     return out
 
 
+@pytest.mark.slow
 @given(st.data(), st.sampled_from([1, 7, 64, 1000, 1 << 20]))
 @examples(120)
 def test_stream_gives_the_bytes_of_runs_in_order(data: st.DataObject, window: int) -> None:

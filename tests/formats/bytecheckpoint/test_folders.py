@@ -126,6 +126,7 @@ def load_on_ranks(folder: str) -> list[str]:
     return bad
 
 
+@pytest.mark.slow
 def test_ranks_under_fsdp2_load_every_flavour() -> None:
     assert run_ranks(load_on_ranks, 3, str(DATA)) == [[]] * 3
 
