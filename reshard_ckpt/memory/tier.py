@@ -25,7 +25,7 @@ import torch
 from ..comm.links import Links
 from ..comm.protocol import Comm
 from ..core.report import SaveReport
-from ..engine.common.lanes import on_device
+from ..engine.common.copy_streams import on_device
 from ..engine.saving.commit import catalog_of
 from ..engine.saving.messages import Receipt, WrittenFile, decode_receipt, encode_receipt
 from ..engine.saving.options import SaveJob

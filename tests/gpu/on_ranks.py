@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from reshard_ckpt import LocalShard, checkpoint
-from reshard_ckpt.engine.common.lanes import lane_of
+from reshard_ckpt.engine.common.copy_streams import streams_of
 from reshard_ckpt.engine.loading.read import Reader
 from reshard_ckpt.errors import CheckpointError
 from tests import device as simulated
@@ -100,7 +100,7 @@ def read_once(path: Path) -> bool:
     finish = Reader.finish
 
     def opened(self: Reader) -> None:
-        simulated.let_run(lane_of(target.device).link)
+        simulated.let_run(streams_of(target.device).link)
         assert let_go(), "the load has waited before all was queued"
         torch.accelerator.current_stream().synchronize()
         finish(self)

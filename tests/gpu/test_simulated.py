@@ -14,8 +14,8 @@ import torch
 
 from reshard_ckpt import checkpoint
 from reshard_ckpt.checkpoint import Manager, Memory
+from reshard_ckpt.engine.common.copy_streams import streams_of
 from reshard_ckpt.engine.common.host_memory import POOL
-from reshard_ckpt.engine.common.lanes import lane_of
 from reshard_ckpt.engine.loading.read import Reader
 from reshard_ckpt.engine.saving import async_save
 from reshard_ckpt.engine.saving.local_shards import describe_local
@@ -349,7 +349,7 @@ def test_load_comes_after_what_the_callers_stream_has_queued(tmp_path: Path, mon
         tensor.fill_(-1)
 
     def opened(self: Reader) -> None:
-        simulated.let_run(lane_of(large.device).link)
+        simulated.let_run(streams_of(large.device).link)
         assert let_go(), "the load has waited before all was queued"
         torch.accelerator.current_stream().synchronize()
         finish(self)

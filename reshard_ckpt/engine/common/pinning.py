@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ...comm.group import current_accelerator
-from .lanes import on_device
+from .copy_streams import on_device
 
 
 @dataclass(frozen=True, slots=True)

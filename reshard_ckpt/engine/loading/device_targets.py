@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 
 from ...core.catalog.specs import Ints, is_row_major
+from ..common.copy_streams import SMALL_BYTES, CopyStreams, DeviceStreams, Mark
 from ..common.host_memory import allocate
-from ..common.lanes import SMALL_BYTES, Lane, Lanes, Mark
 from ..common.tensor_bytes import region
 
 
@@ -77,11 +77,11 @@ class _Slot:
         if self.memory.numel() < num_bytes:
             self.memory, self.scratch = allocate(num_bytes, pinned=True), {}
 
-    def on(self, lane: Lane) -> torch.Tensor:
+    def on(self, streams: DeviceStreams) -> torch.Tensor:
         """Return the counterpart on a device."""
-        if lane.device not in self.scratch:
-            self.scratch[lane.device] = torch.empty(self.memory.numel(), dtype=torch.uint8, device=lane.device)
-        return self.scratch[lane.device]
+        if streams.device not in self.scratch:
+            self.scratch[streams.device] = torch.empty(self.memory.numel(), dtype=torch.uint8, device=streams.device)
+        return self.scratch[streams.device]
 
 
 class DeviceTargets:
@@ -91,16 +91,16 @@ class DeviceTargets:
     """
 
     def __init__(self, targets: Sequence[torch.Tensor]) -> None:
-        self._lanes = Lanes(targets)
+        self._copy_streams = CopyStreams(targets)
         self._local = threading.local()
         self._slots: list[_Slot] = []
 
     def __bool__(self) -> bool:
-        return bool(self._lanes)
+        return bool(self._copy_streams)
 
     def has(self, target: torch.Tensor) -> bool:
         """Tell whether a tensor is filled by queued copies."""
-        return target.device in self._lanes.by_device
+        return target.device in self._copy_streams.by_device
 
     def buffer(self, num_bytes: int) -> memoryview:
         """Return memory of this thread to read a window into."""
@@ -109,7 +109,7 @@ class DeviceTargets:
             slots = self._local.slots = [_Slot(), _Slot()]
             self._slots += slots
         slots.reverse()
-        with self._lanes.entered():  # as it may allocate for the device that is current
+        with self._copy_streams.entered():  # as it may allocate for the device that is current
             slots[0].reserve(num_bytes)
         view: memoryview = slots[0].memory.numpy().data
         return view
@@ -117,9 +117,9 @@ class DeviceTargets:
     def place(self, parts: Sequence[DevicePart]) -> None:
         """Queue the copies of parts of the window that was read into this thread's buffer."""
         slot: _Slot = self._local.slots[0]
-        with self._lanes.entered():
-            for lane in self._lanes:
-                of_device = [part for part in parts if part.target.device == lane.device]
+        with self._copy_streams.entered():
+            for streams in self._copy_streams:
+                of_device = [part for part in parts if part.target.device == streams.device]
                 aligned = [part for part in of_device if part.offset % part.dtype.itemsize == 0]
                 if len(aligned) < len(of_device):
                     self._place_unaligned([part for part in of_device if part.offset % part.dtype.itemsize])
@@ -128,10 +128,10 @@ class DeviceTargets:
                         part.take_from(slot.memory, non_blocking=True)
                 else:
                     used = slice(min(part.offset for part in aligned), max(part.end for part in aligned))
-                    slot.on(lane)[used].copy_(slot.memory[used], non_blocking=True)
+                    slot.on(streams)[used].copy_(slot.memory[used], non_blocking=True)
                     for part in aligned:
-                        part.take_from(slot.on(lane), non_blocking=True)
-            slot.marks = self._lanes.record()
+                        part.take_from(slot.on(streams), non_blocking=True)
+            slot.marks = self._copy_streams.record()
 
     def _place_unaligned(self, parts: Sequence[DevicePart]) -> None:
         """Copy what a foreign file has not aligned, one by one."""
@@ -142,5 +142,5 @@ class DeviceTargets:
 
     def finish(self) -> None:
         """Wait until all is in place; to be called when no thread reads any more, also after a failure."""
-        self._lanes.synchronize()
+        self._copy_streams.synchronize()
         self._slots.clear()

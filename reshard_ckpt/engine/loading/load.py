@@ -33,7 +33,7 @@ from ...format.checksums import digest128
 from ...format.keys import CATALOG_KEY, SAVE_ID
 from ...format.torch_dtypes import TORCH_DTYPES
 from ...storage.protocol import MissingKey, Storage
-from ..common.lanes import has_lane
+from ..common.copy_streams import has_streams
 from ..common.progress import OnProgress, silent
 from ..common.step_folders import describe_run
 from .files import open_files
@@ -199,7 +199,7 @@ def resolve(
     wanted = piece_columns(kept, width_of(kept))
     # Windows that ranks exchange do not join, so that each is a request to storage; those that go to a device cross the link.
     devices = {member.target.tensor.device for member in members}
-    window_bytes = REQUEST_BYTES if options.read_once or any(map(has_lane, devices)) else WINDOW_BYTES
+    window_bytes = REQUEST_BYTES if options.read_once or any(map(has_streams, devices)) else WINDOW_BYTES
     plan = plan_load(catalog, source, wanted, window_bytes)
     faults = faults_of(catalog, source)
     for fault in faults:

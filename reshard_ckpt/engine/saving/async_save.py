@@ -203,22 +203,22 @@ def _stage_lazily(
     thread: SaveThread, save: RunningSave, copy: StagedCopy, guard: StepGuard, guarded: Sequence[torch.Tensor]
 ) -> None:
     """Copy now what forward changes as well (buffers, an average of the weights), and in a thread what optimizers own."""
-    lanes = copy.staging.lanes
+    copy_streams = copy.staging.copy_streams
     addresses = {tensor.untyped_storage().data_ptr() for tensor in guarded}
 
     def is_guarded(tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in addresses
 
     def let_steps_through() -> None:
-        queued = lanes.record()
-        guard.let_through(lambda: lanes.follow(queued))
+        queued = copy_streams.record()
+        guard.let_through(lambda: copy_streams.follow(queued))
         save.let_steps_through()
 
     def copy_guarded() -> None:
         try:
             copy.fill(is_guarded, queued=let_steps_through)
         finally:
-            with lanes.entered():
+            with copy_streams.entered():
                 guard.close()
 
     interrupt: BaseException | None = None

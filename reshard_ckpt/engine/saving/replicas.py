@@ -30,8 +30,8 @@ from ...core.geometry.runs import I64
 from ...core.planning.save_plan import Checks, SavePlan
 from ...core.report import summarize
 from ...errors import LayoutError
+from ..common.copy_streams import CopyStreams, Mark
 from ..common.host_memory import allocate
-from ..common.lanes import Lanes, Mark
 from ..common.tensor_bytes import LocalRun, bytes_in_place, chunks, copy_run
 from .local_shards import LocalShards
 from .messages import Receipt, RunColumns
@@ -55,8 +55,10 @@ class Fingerprints:
         One for each check, all there after `finish`.
     """
 
-    def __init__(self, lanes: Lanes, local_shards: LocalShards, checks: RunColumns, known: U64 | None = None) -> None:
-        self._lanes, self._local_shards, self._checks = lanes, local_shards, checks
+    def __init__(
+        self, copy_streams: CopyStreams, local_shards: LocalShards, checks: RunColumns, known: U64 | None = None
+    ) -> None:
+        self._copy_streams, self._local_shards, self._checks = copy_streams, local_shards, checks
         self.taken = np.zeros(len(checks.local), np.uint64) if known is None else known
         self._is_known = known is not None
         self._sums = torch.empty(0, dtype=torch.int64, device="cpu")
@@ -71,7 +73,7 @@ class Fingerprints:
         for i, run in enumerate(self._local_shards.runs(self._checks)):
             if chosen(run.local.tensor):
                 by_device[run.local.tensor.device][i] = run
-        if self._lanes:
+        if self._copy_streams:
             self._queue_sums(by_device)
             return
         scratch = torch.empty(WHOLE_BYTES, dtype=torch.uint8, device="cpu")
@@ -80,13 +82,13 @@ class Fingerprints:
             self.taken[list(runs)] = with_kind(hashes, summed=False)
 
     def _queue_sums(self, by_device: dict[torch.device, dict[int, LocalRun]]) -> None:
-        with self._lanes.entered():
+        with self._copy_streams.entered():
             for device, runs in by_device.items():
                 sums = weighted_sums(list(runs.values()), device)
-                if device in self._lanes.by_device:
+                if device in self._copy_streams.by_device:
                     there, sums = sums, self._host_memory(len(runs))
                     sums.copy_(there, non_blocking=True)
-                    self._queued.append(Mark(self._lanes.by_device[device].link))
+                    self._queued.append(Mark(self._copy_streams.by_device[device].link))
                 self._come.append((list(runs), sums.cpu()))
 
     @property
@@ -117,7 +119,7 @@ class Fingerprints:
 
 def all_fingerprints(local_shards: LocalShards, checks: RunColumns) -> U64:
     """Take the fingerprints of all checks."""
-    fingerprints = Fingerprints(Lanes(local.tensor for _, local in local_shards.rows), local_shards, checks)
+    fingerprints = Fingerprints(CopyStreams(local.tensor for _, local in local_shards.rows), local_shards, checks)
     fingerprints.queue(lambda _: True)
     fingerprints.finish()
     return fingerprints.taken

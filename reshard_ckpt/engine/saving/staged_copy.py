@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ...errors import UsageError
+from ..common.copy_streams import has_streams, on_device
 from ..common.host_memory import POOL
-from ..common.lanes import has_lane, on_device
 from .local_shards import LocalShards
 from .messages import Receipt
 from .options import SaveJob
@@ -33,7 +33,7 @@ class StagedCopy:
         self.layouts, self.ring, self._recorder = layouts, ring, job.recorder
         local_shards, assignment = job.local_shards, job.agreed.assignment
         self.staging = Staging(local_shards, assignment, layouts, ring)
-        self.fingerprints = Fingerprints(self.staging.lanes, local_shards, assignment.checks, job.fingerprints)
+        self.fingerprints = Fingerprints(self.staging.copy_streams, local_shards, assignment.checks, job.fingerprints)
 
     def fill(
         self,
@@ -125,4 +125,4 @@ def take_ring(local_shards: LocalShards, layouts: Sequence[FileLayout], host_buf
 def device_to_pin_for(local_shards: LocalShards) -> torch.device | None:
     """Return a device that something of the state lies on, and that copies faster into pinned memory, if there is one."""
     devices = dict.fromkeys(local.tensor.device for _, local in local_shards.rows)
-    return next(filter(has_lane, devices), None)
+    return next(filter(has_streams, devices), None)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..common.lanes import PACK_BYTES, SMALL_BYTES, Lane, Lanes, Mark, Scratch
+from ..common.copy_streams import PACK_BYTES, SMALL_BYTES, CopyStreams, DeviceStreams, Mark, Scratch
 from ..common.tensor_bytes import LocalRun, copy_run, is_in_order
 from .local_shards import LocalShards
 from .messages import Assignment
@@ -48,7 +48,7 @@ class _Batch:
 class _Pack:
     """Consecutive items that are gathered on a device: their addresses, and where the address `origin` is in the scratch."""
 
-    lane: Lane
+    streams: DeviceStreams
     scratch: torch.Tensor
     origin: int
     begin: int
@@ -75,11 +75,11 @@ class Staging:
         self._error: BaseException | None = None
         self._begin, self.num_bytes = _addresses(layouts)
         self._item_at = _item_addresses(layouts, self._begin)
-        self.lanes = Lanes(local.tensor for _, local in local_shards.rows)
+        self.copy_streams = CopyStreams(local.tensor for _, local in local_shards.rows)
         # Copies are fastest in few large pieces; a ring that streams must hand over small ones.
         self._step = self._capacity if self.holds_all else STEP_BYTES
         self._batch_bytes = BATCH_BYTES if self.holds_all else STEP_BYTES
-        self._non_blocking = bool(self.lanes) and ring.is_pinned()
+        self._non_blocking = bool(self.copy_streams) and ring.is_pinned()
         self._scratch: dict[torch.device, Scratch] = {}
         self._pack: _Pack | None = None
         self._late: list[tuple[int, torch.Tensor]] = []
@@ -114,7 +114,7 @@ class Staging:
             The bytes copied, without the headers.
         """
         num_bytes = 0
-        with self.lanes.entered():
+        with self.copy_streams.entered():
             for layout, begin in zip(self._layouts, self._begin, strict=True):
                 self._put_bytes(begin, layout.header)
                 for item in range(layout.items.start, layout.items.stop):
@@ -144,8 +144,8 @@ class Staging:
     def close(self) -> None:
         """Give scratch memory back; where the save failed, first wait for copies that nobody waits for, into the ring too."""
         if self._batches:
-            with self.lanes.entered():
-                self.lanes.synchronize()
+            with self.copy_streams.entered():
+                self.copy_streams.synchronize()
         self._scratch.clear()
 
     def wait_finished(self) -> None:
@@ -172,18 +172,18 @@ class Staging:
             at += size
             self._advance(written=at)
 
-    def _scratch_of(self, lane: Lane) -> Scratch:
-        if lane.device not in self._scratch:
-            self._scratch[lane.device] = Scratch(lane)
-        return self._scratch[lane.device]
+    def _scratch_of(self, streams: DeviceStreams) -> Scratch:
+        if streams.device not in self._scratch:
+            self._scratch[streams.device] = Scratch(streams)
+        return self._scratch[streams.device]
 
     def _put_item(self, item: int) -> int:
         run, at = self._items[item], self._item_at[item]
         local, num_bytes = run.local, run.num_bytes
-        lane = self.lanes.by_device.get(local.tensor.device) if self._non_blocking else None
-        if lane is not None and (num_bytes < SMALL_BYTES or not is_in_order(local.piece)):
-            self._pack_run(lane, run, at)
-        elif lane is None and self._pack is not None and at + num_bytes <= self._pack.limit and num_bytes < SMALL_BYTES:
+        streams = self.copy_streams.by_device.get(local.tensor.device) if self._non_blocking else None
+        if streams is not None and (num_bytes < SMALL_BYTES or not is_in_order(local.piece)):
+            self._pack_run(streams, run, at)
+        elif streams is None and self._pack is not None and at + num_bytes <= self._pack.limit and num_bytes < SMALL_BYTES:
             self._pack.end = at + num_bytes
             copied = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
             copy_run(*run, copied)
@@ -201,28 +201,28 @@ class Staging:
             num = min(count, self._step // each, (self._capacity - place) // each)
             self._reserve(at, num * each)
             copy_run(local, start, num, self._ring[place : place + num * each], non_blocking=self._non_blocking)
-            self._queues |= local.tensor.device in self.lanes.by_device
+            self._queues |= local.tensor.device in self.copy_streams.by_device
             start, count, at = start + num, count - num, at + num * each
 
-    def _pack_run(self, lane: Lane, run: LocalRun, at: int) -> None:
+    def _pack_run(self, streams: DeviceStreams, run: LocalRun, at: int) -> None:
         local, start, count = run
         each = local.tensor.element_size()
         while count:
             pack = self._pack
-            if pack is None or pack.lane is not lane or pack.limit - at < each:
+            if pack is None or pack.streams is not streams or pack.limit - at < each:
                 self._send()
-                pack = self._pack = self._begin_pack(lane, at)
+                pack = self._pack = self._begin_pack(streams, at)
             num = min(count, (pack.limit - at) // each)
             low = at - pack.origin
             copy_run(local, start, num, pack.scratch[low : low + num * each])
             start, count, at = start + num, count - num, at + num * each
             pack.end = at
 
-    def _begin_pack(self, lane: Lane, at: int) -> _Pack:
+    def _begin_pack(self, streams: DeviceStreams, at: int) -> _Pack:
         place = at % self._capacity
         origin = at - place % 64  # aligned there as it is here
         limit = min(origin + min(PACK_BYTES, STEP_BYTES), at - place + self._capacity)
-        return _Pack(lane, self._scratch_of(lane).begin(), origin, at, at, limit)
+        return _Pack(streams, self._scratch_of(streams).begin(), origin, at, at, limit)
 
     def _send(self) -> None:
         """Queue the copy of what is packed, if anything is."""
@@ -233,7 +233,7 @@ class Staging:
         self._reserve(pack.begin, pack.end - pack.begin)
         place = pack.begin % self._capacity
         part = slice(pack.begin - pack.origin, pack.end - pack.origin)
-        self._scratch_of(pack.lane).send(part, self._ring[place : place + pack.end - pack.begin])
+        self._scratch_of(pack.streams).send(part, self._ring[place : place + pack.end - pack.begin])
         self._queues = True
         self._late += late
 
@@ -263,7 +263,7 @@ class Staging:
         """Mark all that is queued so far; after that the images are whole up to `end`."""
         self._send()
         # Where nothing was queued, a mark would only wait for the work of the job.
-        marks = self.lanes.record() if self._queues else ()
+        marks = self.copy_streams.record() if self._queues else ()
         self._queues = False
         late, self._late = self._late, []
         self._batches.append(_Batch(end, marks, late))

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...errors import UsageError
-from ..common.lanes import Mark, has_lane
+from ..common.copy_streams import Mark, has_streams
 
 _HELD: dict[int, StepGuard] = {}
 """Guards by the `id` of the optimizers that they hold, and keep alive."""
@@ -141,7 +141,7 @@ class ChangeDetector:
         versions = [0 if tensor.is_inference() else tensor._version for tensor in self._tensors]
         samples = self._sample()
         devices = {sample.device for sample in samples}
-        taken = [Mark(torch.accelerator.current_stream(device)) for device in devices if has_lane(device)]
+        taken = [Mark(torch.accelerator.current_stream(device)) for device in devices if has_streams(device)]
         return Snapshot(versions, samples, taken)
 
     def has_changed(self, seen: Snapshot | None = None) -> bool:

@@ -1,15 +1,15 @@
-"""Lanes: the streams that this package copies on, one pair for each device, and their order with the streams of the job.
+"""The streams that this package copies on, one pair for each device, and their order with the streams of the job.
 
 1. A device has a stream that packs and one that copies over the link. They are made once and kept: torch caches a device's memory
    by stream, so that streams of each save would strand what the saves before had cached.
-2. `Lanes` is made in the thread whose work it follows: what is queued here comes after all that its current streams have.
-3. Whatever queues copies does so inside of `Lanes.entered`, in any thread.
+2. `CopyStreams` is made in the thread whose work it follows: what is queued here comes after all that its current streams have.
+3. Whatever queues copies does so inside of `CopyStreams.entered`, in any thread.
 4. No thread makes a device current that the job does not use, not even the one that is current when it comes here: with CUDA each
    rank would make a context there, of half a gigabyte, and all ranks on device 0. torch's events do so when they are recorded,
    waited for by a stream, and destroyed. So `Mark` switches devices by guards, which go back without that, and keeps its events.
 
 It serves any accelerator through `torch.accelerator`, `torch.Stream` and `torch.Event`, by the type of its device. The CPU, and
-devices that torch gives no streams, have no lane: to copy from them ends with the copy.
+devices that torch gives no streams, have none: to copy from them ends with the copy.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class DeviceStreams:
     """The streams of one device."""
 
     device: torch.device
@@ -84,19 +84,19 @@ class Lane:
     link: torch.Stream
 
 
-_KEPT: dict[torch.device, Lane] = {}
+_KEPT: dict[torch.device, DeviceStreams] = {}
 _MAKING = threading.Lock()
 
 
-def lane_of(device: torch.device) -> Lane:
-    """Return the lane of a device, the same for every save and load."""
+def streams_of(device: torch.device) -> DeviceStreams:
+    """Return the streams of a device, the same for every save and load."""
     with _MAKING:
         if device not in _KEPT:
-            _KEPT[device] = Lane(device, torch.Stream(device=device), torch.Stream(device=device))
+            _KEPT[device] = DeviceStreams(device, torch.Stream(device=device), torch.Stream(device=device))
         return _KEPT[device]
 
 
-def has_lane(device: torch.device) -> bool:
+def has_streams(device: torch.device) -> bool:
     """Tell whether work on a device is queued on streams that torch knows."""
     if device.type in _WITHOUT_STREAMS:
         return False
@@ -104,19 +104,19 @@ def has_lane(device: torch.device) -> bool:
     return accelerator is not None and accelerator.type == device.type
 
 
-class Lanes:
-    """The lanes of the devices that some tensors lie on, behind what the current streams of this thread have queued."""
+class CopyStreams:
+    """The streams of the devices that some tensors lie on, behind what the current streams of this thread have queued."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         devices = sorted({tensor.device for tensor in tensors}, key=lambda device: (device.type, device.index or 0))
-        self.by_device = {device: lane_of(device) for device in devices if has_lane(device)}
-        for lane in self:
+        self.by_device = {device: streams_of(device) for device in devices if has_streams(device)}
+        for streams in self:
             # A thread of ours has other current streams, which would wait for nothing.
-            now = Mark(torch.accelerator.current_stream(lane.device))
-            now.hold(lane.pack)
-            now.hold(lane.link)
+            now = Mark(torch.accelerator.current_stream(streams.device))
+            now.hold(streams.pack)
+            now.hold(streams.link)
 
-    def __iter__(self) -> Iterator[Lane]:
+    def __iter__(self) -> Iterator[DeviceStreams]:
         return iter(self.by_device.values())
 
     def __bool__(self) -> bool:
@@ -127,10 +127,10 @@ class Lanes:
         """Copy over the link inside of this; where that fails, wait for what was queued, as nobody else will."""
         with ExitStack() as before:
             try:
-                for lane in self:
-                    before.enter_context(on_device(lane.device))
-                    before.callback(torch.accelerator.set_stream, torch.accelerator.current_stream(lane.device))
-                    torch.accelerator.set_stream(lane.link)
+                for streams in self:
+                    before.enter_context(on_device(streams.device))
+                    before.callback(torch.accelerator.set_stream, torch.accelerator.current_stream(streams.device))
+                    torch.accelerator.set_stream(streams.link)
                 yield
             except BaseException:
                 self.synchronize()
@@ -138,26 +138,26 @@ class Lanes:
 
     def record(self) -> list[Mark]:
         """Mark what is queued so far; each link comes after what was packed for it."""
-        return [Mark(lane.link) for lane in self]
+        return [Mark(streams.link) for streams in self]
 
     def follow(self, marks: Sequence[Mark]) -> None:
         """Have what this thread queues on these devices from now on come after `marks`; the host waits for nothing."""
-        for lane, mark in zip(self, marks, strict=True):
-            mark.hold(torch.accelerator.current_stream(lane.device))
+        for streams, mark in zip(self, marks, strict=True):
+            mark.hold(torch.accelerator.current_stream(streams.device))
 
     def synchronize(self) -> None:
         """Wait for all that is queued."""
-        for lane in self:
-            lane.pack.synchronize()
-            lane.link.synchronize()
+        for streams in self:
+            streams.pack.synchronize()
+            streams.link.synchronize()
 
 
 class Scratch:
     """Two buffers on a device, by turns: while one goes over the link, the other is packed; or unpacked, on the way in."""
 
-    def __init__(self, lane: Lane, num_bytes: int = PACK_BYTES) -> None:
-        self._lane = lane
-        self._buffers = [torch.empty(num_bytes, dtype=torch.uint8, device=lane.device) for _ in range(2)]
+    def __init__(self, streams: DeviceStreams, num_bytes: int = PACK_BYTES) -> None:
+        self._streams = streams
+        self._buffers = [torch.empty(num_bytes, dtype=torch.uint8, device=streams.device) for _ in range(2)]
         self._free: list[Mark | None] = [None, None]
         self._turn = 0
 
@@ -165,16 +165,16 @@ class Scratch:
         """Return the next buffer; until `send`, what is queued in this thread packs."""
         self._turn = 1 - self._turn
         if (sent := self._free[self._turn]) is not None:
-            sent.hold(self._lane.pack)
-        torch.accelerator.set_stream(self._lane.pack)
+            sent.hold(self._streams.pack)
+        torch.accelerator.set_stream(self._streams.pack)
         return self._buffers[self._turn]
 
     def send(self, part: slice, target: torch.Tensor) -> None:
         """Queue the copy of a part of what is packed into pinned host memory."""
-        Mark(self._lane.pack).hold(self._lane.link)
-        torch.accelerator.set_stream(self._lane.link)
+        Mark(self._streams.pack).hold(self._streams.link)
+        torch.accelerator.set_stream(self._streams.link)
         target.copy_(self._buffers[self._turn][part], non_blocking=True)
-        self._free[self._turn] = Mark(self._lane.link)
+        self._free[self._turn] = Mark(self._streams.link)
 
 
 def _forked() -> None:
