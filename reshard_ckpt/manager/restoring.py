@@ -1,7 +1,7 @@
 """Loading the checkpoints of a run: of a step, or the newest that is whole, from memory or the store.
 
 1. Rank 0 names the newest step in the store that counts; all nodes together the newest generation in memory that is no older.
-2. What is in memory is loaded as its headers say. Where that finds damage, all copies are proved, and the next older is taken.
+2. What is in memory is loaded as its headers say. Where that finds damage, all copies are verified, and the next older is taken.
 3. Else the store's is loaded. One that is damaged, or gone, is passed over, with a warning, for the next older one. Where the
    store itself cannot be read, on any rank, that is raised on all: an older one would lose what a second try may load.
 """
@@ -82,9 +82,9 @@ class Restoring:
         """Load the checkpoint of one step; see `Manager.load`."""
         options = {**self._session, **options}
         if self._memory is not None:
-            for prove in _proofs(options):
-                found = self._memory.find(0, (), step, prove=prove)
-                loaded = self._from_memory(found, state, options, {}, prove=prove)
+            for verify in _passes(options):
+                found = self._memory.find(0, (), step, verify=verify)
+                loaded = self._from_memory(found, state, options, {}, verify=verify)
                 if loaded is not None:
                     return loaded.report
         report = self._from_store(step, state, options)
@@ -94,14 +94,14 @@ class Restoring:
     def read(self, step: int, names: Sequence[str] | None) -> dict[str, Any]:
         """Read whole tensors and values of one step; see `Manager.read`."""
         if self._memory is not None:
-            for prove in (False, True):
-                found = self._memory.find(0, (), step, prove=prove)
+            for verify in (False, True):
+                found = self._memory.find(0, (), step, verify=verify)
                 if found is None:
                     break
                 try:
                     return self._memory.read(found, names)
                 except (CorruptError, StorageError):
-                    if prove:
+                    if verify:
                         raise
         return read(self._stored.path(step), names)
 
@@ -110,17 +110,17 @@ class Restoring:
         options = {"verify_first": not options.get("strict", True), **self._session, **options}
         passed: dict[int, str] = {}
         in_memory: dict[str, str] = {}
-        prove = _proofs(options)[0]
+        verify = _passes(options)[0]
         while True:
             step = self._newest_except(passed)
             if self._memory is not None:
-                found = self._memory.find(-1 if step is None else step, list(in_memory), prove=prove)
-                loaded = self._from_memory(found, state, options, in_memory, passed, prove=prove)
+                found = self._memory.find(-1 if step is None else step, list(in_memory), verify=verify)
+                loaded = self._from_memory(found, state, options, in_memory, passed, verify=verify)
                 if loaded is not None and found is not None:
                     self._memory.persist_loaded(found)
                     return loaded
                 if found is not None:
-                    prove = True  # it could not be loaded: from another copy, or the next one
+                    verify = True  # it could not be loaded: from another copy, or the next one
                     continue
             if step is None:
                 break
@@ -162,9 +162,9 @@ class Restoring:
         passed: dict[str, str],
         passed_in_store: Mapping[int, str] = MappingProxyType({}),
         *,
-        prove: bool,
+        verify: bool,
     ) -> LoadedStep | None:
-        """Load a generation; None where there is none or it turns out to be damaged, with a line in `passed` if it was proved."""
+        """Load a generation; None where there is none or it is damaged, with a line in `passed` if it was verified."""
         if found is None or self._memory is None:
             return None
         step = found.generation.step
@@ -172,7 +172,7 @@ class Restoring:
             with self._deferring():
                 report, tier = self._memory.load(found, state, options)
         except (CorruptError, StorageError) as error:
-            if not prove:
+            if not verify:
                 LOGGER.warning("step %d in memory is damaged, so that all copies are verified now: %s", step, error)
                 return None
             if isinstance(error, StorageError):  # it cannot be read now, which an older one would not mend
@@ -199,6 +199,6 @@ class Restoring:
         return None if step < 0 else step
 
 
-def _proofs(options: Mapping[str, Any]) -> tuple[bool, ...]:
-    """Whether memory is to be proved block by block before a load from it: only after damage was found, if loads verify."""
+def _passes(options: Mapping[str, Any]) -> tuple[bool, ...]:
+    """Whether memory is to be verified block by block before a load from it: only after damage was found, if loads verify."""
     return (False, True) if options.get("verify", True) else (True,)

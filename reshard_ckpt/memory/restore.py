@@ -77,7 +77,7 @@ def find_newest(
     wanted: Callable[[Generation], bool],
     excluded: Sequence[str] = (),
     *,
-    prove: bool = True,
+    verify: bool = True,
 ) -> Restorable | None:
     """Find the newest generation that is whole on the nodes of the job, without a damaged block. Collective.
 
@@ -87,7 +87,7 @@ def find_newest(
         Asked on the nodes that know a generation: False for those that are superseded.
     excluded
         Save ids that are not to be taken.
-    prove
+    verify
         Whether to verify every block. Without it, headers alone are believed, for a load that verifies what it reads.
     """
     leads = topology.leads(comm.rank)
@@ -100,7 +100,7 @@ def find_newest(
         if missing:
             passed.append(missing)
             continue
-        found = _proved(comm, folder, topology, _shared(comm, known.get(save_id), sender), prove=prove)
+        found = _verified(comm, folder, topology, _shared(comm, known.get(save_id), sender), verify=verify)
         if isinstance(found, str):
             passed.append(found)
             continue
@@ -149,14 +149,14 @@ def _shared(comm: Comm, known: Generation | None, sender: int) -> Generation:
     return decode_generation(data, where="a generation from another node")
 
 
-def _proved(
-    comm: Comm, folder: Path, topology: Topology, generation: Generation, *, prove: bool
+def _verified(
+    comm: Comm, folder: Path, topology: Topology, generation: Generation, *, verify: bool
 ) -> tuple[Generation, dict[str, tuple[int, ...]]] | str:
     """Have every node verify what it has of a generation; who has what, or why it is not whole."""
     local = topology.ranks_of[topology.node_of[comm.rank]]
     with closing(NodeImages(folder, generation.save_id)) as images:
         mine = sorted(images.keys() & frozenset(generation.holders))[local.index(comm.rank) :: len(local)]
-        whole = whole_files(images, generation.decoded_catalog(), mine) if prove else mine
+        whole = whole_files(images, generation.decoded_catalog(), mine) if verify else mine
     answers = comm.gather(msgpack.packb((whole, [key for key in mine if key not in whole])))
     verdict = None
     if answers is not None:

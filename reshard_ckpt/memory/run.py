@@ -257,7 +257,7 @@ class MemoryRun:
             return comm.broadcast(b"%d" % is_persisted(storage, generation) if comm.rank == 0 else None) == b"1"
 
     def find(
-        self, at_least: int, excluded: Sequence[str] = (), step: int | None = None, *, prove: bool = True
+        self, at_least: int, excluded: Sequence[str] = (), step: int | None = None, *, verify: bool = True
     ) -> Restorable | None:
         """Find the newest whole generation of a step, or of none older than `at_least`; see `find_newest`. Collective."""
 
@@ -265,7 +265,7 @@ class MemoryRun:
             return self._counts(generation) and (generation.step >= at_least if step is None else generation.step == step)
 
         with open_session("find in memory", f"{self._root} from {at_least} at {step}", **self._session) as comm:
-            return find_newest(comm, self._folder, self._tier.topology, wanted, excluded, prove=prove)
+            return find_newest(comm, self._folder, self._tier.topology, wanted, excluded, verify=verify)
 
     def load(self, found: Restorable, state: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[LoadReport, str]:
         """Load a generation in place; returns the report, and the tier: ``"memory"`` or ``"peer"``."""

@@ -1,7 +1,7 @@
 """Reading back: whether a file holds what was written to it. It is read through the store, just behind the writer.
 
 What was written a moment ago is in the processor's cache, so this costs little more than a copy. What a store does not show
-before a file is finished is read then. A file system may answer from its own cache: what is proved is that the right bytes were
+before a file is finished is read then. A file system may answer from its own cache: what is verified is that the right bytes were
 handed over at the right places, not that the medium will return them years later.
 """
 
@@ -37,8 +37,8 @@ class ReadBack:
         self._local = threading.local()
         self._left: list[WrittenBlocks] = []
 
-    def prove(self, parts: Iterable[WrittenBlocks]) -> None:
-        """Prove these parts now, if the store shows them.
+    def verify(self, parts: Iterable[WrittenBlocks]) -> None:
+        """Verify these parts now, if the store shows them.
 
         Raises
         ------
@@ -47,18 +47,18 @@ class ReadBack:
         """
         for part in parts if self._enabled else ():
             try:
-                self._prove(part)
+                self._verify(part)
             except _Differs:
                 raise
             except CheckpointError:  # a store need not show a file before it is finished
                 self._left.append(part)
 
-    def prove_rest(self) -> None:
-        """Prove what could not be read before; all files are finished."""
+    def verify_rest(self) -> None:
+        """Verify what could not be read before; all files are finished."""
         while self._left:
-            self._prove(self._left.pop())
+            self._verify(self._left.pop())
 
-    def _prove(self, part: WrittenBlocks) -> None:
+    def _verify(self, part: WrittenBlocks) -> None:
         if not hasattr(self._local, "buffer"):
             self._local.buffer = memoryview(bytearray(STEP_BYTES))
         for low in range(part.low, part.high, STEP_BYTES):

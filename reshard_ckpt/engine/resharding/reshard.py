@@ -93,10 +93,10 @@ def write_share(
     reader = RunReader(source, plan.catalog, verify=verify)
     tally = Tally("reshard", sum(layout.num_bytes for files in layouts.values() for layout in files), report)
     kept, receipts = 0, {}
-    proof = ReadBack(target, enabled=verify)
+    read_back = ReadBack(target, enabled=verify)
     for group in mine:
         outputs = [_RankOutput(target, layouts[rank], tally) for rank in group]
-        _write_group(reader, plan, group, outputs, proof)
+        _write_group(reader, plan, group, outputs, read_back)
         receipts.update({rank: output.receipt() for rank, output in zip(group, outputs, strict=True)})
         kept += sum(output.bytes_kept for output in outputs)
     if receipts:
@@ -105,7 +105,7 @@ def write_share(
 
 
 def _write_group(
-    reader: RunReader, plan: ReshardPlan, ranks: Sequence[int], outputs: Sequence[_RankOutput], proof: ReadBack
+    reader: RunReader, plan: ReshardPlan, ranks: Sequence[int], outputs: Sequence[_RankOutput], read_back: ReadBack
 ) -> None:
     """Write the files of some ranks at once."""
     items = [output.missing(plan.items(rank)) for rank, output in zip(ranks, outputs, strict=True)]
@@ -122,7 +122,7 @@ def _write_group(
         for part, view in zip(slices, filled.parts(), strict=True):
             outputs[part.output].write(view)
         return partial(
-            proof.prove, [part for output in {part.output for part in slices} for part in outputs[output].take_written()]
+            read_back.verify, [part for output in {part.output for part in slices} for part in outputs[output].take_written()]
         )
 
     with ExitStack() as stack:
@@ -131,8 +131,8 @@ def _write_group(
         in_turn(reader, runs(), write)
         for output in outputs:
             output.finish()
-            proof.prove(output.take_written())
-    proof.prove_rest()
+            read_back.verify(output.take_written())
+    read_back.verify_rest()
 
 
 class _RankOutput:
