@@ -260,13 +260,13 @@ def test_what_was_written_is_read_back(early: bool, tmp_path: Path) -> None:
 def test_every_byte_is_read_back_once(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "src", {f"w{i}": torch.arange(300_000 + i) for i in range(3)})
     proved: dict[str, list[tuple[int, int]]] = {}
-    inner = read_back.ReadBack._prove
+    inner = read_back.ReadBack._verify
 
     def prove(self: read_back.ReadBack, part: read_back.WrittenBlocks) -> None:
         inner(self, part)
         proved.setdefault(part.key, []).append((part.low, part.high))
 
-    with patch.object(read_back.ReadBack, "_prove", prove), patch.object(reshard, "WINDOW_BYTES", 1 << 17):
+    with patch.object(read_back.ReadBack, "_verify", prove), patch.object(reshard, "WINDOW_BYTES", 1 << 17):
         checkpoint.reshard(tmp_path / "src", tmp_path / "dst", mesh={"dp": 2})
     for entry in open_catalog(open_storage(tmp_path / "dst")).files:
         parts = sorted(part for part in proved[entry.key] if part[0] < part[1])
