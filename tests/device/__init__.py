@@ -62,7 +62,8 @@ def build() -> Path:
     flags = ["-std=c++20", "-O1", "-fPIC", "-shared", "-w", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
     flags += [f"-isystem{path}" for path in (*include_paths(), sysconfig.get_paths()["include"])]
     links = [option for path in library_paths() for option in (f"-L{path}", f"-Wl,-rpath,{path}")]
-    flags += [str(SOURCE), *links, "-lc10", "-ltorch_cpu", "-ltorch"]
+    flags += [*links, "-lc10", "-ltorch_cpu", "-ltorch"]
+    # By what is in the source, wherever it lies: checkouts share a library.
     known = "\0".join([torch.__version__, platform.machine(), command, *flags]).encode() + SOURCE.read_bytes()
     folder = _cache()
     library = folder / f"sim_device-{hashlib.sha256(known).hexdigest()[:20]}.so"
@@ -70,7 +71,7 @@ def build() -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
             part = library.with_suffix(".part")
-            done = subprocess.run([command, *flags, "-o", str(part)], capture_output=True, text=True, check=False)
+            done = subprocess.run([command, str(SOURCE), *flags, "-o", str(part)], capture_output=True, text=True, check=False)
             if done.returncode:
                 raise RuntimeError(f"the simulated device does not compile:\n{done.stderr[-4000:]}")
             part.replace(library)
