@@ -63,7 +63,7 @@ def build() -> Path:
     flags += [f"-isystem{path}" for path in (*include_paths(), sysconfig.get_paths()["include"])]
     links = [option for path in library_paths() for option in (f"-L{path}", f"-Wl,-rpath,{path}")]
     flags += [*links, "-lc10", "-ltorch_cpu", "-ltorch"]
-    # By what is in the source, wherever it lies: checkouts share a library.
+    # By what is in the source, wherever it lies: checkouts that use one torch share a library.
     known = "\0".join([torch.__version__, platform.machine(), command, *flags]).encode() + SOURCE.read_bytes()
     folder = _cache()
     library = folder / f"sim_device-{hashlib.sha256(known).hexdigest()[:20]}.so"
