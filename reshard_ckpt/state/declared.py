@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from ..core.catalog.specs import Ints
 from ..errors import LayoutError, UnsupportedError, UsageError
 from .dtensor import dtensor_layout
 from .shards import FlatShard, LocalShard, Shards
@@ -30,6 +31,10 @@ from .tensors import TensorLike
 _FIELDS = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 _DTENSOR = ("placements", "device_mesh", "to_local")
 _CLAIMS = ("__create_write_items__", "__create_chunk_list__")
+
+
+_Declared = tuple[torch.Tensor, Ints, list[tuple[Ints, Ints, Ints]]]
+"""A local tensor, the shape of the global one, and the pieces of it that it holds, as a `LocalShard` takes them."""
 
 
 def parts_of(value: TensorLike | Shards, name: str) -> tuple[TensorLike, ...]:
@@ -50,12 +55,12 @@ def parts_of(value: TensorLike | Shards, name: str) -> tuple[TensorLike, ...]:
     if isinstance(value, LocalShard | FlatShard):
         return (value,)
     try:
-        return tuple(_parts(value)) or (value,)
+        return tuple(LocalShard(local, shape, pieces=pieces) for local, shape, pieces in _declared(value)) or (value,)
     except UsageError as error:
         raise type(error)(f"{name}: {error}") from None
 
 
-def _parts(value: Any) -> Iterable[LocalShard]:
+def _declared(value: Any) -> Iterable[_Declared]:
     """Return the parts that a tensor says it is made of; none for one that says nothing."""
     if isinstance(value, DTensor):
         # Private, but `to_local` makes an autograd node and waits for what is under way, for every tensor of every save.
@@ -81,7 +86,7 @@ def _parts(value: Any) -> Iterable[LocalShard]:
     return ()
 
 
-def _listed(local: Any, shape: tuple[int, ...]) -> LocalShard:
+def _listed(local: Any, shape: Ints) -> _Declared:
     """The part of a DTensor of Megatron-FSDP: ranks hold uneven ones, and each has noted its own at its local tensor."""
     chunks = local.__create_chunk_list__()
     if len(chunks) != 1 or tuple(chunks[0].sizes) != tuple(local.shape):
@@ -89,10 +94,10 @@ def _listed(local: Any, shape: tuple[int, ...]) -> LocalShard:
         raise LayoutError(
             f"its local tensor of shape {tuple(local.shape)} lists chunks of sizes {sizes}; list the one that it is"
         )
-    return LocalShard(local, shape, tuple(chunks[0].offsets)) if local.numel() else LocalShard(local, shape, pieces=[])
+    return _one_box(local, shape, chunks[0].offsets) if local.numel() else (local, shape, [])
 
 
-def _checkpointable(tensor: Any) -> Iterator[LocalShard]:
+def _checkpointable(tensor: Any) -> Iterator[_Declared]:
     missing = [field for field in _FIELDS if not hasattr(tensor, field)]
     if missing:
         raise UnsupportedError(
@@ -108,12 +113,12 @@ def _checkpointable(tensor: Any) -> Iterator[LocalShard]:
     offsets, local_offsets, sizes = boxes
     if tensor.ndim == len(shape):
         # One shard of the tensor itself, so that an optimizer's parameter is still that object.
-        yield LocalShard(tensor, shape, pieces=list(zip(local_offsets, offsets, sizes, strict=True)))
+        yield tensor, shape, list(zip(local_offsets, offsets, sizes, strict=True))
         return
     for at, first, size in zip(offsets, local_offsets, sizes, strict=True):
-        yield LocalShard(_unmerged(tensor, tuple(first), tuple(size)), shape, at)
+        yield _one_box(_unmerged(tensor, tuple(first), tuple(size)), shape, at)
     if not offsets:
-        yield LocalShard(tensor.new_empty((0,) * len(shape)), shape, pieces=[])
+        yield tensor.new_empty((0,) * len(shape)), shape, []
 
 
 def _unmerged(tensor: torch.Tensor, first: tuple[int, ...], size: tuple[int, ...]) -> torch.Tensor:
@@ -129,19 +134,22 @@ def _unmerged(tensor: torch.Tensor, first: tuple[int, ...], size: tuple[int, ...
     return tensor.detach().narrow(0, first[0], rows).view(size)  # to split a dim never copies
 
 
-def _placed(tensor: Any) -> LocalShard:
+def _placed(tensor: Any) -> _Declared:
     """The boxes of a DTensor that is none of torch's, by its placements."""
     with torch.no_grad():
         local = tensor.to_local()
     layout = dtensor_layout(tensor, tuple(local.shape), "its DTensor")
     if layout.flat_start is not None:
         raise UnsupportedError(f"{tensor.placements} of a {type(tensor).__name__} cut it flattened; pass a FlatShard")
-    pieces = [(box.local_offsets, box.offsets, box.lengths) for box in layout.boxes]
-    return LocalShard(local, layout.shape, pieces=pieces)
+    return local, layout.shape, [(box.local_offsets, box.offsets, box.lengths) for box in layout.boxes]
 
 
-def _shards(shape: tuple[int, ...], shards: list[tuple[torch.Tensor, Any]], dtype: torch.dtype) -> Iterator[LocalShard]:
-    for tensor, offsets in shards:
-        yield LocalShard(tensor, shape, offsets)
+def _shards(shape: Ints, shards: list[tuple[torch.Tensor, Any]], dtype: torch.dtype) -> Iterator[_Declared]:
+    yield from (_one_box(local, shape, offsets) for local, offsets in shards)
     if not shards:  # this rank holds nothing, and still knows the shape
-        yield LocalShard(torch.empty((0,) * len(shape), dtype=dtype, device="cpu"), shape, pieces=[])
+        yield torch.empty((0,) * len(shape), dtype=dtype, device="cpu"), shape, []
+
+
+def _one_box(local: torch.Tensor, shape: Ints, offsets: Iterable[int]) -> _Declared:
+    """The part of a tensor whose local one is one box of it, which begins at `offsets`."""
+    return local, shape, [((0,) * local.ndim, tuple(offsets), tuple(local.shape))]
