@@ -17,7 +17,7 @@ from ..core.catalog.specs import ValueKind, ValueSpec
 from ..format.values import encode_path, encode_value
 from ..formats.dcp.names import NestedBuilder, dotted, taken_apart
 from ..state.optimizer_dicts import are_named_groups, flat_groups, is_flattened, nested, saved_groups
-from ..state.scan import Index, Path, name_of, path_keys
+from ..state.paths import Index, Path, name_of, path_keys
 
 
 @dataclass(frozen=True, slots=True)

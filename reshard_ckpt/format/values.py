@@ -231,7 +231,9 @@ def _encode_str(value: str, place: _Place) -> str:
         try:
             value.encode()
         except UnicodeEncodeError:
-            place.refuse("a str with lone surrogates is no valid text; save bytes, e.g. os.fsencode(value)")
+            place.refuse(
+                "a str with lone surrogates is no valid text; rename a key; save a value as bytes, e.g. os.fsencode(value)"
+            )
     return value
 
 

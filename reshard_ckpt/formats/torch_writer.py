@@ -28,7 +28,7 @@ from ..core.catalog.specs import StateLink, ValueKind, row_major_strides
 from ..errors import NameCollisionError, StorageError, UnsupportedError
 from ..format.torch_dtypes import TORCH_DTYPES
 from ..format.values import check_keys, decode_path
-from ..state.scan import Index, saved_path
+from ..state.paths import Index, saved_path
 from .tensor_stream import ByteStream, TensorBytes, aliases_of, in_natural_order
 from .zip_records import ALIGNMENT, NewRecord, ZipRecords, write_records
 

@@ -9,7 +9,7 @@ from ..errors import CheckpointError
 from ..format.torch_dtypes import dtype_code
 from ..format.values import encode_value
 from ..state.optimizer_dicts import is_numbered, is_optimizer_tree, names_by_number
-from ..state.scan import name_of
+from ..state.paths import name_of
 from ..state.tensors import is_tensor_like, local_memory
 
 Path = tuple[Any, ...]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..core.catalog.links import STATE, find_parameters
+from ..core.catalog.links import find_parameters
 from ..core.catalog.model import Catalog
 from ..core.catalog.param_groups import merge
 from ..core.catalog.specs import StateLink, ValueKind
@@ -30,6 +30,7 @@ from .opened import OpenedState, open_state
 from .optimizer_dicts import saved_groups
 from .optimizer_target import OptimizersTarget
 from .optimizers import optimizer_contents
+from .paths import Steps, link_in_dict, name_of, saved_path
 from .router import Below, Router, ValueTarget
 from .scan import (
     GroupsItem,
@@ -37,16 +38,11 @@ from .scan import (
     ModulesItem,
     NumberedItem,
     OptimizersItem,
-    Path,
     PerRankItem,
     TensorItem,
     ValueItem,
-    is_stateful,
-    name_of,
-    saved_path,
     steps,
 )
-from .steps import Steps
 from .tensors import LocalMemory, TensorLike, check_writable
 from .tree_target import TreeTarget, ValueOrigin
 
@@ -80,18 +76,10 @@ def capture(
             keys_to = Steps(tree.path, tree.root)
             optimizers = {*opened.unnamed, *(name_of(item.path[:-1]) for item in tree.items if isinstance(item, GroupsItem))}
             for item in tree.items:
-                link = _tree_link(item.path, optimizers)
+                link = link_in_dict(item.path, optimizers)
                 for content in _contents(item, opened, keys_to, link):
                     out.add(item.name, content)
     return Captured(_with_parameters(out.tensors), tuple(out.values), found, opened.warnings)
-
-
-def _tree_link(path: Path, optimizers: set[str]) -> StateLink | None:
-    """Link what lies in a dict of the form of an optimizer's ``state_dict()``; `optimizers` names all such dicts."""
-    for i in range(len(path) - 3, -1, -1) if optimizers else ():
-        if path[i] == STATE and name_of(path[:i]) in optimizers:
-            return StateLink(name_of(path[:i]), str(path[i + 1]), name_of(path[i + 2 :]))
-    return None
 
 
 def _with_parameters(tensors: Sequence[LocalTensor]) -> tuple[LocalTensor, ...]:
@@ -120,7 +108,7 @@ def _contents(item: Item, opened: OpenedState, keys_to: Steps, link: StateLink |
         yield NamedValue(name, keys_to(item.path), ValueKind.PLAIN, item.value, link)
     elif isinstance(item, PerRankItem):
         value = item.holder.value
-        yield NamedValue(name, keys_to(item.path), ValueKind.PER_RANK, value.state_dict() if is_stateful(value) else value)
+        yield NamedValue(name, keys_to(item.path), ValueKind.PER_RANK, value.state_dict() if item.is_stateful else value)
     elif isinstance(item, GroupsItem):
         groups = merge([(name, saved_groups(item.groups))], name=name)
         yield NamedValue(name, keys_to(item.path), ValueKind.PARAM_GROUPS, groups)

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.catalog.specs import AxisPlacement, Ints, Mesh, Piece, StateLink, ValueKind, ValueSpec
-from ..core.words import check_text
 from ..engine.common.tensor_bytes import LocalTensor
 from ..errors import LayoutError, NameCollisionError
 from ..format.values import encode_path, encode_value
@@ -61,7 +60,6 @@ class Collector:
 
     def add(self, source: str, content: LocalTensor | NamedValue) -> None:
         """Add a tensor or a value of an item; a second one of the same name is a replica on this rank."""
-        check_text(content.name if isinstance(content, NamedValue) else content.spec.name, "a name")
         if isinstance(content, LocalTensor):
             self._add_tensor(source, content)
         else:

@@ -19,7 +19,8 @@ from ..core.catalog.specs import Replication
 from .modules import ModuleState, read_module
 from .optimizer_dicts import are_numbered_groups
 from .owners import Owners
-from .scan import ModulesItem, Path, TensorItem, Tree, name_of, scan
+from .paths import Path, name_of
+from .scan import ModulesItem, TensorItem, Tree, scan
 from .tensors import LocalMemories, TensorLike
 from .views import OptimizerView, find_optimizers, with_optimizers_asked
 

@@ -21,7 +21,7 @@ from .collector import NamedValue
 from .declared import parts_of
 from .layouts import Layout, whole
 from .owners import Owner
-from .scan import Path
+from .paths import Path
 from .tensors import LocalMemory, TensorLike, is_tensor_like, local_memory
 from .views import OptimizerView
 

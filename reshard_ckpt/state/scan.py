@@ -27,28 +27,17 @@ from ..core.words import a, check_text
 from ..errors import NameCollisionError, UnsupportedError, UsageError
 from ..format.values import MAX_STEPS
 from .declared import parts_of
-from .optimizer_dicts import Flattened, PlainDict, beside_numbers, form_of
+from .optimizer_dicts import Flattened, PlainDict, beside_numbers, form_of, names_by_number
+from .paths import Index, Path, Unwrapped, name_of
 from .shards import PerRank, Shards
 from .tensors import TensorLike, is_tensor_like
 from .watched import Watched
-
-Path = tuple[Any, ...]
 
 StepsOf = Callable[[Mapping[Any, Any]], list[Any]]
 """The steps of a path into a dict, in the order of its values."""
 
 MAX_SHOWN = 6
 """Keys of a path that is too long, of which a message shows the first."""
-
-
-class Index(int):
-    """A step of a path into a list or tuple, as opposed to a dict's key that is an int."""
-
-
-class Unwrapped(str):
-    """A step of a path into a dict of tensors under a key without what wrappers put into it; `key` is the dict's own."""
-
-    key: str
 
 
 class Verbatim(dict[Any, Any]):
@@ -75,7 +64,10 @@ class ValueItem(_Item):
 
 @dataclass(frozen=True, slots=True)
 class PerRankItem(_Item):
+    """A value of this rank's own; `is_stateful` where that is an object that gives and takes its state by itself."""
+
     holder: PerRank
+    is_stateful: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +89,15 @@ class OptimizersItem(_Item):
 
 @dataclass(frozen=True, slots=True)
 class NumberedItem(_Item):
-    """An optimizer's state dict by number; `beside` is what it holds besides its groups and the state of their parameters."""
+    """An optimizer's state dict by number.
+
+    `beside` is what it holds besides its groups and the state of their parameters; `names` are those that its groups give to the
+    numbers, if they do.
+    """
 
     tree: Mapping[str, Any]
     beside: Mapping[str, Any]
+    names: Mapping[int, str] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,47 +121,6 @@ class Tree:
     sink: Callable[[Any], Any] | None = None
     owner: Any = None
     watched: Watched = field(default_factory=Watched)
-
-
-def name_of(path: Path) -> str:
-    """Return the name of what lies at a path.
-
-    >>> name_of(("model", "layers.0.weight"))
-    'model.layers.0.weight'
-    """
-    return ".".join(str(key) for key in path)
-
-
-def path_keys(path: Path) -> list[Any]:
-    """Return a path as it is saved: a step into a list is a tuple of its index; a key that looks like one is put in a tuple.
-
-    >>> path_keys(("extra", 7, Index(0), (0,)))
-    ['extra', 7, (0,), ((0,),)]
-    """
-    return [_saved_step(step) for step in path]
-
-
-def _saved_step(step: Any) -> Any:
-    if isinstance(step, Index):
-        return (int(step),)
-    if isinstance(step, Unwrapped):
-        return str(step)
-    return (step,) if _is_wrapped(step) else step
-
-
-def _is_wrapped(key: Any) -> bool:
-    """Tell whether a saved key is an index, or a key that was put into a tuple so as not to look like one."""
-    return type(key) is tuple and len(key) == 1 and (type(key[0]) is int or _is_wrapped(key[0]))
-
-
-def own_key(step: Any) -> Any:
-    """Return what a container itself calls a step of a path."""
-    return step.key if isinstance(step, Unwrapped) else step
-
-
-def saved_path(keys: tuple[Any, ...]) -> Path:
-    """Make a path of its saved keys, as the inverse of `path_keys`."""
-    return tuple(key if not _is_wrapped(key) else Index(key[0]) if type(key[0]) is int else key[0] for key in keys)
 
 
 def scan(state: Mapping[Any, Any]) -> tuple[Tree, ...]:
@@ -221,7 +177,7 @@ def _items(value: Any, path: Path, above: tuple[int, ...], steps_of: StepsOf, *,
     if is_tensor_like(value) or isinstance(value, Shards):
         yield from (TensorItem(path, name, part) for part in parts_of(value, name))
     elif isinstance(value, PerRank):
-        yield PerRankItem(path, name, value)
+        yield PerRankItem(path, name, value, is_stateful(value.value))
     elif (modules := _modules(value)) is not None:
         yield ModulesItem(path, name, modules)
     elif (optimizers := _optimizers(value)) is not None:
@@ -254,7 +210,7 @@ def _items_of_dict(value: Mapping[Any, Any], path: Path, above: tuple[int, ...],
         return
     if form == "by number":
         beside = beside_numbers(value)
-        yield NumberedItem(path, name_of(path), value, beside)
+        yield NumberedItem(path, name_of(path), value, beside, names_by_number(value["param_groups"]))
         value = beside
     groups = value["param_groups"] if form == "by FQN" else None
     for step, child in zip(steps_of(value), value.values(), strict=True):

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from ..core.catalog.specs import Ints, Replication, StateLink, TensorSpec
+from ..core.words import check_text
 from ..engine.common.tensor_bytes import LocalTensor
 from ..errors import LayoutError, UnsupportedError
 from ..format.torch_dtypes import dtype_code
@@ -43,6 +44,7 @@ class LocalMemory:
             and known.spec.link == link
         ):
             return LocalTensor(known.spec, self.memory)
+        check_text(name, "a name")
         code = dtype_code(dtype, name)
         spec = TensorSpec(name, code, layout.shape, layout.pieces(self.memory), layout.replication, layout.placement, link=link)
         if len(_SPECS) >= _MAX_SPECS:

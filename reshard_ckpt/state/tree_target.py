@@ -17,9 +17,9 @@ from ..core.words import a, plural
 from ..errors import MismatchError, UsageError
 from .mesh import RankSet
 from .modules import is_nothing
-from .scan import GroupsItem, Index, Path, PerRankItem, TensorItem, Tree, ValueItem, is_stateful, name_of, own_key
+from .paths import Index, Path, name_of, new_dict, order_of, own_key
+from .scan import GroupsItem, PerRankItem, TensorItem, Tree, ValueItem, is_stateful
 from .shards import PerRank, PerRankValues
-from .steps import new_dict, order_of
 
 _MISSING = object()
 

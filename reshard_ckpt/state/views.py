@@ -17,9 +17,9 @@ import torch
 from torch.optim import Optimizer
 
 from ..errors import UsageError
-from .optimizer_dicts import names_by_number
 from .owners import Owner, Owners
-from .scan import Item, NumberedItem, OptimizersItem, Path, Tree, by_number, check_names, opened_objects, tree_of
+from .paths import Path
+from .scan import Item, NumberedItem, OptimizersItem, Tree, by_number, check_names, opened_objects, tree_of
 from .watched import Watched, has_own_state_dict, optimizers_of
 
 State = MutableMapping[Any, dict[str, Any]]
@@ -230,8 +230,8 @@ def _members(item: NumberedItem, tree: Tree, source: Optimizer | None, owners: O
     members = _owned(numbers, owners)
     if members is not None:
         return members
-    if (names := names_by_number(groups)) is not None:
-        return {number: owners.named(name) for number, name in names.items()}
+    if item.names is not None:
+        return {number: owners.named(name) for number, name in item.names.items()}
     if isinstance(tree.owner, Optimizer) and tree.path == item.path:  # it numbers its own groups
         source = source or tree.owner
         numbers = _numbers_of(source, groups)

@@ -381,6 +381,13 @@ def test_dicts_nest_as_deep_as_is_said():
     assert target == state
 
 
+class HasExtraState(nn.Module):
+    def get_extra_state(self) -> int:
+        return 1
+
+    def set_extra_state(self, state: int) -> None: ...
+
+
 @pytest.mark.parametrize(
     "state",
     [
@@ -388,6 +395,7 @@ def test_dicts_nest_as_deep_as_is_said():
         {"x": {"\ud800": 1}},
         {"\udcff": nn.Linear(1, 1)},
         {"x": nn.ModuleDict({"a\ud800": nn.Linear(1, 1)})},
+        {"x": nn.ModuleDict({"a\ud800": HasExtraState()})},
         {"x": PerRank({"a": 1}), "\ud800": 2},
     ],
 )

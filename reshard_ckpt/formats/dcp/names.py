@@ -24,7 +24,7 @@ from ...core.catalog.links import GROUPS, STATE
 from ...core.catalog.specs import StateLink
 from ...format.values import decode_path
 from ...state.optimizer_dicts import OptimizerGroups, flat_hyperparameter, grouped, groups_from_list
-from ...state.scan import Index, saved_path
+from ...state.paths import Index, saved_path
 from .metadata import Key, Metadata
 
 MODEL = "model"

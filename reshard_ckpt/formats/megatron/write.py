@@ -15,8 +15,8 @@ from ...core.catalog.model import Catalog
 from ...core.catalog.specs import ValueKind
 from ...errors import NameCollisionError
 from ...format.values import decode_path
-from ...state.scan import Index
-from ...state.scan import saved_path as state_path
+from ...state.paths import Index
+from ...state.paths import saved_path as state_path
 from ...storage.protocol import Storage
 from ..dcp.write import BytesOf, FolderLayout, write_folder
 from .names import (

@@ -27,7 +27,7 @@ from ...errors import CorruptError, LayoutError
 from ...format.checksums import digest128
 from ...format.values import decode_path, encode_path
 from ..collector import NamedValue
-from ..scan import Index, Path, name_of, path_keys, saved_path
+from ..paths import Index, Path, name_of, path_keys, saved_path
 
 COMMON = "common_state"
 COMMON_FILE = "common.pt"

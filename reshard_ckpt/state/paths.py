@@ -1,4 +1,4 @@
-"""The steps to a value in the state, as they are saved, and the dicts on the way, as they are made again
+"""Paths in the state: the names that they give, and how they are saved.
 
 A dict is saved as its values, each with the keys that lead to it, so its class shows only there. Where the dict is no plain one,
 the step is a dict of that class with this one key: ``OrderedDict({"a": 2})`` is the third key of an `OrderedDict`. A load that
@@ -11,10 +11,72 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..core.catalog.links import STATE
+from ..core.catalog.specs import StateLink
 from ..format.value_decode import FACTORIES
-from .scan import Index, Path, path_keys
+
+Path = tuple[Any, ...]
 
 _KINDS = (OrderedDict, Counter, defaultdict)
+
+
+class Index(int):
+    """A step of a path into a list or tuple, as opposed to a dict's key that is an int."""
+
+
+class Unwrapped(str):
+    """A step of a path into a dict of tensors under a key without what wrappers put into it; `key` is the dict's own."""
+
+    key: str
+
+
+def name_of(path: Path) -> str:
+    """Return the name of what lies at a path.
+
+    >>> name_of(("model", "layers.0.weight"))
+    'model.layers.0.weight'
+    """
+    return ".".join(str(key) for key in path)
+
+
+def path_keys(path: Path) -> list[Any]:
+    """Return a path as it is saved: a step into a list is a tuple of its index; a key that looks like one is put in a tuple.
+
+    >>> path_keys(("extra", 7, Index(0), (0,)))
+    ['extra', 7, (0,), ((0,),)]
+    """
+    return [_saved_step(step) for step in path]
+
+
+def _saved_step(step: Any) -> Any:
+    if isinstance(step, Index):
+        return (int(step),)
+    if isinstance(step, Unwrapped):
+        return str(step)
+    return (step,) if _is_wrapped(step) else step
+
+
+def _is_wrapped(key: Any) -> bool:
+    """Tell whether a saved key is an index, or a key that was put into a tuple so as not to look like one."""
+    return type(key) is tuple and len(key) == 1 and (type(key[0]) is int or _is_wrapped(key[0]))
+
+
+def own_key(step: Any) -> Any:
+    """Return what a container itself calls a step of a path."""
+    return step.key if isinstance(step, Unwrapped) else step
+
+
+def saved_path(keys: tuple[Any, ...]) -> Path:
+    """Make a path of its saved keys, as the inverse of `path_keys`."""
+    return tuple(key if not _is_wrapped(key) else Index(key[0]) if type(key[0]) is int else key[0] for key in keys)
+
+
+def link_in_dict(path: Path, optimizers: set[str]) -> StateLink | None:
+    """Link what lies in a dict of the form of an optimizer's ``state_dict()``; `optimizers` names all such dicts."""
+    for i in range(len(path) - 3, -1, -1) if optimizers else ():
+        if path[i] == STATE and name_of(path[:i]) in optimizers:
+            return StateLink(name_of(path[:i]), str(path[i + 1]), name_of(path[i + 2 :]))
+    return None
 
 
 class Steps:
