@@ -7,6 +7,9 @@ from collections.abc import Sequence
 
 from ..errors import UnsupportedError
 
+MAX_NAME_BYTES = 1 << 16
+"""The longest name that a catalog holds, in UTF-8: what is longer could be written, and not be read again."""
+
 _VOWEL = re.compile(r"[aeio]|u(?!int|ni|se|tf)", re.IGNORECASE)
 
 
@@ -39,15 +42,20 @@ def few(names: Sequence[str], limit: int = 5) -> str:
 
 
 def check_text(text: str, what: str) -> None:
-    """Refuse text that is no valid Unicode, which no file can hold.
+    """Refuse text that no catalog can hold: what is no valid Unicode, and what is too long.
 
     Raises
     ------
     UnsupportedError
-        It has a lone surrogate, as what `os.fsdecode` makes of foreign bytes may.
+        It has a lone surrogate, as what `os.fsdecode` makes of foreign bytes may, or more than `MAX_NAME_BYTES`.
     """
-    if not text.isascii():
+    if text.isascii():
+        num_bytes = len(text)
+    else:
         try:
-            text.encode()
+            num_bytes = len(text.encode())
         except UnicodeEncodeError:
             raise UnsupportedError(f"{text!r}: {what} with a lone surrogate is no valid text; rename it") from None
+    if num_bytes > MAX_NAME_BYTES:
+        most = f"over the {MAX_NAME_BYTES} that are read; shorten it"
+        raise UnsupportedError(f"{text[:60]!r}…: {what} of {num_bytes} bytes, {most}")

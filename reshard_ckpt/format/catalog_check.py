@@ -20,6 +20,8 @@ from ..core.catalog.links import STATE
 from ..core.catalog.model import I64, BoxTable, Catalog, TensorKind, TensorTable
 from ..core.catalog.specs import ValueKind
 from ..core.geometry.dtypes import CODES, item_bytes_of
+from ..core.words import MAX_NAME_BYTES
+from .columns import MAX_MEMBERS
 
 MAX_DIMS = 32
 MAX_BYTES = 2**62
@@ -36,6 +38,7 @@ _MAX_KEY_CHARS = 1024
 def problems(catalog: Catalog) -> Iterator[str]:
     """What is wrong with a catalog; nothing, for one that can be trusted."""
     yield from _info(catalog)
+    yield from _texts(catalog)
     yield from _files(catalog)
     yield from _tensors(catalog.tensors_table, len(catalog.placements), len(catalog.rows.box))
     yield from _aliases(catalog.tensors_table)
@@ -95,8 +98,19 @@ def _info(catalog: Catalog) -> Iterator[str]:
     mesh = catalog.mesh
     if mesh is not None and (len(mesh.axes) != len(mesh.sizes) or len(set(mesh.axes)) != len(mesh.axes)):
         yield f"its mesh has axes {mesh.axes} and sizes {mesh.sizes}"
+    if mesh is not None and len(mesh.axes) > MAX_MEMBERS:
+        yield f"its mesh has {len(mesh.axes)} axes, over the {MAX_MEMBERS} that are read"
     if mesh is not None and (any(size < 1 for size in mesh.sizes) or prod(mesh.sizes) >= 2**31):
         yield f"its mesh has sizes {mesh.sizes}"
+
+
+def _texts(catalog: Catalog) -> Iterator[str]:
+    axes = (axis.axis for placement in catalog.placements for axis in placement)
+    texts = (*catalog.tensors_table.names, *catalog.value_names, *axes)
+    if max(map(len, texts), default=0) > MAX_NAME_BYTES // 4:  # else none is too long, whatever its characters take
+        for text in texts:
+            if (num_bytes := len(text.encode(errors="replace"))) > MAX_NAME_BYTES:
+                yield f"{text[:60]!r}… is a name of {num_bytes} bytes, over the {MAX_NAME_BYTES} that are read"
 
 
 def _files(catalog: Catalog) -> Iterator[str]:

@@ -21,17 +21,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core.catalog.model import I64
+from ..core.words import MAX_NAME_BYTES
 from ..errors import CorruptError
 
-MAX_NAME_BYTES = 1 << 16
 MAX_CELLS = 1 << 28
 """The most entries of one table's matrix, for the sake of readers: as int64 they take 2 GiB."""
 
 MAX_COLUMNS = 32
 """The most dims of a matrix; one of very many rows is held to half as many."""
 
+MAX_MEMBERS = 256
+"""The most entries of a msgpack map or list, which is none of the columns."""
+
 _WIDTHS = {"u1": 1, "u2": 2, "u4": 4, "u8": 8}
-_MAX_MEMBERS = 256
 
 
 def pack_ints(values: I64 | NDArray[np.uint8] | Sequence[int]) -> list[Any]:
@@ -80,7 +82,7 @@ def pack_table(fields: Mapping[str, Any]) -> bytes:
 def unpack_map(data: bytes | memoryview, name: str) -> dict[str, Any]:
     """Decode a msgpack map with text keys; no array or map in it may be large, so that its headers cannot claim much memory."""
     try:
-        node = msgpack.unpackb(data, max_array_len=_MAX_MEMBERS, max_map_len=_MAX_MEMBERS, max_ext_len=0)
+        node = msgpack.unpackb(data, max_array_len=MAX_MEMBERS, max_map_len=MAX_MEMBERS, max_ext_len=0)
     except (ValueError, TypeError, MemoryError, RecursionError, msgpack.UnpackException) as error:
         raise CorruptError(f"{name}: no msgpack of this format ({error}); use another checkpoint") from error
     if type(node) is not dict or any(type(key) is not str for key in node):

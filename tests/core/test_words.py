@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from reshard_ckpt import checkpoint
-from reshard_ckpt.core.words import a, plural
-from reshard_ckpt.errors import CheckpointError
+from reshard_ckpt.core.words import MAX_NAME_BYTES, a, plural
+from reshard_ckpt.errors import CheckpointError, UnsupportedError
 
 BAD = "\ud800"
 
@@ -38,6 +38,29 @@ def test_text_that_cannot_be_written_is_a_named_error(tmp_path: Path, call: Any)
     checkpoint.save(tmp_path / "a", state)
     with pytest.raises(CheckpointError):
         call(tmp_path, state)
+
+
+@pytest.mark.parametrize(
+    ("state", "mesh"),
+    [
+        ({"x": {"n" * MAX_NAME_BYTES: torch.ones(2)}}, None),
+        ({"x": {"n" * MAX_NAME_BYTES: 1}}, None),
+        ({"é" * (MAX_NAME_BYTES // 2 + 1): 1}, None),
+        ({"@" * (MAX_NAME_BYTES // 2): b"0" * 5000}, None),  # its bytes lie under a name in which each character takes three
+        ({"x": 1}, {f"axis{i}": 1 for i in range(300)}),
+    ],
+)
+def test_what_could_not_be_read_again_does_not_replace_a_checkpoint(tmp_path: Path, state: Any, mesh: Any):
+    checkpoint.save(tmp_path, {"w": torch.arange(3.0)})
+    with pytest.raises(UnsupportedError, match="that are read"):
+        checkpoint.save(tmp_path, state, mesh=mesh)
+    assert torch.equal(checkpoint.read(tmp_path)["w"], torch.arange(3.0))
+
+
+def test_the_longest_names_can_be_read(tmp_path: Path):
+    state = {"n" * MAX_NAME_BYTES: torch.arange(3.0), "é" * (MAX_NAME_BYTES // 2): 1}
+    checkpoint.save(tmp_path, state)
+    assert list(checkpoint.read(tmp_path)) == list(state)
 
 
 def test_words_agree_with_what_they_stand_by():
