@@ -107,8 +107,7 @@ def _contents(item: Item, opened: OpenedState, keys_to: Steps, link: StateLink |
     elif isinstance(item, ValueItem):
         yield NamedValue(name, keys_to(item.path), ValueKind.PLAIN, item.value, link)
     elif isinstance(item, PerRankItem):
-        value = item.holder.value
-        yield NamedValue(name, keys_to(item.path), ValueKind.PER_RANK, value.state_dict() if item.is_stateful else value)
+        yield NamedValue(name, keys_to(item.path), ValueKind.PER_RANK, item.holder.value if item.ask is None else item.ask())
     elif isinstance(item, GroupsItem):
         groups = merge([(name, saved_groups(item.groups))], name=name)
         yield NamedValue(name, keys_to(item.path), ValueKind.PARAM_GROUPS, groups)

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,10 +65,10 @@ class ValueItem(_Item):
 
 @dataclass(frozen=True, slots=True)
 class PerRankItem(_Item):
-    """A value of this rank's own; `is_stateful` where that is an object that gives and takes its state by itself."""
+    """A value of this rank's own; `ask` gives the state of an object that has one, and is None for a plain value."""
 
     holder: PerRank
-    is_stateful: bool
+    ask: Callable[[], Any] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +178,7 @@ def _items(value: Any, path: Path, above: tuple[int, ...], steps_of: StepsOf, *,
     if is_tensor_like(value) or isinstance(value, Shards):
         yield from (TensorItem(path, name, part) for part in parts_of(value, name))
     elif isinstance(value, PerRank):
-        yield PerRankItem(path, name, value, is_stateful(value.value))
+        yield PerRankItem(path, name, value, partial(state_of, value.value) if is_stateful(value.value) else None)
     elif (modules := _modules(value)) is not None:
         yield ModulesItem(path, name, modules)
     elif (optimizers := _optimizers(value)) is not None:
@@ -262,6 +263,19 @@ def is_stateful(value: Any) -> bool:
     if isinstance(value, torch.Generator):
         return True
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def state_of(value: Any) -> Any:
+    """Ask an object for its state, whole."""
+    return value.get_state() if isinstance(value, torch.Generator) else value.state_dict()
+
+
+def give_state(value: Any, state: Any) -> None:
+    """Give an object what `state_of` returned."""
+    if isinstance(value, torch.Generator):
+        value.set_state(state)
+    else:
+        value.load_state_dict(state)
 
 
 def _module_of(value: Any) -> nn.Module | None:

@@ -278,8 +278,8 @@ class PerRank:
     Parameters
     ----------
     value
-        Any plain value, or an object with ``state_dict`` and ``load_state_dict``. After a load, `value` is this rank's (an object
-        has been given it through ``load_state_dict``).
+        Any plain value, or an object with ``state_dict`` and ``load_state_dict``, or a ``torch.Generator``. After a load, `value`
+        is this rank's (an object has been given it through ``load_state_dict``).
     combine
         Called when the world size differs from the saved one, with all saved values in order of rank: either
         ``combine(values, rank, size)``, where rank and size are those of the loading job, or ``combine(values)``. It returns what

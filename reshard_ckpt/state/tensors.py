@@ -157,7 +157,8 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 def check_writable(value: TensorLike, memory: torch.Tensor, name: str) -> None:
     """Refuse what cannot be loaded into in place: a lazily conjugated view, or several elements in one place of memory."""
     tensor = value.tensor if isinstance(value, LocalShard | FlatShard) else value
-    if not isinstance(tensor, DTensor) and (tensor.is_conj() or tensor.is_neg()):
+    tensor = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    if tensor.is_conj() or tensor.is_neg():
         raise UnsupportedError(f"{name}: is a lazily conjugated view, which cannot be loaded into; pass tensor.resolve_conj()")
     if memory.is_contiguous():
         return

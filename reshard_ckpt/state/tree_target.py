@@ -18,7 +18,7 @@ from ..errors import MismatchError, UsageError
 from .mesh import RankSet
 from .modules import is_nothing
 from .paths import Index, Path, name_of, new_dict, order_of, own_key
-from .scan import GroupsItem, PerRankItem, TensorItem, Tree, ValueItem, is_stateful
+from .scan import GroupsItem, PerRankItem, TensorItem, Tree, ValueItem, give_state, is_stateful
 from .shards import PerRank, PerRankValues
 
 _MISSING = object()
@@ -73,6 +73,9 @@ class TreeTarget:
         )
         for name, item in self._slots.items():
             self._check_mutable(name, item.path)
+        for item in tree.items:
+            if isinstance(item, TensorItem):
+                self._check_kept(item.name, item.path)
 
     def _check_mutable(self, name: str, path: Path) -> None:
         node = self._root
@@ -80,6 +83,18 @@ class TreeTarget:
             if isinstance(node, Mapping) and not isinstance(node, MutableMapping):
                 raise UsageError(f"{name}: {a(type(node).__name__)} cannot take a loaded value; pass a dict")
             node = node[own_key(key)]
+
+    def _check_kept(self, name: str, path: Path) -> None:
+        """Refuse a tensor in a mapping that makes what it holds anew each time it is asked: what is loaded would be lost."""
+        node = self._root
+        for key in path[len(self._tree.path) :]:
+            child = node[own_key(key)]
+            if isinstance(node, Mapping) and not isinstance(node, dict) and node[own_key(key)] is not child:
+                raise UsageError(
+                    f"{name}: {a(type(node).__name__)} that gives another object each time it is asked cannot be loaded into; "
+                    "pass a dict of the tensors themselves"
+                )
+            node = child
 
     def takes(self, name: str) -> bool:
         return True
@@ -191,7 +206,7 @@ class TreeTarget:
             self._root = _put(self._root, self._relative(saved.path), value, self._relative(saved.steps))
         for holder, value in self._per_rank:
             if is_stateful(holder.value):
-                holder.value.load_state_dict(value)
+                give_state(holder.value, value)
             else:
                 holder.value = value
         if self._tree.sink is not None:

@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from reshard_ckpt.core.catalog.specs import AxisPlacement, Mesh, Replication
 from reshard_ckpt.errors import LayoutError, MismatchError, UnsupportedError, UsageError
 from reshard_ckpt.state import capture
+from reshard_ckpt.state.tensors import check_writable, local_memory
 from tests.factored import Factored
 from tests.helpers import Saved, load, position_values, save
 from tests.launch import run_ranks
@@ -348,6 +349,12 @@ def refusals_job() -> None:
             LayoutError, match=r"x: placements .* a local shape of \(3,\) of \(6,\), but the local tensor has \(2,\)"
         ):
             capture({"x": uneven})
+
+    value = torch.tensor([1 + 2j, 3 - 4j], dtype=torch.complex64)
+    for lazily in (value.conj(), value.conj().imag):  # what is loaded would go into a copy
+        view = DTensor.from_local(lazily, mesh, [Shard(0)])
+        with pytest.raises(UnsupportedError, match="x: is a lazily conjugated view"):
+            check_writable(view, local_memory(view, "x").memory, "x")
 
     for wrong in ({"dp": 3}, {"dp": 2, "tp": 2}):
         with pytest.raises(UsageError, match=r"mesh: axes .* ranks, but 2 take part"):

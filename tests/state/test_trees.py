@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import collections
+import collections.abc
+import copy
 import dataclasses
 import datetime
 import pathlib
 import types
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -244,6 +247,53 @@ def test_an_object_of_each_rank_takes_what_combine_makes():
     again = Counter(position=0)
     load(saved, {"loader": PerRank(again)}, rank=1, size=2)
     assert again.state == {"position": 4}
+
+
+def test_a_generator_of_each_rank_goes_on_where_it_was():
+    generators = [torch.Generator().manual_seed(seed) for seed in (3, 4)]
+    saved = save([capture({"rng": PerRank(generator)}) for generator in generators])
+    mine = torch.Generator()
+    load(saved, {"rng": PerRank(mine)}, rank=1, size=2)
+    assert torch.equal(torch.rand(5, generator=mine), torch.rand(5, generator=generators[1]))
+
+
+class Copies(collections.abc.Mapping[str, Any]):
+    """A mapping that makes what it holds anew each time it is asked, as one that reads files does."""
+
+    def __init__(self, held: dict[str, Any]) -> None:
+        self.held = held
+
+    def __getitem__(self, key: str) -> Any:
+        return copy.deepcopy(self.held[key])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.held)
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda t: Copies({"w": t}), lambda t: {"m": Copies({"n": {"w": t}})}, lambda t: Counter(m=Copies({"w": t}))],
+    ids=["mapping", "above a dict", "in an object"],
+)
+def test_a_mapping_of_copies_is_saved_and_not_loaded_into(make):
+    tensor = torch.arange(3.0)
+    saved = save([capture({"x": make(tensor)})])
+    (name,) = saved.tensors
+    assert torch.equal(saved.tensors[name], tensor)
+    with pytest.raises(UsageError, match=rf"{name}: a Copies that gives another object each time"):
+        load(saved, {"x": make(tensor)})
+
+
+@pytest.mark.parametrize("make", [types.MappingProxyType, collections.UserDict, collections.ChainMap])
+def test_other_mappings_of_tensors_are_loaded_into(make):
+    tensor = torch.arange(3.0)
+    saved = save([capture({"x": make({"w": tensor})})])
+    into = torch.zeros(3)
+    load(saved, {"x": make({"w": into})})
+    assert torch.equal(into, tensor)
 
 
 def test_a_loader_goes_on_from_four_ranks_to_three_without_losing_a_sample():
