@@ -16,7 +16,7 @@ import torch
 from reshard_ckpt import LocalShard, checkpoint
 from reshard_ckpt.engine.common import recorder
 from reshard_ckpt.engine.saving import commit as save_module
-from reshard_ckpt.errors import CheckpointError, LayoutError, PeerError, StorageError
+from reshard_ckpt.errors import CheckpointError, LayoutError, PeerError, StorageError, UsageError
 from reshard_ckpt.format import keys
 from reshard_ckpt.storage.local import LocalStorage, LocalWriter
 from tests.deadlines import Clock, over_when
@@ -397,6 +397,30 @@ def test_ranks_that_disagree_about_the_state_are_named_on_all(
         for part in parts:
             assert part.format(other=other, valued=0 if sick else 1, low=2 * sick, high=2 * sick + 2) in str(error)
     check(tmp_path, OLD)
+    go_on(job, tmp_path)
+
+
+@pytest.mark.parametrize("sick", [0, 2])
+@pytest.mark.parametrize(
+    ("name", "of_sick", "of_others"),
+    [
+        ("read_once", {"read_once": True}, {}),
+        ("verify_first", {"read_once": True, "verify_first": True}, {"read_once": True}),
+        ("verify_first", {"read_once": True, "verify_first": True, "verify": False}, {"read_once": True, "verify_first": True}),
+    ],
+)
+def test_options_with_which_some_would_wait_for_the_others_for_ever_are_refused_on_all(
+    job: Job, tmp_path: Path, name: str, of_sick: dict[str, bool], of_others: dict[str, bool], sick: int
+):
+    begin(job, tmp_path)
+    states = [state(rank, NEW) for rank in range(SIZE)]
+    outcomes = job.run(lambda rank: checkpoint.load(tmp_path, states[rank], **(of_sick if rank == sick else of_others)))
+    who = f"rank {sick}" if sick else f"ranks 1-{SIZE - 1}"
+    for error in outcomes:
+        assert isinstance(error, UsageError), outcomes
+        assert name in str(error)
+        assert f"on {who}: pass the same on every rank" in str(error)
+    assert all(torch.equal(mine["t"]["same"], expected(NEW)["t.same"]) for mine in states)  # nothing was changed
     go_on(job, tmp_path)
 
 

@@ -13,13 +13,14 @@ from typing import Any
 import msgpack
 
 from ...comm.protocol import Comm
+from ...comm.wire import name_ranks
 from ...core.catalog.model import Catalog, TensorKind
 from ...core.catalog.param_groups import NO_GROUP
 from ...core.near import nearest
 from ...core.planning.match import MISSING, matches
 from ...core.report import MAX_NAMED, LoadReport, summarize_kinds
 from ...core.words import few
-from ...errors import MismatchError
+from ...errors import MismatchError, UsageError
 from ...format.shard_file import opaque_name
 from .load import LoadOptions, Resolved
 
@@ -79,6 +80,8 @@ def vote(
     ------
     MismatchError
         There is a problem, on any rank, and ``strict``.
+    UsageError
+        Ranks were given options with which some would wait for others that never come.
     """
     values = [line for line in wanted.problems if not matches(_subject(line), options.ignore)]
     missing = [line for line in values if line.partition(": ")[2].startswith((MISSING, NO_GROUP))]
@@ -92,11 +95,14 @@ def vote(
         "refused": sorted(resolved.refused),
         "has_ties": bool(resolved.ties),
         "unused": unused_patterns(options, (*wanted.names, *map(_missing_name, wanted.problems))),
+        "together": _together(options),
     }
     gathered = comm.gather(msgpack.packb(own_vote))
     merged = None
     if gathered is not None:
-        merged = msgpack.packb(_merge(catalog, [msgpack.unpackb(data) for data in gathered], wanted.prefixes))
+        votes = [msgpack.unpackb(data) for data in gathered]
+        _refuse_apart([one["together"] for one in votes])
+        merged = msgpack.packb(_merge(catalog, votes, wanted.prefixes))
     result = msgpack.unpackb(comm.broadcast(merged), use_list=False)
     report = LoadReport(**result["problems"])
     if options.strict and report.problems:
@@ -106,6 +112,20 @@ def vote(
         shown = {kind: [suggestions.get(line, line) for line in lines] for kind, lines in report.by_kind.items()}
         raise MismatchError(summarize_kinds(shown, advice), report.problems)
     return VoteResult(report, frozenset(result["refused"]), result["has_ties"])
+
+
+def _together(options: LoadOptions) -> dict[str, bool]:
+    """What ranks do together, in collectives, or not at all."""
+    once = bool(options.read_once)
+    return {"read_once": once, "verify_first (with verify)": once and bool(options.verify_first and options.verify)}
+
+
+def _refuse_apart(together: Sequence[Mapping[str, bool]]) -> None:
+    """Refuse options with which some ranks would enter a collective, and others not."""
+    for option, own in together[0].items():
+        others = [rank for rank, of_rank in enumerate(together) if of_rank[option] != own]
+        if others:
+            raise UsageError(f"{option} is {own} on rank 0, {not own} on {name_ranks(others)}: pass the same on every rank")
 
 
 def _advice(report: LoadReport) -> str:
