@@ -2,8 +2,8 @@
 
 1. Items come sorted by element size, so members are aligned without holes.
 2. A new file begins where the header would grow too large.
-3. Bytes go from the tensors' own memory to the file, hashed on the way; only memory that is not in order, or not on the
-   host, passes through one small buffer.
+3. Bytes go from the tensors' own memory through one small buffer to the file, and are hashed in that buffer: what is written is
+   what was hashed, even where somebody changes a tensor meanwhile.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from ...core.catalog.model import TensorKind
 from ...core.geometry.runs import I64
-from ...errors import StorageError
+from ...errors import StorageError, UsageError
 from ...format.checksums import BlockHasher, digest128
 from ...format.keys import digests_key, file_key
 from ...format.shard_file import Member, header, header_cost, make_member
@@ -234,7 +234,11 @@ class ShardFileWriter:
         """Make all durable, the digests too."""
         self.sync()
         size, digests = self._hasher.num_bytes, self._hasher.finish()
-        assert size == self.layout.num_bytes
+        if size != self.layout.num_bytes:
+            raise UsageError(
+                f"{self.layout.key}: {size} bytes were written of {self.layout.num_bytes}: the memory of a tensor was made "
+                "smaller, or freed, while it was saved; this save is given up: resize no tensor meanwhile, or use async_save"
+            )
         with self._storage.create(digests_key(self.layout.key)) as writer:
             writer.write(digests)
             writer.finish()
@@ -272,9 +276,19 @@ def _write_file(
 
 
 def _file_chunks(runs: Sequence[LocalRun], layout: FileLayout) -> Iterator[memoryview]:
-    """The bytes of a file, front to back, from the tensors' own memory where that is in order."""
+    """The bytes of a file, front to back; each chunk is a copy, which the next one overwrites.
+
+    Were a chunk the tensor's own memory, and another thread or process changed that between hashing and writing (a replay
+    buffer, a counter in shared memory), the checkpoint would be committed, and refused as damaged by every load.
+    """
     yield memoryview(layout.header)
     scratch = torch.empty(WRITE_BYTES, dtype=torch.uint8, device="cpu")
+    own = scratch.numpy().data
     # Views before any writing, which empties the processor's caches: between writes they would take ten times as long.
     for run, data in [(run, bytes_in_place(*run)) for run in runs[layout.items]]:
-        yield from chunks(*run, scratch) if data is None else slices(data, WRITE_BYTES)
+        if data is None:
+            yield from chunks(*run, scratch)
+            continue
+        for part in slices(data, WRITE_BYTES):
+            own[: len(part)] = part
+            yield own[: len(part)]

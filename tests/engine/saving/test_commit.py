@@ -18,8 +18,9 @@ from reshard_ckpt.core.planning.local_metadata import build_local_metadata
 from reshard_ckpt.engine.saving import commit as save_module
 from reshard_ckpt.engine.saving.local_shards import describe_local
 from reshard_ckpt.engine.saving.options import SaveContents
-from reshard_ckpt.engine.saving.write import lay_out, write_assignment
-from reshard_ckpt.errors import CheckpointNotFound, LayoutError, StorageError, UnsupportedError
+from reshard_ckpt.engine.saving.write import WRITE_BYTES, lay_out, write_assignment
+from reshard_ckpt.errors import CheckpointNotFound, LayoutError, StorageError, UnsupportedError, UsageError
+from reshard_ckpt.format.checksums import BlockHasher
 from reshard_ckpt.format.keys import CATALOG_KEY
 from reshard_ckpt.format.torch_dtypes import TORCH_DTYPES
 from reshard_ckpt.storage import open_storage
@@ -101,6 +102,38 @@ def test_a_failed_write_removes_what_the_rank_wrote(tmp_path: Path) -> None:
         with pytest.raises(StorageError, match="quota"):
             save_job(storage, [[whole("w", torch.ones(4))]])
         assert storage.list() == []
+
+
+def test_memory_that_changes_while_saved_makes_no_damaged_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    each = WRITE_BYTES // 4
+    start = torch.arange(2 * each + 5, dtype=torch.int32)
+    tensor, hashed = start.clone(), BlockHasher.update
+
+    def hashed_and_changed(hasher: BlockHasher, data: memoryview) -> None:
+        hashed(hasher, data)
+        tensor.add_(1)  # as another thread may
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BlockHasher, "update", hashed_and_changed)
+        checkpoint.save(tmp_path, {"t": tensor})
+    assert checkpoint.verify(tmp_path).ok
+    # Each chunk is of one moment: the header is hashed before the first.
+    moments = torch.arange(len(start), dtype=torch.int32) // each + 1
+    assert torch.equal(checkpoint.read(tmp_path)["t"], start + moments)
+
+
+def test_memory_that_is_freed_while_it_is_saved_gives_the_save_up(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, {"t": torch.ones(3)})
+    tensor = torch.arange(100_000.0)
+
+    def free(step: str, done: int, total: int) -> None:
+        if not done:
+            tensor.untyped_storage().resize_(16)
+
+    with pytest.raises(UsageError, match=r"\d+ bytes were written of \d+: the memory of a tensor was made"):
+        checkpoint.save(tmp_path, {"t": tensor, "u": torch.arange(9.0)}, progress=free)
+    assert torch.equal(checkpoint.read(tmp_path)["t"], torch.ones(3))
+    assert len(list(tmp_path.glob("*/*.safetensors"))) == 1
 
 
 def test_a_path_without_a_commit_says_what_is_there(tmp_path: Path) -> None:
