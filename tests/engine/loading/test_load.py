@@ -217,6 +217,16 @@ def test_one_thread_or_many_read_the_same(tmp_path: Path) -> None:
         assert torch.equal(into, big)
 
 
+def test_a_backward_pass_does_not_use_what_was_loaded_meanwhile(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, {"w": torch.zeros(1000)})
+    w = torch.nn.Parameter(torch.arange(1000.0))
+    loss = (w * w).sum()
+    checkpoint.load(tmp_path, {"w": w}, verify_first=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    assert w.grad is None
+
+
 def test_read_takes_names_prefixes_and_says_what_is_missing(tmp_path: Path) -> None:
     state = save_some(tmp_path)
     assert list(checkpoint.read(tmp_path, ["t"])) == [f"t.w{i}" for i in range(4)]
