@@ -14,6 +14,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TextIO
 
+from ...errors import UsageError
+
 OnProgress = Callable[[str, int, int], None]
 """Called with the name of a step, the bytes done and the bytes in all. An exception that it raises ends the work."""
 
@@ -28,6 +30,8 @@ def reporter(progress: bool | OnProgress) -> OnProgress:
     """Convert the option ``progress=`` of public functions: True is a line on stderr, False nothing."""
     if progress is False:
         return silent
+    if progress is not True and not callable(progress):
+        raise UsageError(f"progress={progress!r}: pass True, False, or a function of a step, the bytes done and the bytes in all")
     return StatusLine() if progress is True else progress
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from reshard_ckpt import checkpoint
 from reshard_ckpt.engine.common.progress import StatusLine, Tally, reporter
+from reshard_ckpt.errors import UsageError
 
 
 class Terminal(io.StringIO):
@@ -175,3 +177,9 @@ def test_true_writes_to_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert told.out == ""
     assert [line.split(":")[0] for line in told.err.splitlines()][:1] == ["save"]
     assert any(line.startswith("load: 4.") and " in " in line for line in told.err.splitlines())
+
+
+@pytest.mark.parametrize("progress", [1, "yes", None])
+def test_what_cannot_be_called_is_wrong_use(tmp_path: Path, progress: Any) -> None:
+    with pytest.raises(UsageError, match=f"progress={progress!r}: pass True, False, or a function"):
+        checkpoint.save(tmp_path, {"w": torch.ones(3)}, progress=progress)
