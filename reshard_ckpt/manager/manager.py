@@ -244,7 +244,7 @@ class Manager(RunSteps):
                 raise
             self._pending, settled = handle, threading.Event()
             self._settled = settled
-            self._preemption.pending(handle)
+            self._preemption.pending = handle
 
             def settle(done: SaveHandle) -> None:
                 try:

@@ -16,8 +16,8 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from types import FrameType, TracebackType
+from contextlib import ExitStack, contextmanager
+from types import FrameType
 from typing import Any
 
 from ..comm import Stop, give_up_sessions, open_session, open_stop
@@ -44,44 +44,64 @@ def grace_of(finish_on_sigterm: bool | float) -> float:
     return float(finish_on_sigterm)
 
 
-class SigtermHandler:
-    """A handler of SIGTERM, installed while its block lasts, that waits for the save `pending`.
+class Preemption:
+    """What a manager does about SIGTERM: nothing, or it finishes a save first, or it tells the loop that asks.
 
     Parameters
     ----------
-    grace_s
-        Seconds from the signal on after which it waits no more.
+    root, session
+        The path of the run, and the options of every session.
 
     Attributes
     ----------
     pending
         The save that is under way.
-    only_records
-        SIGTERM ends nothing: it sets `received`.
-    received
-        Whether it has come since.
     gave_up
-        Whether the save was not finished in time.
+        Whether a save was not finished in time.
     """
 
-    def __init__(self, grace_s: float = GRACE_S) -> None:
+    def __init__(self, root: str, session: Mapping[str, Any]) -> None:
+        self._root, self._session = root, session
         self.pending: SaveHandle | None = None
-        self.only_records = self.received = self.gave_up = False
-        self._grace_s, self._deadline = grace_s, math.inf
+        self.gave_up = False
+        self._stop: Stop | None = None
+        self._grace_s, self._deadline = GRACE_S, math.inf
         self._process = os.getpid()
         self._depth = 0
-        self._seen = False
+        self._is_installed = self._has_come = False
+        # Once a loop asks, a signal ends nothing: it is recorded.
+        self._only_records = self._is_recorded = False
 
-    def __enter__(self) -> SigtermHandler:
+    def finish_saves(self, grace_s: float, held: ExitStack) -> None:
+        """Install the handler that finishes the save under way, in so many seconds at most, until `held` is closed."""
+        self._grace_s = grace_s
+        self._install(held)
+
+    def reached(self, held: ExitStack) -> bool:
+        """Whether the ranks have agreed to stop at this read; the first one installs the handler until `held` is closed."""
+        if self._stop is None:
+            self._stop = self._watch(held)
+        return self._stop.reached()
+
+    def _watch(self, held: ExitStack) -> Stop:
+        with open_session("read preempted of", self._root, **self._session) as comm:
+            if not self._is_installed:
+                self._install(held)
+            name = comm.broadcast(uuid.uuid4().hex.encode() if comm.rank == 0 else None)
+            self._only_records = True
+        return held.enter_context(open_stop(f"stop/{name.decode()}", lambda: self._is_recorded, **self._session))
+
+    def _install(self, held: ExitStack) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise UsageError(
                 "SIGTERM can be handled in the main thread alone: make a manager with finish_on_sigterm=True there, and read "
                 "manager.preempted there first"
             )
         self._before = signal.signal(signal.SIGTERM, self._on_signal)
-        return self
+        self._is_installed = True
+        held.callback(self._uninstall)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def _uninstall(self) -> None:
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == self._on_signal:
             self._restore()
 
@@ -93,17 +113,17 @@ class SigtermHandler:
             yield
         finally:
             self._depth -= 1
-            if self._seen and not self._depth:
+            if self._has_come and not self._depth:
                 self._finish_save_and_end()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # a forked child, such as a loader's worker: no save is its own
             self._run_previous_handler()
-        elif self.only_records:
+        elif self._only_records:
             # The handler of before is not called: torchrun's, where it forks a function, raises, which would end the loop.
-            self.received = True
+            self._is_recorded = True
         else:
-            self._seen = True
+            self._has_come = True
             self._begin_grace()
             if not self._depth or self._is_over():
                 self._finish_save_and_end()
@@ -118,7 +138,7 @@ class SigtermHandler:
                 timer.start()
 
     def _signal_again(self) -> None:
-        if self._seen and os.getpid() == self._process:
+        if self._has_come and os.getpid() == self._process:
             os.kill(self._process, signal.SIGTERM)
 
     def _is_over(self) -> bool:
@@ -129,7 +149,7 @@ class SigtermHandler:
             LOGGER.warning("SIGTERM: finishing the save that is under way")
             while not self.pending.done() and not self._is_over():
                 time.sleep(_POLL_S)
-        self._seen = False
+        self._has_come = False
         if self._depth or (self.pending is not None and not self.pending.done()):
             LOGGER.error("SIGTERM: not finished within %g s, so given up; the checkpoint of before is still there", self._grace_s)
             self.gave_up = True
@@ -147,51 +167,3 @@ class SigtermHandler:
 
     def _restore(self) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL if self._before is None else self._before)
-
-
-class Preemption:
-    """What a manager does about SIGTERM: nothing, or it finishes a save first, or it tells the loop that asks.
-
-    Parameters
-    ----------
-    root, session
-        The path of the run, and the options of every session.
-    """
-
-    def __init__(self, root: str, session: Mapping[str, Any]) -> None:
-        self._root, self._session = root, session
-        self._handler: SigtermHandler | None = None
-        self._stop: Stop | None = None
-
-    def finish_saves(self, grace_s: float, held: ExitStack) -> None:
-        """Install the handler that finishes the save under way, in so many seconds at most, until `held` is closed."""
-        self._handler = held.enter_context(SigtermHandler(grace_s))
-
-    def deferring(self) -> AbstractContextManager[object]:
-        """Let a signal that comes in this block wait for its end."""
-        return nullcontext() if self._handler is None else self._handler.deferring()
-
-    def pending(self, save: SaveHandle) -> None:
-        """Note the save that is under way."""
-        if self._handler is not None:
-            self._handler.pending = save
-
-    @property
-    def gave_up(self) -> bool:
-        """Whether a save was not finished in time."""
-        return self._handler is not None and self._handler.gave_up
-
-    def reached(self, held: ExitStack) -> bool:
-        """Whether the ranks have agreed to stop at this read; the first one installs the handler until `held` is closed."""
-        if self._stop is None:
-            self._stop = self._watch(held)
-        return self._stop.reached()
-
-    def _watch(self, held: ExitStack) -> Stop:
-        with open_session("read preempted of", self._root, **self._session) as comm:
-            if self._handler is None:
-                self._handler = held.enter_context(SigtermHandler())
-            name = comm.broadcast(uuid.uuid4().hex.encode() if comm.rank == 0 else None)
-            handler, handler.only_records = self._handler, True
-        stop = open_stop(f"stop/{name.decode()}", lambda: handler.received, **self._session)
-        return held.enter_context(stop)
