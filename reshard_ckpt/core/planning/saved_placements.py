@@ -6,10 +6,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from ..catalog.model import Catalog
 from ..catalog.placements import KINDS
 from ..catalog.specs import AxisPlacement, Ints, Mesh, StateLink
-from .saved_rows import SavedRows
+from ..geometry.runs import I64, bounds, pad_left
+from .axis_cuts import HeldBounds, Placement, PlacementTable, open_dims, with_cuts
 
 PIPELINE = "pp"
 EXPERTS = "ep"
@@ -34,11 +37,11 @@ class SavedPlacements:
     """
 
     def __init__(self, catalog: Catalog, names: Sequence[str], mesh: Mesh) -> None:
-        self._catalog, self._mesh, self._rows = catalog, mesh, SavedRows(catalog)
+        self._catalog, self._mesh, self._writers = catalog, mesh, _writers(catalog)
         self.links = {name: self._link(name, frozenset(names)) for name in names}
         self.shapes = {name: catalog.shape(catalog.index(name)) for name in names}
         self.sizes = {} if catalog.mesh is None else dict(zip(catalog.mesh.axes, catalog.mesh.sizes, strict=True))
-        placements = self._rows.placements()
+        placements = completed_placements(catalog)
         self.placements = {name: self._resized(placements[catalog.index(name)]) for name in names}
         self._divided = self._divided_on()
 
@@ -101,8 +104,13 @@ class SavedPlacements:
         return {optimizer: count.most_common(1)[0][0] for optimizer, count in counts.items()}
 
     def first_coordinate(self, name: str, axis: str) -> int:
-        """Return the lowest coordinate on an axis that wrote any of a tensor."""
-        return self._rows.first_coordinate(self._catalog.index(name), axis)
+        """Return the lowest coordinate on an axis that wrote any of a tensor; 0 where nothing is known."""
+        mesh, source = self._catalog.mesh, self._catalog.source(self._catalog.index(name))
+        if mesh is None or self._writers is None or axis not in mesh.axes:
+            return 0
+        first, last = self._catalog.tensors_table.row_start[source : source + 2].tolist()
+        ranks = self._writers[self._catalog.rows.file[first:last]]
+        return int(np.unravel_index(ranks, mesh.sizes)[mesh.axes.index(axis)].min()) if len(ranks) else 0
 
     def firsts(self, names: Sequence[str], axis: str) -> dict[tuple[Ints, ...], list[int]]:
         """Return the first coordinate of each tensor on an axis, in the order given, by pipeline stage and experts' rank.
@@ -126,3 +134,38 @@ class SavedPlacements:
     def unit(self, name: str) -> Unit:
         """Return what stays together: a tensor, or all state of one parameter."""
         return self.optimizer(name) or "", self.links[name].fqn, bool(self.links[name].key)
+
+
+def completed_placements(catalog: Catalog) -> tuple[Placement, ...]:
+    """Return the placement of each tensor, completed where the catalog records no turns.
+
+    Version 1 of the format recorded neither the order in which axes cut a dim nor sections. There, rows stand for the pieces of
+    all ranks: a row tells the rank that wrote it, and replicas that one rank wrote for another lie in the same place.
+    """
+    table, boxes, rows, mesh, writers = catalog.tensors_table, catalog.boxes, catalog.rows, catalog.mesh, _writers(catalog)
+    numbers = zip(table.placement.tolist(), table.ndim.tolist(), strict=True)
+    said = [_understood(catalog.placements[i], ndim) if i >= 0 else () for i, ndim in numbers]
+    if mesh is None or writers is None or not any(map(open_dims, catalog.placements)):
+        return tuple(said)
+    said = [tuple(p for p in placement if p.axis in mesh.axes) for placement in said]
+    low, high = bounds(boxes.offsets[rows.box], boxes.lengths[rows.box], rows.start, rows.count)
+    tensor = np.repeat(np.arange(len(table.names)), np.diff(table.row_start))
+    width = max(low.shape[1], table.shape.shape[1])
+    held = HeldBounds(tensor, writers[rows.file], np.arange(len(rows.box)), pad_left(low, width, 0), pad_left(high, width, 1))
+    number = {placement: i for i, placement in enumerate(dict.fromkeys(said))}
+    numbered = PlacementTable(list(number), np.array([number[placement] for placement in said], np.int64))
+    found = with_cuts(mesh, numbered, pad_left(table.shape, width, 1), table.ndim, held)
+    # An alias has no rows of its own, and lies as its source does.
+    return tuple(found.placements[found.of_tensor[catalog.source(t)]] for t in range(len(said)))
+
+
+def _writers(catalog: Catalog) -> I64 | None:
+    """Return the rank that wrote each file; None where they are not all ranks of a mesh."""
+    ranks = np.array([file.rank for file in catalog.files], np.int64)
+    return ranks if catalog.mesh is not None and (ranks < catalog.mesh.size).all() else None
+
+
+def _understood(placement: Placement, ndim: int) -> Placement:
+    """What of a placement means anything here: a catalog may come from a newer version, or from anywhere."""
+    known = (p for p in placement if p.kind in KINDS and (p.kind != "shard" or p.dim is not None))
+    return tuple(p for p in known if p.dim is None or p.dim < ndim)

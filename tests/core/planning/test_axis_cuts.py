@@ -17,7 +17,7 @@ from reshard_ckpt.core.catalog.specs import AxisPlacement, Ints, Mesh, Replicati
 from reshard_ckpt.core.geometry.ordering import group_ids, lex_order
 from reshard_ckpt.core.planning.axis_cuts import Placement
 from reshard_ckpt.core.planning.placement import PieceTable, derive
-from reshard_ckpt.core.planning.saved_rows import SavedRows
+from reshard_ckpt.core.planning.saved_placements import completed_placements
 from reshard_ckpt.storage import open_storage
 from reshard_ckpt.storage.memory import MemoryStorage
 from tests.jobs import Tensors, save_job
@@ -213,7 +213,7 @@ def test_rows_of_a_catalog_without_turns_show_them(job: tuple[Mesh, list[Layout]
         recorded, index = saved.tensor(name).placement, saved.index(name)
         assert recorded is not None
         assert same_placement(recorded, plain[int(old.tensors_table.placement[index])])
-        assert SavedRows(old).placements()[index] == recorded
+        assert completed_placements(old)[index] == recorded
 
 
 def test_a_placement_that_only_one_of_two_records_is_the_same() -> None:
