@@ -10,7 +10,7 @@ from typing import Any
 from ..core.catalog.model import Catalog
 from ..errors import CorruptError, UsageError
 from ..storage import Storage
-from ..storage.protocol import key_parts, read_range
+from ..storage.protocol import key_parts, read_parts
 
 INDEX = ".index.json"
 MAX_INDEX_BYTES = 256 << 20
@@ -116,5 +116,5 @@ def copy_side_files(source: Storage, catalog: Catalog, target: Storage) -> None:
         if key in own or not key.endswith(SIDE_SUFFIXES) or key.endswith(INDEX) or size is None or size > MAX_SIDE_BYTES:
             continue
         with target.create(key) as writer:
-            for low in range(0, size, _STEP_BYTES):
-                writer.write(read_range(source, key, low, min(_STEP_BYTES, size - low)))
+            for _, part in read_parts(source, key, size, _STEP_BYTES):
+                writer.write(part)

@@ -14,12 +14,12 @@ from math import prod
 
 from ..core.catalog.model import Catalog
 from ..core.geometry.dtypes import ITEM_BYTES
-from ..engine.common.finished_files import is_finished
+from ..engine.common.finished_files import finished_digests
 from ..engine.saving.write import FileLayout
-from ..errors import CorruptError, UsageError
-from ..format.checksums import BlockHasher, decode_digests, digests_file_bytes
+from ..errors import UsageError
+from ..format.checksums import BlockHasher
 from ..format.shard_file import METADATA, Member, header, header_cost
-from ..storage import MissingKey, Storage
+from ..storage import Storage
 from .tensor_stream import ByteStream, TensorBytes, aliases_of, in_natural_order
 
 STEM = "model"
@@ -77,18 +77,11 @@ def _header(members: Sequence[Member], aliases: Mapping[str, str]) -> bytes:
 
 def finished_files(storage: Storage, resume_info: Storage, files: Sequence[FileLayout]) -> list[FileLayout]:
     """Return the files that an earlier attempt finished: those whose every block matches its recorded digest."""
-    return [file for file in files if _is_finished(storage, resume_info, file)]
-
-
-def _is_finished(storage: Storage, resume_info: Storage, file: FileLayout) -> bool:
-    if storage.size(file.key) != file.num_bytes:
-        return False
-    key = _digests_key(file)
-    try:
-        digests = decode_digests(resume_info.read(key, digests_file_bytes(file.num_bytes)), file.num_bytes, name=key)
-        return is_finished(storage, file.key, file.num_bytes, file.header, digests)
-    except (MissingKey, CorruptError):
-        return False
+    return [
+        file
+        for file in files
+        if finished_digests(storage, file.key, file.num_bytes, file.header, resume_info, _digests_key(file)) is not None
+    ]
 
 
 def _digests_key(file: FileLayout) -> str:

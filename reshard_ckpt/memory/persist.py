@@ -22,7 +22,7 @@ from ..errors import CorruptError, StorageError
 from ..format.catalog import decode_catalog
 from ..format.checksums import digests_file_bytes, wrong_blocks
 from ..format.keys import CATALOG_KEY
-from ..storage import Storage
+from ..storage.protocol import Storage, read_parts, write_file
 from .generations import Generation, NodeImages
 
 COPY_BYTES = 4 << 20
@@ -38,22 +38,18 @@ def write_files(images: NodeImages, catalog: Catalog, keys: Sequence[str], stora
     StorageError
         The store refused.
     """
-    index_of = {file.key: index for index, file in enumerate(catalog.files)}
+    source, index_of = cast(Storage, images), {file.key: index for index, file in enumerate(catalog.files)}
     num_bytes = 0
     for key in keys:
         entry = catalog.files[index_of[key]]
         storage.delete([entry.key, entry.digests_key])  # what a killed attempt may have left
-        digests = open_files(cast(Storage, images), catalog, [index_of[key]], [index_of[key]])[index_of[key]]
-        buffer = bytearray(min(COPY_BYTES, entry.size))
+        digests = open_files(source, catalog, [index_of[key]], [index_of[key]])[index_of[key]]
         with storage.create(entry.key) as writer:
-            for at in range(0, entry.size, COPY_BYTES):
-                view = memoryview(buffer)[: min(COPY_BYTES, entry.size - at)]
-                images.read_into(entry.key, at, [view])
-                if wrong_blocks([view], at, digests.values, digests.block_bytes):
+            for at, part in read_parts(source, entry.key, entry.size, COPY_BYTES):
+                if wrong_blocks([part], at, digests.values, digests.block_bytes):
                     raise CorruptError(f"{images.url}: {entry.key} is damaged, so it is not written to {storage.url}")
-                writer.write(view)
-        with storage.create(entry.digests_key) as writer:
-            writer.write(images.read(entry.digests_key, 1 << 30))
+                writer.write(part)
+        write_file(storage, entry.digests_key, images.read(entry.digests_key, 1 << 30))
         num_bytes += entry.size
     storage.sync([k for key in keys for k in (key, catalog.files[index_of[key]].digests_key)])
     return num_bytes

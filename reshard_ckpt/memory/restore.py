@@ -28,7 +28,7 @@ from ..errors import CheckpointError, CorruptError
 from ..format.checksums import digests_file_bytes, wrong_blocks
 from ..formats.source import Source
 from ..storage import Storage
-from ..storage.protocol import flat_bytes
+from ..storage.protocol import flat_bytes, read_parts
 from .generations import (
     Generation,
     NodeImages,
@@ -177,24 +177,16 @@ def _verified(
 
 def whole_files(images: NodeImages, catalog: Catalog, keys: Sequence[str]) -> list[str]:
     """Verify files block by block; returns the keys of those without damage."""
-    index_of = {file.key: index for index, file in enumerate(catalog.files)}
+    storage, index_of = cast(Storage, images), {file.key: index for index, file in enumerate(catalog.files)}
     whole = []
     for key in keys:
         index = index_of[key]
         with suppress(CheckpointError):
-            digests = open_files(cast(Storage, images), catalog, [index], [index])[index]
-            if not any(wrong_blocks([data], low, digests.values, digests.block_bytes) for low, data in _chunks(images, key)):
+            digests = open_files(storage, catalog, [index], [index])[index]
+            parts = read_parts(storage, key, catalog.files[index].size, VERIFY_BYTES)
+            if not any(wrong_blocks([part], low, digests.values, digests.block_bytes) for low, part in parts):
                 whole.append(key)
     return whole
-
-
-def _chunks(images: NodeImages, key: str) -> Iterator[tuple[int, memoryview]]:
-    size = images.size(key) or 0
-    buffer = bytearray(min(VERIFY_BYTES, size))
-    for at in range(0, size, VERIFY_BYTES):
-        view = memoryview(buffer)[: min(VERIFY_BYTES, size - at)]
-        images.read_into(key, at, [view])
-        yield at, view
 
 
 class JobImages:

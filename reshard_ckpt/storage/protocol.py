@@ -8,7 +8,7 @@ Durable means: it survives a power cut. A file's bytes are durable after `Writer
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol, TypeAlias, TypeVar
 
 from ..errors import CorruptError, StorageError
@@ -220,6 +220,21 @@ def read_range(storage: Storage, key: str, offset: int, num_bytes: int) -> memor
     data = memoryview(bytearray(num_bytes))
     storage.read_into(key, offset, [data])
     return data
+
+
+def read_parts(storage: Storage, key: str, num_bytes: int, part_bytes: int) -> Iterator[tuple[int, memoryview]]:
+    """Yield the bytes of a file from its beginning on: where each part begins, and the part, valid until the next one."""
+    buffer = memoryview(bytearray(min(part_bytes, num_bytes)))
+    for begin in range(0, max(num_bytes, 1), part_bytes):  # of an empty file one part, so that a missing one is an error
+        part = buffer[: num_bytes - begin]
+        storage.read_into(key, begin, [part])
+        yield begin, part
+
+
+def write_file(storage: Storage, key: str, data: Buffer) -> None:
+    """Write a new file, whose bytes are durable then; see `Storage.create`."""
+    with storage.create(key) as writer:
+        writer.write(data)
 
 
 def short_file(where: str, offset: int, wanted: int, got: int) -> CorruptError:

@@ -16,7 +16,7 @@ from ...core.catalog.model import Catalog
 from ...errors import CheckpointError, CorruptError
 from ...format.keys import CATALOG_KEY, manifest_key
 from ...format.manifest import MAX_MANIFEST_BYTES, decode_manifest, encode_manifest
-from ...storage.protocol import Storage
+from ...storage.protocol import Storage, read_parts
 from ..common.progress import OnProgress, Tally, silent
 from ..loading.read import REQUEST_BYTES, num_threads
 
@@ -92,10 +92,8 @@ def _hashes(
 
 
 def _hash(storage: Storage, key: str, size: int, tally: Tally) -> bytes:
-    hasher, buffer = hashlib.sha256(), memoryview(bytearray(min(size, REQUEST_BYTES)))
-    for at in range(0, max(size, 1), REQUEST_BYTES):
-        window = buffer[: min(REQUEST_BYTES, size - at)]
-        storage.read_into(key, at, [window])
+    hasher = hashlib.sha256()
+    for _, window in read_parts(storage, key, size, REQUEST_BYTES):
         hasher.update(window)
         tally.add(len(window))
     return hasher.digest()

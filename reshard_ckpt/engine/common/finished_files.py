@@ -6,28 +6,29 @@ what is to be written now follows from the name of the folder, which is derived 
 
 from __future__ import annotations
 
-from ...format.checksums import Digests, wrong_blocks
-from ...storage.protocol import Storage, read_range
+from ...errors import CorruptError
+from ...format.checksums import BLOCK_BYTES, decode_digests, digests_file_bytes, wrong_blocks
+from ...storage.protocol import MissingKey, Storage, read_parts, read_range
 
-_STEP_BLOCKS = 32
-"""Blocks that are read and hashed at once."""
+_STEP_BYTES = 32 * BLOCK_BYTES
+"""Bytes that are read and hashed at once."""
 
 
-def is_finished(storage: Storage, key: str, num_bytes: int, header: bytes, digests: Digests) -> bool:
-    """Return whether a file of this size begins with `header` and every block of it has its recorded digest.
+def finished_digests(
+    storage: Storage, key: str, num_bytes: int, header: bytes, digests_storage: Storage, digests_key: str
+) -> bytes | None:
+    """Return the digests file of a file that an earlier attempt finished; None if there is no such file.
 
-    Raises
-    ------
-    MissingKey
-        There is no such file.
+    It is finished if it has this size and begins with `header`, and every block of it has its recorded digest.
     """
-    if read_range(storage, key, 0, len(header)) != header:
-        return False
-    step_bytes = digests.block_bytes * _STEP_BLOCKS
-    buffer = memoryview(bytearray(min(step_bytes, num_bytes)))
-    for low in range(0, num_bytes, step_bytes):
-        data = buffer[: num_bytes - low]
-        storage.read_into(key, low, [data])
-        if wrong_blocks([data], low, digests.values, digests.block_bytes):
-            return False
-    return True
+    if storage.size(key) != num_bytes:
+        return None
+    try:
+        data = digests_storage.read(digests_key, digests_file_bytes(num_bytes))
+        digests = decode_digests(data, num_bytes, name=digests_key)
+        if digests.block_bytes != BLOCK_BYTES or read_range(storage, key, 0, len(header)) != header:
+            return None
+        parts = read_parts(storage, key, num_bytes, _STEP_BYTES)
+        return None if any(wrong_blocks([part], low, digests.values, BLOCK_BYTES) for low, part in parts) else data
+    except (MissingKey, CorruptError):
+        return None

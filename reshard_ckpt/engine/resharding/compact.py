@@ -24,7 +24,7 @@ from ...format.checksums import digests_file_bytes, wrong_blocks
 from ...format.keys import CATALOG_KEY, digests_key, file_key, manifest_key, new_save_id, timeline_key
 from ...format.manifest import MAX_MANIFEST_BYTES, decode_manifest, encode_manifest
 from ...format.timeline import MAX_TIMELINE_BYTES
-from ...storage import Storage
+from ...storage.protocol import Storage, read_parts, write_file
 from ..common.progress import OnProgress, Tally, silent
 from ..loading.files import open_files
 from ..loading.read import REQUEST_BYTES, num_threads
@@ -98,9 +98,9 @@ def compact(
         files = tuple(copied[i].entry if i in copied else file for i, file in enumerate(catalog.files))
         replacement = encode_catalog(replace(catalog, files=files, save_id=save_id))
         if listed is not None:
-            _put(storage, manifest_key(save_id), _manifest(catalog, listed, copied, replacement))
+            write_file(storage, manifest_key(save_id), _manifest(catalog, listed, copied, replacement))
         if storage.size(old := timeline_key(catalog.save_id)) is not None:
-            _put(storage, timeline_key(save_id), storage.read(old, MAX_TIMELINE_BYTES))
+            write_file(storage, timeline_key(save_id), storage.read(old, MAX_TIMELINE_BYTES))
         # The order is the promise: all of it is durable, then the catalog appears, then what it replaced may go.
         storage.sync(key for key in made if storage.size(key) is not None)
         open_files(storage, replace(catalog, files=files), borrowed)
@@ -153,11 +153,8 @@ def _copy(storage: Storage, catalog: Catalog, index: int, key: str, tally: Tally
     file = catalog.files[index]
     digests = open_files(storage, catalog, [], [index])[index]
     hasher = hashlib.sha256() if listed is not None else None
-    buffer = memoryview(bytearray(min(file.size, REQUEST_BYTES)))
     with storage.create(key) as writer:
-        for low in range(0, file.size, REQUEST_BYTES):
-            window = buffer[: min(REQUEST_BYTES, file.size - low)]
-            storage.read_into(file.key, low, [window])
+        for low, window in read_parts(storage, file.key, file.size, REQUEST_BYTES):
             for wrong in wrong_blocks([window], low, digests.values, digests.block_bytes):
                 raise CorruptError(
                     f"{storage.url}: {file.key} is damaged in the block from byte {wrong} on; nothing was changed: "
@@ -168,7 +165,7 @@ def _copy(storage: Storage, catalog: Catalog, index: int, key: str, tally: Tally
                 hasher.update(window)
             tally.add(len(window))
     proof = storage.read(file.digests_key, digests_file_bytes(file.size, 64 << 10))
-    _put(storage, digests_key(key), proof)
+    write_file(storage, digests_key(key), proof)
     entry = replace(file, key=key, digests_key=digests_key(key), checkpoint="")
     if hasher is None or listed is None:
         return _Copied(entry, None)
@@ -190,8 +187,3 @@ def _manifest(catalog: Catalog, listed: dict[str, bytes], copied: dict[int, _Cop
         else:
             digests.update((key, listed[key]) for key in (file.key, file.digests_key) if key in listed)
     return encode_manifest(digests)
-
-
-def _put(storage: Storage, key: str, data: bytes) -> None:
-    with storage.create(key) as writer:
-        writer.write(data)

@@ -23,12 +23,12 @@ from ...comm.protocol import Comm
 from ...core.catalog.model import Catalog
 from ...core.geometry.dtypes import item_bytes_of
 from ...core.planning.load_plan import plan_load
-from ...errors import CorruptError, UsageError
+from ...errors import UsageError
 from ...format.catalog import encode_catalog
-from ...format.checksums import BLOCK_BYTES, decode_digests, digest128, digests_file_bytes
+from ...format.checksums import BLOCK_BYTES, digest128
 from ...format.keys import digests_key
-from ...storage.protocol import MissingKey, Storage
-from ..common.finished_files import is_finished
+from ...storage.protocol import Storage
+from ..common.finished_files import finished_digests
 from ..common.progress import OnProgress, Tally
 from ..common.tensor_bytes import slices
 from ..loading.stream import WINDOW_BYTES, Run, RunReader, Window, check_covered, in_turn, pieces_of
@@ -211,16 +211,8 @@ class _RankOutput:
 
 def finished_file(storage: Storage, layout: FileLayout) -> WrittenFile | None:
     """Return a file that an earlier attempt finished: it begins with this header, and its blocks match its digests."""
-    key = digests_key(layout.key)
-    if storage.size(layout.key) != layout.num_bytes:
-        return None
-    try:
-        data = storage.read(key, digests_file_bytes(layout.num_bytes))
-        digests = decode_digests(data, layout.num_bytes, name=key)
-        whole = digests.block_bytes == BLOCK_BYTES and is_finished(storage, layout.key, layout.num_bytes, layout.header, digests)
-    except (MissingKey, CorruptError):
-        return None
-    return WrittenFile(layout.key, layout.num_bytes, digest128(data)) if whole else None
+    digests = finished_digests(storage, layout.key, layout.num_bytes, layout.header, storage, digests_key(layout.key))
+    return None if digests is None else WrittenFile(layout.key, layout.num_bytes, digest128(digests))
 
 
 def commit(

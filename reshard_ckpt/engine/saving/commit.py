@@ -34,7 +34,7 @@ from ...format.checksums import digests_file_bytes
 from ...format.keys import CATALOG_KEY, SAVE_ID, manifest_key, timeline_key
 from ...format.manifest import encode_manifest
 from ...format.timeline import encode_timeline
-from ...storage.protocol import MissingKey, Storage, conflict
+from ...storage.protocol import MissingKey, Storage, conflict, write_file
 from ..common.progress import size_text
 from ..common.recorder import Recorder
 from ..common.recorder import timeline as make_timeline
@@ -165,8 +165,7 @@ def _is_uncommitted(storage: Storage, save_id: str) -> bool:
 
 def keep_timeline(storage: Storage, timeline: Timeline) -> None:
     """Write the timeline beside the files of its save."""
-    with storage.create(timeline_key(timeline.save_id)) as writer:
-        writer.write(encode_timeline(timeline))
+    write_file(storage, timeline_key(timeline.save_id), encode_timeline(timeline))
 
 
 def publish(
@@ -228,8 +227,7 @@ def _keep_manifest(storage: Storage, save_id: str, catalog: bytes, receipts: Seq
     for file in (file for receipt in receipts for file in receipt.files):
         digests[file.key], digests[file.digests_key] = file.sha256, file.digests_sha256
     key = manifest_key(save_id)
-    with storage.create(key) as writer:
-        writer.write(encode_manifest(digests))
+    write_file(storage, key, encode_manifest(digests))
     storage.sync([key])
 
 

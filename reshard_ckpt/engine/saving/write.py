@@ -26,7 +26,7 @@ from ...errors import StorageError, UsageError
 from ...format.checksums import BlockHasher, digest128
 from ...format.keys import digests_key, file_key
 from ...format.shard_file import Member, header, header_cost, make_member
-from ...storage.protocol import Storage
+from ...storage.protocol import Storage, write_file
 from ..common.memo import Memo
 from ..common.progress import Tally
 from ..common.recorder import Recorder
@@ -239,9 +239,7 @@ class ShardFileWriter:
                 f"{self.layout.key}: {size} bytes were written of {self.layout.num_bytes}: the memory of a tensor was made "
                 "smaller, or freed, while it was saved; this save is given up: resize no tensor meanwhile, or use async_save"
             )
-        with self._storage.create(digests_key(self.layout.key)) as writer:
-            writer.write(digests)
-            writer.finish()
+        write_file(self._storage, digests_key(self.layout.key), digests)
         hashes = (b"", b"") if self._sha256 is None else (self._sha256.digest(), hashlib.sha256(digests).digest())
         return WrittenFile(self.layout.key, size, digest128(digests), *hashes)
 
