@@ -58,7 +58,7 @@ def foreign_file(key: str, size: int, format: str) -> FileEntry:
     return FileEntry(key, size, "", b"", format, 0)
 
 
-def build_catalog(
+def foreign_catalog(
     tensors: Iterable[ForeignTensor],
     files: Sequence[FileEntry],
     values: Sequence[ValueEntry] = (),

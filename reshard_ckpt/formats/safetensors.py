@@ -22,7 +22,7 @@ from ..format.links import linked
 from ..format.shard_file import Header, Member, header_num_bytes, parse_header
 from ..storage import Storage
 from ..storage.protocol import read_range
-from .catalog_builder import FilePart, ForeignTensor, build_catalog, foreign_file, whole
+from .catalog_builder import FilePart, ForeignTensor, foreign_catalog, foreign_file, whole
 from .huggingface import WeightFiles, is_shard, weight_files
 from .protocol import Source, open_located
 
@@ -67,7 +67,7 @@ def _catalog(storage: Storage, weights: WeightFiles) -> Catalog:
         for member, part in _parts(header, number, names, _parse_sharding(sharding, where), where):
             sharded.setdefault(member.name, []).append((member, part))
     tensors += [_join_parts(name, parts, storage.url) for name, parts in sharded.items()]
-    return linked(build_catalog(tensors, files, format="safetensors", metadata=metadata or None, where=storage.url))
+    return linked(foreign_catalog(tensors, files, format="safetensors", metadata=metadata or None, where=storage.url))
 
 
 def _parse_sharding(sharding: str, where: str) -> Mapping[str, Ints]:

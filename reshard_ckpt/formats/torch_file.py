@@ -32,7 +32,7 @@ from ..state.optimizer_dicts import are_numbered_groups, names_by_number
 from ..state.scan import Verbatim
 from ..storage import LocalStorage, Storage
 from ..storage.protocol import read_range
-from .catalog_builder import ForeignTensor, build_catalog, foreign_file, whole
+from .catalog_builder import ForeignTensor, foreign_catalog, foreign_file, whole
 from .huggingface import WeightFiles, weight_files
 from .protocol import Source, open_located
 from .strided import StridedStorage
@@ -166,7 +166,7 @@ def _foreign(storage: Storage, captured: Captured, mapped: Mapping[str, MappedFi
     tensors = [placer.place(entry) for entry in captured.tensors]
     ordered = sorted(captured.values, key=lambda value: value.name)
     values = [ValueEntry(value.name, value.path, value.kind, value.data, link=value.link) for value in ordered]
-    catalog = build_catalog(tensors, placer.files, values, format="torch", where=storage.url)
+    catalog = foreign_catalog(tensors, placer.files, values, format="torch", where=storage.url)
     return Source(StridedStorage(storage.url, placer.strided), catalog, "torch")
 
 

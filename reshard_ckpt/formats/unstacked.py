@@ -14,7 +14,7 @@ from math import prod
 from ..core.catalog.model import Catalog
 from ..core.planning.stacked import expert_dim, layer_dim
 from ..engine.loading.stream import Run, whole_run
-from .catalog_builder import ForeignTensor, build_catalog
+from .catalog_builder import ForeignTensor, foreign_catalog
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ def unstack(catalog: Catalog, where: str) -> Unstacked:
         A layer's tensor has the name of another tensor.
     """
     parts = [part for name in catalog.names for part in _parts(catalog, name)]
-    made = build_catalog([tensor for tensor, _ in parts], (), format=catalog.save_id, where=where)
+    made = foreign_catalog([tensor for tensor, _ in parts], (), format=catalog.save_id, where=where)
     runs = {tensor.name: run for tensor, run in parts}
     return Unstacked(made, tuple(runs[name] for name in made.names))
 

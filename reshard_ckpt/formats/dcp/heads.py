@@ -68,7 +68,7 @@ class SavedStorage:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorView:
+class PickledTensor:
     """A tensor as the pickle describes it: a view of a storage."""
 
     storage: SavedStorage
@@ -94,7 +94,7 @@ class _StorageType:
     dtype: torch.dtype | None
 
 
-def _view(storage: Any, offset: Any, size: Any, stride: Any, dtype: torch.dtype | None, metadata: Any) -> TensorView:
+def _view(storage: Any, offset: Any, size: Any, stride: Any, dtype: torch.dtype | None, metadata: Any) -> PickledTensor:
     shape, strides = SIZE.make(size), SIZE.make(stride)
     if not isinstance(storage, SavedStorage) or type(offset) is not int or len(shape) != len(strides):
         raise ValueError("a tensor without a storage, an offset and strides")
@@ -103,16 +103,16 @@ def _view(storage: Any, offset: Any, size: Any, stride: Any, dtype: torch.dtype 
     dtype = dtype or storage.dtype
     if dtype is None:
         raise ValueError("a tensor without a dtype")
-    return TensorView(storage, dtype, offset, shape, strides)
+    return PickledTensor(storage, dtype, offset, shape, strides)
 
 
-def _tensor_v2(storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, metadata: Any = None) -> TensorView:
+def _tensor_v2(storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, metadata: Any = None) -> PickledTensor:
     return _view(storage, offset, size, stride, None, metadata)
 
 
 def _tensor_v3(
     storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, metadata: Any = None
-) -> TensorView:
+) -> PickledTensor:
     if not isinstance(dtype, torch.dtype):
         raise ValueError("a tensor with a dtype that is none")
     return _view(storage, offset, size, stride, dtype, metadata)
@@ -187,7 +187,7 @@ class _ObjectBuilder:
         self._objects_left -= 1
         if self._objects_left < 0:
             raise CorruptError(f"{self._name}: holds more than its bytes can spell; use another checkpoint")
-        if isinstance(made, TensorView):
+        if isinstance(made, PickledTensor):
             return self._tensor(made, self._storages[made.storage.key])
         if isinstance(made, dict):
             return {key: self.build(value) for key, value in made.items()}
@@ -195,7 +195,7 @@ class _ObjectBuilder:
             return type(made)(self.build(value) for value in made)
         return made
 
-    def _tensor(self, view: TensorView, data: bytearray) -> torch.Tensor:
+    def _tensor(self, view: PickledTensor, data: bytearray) -> torch.Tensor:
         if 0 in view.shape:
             return torch.empty(view.shape, dtype=view.dtype, device="cpu")
         self._bytes_left -= prod(view.shape) * view.dtype.itemsize
@@ -242,7 +242,7 @@ class HeadParser:
 
 def _parse(data: bytes, name: str) -> tuple[int, TensorLayout]:
     """Return where the storage begins, and how the tensor lies in the chunk."""
-    view: TensorView | None = None
+    view: PickledTensor | None = None
     order = b"little"
     at = 0
     while True:
@@ -290,14 +290,14 @@ def _body(data: bytes, begin: int, size: int | None, name: str) -> bytes:
     return data[begin : begin + size]
 
 
-def _read_view(pickled: bytes, name: str) -> TensorView:
+def _read_view(pickled: bytes, name: str) -> PickledTensor:
     view = read_pickle(pickled, TENSOR_TABLE, name=name, persistent=stored_at)
-    if not isinstance(view, TensorView):
+    if not isinstance(view, PickledTensor):
         raise UnsupportedError(f"{name}: is saved as {a(type(view).__name__)} and not as a plain tensor; load it with torch")
     return view
 
 
-def _head(view: TensorView, begin: int, name: str) -> TensorLayout:
+def _head(view: PickledTensor, begin: int, name: str) -> TensorLayout:
     if not view.is_within(view.storage.num_bytes):
         raise CorruptError(f"{name}: its tensor of shape {view.shape} reaches beyond its storage; use another checkpoint")
     at, end = begin + view.offset * view.dtype.itemsize, begin + view.storage.num_bytes

@@ -26,7 +26,7 @@ from ...format.torch_dtypes import dtype_code
 from ...format.values import decode_value, encode_path, encode_value
 from ...state.optimizer_dicts import OptimizerGroups, groups_from_list
 from ...storage.protocol import Storage, read_range
-from ..catalog_builder import FilePart, ForeignTensor, build_catalog
+from ..catalog_builder import FilePart, ForeignTensor, foreign_catalog
 from ..protocol import RawValue, Source, open_located
 from .chunks import FORMAT, FileSizes
 from .chunks import locate as locate_chunks
@@ -178,7 +178,7 @@ class _Folder:
         before = len(self._located.files)
         for tensor in more.tensors:
             tensors.append(replace(tensor, parts=tuple(replace(part, file=part.file + before) for part in tensor.parts)))
-        catalog = linked(build_catalog(tensors, files, values, format=self._format, where=self._storage.url))
+        catalog = linked(foreign_catalog(tensors, files, values, format=self._format, where=self._storage.url))
         return replace(catalog, unreadable={**self._unreadable, **more.unreadable})
 
     def _tensor(self, fqn: str, path: KeyPath) -> ForeignTensor | None:

@@ -13,7 +13,7 @@ from typing import Any
 from ...errors import CorruptError
 from ...format.checksums import digest128
 from ...storage.protocol import Storage
-from ..dcp.heads import TENSOR_TABLE, TensorView, stored_at
+from ..dcp.heads import TENSOR_TABLE, PickledTensor, stored_at
 from ..dcp.pickle_reader import Opaque, StandInClass, StandInFunction, Table, read_pickle
 from ..zip_records import StoredFile, ZipRecords
 
@@ -71,13 +71,13 @@ TABLE: Table = {
 
 
 class TorchFile:
-    """One file: `content` is what was saved, with tensors as `TensorView`."""
+    """One file: `content` is what was saved, with tensors as `PickledTensor`."""
 
     def __init__(self, key: str, zipped: ZipRecords, content: Any, name: str) -> None:
         self.key, self.size, self.content = key, zipped.num_bytes, content
         self._zipped, self._name = zipped, name
 
-    def at(self, tensor: TensorView) -> int:
+    def at(self, tensor: PickledTensor) -> int:
         """Return the byte of the file at which a tensor's first element lies.
 
         Raises
@@ -102,7 +102,7 @@ class FileTensor:
     """A tensor of a module or a layer, and the file that it is in."""
 
     fqn: str
-    view: TensorView
+    view: PickledTensor
     file: TorchFile
 
 

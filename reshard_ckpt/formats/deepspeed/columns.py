@@ -21,7 +21,7 @@ from ...format.torch_dtypes import TORCH_DTYPES, dtype_code
 from ...format.values import encode_path, encode_value
 from ..catalog_builder import ForeignTensor, assemble, foreign_file, num_dims
 from ..dcp.chunks import run_lengths, runs_of
-from ..dcp.heads import TensorView
+from ..dcp.heads import PickledTensor
 from .archive import TorchFile
 from .layout import MASTER, Params, Runs, parameter_name, state_link
 from .shards import Shard
@@ -109,11 +109,11 @@ class CatalogColumns:
         )
         self._rows.append(tuple(columns))
 
-    def add_whole(self, file: TorchFile, name: str, view: TensorView, link: StateLink | None = None) -> None:
+    def add_whole(self, file: TorchFile, name: str, view: PickledTensor, link: StateLink | None = None) -> None:
         """Add a tensor that a file has whole, in whatever order its elements lie."""
         self.add_shard(file, name, view, Shard.whole(view.shape), link)
 
-    def add_shard(self, file: TorchFile, name: str, view: TensorView, shard: Shard, link: StateLink | None = None) -> None:
+    def add_shard(self, file: TorchFile, name: str, view: PickledTensor, shard: Shard, link: StateLink | None = None) -> None:
         """Add a tensor of which a file has a part."""
         tensor = self.tensor(name, dtype_code(view.dtype, name), shard.shape, link)
         if not prod(view.shape) or not shard.segments:
@@ -131,7 +131,7 @@ class CatalogColumns:
         for corner, start in zip((corners + np.array(shard.segments[0].offsets)).tolist(), starts.tolist(), strict=True):
             self.rows(tensor, self.box(tuple(corner), lengths), 0, prod(lengths), number, at + start * each)
 
-    def add_runs(self, file: TorchFile, names: FlatNames, tensor: TensorView, runs: Runs) -> None:
+    def add_runs(self, file: TorchFile, names: FlatNames, tensor: PickledTensor, runs: Runs) -> None:
         """Add the runs of parameters in a flat tensor, which lies in a file."""
         if not tensor.is_row_major:
             raise CorruptError(f"{self.where}: a flat tensor in {file.key} has strides {tensor.strides}; use another copy")

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...core.catalog.specs import Ints
 from ...errors import CorruptError, UnsupportedError
-from ..dcp.heads import TensorView
+from ..dcp.heads import PickledTensor
 from ..dcp.pickle_reader import StandInObject
 from .archive import FileReader, FileTensor
 from .folder import Rank
@@ -39,7 +39,7 @@ def open_layers(reader: FileReader, layers: Mapping[Rank, str], where: str) -> d
         file = reader.open(key)
         if not isinstance(file.content, dict):
             raise CorruptError(f"{where}: {key} holds no layer of a pipeline; use another copy")
-        tensors = {f"{layer}.{name}": view for name, view in file.content.items() if isinstance(view, TensorView)}
+        tensors = {f"{layer}.{name}": view for name, view in file.content.items() if isinstance(view, PickledTensor)}
         found |= {fqn: FileTensor(fqn, view, file) for fqn, view in tensors.items()}
     return found
 

@@ -24,7 +24,7 @@ from ...core.catalog.specs import Ints
 from ...errors import CorruptError, UnsupportedError
 from ...format.torch_dtypes import dtype_code
 from ...storage.protocol import Storage
-from ..dcp.heads import TensorView
+from ..dcp.heads import PickledTensor
 from ..dcp.read import garbage_collection_paused
 from ..protocol import Source, open_located
 from .archive import FileReader, FileTensor, TorchFile
@@ -213,7 +213,7 @@ class _Tag:
             found = sorted(self._layers.values(), key=lambda one: self._parts.has_home(one.fqn))
         else:
             module = model.content["module"] or {}
-            found = [FileTensor(fqn, view, model) for fqn, view in module.items() if isinstance(view, TensorView)]
+            found = [FileTensor(fqn, view, model) for fqn, view in module.items() if isinstance(view, PickledTensor)]
         buffers = {name for one in self._models for name in one.content.get("buffer_names") or ()}
         skipped = {*buffers, *(() if self._layers else self._aliases(model, {one.fqn: one.view for one in found}))}
         return [one for one in found if one.fqn not in skipped]
@@ -242,7 +242,7 @@ class _Tag:
         for number, entries in base["state"].items():
             fqn = fqns[number]
             for key, value in entries.items() if mine[fqn].readable else ():
-                if isinstance(value, TensorView) and value.shape == shapes[fqn]:
+                if isinstance(value, PickledTensor) and value.shape == shapes[fqn]:
                     self._columns.add_shard(model, state_link(fqn, key).name, value, mine[fqn], state_link(fqn, key))
                 else:
                     self._state.entry(model, state_link(fqn, key), value)
@@ -253,7 +253,7 @@ class _Tag:
         if values:
             self._state.tree(model, (ROOT, OPTIMIZER), values)
 
-    def _read(self, file: TorchFile, view: TensorView, first: int, count: int) -> torch.Tensor:
+    def _read(self, file: TorchFile, view: PickledTensor, first: int, count: int) -> torch.Tensor:
         """Read a few elements of a tensor of a file."""
         data = bytearray(count * view.dtype.itemsize)
         self._storage.read_into(file.key, file.at(view) + first * view.dtype.itemsize, [memoryview(data)])
@@ -299,7 +299,7 @@ class _Tag:
         for key in self._experts:
             file = self._reader.open(key)
             for fqn, view in file.content.items() if isinstance(file.content, dict) else ():
-                if isinstance(view, TensorView) and parameter_name(fqn) not in self._masters:
+                if isinstance(view, PickledTensor) and parameter_name(fqn) not in self._masters:
                     self._columns.add_whole(file, parameter_name(fqn), view)
         if self._experts and not self._files.optimizers:
             self._state.refuse(f"{self._where}: {self._files.experts[0]}")
@@ -309,7 +309,7 @@ class _Tag:
         module = model.content["module"]
         if not isinstance(module, dict):
             return
-        tensors = {fqn: view for fqn, view in module.items() if isinstance(view, TensorView)}
+        tensors = {fqn: view for fqn, view in module.items() if isinstance(view, PickledTensor)}
         aliases = self._aliases(model, tensors)
         frozen = shapes_of(model.content.get("frozen_param_shapes"), model.key) if self._is_striped else {}
         for fqn, view in tensors.items():
@@ -319,11 +319,11 @@ class _Tag:
             elif name not in self._masters and fqn not in frozen and name not in self._columns.unreadable:
                 self._add_of_module(mp, model, fqn, view)
         for fqn, value in module.items() if mp == 0 else ():
-            if not isinstance(value, TensorView):
+            if not isinstance(value, PickledTensor):
                 self._state.tree(model, (MODEL, fqn), value)
         self._add_frozen(mp, frozen)
 
-    def _add_of_module(self, mp: int, model: TorchFile, fqn: str, view: TensorView) -> None:
+    def _add_of_module(self, mp: int, model: TorchFile, fqn: str, view: PickledTensor) -> None:
         name, is_buffer = parameter_name(fqn), fqn in (model.content.get("buffer_names") or ())
         if self._is_striped and view.shape == (0,) and not is_buffer:
             self._columns.unreadable[name] = CorruptError(
@@ -349,7 +349,7 @@ class _Tag:
             runs = striped_runs(params, self._num_dp, dp)
             for i, start, count in zip(runs.param.tolist(), runs.start.tolist(), runs.count.tolist(), strict=True):
                 view = fragments.get(params.names[i])
-                if not isinstance(view, TensorView) or prod(view.shape) < count:
+                if not isinstance(view, PickledTensor) or prod(view.shape) < count:
                     raise CorruptError(
                         f"{self._where}: {file.key} lacks its part of the frozen {params.names[i]}; use another copy"
                     )
@@ -358,12 +358,12 @@ class _Tag:
                 names = FlatNames(self._columns, only, [shards[i]], MASTER, dtype_code(view.dtype, params.names[i]))
                 self._columns.add_runs(file, names, view, one)
 
-    def _aliases(self, model: TorchFile, tensors: Mapping[str, TensorView]) -> dict[str, str]:
+    def _aliases(self, model: TorchFile, tensors: Mapping[str, PickledTensor]) -> dict[str, str]:
         """Find second names: those that rank 0 recorded, and those of the very same memory."""
         masters = self._masters
         recorded = model.content.get("shared_params") or {}
         found = {name: of for name, of in recorded.items() if isinstance(of, str) and name in tensors}
-        first: dict[TensorView, str] = {}
+        first: dict[PickledTensor, str] = {}
         for fqn, view in tensors.items():
             if prod(view.shape) and fqn not in found and (other := first.setdefault(view, fqn)) != fqn:
                 # The optimizer knows one of them, usually the first.

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...core.catalog.specs import Ints
 from ...errors import CorruptError
-from ..dcp.heads import TensorView
+from ..dcp.heads import PickledTensor
 from .archive import TorchFile
 
 
@@ -25,7 +25,7 @@ def shapes_in(model: TorchFile) -> list[dict[str, Ints]]:
 def local_shapes(model: TorchFile) -> dict[str, Ints]:
     """Return the shapes of all that a tensor-parallel rank has."""
     module = model.content["module"]
-    found = {fqn: view.shape for fqn, view in (module or {}).items() if isinstance(view, TensorView)}
+    found = {fqn: view.shape for fqn, view in (module or {}).items() if isinstance(view, PickledTensor)}
     found |= shapes_of(model.content.get("frozen_param_shapes"), model.key)
     for shapes in shapes_in(model):
         found |= shapes

@@ -15,7 +15,7 @@ from ...core.catalog.links import GROUPS, STATE, groups_name
 from ...core.catalog.param_groups import merge
 from ...core.catalog.specs import StateLink, ValueKind
 from ...errors import CheckpointError, UnsupportedError
-from ..dcp.heads import TensorView
+from ..dcp.heads import PickledTensor
 from .archive import TorchFile
 from .columns import CatalogColumns
 from .layout import OPTIMIZER, FlatGroup, state_link
@@ -42,7 +42,7 @@ class StateAdder:
         if link.name in self._known:
             return
         self._known.add(link.name)
-        if isinstance(value, TensorView):
+        if isinstance(value, PickledTensor):
             self.columns.add_whole(file, link.name, value, link)
         else:
             self.columns.value((OPTIMIZER, STATE, link.fqn, *link.key.split(".")), plain(value), link=link)
@@ -70,7 +70,7 @@ class StateAdder:
         for at, leaf in leaves(value, path):
             name = ".".join(str(step[0]) if isinstance(step, tuple) else step for step in at)
             try:
-                if isinstance(leaf, TensorView):
+                if isinstance(leaf, PickledTensor):
                     self.columns.add_whole(file, name, leaf)
                 elif isinstance(leaf, CheckpointError):
                     raise UnsupportedError(f"{self.columns.where}: {name} {leaf}")

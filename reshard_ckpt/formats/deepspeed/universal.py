@@ -14,7 +14,7 @@ from math import prod
 from ...core.catalog.param_groups import hyperparameters
 from ...core.catalog.specs import Ints, row_major_strides
 from ...errors import CorruptError
-from ..dcp.heads import TensorView
+from ..dcp.heads import PickledTensor
 from .archive import FileReader, TorchFile
 from .folder import UNIVERSAL_STATE
 from .layout import MASTER, NOT_SHARED, OPTIMIZER, parameter_name, state_link
@@ -51,7 +51,7 @@ def add_universal(
 def _add_file(fqn: str, key: str, file: TorchFile, shape: Ints, state: StateAdder) -> None:
     view = file.content.get("param") if isinstance(file.content, dict) else file.content
     link = None if key == MASTER else state_link(fqn, key)
-    if not isinstance(view, TensorView):
+    if not isinstance(view, PickledTensor):
         if link is None or isinstance(file.content, dict):
             raise CorruptError(f"{state.columns.where}: {file.key} holds no tensor; use another copy")
         state.entry(file, link, view)
@@ -73,7 +73,7 @@ def _add_groups(common: TorchFile, shapes: Sequence[Mapping[str, Ints]], state: 
     held = (common.content.get("optimizer_state_dict") or {}).get("state", {})
     for number, entries in held.items():  # of ZeRO-3, whose step is in no file of a parameter
         for key, value in entries.items():
-            if isinstance(value, TensorView) and value.shape:
+            if isinstance(value, PickledTensor) and value.shape:
                 continue
             for fqn in names[number]:
                 state.entry(common, state_link(fqn, key), value)

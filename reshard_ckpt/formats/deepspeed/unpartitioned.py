@@ -20,18 +20,20 @@ import torch
 
 from ...core.catalog.specs import Ints
 from ...errors import CorruptError
-from ..dcp.heads import TensorView
+from ..dcp.heads import PickledTensor
 from .archive import FileTensor, TorchFile
 from .layout import Params
 
 SAMPLE = 64
 """Elements of each part of a parameter that is compared."""
 
-Read = Callable[[TorchFile, TensorView, int, int], torch.Tensor]
+Read = Callable[[TorchFile, PickledTensor, int, int], torch.Tensor]
 """Reads elements of a tensor in a file: the tensor, the first element, how many."""
 
 
-def flat_groups(masters: Sequence[TensorView], file: TorchFile, module: Sequence[FileTensor], read: Read) -> list[Params] | None:
+def flat_groups(
+    masters: Sequence[PickledTensor], file: TorchFile, module: Sequence[FileTensor], read: Read
+) -> list[Params] | None:
     """Find the parameters of flat groups; None where the bytes do not tell.
 
     Parameters
@@ -57,7 +59,7 @@ def flat_groups(masters: Sequence[TensorView], file: TorchFile, module: Sequence
     return found
 
 
-def _is_cast(one: FileTensor, file: TorchFile, master: TensorView, at: int, read: Read) -> bool:
+def _is_cast(one: FileTensor, file: TorchFile, master: PickledTensor, at: int, read: Read) -> bool:
     """Tell whether elements of the master weights, cast to the dtype of a tensor, are that tensor; three parts are compared."""
     view, size = one.view, prod(one.view.shape)
     if not size or not view.is_row_major:
@@ -71,7 +73,7 @@ def _is_cast(one: FileTensor, file: TorchFile, master: TensorView, at: int, read
 
 
 def apart(
-    masters: Sequence[Sequence[TensorView]], file: TorchFile, module: Sequence[FileTensor], read: Read
+    masters: Sequence[Sequence[PickledTensor]], file: TorchFile, module: Sequence[FileTensor], read: Read
 ) -> list[list[str]] | None:
     """Find the names of master weights that are tensors of their own; None where the bytes do not tell."""
     unused = list(module)
@@ -115,7 +117,7 @@ def by_shapes(groups: Sequence[Sequence[int]], state: Mapping[Any, Any], module:
 def _shape_of(state: Any) -> Ints | None:
     """Return the shape that the tensors of a parameter's state have."""
     values = state.values() if isinstance(state, dict) else ()
-    shapes = {value.shape for value in values if isinstance(value, TensorView) and value.shape}
+    shapes = {value.shape for value in values if isinstance(value, PickledTensor) and value.shape}
     return shapes.pop() if len(shapes) == 1 else None
 
 

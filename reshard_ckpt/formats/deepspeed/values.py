@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ...errors import UnsupportedError
-from ..dcp.heads import TensorView
+from ..dcp.heads import PickledTensor
 from ..dcp.pickle_reader import Opaque, StandInClass, StandInFunction, StandInObject
 
 ROOT = "deepspeed"
@@ -33,10 +33,10 @@ def leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
     if isinstance(value, Mapping) and value and all(isinstance(key, str) for key in value) and len(path) < MAX_DEPTH:
         for key, child in value.items():
             yield from leaves(child, (*path, key))
-    elif isinstance(value, list | tuple) and len(path) < MAX_DEPTH and any(isinstance(child, TensorView) for child in value):
+    elif isinstance(value, list | tuple) and len(path) < MAX_DEPTH and any(isinstance(child, PickledTensor) for child in value):
         for i, child in enumerate(value):
             yield from leaves(child, (*path, (i,)))
-    elif isinstance(value, TensorView):
+    elif isinstance(value, PickledTensor):
         yield path, value
     else:
         try:
@@ -61,7 +61,7 @@ def plain(value: Any, depth: int = 0) -> Any:
         return type(value)(plain(child, depth + 1) for child in value)
     if isinstance(value, StandInObject) and isinstance(value.state, dict):
         return plain(value.state, depth + 1)
-    if isinstance(value, TensorView):
+    if isinstance(value, PickledTensor):
         raise UnsupportedError("has a tensor deep inside of something else; save it at a key of its own")
     if isinstance(value, Opaque | StandInObject | StandInClass | StandInFunction):
         name = value.name if not isinstance(value, StandInObject) else value.kind.name

@@ -22,7 +22,7 @@ import torch
 from ...errors import CorruptError, UnsupportedError
 from ...format.objects import Named
 from ...format.value_decode import NUMPY_DTYPE
-from ..dcp.heads import TENSOR_TABLE, SavedStorage, TensorView, stored_at
+from ..dcp.heads import TENSOR_TABLE, PickledTensor, SavedStorage, stored_at
 from ..dcp.metadata import SIZE
 from ..dcp.pickle_reader import Opaque, PicklingError, StandInClass, StandInFunction, StandInObject, Table, read_pickle
 from ..zip_records import ZipRecords
@@ -193,7 +193,7 @@ class _Plain:
             raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
         if isinstance(value, StandInObject):
             return self._object(value, depth)
-        if isinstance(value, TensorView):
+        if isinstance(value, PickledTensor):
             return self._tensor(value)
         if isinstance(value, StandInClass | StandInFunction):
             return self._reference(value)
@@ -239,7 +239,7 @@ class _Plain:
             return {**state, NAMESPACE_TAG: ":".join(NAMESPACE)}
         return Named(module, name, state)
 
-    def _tensor(self, view: TensorView) -> torch.Tensor:
+    def _tensor(self, view: PickledTensor) -> torch.Tensor:
         data = self._stored(view.storage.key)
         if len(data) < view.storage.num_bytes or min(view.strides, default=0) < 0 or view.offset < 0:
             raise ValueError("a tensor reaches beyond its storage")

@@ -26,7 +26,7 @@ from ...errors import CheckpointError, CorruptError, UnsupportedError
 from ...format.torch_dtypes import dtype_code
 from ...storage.protocol import Storage, read_range
 from ..catalog_builder import FilePart, ForeignTensor
-from ..dcp.heads import TensorView
+from ..dcp.heads import PickledTensor
 from ..deepspeed.archive import TorchFile
 from .rules import Cut, cut_of
 
@@ -43,7 +43,7 @@ _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class ModelChunk:
     """Part of a model in a file: its ranks, and which of the stage's virtual stages it is; `number` is that of the file."""
 
     tp: int
@@ -52,6 +52,10 @@ class Chunk:
     index: int
     file: TorchFile
     number: int
+
+
+Chunks = Sequence[tuple[ModelChunk, Mapping[str, Any]]]
+"""With their state dicts."""
 
 
 class Key(NamedTuple):
@@ -67,7 +71,7 @@ class Key(NamedTuple):
 class Held:
     """What one file has: a tensor of this name."""
 
-    chunk: Chunk
+    chunk: ModelChunk
     name: str
     value: Any
 
@@ -83,7 +87,7 @@ class RankTensors:
         Of the job.
     """
 
-    def __init__(self, storage: Storage, chunks: Sequence[tuple[Chunk, Mapping[str, Any]]], args: Mapping[str, Any]) -> None:
+    def __init__(self, storage: Storage, chunks: Chunks, args: Mapping[str, Any]) -> None:
         self.storage, self.where = storage, storage.url
         self.num_tp, self.num_ep = (1 + max(getattr(chunk, axis) for chunk, _ in chunks) for axis in ("tp", "ep"))
         self.unreadable: dict[str, CheckpointError] = {}
@@ -107,7 +111,7 @@ class RankTensors:
         if name.endswith(EXTRA_STATE) or value is None:
             if chunk.tp == 0:
                 self.extra.setdefault(key, held)
-        elif _PACKED.fullmatch(name) or not isinstance(value, TensorView):
+        elif _PACKED.fullmatch(name) or not isinstance(value, PickledTensor):
             what = (
                 "the weights of several experts, in an order of its own" if _PACKED.fullmatch(name) else a(type(value).__name__)
             )
@@ -118,7 +122,7 @@ class RankTensors:
         else:
             self.held[key][chunk.tp].append(held)
 
-    def _key(self, chunk: Chunk, state: Mapping[str, Any], name: str) -> Key:
+    def _key(self, chunk: ModelChunk, state: Mapping[str, Any], name: str) -> Key:
         layers, layer, rest, expert = "", 0, name, -1
         if match := _LAYER.fullmatch(name):
             layers, number, rest = match.groups()
@@ -294,7 +298,9 @@ def _part(held: Held, begin: int, offsets: Ints, lengths: Ints) -> FilePart:
     return FilePart(offsets, lengths, held.chunk.number, at)
 
 
-def _number_layers(chunks: Sequence[tuple[Chunk, Mapping[str, Any]]]) -> tuple[dict[tuple[str, int, int], int], dict[str, int]]:
+def _number_layers(
+    chunks: Chunks,
+) -> tuple[dict[tuple[str, int, int], int], dict[str, int]]:
     """Return the number of each chunk's first layer, by name of layers, chunk and stage, and how many there are."""
     counts: dict[str, dict[tuple[int, int], int]] = defaultdict(dict)
     for chunk, state in chunks:
@@ -313,7 +319,7 @@ def _number_layers(chunks: Sequence[tuple[Chunk, Mapping[str, Any]]]) -> tuple[d
     return begins, totals
 
 
-def _count_experts(chunks: Sequence[tuple[Chunk, Mapping[str, Any]]]) -> int:
+def _count_experts(chunks: Chunks) -> int:
     """Return how many experts one rank has."""
     numbers = [
         int(match[2] if match.re is _EXPERT else match[3])

@@ -21,15 +21,15 @@ from ...core.catalog.model import Catalog, FileEntry
 from ...errors import CheckpointError, CorruptError, UnsupportedError
 from ...format.torch_dtypes import dtype_code
 from ...storage.protocol import Storage
-from ..catalog_builder import FilePart, ForeignTensor, build_catalog, foreign_file, whole
-from ..dcp.heads import TensorView
+from ..catalog_builder import FilePart, ForeignTensor, foreign_catalog, foreign_file, whole
+from ..dcp.heads import PickledTensor
 from ..dcp.pickle_reader import StandInObject
 from ..dcp.read import garbage_collection_paused
 from ..deepspeed.archive import FileReader, TorchFile
 from .buckets import name_buckets
 from .names import FORMAT, FULLY_RESHARDABLE, GROUPS, OPTIMIZER, SHARDING, tensor_name
 from .objects import Globals
-from .rank_tensors import Chunk, RankTensors
+from .rank_tensors import ModelChunk, RankTensors
 from .rank_values import RankValues
 
 _MAIN, _BUFFERS = "model_optim_rng.pt", "distrib_optim.pt"
@@ -145,13 +145,13 @@ def _catalog(files: _Files, *, as_saved: bool, named: bool) -> Catalog:
         unreadable |= found.unreadable
         buffers = list(found.tensors)
     about = {FORMAT: {"namespaces": values.namespaces}} if as_saved else None
-    catalog = build_catalog([*tensors, *buffers], entries, values.entries, format=FORMAT, metadata=about, where=where)
+    catalog = foreign_catalog([*tensors, *buffers], entries, values.entries, format=FORMAT, metadata=about, where=where)
     return replace(catalog, unreadable=values.unreadable | unreadable)
 
 
-def _chunks(files: _Files) -> list[tuple[Chunk, Mapping[str, Any]]]:
+def _chunks(files: _Files) -> list[tuple[ModelChunk, Mapping[str, Any]]]:
     """Return the state dicts of the model's parts in all files."""
-    found: list[tuple[Chunk, Mapping[str, Any]]] = []
+    found: list[tuple[ModelChunk, Mapping[str, Any]]] = []
     for number, ((tp, pp, ep), file) in enumerate(files.by_rank.items()):
         keys = [key for key in file.content if isinstance(key, str) and _MODEL.fullmatch(key)]
         for i, key in enumerate(sorted(keys, key=lambda key: int(key.removeprefix("model") or 0))):
@@ -161,7 +161,7 @@ def _chunks(files: _Files) -> list[tuple[Chunk, Mapping[str, Any]]]:
                     f"{files.where}: {file.key} has a model of Megatron before its core, or none; load it with Megatron, and "
                     "save it with --use-mcore-models"
                 )
-            found.append((Chunk(tp, pp, ep, i, file, number), {str(name): value for name, value in state.items()}))
+            found.append((ModelChunk(tp, pp, ep, i, file, number), {str(name): value for name, value in state.items()}))
     if not found:
         raise CorruptError(f"{files.where}: its files hold no model; use another checkpoint")
     return found
@@ -239,14 +239,14 @@ def _is_of_stages(state: Any, num_stages: int) -> bool:
     return sorted(buffers) == list(range(num_stages)) and len(kinds) == num_stages and all(one == kinds[0] for one in kinds)
 
 
-def _flat(state: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], TensorView]]:
+def _flat(state: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], PickledTensor]]:
     """Yield the buffers: by number, by dtypes, by what they are."""
-    if isinstance(state, TensorView) and len(path) == 3 and len(state.shape) == 1:
+    if isinstance(state, PickledTensor) and len(path) == 3 and len(state.shape) == 1:
         yield path, state
     elif isinstance(state, dict) and len(path) < 3:
         for i, (key, value) in enumerate(state.items()):
             yield from _flat(value, (*path, str(i) if isinstance(key, tuple) else str(key)))
-    elif isinstance(state, TensorView | list):
+    elif isinstance(state, PickledTensor | list):
         raise UnsupportedError("its optimizer's buffers are of an older kind; load it with Megatron, and save it again")
 
 

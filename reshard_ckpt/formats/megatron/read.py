@@ -22,7 +22,7 @@ from ...format.torch_dtypes import dtype_code
 from ...format.values import encode_path, encode_value
 from ...storage import open_storage
 from ...storage.protocol import Storage
-from ..catalog_builder import FilePart, ForeignTensor, build_catalog
+from ..catalog_builder import FilePart, ForeignTensor, foreign_catalog
 from ..dcp.chunks import FileSizes
 from ..dcp.chunks import locate as locate_chunks
 from ..dcp.metadata import MAX_METADATA_BYTES, METADATA_KEY, Extent, SavedTensor
@@ -144,7 +144,7 @@ def read_folder(storage: Storage, *, as_saved: bool = False, named: bool = False
         tensors = folder.with_names(tensors, located.files)
     folder.add_values()
     about = {FORMAT: {"namespaces": folder.namespaces}} if as_saved else None
-    catalog = build_catalog(tensors, located.files, folder.entries, format=FORMAT, metadata=about, where=storage.url)
+    catalog = foreign_catalog(tensors, located.files, folder.entries, format=FORMAT, metadata=about, where=storage.url)
     return replace(catalog, unreadable=folder.unreadable), folder.raw
 
 
