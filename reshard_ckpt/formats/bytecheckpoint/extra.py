@@ -20,8 +20,9 @@ from ...state.scan import Verbatim
 from ...storage import LocalStorage
 from ...storage.protocol import Storage
 from ..catalog_builder import foreign_file, whole
-from ..dcp.heads import read_object
+from ..dcp.heads import TENSOR_TABLE
 from ..dcp.read import MoreContents
+from ..megatron.objects import read_object
 from ..unreadable import without_unreadable
 
 MAX_BYTES = 1 << 30
@@ -74,7 +75,7 @@ def read_extra_state(storage: Storage, format: str) -> tuple[MoreContents, dict[
 def _load(storage: Storage, key: str) -> dict[str, Any]:
     if not isinstance(storage, LocalStorage):
         raise UnsupportedError(f"{storage.url}: {key} is a torch file, which is read from local folders; copy it to one")
-    state = read_object(bytes(storage.read(key, limit=MAX_BYTES)), name=f"{storage.url}: {key}")
+    state = read_object(bytes(storage.read(key, limit=MAX_BYTES)), f"{storage.url}: {key}", TENSOR_TABLE)
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
         raise UnsupportedError(f"{storage.url}: {key} holds something else than a dict by name; load it with torch")
     return state

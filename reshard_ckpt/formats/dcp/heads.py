@@ -11,7 +11,6 @@ pickle that describes how the tensor lies in its storage, then a few small membe
 
 from __future__ import annotations
 
-import io
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,7 +22,6 @@ import torch
 from ...core.catalog.specs import Ints, is_row_major, row_major_strides
 from ...core.words import a
 from ...errors import CorruptError, UnsupportedError
-from ..zip_records import ZipRecords
 from .metadata import DTYPES, ORDERED_DICT, SIZE
 from .pickle_reader import StandInClass, StandInFunction, read_pickle
 
@@ -152,60 +150,6 @@ TENSOR_TABLE: Mapping[tuple[str, str], Any] = {
 def raw_layout(dtype: torch.dtype, shape: Ints, at: int = 0) -> TensorLayout:
     """The layout of a row-major tensor that has no head of its own."""
     return TensorLayout(dtype, shape, row_major_strides(shape), at, at + prod(shape) * dtype.itemsize)
-
-
-def read_object(data: bytes, *, name: str) -> Any:
-    """Read a file of ``torch.save`` that holds plain data with tensors in it.
-
-    Raises
-    ------
-    UnsupportedError
-        It names a class or function that neither tensors nor plain data need.
-    CorruptError
-        It is damaged.
-    """
-    zipped = ZipRecords(io.BytesIO(data), name)
-    pickled = zipped.read_pickle()
-    made = read_pickle(pickled, TENSOR_TABLE, name=name, persistent=stored_at)
-    storages = {key.removeprefix("data/"): zipped.read(key) for key in zipped.storages()}
-    try:
-        return _ObjectBuilder(storages, len(pickled), name).build(made)
-    except (KeyError, RecursionError) as error:
-        raise CorruptError(f"{name}: has no storage {error}, or contains itself; use another checkpoint") from None
-
-
-class _ObjectBuilder:
-    """Puts tensors into plain data, which a pickle may refer to many times: never more of either than its size can spell."""
-
-    def __init__(self, storages: Mapping[str, bytes], num_bytes: int, name: str) -> None:
-        self._storages = {key: bytearray(data) for key, data in storages.items()}
-        self._objects_left = num_bytes
-        self._bytes_left = 4 * sum(map(len, storages.values())) + num_bytes
-        self._name = name
-
-    def build(self, made: Any) -> Any:
-        self._objects_left -= 1
-        if self._objects_left < 0:
-            raise CorruptError(f"{self._name}: holds more than its bytes can spell; use another checkpoint")
-        if isinstance(made, PickledTensor):
-            return self._tensor(made, self._storages[made.storage.key])
-        if isinstance(made, dict):
-            return {key: self.build(value) for key, value in made.items()}
-        if isinstance(made, list | tuple):
-            return type(made)(self.build(value) for value in made)
-        return made
-
-    def _tensor(self, view: PickledTensor, data: bytearray) -> torch.Tensor:
-        if 0 in view.shape:
-            return torch.empty(view.shape, dtype=view.dtype, device="cpu")
-        self._bytes_left -= prod(view.shape) * view.dtype.itemsize
-        if not view.is_within(len(data)) or self._bytes_left < 0:
-            raise CorruptError(
-                f"{self._name}: a tensor of shape {view.shape} reaches beyond its {len(data)} bytes; use another checkpoint"
-            )
-        usable = len(data) // view.dtype.itemsize * view.dtype.itemsize
-        flat = torch.frombuffer(memoryview(data)[:usable], dtype=view.dtype)
-        return flat.as_strided(view.shape, view.strides, view.offset).clone()
 
 
 class HeadParser:

@@ -21,13 +21,12 @@ import torch
 
 from ...errors import CorruptError, UnsupportedError
 from ...format.objects import Named
-from ...format.value_decode import NUMPY_DTYPE
+from ...format.value_decode import MAX_DEPTH, NUMPY_DTYPE
 from ..dcp.heads import TENSOR_TABLE, PickledTensor, SavedStorage, stored_at
 from ..dcp.metadata import SIZE
 from ..dcp.pickle_reader import Opaque, PicklingError, StandInClass, StandInFunction, StandInObject, Table, read_pickle
 from ..zip_records import ZipRecords
 
-MAX_DEPTH = 60
 NAMESPACE = ("argparse", "Namespace")
 NAMESPACE_TAG = "__class__"
 """The key that a dict has which was a Namespace below the top of the common state."""
@@ -35,7 +34,9 @@ NAMESPACE_TAG = "__class__"
 _ENUMS = re.compile(r"(megatron|transformer_engine|nvidia_resiliency_ext|nemo|torch)(\.\w+)*")
 """Modules of which a name may be called with one value, as members of enums are pickled; nothing is called, only noted."""
 
-_BYTES_PER_NODE, _MIN_NODES = 1, 1 << 12
+_MIN_NODES = 1 << 12
+_VIEWS = 4
+"""So often the tensors of a file may hold its bytes: several may view one storage."""
 
 
 def may_be_called(module: str) -> bool:
@@ -43,8 +44,8 @@ def may_be_called(module: str) -> bool:
     return _ENUMS.fullmatch(module) is not None
 
 
-def read_object(data: bytes, name: str) -> Any:
-    """Decode a file of ``torch.save``.
+def read_object(data: bytes, name: str, table: Table | None = None) -> Any:
+    """Decode a file of ``torch.save``; `table` has the globals that it may name, by default any.
 
     Raises
     ------
@@ -55,7 +56,7 @@ def read_object(data: bytes, name: str) -> Any:
     """
     zipped = ZipRecords(io.BytesIO(data), name)
     pickled = zipped.read_pickle()
-    root = read_pickle(pickled, Globals(), name=name, persistent=stored_at)
+    root = read_pickle(pickled, Globals() if table is None else table, name=name, persistent=stored_at)
     return PlainValues(lambda key: zipped.read(f"data/{key}"), len(data), name).of(root)
 
 
@@ -185,7 +186,7 @@ class _Plain:
 
     def __init__(self, stored: Callable[[str], bytes], num_bytes: int) -> None:
         self._stored = stored
-        self._left = _BYTES_PER_NODE * num_bytes + _MIN_NODES
+        self._left, self._bytes_left = num_bytes + _MIN_NODES, _VIEWS * num_bytes
 
     def of(self, value: Any, depth: int) -> Any:
         self._spend(1 + (len(value) // 8 if isinstance(value, str | bytes) else 0))
@@ -241,14 +242,11 @@ class _Plain:
 
     def _tensor(self, view: PickledTensor) -> torch.Tensor:
         data = self._stored(view.storage.key)
-        if len(data) < view.storage.num_bytes or min(view.strides, default=0) < 0 or view.offset < 0:
-            raise ValueError("a tensor reaches beyond its storage")
-        last = view.offset + sum((n - 1) * s for n, s in zip(view.shape, view.strides, strict=True))
-        if min(view.shape, default=1) < 1:
+        if 0 in view.shape:
             return torch.empty(view.shape, dtype=view.dtype, device="cpu")
-        if (last + 1) * view.dtype.itemsize > len(data):
-            raise ValueError("a tensor reaches beyond its storage")
-        self._spend(prod(view.shape) * view.dtype.itemsize)  # strides of 0 repeat what is stored
+        self._bytes_left -= prod(view.shape) * view.dtype.itemsize  # strides of 0 repeat what is stored
+        if len(data) < view.storage.num_bytes or not view.is_within(len(data)) or self._bytes_left < 0:
+            raise ValueError(f"a tensor of shape {view.shape} reaches beyond its {len(data)} bytes")
         flat = torch.frombuffer(bytearray(data), dtype=torch.uint8)[: len(data) // view.dtype.itemsize * view.dtype.itemsize]
         return flat.view(view.dtype).as_strided(view.shape, view.strides, view.offset).clone()
 

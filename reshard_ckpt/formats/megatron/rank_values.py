@@ -8,11 +8,12 @@ from typing import Any
 from ...core.catalog.model import ValueEntry
 from ...core.catalog.specs import Ints, ValueKind
 from ...errors import CheckpointError, CorruptError
+from ...format.value_decode import MAX_DEPTH
 from ...format.values import encode_path, encode_value
 from ..dcp.pickle_reader import StandInObject
 from ..deepspeed.archive import TorchFile
 from .names import common_path
-from .objects import MAX_DEPTH, NAMESPACE, NAMESPACE_TAG, PlainValues
+from .objects import NAMESPACE, NAMESPACE_TAG, PlainValues
 
 Path = tuple[Any, ...]
 
