@@ -3,7 +3,7 @@
 1. Open all files; the ``args`` in them say how many ranks there are, and so which stage and which experts each file is of.
 2. Number layers and experts, and put the cuts of tensor parallelism together (`rank_tensors`). Names are those of Megatron's
    newer folders, so that everything that works on those works here.
-3. Values are the common state of the first file; extra state and RNG states are objects, a part each (`rank_values`).
+3. Values are the common state of the first file; extra state and RNG states are objects, a part each (`values`).
 4. ``distrib_optim.pt`` has the distributed optimizer's state as flat buffers, which `buckets` can name: those of a rank hold what
    the model's file of that rank has, and where each virtual stage has one, what that stage has. The state of any other optimizer
    is keyed by position, which nothing here explains: it is refused by name.
@@ -30,7 +30,7 @@ from .buckets import name_buckets
 from .names import FORMAT, FULLY_RESHARDABLE, GROUPS, OPTIMIZER, SHARDING, tensor_name
 from .objects import Globals
 from .rank_tensors import ModelChunk, RankTensors
-from .rank_values import RankValues
+from .values import MegatronValues
 
 _MAIN, _BUFFERS = "model_optim_rng.pt", "distrib_optim.pt"
 _FILE = re.compile(rf"(mp_rank_\d{{2,9}}(?:_\d{{3,9}}){{0,2}})/{re.escape(_MAIN)}")
@@ -167,14 +167,14 @@ def _chunks(files: _Files) -> list[tuple[ModelChunk, Mapping[str, Any]]]:
     return found
 
 
-def _values(files: _Files, model: RankTensors, *, as_saved: bool, named: bool) -> RankValues:
-    values = RankValues(files.where, as_saved=as_saved)
+def _values(files: _Files, model: RankTensors, *, as_saved: bool, named: bool) -> MegatronValues:
+    values = MegatronValues(files.where, as_saved=as_saved)
     for name, place, counts, held in model.objects():
-        values.add_object(name, place, counts, held.chunk.file, held.value)
+        values.add_part(name, place, counts, held.chunk.file, held.value)
     for (tp, pp, ep), file in files.by_rank.items():
         if "rng_state" in file.content:
             place, shape = ((pp, tp), (files.pp, files.tp)) if files.ep == 1 else ((pp, tp, ep), (files.pp, files.tp, files.ep))
-            values.add_object("rng_state", place, shape, file, file.content["rng_state"])
+            values.add_part("rng_state", place, shape, file, file.content["rng_state"])
     first = next(iter(files.by_rank.values()))
     common = {key: value for key, value in first.content.items() if key != "rng_state" and not _MODEL.fullmatch(str(key))}
     optimizer = common.get(OPTIMIZER)
@@ -189,7 +189,7 @@ def _values(files: _Files, model: RankTensors, *, as_saved: bool, named: bool) -
         del common[OPTIMIZER]
     elif named and isinstance(optimizer, dict):
         common[OPTIMIZER] = _said_named(optimizer)
-    values.add_common(first, common)
+    values.add_common(common, first)
     return values
 
 

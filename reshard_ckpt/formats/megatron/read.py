@@ -10,16 +10,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ...core.catalog.model import Catalog, FileEntry, ValueEntry
-from ...core.catalog.specs import Ints, ValueKind
+from ...core.catalog.model import Catalog, FileEntry
+from ...core.catalog.specs import Ints
 from ...errors import CheckpointError, CheckpointNotFound, CorruptError, UnsupportedError
 from ...format.torch_dtypes import dtype_code
-from ...format.values import encode_path, encode_value
 from ...storage import open_storage
 from ...storage.protocol import Storage
 from ..catalog_builder import FilePart, ForeignTensor, foreign_catalog
@@ -31,9 +30,10 @@ from ..protocol import RawValue, Source, locate
 from .buckets import groups_path, name_buckets
 from .integrity import read_integrity
 from .metadata import MegatronMetadata, read_metadata, unflattened
-from .names import COMMON_STATE, FORMAT, OPTIMIZER, common_path, is_bucket, link_of, object_path, plain_key, tensor_name
-from .objects import NAMESPACE_TAG, read_object
+from .names import COMMON_STATE, FORMAT, OPTIMIZER, is_bucket, link_of, object_path, plain_key, tensor_name
+from .objects import read_object
 from .ranks import is_per_rank, read_ranks
+from .values import MegatronValues
 
 CONFIG_KEY, COMMON_KEY, LATEST_KEY = "metadata.json", "common.pt", "latest_checkpointed_iteration.txt"
 MAX_SMALL_BYTES, MAX_OBJECT_BYTES = 1 << 20, 1 << 30
@@ -138,14 +138,14 @@ def read_folder(storage: Storage, *, as_saved: bool = False, named: bool = False
     name = f"{storage.url}: {METADATA_KEY}"
     metadata = read_metadata(bytes(storage.read(METADATA_KEY, limit=MAX_METADATA_BYTES)), name=name)
     located = locate_chunks(storage, metadata.saved.tensors)
-    folder = _Folder(storage, metadata, dict(located.unreadable), as_saved)
+    folder = _Folder(storage, metadata, dict(located.unreadable), as_saved, MegatronValues(storage.url, as_saved=as_saved))
     tensors = [found for key, saved in metadata.saved.tensors.items() if (found := folder.tensor(key, saved, located.parts[key]))]
     if named and any(is_bucket(tensor.name) for tensor in tensors):
         tensors = folder.with_names(tensors, located.files)
     folder.add_values()
-    about = {FORMAT: {"namespaces": folder.namespaces}} if as_saved else None
-    catalog = foreign_catalog(tensors, located.files, folder.entries, format=FORMAT, metadata=about, where=storage.url)
-    return replace(catalog, unreadable=folder.unreadable), folder.raw
+    about = {FORMAT: {"namespaces": folder.values.namespaces}} if as_saved else None
+    catalog = foreign_catalog(tensors, located.files, folder.values.entries, format=FORMAT, metadata=about, where=storage.url)
+    return replace(catalog, unreadable=folder.unreadable | folder.values.unreadable), folder.raw
 
 
 @dataclass
@@ -155,12 +155,11 @@ class _Folder:
     storage: Storage
     metadata: MegatronMetadata
     errors: dict[str, CheckpointError]
-    as_saved: bool = False
+    as_saved: bool
+    values: MegatronValues
     groups: dict[tuple[Any, ...], list[Any]] | None = None
     """Where buckets are named: the groups that their objects hold, by the paths that they have then."""
-    namespaces: list[list[Any]] = field(default_factory=list)
     unreadable: dict[str, CheckpointError] = field(default_factory=dict)
-    entries: list[ValueEntry] = field(default_factory=list)
     raw: dict[str, RawValue] = field(default_factory=dict)
 
     def tensor(self, key: str, saved: SavedTensor, parts: Sequence[FilePart]) -> ForeignTensor | None:
@@ -212,7 +211,7 @@ class _Folder:
             elif key != COMMON_STATE:
                 self._add_object(key, extent)
         for path, groups in (self.groups or {}).items():
-            self._add(path, groups)
+            self.values.add(path, groups)
 
     def _keep_groups(self, key: str, extent: Extent) -> None:
         """Keep the groups of an optimizer that its buckets' object holds; each rank has those that it has parameters of."""
@@ -244,11 +243,7 @@ class _Folder:
         except CheckpointError as error:
             self.unreadable[key] = error
             return
-        for path, value in _leaves(_without_steps(state), ()):
-            if self.as_saved and path[-1] == NAMESPACE_TAG:
-                self.namespaces.append(list(path[:-1]))
-            else:
-                self._add(path if self.as_saved else common_path(path), value)
+        self.values.add_common(_without_steps(state))
 
     def _object_path(self, key: str) -> tuple[str, ...]:
         return (key,) if self.as_saved else object_path(key)
@@ -259,25 +254,9 @@ class _Folder:
             found = self._read(key, extent)
             if not isinstance(found, list) or len(found) != 1:
                 raise UnsupportedError(f"{self.storage.url}: {key} is not one object; load it with Megatron")
-            self._add(path, found[0])
+            self.values.add(path, found[0])
         except CheckpointError as error:
             self.unreadable[".".join(path)] = error
-
-    def _add(self, path: tuple[Any, ...], value: Any) -> None:
-        name = ".".join(map(str, path))
-        try:
-            self.entries.append(ValueEntry(name, encode_path(path), ValueKind.PLAIN, encode_value(value, name)))
-        except CheckpointError as error:
-            self.unreadable[name] = error
-
-
-def _leaves(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Yield the values of nested dicts and their paths; lists are one value."""
-    if isinstance(value, dict) and value and all(isinstance(key, str | int) and not isinstance(key, bool) for key in value):
-        for key, child in value.items():
-            yield from _leaves(child, (*path, key))
-    else:
-        yield path, value
 
 
 def _without_steps(state: Mapping[Any, Any]) -> dict[Any, Any]:

@@ -1,4 +1,4 @@
-"""The values of Megatron's files of single ranks, as those of its newer folders: common state, and objects in parts."""
+"""The values of Megatron's folders on their way to a catalog: the common state, and objects in parts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .objects import NAMESPACE, NAMESPACE_TAG, PlainValues
 Path = tuple[Any, ...]
 
 
-class RankValues:
+class MegatronValues:
     """Values on their way to a catalog; what cannot be read is kept with its error.
 
     Parameters
@@ -35,29 +35,31 @@ class RankValues:
         self.unreadable: dict[str, CheckpointError] = {}
         self.namespaces: list[list[Any]] = []
 
-    def add_object(self, key: str, place: Ints, shape: Ints, file: TorchFile, made: Any) -> None:
-        """Add a part of an object: the one at a place of a grid."""
+    def add_part(self, key: str, place: Ints, shape: Ints, file: TorchFile, made: Any) -> None:
+        """Add a part of an object of a rank's file: the one at a place of a grid."""
         part = "shard_" + "_".join(".".join(map(str, numbers)) for numbers in (place or (0,), shape or (1,)))
-        self._add((f"{key}/{part}",) if self.as_saved else (key, part), self._plain(file), made)
+        self.add((f"{key}/{part}",) if self.as_saved else (key, part), made, self._plain(file))
 
-    def add_common(self, file: TorchFile, tree: Any) -> None:
-        """Add the values of nested dicts."""
-        plain = self._plain(file)
+    def add_common(self, tree: Any, file: TorchFile | None = None) -> None:
+        """Add the values of nested dicts: plain ones, or stand-ins of a rank's file."""
+        plain = None if file is None else self._plain(file)
         for i, (path, made) in enumerate(_leaves(tree, ())):
-            if i > file.size:  # one dict may stand in many places
+            if file is not None and i > file.size:  # one dict may stand in many places
                 raise CorruptError(f"{self.where}: {file.key} holds more values than its bytes can spell; use another checkpoint")
             if self.as_saved and path[-1] == NAMESPACE_TAG:
                 self.namespaces.append(list(path[:-1]))
             else:
-                self._add(path if self.as_saved else common_path(path), plain, made)
+                self.add(path if self.as_saved else common_path(path), made, plain)
 
     def _plain(self, file: TorchFile) -> PlainValues:
         return PlainValues(file.stored, file.size, f"{self.where}: {file.key}")
 
-    def _add(self, path: Path, plain: PlainValues, made: Any) -> None:
+    def add(self, path: Path, made: Any, plain: PlainValues | None = None) -> None:
+        """Add a value: a plain one, or a stand-in that `plain` makes one of."""
         name = ".".join(map(str, path))
         try:
-            self.entries.append(ValueEntry(name, encode_path(path), ValueKind.PLAIN, encode_value(plain.of(made), name)))
+            value = made if plain is None else plain.of(made)
+            self.entries.append(ValueEntry(name, encode_path(path), ValueKind.PLAIN, encode_value(value, name)))
         except CheckpointError as error:
             self.unreadable[name] = error
 
