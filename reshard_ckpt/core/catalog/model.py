@@ -73,7 +73,7 @@ class ValueEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorTable:
+class TensorDescriptions:
     """Columns over tensors; `shape` is (T, D) left-padded, `alias` is the index of the tensor that holds the bytes, or -1.
 
     `optimizer` and `key` say how many dotted parts of the name are the optimizer and the state key (see `links`); a `key` of 0
@@ -86,11 +86,17 @@ class TensorTable:
     ndim: I64
     shape: I64
     alias: I64
-    placement: I64
-    row_start: I64
     optimizer: I64
     key: I64
     parameter: I64
+
+
+@dataclass(frozen=True, slots=True)
+class TensorTable(TensorDescriptions):
+    """The tensors of a catalog: also the number of each one's placement, or -1, and of its first row."""
+
+    placement: I64
+    row_start: I64
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 
-from ..catalog.model import BoxTable, Catalog, FileEntry, RowTable, TensorTable, ValueEntry
+from ..catalog.model import BoxTable, Catalog, FileEntry, RowTable, TensorDescriptions, TensorTable, ValueEntry
 from ..geometry.ordering import group_ids, lex_order
 from ..geometry.runs import I64
 from .merge import MergedTables
@@ -58,16 +59,6 @@ def tensor_table(tables: MergedTables, placement: I64, tensor: I64) -> TensorTab
     tensor
         The tensor of each row, in order.
     """
-    return TensorTable(
-        names=tables.names,
-        dtype=tables.dtype,
-        kind=tables.kind,
-        ndim=tables.ndim,
-        shape=tables.shape,
-        alias=tables.alias,
-        placement=placement,
-        row_start=np.searchsorted(tensor, np.arange(len(tables.names) + 1)).astype(np.int64),
-        optimizer=tables.optimizer,
-        key=tables.key,
-        parameter=tables.parameter,
-    )
+    described = {field.name: getattr(tables, field.name) for field in fields(TensorDescriptions)}
+    row_start = np.searchsorted(tensor, np.arange(len(tables.names) + 1)).astype(np.int64)
+    return TensorTable(**described, placement=placement, row_start=row_start)

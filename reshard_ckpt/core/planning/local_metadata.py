@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ...errors import LayoutError
 from ..catalog.links import link_columns
-from ..catalog.model import TensorKind
+from ..catalog.model import TensorDescriptions, TensorKind
 from ..catalog.specs import AxisPlacement, Mesh, TensorSpec, ValueSpec
 from ..geometry.dtypes import CODES
 from ..geometry.ordering import group_ids
@@ -54,28 +54,18 @@ def width_of(specs: Sequence[TensorSpec]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorColumns:
+class TensorColumns(TensorDescriptions):
     """The tensors that one rank holds parts of; what many ranks have alike.
 
     ``alias`` is the index of an earlier tensor, or -1; ``placement`` an index of the distinct ``placements``. A tensor that is
-    ``own`` is a blob whose name stands for another one on each rank, and whose shape is that of its row's box. ``optimizer``,
-    ``key`` and ``parameter`` link state of an optimizer, as in `TensorTable`.
+    ``own`` is a blob whose name stands for another one on each rank, and whose shape is that of its row's box.
     """
 
-    names: tuple[str, ...]
-    dtype: U8
-    kind: U8
     own: U8
     replication: U8
-    ndim: I64
-    shape: I64
-    alias: I64
     placements: tuple[Placement, ...]
     placement: I64
     mesh: Mesh | None
-    optimizer: I64
-    key: I64
-    parameter: I64
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,21 +214,12 @@ def _aliases(specs: Sequence[TensorSpec]) -> I64:
 
 def _check_inside(specs: Sequence[TensorSpec], pieces: PieceColumns, shape: I64) -> None:
     within = (pieces.offsets >= 0) & (pieces.lengths >= 0) & (pieces.offsets + pieces.lengths <= shape[pieces.tensor])
-    run = (pieces.start >= 0) & (pieces.count >= 0) & (pieces.start + pieces.count <= volumes(pieces.lengths))
-    bad = np.flatnonzero(~(within.all(axis=1) & run))
+    is_box = within.all(axis=1)
+    is_run = (pieces.start >= 0) & (pieces.count >= 0) & (pieces.start + pieces.count <= volumes(pieces.lengths))
+    bad = np.flatnonzero(~(is_box & is_run))
     if len(bad):
-        spec = specs[int(pieces.tensor[bad[0]])]
-        which = _bad_pieces(spec)[0]
+        spec, piece = [(spec, piece) for spec in specs for piece in spec.pieces][int(bad[0])]
+        which = f"offsets {piece.offsets}, lengths {piece.lengths}"
+        if is_box[bad[0]]:
+            which = f"elements {piece.start}:{piece.start + piece.count} of the box with lengths {piece.lengths}"
         raise LayoutError(f"{spec.name}: {which} reach outside global shape {spec.shape}; correct the declared offsets")
-
-
-def _bad_pieces(spec: TensorSpec) -> list[str]:
-    out = []
-    for piece in spec.pieces:
-        ends = [o + n for o, n in zip(piece.offsets, piece.lengths, strict=True)]
-        inside = all(o >= 0 and n >= 0 for o, n in zip(piece.offsets, piece.lengths, strict=True))
-        if not inside or any(end > size for end, size in zip(ends, spec.shape, strict=True)):
-            out.append(f"offsets {piece.offsets}, lengths {piece.lengths}")
-        elif piece.start < 0 or piece.count < 0 or piece.start + piece.count > int(np.prod(piece.lengths)):
-            out.append(f"elements {piece.start}:{piece.start + piece.count} of the box with lengths {piece.lengths}")
-    return out

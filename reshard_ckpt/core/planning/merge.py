@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import LayoutError
+from ..catalog.model import TensorDescriptions
 from ..catalog.specs import blob_name
 from ..geometry.columns import ColumnTable
 from ..geometry.dtypes import CODES
@@ -28,19 +29,10 @@ from .placement import agreed
 
 
 @dataclass(frozen=True, slots=True)
-class MergedTables:
-    """The tensors of all ranks, sorted by name; `alias` is -1 or the index of the tensor that holds the bytes."""
+class MergedTables(TensorDescriptions):
+    """The tensors of all ranks, sorted by name."""
 
-    names: tuple[str, ...]
-    dtype: U8
-    kind: U8
-    ndim: I64
-    shape: I64
-    alias: I64
     declared: tuple[Placement, ...]
-    optimizer: I64
-    key: I64
-    parameter: I64
     own: Mapping[str, I64]
     """Of each blob that ranks have of their own, the index of every rank's; -1 for those that have none."""
 

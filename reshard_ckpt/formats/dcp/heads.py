@@ -120,6 +120,16 @@ def _parameter(data: Any, grad: Any, hooks: Any) -> Any:
     return data
 
 
+def _encoded(text: Any, encoding: Any = "latin1") -> bytes:
+    if not isinstance(text, str) or encoding not in ("latin1", "latin-1"):
+        raise ValueError("bytes in an encoding that pickles do not use")
+    return text.encode("latin1")
+
+
+ENCODED = StandInFunction("bytes", _encoded)
+"""Makes bytes of what a protocol without them spells as text."""
+
+
 def stored_at(identity: Any) -> SavedStorage:
     match identity:
         case ("storage", _StorageType(dtype), str(key), str(), int(count)):

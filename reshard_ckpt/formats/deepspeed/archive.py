@@ -13,7 +13,7 @@ from typing import Any
 from ...errors import CorruptError
 from ...format.checksums import digest128
 from ...storage.protocol import Storage
-from ..dcp.heads import TENSOR_TABLE, PickledTensor, stored_at
+from ..dcp.heads import ENCODED, TENSOR_TABLE, PickledTensor, stored_at
 from ..dcp.pickle_reader import Opaque, StandInClass, StandInFunction, Table, read_pickle
 from ..zip_records import StoredFile, ZipRecords
 
@@ -23,13 +23,6 @@ def _rebuilt(make: Any, kind: Any, arguments: Any, state: Any) -> Any:
     if not isinstance(make, StandInFunction) or type(arguments) is not tuple:
         raise ValueError("a tensor of a kind that is unknown")
     return make.make(*arguments)
-
-
-def _encoded(text: str, encoding: str) -> bytes:
-    """Make what a protocol without bytes spells as text."""
-    if encoding != "latin1":
-        raise ValueError("bytes that are spelled as something else than latin1")
-    return text.encode("latin1")
 
 
 def _number(value: Any) -> int:
@@ -63,7 +56,7 @@ TABLE: Table = {
     (_LOSS_SCALER, "DynamicLossScaler"): StandInClass("DynamicLossScaler"),
     ("deepspeed.utils.tensor_fragment", "fragment_address"): StandInClass("fragment_address"),
     ("deepspeed.checkpoint.universal_checkpoint", "SubparamShape"): StandInClass("SubparamShape"),
-    ("_codecs", "encode"): StandInFunction("bytes", _encoded),
+    ("_codecs", "encode"): ENCODED,
     **{(module, "bytes"): StandInFunction("bytes", lambda: b"") for module in _BUILTINS},
     **{(module, kind.__name__): _set_of(kind) for module in _BUILTINS for kind in (set, frozenset)},
 }  # fmt: skip

@@ -22,7 +22,7 @@ import torch
 from ...errors import CorruptError, UnsupportedError
 from ...format.objects import Named
 from ...format.value_decode import MAX_DEPTH, NUMPY_DTYPE
-from ..dcp.heads import TENSOR_TABLE, PickledTensor, SavedStorage, stored_at
+from ..dcp.heads import ENCODED, TENSOR_TABLE, PickledTensor, SavedStorage, stored_at
 from ..dcp.metadata import SIZE
 from ..dcp.pickle_reader import Opaque, PicklingError, StandInClass, StandInFunction, StandInObject, Table, read_pickle
 from ..zip_records import ZipRecords
@@ -79,12 +79,6 @@ class _Called(StandInObject):
         self.arguments: tuple[Any, ...] = ()
 
 
-def _encoded(text: Any, encoding: Any = "latin1") -> bytes:
-    if not isinstance(text, str) or encoding not in ("latin1", "latin-1"):
-        raise ValueError("bytes in an encoding that pickles do not use")
-    return text.encode("latin1")
-
-
 def _a_list(items: Any = ()) -> list[Any]:
     if not isinstance(items, list | tuple):
         raise ValueError("a collection of something else than a list")
@@ -98,7 +92,7 @@ def _a_dict(*arguments: Any) -> dict[Any, Any]:
 
 
 _CALLED: Mapping[tuple[str, str], Any] = {
-    ("_codecs", "encode"): StandInFunction("bytes", _encoded),
+    ("_codecs", "encode"): ENCODED,
     **{(module, "set"): StandInFunction("set", _instance("set")) for module in ("builtins", "__builtin__")},
     **{(module, "frozenset"): StandInFunction("frozenset", _instance("frozenset")) for module in ("builtins", "__builtin__")},
     **{(module, "complex"): StandInFunction("complex", _instance("complex")) for module in ("builtins", "__builtin__")},
