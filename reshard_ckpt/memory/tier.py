@@ -347,7 +347,7 @@ class MemoryTarget:
         files: dict[str, SlotRange] = {}
         written = []
         at = HEADER_BYTES + ring_bytes(layouts)
-        for layout, begin in zip(layouts, image_addresses(layouts), strict=True):
+        for layout, begin in zip(layouts, image_addresses(layouts)[:-1], strict=True):
             hasher = BlockHasher()
             with job.recorder.step("write", layout.num_bytes):
                 for chunk in copy.staging.drain(layout):

@@ -24,7 +24,7 @@ from ..common.copy_streams import PACK_BYTES, SMALL_BYTES, CopyStreams, DeviceSt
 from ..common.tensor_bytes import LocalRun, copy_run, is_in_order
 from .local_shards import LocalShards
 from .messages import Assignment
-from .write import WRITE_BYTES, FileLayout
+from .write import WRITE_BYTES, FileLayout, member_offsets
 
 STEP_BYTES = 4 << 20
 """Bytes copied at once into a ring that streams; a multiple of every element size."""
@@ -73,8 +73,10 @@ class Staging:
         self._written = 0
         self._finished = False
         self._error: BaseException | None = None
-        self._begin, self.num_bytes = _addresses(layouts)
-        self._item_at = _item_addresses(layouts, self._begin)
+        *self._begin, self.num_bytes = image_addresses(layouts)
+        self._item_at = [
+            at + offset for layout, at in zip(layouts, self._begin, strict=True) for offset in member_offsets(layout).tolist()
+        ]
         self.copy_streams = CopyStreams(local.tensor for _, local in local_shards.rows)
         # Copies are fastest in few large pieces; a ring that streams must hand over small ones.
         self._step = self._capacity if self.holds_all else STEP_BYTES
@@ -296,30 +298,14 @@ class Staging:
 
 def ring_bytes(layouts: Sequence[FileLayout]) -> int:
     """The size of a ring that holds these files whole."""
-    return -(-_addresses(layouts)[1] // STEP_BYTES) * STEP_BYTES
+    return -(-image_addresses(layouts)[-1] // STEP_BYTES) * STEP_BYTES
 
 
 def image_addresses(layouts: Sequence[FileLayout]) -> list[int]:
-    """Where the image of each file begins in a ring that holds all."""
-    return _addresses(layouts)[0]
-
-
-def _addresses(layouts: Sequence[FileLayout]) -> tuple[list[int], int]:
-    """Where each file begins, aligned for every element, and where the last one ends."""
-    begin, at = [], 0
+    """Where the image of each file begins in a ring that holds all, aligned for every element; and where the last one ends."""
+    addresses, end = [], 0
     for layout in layouts:
-        at = -(-at // 64) * 64
-        begin.append(at)
-        at += layout.num_bytes
-    return begin, at
-
-
-def _item_addresses(layouts: Sequence[FileLayout], begin: Sequence[int]) -> list[int]:
-    """Where each item of the assignment lies."""
-    out: list[int] = []
-    for layout, at in zip(layouts, begin, strict=True):
-        at += len(layout.header)
-        for member in layout.members:
-            out.append(at)
-            at += member.num_bytes
-    return out
+        begin = -(-end // 64) * 64
+        addresses.append(begin)
+        end = begin + layout.num_bytes
+    return [*addresses, end]

@@ -176,7 +176,7 @@ def receipt_of(layouts: Sequence[FileLayout], written: Iterable[WrittenFile], fi
     num_items = sum(len(layout.members) for layout in layouts)
     file, offset = np.zeros(num_items, np.int64), np.zeros(num_items, np.int64)
     for part, layout in enumerate(layouts):
-        file[layout.items], offset[layout.items] = part, _member_offsets(layout)
+        file[layout.items], offset[layout.items] = part, member_offsets(layout)
     return Receipt(tuple(written), file, offset, fingerprints)
 
 
@@ -192,8 +192,8 @@ def keys_of(files: Iterable[WrittenFile]) -> list[str]:
     return [key for file in files for key in (file.key, file.digests_key)]
 
 
-def _member_offsets(layout: FileLayout) -> I64:
-    """Where the bytes of each member begin in the file."""
+def member_offsets(layout: FileLayout) -> I64:
+    """Return where the bytes of each member begin in the file."""
     sizes = np.array([member.num_bytes for member in layout.members], np.int64)
     return len(layout.header) + np.cumsum(sizes) - sizes
 

@@ -22,7 +22,7 @@ from ...core.catalog.model import Catalog
 from ...core.catalog.specs import Ints, ValueKind
 from ...core.geometry.runs import cut_boxes
 from ...engine.loading.stream import Run, whole_run
-from ...errors import NameCollisionError, UsageError
+from ...errors import NameCollisionError
 from ...format.torch_dtypes import TORCH_DTYPES
 from ...format.values import check_keys, decode_path
 from ...state.optimizer_dicts import flat_groups
@@ -82,16 +82,9 @@ def write_dcp(
 
     Raises
     ------
-    UsageError
-        The folder is not empty, or an option is none.
     NameCollisionError
         Two names are one when values are taken apart.
     """
-    if optimizer not in OPTIMIZER_FORMS:
-        raise UsageError(f"optimizer={optimizer!r}: the forms are {' and '.join(map(repr, OPTIMIZER_FORMS))}")
-    there = [key for key, _ in storage.list()]
-    if there:
-        raise UsageError(f"{storage.url}: has {len(there)} files ({there[0]}, …); a folder of DCP is written into an empty one")
     layout = lay_out(catalog, values, optimizer)
     write_folder(storage, catalog, layout, bytes_of, _torch_saved, chunk_bytes=chunk_bytes, file_bytes=file_bytes)
 
