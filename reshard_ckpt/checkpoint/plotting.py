@@ -9,15 +9,13 @@ import uuid
 from collections.abc import Mapping
 from types import ModuleType
 
-from ..core.catalog.links import optimizer_of
-from ..core.planning.target_placement import group_orders
 from ..core.timeline import Timeline
-from ..engine.loading.saved_values import open_values
 from ..errors import CheckpointNotFound, MismatchError, StorageError, UsageError
 from ..formats.source import Path, open_source
 from ..storage import path_text
 from .inspecting import TensorLine, inspect
 from .reading import timeline as read_timeline
+from .resharding import orders_of_groups
 from .topology_options import mesh_of
 
 PICTURES = (".png", ".svg", ".html")
@@ -114,11 +112,7 @@ def _cuts(path: Path, name: str, to: Mapping[str, int] | None, suffix: str) -> b
         mesh = None if to is None else mesh_of("to", to)
         plotting, wanted = load_plotting(), []
         if mesh is not None:
-            values = open_values(
-                source.storage, saved, [n for n in saved.value_names if optimizer_of(n) is not None], verify=True
-            )
-            groups = dict(group_orders({n: value.value for n, value in values.items()}))
-            wanted = plotting.wanted_on(saved, name, mesh, groups)
+            wanted = plotting.wanted_on(saved, name, mesh, orders_of_groups(source, saved, saved.value_names))
         figure = plotting.draw_cuts(saved, name, wanted, mesh)
         data: bytes = plotting.rendered(figure, f"How {name} is cut over ranks", suffix)
         return data

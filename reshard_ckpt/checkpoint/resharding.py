@@ -159,7 +159,7 @@ def reshard(
             catalog = renamed(catalog, rename, read=blob_reader(source.storage, catalog, verify=verify))
         choice = _choice(catalog, select, exclude, drop, cast)
         topology = TargetTopology(
-            new_mesh, placement_rules, stage_boundaries(stages, new_mesh), _group_orders(source, catalog, choice)
+            new_mesh, placement_rules, stage_boundaries(stages, new_mesh), orders_of_groups(source, catalog, choice.values)
         )
         planned, report = plan_reshard(catalog, choice, topology), reporter(progress if comm.rank == 0 else False)
         return _write(comm, source, planned, target, verify=verify, report=report, dry_run=dry_run)
@@ -170,7 +170,7 @@ def write_as_one_rank(
 ) -> ReshardReport:
     """Write all of a catalog over the source's files as a job of one rank would have saved it, in this process."""
     choice = Choice(catalog.names, catalog.value_names, dtypes)
-    topology = TargetTopology(Mesh(("dp",), (1,)), (), None, _group_orders(source, catalog, choice))
+    topology = TargetTopology(Mesh(("dp",), (1,)), (), None, orders_of_groups(source, catalog, choice.values))
     with open_storage(dst) as target:
         return _write(SoloComm(), source, plan_reshard(catalog, choice, topology), target, verify=verify, report=report)
 
@@ -241,10 +241,10 @@ def _choice(catalog: Catalog, select: Names, exclude: Names, drop: Names, cast: 
     return Choice(taken.tensors, taken.values, cast_dtypes(catalog, taken.tensors, cast))
 
 
-def _group_orders(source: Source, catalog: Catalog, choice: Choice) -> dict[str, list[str]]:
-    """Return the parameters of each optimizer in the order of its groups."""
-    names = [name for name in choice.values if optimizer_of(name) is not None]
-    values = open_values(source.storage, catalog, names, verify=True)
+def orders_of_groups(source: Source, catalog: Catalog, names: Sequence[str]) -> dict[str, list[str]]:
+    """Return the parameters of each optimizer in the order of its groups, which are among the values of these names."""
+    groups = [name for name in names if optimizer_of(name) is not None]
+    values = open_values(source.storage, catalog, groups, verify=True)
     return dict(group_orders({name: value.value for name, value in values.items()}))
 
 
