@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..core.catalog.model import Catalog
-from ..errors import CheckpointNotFound, CorruptError, StorageError, UsageError
+from ..errors import CheckpointNotFound, CorruptError, UsageError
 from ..format.keys import RUN_LOCK_KEY, step_name
 from ..storage import LocksUnsupported, Storage, open_storage, resolved_path
 from .generations import Generation, NodeImages, files_here, find_generations
 from .lineage import LINEAGE_KEY, read_lineage
-from .node import FOLDER, SLOT_SUFFIX, files_in, is_entered, node_id, passing_over_gone, remove_run, run_path, runs
+from .node import FOLDER, is_entered, node_id, remove_run, run_path, runs
 from .persist import absent_files, is_persisted, publish, write_files
-from .slots import Slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,25 +88,12 @@ def held_runs(root: str | None = None, folder: str = FOLDER) -> list[HeldRun]:
         path = Path(run.path)
         if wanted in (None, path):
             steps = tuple(_held_step(path, generation) for generation in find_generations(path))
-            out.append(HeldRun(run.root, run.num_bytes, is_alive(path), steps))
+            out.append(HeldRun(run.root, run.num_bytes, is_entered(path), steps))
     return out
 
 
 def _held_step(path: Path, generation: Generation) -> HeldStep:
     return HeldStep(generation.step, generation.save_id, len(files_here(path, generation)), len(generation.holders))
-
-
-def is_alive(path: Path) -> bool:
-    """Whether a process of a run is there, or has a slot locked, as an earlier release of this package does."""
-    if is_entered(path):
-        return True
-    for slot in files_in(path, SLOT_SUFFIX):
-        with passing_over_gone(slot):
-            try:
-                Slot(str(slot)).close()
-            except StorageError:
-                return True
-    return False
 
 
 def drop_held(root: str, folder: str = FOLDER) -> int:
@@ -204,6 +190,6 @@ def _run(root: str, folder: str) -> Path:
         raise CheckpointNotFound(
             f"{root}: the memory of this node ({folder}) holds nothing of this run; reshard-ckpt memory list names the runs"
         )
-    if is_alive(path):
+    if is_entered(path):
         raise UsageError(f"{root}: a job of this run is alive on this node; end it first")
     return path

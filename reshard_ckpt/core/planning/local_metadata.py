@@ -214,12 +214,11 @@ def _aliases(specs: Sequence[TensorSpec]) -> I64:
 
 def _check_inside(specs: Sequence[TensorSpec], pieces: PieceColumns, shape: I64) -> None:
     within = (pieces.offsets >= 0) & (pieces.lengths >= 0) & (pieces.offsets + pieces.lengths <= shape[pieces.tensor])
-    is_box = within.all(axis=1)
-    is_run = (pieces.start >= 0) & (pieces.count >= 0) & (pieces.start + pieces.count <= volumes(pieces.lengths))
-    bad = np.flatnonzero(~(is_box & is_run))
+    run = (pieces.start >= 0) & (pieces.count >= 0) & (pieces.start + pieces.count <= volumes(pieces.lengths))
+    bad = np.flatnonzero(~(within.all(axis=1) & run))
     if len(bad):
         spec, piece = [(spec, piece) for spec in specs for piece in spec.pieces][int(bad[0])]
         which = f"offsets {piece.offsets}, lengths {piece.lengths}"
-        if is_box[bad[0]]:
+        if within[bad[0]].all():
             which = f"elements {piece.start}:{piece.start + piece.count} of the box with lengths {piece.lengths}"
         raise LayoutError(f"{spec.name}: {which} reach outside global shape {spec.shape}; correct the declared offsets")
