@@ -25,10 +25,10 @@ from .runs import NamedShard, is_factory, is_sharded_tensor, run_entries
 from .tree import (
     NOTHING,
     Instead,
+    Leaf,
     Loaded,
     Node,
     ObjectLeaf,
-    _Leaf,
     child_of,
     common_of,
     copied,
@@ -66,28 +66,12 @@ def lower_tree(tree: Any, *, loading: bool) -> Node:
     UsageError
         A shard or an optimizer cannot be saved or loaded as it is.
     """
-    if not any(is_optimizer(value) for value in _leaves(tree)):
-        return lower(tree, loading=loading)
-    parameters = {id(v.data): v for v in _leaves(tree) if (is_sharded_tensor(v) or is_factory(v)) and v.data is not None}
+    parameters = {id(v.data): v for v in leaves(tree) if (is_sharded_tensor(v) or is_factory(v)) and v.data is not None}
 
-    def walk(value: Any) -> Node:
-        if isinstance(value, dict):
-            return {key: walk(child) for key, child in value.items()}
-        if isinstance(value, list):
-            return [walk(child) for child in value]
-        if is_optimizer(value):
-            return _lower_optimizer(value, tree, parameters, loading)
-        return lower(value, loading=loading)
+    def own(value: Any) -> Node | None:
+        return _lower_optimizer(value, tree, parameters, loading) if is_optimizer(value) else None
 
-    return walk(tree)
-
-
-def _leaves(tree: Any) -> Iterator[Any]:
-    if isinstance(tree, dict | list):
-        for child in tree.values() if isinstance(tree, dict) else tree:
-            yield from _leaves(child)
-    else:
-        yield tree
+    return lower(tree, loading=loading, own=own)
 
 
 def _lower_optimizer(optimizer: Any, tree: Any, parameters: Mapping[int, Any], loading: bool) -> Node:
@@ -110,7 +94,7 @@ def _lower_optimizer(optimizer: Any, tree: Any, parameters: Mapping[int, Any], l
 
 
 @dataclass(frozen=True)
-class WholeLeaf(_Leaf):
+class WholeLeaf(Leaf):
     """An optimizer that holds whole parameters, by the tree that it made of itself."""
 
     optimizer: Any
@@ -135,7 +119,7 @@ class WholeLeaf(_Leaf):
 
 
 @dataclass(frozen=True)
-class DistributedLeaf(_Leaf):
+class DistributedLeaf(Leaf):
     """A distributed optimizer, and what the tree says of its parameters."""
 
     optimizer: Any
@@ -198,7 +182,7 @@ class DistributedLeaf(_Leaf):
 
 
 @dataclass(frozen=True)
-class ChainLeaf(_Leaf):
+class ChainLeaf(Leaf):
     """A chain of distributed optimizers, as Megatron makes where experts are parallel, or of one."""
 
     parts: tuple[DistributedLeaf, ...]

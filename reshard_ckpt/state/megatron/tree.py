@@ -12,9 +12,9 @@ Dicts and lists are containers, as Megatron has it, and anything else is a leaf.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -37,46 +37,32 @@ class Loaded:
     absent: frozenset[str] = frozenset()
 
 
-class Leaf(Protocol):
-    """What a leaf of a tree comes to."""
+class Leaf:
+    """What a leaf of a tree comes to; this one has nothing in it."""
 
     def entries(self) -> Iterable[NamedShard]:
-        """The shards in it."""
-
-    def objects(self) -> Iterable[ObjectLeaf]:
-        """The objects in it."""
-
-    def common(self) -> Any:
-        """What it adds to the common state; `NOTHING`, mostly."""
-
-    def problems(self, common: Any, at: str) -> list[str]:
-        """Say what it lacks in the common state that was saved in its place, a line each, before anything changes."""
-
-    def loaded(self, common: Any, loaded: Loaded) -> Any:
-        """What takes its place, given the common state that was saved there; once all tensors are loaded."""
-
-
-class _Leaf:
-    """A leaf with nothing in it."""
-
-    def entries(self) -> Iterable[NamedShard]:
+        """Return the shards in it."""
         return ()
 
     def objects(self) -> Iterable[ObjectLeaf]:
+        """Return the objects in it."""
         return ()
 
     def common(self) -> Any:
+        """Return what it adds to the common state; `NOTHING`, mostly."""
         return NOTHING
 
     def problems(self, common: Any, at: str) -> list[str]:
+        """Say what it lacks in the common state that was saved in its place, a line each, before anything changes."""
         return []
 
     def loaded(self, common: Any, loaded: Loaded) -> Any:
+        """Return what takes its place, given the common state that was saved there; once all tensors are loaded."""
         return NOTHING
 
 
 @dataclass(frozen=True)
-class PlainLeaf(_Leaf):
+class PlainLeaf(Leaf):
     """Common state; a load returns that of the checkpoint."""
 
     value: Any
@@ -86,7 +72,7 @@ class PlainLeaf(_Leaf):
 
 
 @dataclass(frozen=True)
-class KeptLeaf(_Leaf):
+class KeptLeaf(Leaf):
     """What is not persistent: a load returns it as it is."""
 
     value: Any
@@ -96,7 +82,7 @@ class KeptLeaf(_Leaf):
 
 
 @dataclass(frozen=True)
-class ObjectLeaf(_Leaf):
+class ObjectLeaf(Leaf):
     """An object; `main` is the replica that is saved."""
 
     name: str
@@ -111,7 +97,7 @@ class ObjectLeaf(_Leaf):
 
 
 @dataclass(frozen=True)
-class TensorLeaf(_Leaf):
+class TensorLeaf(Leaf):
     """A shard, and the tensor that a load returns for it."""
 
     entry: NamedShard
@@ -125,7 +111,7 @@ class TensorLeaf(_Leaf):
 
 
 @dataclass(frozen=True)
-class FactoryLeaf(_Leaf):
+class FactoryLeaf(Leaf):
     """What a factory built, which it merges again after loading."""
 
     factory: Any
@@ -150,8 +136,8 @@ def is_local(value: object) -> bool:
     return hasattr(value, "obj") and callable(getattr(value, "unwrap", None))
 
 
-def lower(tree: Any, *, loading: bool) -> Node:
-    """Lower a tree without optimizers.
+def lower(tree: Any, *, loading: bool, own: Callable[[Any], Node | None] = lambda value: None) -> Node:
+    """Lower a tree; `own` lowers what is no leaf here, and returns None for anything else.
 
     Raises
     ------
@@ -159,9 +145,11 @@ def lower(tree: Any, *, loading: bool) -> Node:
         A shard has no data to save, or says of itself what does not fit.
     """
     if isinstance(tree, dict):
-        return {key: lower(value, loading=loading) for key, value in tree.items()}
+        return {key: lower(value, loading=loading, own=own) for key, value in tree.items()}
     if isinstance(tree, list):
-        return [lower(value, loading=loading) for value in tree]
+        return [lower(value, loading=loading, own=own) for value in tree]
+    if (node := own(tree)) is not None:
+        return node
     if is_sharded_tensor(tree):
         return _lower_tensor(tree, loading)
     if is_factory(tree):
@@ -177,7 +165,7 @@ def lower(tree: Any, *, loading: bool) -> Node:
 def _lower_tensor(sharded: Any, loading: bool) -> Leaf:
     run = getattr(sharded, "flattened_range", None)
     if run is not None and run.start == run.stop:
-        return _Leaf()  # Megatron leaves them out, of the tree that it returns too
+        return Leaf()  # Megatron leaves them out, of the tree that it returns too
     if sharded.data is None:
         if not loading:
             raise UsageError(f"{sharded.key}: this ShardedTensor has no data; set its `data`, or leave it out of the tree")
@@ -186,13 +174,13 @@ def _lower_tensor(sharded: Any, loading: bool) -> Leaf:
     return TensorLeaf(entry_of(sharded, data), data)
 
 
-def leaves(node: Node) -> Iterator[Leaf]:
-    """Yield the leaves of a lowered tree."""
-    if isinstance(node, dict | list):
-        for child in node.values() if isinstance(node, dict) else node:
+def leaves(tree: Any) -> Iterator[Any]:
+    """Yield the leaves of a tree, lowered or not."""
+    if isinstance(tree, dict | list):
+        for child in tree.values() if isinstance(tree, dict) else tree:
             yield from leaves(child)
     else:
-        yield node
+        yield tree
 
 
 def entries_of(node: Node) -> Iterator[NamedShard]:
