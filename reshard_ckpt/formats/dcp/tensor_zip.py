@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from math import prod
 
 import torch
@@ -15,6 +16,7 @@ from .pickle_writer import FunctionCall, Global, PersistentId, pickled
 _STORAGE_NAMES = {dtype: f"{name}Storage" for name, dtype in STORAGE_DTYPES.items()}
 
 
+@lru_cache(maxsize=256)
 def tensor_pickle(dtype: torch.dtype, shape: Ints) -> bytes:
     """Return the pickle of a contiguous tensor whose storage is record ``data/0``."""
     return pickled(tensor_parts(dtype, shape, "0"))

@@ -37,6 +37,9 @@ CHUNK_BYTES = 256 << 20
 """Of a chunk: what ``torch.distributed.checkpoint.load`` has in memory at once."""
 
 FILE_BYTES = 4 << 30
+GATHERED_BYTES = 1 << 20
+"""Of small parts that are written in one call: a tensor is a file of ``torch.save``, which comes in some thirty parts."""
+
 OPTIMIZER_FORMS = ("nested", "flat")
 
 
@@ -122,6 +125,7 @@ class _Files:
     keys: list[str] = field(default_factory=list)
     size: int = 0
     writer: Writer | None = None
+    _gathered: bytearray = field(default_factory=bytearray)
 
     def begin(self) -> None:
         """Make room for one more entry: in this file, or in the next."""
@@ -132,9 +136,19 @@ class _Files:
         self.writer, self.size = self.storage.create(self.keys[-1]), 0
 
     def write(self, data: bytes | memoryview) -> None:
-        assert self.writer is not None
-        self.writer.write(data)
         self.size += len(data)
+        if len(self._gathered) + len(data) > GATHERED_BYTES:
+            self._write_gathered()
+        if len(data) > GATHERED_BYTES:
+            assert self.writer is not None
+            self.writer.write(data)
+        else:
+            self._gathered += data
+
+    def _write_gathered(self) -> None:
+        if self.writer is not None and self._gathered:
+            self.writer.write(self._gathered)
+            self._gathered = bytearray()
 
     def extent_since(self, begin: int) -> Extent:
         """Return the extent of what was written to this file since it had that size."""
@@ -142,6 +156,7 @@ class _Files:
 
     def finish(self) -> None:
         if self.writer is not None:
+            self._write_gathered()
             self.writer.finish()
 
     def abort(self) -> None:
