@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from reshard_ckpt import checkpoint
+from reshard_ckpt.engine.saving import local_shards
 from reshard_ckpt.errors import MismatchError
 from tests.helpers import position_values
 
@@ -60,15 +61,17 @@ def test_renaming_parameters_reaches_groups_that_lie_in_a_file(tmp_path: Path):
 @pytest.mark.filterwarnings("ignore:.*numbers the parameters:UserWarning")
 @pytest.mark.parametrize("by_number", [False, True])
 @pytest.mark.parametrize("to", ["reshard", "convert --to reshard", "convert --to torch", "convert --to dcp"])
-def test_renaming_reaches_such_groups_also_in_a_copy(tmp_path: Path, to: str, by_number: bool):
-    num = 3000
+def test_renaming_reaches_such_groups_also_in_a_copy(tmp_path: Path, to: str, by_number: bool, monkeypatch: pytest.MonkeyPatch):
+    num = 40
     model, optimizer = trained(num)
     state = (
         {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         if by_number
         else {"model": model, "optimizer": optimizer}
     )
+    monkeypatch.setattr(local_shards, "INLINE_BYTES", 64)  # as if there were thousands of parameters
     checkpoint.save(tmp_path / "a", state)
+    assert all(value.blobs for value in checkpoint.catalog(tmp_path / "a").values_table) == by_number
     rename = {f"model.layer{i}": f"model.block{i}" for i in range(num)}
     for number, fqn in enumerate(reversed(list(model))):  # also of parameters that have no state: the groups name them
         rename[f"optimizer.state.{number if by_number else fqn}"] = f"optimizer.state.{fqn.replace('layer', 'block')}"
