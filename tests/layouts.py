@@ -47,16 +47,19 @@ def values_of(shape: Ints, dtype: str, salt: int) -> torch.Tensor:
 
 
 @lru_cache(maxsize=256)
+def cells(piece: Piece) -> tuple[np.ndarray, np.ndarray]:
+    """The elements of a piece, in order: the place of each in memory, and the global coordinates of all along each dim."""
+    inner = np.indices(piece.lengths).reshape(len(piece.lengths), prod(piece.lengths))
+    inner = inner[:, piece.start : piece.start + piece.count]
+    places = piece.base + (np.array(piece.strides, np.int64)[:, None] * inner).sum(axis=0)
+    return places, np.array(piece.offsets, np.int64)[:, None] + inner
+
+
+@lru_cache(maxsize=256)
 def addresses(piece: Piece) -> tuple[tuple[int, Ints], ...]:
     """For each element of a piece, in order: its place in memory, and its global coordinates."""
-    inner = list(product(*(range(n) for n in piece.lengths)))[piece.start : piece.start + piece.count]
-    return tuple(
-        (
-            piece.base + sum(i * s for i, s in zip(x, piece.strides, strict=True)),
-            tuple(o + i for o, i in zip(piece.offsets, x, strict=True)),
-        )
-        for x in inner
-    )
+    places, coordinates = cells(piece)
+    return tuple(zip(places.tolist(), map(tuple, coordinates.T.tolist()), strict=True))
 
 
 def filled(layout: Layout, rank: int, whole: torch.Tensor) -> torch.Tensor:
@@ -65,9 +68,8 @@ def filled(layout: Layout, rank: int, whole: torch.Tensor) -> torch.Tensor:
     memory = np.zeros((layout.memory[rank], size), np.uint8)
     source = whole.contiguous().reshape(-1).view(torch.uint8).numpy().reshape(*whole.shape, size)
     for piece in layout.pieces[rank]:
-        if cells := addresses(piece):
-            places, coordinates = zip(*cells, strict=True)
-            memory[list(places)] = source[tuple(map(list, zip(*coordinates, strict=True)))]
+        places, coordinates = cells(piece)
+        memory[places] = source[tuple(coordinates)]
     return torch.from_numpy(memory.reshape(-1)).view(whole.dtype)
 
 

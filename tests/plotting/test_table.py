@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from reshard_ckpt.plotting import table as tables
 from reshard_ckpt.plotting.feeds import boxes_of
 from reshard_ckpt.plotting.table import CellTable, lay_out
-from tests.layouts import Layout, addresses, layouts, shapes
+from tests.layouts import Layout, cells, layouts, shapes
 from tests.tries import examples
 
 
@@ -28,8 +28,7 @@ def owners(layout: Layout) -> np.ndarray:
     held = np.full(layout.shape, -1)
     for rank, pieces in enumerate(layout.pieces):
         for piece in pieces:
-            for _, x in addresses(piece):
-                held[x] = rank
+            held[tuple(cells(piece)[1])] = rank
     return held
 
 
