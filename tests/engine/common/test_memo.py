@@ -85,11 +85,14 @@ def test_every_save_writes_what_it_would_have_written_first(sequence: list[dict[
     again = [0, *range(len(sequence)), 0]
     for step, i in enumerate(again):
         checkpoint.save(f"memory://{name}/after-{step}", {"t": sequence[i]}, timeline=False)
-    for step, i in enumerate(again):
+    first = []
+    for state in sequence:
         forget()
-        checkpoint.save(f"memory://{name}/first", {"t": sequence[i]}, timeline=False)
+        checkpoint.save(f"memory://{name}/first", {"t": state}, timeline=False)
+        first.append(written(f"memory://{name}/first"))
+    for step, i in enumerate(again):
         files, read = written(f"memory://{name}/after-{step}")
-        wanted_files, wanted = written(f"memory://{name}/first")
+        wanted_files, wanted = first[i]
         assert files == wanted_files
         assert read.keys() == wanted.keys()
         for key, value in wanted.items():
