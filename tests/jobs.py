@@ -13,7 +13,7 @@ from reshard_ckpt.core.catalog.specs import Mesh, TensorSpec, ValueSpec
 from reshard_ckpt.core.planning.save_plan import SavePlan, plan_save
 from reshard_ckpt.core.report import LoadReport
 from reshard_ckpt.engine.loading.load import LoadOptions, Resolved, fetch, open_catalog, resolve
-from reshard_ckpt.engine.saving.commit import look, publish
+from reshard_ckpt.engine.saving.commit import catalog_of, look, publish
 from reshard_ckpt.engine.saving.local_shards import LocalShards, describe_local
 from reshard_ckpt.engine.saving.messages import (
     Assignment,
@@ -29,6 +29,7 @@ from reshard_ckpt.engine.saving.options import SaveContents
 from reshard_ckpt.engine.saving.values import merge_values
 from reshard_ckpt.engine.saving.write import write_assignment
 from reshard_ckpt.format.keys import new_save_id
+from reshard_ckpt.storage.memory import MemoryStorage
 from reshard_ckpt.storage.protocol import Storage
 
 Tensors = Sequence[tuple[TensorSpec, torch.Tensor]]
@@ -41,6 +42,15 @@ def plan_job(local_shards: Sequence[LocalShards]) -> tuple[SavePlan, tuple[Value
     merged = merge_values([(rank, decode_values(data)) for rank, data in enumerate(values)], plan.tables)
     save_id = new_save_id()
     return plan, merged, [decode_assignment(data, save_id) for data in encode_assignments(plan)]
+
+
+def planned_job(ranks: Sequence[Tensors]) -> Catalog:
+    """The catalog of what each rank holds, for tests of what is planned from it: it is not published and read back."""
+    local_shards = [describe_local(tensors, (), None, rank) for rank, tensors in enumerate(ranks)]
+    plan, values, assignments = plan_job(local_shards)
+    storage = MemoryStorage("planned")
+    receipts = [write_assignment(storage, local_shards[rank], own, rank) for rank, own in enumerate(assignments)]
+    return catalog_of(SaveContents(plan, values, assignments[0].save_id), receipts)
 
 
 def save_job(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice, product
 from math import prod
 
 import numpy as np
@@ -27,8 +28,7 @@ many = st.integers(1, 4).flatmap(lambda width: st.lists(runs(width), min_size=1,
 def elements(run: Run) -> list[tuple[int, ...]]:
     """The coordinates of a run, in its order."""
     offsets, lengths, start, count = run
-    inner = [tuple(int(x) for x in np.unravel_index(i, lengths)) for i in range(start, start + count)]
-    return [tuple(o + i for o, i in zip(offsets, x, strict=True)) for x in inner]
+    return list(islice(product(*(range(o, o + n) for o, n in zip(offsets, lengths, strict=True))), start, start + count))
 
 
 def columns(case: list[Run]) -> tuple[np.ndarray, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
 from math import prod
@@ -20,7 +21,7 @@ from reshard_ckpt.core.planning.local_metadata import piece_columns
 from reshard_ckpt.core.planning.match import match
 from reshard_ckpt.core.planning.read_plan import NEAR_BYTES, ReadPlan, plan_reads
 from reshard_ckpt.storage.memory import MemoryStorage
-from tests.jobs import save_job
+from tests.jobs import planned_job, save_job
 from tests.layouts import filled, layouts, shapes, spec_of, values_of
 from tests.tries import examples
 
@@ -38,21 +39,11 @@ def reads_for(catalog: Catalog, plan: LoadPlan, block_bytes: int, join: int = 1)
     return plan_reads(plan, np.full(len(sizes), block_bytes), sizes, land, join=join)
 
 
-def begins(lengths: np.ndarray, strides: np.ndarray) -> list[int]:
+def begins(lengths: np.ndarray, strides: np.ndarray) -> np.ndarray:
     """Where each element of a box begins, counted from the first one, in row-major order."""
-    out = [0]
+    out = np.zeros(1, np.int64)
     for length, stride in zip(lengths.tolist(), strides.tolist(), strict=True):
-        out = [at + i * stride for at in out for i in range(length)]
-    return out
-
-
-def wanted_bytes(plan: LoadPlan, file: int) -> set[int]:
-    """The positions of all wanted bytes of a file, one by one."""
-    out: set[int] = set()
-    for i in np.flatnonzero(plan.file == file).tolist():
-        first, each = int(plan.src[i]), int(plan.item_bytes[i])
-        for at in begins(plan.lengths[i], plan.src_strides[i]):
-            out.update(range(first + at, first + at + each))
+        out = (out[:, None] + np.arange(length) * stride).reshape(-1)
     return out
 
 
@@ -62,24 +53,51 @@ def cases(draw: st.DrawFn) -> tuple[Catalog, list[TensorSpec]]:
     layout = draw(layouts(shape, saved))
     targets = [draw(layouts(shape, draw(st.integers(1, 4)))) for _ in range(draw(st.integers(1, 2)))]
     whole = values_of(shape, "I16", 1)
-    storage = MemoryStorage("reads")
-    catalog = save_job(storage, [[(spec_of(layout, r, "t", "I16"), filled(layout, r, whole))] for r in range(saved)])
+    catalog = planned_job([[(spec_of(layout, r, "t", "I16"), filled(layout, r, whole))] for r in range(saved)])
     return catalog, [spec_of(target, 0, "t", "I16") for target in targets]  # two want the same bytes, each for itself
 
 
-def landing_pairs(reads: ReadPlan) -> list[tuple[int, int, int, int]]:
-    """Each byte that lands: its file, its place there, its destination and its place there."""
+def bytes_from(file: int, src: np.ndarray, dest: int, dst: np.ndarray, size: int) -> np.ndarray:
+    """Each of `size` bytes from each place on: its file, its place there, its destination and its place there."""
+    k = np.arange(size)
+    places = ((src[:, None] + k).reshape(-1), (dst[:, None] + k).reshape(-1))
+    return np.stack([np.full(len(places[0]), file), places[0], np.full(len(places[0]), dest), places[1]], axis=1)
+
+
+def landing_bytes(reads: ReadPlan) -> np.ndarray:
+    """Each byte that lands."""
     of_window = np.repeat(reads.file, np.diff(reads.run_start))
-    rows = zip(*(c.tolist() for c in (of_window, reads.run_src, reads.run_bytes, reads.run_dest, reads.run_dst)), strict=True)
-    return [(file, src + k, dest, dst + k) for file, src, size, dest, dst in rows for k in range(size)]
+    columns = (of_window, reads.run_src, reads.run_dest, reads.run_dst, reads.run_bytes)
+    runs = zip(*(column.tolist() for column in columns), strict=True)
+    return np.concatenate(
+        [np.empty((0, 4), np.int64), *(bytes_from(file, np.array([s]), dest, np.array([d]), n) for file, s, dest, d, n in runs)]
+    )
 
 
-def item_pairs(plan: LoadPlan, i: int) -> list[tuple[int, int, int, int]]:
-    """The same of an item of a load plan."""
-    each, file, dest = int(plan.item_bytes[i]), int(plan.file[i]), int(plan.dest[i])
-    src = [int(plan.src[i]) + at for at in begins(plan.lengths[i], plan.src_strides[i])]
-    dst = [(int(plan.dst[i]) + at) * each for at in begins(plan.lengths[i], plan.dst_strides[i])]
-    return [(file, one + k, dest, other + k) for one, other in zip(src, dst, strict=True) for k in range(each)]
+def item_bytes(plan: LoadPlan, items: Iterable[int]) -> np.ndarray:
+    """Each byte of some items of a load plan."""
+    out = [np.empty((0, 4), np.int64)]
+    for i in items:
+        each = int(plan.item_bytes[i])
+        src = plan.src[i] + begins(plan.lengths[i], plan.src_strides[i])
+        dst = (plan.dst[i] + begins(plan.lengths[i], plan.dst_strides[i])) * each
+        out.append(bytes_from(int(plan.file[i]), src, int(plan.dest[i]), dst, each))
+    return np.concatenate(out)
+
+
+def in_order(moved: np.ndarray) -> np.ndarray:
+    return moved[np.lexsort(moved.T)]
+
+
+def places(moved: np.ndarray) -> np.ndarray:
+    """File and place of each byte, as one number."""
+    return (moved[:, 0] << 40) | moved[:, 1]
+
+
+def extents_of(reads: ReadPlan, window: int) -> list[tuple[int, int]]:
+    """The ranges of its file that a window reads."""
+    extents = slice(reads.extent_start[window], reads.extent_start[window + 1])
+    return list(zip(reads.low[extents].tolist(), reads.high[extents].tolist(), strict=True))
 
 
 @pytest.mark.slow
@@ -87,25 +105,33 @@ def item_pairs(plan: LoadPlan, i: int) -> list[tuple[int, int, int, int]]:
     cases(), st.sampled_from([16, 64, WINDOW]), st.sampled_from([0, 16]), st.sampled_from([1, 2, 5]), st.sampled_from([1, 8, 512])
 )
 @examples(400)
-def test_each_wanted_byte_lands_or_is_copied_once(
+def test_each_wanted_byte_is_read_once_and_lands_or_is_copied_once(
     case: tuple[Catalog, list[TensorSpec]], window: int, block_bytes: int, join: int, land: int
 ) -> None:
     catalog, specs = case
     plan = plan_for(catalog, specs, window)
     with patch.object(reads_module, "LAND_BYTES", land):
         reads = reads_for(catalog, plan, block_bytes, join)
-    landing, copying = landing_pairs(reads), [pair for i in reads.items.tolist() for pair in item_pairs(plan, i)]
-    landed = {(file, at) for file, at, _, _ in landing}  # these are not in the buffer that others are copied from
-    assert len(landed) == len(landing)
-    assert landed.isdisjoint((file, at) for file, at, _, _ in copying)
-    moved = landing + copying
-    assert sorted(moved) == sorted(pair for i in range(len(plan.src)) for pair in item_pairs(plan, i))
+    landing, copying = landing_bytes(reads), item_bytes(plan, reads.items.tolist())
+    landed = places(landing)  # these are not in the buffer that others are copied from
+    assert len(np.unique(landed)) == len(landed)
+    assert not np.isin(places(copying), landed).any()
+    moved = np.concatenate([landing, copying])
+    wanted = item_bytes(plan, range(len(plan.src)))
+    assert np.array_equal(in_order(moved), in_order(wanted))
     for w in range(reads.num_windows):  # what lands or is copied lies in what its window reads
-        extents = [(reads.low[e], reads.high[e]) for e in range(reads.extent_start[w], reads.extent_start[w + 1])]
+        extents = extents_of(reads, w)
         for r in range(reads.run_start[w], reads.run_start[w + 1]):
             assert any(low <= reads.run_src[r] and reads.run_src[r] + reads.run_bytes[r] <= high for low, high in extents)
-        copied = reads.items[reads.item_start[w] : reads.item_start[w + 1]].tolist()
-        assert all(any(low <= at < high for low, high in extents) for i in copied for _, at, _, _ in item_pairs(plan, i))
+        copied = item_bytes(plan, reads.items[reads.item_start[w] : reads.item_start[w + 1]].tolist())[:, 1]
+        assert np.any([(low <= copied) & (copied < high) for low, high in extents], axis=0).all()
+    for file in range(len(catalog.files)):  # no two windows read the same, and together they read all
+        taken = sorted((low, high) for w in np.flatnonzero(reads.file == file).tolist() for low, high in extents_of(reads, w))
+        assert all(a[1] <= b[0] for a, b in pairwise(taken))
+        read = np.concatenate([np.empty(0, np.int64), *(np.arange(low, high) for low, high in taken)])
+        assert np.isin(wanted[wanted[:, 0] == file, 1], read).all()
+        if block_bytes:
+            assert all(low % block_bytes == 0 for low, _ in taken)
 
 
 def test_windows_join_only_where_nothing_is_copied() -> None:
@@ -120,28 +146,6 @@ def test_windows_join_only_where_nothing_is_copied() -> None:
     assert joined.window.tolist() == [0, 4, 5, 6, 7]
     assert joined.run_bytes.tolist() == [8192 - begin, begin]
     assert joined.items.tolist() == alone.items.tolist()
-
-
-@pytest.mark.slow
-@given(cases(), st.sampled_from([16, 64, WINDOW]), st.sampled_from([0, 16]), st.sampled_from([1, 2, 5]))
-@examples(400)
-def test_every_wanted_byte_is_in_exactly_one_extent(
-    case: tuple[Catalog, list[TensorSpec]], window: int, block_bytes: int, join: int
-) -> None:
-    catalog, specs = case
-    plan = plan_for(catalog, specs, window)
-    with patch.object(reads_module, "LAND_BYTES", 8):
-        reads = reads_for(catalog, plan, block_bytes, join)
-    taken: dict[int, list[tuple[int, int]]] = {}
-    for w in range(reads.num_windows):
-        extents = range(reads.extent_start[w], reads.extent_start[w + 1])
-        taken.setdefault(int(reads.file[w]), []).extend((int(reads.low[e]), int(reads.high[e])) for e in extents)
-    for file in range(len(catalog.files)):
-        extents = sorted(taken.get(file, []))
-        assert all(a[1] <= b[0] for a, b in pairwise(extents))
-        assert wanted_bytes(plan, file) <= {at for low, high in extents for at in range(low, high)}
-        if block_bytes:
-            assert all(low % block_bytes == 0 for low, _ in extents)
 
 
 @given(cases(), st.sampled_from([16, 64, WINDOW]), st.sampled_from([0, 16]), st.data())
