@@ -171,7 +171,7 @@ def from_outside(path: Path) -> None:
     checkpoint.save(path, plain(OLD))
 
     def hang(*_: Any) -> None:
-        print("writing", flush=True)
+        print(os.getpid(), "writes", flush=True)
         sys.stdin.readline()
         raise AssertionError("nobody interrupted it")
 
