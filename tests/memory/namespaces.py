@@ -148,7 +148,7 @@ def _rank(
         faulthandler.cancel_dump_traceback_later()  # its thread would keep this process from another mount namespace
         while num_threads() > 1:
             time.sleep(0.001)  # it is told to end, and may not have yet
-        _enter(pids[rank], ["net", "mnt"] if network else ["mnt"])
+        enter(pids[rank], ["net", "mnt"] if network else ["mnt"])
         faulthandler.dump_traceback_later(_LIMIT_S - 10)
     if network:
         address, interface = network
@@ -161,7 +161,7 @@ def _rank(
         dist.destroy_process_group()
 
 
-def _enter(pid: int, kinds: list[str]) -> None:
+def enter(pid: int, kinds: list[str]) -> None:
     """Go into the namespaces of a process."""
     libc, here = ctypes.CDLL(None, use_errno=True), os.getcwd()
     files = [os.open(f"/proc/{pid}/ns/{kind}", os.O_RDONLY | os.O_CLOEXEC) for kind in kinds]

@@ -1,4 +1,4 @@
-"""A training job whose tmpfs is too small: it goes on, and each save is somewhere. A script, as the tmpfs is its own."""
+"""A training job whose tmpfs is too small: it goes on, and each save is somewhere. A script, as it goes into a mount namespace."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from reshard_ckpt.checkpoint import Manager, Memory
+from tests.memory.namespaces import enter
 
 
 def train(root: str, folder: str, mebibytes: int) -> dict[str, Any]:
@@ -37,8 +38,9 @@ def train(root: str, folder: str, mebibytes: int) -> dict[str, Any]:
     return {"tiers": tiers, "skipped": skipped, "warnings": [str(one.message) for one in caught]}
 
 
-def main(root: str, folder: str) -> None:
-    """Train with a state of which the tmpfs of 64 MB holds two and not three, one and not two, or none."""
+def main(root: str, folder: str, holder: str) -> None:
+    """Train with a state of which the tmpfs of 64 MB that a process holds has room for two and not three, one and not two, or none."""
+    enter(int(holder), ["mnt"])
     found = {}
     for mebibytes in (20, 36, 100):
         found[mebibytes] = train(f"{root}/{mebibytes}", folder, mebibytes)

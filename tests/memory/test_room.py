@@ -6,26 +6,31 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.launch import ROOT
+from tests.warm_python import warm_python
 
-MOUNT = 'mount -t tmpfs -o size=64m tmpfs "$0" && exec "$@"'
+HOLD = 'mount -t tmpfs -o size=64m tmpfs "$0" && echo held && exec cat'
+REASON = "this system permits no mount namespace; the other tests of room have an error of posix_fallocate stand in"
 
 
 @pytest.mark.slow
 def test_a_tmpfs_of_64_mb(tmp_path: Path):
     mounted = tmp_path / "shm"
     mounted.mkdir()
-    unshare = ["unshare", "--mount", "sh", "-c", MOUNT, str(mounted)]
-    if shutil.which("unshare") is None or subprocess.run([*unshare, "true"], capture_output=True).returncode:
-        pytest.skip("this system permits no mount namespace; the other tests of room have an error of posix_fallocate stand in")
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [*unshare, sys.executable, "-m", "tests.memory.small_tmpfs", str(tmp_path / "run"), str(mounted)]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    if shutil.which("unshare") is None:
+        pytest.skip(REASON)
+    command = ["unshare", "--mount", "sh", "-c", HOLD, str(mounted)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as held:
+        assert held.stdout is not None
+        if held.stdout.readline() != "held\n":
+            pytest.skip(REASON)
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        command = [warm_python(), "-m", "tests.memory.small_tmpfs", str(tmp_path / "run"), str(mounted), str(held.pid)]
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr  # a negative one is a signal: SIGBUS is -7
     two, one, none = json.loads(done.stdout).values()
     assert (two["tiers"], two["skipped"]) == (["memory"] * 6, 0)
