@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -74,20 +75,30 @@ def room_of(parts: tuple[str, ...]) -> str:
 
 
 @cache
-def nodes_of(path: Path) -> tuple[ast.AST, ...]:
-    """What a module's imports can be seen from: they themselves, and attributes."""
-    return tuple(
-        node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Import | ast.ImportFrom | ast.Attribute)
-    )
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
+def statements_of(path: Path) -> tuple[ast.Import | ast.ImportFrom, ...]:
+    """The imports of a module, also inside functions. Expressions, which hold none, are most of a tree, and are passed over."""
+    found, left = [], [tree_of(path)]
+    while left:
+        node = left.pop()
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            found.append(node)
+        for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+            left += getattr(node, name, ())
+    return tuple(found)
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Absolute dotted names of all that a module imports, also inside functions."""
+    """Absolute dotted names of all that a module imports."""
     parts = ("reshard_ckpt", *path.relative_to(PACKAGE).with_suffix("").parts)
-    for node in nodes_of(path):
+    for node in statements_of(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
+        else:
             base = ".".join(parts[: -node.level]) if node.level else ""
             module = ".".join(filter(None, [base, node.module]))
             yield from (f"{module}.{alias.name}" for alias in node.names)
@@ -108,12 +119,12 @@ def imported_rooms(path: Path) -> set[str]:
 def uses_torch_distributed(path: Path) -> bool:
     if any(name.startswith("torch.distributed") for name in imports(path)):
         return True
-    return any(
+    return re.search(r"\btorch\.distributed\b", path.read_text()) is not None and any(
         isinstance(node, ast.Attribute)
         and node.attr == "distributed"
         and isinstance(node.value, ast.Name)
         and node.value.id == "torch"
-        for node in nodes_of(path)
+        for node in ast.walk(tree_of(path))
     )
 
 
