@@ -70,6 +70,7 @@ def run_ranks(
     timeout_s: float = 600,
     init: bool = True,
     env: Mapping[str, str] | None = None,
+    imports: str = "",
 ) -> list[Any]:
     """Run ``function(*args)`` on `nproc` ranks; what each returned, by rank.
 
@@ -84,13 +85,15 @@ def run_ranks(
         Whether to call ``init_process_group("gloo")`` before and ``destroy_process_group`` after.
     env
         Variables to add. They may be such as torch reads when it is imported, so that the launcher is then a new process.
+    imports
+        Import statements that the launcher runs before it forks the ranks: of what takes seconds on each rank otherwise.
     """
     name = function.__qualname__
     if "<" in name:
         raise ValueError(f"{name} is not a module-level function, so another process cannot find it")
     for last in (False,) * (_TRIES - 1) + (True,):
         try:
-            return _run_once(function.__module__, name, nproc, args, timeout_s, init, env)
+            return _run_once(function.__module__, name, nproc, args, timeout_s, init, env, imports)
         except _NoGroup:
             if last:
                 raise
@@ -106,13 +109,20 @@ class _NoGroup(RanksFailed):
 
 
 def _run_once(
-    module: str, name: str, nproc: int, args: tuple[Any, ...], timeout_s: float, init: bool, env: Mapping[str, str] | None
+    module: str,
+    name: str,
+    nproc: int,
+    args: tuple[Any, ...],
+    timeout_s: float,
+    init: bool,
+    env: Mapping[str, str] | None,
+    imports: str,
 ) -> list[Any]:
     with tempfile.TemporaryDirectory(prefix="ranks") as folder:
         job, results, output = Path(folder, "job"), Path(folder, _RESULTS), Path(folder, "output")
         server = None if env else _server()  # before the clock starts: it may have to import torch
         begun = time.time()
-        job.write_bytes(pickle.dumps((module, name, nproc, init, timeout_s, args, folder)))
+        job.write_bytes(pickle.dumps((module, name, nproc, init, timeout_s, args, folder, imports)))
 
         def started() -> list[Path]:
             return list(Path(folder).glob("started-*"))
@@ -306,12 +316,13 @@ def launch(job: str) -> None:
 
     from tests.rendezvous import register  # not above: pytest's own process needs none of this
 
-    module, name, nproc, init, timeout_s, args, folder = pickle.loads(Path(job).read_bytes())
+    module, name, nproc, init, timeout_s, args, folder, imports = pickle.loads(Path(job).read_bytes())
     # A rank that ignores SIGTERM, to see how another one ended, is killed after half a minute otherwise.
     close = PContext.close
     PContext.close = lambda self, death_sig=None, timeout=0: close(self, death_sig, 600)  # type: ignore[method-assign]
     _dump_stacks_after(_START_S - 10)
     importlib.import_module(module)
+    exec(imports, {})
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import doctest
 import importlib.util
@@ -102,7 +103,8 @@ def _run_command(line: str, folder: Path) -> str:
     else:
         assert program == "python", line
     script, *arguments = arguments
-    ranks = run_ranks(run_script_here, nproc, str(folder), script, arguments, init=False)
+    imports = "" if script == "-m" else imports_of((folder / script).read_text())
+    ranks = run_ranks(run_script_here, nproc, str(folder), script, arguments, init=False, imports=imports)
     return "".join(ranks)
 
 
@@ -122,6 +124,14 @@ def not_imported(code: str) -> list[str]:
     lines = [line for line in code.splitlines() if not line.lstrip(">. ").startswith(("import ", "from "))]
     attributes = re.findall(r"(?<![\w\"])(?:dist|torch\.distributed)\.(\w+)", "\n".join(lines))  # a name in quotes is an argument
     return sorted({name for name in attributes if importlib.util.find_spec(f"torch.distributed.{name}")})
+
+
+def imports_of(code: str) -> str:
+    """The statements by which a script imports torch, transformers and this package; its own modules are where it runs alone."""
+    shared = {"reshard_ckpt", "torch", "transformers"}
+    statements = [node for node in ast.parse(code).body if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = [node.module if isinstance(node, ast.ImportFrom) else node.names[0].name for node in statements]
+    return "\n".join(ast.unparse(n) for n, name in zip(statements, names, strict=True) if name and name.split(".")[0] in shared)
 
 
 def run_script_here(folder: str, script: str, arguments: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""What each rank of `test_hf_llama` does; importing this imports the model, once for all ranks of a launch."""
+"""What each rank of `test_hf_llama` does."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import runpy
 import signal
 import sys
 import threading
-
-import transformers.models.llama.modeling_llama  # noqa: F401
 
 from tests.launch import ROOT
 

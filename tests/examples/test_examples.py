@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.runner import not_imported, run_script_here
+from tests.docs.runner import imports_of, not_imported, run_script_here
 from tests.launch import ROOT, run_ranks
 from tests.warm_python import run_torchrun
 
@@ -27,6 +27,8 @@ NUM_PROCESSES = {
     "pipeline": 2,
 }
 UNDER_TORCHRUN = "ddp"
+LATER = {"compiled_ema": "import torch._dynamo"}
+"""What an example has torch import while it runs."""
 
 
 def test_every_example_is_run():
@@ -40,7 +42,9 @@ def test_example_loads_another_layout_bit_for_bit(name: str, tmp_path: Path):
     if name == UNDER_TORCHRUN:
         output = run_torchrun(script, NUM_PROCESSES[name], arguments, cold=True)
     else:
-        output = "".join(run_ranks(run_script_here, NUM_PROCESSES[name], str(ROOT), str(script), arguments, init=False))
+        imports = f"{imports_of(script.read_text())}\n{LATER.get(name, '')}"
+        ranks = run_ranks(run_script_here, NUM_PROCESSES[name], str(ROOT), str(script), arguments, init=False, imports=imports)
+        output = "".join(ranks)
     assert "bit for bit" in output
 
 

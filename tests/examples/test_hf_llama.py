@@ -8,16 +8,15 @@ from pathlib import Path
 import pytest
 
 from reshard_ckpt import checkpoint
+from tests.docs.runner import imports_of
+from tests.examples.llama_job import EXAMPLE, NUM_STEPS, job
 from tests.launch import run_ranks
-
-NUM_STEPS = 12
 
 
 def trained(root: Path, nproc: int, until: str = "") -> tuple[dict[int, tuple[float, float]], set[int]]:
     """The loss and the learning rate of each step, and the steps that ranks saved when they left."""
-    from tests.examples.llama_job import job  # not when tests are collected: it takes seconds
-
-    printed = "".join(run_ranks(job, nproc, str(root), until, init=False))
+    imports = imports_of(EXAMPLE.read_text())  # the model takes seconds
+    printed = "".join(run_ranks(job, nproc, str(root), until, init=False, imports=imports))
     steps = re.findall(r"step (\d+): loss ([\d.]+), lr ([\d.e-]+)", printed)
     left = re.findall(r"saved step (\d+), \d+ bytes, and leaves", printed)
     assert len(left) == nproc
