@@ -12,7 +12,6 @@ import os
 import platform
 import shutil
 import subprocess
-import sysconfig
 import tempfile
 import threading
 import time
@@ -54,15 +53,15 @@ def build() -> Path:
     RuntimeError
         There is no compiler, or it fails.
     """
-    from torch.utils.cpp_extension import include_paths, library_paths  # not above: it imports setuptools
-
     command = compiler()
     if command is None:
         raise RuntimeError("there is no C++ compiler (c++, or what CXX names)")
-    flags = ["-std=c++20", "-O1", "-fPIC", "-shared", "-w", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
-    flags += [f"-isystem{path}" for path in (*include_paths(), sysconfig.get_paths()["include"])]
-    links = [option for path in library_paths() for option in (f"-L{path}", f"-Wl,-rpath,{path}")]
-    flags += [*links, "-lc10", "-ltorch_cpu", "-ltorch"]
+    # As torch.utils.cpp_extension has them, which imports setuptools. Most of the time goes to torch's headers: without optimization
+    # it is two thirds, and nothing here runs long but copies.
+    torch_folder = Path(torch.__file__).parent
+    flags = ["-std=c++20", "-O0", "-fPIC", "-shared", "-w", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
+    flags += [f"-isystem{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}", f"-Wl,-rpath,{torch_folder / 'lib'}"]
+    flags += ["-lc10", "-ltorch_cpu", "-ltorch"]
     # By what is in the source, wherever it lies: checkouts that use one torch share a library.
     known = "\0".join([torch.__version__, platform.machine(), command, *flags]).encode() + SOURCE.read_bytes()
     folder = _cache()

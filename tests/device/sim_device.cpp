@@ -10,24 +10,42 @@
 //    waiting, opens by itself after five minutes, and says so.
 // 6. To make a device current is counted where CUDA would make a context there. CUDA's events switch to their device and back, and
 //    so do they when they are destroyed; a guard of torch goes back without making one.
-#include <ATen/ATen.h>
+//
+// It includes what it needs of torch and no more: to read its headers is most of the compiler's work.
+#include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_native.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/util/strides.h>
 #include <sys/mman.h>
 #include <torch/library.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <array>
+#include <chrono>
 #include <condition_variable>
+#include <cstring>
 #include <deque>
+#include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <set>
 #include <thread>
+#include <tuple>
+#include <utility>
+#include <vector>
 
 namespace sim {
 
@@ -328,7 +346,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   Device getDevice() const override { return {kType, current_device}; }
   void setDevice(Device to) const override { switch_device(to.index()); }
   void uncheckedSetDevice(Device to) const noexcept override { current_device = to.index(); }
-  c10::Stream getStream(Device d) const override { return stream_of(index_of(d), current_stream[index_of(d)]); }
+  c10::Stream getStream(Device d) const noexcept override { return stream_of(index_of(d), current_stream[index_of(d)]); }
   c10::Stream getDefaultStream(Device d) const override { return stream_of(index_of(d), 0); }
   c10::Stream getNewStream(Device d, int) const override {
     auto index = index_of(d);
@@ -338,7 +356,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return stream_of(index, queues[index].size() - 1);
   }
   c10::Stream getStreamFromGlobalPool(Device d, bool) const override { return getNewStream(d, 0); }
-  c10::Stream exchangeStream(c10::Stream to) const override {
+  c10::Stream exchangeStream(c10::Stream to) const noexcept override {
     auto before = getStream(to.device());
     current_stream[to.device_index()] = to.id();
     return before;
