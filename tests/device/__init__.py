@@ -56,8 +56,8 @@ def build() -> Path:
     command = compiler()
     if command is None:
         raise RuntimeError("there is no C++ compiler (c++, or what CXX names)")
-    # As torch.utils.cpp_extension has them, which imports setuptools. Most of the time goes to torch's headers: without optimization
-    # it is two thirds, and nothing here runs long but copies.
+    # As torch.utils.cpp_extension has them, which imports setuptools. Not optimized: most of the time goes to torch's headers,
+    # and nothing in there runs long but copies.
     torch_folder = Path(torch.__file__).parent
     flags = ["-std=c++20", "-O0", "-fPIC", "-shared", "-w", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
     flags += [f"-isystem{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}", f"-Wl,-rpath,{torch_folder / 'lib'}"]

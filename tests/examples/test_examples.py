@@ -27,7 +27,7 @@ NUM_PROCESSES = {
     "pipeline": 2,
 }
 UNDER_TORCHRUN = "ddp"
-LATER = {"compiled_ema": "import torch._dynamo"}
+LATER = {"compiled_ema": "import torch._dynamo, torch._functorch.aot_autograd"}
 """What an example has torch import while it runs."""
 
 

@@ -1,4 +1,4 @@
-"""A training job whose tmpfs is too small: it goes on, and each save is somewhere. A script, as it goes into a mount namespace."""
+"""A training job whose tmpfs is too small: it goes on, and each save is somewhere. A script that goes into a namespace."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def train(root: str, folder: str, mebibytes: int) -> dict[str, Any]:
 
 
 def main(root: str, folder: str, holder: str) -> None:
-    """Train with a state of which the tmpfs of 64 MB that a process holds has room for two and not three, one and not two, or none."""
+    """Train with a state of which a tmpfs of 64 MB, in the namespace of `holder`, has room for two, one or none."""
     enter(int(holder), ["mnt"])
     found = {}
     for mebibytes in (20, 36, 100):
