@@ -2,20 +2,24 @@
 
 Each attempt notes in the file ``said`` where it begins, and what is committed. Workers are killed by themselves, in the middle of
 a save, each time once: a file says that it has happened. So is a whole node: the agent of this worker, whose process is named in
-``AGENT``, and the worker.
+``AGENT``, and the worker. The other agents miss it at once: their rendezvous, whose port is in ``RENDEZVOUS``, is told.
 """
 
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import sys
 import time
+from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
 from reshard_ckpt import LocalShard, checkpoint
 from reshard_ckpt.comm import peers
@@ -50,10 +54,31 @@ def die_while_writing(agent: int | None = None) -> None:
     """Let this process be killed in the middle of its next shard file; before it, its agent."""
 
     def die(writer: Any) -> None:
-        for process in filter(None, (agent, os.getpid())):
-            os.kill(process, signal.SIGKILL)
+        if agent is not None:
+            os.kill(agent, signal.SIGKILL)
+            with suppress(Exception):  # then the others miss the node later
+                be_missed()
+        os.kill(os.getpid(), signal.SIGKILL)
 
     LocalWriter.finish = die  # type: ignore[method-assign]
+
+
+def be_missed() -> None:
+    """Make this node's last sign of life an old one, once its agent is gone.
+
+    The other agents look for signs of minutes, as they must on a machine that is busy. What they look at is private to torch.
+    """
+    store = dist.TCPStore("127.0.0.1", int(os.environ["RENDEZVOUS"]), is_master=False)
+    rendezvous = C10dRendezvousBackend(store, os.environ["TORCHELASTIC_RUN_ID"])
+    is_told = False
+    while not is_told:
+        data, token = rendezvous.get_state()  # type: ignore[misc]
+        state = pickle.loads(data)
+        node = next(node for node, rank in state.participants.items() if rank == int(os.environ["GROUP_RANK"]))
+        while peers._began(node.pid):  # it may still say that it lives
+            time.sleep(0.01)
+        state.last_heartbeats[node] -= timedelta(days=1)
+        _, _, is_told = rendezvous.set_state(pickle.dumps(state), token)  # type: ignore[misc]
 
 
 def say(root: Path, line: str) -> None:

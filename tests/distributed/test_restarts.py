@@ -25,14 +25,17 @@ HANGS_S = 600
 """After which a job counts as one that hangs."""
 
 
-def torchrun(output: Path, *args: str, leaves: bool = False) -> subprocess.Popen[bytes]:
-    """Start the command as a user does where workers may be restarted; the node that leaves has its process in ``AGENT``."""
+def torchrun(output: Path, *args: str, leaves: int | None = None) -> subprocess.Popen[bytes]:
+    """Start the command as a user does where workers may be restarted; a node that leaves has its process in ``AGENT``.
+
+    `leaves` is the port of the rendezvous that is told of it.
+    """
     env = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [warm_python(), "-m", "torch.distributed.run", "--max-restarts=3", "--monitor-interval=0.1", *args]
     with output.open("wb") as stream:  # a file, which nobody needs to read for the job to go on
         return subprocess.Popen(
-            ["sh", "-c", f'{"AGENT=$$ " if leaves else ""}exec "$@"', "sh", *command],
+            ["sh", "-c", f'{f"AGENT=$$ RENDEZVOUS={leaves} " if leaves else ""}exec "$@"', "sh", *command],
             cwd=ROOT,
             env=env,
             stdout=stream,
@@ -90,11 +93,11 @@ def test_a_job_whose_workers_are_killed_twice_goes_on_twice(tmp_path: Path) -> N
 
 def two_nodes(folder: Path, steps: int, kills: str, leaves: int) -> tuple[list[int], str]:
     """Run a job that a second node joins once the first has saved; returns the exit codes and all output."""
-    # A node that is gone is missed for this long in seconds; no node is taken for that on a machine that is busy.
-    gone_s = 20 if leaves else 300
+    port = free_port()
     args = (
-        *("--nnodes=1:2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"),
-        *("--rdzv-id=restarts", f"--rdzv-conf=last_call_timeout=3,keep_alive_interval=2,keep_alive_max_attempt={gone_s // 2}"),
+        *("--nnodes=1:2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"),
+        # No node is taken for one that is gone on a machine that is busy; one that leaves says so itself.
+        *("--rdzv-id=restarts", "--rdzv-conf=last_call_timeout=1,keep_alive_interval=2,keep_alive_max_attempt=150"),
         *(restarts.__file__, str(folder), str(steps), kills, "2", str(leaves)),
     )
     first, second = folder / "first", folder / "second"
@@ -103,7 +106,7 @@ def two_nodes(folder: Path, steps: int, kills: str, leaves: int) -> tuple[list[i
         while "saved 0 on 1" not in said(folder):
             assert jobs[0].poll() is None, first.read_text()
             time.sleep(0.1)
-        jobs.append(torchrun(second, "--local-addr=127.0.0.1", *args, leaves=True))
+        jobs.append(torchrun(second, "--local-addr=127.0.0.1", *args, leaves=port))
         codes = [job.wait(HANGS_S) for job in jobs]
     finally:
         kill(*jobs)
