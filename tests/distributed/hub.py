@@ -1,10 +1,15 @@
-"""A Llama as the hub has it, cut over tensor- and data-parallel ranks; importing this imports the model, once for all ranks."""
+"""A Llama as the hub has it, cut over tensor- and data-parallel ranks; importing this imports the model, once for all ranks.
+
+What one process does before and after is rank 0's: so no other process needs to import the model, which takes seconds.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -55,7 +60,38 @@ def cut(model: Any, layout: str) -> nn.Module:
     return model
 
 
+def write_folders(folder: Path) -> None:
+    """Write a Llama, tied and not, as the hub does, as a torch file, and as a folder of DCP."""
+    for tied in (False, True):
+        model = llama(1, tied=tied)
+        model.save_pretrained(folder / f"hf-{tied}", max_shard_size="20kB")
+        assert len(list((folder / f"hf-{tied}").glob("*.safetensors"))) > 1
+        torch.save({"model": model.state_dict()}, folder / f"{tied}.pt")
+        checkpoint.convert(folder / f"{tied}.pt", folder / f"dcp-{tied}", to="dcp")
+
+
+def check_the_way_back(folder: Path) -> None:
+    """Convert what the ranks saved to the hub's form, and compare what transformers makes of it."""
+    for tied in (False, True):
+        reference = llama(1, tied=tied)
+        checkpoint.convert(folder / f"back-{tied}", folder / f"out-{tied}", max_shard_size="20kB")
+        reference.config.save_pretrained(folder / f"out-{tied}")
+        again, info = LlamaForCausalLM.from_pretrained(folder / f"out-{tied}", output_loading_info=True)
+        assert not info["missing_keys"], info
+        assert not info["unexpected_keys"], info
+        assert torch.equal(logits(again), logits(reference))
+        assert (again.lm_head.weight is again.model.embed_tokens.weight) == tied
+        # And once more from the folder itself, whose config goes along.
+        checkpoint.convert(folder / f"out-{tied}", folder / f"half-{tied}", cast={"*": "bfloat16"})
+        half = LlamaForCausalLM.from_pretrained(folder / f"half-{tied}", dtype=torch.bfloat16)
+        assert all(torch.equal(a, b.bfloat16()) for a, b in zip(half.parameters(), reference.parameters(), strict=True))
+
+
 def hub_job(folder: str) -> list[Any]:
+    """Load each of the folders into each layout, and save it from there; what came out wrong, each time."""
+    if dist.get_rank() == 0:
+        write_folders(Path(folder))
+    dist.barrier()
     seen: list[Any] = []
     for tied in (False, True):
         reference = llama(1, tied=tied)
@@ -66,4 +102,7 @@ def hub_job(folder: str) -> list[Any]:
                 total = sum(p.numel() * p.element_size() for p in reference.parameters())
                 seen.append((wrong_in(model, reference), report.problems, report.num_bytes < total))
         checkpoint.save(f"{folder}/back-{tied}", {"model": model})
+    if dist.get_rank() == 0:
+        check_the_way_back(Path(folder))
+    dist.barrier()  # nobody leaves while another still works
     return seen
