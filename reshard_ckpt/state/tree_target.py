@@ -73,9 +73,8 @@ class TreeTarget:
         )
         for name, item in self._slots.items():
             self._check_mutable(name, item.path)
-        for item in tree.items:
-            if isinstance(item, TensorItem):
-                self._check_kept(item.name, item.path)
+        for tensor in (item for item in tree.items if isinstance(item, TensorItem)):
+            self._check_kept(tensor.name, tensor.path)
 
     def _check_mutable(self, name: str, path: Path) -> None:
         node = self._root
