@@ -11,17 +11,17 @@ A key of Megatron's is the name of a tensor or object without the place of the s
 5. *Common state* has the paths in the state that was saved. Only the groups of an optimizer stand one level higher, as
    ``optimizer.param_groups``.
 
-The calls that stand in for Megatron's own keep its keys as names instead (`plain_key`), also in checkpoints of this library.
+The calls that stand in for Megatron's own keep its keys as names instead (`checkpoint_key`), also in checkpoints of this library.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Any
 
 from ...core.catalog.model import Catalog
 from ...core.catalog.specs import StateLink
+from ...state.megatron.names import object_key
 
 FORMAT = "megatron"
 """Also the key of a catalog's metadata that says that names are Megatron's keys, and which dicts were Namespaces."""
@@ -36,7 +36,6 @@ Path = tuple[Any, ...]
 
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)", re.DOTALL)
 _BUCKET = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\..+", re.DOTALL)
-_SHARD = re.compile(r"(.+)([/.])(shard_\d+(?:\.\d+)*_\d+(?:\.\d+)*)", re.DOTALL)
 
 
 def link_of(key: str) -> StateLink | None:
@@ -50,16 +49,6 @@ def link_of(key: str) -> StateLink | None:
         return None
     state, fqn = match.groups()
     return StateLink(OPTIMIZER, fqn, MASTER if state == OLD_MASTER else state, f"{MODEL}.{fqn}")
-
-
-def plain_key(key: str) -> str:
-    """Return a tensor's key in the one spelling that it has where keys are names: without a chain, the master as ``param``.
-
-    >>> plain_key("chained_1.optimizer.state.fp32_param.output_layer.weight")
-    'optimizer.state.param.output_layer.weight'
-    """
-    link = link_of(key)
-    return key if link is None else f"optimizer.state.{link.key}.{link.fqn}"
 
 
 def is_bucket(key: str) -> bool:
@@ -97,18 +86,8 @@ def object_path(key: str) -> tuple[str, ...]:
     >>> object_path("rng_state/shard_0.1_2.2")
     ('rng_state', 'shard_0.1_2.2')
     """
-    match = _SHARD.fullmatch(key)
-    return (key,) if match is None or match[2] != "/" else (match[1], match[3])
-
-
-def object_key(name: str) -> str | None:
-    """Return the key of an object of this name; None if it is no object's.
-
-    >>> object_key("rng_state.shard_0.1_2.2"), object_key("args.seed")
-    ('rng_state/shard_0.1_2.2', None)
-    """
-    match = _SHARD.fullmatch(name)
-    return None if match is None else f"{match[1]}/{match[3]}"
+    above, _, place = key.rpartition("/")
+    return (above, place) if object_key(key) == key else (key,)
 
 
 def common_path(path: Path) -> Path:
@@ -117,24 +96,9 @@ def common_path(path: Path) -> Path:
     >>> common_path(("optimizer", 0, "optimizer", "param_groups")), common_path(("iteration",))
     (('optimizer', 0, 'param_groups'), ('iteration',))
     """
-    if _is_groups(path) and path[-2] == OPTIMIZER and len(path) > 2:
+    if len(path) > 2 and path[0] == OPTIMIZER and path[-2:] == (OPTIMIZER, GROUPS):
         return (*path[:-2], GROUPS)
     return path
-
-
-def saved_path(path: Path, paths: Sequence[Path], *, outer: bool) -> Path:
-    """Return the path in the common state that Megatron expects, given all of them; the other way of `common_path`.
-
-    Parameters
-    ----------
-    outer
-        Whether the optimizer's state has no master weights, as of FP32 optimizers alone: these have no inner optimizer.
-    """
-    own_state = (*path[:-1], "state")
-    inner = len(path) > 2 and path[-2] == OPTIMIZER
-    if _is_groups(path) and not (inner or outer or any(other[: len(own_state)] == own_state for other in paths)):
-        return (*path[:-1], OPTIMIZER, GROUPS)
-    return path  # the state of an FP32 optimizer stands beside its groups
 
 
 def lacks_masters(catalog: Catalog) -> bool:
@@ -142,7 +106,3 @@ def lacks_masters(catalog: Catalog) -> bool:
     links = (*catalog.links().values(), *map(link_of, catalog.names))
     keys = {link.key for link in links if link is not None}
     return bool(keys) and MASTER not in keys
-
-
-def _is_groups(path: Path) -> bool:
-    return len(path) > 1 and path[0] == OPTIMIZER and path[-1] == GROUPS

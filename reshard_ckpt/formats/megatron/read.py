@@ -19,6 +19,7 @@ from ...core.catalog.model import Catalog, FileEntry
 from ...core.catalog.specs import Ints
 from ...errors import CheckpointError, CheckpointNotFound, CorruptError, UnsupportedError
 from ...format.torch_dtypes import dtype_code
+from ...state.megatron.names import checkpoint_key
 from ...storage import open_storage
 from ...storage.protocol import Storage
 from ..catalog_builder import FilePart, ForeignTensor, foreign_catalog
@@ -30,7 +31,7 @@ from ..protocol import RawValue, Source, locate
 from .buckets import groups_path, name_buckets
 from .integrity import read_integrity
 from .metadata import MegatronMetadata, read_metadata, unflattened
-from .names import COMMON_STATE, FORMAT, OPTIMIZER, is_bucket, link_of, object_path, plain_key, tensor_name
+from .names import COMMON_STATE, FORMAT, OPTIMIZER, is_bucket, link_of, object_path, tensor_name
 from .objects import read_object
 from .ranks import is_per_rank, read_ranks
 from .values import MegatronValues
@@ -164,7 +165,7 @@ class _Folder:
 
     def tensor(self, key: str, saved: SavedTensor, parts: Sequence[FilePart]) -> ForeignTensor | None:
         """Describe a tensor in its true shape, or record why it cannot be read."""
-        name, link = (plain_key(key), None) if self.as_saved else (tensor_name(key), link_of(key))
+        name, link = (checkpoint_key(key), None) if self.as_saved else (tensor_name(key), link_of(key))
         try:
             if key in self.errors:
                 raise self.errors[key]

@@ -14,13 +14,10 @@ from typing import Any
 from ...core.catalog.model import Catalog
 from ...core.catalog.specs import ValueKind
 from ...errors import NameCollisionError
-from ...format.values import decode_path
-from ...state.paths import Index
-from ...state.paths import saved_path as state_path
+from ...state.megatron.names import has_keys, inner_path, keys_of_path, mark_namespaces, object_key
 from ...storage.protocol import Storage
 from ..dcp.write import BytesOf, FolderLayout, write_folder
 from .names import (
-    FORMAT,
     FULLY_RESHARDABLE,
     MASTER,
     OLD_MASTER,
@@ -30,12 +27,9 @@ from .names import (
     is_bucket,
     lacks_masters,
     link_of,
-    object_key,
-    saved_path,
     tensor_key,
 )
 from .object_writer import object_bytes
-from .objects import NAMESPACE, NAMESPACE_TAG
 
 CONFIG_KEY, COMMON_KEY = "metadata.json", "common.pt"
 CONTENT, FORM, WITHOUT_CHAIN = "content_metadata", "distrib_optim_sharding_type", "chained_optim_avoid_prefix"
@@ -80,7 +74,7 @@ def _lay_out(catalog: Catalog, values: Mapping[str, Any], *, master: str) -> Fol
     tensors: dict[str, int] = {}
     for name in catalog.names:
         # Where keys are names, one that begins with "model." does so in Megatron, too.
-        key = name if _has_keys(catalog) and link_of(name) is None else tensor_key(name, links.get(name), master)
+        key = name if has_keys(catalog) and link_of(name) is None else tensor_key(name, links.get(name), master)
         if key in tensors:
             other = catalog.names[tensors[key]] if tensors[key] < len(catalog.names) else key
             raise NameCollisionError(
@@ -96,7 +90,7 @@ def _lay_out(catalog: Catalog, values: Mapping[str, Any], *, master: str) -> Fol
 def _common_state(catalog: Catalog, values: Mapping[str, Any]) -> dict[Any, Any]:
     """Put the nested dicts of the common state together, and say how the optimizer is saved."""
     entries = [entry for entry in catalog.values_table if object_key(entry.name) is None]
-    paths = {entry.name: _keys(entry.path) for entry in entries}
+    paths = {entry.name: keys_of_path(entry.path) for entry in entries}
     common: dict[Any, Any] = {}
     outer = lacks_masters(catalog)
     for entry in entries:
@@ -105,37 +99,13 @@ def _common_state(catalog: Catalog, values: Mapping[str, Any]) -> dict[Any, Any]
         if own:  # of an optimizer that stood in the state as itself
             value = [{key: item for key, item in group.items() if key != "params"} for group in value]
             _put(common, (*path[:-1], SHARDING), FULLY_RESHARDABLE, entry.name)
-        if own or not _has_keys(catalog):
-            path = saved_path(path, list(paths.values()), outer=outer and not own)
+        if own or not has_keys(catalog):
+            path = inner_path(path, paths.values(), outer=outer and not own)
         _put(common, path, value, entry.name)
-    for path in _about(catalog).get("namespaces", ()):
-        _mark_namespace(common, path)
+    mark_namespaces(common, catalog)
     if (catalog.links() or any(map(link_of, catalog.names))) and not any(is_bucket(name) for name in catalog.names):
         _say_reshardable(common)
     return common
-
-
-def _about(catalog: Catalog) -> Mapping[str, Any]:
-    """Return what a save by the calls that stand in for Megatron's noted in the catalog."""
-    metadata = catalog.metadata
-    about = metadata.get(FORMAT) if isinstance(metadata, dict) else None
-    return about if isinstance(about, dict) else {}
-
-
-def _has_keys(catalog: Catalog) -> bool:
-    return bool(_about(catalog))
-
-
-def _mark_namespace(common: dict[Any, Any], path: Any) -> None:
-    node: Any = common
-    for key in path:
-        node = node.get(key) if isinstance(node, dict) else None
-    if isinstance(node, dict):
-        node[NAMESPACE_TAG] = ":".join(NAMESPACE)
-
-
-def _keys(path: bytes) -> Path:
-    return tuple(int(key) if isinstance(key, Index) else key for key in state_path(decode_path(path)))
 
 
 def _put(tree: dict[Any, Any], path: Path, value: Any, name: str) -> None:

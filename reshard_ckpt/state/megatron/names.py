@@ -60,6 +60,16 @@ def has_keys(catalog: Catalog) -> bool:
     return _said(catalog) is not None
 
 
+def mark_namespaces(root: Any, catalog: Catalog) -> None:
+    """Say in each dict of a common state that was a Namespace that it was one."""
+    for path in (_said(catalog) or {}).get("namespaces", ()):
+        node = root
+        for key in path:
+            node = node.get(key) if isinstance(node, dict) else None
+        if isinstance(node, dict):
+            node[_NAMESPACE_TAG] = _NAMESPACE
+
+
 def metadata_of(tree: Any, common_file: bytes | None = None) -> dict[str, Any]:
     """Return what the metadata say of a tree: that names are keys, which dicts were Namespaces, the digest of `common_file`."""
     digest = {} if common_file is None else {COMMON_FILE: digest128(common_file).hex()}
@@ -105,8 +115,7 @@ def keys_of_catalog(catalog: Catalog) -> Callable[[str], str]:
 
     def key_of(name: str) -> str:
         if name not in tensors:
-            found = _OBJECT.fullmatch(name)
-            return name if found is None else f"{found[1]}/{found[2]}"
+            return object_key(name) or name
         link = links.get(name)
         return checkpoint_key(_MODEL.sub("", name, count=1) if link is None else f"optimizer.state.{link.key}.{link.fqn}")
 
@@ -117,6 +126,16 @@ def object_name(sharded: Any) -> str:
     """Return the name of an object: its key, its offsets among the objects of that key, and how many there are."""
     offset, shape = (".".join(map(str, numbers)) for numbers in (sharded.global_offset, sharded.global_shape))
     return f"{sharded.key}/shard_{offset}_{shape}"
+
+
+def object_key(name: str) -> str | None:
+    """Return the key of an object and its place, by a name of either kind; None for what is the name of none.
+
+    >>> object_key("rng_state.shard_0.1_2.2"), object_key("args.seed")
+    ('rng_state/shard_0.1_2.2', None)
+    """
+    found = _OBJECT.fullmatch(name)
+    return None if found is None else f"{found[1]}/{found[2]}"
 
 
 def key_of_object(name: str) -> str | None:
@@ -177,22 +196,22 @@ def common_state(catalog: Catalog, values: Mapping[str, Any]) -> dict[Any, Any]:
     """Make the common state again, of its values by name; a checkpoint that keeps it as an object has it whole."""
     if COMMON_OBJECT in values:
         return dict(_alive(values[COMMON_OBJECT]))
-    paths = {entry.name: saved_path(decode_path(entry.path)) for entry in catalog.values_table if entry.name in values}
+    paths = {entry.name: keys_of_path(entry.path) for entry in catalog.values_table if entry.name in values}
     outer = _without_inner(catalog)
     root: Any = {}
     for name, path in paths.items():
         node = root
-        *above, last = path if has_keys(catalog) else _own_path(path, paths.values(), outer=name in outer)
+        *above, last = path if has_keys(catalog) else inner_path(path, paths.values(), outer=name in outer)
         for key in above:
             node = node.setdefault(key, {})
         node[last] = values[name]
-    for path in (_said(catalog) or {}).get("namespaces", ()):
-        node = root
-        for key in path:
-            node = node.get(key) if isinstance(node, dict) else None
-        if isinstance(node, dict):
-            node[_NAMESPACE_TAG] = _NAMESPACE
+    mark_namespaces(root, catalog)
     return dict(_alive(root))
+
+
+def keys_of_path(encoded: bytes) -> Path:
+    """Decode the path of a value to the keys that lead to it; an index of a list is a number."""
+    return tuple(int(key) if isinstance(key, Index) else key for key in saved_path(decode_path(encoded)))
 
 
 def _without_inner(catalog: Catalog) -> frozenset[str]:
@@ -203,15 +222,22 @@ def _without_inner(catalog: Catalog) -> frozenset[str]:
     return frozenset(entry.name for entry in catalog.values_table if entry.kind is ValueKind.PLAIN)
 
 
-def _own_path(path: Path, paths: Iterable[Path], *, outer: bool) -> Path:
-    """Return the path that Megatron has for one in another program's checkpoint; most optimizers have groups in an inner one."""
-    keys = tuple(int(key) if isinstance(key, Index) else key for key in path)
-    beside = (*keys[:-1], "state")
-    if len(keys) < 2 or keys[0] != "optimizer" or keys[-1] != "param_groups":
-        return keys
+def inner_path(path: Path, paths: Iterable[Path], *, outer: bool) -> Path:
+    """Return the path that Megatron has for one in another program's checkpoint; most optimizers have groups in an inner one.
+
+    Parameters
+    ----------
+    paths
+        Those of all values.
+    outer
+        Whether the optimizer's state has no master weights, as of FP32 optimizers alone: these have no inner optimizer.
+    """
+    if len(path) < 2 or path[0] != "optimizer" or path[-1] != "param_groups" or (len(path) > 2 and path[-2] == "optimizer"):
+        return path
+    beside = (*path[:-1], "state")  # of an FP32 optimizer, too
     if outer or any(other[: len(beside)] == beside for other in paths):
-        return keys
-    return (*keys[:-1], "optimizer", "param_groups")
+        return path
+    return (*path[:-1], "optimizer", "param_groups")
 
 
 def _alive(value: Any) -> Any:
