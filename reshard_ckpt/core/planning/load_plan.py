@@ -3,7 +3,8 @@
 1. Every wanted piece is cut into boxes.
 2. Each meets the rows of its tensor whose bounds touch it.
 3. These rows are cut where their bytes cross a *window* of their file, and into boxes; the overlaps are the items. So every
-   item lies in one window, windows can be read independently, and no byte is read for two of them.
+   item lies in one window, windows can be read independently, and no byte is read for two of them. Windows before the first
+   wanted element of a row, and behind the last, are not looked at.
 
 An item is a small n-dimensional copy: from ``src`` with byte strides ``src_strides`` in the file, to ``dst`` with element strides
 ``dst_strides`` in the memory of destination ``dest``.
@@ -23,7 +24,11 @@ from ..geometry.runs import I64, bounds, decompose, pad_left, ranges, strides_of
 from .local_metadata import PieceColumns
 
 MAX_WINDOWS = 1 << 20
-"""Windows that the rows of one step may reach over: 8 TiB, which no rank reads. A damaged or hostile catalog may claim more."""
+"""Windows of one row that may hold what is wanted: 1 TiB where they are of 1 MiB, more than a shard ever has. A damaged or
+hostile catalog may claim more. So many are cut at once; that bounds memory, not the answer."""
+
+MAX_WINDOWS_IN_ALL = 8 * MAX_WINDOWS
+"""The same of all rows of one step: 8 TiB, which no rank reads."""
 
 MAX_PAIRS = 1 << 20
 """Pairs of wanted box and row compared in one step; bounds memory, not the answer."""
@@ -134,8 +139,21 @@ def _meet(catalog: Catalog, boxes: _WantedBoxes, part: slice, item_bytes: I64, w
     row, box = row_start[tensor][owner] + step, owner + part.start
     pairs = _Pairs(box, row, rows.start[row], rows.count[row], item_bytes[boxes.tensor[box]])
     pairs = pairs.take(_touching(boxes, pairs, *_row_boxes(catalog, pairs.row, width)))
+    first, last = _windows_of(boxes, pairs, rows.offset[pairs.row], *_row_boxes(catalog, pairs.row, width), window_bytes)
+    found = [
+        _items(catalog, boxes, pairs.take(few), (first[few], last[few]), window_bytes, width)
+        for few in batches(last - first + 1, MAX_WINDOWS)
+    ]
+    return tuple(np.concatenate(column) for column in zip(*found, strict=True)) if found else tuple(_no_items(width))
+
+
+def _items(
+    catalog: Catalog, boxes: _WantedBoxes, pairs: _Pairs, windows: tuple[I64, I64], window_bytes: int, width: int
+) -> tuple[I64, ...]:
+    """Items of some pairs, in the windows of each from a first to a last one; columns as of `_meet`."""
+    rows = catalog.rows
     # From here on a pair is of one window: a row that lies in several is in as many pairs, each with its part of the row.
-    pairs = _cut_at_windows(pairs, rows.offset[pairs.row], window_bytes)
+    pairs = _cut_at_windows(pairs, rows.offset[pairs.row], *windows, window_bytes)
     offsets, lengths = _row_boxes(catalog, pairs.row, width)
     # A part may miss the wanted box that its row meets.
     hit = _touching(boxes, pairs, offsets, lengths)
@@ -167,13 +185,34 @@ def _touching(boxes: _WantedBoxes, pairs: _Pairs, offsets: I64, lengths: I64) ->
     return np.flatnonzero(meets.all(axis=1) & (pairs.count > 0))
 
 
-def _cut_at_windows(pairs: _Pairs, offset: I64, window_bytes: int) -> _Pairs:
-    """Cut rows, which begin at `offset` of their file, at windows; an element belongs to the window in which it begins."""
+def _windows_of(
+    boxes: _WantedBoxes, pairs: _Pairs, offset: I64, offsets: I64, lengths: I64, window_bytes: int
+) -> tuple[I64, I64]:
+    """Find the first and the last window with something of the wanted box; rows begin at `offset` of their file.
+
+    A row may miss the wanted box that its bounds touch: its last window is then before its first one.
+    """
+    low = np.maximum(offsets, boxes.offsets[pairs.box])
+    high = np.minimum(offsets + lengths, boxes.offsets[pairs.box] + boxes.lengths[pairs.box])
+    strides, each = strides_of(lengths), pairs.item_bytes
+    # In elements of the row, from the first one that may be wanted to the last.
+    begin = np.maximum(((low - offsets) * strides).sum(axis=1) - pairs.start, 0)
+    end = np.minimum(((high - 1 - offsets) * strides).sum(axis=1) + 1 - pairs.start, pairs.count)
+    first = (offset + begin * each) // window_bytes
+    last = np.where(begin < end, (offset + end * each - 1) // window_bytes, first - 1)
+    num = last - first + 1
+    if num.max(initial=0) > MAX_WINDOWS or float(num.sum(dtype=np.float64)) > MAX_WINDOWS_IN_ALL + 2 * len(num):
+        size = int((pairs.count * each).max())
+        raise CorruptError(f"rows of {size} bytes are no shards that one rank reads; use another checkpoint")
+    return first, last
+
+
+def _cut_at_windows(pairs: _Pairs, offset: I64, first: I64, last: I64, window_bytes: int) -> _Pairs:
+    """Cut rows, which begin at `offset` of their file, at windows; an element belongs to the window in which it begins.
+
+    What is not in the windows from `first` to `last` is left out.
+    """
     each, count = pairs.item_bytes, pairs.count
-    first = offset // window_bytes
-    last = (offset + count * each - 1) // window_bytes
-    if float((last - first + 1).sum(dtype=np.float64)) > MAX_WINDOWS + 2 * len(first):
-        raise CorruptError(f"rows of {int((count * each).max())} bytes are no shards that one rank reads; use another checkpoint")
     # One entry for each window that a row reaches into, and where that window begins, in bytes from the row's first.
     of_pair, step = ranges(last - first + 1)
     bound = (first[of_pair] + step) * window_bytes - offset[of_pair]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import pairwise
 from math import prod
 from unittest.mock import patch
@@ -13,13 +13,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import reshard_ckpt.core.planning.load_plan as load_module
 import reshard_ckpt.core.planning.read_plan as reads_module
 from reshard_ckpt.core.catalog.model import Catalog
 from reshard_ckpt.core.catalog.specs import TensorSpec, box_piece, row_major_strides
+from reshard_ckpt.core.geometry.columns import batches
 from reshard_ckpt.core.planning.load_plan import LoadPlan, plan_load
 from reshard_ckpt.core.planning.local_metadata import piece_columns
 from reshard_ckpt.core.planning.match import match
 from reshard_ckpt.core.planning.read_plan import NEAR_BYTES, ReadPlan, plan_reads
+from reshard_ckpt.errors import CorruptError
 from reshard_ckpt.storage.memory import MemoryStorage
 from tests.jobs import planned_job, save_job
 from tests.layouts import filled, layouts, shapes, spec_of, values_of
@@ -211,3 +214,33 @@ def test_far_apart_columns_are_read_one_by_one_and_near_ones_together() -> None:
     reads = reads_for(near, plan, 0)
     assert len(reads.low) <= -(-prod((1 << 12, 1 << 10)) * 4 // WINDOW) + 1
     assert NEAR_BYTES >= 4 << 10
+
+
+def test_of_a_large_row_only_the_windows_with_what_is_wanted_count() -> None:
+    """A rank may want little of a tensor that one process has saved whole, or all of more than it has windows at once."""
+    rows, columns = 100, 64
+    catalog = one_matrix(rows, columns, columns)  # one row of 100 windows
+    some, all_ = wanted_box((rows, columns), (90, 0), (3, columns)), wanted_box((rows, columns), (0, 0), (rows, columns))
+    last = wanted_box((rows, columns), (0, columns - 1), (rows, 1))
+    with patch.object(load_module, "MAX_WINDOWS", 5), patch.object(load_module, "MAX_WINDOWS_IN_ALL", 5):
+        plan = plan_for(catalog, [some], 4 * columns)
+        assert wanted_bytes(plan, 0) == wanted_bytes(plan_for(catalog, [some]), 0)
+        assert plan.num_bytes == 3 * columns * 4
+        for wanted in (all_, last):
+            with pytest.raises(CorruptError, match="rows of 25600 bytes are no shards that one rank reads"):
+                plan_for(catalog, [wanted], 4 * columns)
+    with patch.object(load_module, "MAX_WINDOWS", 102), patch.object(load_module, "MAX_WINDOWS_IN_ALL", 203):
+        assert plan_for(catalog, [all_, last], 4 * columns).covered.tolist() == [rows * columns, rows]
+        with pytest.raises(CorruptError, match="no shards that one rank reads"):
+            plan_for(catalog, [all_, last, all_], 4 * columns)
+
+
+@given(cases(), st.sampled_from([2, 16, 64]))
+@examples(100)
+def test_rows_that_are_cut_one_after_the_other_come_to_the_same_plan(case: tuple[Catalog, list[TensorSpec]], window: int) -> None:
+    catalog, specs = case
+    together = plan_for(catalog, specs, window)
+    with patch.object(load_module, "batches", lambda sizes, limit: batches(sizes, 1)):
+        apart = plan_for(catalog, specs, window)
+    for column in fields(LoadPlan):
+        assert np.array_equal(getattr(together, column.name), getattr(apart, column.name))
