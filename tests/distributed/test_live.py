@@ -73,18 +73,18 @@ class Held:
     mask: np.ndarray
     item_bytes: int
     alias_of: str | None
+    is_buffer: bool
+    """Whether it is one under DDP."""
 
 
-def held_by(state: dict[str, Any], *, buffers: bool = True) -> list[Held]:
-    """What this rank has of a state; `buffers` counts those under DDP."""
+def held_by(state: dict[str, Any]) -> list[Held]:
+    """What this rank has of a state."""
     held = []
     for spec, memory in capture(state).tensors:
-        if spec.replication is Replication.BUFFER and not buffers:
-            continue
         mask = np.zeros(spec.shape, bool)
         for piece in spec.pieces:
             mask[places(piece)[1]] = True
-        held.append(Held(spec.name, mask, memory.element_size(), spec.alias_of))
+        held.append(Held(spec.name, mask, memory.element_size(), spec.alias_of, spec.replication is Replication.BUFFER))
     return held
 
 
@@ -107,9 +107,9 @@ def missing_bytes(held: list[Held], wanted: list[Held]) -> int:
 def matrix_job(layouts: tuple[Layout, ...], pairs: list[tuple[int, int]]) -> list[str]:
     cases = [Case(layout) for layout in layouts]
     sources = [case.saved_state() if case.place.mine else {} for case in cases]
-    holds = [held_by(source, buffers=dist.get_rank() == 0) for source in sources]  # rank 0's count
-    ties = [tied_everywhere(held_by(source)) for source in sources]
     wants = [held_by(source) for source in sources]
+    holds = [[one for one in held if dist.get_rank() == 0 or not one.is_buffer] for held in wants]  # rank 0's buffers count
+    ties = [tied_everywhere(held) for held in wants]
     wrong: list[str] = []
     crossed, least = 0, 0
     machines, size = Machines(), dist.get_world_size()
