@@ -273,8 +273,6 @@ def _init_group(stuck: Path) -> None:
     """Come together with the other ranks, or leave a mark and this process."""
     import torch.distributed as dist
 
-    from tests.gloo_device import share_device  # not above: pytest's own process needs no torch.distributed
-
     def leave() -> None:
         stuck.touch()
         os._exit(1)
@@ -282,7 +280,6 @@ def _init_group(stuck: Path) -> None:
     timer = threading.Timer(_INIT_S, leave)
     timer.start()
     try:
-        share_device()
         dist.init_process_group("gloo")
         dist.barrier()  # or one that is done at once closes connections that another still makes
     except Exception:

@@ -27,6 +27,7 @@ from tests.distributed.outcomes import Outcome, outcome
 from tests.distributed.test_limits import Peak, only_linux
 from tests.distributed.test_matrix import LAYOUTS as LARGE
 from tests.helpers import places, position_values
+from tests.gloo_device import share_device
 from tests.launch import run_ranks
 from tests.machines import Machines
 from tests.tries import is_long
@@ -105,6 +106,7 @@ def missing_bytes(held: list[Held], wanted: list[Held]) -> int:
 
 
 def matrix_job(layouts: tuple[Layout, ...], pairs: list[tuple[int, int]]) -> list[str]:
+    share_device()  # some sixty groups follow
     cases = [Case(layout) for layout in layouts]
     sources = [case.saved_state() if case.place.mine else {} for case in cases]
     wants = [held_by(source) for source in sources]
