@@ -103,6 +103,14 @@ def _checked_lengths(shape: list[Any]) -> list[int]:
     return shape
 
 
+def _decode_size(body: Any, depth: int) -> torch.Size:
+    """Decode a size, which need not be a shape: one that `view` takes has a -1."""
+    sizes = _one(body, list)
+    if any(type(size) is not int or not -(2**63) <= size < 2**63 for size in sizes):
+        raise CorruptError(f"a torch.Size of {sizes!r:.80} is none")
+    return torch.Size(sizes)
+
+
 def _decode_shape(shape: list[Any], item_bytes: int, data: bytes) -> tuple[int, ...]:
     _checked_lengths(shape)
     if prod(shape) * item_bytes != len(data):
@@ -121,11 +129,15 @@ def _numpy_array(code: str, shape: list[Any], data: bytes) -> np.ndarray[Any, An
     array: np.ndarray[Any, Any] = np.ndarray(_decode_shape(shape, dtype.itemsize, data), dtype, bytearray(data))
     if dtype.kind == "b" and data.strip(b"\0\1"):
         raise CorruptError("a bool is neither 0 nor 1")
-    if dtype.kind == "U":
-        points = np.frombuffer(data, dtype.str[0] + "u4")
-        if points.size and points.max() > 0x10FFFF:
-            raise CorruptError("text holds what is no code point")
+    if dtype.kind == "U" and not is_text(data, dtype):
+        raise CorruptError("text holds what is no code point")
     return array
+
+
+def is_text(data: bytes, dtype: np.dtype[Any]) -> bool:
+    """Tell whether the bytes of an array of text hold code points alone."""
+    points = np.frombuffer(data, dtype.str[0] + "u4")
+    return bool(points.max(initial=0) <= 0x10FFFF)
 
 
 def _decode_array(body: Any, depth: int) -> np.ndarray[Any, Any]:
@@ -195,6 +207,6 @@ _DECODERS: dict[str, Callable[[Any, int], Any]] = {
     "numpy.dtype": lambda body, depth: _numpy_dtype(_one(body, str)),
     "torch.Tensor": _decode_tensor,
     "torch.dtype": _decode_torch_dtype,
-    "torch.Size": lambda body, depth: torch.Size(_checked_lengths(_one(body, list))),
+    "torch.Size": _decode_size,
     "torch.device": lambda body, depth: torch.device(_one(body, str)),
 }

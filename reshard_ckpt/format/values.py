@@ -26,7 +26,7 @@ from ..core.hashing import MAX_ALIKE, too_many_alike
 from ..core.words import a
 from ..errors import CheckpointError, CorruptError, UnsupportedError
 from .objects import is_object, parts_of, plain_key
-from .value_decode import FACTORIES, MAX_DEPTH, NUMPY_DTYPE, TENSOR_DTYPES, decode_node
+from .value_decode import FACTORIES, MAX_DEPTH, NUMPY_DTYPE, TENSOR_DTYPES, decode_node, is_text
 
 MAX_STEPS = 256
 """Keys that lead to a value in the state: how deep the dicts of a state may nest."""
@@ -265,7 +265,16 @@ def _numpy_dtype_code(dtype: np.dtype[Any], place: _Place) -> str:
 
 
 def _encode_array(value: np.ndarray[Any, Any], place: _Place) -> Any:
-    return {"numpy.ndarray": [_numpy_dtype_code(value.dtype, place), list(value.shape), value.tobytes()]}
+    return {"numpy.ndarray": [_numpy_dtype_code(value.dtype, place), list(value.shape), _array_bytes(value, place)]}
+
+
+def _array_bytes(value: np.ndarray[Any, Any], place: _Place) -> bytes:
+    """Give the bytes of an array; memory that nobody has set may hold bools and text that are none, and that a reader refuses."""
+    if value.dtype.kind == "b":
+        value = value.view(np.uint8) != 0
+    if value.dtype.kind == "U" and not is_text(value.tobytes(), value.dtype):
+        place.refuse("an array of text holds what is no code point; fill all of it")
+    return value.tobytes()
 
 
 def _encode_numpy_scalar(value: np.generic, place: _Place) -> Any:
@@ -273,7 +282,7 @@ def _encode_numpy_scalar(value: np.generic, place: _Place) -> Any:
         return {"numpy.str": _encode_str(str.__str__(value), place)}
     if isinstance(value, np.bytes_):
         return {"numpy.bytes": bytes(value)}
-    return {"numpy.scalar": [_numpy_dtype_code(value.dtype, place), value.tobytes()]}
+    return {"numpy.scalar": [_numpy_dtype_code(value.dtype, place), _array_bytes(np.asarray(value), place)]}
 
 
 def _encode_tensor(value: torch.Tensor, place: _Place) -> Any:
@@ -283,6 +292,8 @@ def _encode_tensor(value: torch.Tensor, place: _Place) -> Any:
             f"a {value.layout} tensor of {value.dtype} on {value.device} cannot be saved in a value; make it dense, with data"
         )
     flat = value.detach().to("cpu").resolve_conj().resolve_neg().contiguous().reshape(-1)
+    if flat.dtype is torch.bool:  # memory that nobody has set may hold other bytes than 0 and 1, which a reader refuses
+        flat = flat.view(torch.uint8) != 0
     data = (
         flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
     )  # empty ones may have strides that torch will not view

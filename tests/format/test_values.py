@@ -140,6 +140,7 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
 @example(value=[2**64 - 1, 2**64, -(2**63), -(2**63) - 1, 10**4000])
 @example(value=random.Random(0).getstate())
 @example(value=np.random.default_rng(0).bit_generator.state)
+@example(value=[torch.Size([-1, 3]), torch.Size([1] * 100)])
 @example(value=collections.Counter("hello"))
 @example(value=collections.defaultdict(list, {"a": [1]}))
 def test_values_come_back_as_they_were(value: Any):
@@ -182,6 +183,25 @@ def test_tensors_come_back_dense_on_the_cpu_with_memory_of_their_own():
     decoded += 1
     conjugate = torch.tensor([1 + 2j]).conj()
     assert torch.equal(decode_value(encode_value(conjugate, "x")), conjugate.resolve_conj())
+
+
+NEITHER = np.array([[2, 0, 255], [0, 1, 7]], np.uint8)
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda array: array,
+        lambda array: array.T,
+        lambda array: array[0, 0],
+        lambda array: torch.from_numpy(array.view(np.uint8)).view(torch.bool),
+        lambda array: torch.from_numpy(array.view(np.uint8)).view(torch.bool).T,
+    ],
+)
+def test_bools_of_memory_that_nobody_has_set_read_back(of: Any):
+    """A reader refuses other bytes than 0 and 1, so a checkpoint with such could not be loaded."""
+    wild, tame = of(NEITHER.view(bool)), of(NEITHER != 0)
+    assert same(decode_value(encode_value(wild, "")), tame)
 
 
 def test_arrays_come_back_writable():
@@ -234,6 +254,12 @@ def loop() -> list[Any]:
 def test_what_would_not_come_back_is_refused_with_its_place(value: Any, message: str):
     with pytest.raises(UnsupportedError, match=message):
         encode_value(value, "extra.x")
+
+
+def test_text_of_memory_that_nobody_has_set_is_refused():
+    for order in "<>":
+        with pytest.raises(UnsupportedError, match=r"extra\['a'\]: an array of text holds what is no code point"):
+            encode_value({"a": np.array([0x110000], order + "u4").view(order + "U1")}, "extra")
 
 
 @pytest.mark.filterwarnings("ignore")  # torch warns that its quantization is on its way out
