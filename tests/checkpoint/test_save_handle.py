@@ -10,6 +10,7 @@ import torch
 
 from reshard_ckpt import checkpoint
 from reshard_ckpt.engine.saving import async_save as engine
+from reshard_ckpt.engine.saving.handle import SaveQueue
 from reshard_ckpt.errors import CheckpointError
 
 
@@ -93,3 +94,22 @@ def test_stall_counts_the_call_and_what_waited_for_staging_but_not_the_writing(t
 def test_a_catalog_has_a_short_repr(tmp_path: Path):
     report = checkpoint.save(tmp_path, {"w": torch.zeros(3), "step": 7}, mesh={"dp": 1})
     assert repr(checkpoint.catalog(tmp_path)) == f"<Catalog {report.save_id!r}: 1 tensors, 1 values, mesh {{'dp': 1}}>"
+
+
+def test_a_save_that_begins_while_another_thread_waits_its_turn_is_not_forgotten(tmp_path: Path):
+    (tmp_path / "file").touch()
+    first = checkpoint.async_save(tmp_path / "a", weights())
+    first.result()
+    queue = SaveQueue()
+    queue.join(first)
+    failed = checkpoint.async_save(tmp_path / "file", weights())
+    wait = first.running.wait
+
+    def meanwhile(timeout: float | None = None) -> BaseException | None:
+        queue.join(failed)  # as another thread does
+        return wait(timeout)
+
+    first.running.wait = meanwhile  # type: ignore[method-assign]
+    queue.wait_turn(when_busy="wait")
+    with pytest.raises(CheckpointError, match="the save before this one failed in the background"):
+        queue.wait_turn(when_busy="wait")

@@ -250,7 +250,8 @@ class SaveQueue:
                 f"the save to {last.running.path} is still under way; wait for its result(), or pass when_busy='wait'"
             )
         last.running.wait()
-        self._last = None
+        if self._last is last:  # else another thread has begun a save meanwhile, which the next one waits for
+            self._last = None
         error = last.running.take_error()
         if error is not None:
             raise CheckpointError(f"the save before this one failed in the background: {error}") from error
