@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from math import prod
+from random import Random
 
 import numpy as np
 from hypothesis import given
@@ -32,7 +33,7 @@ def tilings(draw: st.DrawFn, width: int) -> tuple[tuple[int, ...], list[Run]]:
     for offsets, lengths in boxes:
         cuts = sorted({0, prod(lengths), *draw(st.lists(st.integers(0, prod(lengths)), max_size=2))})
         rows += [(offsets, lengths, a, b - a) for a, b in pairwise(cuts)]
-    rows = draw(st.permutations(rows))
+    Random(draw(st.integers(0, 1 << 32))).shuffle(rows)
     spoil = draw(st.sampled_from(["no", "no", "drop", "twice", "longer"]))
     if spoil == "drop" and rows:
         rows = rows[1:]
@@ -41,7 +42,7 @@ def tilings(draw: st.DrawFn, width: int) -> tuple[tuple[int, ...], list[Run]]:
     elif spoil == "longer" and rows and rows[0][2] > 0:
         offsets, lengths, start, count = rows[0]
         rows = [(offsets, lengths, start - 1, count + 1), *rows[1:]]
-    return shape, list(rows)
+    return shape, rows
 
 
 many = st.integers(1, 3).flatmap(lambda width: st.lists(tilings(width), min_size=1, max_size=4))
