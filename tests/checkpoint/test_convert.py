@@ -59,12 +59,14 @@ def fresh(folder: Path, name: str = "out") -> Path:
     return folder / f"{name}{len(list(folder.iterdir()))}"
 
 
+NAMES = st.text("ab.1", min_size=1, max_size=5).filter(lambda name: "" not in name.split("."))
+
+
 @st.composite
 def whole_tensors(draw: st.DrawFn) -> dict[str, torch.Tensor]:
-    names = st.text("ab.1", min_size=1, max_size=5).filter(lambda n: "" not in n.split("."))
     return {
         f"model.{name}": values_of(draw(shapes(7)), draw(st.sampled_from(CODES)), salt)
-        for salt, name in enumerate(draw(st.lists(names, unique=True, min_size=1, max_size=6)))
+        for salt, name in enumerate(draw(st.lists(NAMES, unique=True, min_size=1, max_size=6)))
     }
 
 

@@ -147,6 +147,9 @@ def test_hostile_bodies_raise_nothing_but_corrupt_error(data):
 COLUMN = st.tuples(
     st.sampled_from(["u1", "u2", "u4", "u8", "f8", 1]), st.integers(-1, 40) | st.just(2**62), st.binary(max_size=40)
 ).map(list)
+ANYTHING = st.none() | st.integers(-5, 5) | st.floats() | st.text(max_size=4) | st.binary(max_size=4)
+STRINGS = st.tuples(st.integers(-1, 9), COLUMN, st.binary(max_size=20)).map(list)
+FIELD = COLUMN | STRINGS | st.lists(COLUMN, max_size=3) | ANYTHING | st.dictionaries(st.text(max_size=3), ANYTHING)
 
 
 @examples(500)
@@ -156,11 +159,7 @@ def test_hostile_fields_raise_nothing_but_corrupt_error(data):
     section = data.draw(st.sampled_from(sorted(bodies)))
     fields = msgpack.unpackb(bodies[section])
     field = data.draw(st.sampled_from(sorted(fields)))
-    anything = st.none() | st.integers(-5, 5) | st.floats() | st.text(max_size=4) | st.binary(max_size=4)
-    strings = st.tuples(st.integers(-1, 9), COLUMN, st.binary(max_size=20)).map(list)
-    fields[field] = data.draw(
-        COLUMN | strings | st.lists(COLUMN, max_size=3) | anything | st.dictionaries(st.text(max_size=3), anything)
-    )
+    fields[field] = data.draw(FIELD)
     with suppress(CorruptError):
         catalog = decode_catalog(reseal(envelope, {**bodies, section: msgpack.packb(fields)}))
         assert not list(problems(catalog))

@@ -14,6 +14,7 @@ import resource
 import sys
 import types
 import zoneinfo
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -66,7 +67,7 @@ HASHABLE = st.recursive(
     | st.booleans()
     | st.integers()
     | st.floats()
-    | st.text(st.characters(codec="utf-8"))
+    | st.text(st.characters(exclude_categories=["Cs"]))
     | st.binary()
     | st.complex_numbers()
     | OBJECTS,
@@ -347,21 +348,19 @@ def test_decode_refuses(node: Any):
         decode_value(msgpack.packb(node))
 
 
-ALIKE = [i * (2**61 - 1) for i in range(1, 100_000)]
-
-
 @pytest.mark.parametrize(
-    "node",
+    "make",
     [
-        {"dict": [[{"int": n.to_bytes(11, "little")}, 0] for n in ALIKE]},
-        {"set": [{"int": n.to_bytes(11, "little")} for n in ALIKE]},
-        {"frozenset": [{"tuple": [{"int": n.to_bytes(11, "little")}, 1]} for n in ALIKE]},
-        [{"dict": [[{"tuple": ["a", {"int": n.to_bytes(11, "little")}]}, 0] for n in ALIKE]}],
+        lambda alike: {"dict": [[number, 0] for number in alike]},
+        lambda alike: {"set": alike},
+        lambda alike: {"frozenset": [{"tuple": [number, 1]} for number in alike]},
+        lambda alike: [{"dict": [[{"tuple": ["a", number]}, 0] for number in alike]}],
     ],
     ids=["dict", "set", "tuples", "tuples of text"],
 )
-def test_keys_that_collide_are_refused_before_they_meet(node: Any):
+def test_keys_that_collide_are_refused_before_they_meet(make: Callable[[list[Any]], Any]):
     """Without a clock: what is refused never gets as far as a table, where each key is compared with all before it."""
+    node = make([{"int": (i * (2**61 - 1)).to_bytes(11, "little")} for i in range(1, 100_000)])
     with pytest.raises(CorruptError, match="same hash"):
         decode_value(msgpack.packb(node))
 
