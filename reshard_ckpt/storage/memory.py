@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 
 from ..errors import StorageError
@@ -31,16 +32,36 @@ _LOCK = threading.Lock()
 
 
 def _after_fork() -> None:
-    """Make a new lock in a forked child: a thread that is gone may hold the old one."""
+    """Make a new lock in a forked child: a thread that is gone may hold the old one, and have left the paths half changed."""
     global _LOCK
     _LOCK = threading.Lock()
+    _PATHS[:] = sorted(_FILES)
 
 
 os.register_at_fork(after_in_child=_after_fork)
 
 _FILES: dict[str, bytes] = {}
+_PATHS: list[str] = []
+"""The paths of all files, in order, so that those of a folder lie together."""
+
 _LOCKS: dict[str, list[bool]] = {}
 """Of each locked file, whether each lock on it is shared."""
+
+
+def _set(path: str, data: bytes) -> None:
+    if path not in _FILES:
+        insort(_PATHS, path)
+    _FILES[path] = data
+
+
+def _remove(path: str) -> None:
+    if _FILES.pop(path, None) is not None:
+        del _PATHS[bisect_left(_PATHS, path)]
+
+
+def _below(folder: str) -> Sequence[str]:
+    """List the files of a folder, whose path ends with its slash: they come before any path with the letter that follows it."""
+    return _PATHS[bisect_left(_PATHS, folder) : bisect_left(_PATHS, folder[:-1] + chr(ord("/") + 1))]
 
 
 class MemoryStorage(Storage):
@@ -63,7 +84,7 @@ class MemoryStorage(Storage):
 
     def _put(self, key: str, data: bytes) -> None:
         with _LOCK:
-            _FILES[self._root + key] = data
+            _set(self._root + key, data)
 
     def create(self, key: str) -> MemoryWriter:
         key_parts(key)
@@ -71,7 +92,7 @@ class MemoryStorage(Storage):
             if self._root + key in _FILES:
                 raise exists(self._where(key))
             self._refuse_mixed(key)
-            _FILES[self._root + key] = b""
+            _set(self._root + key, b"")
         return MemoryWriter(self, key)
 
     def _refuse_mixed(self, key: str) -> None:
@@ -80,7 +101,7 @@ class MemoryStorage(Storage):
         above = [path[:at] for at, letter in enumerate(path) if letter == "/" and path[:at] in _FILES]
         if above:
             raise StorageError(f"memory://{above[0]}: is a file, so {key!r} cannot be below it")
-        if any(name.startswith(path + "/") for name in _FILES):
+        if _below(path + "/"):
             raise StorageError(f"{self._where(key)}: is a folder, so it cannot be a file")
 
     def sync(self, keys: Iterable[str]) -> None:
@@ -114,8 +135,7 @@ class MemoryStorage(Storage):
     def list(self, prefix: str = "") -> list[tuple[str, int]]:
         start = self._root + "/".join((*folder_parts(prefix), ""))
         with _LOCK:
-            found = [(path, len(data)) for path, data in _FILES.items() if path.startswith(start)]
-        return sorted((path.removeprefix(self._root), size) for path, size in found)
+            return [(path.removeprefix(self._root), len(_FILES[path])) for path in _below(start)]
 
     def free_bytes(self) -> int | None:
         return None
@@ -144,14 +164,14 @@ class MemoryStorage(Storage):
             current = _FILES.get(self._root + key, b"")
             if expected is not None and current != expected:
                 raise conflict(self._where(key), expected, current)
-            _FILES[self._root + key] = bytes(data)
+            _set(self._root + key, bytes(data))
 
     def delete(self, keys: Iterable[str]) -> None:
         checked = ["/".join(key_parts(key)) for key in keys]
         with _LOCK:
             for key in checked:
                 self._refuse_mixed(key)
-                _FILES.pop(self._root + key, None)
+                _remove(self._root + key)
 
     def close(self) -> None:
         pass
