@@ -24,6 +24,7 @@ from reshard_ckpt.formats.dcp.tensor_zip import write_tensor
 from reshard_ckpt.formats.dcp.write import write_dcp
 from reshard_ckpt.formats.source import open_source
 from reshard_ckpt.storage import open_storage
+from reshard_ckpt.storage.local import LocalWriter
 from tests.layouts import values_of
 from tests.warm_python import warm_python
 
@@ -128,6 +129,21 @@ def test_a_folder_of_dcp_is_written_again_from_itself(tmp_path):
     dcp.load(found, checkpoint_id=tmp_path / "b")
     assert found["extra"] == {"step": 5}
     assert all(torch.equal(raw(found["model"][name]), raw(state["model"][name])) for name in ("w", "t"))
+
+
+def test_small_tensors_are_written_together_and_large_ones_as_they_come(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    state = {f"w{i}": values_of((i,), "F32", i) for i in range(200)} | {"large": values_of((3 << 20,), "U8", 7)}
+    checkpoint.save(tmp_path / "ours", state)
+    sizes: list[int] = []
+    inner = LocalWriter.write
+    monkeypatch.setattr(LocalWriter, "write", lambda self, data: sizes.append(len(data)) or inner(self, data))
+    path = write(tmp_path / "ours", tmp_path / "dcp")
+    monkeypatch.undo()
+    assert len(sizes) < 10
+    assert sum(sizes) == sum(file.stat().st_size for file in path.glob("*.distcp"))
+    found = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    dcp.load(found, checkpoint_id=path)
+    assert [name for name in state if not torch.equal(raw(found[name]), raw(state[name]))] == []
 
 
 def test_only_into_an_empty_folder(tmp_path):
