@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import product
 from math import prod
 
@@ -167,6 +168,7 @@ def flat_runs(job: Job, held: Sequence[tuple[Weight, list[Box]]], dp: int) -> di
     return out
 
 
+@lru_cache(maxsize=1024)
 def whole_of(name: str, shape: Ints, dtype: str) -> torch.Tensor:
     return values_of(shape, dtype, sum(map(ord, name)))
 
