@@ -59,3 +59,13 @@ def test_a_storage_sees_what_is_below_its_name(storage: MemoryStorage, name: str
     assert storage.read("step_1/save/f", 10) == b"below"
     assert storage.lock("step_1/save/f") is not None
     assert MemoryStorage(f"{name}/step_1").lock("save/f") is None
+
+
+def test_a_folder_has_no_file_of_a_neighbour_whose_name_begins_alike(storage: MemoryStorage):
+    for key in ("a-b/x", "a./x", "a/y/z", "a0/x", "a/x", "ab", "b", "a!"):
+        put(storage, key, b"1")
+    assert [key for key, _ in storage.list("a")] == ["a/x", "a/y/z"]
+    storage.delete(["a/x", "a/y/z", "a/x", "b"])
+    assert storage.list("a") == []
+    put(storage, "a", b"a file now")
+    assert [key for key, _ in storage.list()] == sorted(["a-b/x", "a./x", "a0/x", "ab", "a!", "a"])
