@@ -26,6 +26,7 @@ from tests.distributed.net import (
     blank,
     groups,
     local,
+    merged,
     named,
     reference,
 )
@@ -38,7 +39,7 @@ class Case:
         self.layout, self.place = layout, Place(layout)
         if self.place.mine:
             self.modules = self.place.modules()
-            self.parts = {key: self.place.parts(key) for key in KEYS}
+            self.parts = {key: self.place.parts(key, self.modules) for key in KEYS}
             self.target = self.place.modules()
 
     def saved_state(self) -> dict[str, Any]:
@@ -53,13 +54,13 @@ class Case:
         each = [self.adam([m], {key: [self.parts[key][i]] for key in KEYS}, full) for i, m in enumerate(modules)]
         return each if self.layout.stages_per_rank > 1 or not modules else each[0]
 
-    def adam(self, modules: list[nn.Module], parts: dict[str, list[nn.Module]], full: bool) -> torch.optim.AdamW:
+    def adam(self, modules: list[nn.Module], parts: dict[str, list[dict[str, torch.Tensor]]], full: bool) -> torch.optim.AdamW:
         chosen = groups(modules)
         if not full:
             chosen = [{"params": g["params"], "lr": 9.0, "weight_decay": 9.0} for g in chosen]
         optimizer = torch.optim.AdamW(chosen)
         if full:
-            sources = {key: dict(named(parts[key])) for key in KEYS}
+            sources = {key: merged(parts[key]) for key in KEYS}
             for name, p in named(modules):
                 if p.requires_grad and name != STATELESS:
                     optimizer.state[p] = {"step": torch.tensor(STEP), **{key: sources[key][name].detach() for key in KEYS}}
@@ -84,7 +85,7 @@ class Case:
 
     def wrong_adam(self, optimizers: Any) -> list[str]:
         wrong = []
-        sources = {key: dict(named(self.parts[key])) for key in KEYS}
+        sources = {key: merged(self.parts[key]) for key in KEYS}
         all_optimizers = optimizers if isinstance(optimizers, list) else [optimizers]
         names = {id(p): name for name, p in reversed(list(named(self.target)))}
         for optimizer in all_optimizers:
@@ -95,7 +96,7 @@ class Case:
                     wrong += self.wrong_state(names[id(p)], p, optimizer.state.get(p), sources)
         return wrong
 
-    def wrong_state(self, name: str, p: torch.Tensor, state: Any, sources: dict[str, dict[str, nn.Parameter]]) -> list[str]:
+    def wrong_state(self, name: str, p: torch.Tensor, state: Any, sources: dict[str, dict[str, torch.Tensor]]) -> list[str]:
         if name == STATELESS or state is None:
             return [] if (name == STATELESS) == (state is None) else [f"{name}: state {state}"]
         bad = [f"{name}.{key}" for key in KEYS if not torch.equal(local(state[key]), local(sources[key][name]))]

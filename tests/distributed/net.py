@@ -40,6 +40,24 @@ def reference(name: str, shape: Sequence[int], key: str = "") -> Tensor:
     return (((at * 7919 + crc32(f"{name}/{key}".encode()) % 60013) % 65521).double() / 8192 - 3).float().reshape(tuple(shape))
 
 
+def positions(p: Tensor, name: str, key: str = "") -> Tensor:
+    """Where in the whole tensor the elements are that torch has left here, told by their values, no two of which are alike."""
+    values, at = reference(name, p.shape, key).flatten().sort()
+    return at[torch.searchsorted(values, local(p).flatten())]
+
+
+def like(p: Tensor, name: str, key: str) -> Tensor:
+    """The part of another tensor of this shape that lies as this one, which holds the reference, does."""
+    part = reference(name, p.shape, key).flatten()[positions(p, name)].reshape(local(p).shape)
+    if not isinstance(p, DTensor):
+        return part
+    return DTensor.from_local(part, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+
+
+def merged(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: tensor for part in parts for name, tensor in part.items()}
+
+
 class Block(nn.Module):
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -119,7 +137,7 @@ def _group(size: int) -> Any:
     return dist.new_group(list(range(size)))
 
 
-_PARTS: dict[tuple[Any, ...], list[nn.Module]] = {}
+_PARTS: dict[tuple[Any, ...], list[dict[str, Tensor]]] = {}
 
 
 @dataclass
@@ -154,14 +172,17 @@ class Place:
         stages = [UNITS[low:high] for low, high in pairwise(cuts)]
         return [self._module(stages[i], key) for i in range(self.index("pp"), num, pp) if stages[i]]
 
-    def parts(self, key: str) -> list[nn.Module]:
-        """The same of a state of the optimizer; layouts that cut the model alike share it, and nobody changes it."""
+    def parts(self, key: str, modules: Sequence[nn.Module]) -> list[dict[str, Tensor]]:
+        """The same of a state of the optimizer, by name, cut as torch has cut these modules; nobody changes it.
+
+        Layouts that cut the model alike share it.
+        """
         layout = self.layout
         sharded = layout.dp > 1 and layout.data == "fsdp"
         mesh = self.mesh if sharded or layout.tp > 1 or layout.pp > 1 else None
         cut = (mesh, sharded, layout.stages_per_rank, layout.hidden, key)
         if cut not in _PARTS:
-            _PARTS[cut] = self.modules(key)
+            _PARTS[cut] = [{name: like(p, name, key) for name, p in named([module])} for module in modules]
         return _PARTS[cut]
 
     def _module(self, units: Sequence[str | int], key: str) -> nn.Module:
@@ -178,7 +199,7 @@ class Place:
             for layer in net.layers.values():
                 fully_shard(layer, mesh=mesh)
             fully_shard(net, mesh=mesh)
-        if self.layout.dp > 1 and self.layout.data == "ddp" and not key:  # of state, DDP makes nothing else
+        if self.layout.dp > 1 and self.layout.data == "ddp":
             return DistributedDataParallel(net, process_group=self.axis_group("dp"))
         return net
 
@@ -224,8 +245,8 @@ def blank(modules: Sequence[nn.Module]) -> None:
 class FlatAdam:
     """The state of a ZeRO-1 optimizer: all local shards end to end, cut into ragged runs that know of no tensor's borders."""
 
-    def __init__(self, place: Place, modules: Sequence[nn.Module], parts: dict[str, list[nn.Module]] | None) -> None:
-        sources = {key: dict(named(parts[key])) for key in KEYS} if parts else None
+    def __init__(self, place: Place, modules: Sequence[nn.Module], parts: dict[str, list[dict[str, Tensor]]] | None) -> None:
+        sources = {key: merged(parts[key]) for key in KEYS} if parts else None
         self.named = list(named(modules))
         unique = {id(p): (name, p) for name, p in reversed(self.named) if p.requires_grad and name != STATELESS}
         self.state: dict[str, dict[str, Any]] = {}

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from reshard_ckpt import LocalShard, checkpoint
 from tests.distributed.cases import wrong_pairings
-from tests.distributed.net import UNITS, Layout, Net, local, reference
+from tests.distributed.net import UNITS, Layout, Net, local, positions, reference
 from tests.distributed.outcomes import outcome
 from tests.launch import run_ranks
 
@@ -63,16 +63,25 @@ def whole(t: torch.Tensor) -> torch.Tensor:
     return t.detach().full_tensor() if isinstance(t, DTensor) else t.detach()
 
 
-def close(one: Made, other: Made, *, exact: bool) -> bool:
-    """Whether two runs are at the same place; what the same layout computed must be equal bit for bit."""
-    pairs = list(zip(one[0].parameters(), other[0].parameters(), strict=True))
-    assert len(one[1].state) == len(other[1].state) > 0
-    for mine, theirs in list(pairs):
-        states = [optimizer.state.get(p, {}) for (_, optimizer), p in ((one, mine), (other, theirs))]
-        assert states[0].keys() == states[1].keys()
-        pairs += [(states[0][key], states[1][key]) for key in states[0]]
-    wholes = [(whole(x), whole(y)) for x, y in pairs]
-    return all(torch.equal(x, y) if exact else torch.allclose(x, y, rtol=1e-4, atol=1e-5) for x, y in wholes)
+def tensors(made: Made) -> list[dict[str, torch.Tensor]]:
+    """Each parameter and its state."""
+    net, optimizer = made
+    assert optimizer.state
+    return [{"": p.detach(), **optimizer.state.get(p, {})} for p in net.parameters()]
+
+
+def close(one: Made, at: list[torch.Tensor], other: list[dict[str, torch.Tensor]], *, exact: bool) -> bool:
+    """Whether a run is where another one is, whose whole tensors are given; `at` tells which of their elements this rank has.
+
+    What the same layout computed must be equal bit for bit.
+    """
+    pairs = []
+    for mine, places, theirs in zip(tensors(one), at, other, strict=True):
+        assert mine.keys() == theirs.keys()
+        pairs += [(local(mine[key]).flatten(), theirs[key].flatten()[places if theirs[key].ndim else 0]) for key in mine]
+    return all(
+        torch.equal(x, y.expand_as(x)) if exact else torch.allclose(x, y.expand_as(x), rtol=1e-4, atol=1e-5) for x, y in pairs
+    )
 
 
 def resume_job(folder: str) -> list[str]:
@@ -86,8 +95,11 @@ def resume_job(folder: str) -> list[str]:
             fully_shard(layer, mesh=mesh)
         return fully_shard(net, mesh=mesh)
 
-    def made(make: Callable[[], nn.Module]) -> Made:
-        net = make()
+    places: dict[str, list[torch.Tensor]] = {}
+
+    def made(kind: str, key: str) -> Made:
+        net = kinds[kind](key)
+        places[kind] = [positions(p, name.removeprefix("module."), key) for name, p in net.named_parameters()]
         with torch.no_grad():
             for p in net.parameters():
                 local(p).mul_(0.03)
@@ -100,7 +112,8 @@ def resume_job(folder: str) -> list[str]:
         "plain": lambda key: Net(UNITS, key),
     }
     wrong: list[str] = []
-    runs = {kind: made(lambda make=make: make("")) for kind, make in kinds.items()}
+    runs = {kind: made(kind, "") for kind in kinds}
+    wholes = {}
     for kind, run in runs.items():
         train(run, range(3))
         run[0].eval()
@@ -109,13 +122,15 @@ def resume_job(folder: str) -> list[str]:
         checkpoint.save(Path(folder, kind), {"optimizer": run[1], "model": run[0]})
         run[0].train()
         train(run, range(3, 5))
+        wholes[kind] = [{key: whole(t) for key, t in of_one.items()} for of_one in tensors(run)]
     for saved, loaded in product(kinds, kinds):
-        target = made(lambda make=kinds[loaded]: make("other"))
+        target = made(loaded, "other")
         if saved == "ddp":
             train(target, range(1))  # one that has stepped
         checkpoint.load(Path(folder, saved), {"optimizer": target[1], "model": target[0]})
         train(target, range(3, 5))
-        wrong += [] if close(target, runs[saved], exact=saved == loaded) else [f"{saved} to {loaded}"]
+        right = close(target, places[loaded], wholes[saved], exact=saved == loaded)
+        wrong += [] if right else [f"{saved} to {loaded}"]
     return wrong
 
 
