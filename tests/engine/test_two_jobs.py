@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 import uuid
+from typing import Any
 
 import pytest
 import torch
 
+from reshard_ckpt.core.planning.save_plan import SavePlan, plan_save
 from reshard_ckpt.errors import StorageError
 from reshard_ckpt.storage import MemoryStorage, PublishConflict
+from tests import jobs
 from tests.engine.saving.test_commit import whole
 from tests.jobs import load_job, save_job
 from tests.storage.faulty import FaultyStorage
@@ -83,7 +86,21 @@ def run_both(memory: MemoryStorage, a_first: int, b_then: int) -> tuple[dict[str
     return raised, seen["A"], seen["B"]
 
 
+@pytest.fixture
+def one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All jobs here have one layout, whose plan has to be made but once, as in a job that saves again and again."""
+    plans: list[SavePlan] = []
+
+    def planned(*args: Any) -> SavePlan:
+        if not plans:
+            plans.append(plan_save(*args))
+        return plans[0]
+
+    monkeypatch.setattr(jobs, "plan_save", planned)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_plan")
 @pytest.mark.parametrize(("overwrite", "step"), [(False, 4), (True, 2)])
 def test_no_order_of_two_saves_breaks_the_checkpoint(overwrite: bool, step: int):
     conflicts = 0
