@@ -26,8 +26,8 @@ from tests.distributed.net import Layout, blank
 from tests.distributed.outcomes import Outcome, outcome
 from tests.distributed.test_limits import Peak, only_linux
 from tests.distributed.test_matrix import LAYOUTS as LARGE
-from tests.helpers import places, position_values
 from tests.gloo_device import share_device
+from tests.helpers import places, position_values
 from tests.launch import run_ranks
 from tests.machines import Machines
 from tests.tries import is_long
