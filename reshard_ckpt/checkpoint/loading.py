@@ -232,8 +232,8 @@ def without_ignored(target: Target, saved: Catalog, ignore: Sequence[str]) -> tu
 
 def not_loaded(target: Target, resolved: Resolved) -> list[str]:
     """List the tensors of a target that were not loaded; what is tied is loaded under one of its names, and there for all."""
-    loaded = {spec.alias_of or spec.name for spec in resolved.specs}
-    return [e.spec.name for e in target.tensors if (e.spec.alias_of or e.spec.name) not in loaded]
+    loaded = {spec.first_name for spec in resolved.specs}
+    return [e.spec.name for e in target.tensors if e.spec.first_name not in loaded]
 
 
 def _plain_values(values: Mapping[str, SavedValue]) -> dict[str, Any]:

@@ -155,7 +155,7 @@ def _tensor(catalog: Catalog, tensor: TensorView, all_shards: bool) -> list[str 
     head = f"{tensor.name}: {tensor.dtype} {shape(tensor.shape)}, {size_text(tensor.num_bytes)}"
     where = placement(tensor.placement)
     head += f", {where}" if where else ""
-    head += f", the same bytes as {tensor.alias_of}" if tensor.alias_of else ""
+    head += f", the same bytes as {tensor.alias_of}" if tensor.alias_of is not None else ""
     listed = tensor.shards if all_shards else tensor.shards[:MAX_SHARDS]
     headings = ["offsets", "lengths", "elements of that box", "rank", "file", ">at byte", ">bytes", "file digest"]
     rows = [_shard(catalog, shard) for shard in listed]

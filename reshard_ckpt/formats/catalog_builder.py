@@ -135,7 +135,7 @@ def assemble(
             kind=np.full(len(tensors), TensorKind.TENSOR, np.uint8),
             ndim=np.array([len(tensor.shape) for tensor in tensors], np.int64),
             shape=shape,
-            alias=np.array([index.get(tensor.alias_of or "", -1) for tensor in tensors], np.int64),
+            alias=np.array([-1 if tensor.alias_of is None else index.get(tensor.alias_of, -1) for tensor in tensors], np.int64),
             placement=np.full(len(tensors), -1, np.int64),
             row_start=np.append(0, np.cumsum(num_rows)),
             **link_columns(names, [tensor.link for tensor in tensors], index),

@@ -303,11 +303,13 @@ def _optimizers(value: Any) -> tuple[Optimizer, ...] | None:
 
 
 def check_names(trees: Iterable[Tree]) -> None:
-    """Refuse two paths that give one name."""
+    """Refuse two paths that give one name, and an object without a name, which could not be told from the state itself."""
     seen: dict[str, Path] = {}
     for tree in trees:
         for item in tree.items:
             check_text(item.name, "a name")
+            if item.path and not item.name and not isinstance(item, TensorItem | ValueItem | PerRankItem):
+                raise UsageError(f"{_spelled(item.path)}: a module, an optimizer or an object needs a key that is not empty")
             other = seen.setdefault(item.name, item.path)
             if other != item.path:
                 raise NameCollisionError(

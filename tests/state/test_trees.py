@@ -287,6 +287,13 @@ def test_a_mapping_of_copies_is_saved_and_not_loaded_into(make):
         load(saved, {"x": make(tensor)})
 
 
+@pytest.mark.parametrize("make", [lambda: nn.Linear(1, 1), lambda: torch.optim.SGD([torch.zeros(1)]), lambda: Counter(a=1)])
+def test_an_object_without_a_name_is_refused(make):
+    with pytest.raises(UsageError, match=r"state\[''\]: a module, an optimizer or an object needs a key that is not empty"):
+        capture({"": make(), "step": 1})
+    capture({"x": {"": Counter(a=1)}, "": {"": 1}})
+
+
 @pytest.mark.parametrize("make", [types.MappingProxyType, collections.UserDict, collections.ChainMap])
 def test_other_mappings_of_tensors_are_loaded_into(make):
     tensor = torch.arange(3.0)

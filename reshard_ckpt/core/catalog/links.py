@@ -80,7 +80,8 @@ def link_columns(names: Sequence[str], links: Sequence[StateLink | None], tensor
     columns[:, 2] = -1
     for i, (name, link) in enumerate(zip(names, links, strict=True)):
         if link is not None and link.name == name:
-            columns[i] = num_parts(link.optimizer), num_parts(link.key), tensors.get(link.parameter or "", -1)
+            parameter = -1 if link.parameter is None else tensors.get(link.parameter, -1)
+            columns[i] = num_parts(link.optimizer), num_parts(link.key), parameter
     return dict(zip(("optimizer", "key", "parameter"), columns.T, strict=True))
 
 

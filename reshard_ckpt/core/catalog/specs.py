@@ -112,6 +112,11 @@ class TensorSpec:
     """On the same rank, an earlier name whose memory this one shares exactly (tied weights)."""
     link: StateLink | None = None
 
+    @property
+    def first_name(self) -> str:
+        """The name under which its memory was met first: its own, where it is no alias. A name may be empty."""
+        return self.name if self.alias_of is None else self.alias_of
+
 
 @dataclass(frozen=True, slots=True)
 class ValueSpec:

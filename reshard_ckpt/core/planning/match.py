@@ -80,8 +80,8 @@ def match(
         else:
             found.append(i)
     source = np.array([catalog.index(saved_as.get(specs[i].name, specs[i].name)) for i in found], np.int64)
-    has_source = {specs[i].alias_of or specs[i].name for i in found} if tied_under_one_name else set()
-    lines = {line: spec for line, spec in missing.items() if (spec.alias_of or spec.name) not in has_source}
+    has_source = {specs[i].first_name for i in found} if tied_under_one_name else set()
+    lines = {line: spec for line, spec in missing.items() if spec.first_name not in has_source}
     kept = tuple(line for line, spec in lines.items() if matches(spec.name, allow_missing))
     return Match(
         tuple(found),

@@ -233,7 +233,8 @@ def _without_shared(specs: Sequence[TensorSpec], found: Match, catalog: Catalog)
     source_of = dict(zip(found.specs, found.source.tolist(), strict=True))
     by_name = {specs[i].name: i for i in reversed(found.specs)}
     for i, source in source_of.items():
-        first = by_name.get(specs[i].alias_of or "")
+        alias_of = specs[i].alias_of
+        first = None if alias_of is None else by_name.get(alias_of)
         if first is None or catalog.source(source_of[first]) != catalog.source(source):
             yield i, source
 

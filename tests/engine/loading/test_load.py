@@ -125,6 +125,17 @@ def test_tied_weights_are_stored_once_and_load_into_untied_ones_and_back(tmp_pat
     assert not shared.any()
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_empty_name_is_one_like_others(tmp_path: Path, tied: bool) -> None:
+    first = torch.arange(3.0)
+    checkpoint.save(tmp_path, {"": first, "a": first if tied else torch.ones(3), "b": torch.full((3,), 5.0)})
+    into = {"a": torch.zeros(3), "": torch.zeros(3), "b": torch.zeros(3)}
+    if tied:
+        into["a"] = into[""]
+    assert checkpoint.load(tmp_path, into).num_tensors == 3 - tied
+    assert [t.tolist() for t in into.values()] == [first.tolist() if tied else [1.0] * 3, first.tolist(), [5.0] * 3]
+
+
 def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
     save_some(tmp_path)
     into = {f"w{i}": torch.zeros(50_000) for i in range(4)}
