@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from itertools import product
+from itertools import islice, product
 from math import prod
 
 import numpy as np
@@ -50,8 +50,7 @@ def parts(draw):
 
 
 def elements(offsets, lengths, start, count) -> set[tuple[int, ...]]:
-    coordinates = list(product(*(range(o, o + n) for o, n in zip(offsets, lengths, strict=True))))
-    return set(coordinates[start : start + count])
+    return set(islice(product(*(range(o, o + n) for o, n in zip(offsets, lengths, strict=True))), start, start + count))
 
 
 @examples(500)
