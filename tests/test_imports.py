@@ -13,6 +13,8 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent.parent / "reshard_ckpt"
 MODULES = sorted(PACKAGE.rglob("*.py"))
+NAMES = {path.relative_to(PACKAGE).with_suffix("").parts for path in MODULES}
+FOLDERS = {path.relative_to(PACKAGE).parts[:-1] for path in MODULES}
 
 _CORE = {"core/geometry", "core/catalog", "core/planning", "core"}
 _BYTES = _CORE | {"comm", "format", "storage"}
@@ -75,14 +77,9 @@ def room_of(parts: tuple[str, ...]) -> str:
 
 
 @cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
-
-
-@cache
 def statements_of(path: Path) -> tuple[ast.Import | ast.ImportFrom, ...]:
     """The imports of a module, also inside functions. Expressions, which hold none, are most of a tree, and are passed over."""
-    found, left = [], [tree_of(path)]
+    found, left = [], [ast.parse(path.read_text())]
     while left:
         node = left.pop()
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -104,15 +101,16 @@ def imports(path: Path) -> Iterator[str]:
             yield from (f"{module}.{alias.name}" for alias in node.names)
 
 
+@cache
 def imported_rooms(path: Path) -> set[str]:
     """The rooms of this package that a module imports."""
     found = set()
     for name in imports(path):
         if name.startswith("reshard_ckpt."):
-            parts = name.split(".")[1:]
-            while parts and not ((module := PACKAGE.joinpath(*parts)).is_dir() or module.with_suffix(".py").exists()):
-                parts.pop()  # what is imported from a module
-            found.add(room_of((*parts, "__init__.py") if module.is_dir() else tuple(parts)) if parts else "__init__")
+            parts = tuple(name.split(".")[1:])
+            while parts and parts not in FOLDERS and parts not in NAMES:
+                parts = parts[:-1]  # what is imported from a module
+            found.add(room_of((*parts, "__init__.py") if parts in FOLDERS else parts) if parts else "__init__")
     return found
 
 
@@ -124,7 +122,7 @@ def uses_torch_distributed(path: Path) -> bool:
         and node.attr == "distributed"
         and isinstance(node.value, ast.Name)
         and node.value.id == "torch"
-        for node in ast.walk(tree_of(path))
+        for node in ast.walk(ast.parse(path.read_text()))
     )
 
 
