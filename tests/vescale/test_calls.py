@@ -178,10 +178,13 @@ def old_state_job(folder: str) -> list[str]:
     return bad
 
 
+def old_jobs(weights: str, states: str) -> tuple[list[str], list[str]]:
+    return old_folder_job(weights), old_state_job(states)
+
+
 @pytest.mark.slow
 def test_folders_of_vescale_load_through_its_calls(tmp_path: Path) -> None:
-    assert run_ranks(old_folder_job, 4, str(folders.write(tmp_path / "old"))) == [[]] * 4
-    assert run_ranks(old_state_job, 4, str(write_old(tmp_path / "state"))) == [[]] * 4
+    assert run_ranks(old_jobs, 4, str(folders.write(tmp_path / "old")), str(write_old(tmp_path / "state"))) == [([], [])] * 4
 
 
 def test_a_dtensor_of_vescale_whose_placements_do_not_explain_it_is_refused() -> None:
