@@ -8,6 +8,8 @@ JOBS ?= auto
 
 # More threads than cores make small models slower, and every test process would start its own.
 export OMP_NUM_THREADS ?= 1
+# Kept, whatever the environment says: each worker, server and rank of the tests would compile 70,000 lines anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test check bench soak crash-points compat compat-bytecheckpoint compat-deepspeed compat-megatron fuzz
 .DEFAULT_GOAL := check
