@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import re
+import sys
 from collections.abc import Callable
 from math import prod
 from typing import Any
@@ -129,15 +130,9 @@ def _numpy_array(code: str, shape: list[Any], data: bytes) -> np.ndarray[Any, An
     array: np.ndarray[Any, Any] = np.ndarray(_decode_shape(shape, dtype.itemsize, data), dtype, bytearray(data))
     if dtype.kind == "b" and data.strip(b"\0\1"):
         raise CorruptError("a bool is neither 0 nor 1")
-    if dtype.kind == "U" and not is_text(data, dtype):
+    if dtype.kind == "U" and np.frombuffer(data, dtype.str[0] + "u4").max(initial=0) > sys.maxunicode:
         raise CorruptError("text holds what is no code point")
     return array
-
-
-def is_text(data: bytes, dtype: np.dtype[Any]) -> bool:
-    """Tell whether the bytes of an array of text hold code points alone."""
-    points = np.frombuffer(data, dtype.str[0] + "u4")
-    return bool(points.max(initial=0) <= 0x10FFFF)
 
 
 def _decode_array(body: Any, depth: int) -> np.ndarray[Any, Any]:

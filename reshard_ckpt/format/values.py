@@ -13,6 +13,7 @@ A value is a tree. Its leaves and lists are msgpack's own; everything else is a 
 from __future__ import annotations
 
 import collections
+import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from math import isnan
@@ -26,7 +27,7 @@ from ..core.hashing import MAX_ALIKE, too_many_alike
 from ..core.words import a
 from ..errors import CheckpointError, CorruptError, UnsupportedError
 from .objects import is_object, parts_of, plain_key
-from .value_decode import FACTORIES, MAX_DEPTH, NUMPY_DTYPE, TENSOR_DTYPES, decode_node, is_text
+from .value_decode import FACTORIES, MAX_DEPTH, NUMPY_DTYPE, TENSOR_DTYPES, decode_node
 
 MAX_STEPS = 256
 """Keys that lead to a value in the state: how deep the dicts of a state may nest."""
@@ -272,9 +273,10 @@ def _array_bytes(value: np.ndarray[Any, Any], place: _Place) -> bytes:
     """Give the bytes of an array; memory that nobody has set may hold bools and text that are none, and that a reader refuses."""
     if value.dtype.kind == "b":
         value = value.view(np.uint8) != 0
-    if value.dtype.kind == "U" and not is_text(value.tobytes(), value.dtype):
+    data = value.tobytes()
+    if value.dtype.kind == "U" and np.frombuffer(data, value.dtype.str[0] + "u4").max(initial=0) > sys.maxunicode:
         place.refuse("an array of text holds what is no code point; fill all of it")
-    return value.tobytes()
+    return data
 
 
 def _encode_numpy_scalar(value: np.generic, place: _Place) -> Any:
