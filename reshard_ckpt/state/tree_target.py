@@ -20,6 +20,7 @@ from .modules import is_nothing
 from .paths import Index, Path, name_of, new_dict, order_of, own_key
 from .scan import GroupsItem, PerRankItem, TensorItem, Tree, ValueItem, give_state, is_stateful
 from .shards import PerRank, PerRankValues
+from .tensors import TensorLike, is_tensor_like, local_memory
 
 _MISSING = object()
 
@@ -84,16 +85,21 @@ class TreeTarget:
             node = node[own_key(key)]
 
     def _check_kept(self, name: str, path: Path) -> None:
-        """Refuse a tensor in a mapping that makes what it holds anew each time it is asked: what is loaded would be lost."""
-        node = self._root
-        for key in path[len(self._tree.path) :]:
-            child = node[own_key(key)]
-            if isinstance(node, Mapping) and not isinstance(node, dict) and node[own_key(key)] is not child:
-                raise UsageError(
-                    f"{name}: {a(type(node).__name__)} that gives another object each time it is asked cannot be loaded into; "
-                    "pass a dict of the tensors themselves"
-                )
-            node = child
+        """Refuse a tensor of a mapping that gives another memory each time it is asked: what is loaded would be lost."""
+        nodes = [self._root]
+        for key in self._relative(path):
+            nodes.append(nodes[-1][own_key(key)])
+        makers = [node for node in nodes[:-1] if isinstance(node, Mapping) and not isinstance(node, dict)]
+        if not makers:
+            return
+        first, again = nodes[-1], self._root
+        for key in self._relative(path):
+            again = again[own_key(key)]
+        if is_tensor_like(first) and is_tensor_like(again) and _address(first, name) != _address(again, name):
+            raise UsageError(
+                f"{name}: {a(type(makers[0]).__name__)} that gives another tensor each time it is asked cannot be loaded into; "
+                "pass a dict of the tensors themselves"
+            )
 
     def takes(self, name: str) -> bool:
         return True
@@ -213,6 +219,10 @@ class TreeTarget:
                 self._tree.sink(self._root)
             except Exception as error:
                 raise MismatchError(f"{self.name}: load_state_dict refused the loaded state: {error}") from error
+
+
+def _address(value: TensorLike, name: str) -> int:
+    return local_memory(value, name).memory.data_ptr()
 
 
 def _put(node: Any, path: Path, value: Any, steps: Path) -> Any:

@@ -283,7 +283,7 @@ def test_a_mapping_of_copies_is_saved_and_not_loaded_into(make):
     saved = save([capture({"x": make(tensor)})])
     (name,) = saved.tensors
     assert torch.equal(saved.tensors[name], tensor)
-    with pytest.raises(UsageError, match=rf"{name}: a Copies that gives another object each time"):
+    with pytest.raises(UsageError, match=rf"{name}: a Copies that gives another tensor each time"):
         load(saved, {"x": make(tensor)})
 
 
@@ -294,7 +294,14 @@ def test_an_object_without_a_name_is_refused(make):
     capture({"x": {"": Counter(a=1)}, "": {"": 1}})
 
 
-@pytest.mark.parametrize("make", [types.MappingProxyType, collections.UserDict, collections.ChainMap])
+class Views(Copies):
+    """A mapping whose values are views, made anew, of one memory."""
+
+    def __getitem__(self, key: str) -> Any:
+        return self.held[key][:]
+
+
+@pytest.mark.parametrize("make", [types.MappingProxyType, collections.UserDict, collections.ChainMap, Views])
 def test_other_mappings_of_tensors_are_loaded_into(make):
     tensor = torch.arange(3.0)
     saved = save([capture({"x": make({"w": tensor})})])
