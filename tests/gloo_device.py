@@ -1,7 +1,7 @@
 """One device for all gloo groups of a rank.
 
 Each group has one of its own otherwise, whose thread wakes a hundred times a second. Eight ranks with twenty groups each spend a
-tenth of a core on that.
+fifth of a core on that.
 """
 
 from __future__ import annotations
