@@ -82,14 +82,14 @@ def match(
     source = np.array([catalog.index(saved_as.get(specs[i].name, specs[i].name)) for i in found], np.int64)
     has_source = {specs[i].first_name for i in found} if tied_under_one_name else set()
     lines = {line: spec for line, spec in missing.items() if spec.first_name not in has_source}
-    kept = tuple(line for line, spec in lines.items() if matches(spec.name, allow_missing))
+    kept = {line: None for line, spec in lines.items() if matches(spec.name, allow_missing)}
     return Match(
         tuple(found),
         source,
         tuple(line for line in lines if line not in kept),
         tuple(dict.fromkeys(shape)),
         tuple(dict.fromkeys(dtype)),
-        kept,
+        tuple(kept),
         saved_as,
     )
 
