@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.autograd.graph import increment_version
 
 from ...core.catalog.model import Catalog
 from ...core.catalog.specs import Ints, row_major_strides
@@ -241,11 +240,9 @@ class Reader:
     def finish(self) -> None:
         """Wait until what was read is in place; when no thread reads any more, also after a failure."""
         self._devices.finish()
-        for dest in self._memories:
-            tensor = self.task.targets[dest].tensor
-            if not tensor.is_inference():  # those keep no version
-                # It was changed past torch: a backward pass that needs what it held before must not use it unawares.
-                increment_version(tensor)
+        for dest in self._memories:  # changed past torch: a backward pass must not use it unawares for what was there before
+            if not (tensor := self.task.targets[dest].tensor).is_inference():  # those keep no version
+                torch.autograd.graph.increment_version(tensor)
 
     def read_window(self, window: int) -> None:
         """Read one window, verify it, and put its bytes in place."""
