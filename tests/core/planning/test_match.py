@@ -12,7 +12,9 @@ from torch import nn
 
 from reshard_ckpt import checkpoint
 from reshard_ckpt.core.near import nearest
+from reshard_ckpt.core.planning.match import match
 from reshard_ckpt.errors import MismatchError, UsageError
+from reshard_ckpt.state import capture
 from tests.helpers import position_values
 from tests.launch import run_ranks
 
@@ -52,6 +54,15 @@ def test_a_name_stands_for_all_below_it_in_every_option(tmp_path: Path):
     assert into["model"]["a"].tolist() == [1, 1, 1, 0]
     assert into["model"]["b"].tolist() == [1, 1]
     assert into["old"] == {}
+
+
+@pytest.mark.parametrize("first", ["w", ""])
+def test_what_shares_memory_with_what_is_found_is_not_missing(tmp_path: Path, first: str):
+    checkpoint.save(tmp_path, {first: torch.arange(3.0)})
+    memory = torch.zeros(3)
+    specs = [tensor.spec for tensor in capture({first: memory, "tied": memory}).tensors]
+    found = match(specs, checkpoint.catalog(tmp_path), cast=False, allow_resize=False, tied_under_one_name=True)
+    assert (found.specs, found.missing) == ((0,), ())
 
 
 def test_only_what_is_allowed_may_be_missing(tmp_path: Path):

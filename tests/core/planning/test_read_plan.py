@@ -120,6 +120,7 @@ def test_each_wanted_byte_is_read_once_and_lands_or_is_copied_once(
     assert len(np.unique(landed)) == len(landed)
     assert not np.isin(places(copying), landed).any()
     moved = np.concatenate([landing, copying])
+    assert plan.covered.tolist() == [piece.count for spec in specs for piece in spec.pieces]
     wanted = item_bytes(plan, range(len(plan.src)))
     assert np.array_equal(in_order(moved), in_order(wanted))
     for w in range(reads.num_windows):  # what lands or is copied lies in what its window reads
