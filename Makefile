@@ -11,7 +11,7 @@ export OMP_NUM_THREADS ?= 1
 # Kept, whatever the environment says: each worker, server and rank of the tests would compile 70,000 lines anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test check bench soak crash-points compat compat-bytecheckpoint compat-deepspeed compat-megatron fuzz
+.PHONY: demo test test-random check bench soak crash-points compat compat-bytecheckpoint compat-deepspeed compat-megatron fuzz
 .DEFAULT_GOAL := check
 
 $(STAMP): pyproject.toml constraints.txt
@@ -29,8 +29,18 @@ demo: $(STAMP)
 	@echo "Training on three layouts, and once more without a change to compare with: some minutes"
 	$(BIN)/python -m examples.demo
 
+# Fixed examples and a fixed order of sets, so that every clone runs the same.
+test: export PYTHONHASHSEED = 0
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+
+# Only the property tests, RUNS times, with new examples each time. Run it before a change is handed in.
+RUNS ?= 1
+test-random: $(STAMP)
+	@set -e; for run in $$(seq $(RUNS)); do \
+	  echo "run $$run of $(RUNS)"; \
+	  HYPOTHESIS_PROFILE=random $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m hypothesis; \
+	done
 
 check: $(STAMP)
 	$(BIN)/ruff check .

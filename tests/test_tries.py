@@ -15,7 +15,7 @@ def test_long_profile_multiplies_a_number_that_a_test_gives():
     try:
         settings.load_profile("long")
         assert (examples(40).max_examples, settings().max_examples) == (2000, 5000)
-        settings.load_profile("dev")
+        settings.load_profile("fixed")
         assert (examples(40).max_examples, settings().max_examples) == (40, 100)
     finally:
         settings.load_profile(before)

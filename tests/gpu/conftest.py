@@ -17,7 +17,7 @@ _PROCESS = SimulatedProcess()
 def _need_compiler() -> None:
     if simulated.compiler() is None:
         reason = "no C++ compiler to build the simulated device with (c++, or what CXX names)"
-        if os.environ.get("CI"):
+        if os.environ.get("NEED_COMPILER"):
             pytest.fail(reason)
         pytest.skip(reason)
 
