@@ -108,10 +108,10 @@ class _TieChecker:
         before: list[tuple[TiedTarget, LoadPlan]] = []
         for member in tie.members:
             plan = self._read(member, low, fresh)
-            written = _written(plan, size)
+            written = _written(member, plan, size)
             wrong = (known & written & (image ^ fresh)) != 0
             if wrong.any():
-                first = next(other for other, done in before if (wrong & (_written(done, size) != 0)).any())
+                first = next(other for other, done in before if (wrong & (_written(other, done, size) != 0)).any())
                 return _line(first, member)
             torch.where(written != 0, fresh, image, out=image)
             known |= written
@@ -134,12 +134,15 @@ def _line(first: TiedTarget, second: TiedTarget) -> str:
     return f"{second.spec.name}: {how} {first.spec.name} in the state passed, but the checkpoint holds different values for them"
 
 
-def _written(plan: LoadPlan, size: int) -> torch.Tensor:
-    """Mark which of so many bytes a plan of one target writes: all bits of those are set."""
+def _written(member: TiedTarget, plan: LoadPlan, size: int) -> torch.Tensor:
+    """Mark which of so many bytes the plan of a target writes: all bits of those are set.
+
+    An element is as large as the target's dtype makes it, which may be another one than was saved.
+    """
     out = torch.zeros(size, dtype=torch.uint8, device="cpu")
-    columns = (plan.item_bytes, plan.dst, plan.lengths, plan.dst_strides)
-    for each, dst, lengths, strides in zip(*(column.tolist() for column in columns), strict=True):
-        region(out.view(INTS[each]), dst, tuple(lengths), tuple(strides)).fill_(-1)
+    elements = out.view(INTS[member.target.tensor.element_size()])
+    for dst, lengths, strides in zip(*(column.tolist() for column in (plan.dst, plan.lengths, plan.dst_strides)), strict=True):
+        region(elements, dst, tuple(lengths), tuple(strides)).fill_(-1)
     return out
 
 

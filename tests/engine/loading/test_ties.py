@@ -15,7 +15,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard_ckpt import FlatShard, LocalShard, checkpoint
+from reshard_ckpt import FlatShard, LocalShard, checkpoint, dcp
 from reshard_ckpt.core.catalog.specs import TensorSpec, box_piece
 from reshard_ckpt.core.planning.local_metadata import piece_columns
 from reshard_ckpt.core.planning.same_memory import find_shared
@@ -135,6 +135,30 @@ def test_resized_and_converted_targets_are_proved_by_what_they_get(tmp_path: Pat
     assert tied.tolist() == [*base(6).tolist(), -1, -1]
 
 
+@pytest.mark.parametrize(("saved", "into"), [("float16", "float32"), ("float32", "bfloat16"), ("int8", "float64")])
+@pytest.mark.parametrize("num", [100, BIG])
+def test_tied_targets_of_another_dtype_are_proved_element_by_element(saved: str, into: str, num: int, tmp_path: Path):
+    source = (base(num) % 100).to(getattr(torch, saved))
+    odd = source.clone()
+    odd[-1] += 1
+    checkpoint.save(tmp_path, {"a": source, "b": source.clone(), "odd": odd})
+    memory = torch.full((num,), -1.0, dtype=getattr(torch, into))
+    checkpoint.load(tmp_path, {"a": memory, "b": memory[:]}, cast=True, ignore=["odd"])
+    assert torch.equal(memory, source.to(memory.dtype))
+    memory.fill_(-1)
+    with pytest.raises(MismatchError, match="odd: tied to a in the state passed"):
+        checkpoint.load(tmp_path, {"a": memory, "odd": memory[:]}, cast=True, ignore=["b"])
+    assert (memory == -1).all()
+
+
+def test_the_calls_of_dcp_prove_ties_of_another_dtype_too(tmp_path: Path):
+    checkpoint.save(tmp_path, {"a": base(64).half(), "b": -base(64).half()})
+    memory = torch.zeros(64)
+    with pytest.raises(MismatchError, match="b: tied to a"):
+        dcp.load({"a": memory, "b": memory[:]}, checkpoint_id=tmp_path, no_dist=True)
+    assert not memory.any()
+
+
 def test_declared_shards_of_one_buffer_are_proved_too(tmp_path: Path):
     whole = base(6, 4)
     checkpoint.save(tmp_path, {"w": whole, "flat": whole.reshape(-1)})
@@ -240,14 +264,14 @@ def test_a_load_into_any_views_is_refused_just_where_their_values_differ(
     for view, tensor in zip(found, saved.values(), strict=True):
         for place, value in zip(places(*view), tensor.reshape(-1).tolist(), strict=True):
             wanted.setdefault(place, set()).add(value)
-    memory = torch.zeros(256)
+    memory = torch.zeros(256, dtype=data.draw(st.sampled_from([torch.float32, torch.float64, torch.int16])))
     state = {str(i): torch.as_strided(memory, *view) for i, view in enumerate(found)}
     with patch("reshard_ckpt.engine.loading.ties.TIE_BYTES", data.draw(st.sampled_from([16, 32, 1 << 20]))):
         if all(len(values) == 1 for values in wanted.values()):
-            checkpoint.load(path, state)
+            checkpoint.load(path, state, cast=True)
             assert {place: {memory[place].item()} for place in wanted} == wanted
             assert int((memory != 0).sum()) == len(wanted)
         else:
             with pytest.raises(MismatchError, match="the checkpoint holds different values"):
-                checkpoint.load(path, state)
+                checkpoint.load(path, state, cast=True)
             assert not memory.any()
