@@ -16,7 +16,7 @@ out here, and checked against the local tensor's shape:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate, product
 from math import prod
@@ -83,14 +83,36 @@ _KNOWN: dict[tuple[int, int], _Known] = {}
 _MAX_KNOWN = 1 << 16
 
 
+@dataclass(frozen=True, slots=True)
+class RecognizedPlacements:
+    """The placements of a DTensor as `recognize` knows them, on a mesh of `sizes`; a rank outside of it has no coordinate.
+
+    All that a layout follows from, in this library's own classes: a user's placement may call itself equal to another one that
+    cuts otherwise, so `placements` are for messages alone.
+    """
+
+    axes: tuple[AxisPlacement, ...]
+    split_factors: tuple[int | None, ...]
+    sizes: Ints
+    coordinate: Ints | None
+    placements: tuple[Any, ...] = field(compare=False)
+
+
+def recognize(
+    placements: Sequence[Any], shape: Ints, names: Sequence[str], sizes: Ints, coordinate: Ints | None
+) -> RecognizedPlacements:
+    """Recognize the placement on each axis of a mesh, by the axes' names."""
+    axes = tuple(_axis_placement(axis, p, shape) for axis, p in zip(names, placements, strict=True))
+    factors = tuple(None if (factor := getattr(p, "split_factor", None)) is None else int(factor) for p in placements)
+    return RecognizedPlacements(axes, factors, sizes, coordinate, tuple(placements))
+
+
 def _layout_on(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Ints, local_shape: Ints, name: str) -> Layout:
     _check_order(mesh, placements, name)
     coordinate = mesh.get_coordinate()
     where = None if coordinate is None else tuple(coordinate)
-    kinds = tuple(map(type, placements))  # a subclass may be equal to its base, and cut otherwise
-    known_layout = _layout if _is_hashable(placements) else _layout.__wrapped__
     try:
-        return known_layout(shape, local_shape, axis_names(mesh), placements, kinds, tuple(mesh.shape), where)
+        return layout_of(shape, local_shape, recognize(placements, shape, axis_names(mesh), tuple(mesh.shape), where))
     except UsageError as error:
         raise type(error)(f"{name}: {error}") from None
 
@@ -105,33 +127,18 @@ def _check_order(mesh: DeviceMesh, placements: tuple[Placement, ...], name: str)
         )
 
 
-def _is_hashable(placements: tuple[Placement, ...]) -> bool:
-    try:  # a `RaggedShard` may be given its units as a list
-        hash(placements)
-    except TypeError:
-        return False
-    return True
-
-
 @lru_cache(maxsize=4096)
-def _layout(
-    shape: Ints,
-    local_shape: Ints,
-    axes: tuple[str, ...],
-    placements: tuple[Placement, ...],
-    _kinds: tuple[type, ...],
-    sizes: Ints,
-    coordinate: Ints | None,
-) -> Layout:
+def layout_of(shape: Ints, local_shape: Ints, found: RecognizedPlacements) -> Layout:
     """The layout, worked out once for all tensors alike: a model's layers are, and a save should not wait for each."""
+    sizes, coordinate, placements = found.sizes, found.coordinate, found.placements
     # A rank outside of the mesh declares what the first one inside does, so that all ranks declare the same.
     where = coordinate if coordinate is not None else (0,) * len(sizes)
-    placement = _placement(shape, axes, placements, sizes, where)
+    placement = _placement(shape, found, where)
     nothing = Layout(shape, local_shape, (), Replication.DECLARED, placement)
     region = None if coordinate is None else local_region(shape, placement, sizes, where)
     if region is None:
         return nothing
-    _check_flattened(placement, placements, region.num_elements, sizes)
+    _check_flattened(placement, found, region.num_elements)
     if region.flat is not None:
         return _flat_layout(shape, local_shape, list(region.boxes()), region.flat, placement)
     expected = tuple(sum(length for _, length in ranges) for ranges in region.ranges)
@@ -158,10 +165,9 @@ def _flat_layout(
     return Layout(shape, local_shape, local_boxes, Replication.DECLARED, placement, flat_start=flat[0])
 
 
-def _check_flattened(
-    placement: tuple[AxisPlacement, ...], placements: tuple[Placement, ...], num_elements: int, sizes: Ints
-) -> None:
+def _check_flattened(placement: tuple[AxisPlacement, ...], found: RecognizedPlacements, num_elements: int) -> None:
     """Refuse what cuts a flattened tensor in a way that is not known to be the one here."""
+    placements, sizes = found.placements, found.sizes
     flattening = [i for i, p in enumerate(placement) if KINDS[p.kind].flattens]
     if len(flattening) > 1:
         raise UnsupportedError(f"placements {placements} cut it flattened on several axes; pass a FlatShard for what it holds")
@@ -170,7 +176,7 @@ def _check_flattened(
         if p.kind == "ragged" and num_elements % units and max(p.coords) < units:
             raise LayoutError(f"{placements[i]} divides {num_elements} elements by {units} units; give it units that divide them")
         # What `_StridedRaggedShard` says besides: that axes after it, of so many coordinates, cut a dim of it first. All do.
-        factor = getattr(placements[i], "split_factor", None)
+        factor = found.split_factors[i]
         later = [(sizes[j], placement[j].dim) for j in range(i + 1, len(sizes)) if placement[j].kind == "shard"]
         possible = {prod(n for n, dim in later if dim == 0), prod(n for n, dim in later if (dim or 0) <= (p.dim or 0))}
         if factor is not None and factor not in possible:
@@ -180,21 +186,21 @@ def _check_flattened(
             )
 
 
-def _placement(
-    shape: Ints, axes: tuple[str, ...], placements: tuple[Placement, ...], sizes: Ints, where: Ints
-) -> tuple[AxisPlacement, ...]:
+def _placement(shape: Ints, recognized: RecognizedPlacements, where: Ints) -> tuple[AxisPlacement, ...]:
     """What the placements of a DTensor declare, with the turn of each axis that shards a dim."""
-    found = [_axis_placement(axis, p, shape) for axis, p in zip(axes, placements, strict=True)]
+    found, placements, sizes = list(recognized.axes), recognized.placements, recognized.sizes
     for dim, size in enumerate(shape):
         cutting = [i for i, p in enumerate(found) if p.dim == dim and not KINDS[p.kind].flattens]
-        cuts = [AxisCut(sizes[i], where[i], int(getattr(placements[i], "split_factor", 1))) for i in cutting]
+        factors = {i: recognized.split_factors[i] for i in cutting}
+        cuts = [AxisCut(sizes[i], where[i], 1 if factor is None else factor) for i, factor in factors.items()]
         own = [i for i in cutting if found[i].kind != "shard" or found[i].sections]
         if own and shard_order(cuts) is None:
             raise UnsupportedError(f"{placements[own[0]]!r} beside {placements} has no known order; pass a LocalShard")
         for i, (turn, sections) in zip(cutting, dim_cuts(size, cuts), strict=True):
             if found[i].sections and turn:
                 raise UnsupportedError(
-                    f"{placements[i]!r} on axis {axes[i]!r} divides what another axis has cut of dim {dim}; pass a LocalShard"
+                    f"{placements[i]!r} on axis {found[i].axis!r} divides what another axis has cut of dim {dim}; pass a "
+                    "LocalShard"
                 )
             found[i] = replace(found[i], turn=turn, sections=found[i].sections or sections)
     return tuple(found)

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from types import MethodType
 from typing import Any
 
-from ..core.catalog.placements import LocalRegion, PlacementKind, add_kind
+from ..core.catalog.placements import KINDS, LocalRegion, PlacementKind, add_kind
 from ..core.catalog.specs import AxisPlacement, Ints
 from ..core.geometry.chunks import Range
 from ..errors import LayoutError
@@ -65,10 +65,13 @@ def register_placement(name: str, *, recognize: Recognize, cut: Cut, flattens: b
     ...     return [(first + 4 * sum(blocks[:index]), 4 * blocks[index])]
     >>> register_placement("blocks_of_4", recognize=recognize, cut=cut, flattens=True)
     """
-    add_kind(_kind(_Registered(name, recognize, cut, flattens)))
+    new = _Registered(name, recognize, cut, flattens)
+    known = getattr(KINDS[name].cut, "__self__", None) if name in KINDS else None
+    if not (isinstance(known, _Registered) and known.is_as(new)):
+        add_kind(_kind(new))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Registered:
     """The functions of a kind in the table, from those that were registered."""
 
@@ -76,6 +79,13 @@ class _Registered:
     recognize: Recognize
     cut: Cut
     flattens: bool
+
+    def is_as(self, other: _Registered) -> bool:
+        """Tell whether it is the same registration again: of these very functions, whatever a user's class calls equal."""
+        pairs = (self.recognize, other.recognize), (self.cut, other.cut)
+        # Python makes a method anew each time it is asked for, and compares methods by the object that they are of.
+        same = all(one is two or (isinstance(one, MethodType) and one == two) for one, two in pairs)
+        return same and self.flattens == other.flattens
 
     def axis_placement(self, axis: str, placement: Any, shape: Ints) -> AxisPlacement | None:
         found = self.recognize(placement, shape)
@@ -123,7 +133,6 @@ class _Registered:
         return f"{self.name}({', '.join(map(str, said))})"
 
 
-@lru_cache  # so that what is registered again is equal to what is there
 def _kind(registered: _Registered) -> PlacementKind:
     name = registered.name
     return PlacementKind(

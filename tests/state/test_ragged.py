@@ -17,7 +17,7 @@ from reshard_ckpt.cli.formatting import placement as spell
 from reshard_ckpt.core.catalog.specs import AxisPlacement, Ints, Mesh, TensorSpec
 from reshard_ckpt.errors import LayoutError, UnsupportedError
 from reshard_ckpt.format.catalog import decode_catalog, encode_catalog
-from reshard_ckpt.state.dtensor import _layout
+from reshard_ckpt.state import dtensor
 from reshard_ckpt.state.layouts import Layout
 from reshard_ckpt.storage import open_storage
 from reshard_ckpt.storage.protocol import Storage
@@ -31,7 +31,7 @@ COORDINATES = list(product(range(4), range(2)))
 
 
 def layout_of(shape: Ints, placements: tuple[Any, ...], where: Ints, local_shape: Ints, sizes: Ints = SIZES) -> Layout:
-    return _layout(shape, local_shape, AXES[: len(sizes)], placements, tuple(map(type, placements)), sizes, where)
+    return dtensor.layout_of(shape, local_shape, dtensor.recognize(placements, shape, AXES[: len(sizes)], sizes, where))
 
 
 def positions(shape: Ints) -> torch.Tensor:

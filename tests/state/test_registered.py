@@ -14,7 +14,8 @@ from reshard_ckpt import checkpoint, register_placement
 from reshard_ckpt.core.catalog.placements import KINDS
 from reshard_ckpt.core.catalog.specs import AxisPlacement, Mesh, TensorSpec
 from reshard_ckpt.errors import LayoutError, UnsupportedError, UsageError
-from reshard_ckpt.state.dtensor import _layout
+from reshard_ckpt.state.dtensor import layout_of
+from reshard_ckpt.state.dtensor import recognize as recognize_all
 from reshard_ckpt.storage import open_storage
 from tests.jobs import save_job
 from tests.layouts import addresses, values_of
@@ -48,8 +49,8 @@ def rows() -> Iterator[None]:
 
 
 def pieces(placements: tuple[Any, ...], where: tuple[int, ...], local: torch.Tensor) -> Any:
-    kinds, axes = tuple(map(type, placements)), ("dp", "tp")[: len(placements)]
-    return _layout((6, 4), tuple(local.shape), axes, placements, kinds, (3, 2)[: len(placements)], where)
+    axes, sizes = ("dp", "tp")[: len(placements)], (3, 2)[: len(placements)]
+    return layout_of((6, 4), tuple(local.shape), recognize_all(placements, (6, 4), axes, sizes, where))
 
 
 @pytest.mark.usefixtures("rows")
@@ -106,3 +107,70 @@ def test_a_cut_that_leaves_the_tensor_and_a_dim_that_is_none_are_refused() -> No
 def test_without_it_the_placement_is_refused_and_a_checkpoint_still_loads() -> None:
     with pytest.raises(UnsupportedError, match=r"Rows.* on axis 'dp' is unknown here"):
         pieces((Rows(0, (1, 3, 2)),), (0,), torch.zeros(1, 4))
+
+
+class Uneven(Shard):
+    """A shard of uneven parts that torch's own ``__eq__`` calls equal to any other of the same dim."""
+
+    def __new__(cls, dim: int, rows: tuple[int, ...]) -> Uneven:
+        return super().__new__(cls, dim)
+
+    def __init__(self, dim: int, rows: tuple[int, ...]) -> None:
+        super().__init__(dim)
+        self.rows = rows
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Shard) and self.dim == other.dim
+
+    def __hash__(self) -> int:
+        return hash(self.dim)
+
+
+@pytest.fixture
+def uneven() -> Iterator[None]:
+    register_placement("uneven", recognize=lambda p, shape: (p.dim, p.rows) if isinstance(p, Uneven) else None, cut=take)
+    yield
+    del KINDS["uneven"]
+
+
+@pytest.mark.usefixtures("uneven")
+def test_placements_that_call_themselves_equal_are_cut_each_in_its_own_way() -> None:
+    held = {rows: pieces((Uneven(0, rows),), (1,), torch.zeros(2, 4)).boxes[0].offsets for rows in ((1, 2, 3), (3, 2, 1))}
+    assert held == {(1, 2, 3): (1, 0), (3, 2, 1): (3, 0)}
+
+
+class Equal:
+    """A cut that calls itself equal to any other one."""
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Equal)
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __call__(self, *args: Any) -> list[tuple[int, int]]:
+        return [(self.first, 2)]
+
+
+@pytest.mark.usefixtures("rows")
+def test_a_name_belongs_to_one_function_whatever_that_calls_itself_equal_to() -> None:
+    class Owner:
+        def cut(self, *args: Any) -> list[tuple[int, int]]:
+            return []
+
+    owner, first = Owner(), Equal(0)
+    try:
+        register_placement("equal", recognize=recognize, cut=first)
+        register_placement("equal", recognize=recognize, cut=first)
+        with pytest.raises(UsageError, match="'equal' is a kind of placement already"):
+            register_placement("equal", recognize=recognize, cut=Equal(2))
+        register_placement("method", recognize=recognize, cut=owner.cut)
+        register_placement("method", recognize=recognize, cut=owner.cut)
+        with pytest.raises(UsageError, match="'method' is a kind of placement already"):
+            register_placement("method", recognize=recognize, cut=Owner().cut)
+    finally:
+        KINDS.pop("equal", None)
+        KINDS.pop("method", None)

@@ -15,7 +15,7 @@ from reshard_ckpt.core.catalog.placements import KINDS, LocalRegion, PlacementKi
 from reshard_ckpt.core.catalog.specs import AxisPlacement, Ints, Mesh, Replication, TensorSpec
 from reshard_ckpt.core.planning.placement_rules import parse_rules
 from reshard_ckpt.errors import LayoutError, UnsupportedError, UsageError
-from reshard_ckpt.state.dtensor import _layout
+from reshard_ckpt.state import dtensor
 from reshard_ckpt.storage import open_storage
 from tests.jobs import save_job
 from tests.layouts import values_of, whole_piece
@@ -92,18 +92,18 @@ def test_an_added_kind_is_a_rule_and_a_reshard_cuts_by_it() -> None:
 @pytest.mark.usefixtures("shares")
 def test_an_added_kind_is_recognized_in_a_dtensor_and_cuts_it_flat() -> None:
     placements: Any = (Shares((3, 1)),)
-    layout = _layout((4, 6), (6,), ("dp",), placements, (Shares,), (2,), (1,))
+    layout = dtensor.layout_of((4, 6), (6,), dtensor.recognize(placements, (4, 6), ("dp",), (2,), (1,)))
     assert layout.placement == (AxisPlacement("dp", "shares", coords=(3, 1)),)
     (piece,) = layout.pieces(torch.zeros(6))
     assert (piece.offsets, piece.lengths, piece.start, piece.count) == ((0, 0), (4, 6), 18, 6)
     with pytest.raises(LayoutError, match=r"6 elements of \(4, 6\), but the local tensor has \(7,\)"):
-        _layout((4, 6), (7,), ("dp",), placements, (Shares,), (2,), (1,))
+        dtensor.layout_of((4, 6), (7,), dtensor.recognize(placements, (4, 6), ("dp",), (2,), (1,)))
 
 
 def test_a_kind_that_nobody_added_is_refused_by_name_or_spelled_as_it_is() -> None:
     placements: Any = (Shares((1, 1, 2)),)
     with pytest.raises(UnsupportedError, match=r"Shares.* on axis 'dp' is unknown here; pass a LocalShard"):
-        _layout((4,), (1,), ("dp",), placements, (Shares,), (3,), (0,))
+        dtensor.recognize(placements, (4,), ("dp",), (3,), (0,))
     forms = r"shard\(dim\), replicate, flat, ragged\(unit, …\) or resident"
     with pytest.raises(UsageError, match=rf"'shares\(3, 1\)' is no placement: write {forms}"):
         parse_rules({"w": {"dp": "shares(3, 1)"}}, Mesh(("dp",), (2,)))
