@@ -20,13 +20,13 @@ from math import prod
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from ..core.catalog.specs import Ints
 from ..errors import LayoutError, UnsupportedError, UsageError
 from .dtensor import dtensor_layout
 from .shards import FlatShard, LocalShard, Shards
 from .tensors import TensorLike
+from .torch_classes import is_dtensor
 
 _FIELDS = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 _DTENSOR = ("placements", "device_mesh", "to_local")
@@ -62,7 +62,7 @@ def parts_of(value: TensorLike | Shards, name: str) -> tuple[TensorLike, ...]:
 
 def _declared(value: Any) -> Iterable[_Declared]:
     """Return the parts that a tensor says it is made of; none for one that says nothing."""
-    if isinstance(value, DTensor):
+    if is_dtensor(value):
         # Private, but `to_local` makes an autograd node and waits for what is under way, for every tensor of every save.
         local: Any = getattr(value, "_local_tensor", None)
         local = value.to_local() if local is None else local

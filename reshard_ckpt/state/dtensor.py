@@ -20,11 +20,10 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate, product
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
 
 from ..core.catalog.placements import KINDS, cut_ranges, local_region
 from ..core.catalog.specs import AxisPlacement, Ints, Replication
@@ -32,6 +31,10 @@ from ..core.geometry.chunks import Range, chunk
 from ..errors import LayoutError, UnsupportedError, UsageError
 from .layouts import Layout, LocalBox
 from .mesh import axis_names
+from .torch_classes import is_shard
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor, Placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +122,7 @@ def _layout_on(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Ints,
 
 def _check_order(mesh: DeviceMesh, placements: tuple[Placement, ...], name: str) -> None:
     """Refuse what Megatron-FSDP notes at the mesh, and no placement shows: that later axes cut a dim before earlier ones."""
-    dims = [one.dim for one, size in zip(placements, mesh.shape, strict=True) if isinstance(one, Shard) and size > 1]
+    dims = [one.dim for one, size in zip(placements, mesh.shape, strict=True) if is_shard(one) and size > 1]
     if getattr(mesh, "_shard_order", None) is not None and len(set(dims)) < len(dims):
         raise LayoutError(
             f"{name}: Megatron-FSDP cuts it in another order than its placements {placements} say; pass the state dict to "
@@ -261,7 +264,7 @@ def _axis_placement(axis: str, placement: Placement, shape: Ints) -> AxisPlaceme
     """What a placement of torch, or of a package that added a kind, is here."""
     # Only these two: a subclass of Shard may cut otherwise. `_StridedShard` is told by its name, for it is no public one, and
     # by torch 2.13 no subclass of Shard any more.
-    if type(placement) is Shard or type(placement).__name__ == "_StridedShard":
+    if is_shard(placement, exactly=True) or type(placement).__name__ == "_StridedShard":
         dim: int = placement.dim  # type: ignore[attr-defined]
         return AxisPlacement(axis, "shard", dim % len(shape))
     # Before any of its methods is called: torch 2.13's base class is one of C++, and crashes where a subclass did not set it up.

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
@@ -27,6 +26,7 @@ from ..core.words import few
 from ..errors import MismatchError, NameCollisionError, UnsupportedError
 from .declared import parts_of
 from .tensors import TensorLike, is_tensor_like
+from .torch_classes import is_fsdp1
 
 EXTRA_STATE = "_extra_state"
 
@@ -82,7 +82,7 @@ def read_module(module: nn.Module, name: str) -> ModuleState:
         Two keys have one clean name.
     """
     for prefix, child in module.named_modules():
-        if isinstance(child, FullyShardedDataParallel):
+        if is_fsdp1(child):
             raise UnsupportedError(
                 f"{name}: {prefix or 'the module'} is wrapped by FSDP1 (FullyShardedDataParallel), whose flat parameters have "
                 "no layout of their own; shard it with torch.distributed.fsdp.fully_shard instead"

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ..core.catalog.specs import Replication
@@ -22,6 +21,7 @@ from .owners import Owners
 from .paths import Path, name_of
 from .scan import ModulesItem, TensorItem, Tree, scan
 from .tensors import LocalMemories, TensorLike
+from .torch_classes import is_dtensor
 from .views import OptimizerView, find_optimizers, with_optimizers_asked
 
 
@@ -108,9 +108,9 @@ def _tensors(
 def _meshes(states: Sequence[ModuleState], trees: Sequence[Tree], views: Sequence[OptimizerView]) -> tuple[DeviceMesh, ...]:
     values: list[Any] = [tensor.value for state in states for tensor in state.tensors]
     values += [item.value for tree in trees for item in tree.items if isinstance(item, TensorItem)]
-    if not any(isinstance(value, DTensor) for value in values):  # it may be an optimizer alone
+    if not any(is_dtensor(value) for value in values):  # it may be an optimizer alone
         values = [value for view in views for _, entry in view.entries() for value in entry.values()]
-    return tuple({id(v.device_mesh): v.device_mesh for v in values if isinstance(v, DTensor)}.values())
+    return tuple({id(v.device_mesh): v.device_mesh for v in values if is_dtensor(v)}.values())
 
 
 def _ddp_groups(states: Sequence[ModuleState]) -> tuple[tuple[int, ...], ...]:

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from .torch_classes import is_dtensor
 from .watched import optimizers_of
 
 
@@ -45,5 +45,5 @@ def owned_tensors(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
     tensors = [param for o in optimizers for group in o.param_groups for param in group["params"]]
     tensors += [v for o in optimizers for held in o.state.values() if isinstance(held, dict) for v in held.values()]
     with torch.no_grad():  # else `to_local` records each tensor for autograd
-        found = [t.to_local() if isinstance(t, DTensor) else t for t in tensors if isinstance(t, torch.Tensor)]
+        found = [t.to_local() if is_dtensor(t) else t for t in tensors if isinstance(t, torch.Tensor)]
     return list({id(tensor): tensor for tensor in found}.values())

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from ..core.catalog.specs import Replication
 from ..core.catalog.wrappers import unwrapped
 from .layouts import Layout, whole
 from .shards import FlatShard, LocalShard
 from .tensors import LocalMemories, TensorLike, local_memory
+from .torch_classes import is_dtensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,14 +131,14 @@ def _agreed(fqn: str, found: Iterable[Owner | _Tensor]) -> Owner:
     """Return the owner of a name that several tensors may have, of which nobody says which one it is."""
     owners = [each if isinstance(each, Owner) else each.owner(each.tensor, (fqn,)) for each in found]
     first = owners[0]
-    if len({(type(o.param) is DTensor, o.layout and (o.layout.shape, o.layout.local_shape)) for o in owners}) > 1:
+    if len({(is_dtensor(o.param), o.layout and (o.layout.shape, o.layout.local_shape)) for o in owners}) > 1:
         return Owner(None, (fqn,), first.key, None)
     return first
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():  # else `to_local` records the tensor for autograd
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def _place(tensor: torch.Tensor) -> tuple[torch.device, int]:
@@ -148,9 +148,9 @@ def _place(tensor: torch.Tensor) -> tuple[torch.device, int]:
 
 def _is_memory_of(tensor: torch.Tensor, param: torch.Tensor) -> bool:
     """Tell whether a tensor is the very memory of a parameter, also where that is empty."""
-    if isinstance(tensor, DTensor) != isinstance(param, DTensor):
+    if is_dtensor(tensor) != is_dtensor(param):
         return False
-    if isinstance(tensor, DTensor) and isinstance(param, DTensor) and tensor.placements != param.placements:
+    if is_dtensor(tensor) and is_dtensor(param) and tensor.placements != param.placements:
         return False
     one, other = _local(tensor).detach(), _local(param).detach()
     return one.dtype == other.dtype and one.is_set_to(other)

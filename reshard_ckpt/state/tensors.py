@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import TypeGuard
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from ..core.catalog.specs import Ints, Replication, StateLink, TensorSpec
@@ -21,6 +20,7 @@ from ..format.torch_dtypes import dtype_code
 from .dtensor import dtensor_layout, local_tensor
 from .layouts import Layout, whole
 from .shards import FlatShard, LocalShard
+from .torch_classes import is_dtensor
 
 TensorLike = torch.Tensor | LocalShard | FlatShard
 
@@ -108,7 +108,7 @@ def local_memory(value: TensorLike, name: str, layout_of_plain: Callable[[Ints],
     LayoutError
         A DTensor's local tensor has another shape than its placements say.
     """
-    if isinstance(value, DTensor):
+    if is_dtensor(value):
         local = local_tensor(value)
         layout = dtensor_layout(value, tuple(local.shape), name)
         if layout.flat_start is not None and local.ndim != 1 and not local.is_contiguous():
@@ -157,7 +157,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 def check_writable(value: TensorLike, memory: torch.Tensor, name: str) -> None:
     """Refuse what cannot be loaded into in place: a lazily conjugated view, or several elements in one place of memory."""
     tensor = value.tensor if isinstance(value, LocalShard | FlatShard) else value
-    tensor = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    tensor = local_tensor(tensor) if is_dtensor(tensor) else tensor
     if tensor.is_conj() or tensor.is_neg():
         raise UnsupportedError(f"{name}: is a lazily conjugated view, which cannot be loaded into; pass tensor.resolve_conj()")
     if memory.is_contiguous():

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from ..core.catalog.links import GROUPS, STATE
 from ..errors import LayoutError, UnsupportedError, UsageError
 from .shards import FlatShard
+from .torch_classes import is_dtensor
 
 MODEL, OPTIMIZER = "model", "optimizer"
 GROUP_META = "param_group_meta"
@@ -159,7 +159,7 @@ def job_mesh(checkpoint_state: Mapping[str, Any]) -> dict[str, int] | None:
         mesh = getattr(tensor, "device_mesh", None)
         ranks = getattr(mesh, "mesh", None)
         names = getattr(mesh, "mesh_dim_names", None)
-        is_torch = isinstance(tensor, DTensor)
+        is_torch = is_dtensor(tensor)
         if not is_torch and names and ranks is not None and ranks.flatten().tolist() == [*range(dist.get_world_size())]:
             return dict(zip(names, ranks.shape, strict=True))
     return None

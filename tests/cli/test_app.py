@@ -44,6 +44,32 @@ def test_help_does_not_wait_for_torch():
     assert done.stdout.splitlines()[-1] == "0 False"
 
 
+MAY_IMPORT = {
+    "annotated_doc", "annotated_types", "click", "markdown_it", "mdurl", "msgpack", "numpy", "pydantic", "pydantic_core", "pygments",
+    "reshard_ckpt", "rich", "shellingham", "typer", "typing_extensions", "typing_inspection", "xxhash", "zoneinfo",
+}  # fmt: skip
+"""Packages that ``inspect`` imports beside torch and the standard library; each start of a tool pays for them."""
+
+
+def test_inspect_imports_neither_fsdp_nor_sympy_nor_what_else_takes_long(saved: Path):
+    lines = [
+        "import sys, torch",
+        "before = set(sys.modules)",
+        "from reshard_ckpt.cli import main",
+        "try: main()",
+        "except SystemExit as left: print('left', left.code)",
+        "print(*sorted(set(sys.modules) - before))",
+    ]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", "\n".join(lines), "inspect", str(saved)]
+    *_, left, modules = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert left == "left 0"
+    beside = {name for name in modules.split() if name.partition(".")[0] not in sys.stdlib_module_names}
+    assert "reshard_ckpt.checkpoint" in beside
+    made = re.compile("_cython|cython_runtime|_sysconfigdata")  # modules that Cython and the interpreter make
+    assert {name for name in beside if name.partition(".")[0] not in MAY_IMPORT and not made.match(name)} == set()
+
+
 @pytest.mark.parametrize("arguments", [[], ["nonsense"], ["verify"], ["verify", "a", "b"], ["verify", "a", "--nonsense"]])
 def test_wrong_use_is_exit_code_2(arguments: list[str]):
     assert run(*arguments).code == 2
