@@ -1,7 +1,7 @@
 """Layouts: where the elements of a local tensor belong in the global one, whatever its memory looks like.
 
 A `Layout` is geometry only, so that optimizer state with other strides than its parameter can share the parameter's. Together
-with a tensor it gives the pieces of `core.state`:
+with a tensor it gives the pieces of `core.catalog.specs`:
 
 1. a layout of boxes: each box of the local tensor is one whole-box piece with the tensor's own strides;
 2. a flat layout: the local tensor is a run of the concatenated boxes; each box it touches gives one piece whose strides are

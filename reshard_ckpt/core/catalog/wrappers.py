@@ -4,7 +4,8 @@
    wherever they stand.
 2. DDP, ``DataParallel`` and ``AveragedModel`` call it ``module``, which a user may do as well. In a dict of tensors, the only
    evidence is that *every* key begins so, except ``n_averaged``, the count of an ``AveragedModel``; then the first step is
-   dropped, once. A load finds a tensor that was saved under the other of the two names, if it can mean just one: `core.match`.
+   dropped, once. A load finds a tensor that was saved under the other of the two names, if it can mean just one:
+   `core.planning.match`.
 """
 
 from __future__ import annotations

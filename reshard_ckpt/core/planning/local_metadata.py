@@ -22,7 +22,7 @@ Placement = tuple[AxisPlacement, ...]
 
 @dataclass(frozen=True, slots=True)
 class PieceColumns:
-    """Pieces of several tensors as columns: their runs, and where they lie in memory (see `core.state.Piece`)."""
+    """Pieces of several tensors as columns: their runs, and where they lie in memory (see `core.catalog.specs.Piece`)."""
 
     tensor: I64
     offsets: I64
