@@ -27,7 +27,6 @@ def linked(catalog: Catalog) -> Catalog:
         catalog,
         tensors_table=replace(table, optimizer=columns["optimizer"], key=columns["key"], parameter=columns["parameter"]),
         values_table=linked_values,
-        _index={},
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import subprocess
@@ -20,6 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, load_model, save_file
 
 from reshard_ckpt import checkpoint
+from reshard_ckpt.checkpoint import converting
 from reshard_ckpt.checkpoint.converting import parse_size
 from reshard_ckpt.core.geometry.dtypes import CODES
 from reshard_ckpt.errors import (
@@ -451,6 +453,60 @@ def test_what_a_killed_conversion_of_another_state_or_without_checksums_left_is_
     assert report.bytes_kept == 0
     assert not any(tensor.any() for tensor in checkpoint.read(tmp_path / "safetensors" / "out").values())
     assert os.listdir(tmp_path / "safetensors") == ["out"]
+
+
+CHANGES: dict[str, list[dict[str, Any]]] = {
+    "to": [{"to": "reshard", "root": "model"}],
+    "max_shard_size": [{"max_shard_size": 200}],
+    "unstack": [{"unstack": True}],
+    "root": [{"root": ""}, {"root": "model.layers"}],
+    "select": [{"select": "model.layers.0"}],
+    "exclude": [{"exclude": "model.layers.0"}],
+    "rename": [{"rename": {"model": "old", "ema": "model"}}],
+    "cast": [{"cast": {"*": "bfloat16"}}, {"cast": {"*": "float16"}}],
+    "verify": [{"verify": False}],
+}
+WITHOUT_EFFECT = {
+    "src": "its catalog counts, which has the digests of all files",
+    "dst": "what is kept lies beside it",
+    "optimizer": "is for formats of which nothing is kept",
+    "overwrite": "says what may be replaced by the same bytes",
+    "progress": "is told, and decides nothing",
+}
+
+
+def test_every_option_that_decides_bytes_decides_which_attempt_is_taken_up(tmp_path: Path):
+    assert CHANGES.keys() | WITHOUT_EFFECT.keys() == inspect.signature(checkpoint.convert).parameters.keys()
+    assert not CHANGES.keys() & WITHOUT_EFFECT.keys()
+    layers = {"layers.mlp.weight": torch.arange(128.0).reshape(2, 8, 8), "layers.0": torch.ones(3)}
+    checkpoint.save(tmp_path / "n", {"model": layers, "ema": {name: w + 9 for name, w in layers.items()}})
+    requests = [{}, *(options for each in CHANGES.values() for options in each)]
+
+    def identities() -> list[str]:
+        with patch.object(converting, "new_folder", side_effect=InterruptedError) as folder:
+            for options in requests:
+                with pytest.raises(InterruptedError):
+                    checkpoint.convert(tmp_path / "n", tmp_path / "out", **options)
+        return [call.kwargs["identity"] for call in folder.call_args_list]
+
+    found = identities()
+    assert None not in found
+    assert len(set(found)) == len(found)
+    assert identities() == found
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_names_that_come_in_another_order_by_a_rename_arrive(tmp_path: Path, to: str):
+    checkpoint.save(
+        tmp_path / "n", {"model": {"a": torch.ones(3), "b": torch.zeros(4), "c": torch.zeros(2)}, "x": {"s": 1, "t": 2}}
+    )
+    rename = {"model.a": "model.z", "model.b": "model.a", "x.s": "x.u"}
+    checkpoint.convert(tmp_path / "n", tmp_path / "out", to=to, rename=rename)
+    found = checkpoint.read(tmp_path / "out")
+    assert {name: tuple(found[name].shape) for name in found if name.startswith("model")} == {
+        "model.a": (4,), "model.c": (2,), "model.z": (3,)
+    }  # fmt: skip
+    assert to == "safetensors" or (found["x.t"], found["x.u"]) == (2, 1)
 
 
 @pytest.mark.parametrize("to", FORMATS)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -204,6 +207,80 @@ def test_other_options_share_no_files_with_what_was_left(tmp_path: Path) -> None
     assert report.bytes_kept == 0
     assert not files_of(tmp_path / "whole").keys() & (whole.keys() - {"catalog.msgpack"})
     assert checkpoint.verify(tmp_path / "whole").ok
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint on which every option of `reshard` has an effect."""
+    path = tmp_path_factory.mktemp("planned") / "src"
+    layers = {f"layers.{i}.weight": torch.arange(16.0).reshape(8, 2) + i for i in range(4)}
+    checkpoint.save(path, {"model": layers, "ema": {name: w + 9 for name, w in layers.items()}, "extra": {"step": 1}})
+    return path
+
+
+BASE: dict[str, Any] = {"mesh": {"pp": 2, "dp": 2}}
+CHANGES: dict[str, list[dict[str, Any]]] = {
+    "mesh": [{"mesh": {"pp": 2, "dp": 4}}, {"mesh": {"dp": 2, "pp": 2}}, {"mesh": {"pp": 2, "tp": 2}}],
+    "rules": [
+        {"rules": {"*": {"dp": "shard(0)"}}},
+        {"rules": {"model.*": {"dp": "shard(0)"}}},
+        {"rules": {"*": {"dp": "shard(1)"}}},
+    ],
+    "stages": [{"stages": [1]}, {"stages": [3]}],
+    "select": [{"select": ["model"]}, {"select": ["ema"]}, {"select": ["extra"]}],
+    "exclude": [{"exclude": ["extra"]}],
+    "drop": [{"drop": "model.layers.0"}],
+    "rename": [
+        {"select": ["model"], "rename": {"model": "old", "ema": "model"}},
+        {"select": ["model"], "rename": {"model.layers.0": "model.layers.1", "model.layers.1": "model.layers.0"}},
+    ],
+    "cast": [{"cast": {"*": "bfloat16"}}, {"cast": {"model.*": "bfloat16"}}, {"cast": {"*": "float16"}}],
+    "verify": [{"verify": False}],
+}
+WITHOUT_EFFECT = {
+    "src": "its catalog counts, which has the digests of all files: the same checkpoint elsewhere gives the same bytes",
+    "dst": "what is kept lies there",
+    "dry_run": "writes nothing",
+    "progress": "is told, and decides nothing",
+    "process_group": "any number of processes write the same files",
+    "timeout_s": "a limit of waiting",
+}
+
+
+def test_every_option_that_decides_bytes_decides_the_id(planned: Path, tmp_path: Path) -> None:
+    assert CHANGES.keys() | WITHOUT_EFFECT.keys() == inspect.signature(checkpoint.reshard).parameters.keys()
+    assert not CHANGES.keys() & WITHOUT_EFFECT.keys()
+
+    def save_id(src: Path, **options: Any) -> str:
+        return checkpoint.reshard(src, tmp_path / "dst", **{**BASE, **options}, dry_run=True).save_id
+
+    requests = [{}, *(options for each in CHANGES.values() for options in each)]
+    ids = [save_id(planned, **options) for options in requests]
+    assert len(set(ids)) == len(ids), [options for options, one in zip(requests, ids, strict=True) if ids.count(one) > 1]
+    assert [save_id(planned, **options) for options in requests] == ids
+    shutil.copytree(planned, tmp_path / "copy")
+    assert save_id(tmp_path / "copy") == ids[0]
+
+
+def test_an_attempt_of_another_rename_is_not_kept(planned: Path, tmp_path: Path) -> None:
+    """The result has the same names, of the same shapes, which stand for other tensors of the source."""
+    dst, options = tmp_path / "dst", {**BASE, "select": ["model"]}
+    checkpoint.reshard(planned, dst, **options)
+    report = checkpoint.reshard(planned, dst, **options, rename={"model": "old", "ema": "model"})
+    assert report.bytes_kept == 0
+    saved = checkpoint.read(planned)
+    assert all(torch.equal(w, saved[name.replace("model.", "ema.")]) for name, w in checkpoint.read(dst).items())
+
+
+def test_what_was_not_verified_is_not_kept_where_it_is_to_be(planned: Path, tmp_path: Path) -> None:
+    src, dst = shutil.copytree(planned, tmp_path / "src"), tmp_path / "dst"
+    (path,) = src.rglob("*.safetensors")
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    checkpoint.reshard(src, dst, **BASE, verify=False)
+    with pytest.raises(CorruptError, match="is damaged"):
+        checkpoint.reshard(src, dst, **BASE)
 
 
 class Counting:

@@ -40,7 +40,7 @@ def tear(path: Path, name: str) -> None:
     columns = ("box", "start", "count", "file", "offset")
     rows = replace(catalog.rows, **{name: np.delete(getattr(catalog.rows, name), lost) for name in columns})
     table = replace(catalog.tensors_table, row_start=row_start)
-    file.write_bytes(encode_catalog(replace(catalog, tensors_table=table, rows=rows, _index={})))
+    file.write_bytes(encode_catalog(replace(catalog, tensors_table=table, rows=rows)))
 
 
 def mismatch_job(folder: str) -> tuple[Outcome, bool, Any, dict[str, torch.Tensor]]:

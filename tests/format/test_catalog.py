@@ -296,13 +296,13 @@ BLOB, PLAIN, STATE = (
 def relinked(tensor: int, **columns: int) -> Catalog:
     table = LINKED.tensors_table
     changed = {name: at(getattr(table, name), tensor, value) for name, value in columns.items()}
-    return dataclasses.replace(LINKED, tensors_table=dataclasses.replace(table, **changed), _index={})
+    return dataclasses.replace(LINKED, tensors_table=dataclasses.replace(table, **changed))
 
 
 def test_links_read_back():
     link = StateLink("o.p", "state.w", "step", "model.a")
     value = dataclasses.replace(LINKED.values_table[0], link=link)
-    catalog = dataclasses.replace(LINKED, values_table=(value, *LINKED.values_table[1:]), _index={})
+    catalog = dataclasses.replace(LINKED, values_table=(value, *LINKED.values_table[1:]))
     decoded = decode_catalog(encode_catalog(catalog))
     assert decoded.links() == {
         "o.p.state.state.w.m.n": StateLink("o.p", "state.w", "m.n", "model.a"),

@@ -120,7 +120,6 @@ def with_tensor(
         rows=columns,
         files=files,
         values_table=(),
-        _index={},
     )
     envelope, bodies = unseal(encode_catalog(made))
     return seal(envelope, {**bodies, "padding": bytes(padding)})
@@ -332,7 +331,7 @@ def test_a_value_that_no_row_holds_is_refused(url: str, good: bytes):
     starts[index + 1 :] -= 1
     rows = RowTable(*(np.delete(getattr(catalog.rows, name), lost) for name in ("box", "start", "count", "file", "offset")))
     table = dataclasses.replace(catalog.tensors_table, row_start=starts)
-    put(url, encode_catalog(dataclasses.replace(catalog, tensors_table=table, rows=rows, _index={})))
+    put(url, encode_catalog(dataclasses.replace(catalog, tensors_table=table, rows=rows)))
     with pytest.raises(CorruptError, match="extra.long"):
         checkpoint.read(url)
     put(url, good)

@@ -163,11 +163,12 @@ class Catalog:
     values_table: tuple[ValueEntry, ...]
     unreadable: Mapping[str, CheckpointError] = field(default_factory=dict, compare=False)
     """Names of a foreign checkpoint that are in no table, as what they hold cannot be read, and why."""
-    _index: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
+    _index: dict[str, int] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         table = self.tensors_table
-        self._index.update({name: i for i, name in enumerate(table.names) if table.kind[i] == TensorKind.TENSOR})
+        index = {name: i for i, name in enumerate(table.names) if table.kind[i] == TensorKind.TENSOR}
+        object.__setattr__(self, "_index", index)
 
     def __repr__(self) -> str:
         mesh = "" if self.mesh is None else f", mesh {dict(zip(self.mesh.axes, self.mesh.sizes, strict=True))}"

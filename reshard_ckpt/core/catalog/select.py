@@ -13,13 +13,14 @@ from .model import Catalog, RowTable
 
 
 def select_entries(catalog: Catalog, tensors: Sequence[str], values: Sequence[str]) -> Catalog:
-    """The catalog with these tensors and values alone, in the order of the catalog.
+    """The catalog with these tensors and values alone, in order of name, also where a rename has changed that order.
 
     A tensor whose bytes are another's, which is not taken, has them for itself; further ones with these bytes are its aliases.
     """
-    kept = [value for value in catalog.values_table if value.name in frozenset(values)]
-    taken = np.array(sorted({*map(catalog.index, tensors), *(blob for value in kept for blob in value.blobs)}), np.int64)
-    table = catalog.tensors_table
+    table, chosen = catalog.tensors_table, frozenset(values)
+    kept = sorted((value for value in catalog.values_table if value.name in chosen), key=lambda value: value.name)
+    wanted = {*map(catalog.index, tensors), *(blob for value in kept for blob in value.blobs)}
+    taken = np.array(sorted(wanted, key=table.names.__getitem__), np.int64)
     source = np.where(table.alias >= 0, table.alias, np.arange(len(table.names)))[taken]
     # Of those that share bytes the original comes first, if it is taken; else the first that is.
     order = np.lexsort((taken, taken != source, source))
@@ -52,7 +53,6 @@ def select_entries(catalog: Catalog, tensors: Sequence[str], values: Sequence[st
         rows=RowTable(rows.box[row], rows.start[row], rows.count[row], rows.file[row], rows.offset[row]),
         values_table=tuple(replace(value, blobs=tuple(place[blob] for blob in value.blobs)) for value in kept),
         unreadable={},
-        _index={},
     )
 
 
@@ -66,4 +66,4 @@ def retyped(catalog: Catalog, dtypes: Mapping[str, str]) -> Catalog:
     for name, code in dtypes.items():
         dtype[catalog.index(name)] = CODES.index(code)
     shares = (table.alias >= 0) & (dtype == dtype[np.maximum(table.alias, 0)])
-    return replace(catalog, tensors_table=replace(table, dtype=dtype, alias=np.where(shares, table.alias, -1)), _index={})
+    return replace(catalog, tensors_table=replace(table, dtype=dtype, alias=np.where(shares, table.alias, -1)))

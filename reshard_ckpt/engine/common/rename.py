@@ -82,7 +82,7 @@ def renamed(catalog: Catalog, rename: Rename, *, read: Callable[[ValueEntry], by
     columns = link_columns(new, [links.get(name) if own else None for name, own in zip(new, is_tensor, strict=True)], tensors)
     unreadable = {names[name]: why for name, why in catalog.unreadable.items()}
     tensors_table = replace(table, names=new, optimizer=columns["optimizer"], key=columns["key"], parameter=columns["parameter"])
-    return replace(catalog, tensors_table=tensors_table, values_table=values, unreadable=unreadable, _index={})
+    return replace(catalog, tensors_table=tensors_table, values_table=values, unreadable=unreadable)
 
 
 @dataclass(slots=True)
@@ -234,5 +234,4 @@ def without(catalog: Catalog, patterns: Sequence[str]) -> Catalog:
         tensors_table=replace(table, kind=kind),
         values_table=tuple(value for value in catalog.values_table if not matches(value.name, patterns)),
         unreadable={name: why for name, why in catalog.unreadable.items() if not matches(name, patterns)},
-        _index={},
     )

@@ -161,7 +161,7 @@ class LiveValues:
 
     def added_to(self, catalog: Catalog) -> Catalog:
         """Return the catalog with these values."""
-        return replace(catalog, values_table=self._table, _index={})
+        return replace(catalog, values_table=self._table)
 
     def decoded(
         self, table: Sequence[ValueEntry], old_names: Mapping[str, str], prefixes: Sequence[str], per_rank: Any

@@ -1,0 +1,69 @@
+"""The identity of resumable work: digits that are equal only where the same bytes come of it.
+
+Work that was cut off may keep its finished files only for the same request. So its name is made of everything that decides its
+bytes: the catalogs of its sources, which hold the digests of all their files, the plan, and the options. Whole objects are
+passed, and every field of them counts: a field that is added to a plan or to the options is part of the identity from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from ...core.catalog.model import Catalog
+from ...format.checksums import digest128
+from ...format.values import encode_value
+
+
+def has_checksums(catalog: Catalog) -> bool:
+    """Return whether a catalog identifies the bytes of its tensors: each of its files has a digest."""
+    return all(file.digests_key for file in catalog.files)
+
+
+def identity(*parts: object) -> str:
+    """Return 32 hexadecimal digits that any two different requests have different.
+
+    Parameters
+    ----------
+    parts
+        The sources' catalogs, the plan and the options: plain values, arrays, and frozen dataclasses of them. The fields of a
+        dataclass that its comparison leaves out are left out here.
+
+    Raises
+    ------
+    TypeError
+        Something is none of these, such as a function: pass what it does instead.
+
+    Examples
+    --------
+    >>> identity([1, "a"]) == identity((1, "a")), identity(1) == identity(1.0)
+    (True, False)
+    """
+    return digest128(msgpack.packb(parts, default=_spelled, unicode_errors="surrogatepass")).hex()
+
+
+def _spelled(value: Any) -> Any:
+    """Spell an object that msgpack does not know as values that it knows, or whose parts it passes here again."""
+    if is_dataclass(value) and not isinstance(value, type):
+        parts = {field.name: getattr(value, field.name) for field in fields(value) if field.compare}
+        if isinstance(value, Catalog):  # a user's values, of more types than msgpack has
+            parts["metadata"] = encode_value(value.metadata, "metadata")
+        return [type(value).__qualname__, parts]
+    if isinstance(value, np.ndarray):
+        return [value.dtype.str, value.shape, digest128(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)]
+    if isinstance(value, Enum):
+        return [type(value).__qualname__, value.name]
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Set):
+        return sorted(value)
+    if isinstance(value, Sequence):
+        return list(value)
+    if isinstance(value, int):  # beyond 64 bits
+        return ["int", hex(value)]
+    raise TypeError(f"{value!r:.100} is {type(value)}, which has no spelling; pass what it decides")
