@@ -12,13 +12,12 @@ from typing import Any
 from ..core.catalog.model import Catalog, TensorKind
 from ..core.catalog.select import retyped, select_entries
 from ..core.geometry.dtypes import ITEM_BYTES
+from ..engine.common.identity import has_checksums, identity
 from ..engine.common.progress import OnProgress, Tally, reporter
 from ..engine.common.rename import renamed
 from ..engine.loading.saved_values import blob_reader, open_values
 from ..engine.loading.stream import Run, stream, whole_run
 from ..errors import UsageError
-from ..format.catalog import encode_catalog
-from ..format.checksums import digest128
 from ..format.objects import names_kept
 from ..formats.dcp import OPTIMIZER_FORMS, write_dcp
 from ..formats.destination import OutputFolder, new_file, new_folder
@@ -117,11 +116,7 @@ class _Conversion:
 
     def identity(self, *options: object) -> str | None:
         """Return the same digits for the same bytes and options; None where no checksums identify the source's bytes."""
-        if not all(file.digests_key for file in self.source.catalog.files):
-            return None
-        dtypes = [self.catalog.dtype(index) for index in range(len(self.catalog.tensors_table.names))]
-        wanted = repr((dtypes, self.verify, *options)).encode()
-        return digest128(digest128(encode_catalog(self.saved)) + wanted).hex()
+        return identity(self.saved, self.catalog, self.verify, options) if has_checksums(self.saved) else None
 
 
 def convert(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ..comm import Comm, SoloComm, open_session
@@ -14,6 +14,7 @@ from ..core.catalog.model import Catalog
 from ..core.catalog.specs import AxisPlacement, Mesh
 from ..core.planning.placement_rules import parse_rules
 from ..core.planning.target_placement import TargetTopology, group_orders
+from ..engine.common.identity import has_checksums
 from ..engine.common.progress import OnProgress, reporter
 from ..engine.common.rename import renamed
 from ..engine.loading.saved_values import blob_reader, open_values
@@ -186,9 +187,8 @@ def _write(
     dry_run: bool = False,
 ) -> ReshardReport:
     before = look(target) if comm.rank == 0 else None
-    has_checksums = all(file.digests_key for file in planned.catalog.files)
-    save_id = agree_on_id(comm, save_id_of(source.catalog if has_checksums else replace(source.catalog, created_s=0.0), planned))
-    if not has_checksums:
+    save_id = agree_on_id(comm, save_id_of(planned, verify=verify))
+    if not has_checksums(planned.catalog):
         # Without checksums nothing shows that the same catalog means the same bytes, so no earlier attempt may be taken up.
         save_id = comm.broadcast(new_save_id().encode()).decode()
     if dry_run:

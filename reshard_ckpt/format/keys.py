@@ -14,7 +14,8 @@ CATALOG_KEY = "catalog.msgpack"
 RUN_LOCK_KEY = ".reshard_ckpt.lock"
 """In the root of a run: locked by the job that manages it."""
 
-SAVE_ID = re.compile(r"\d{8}T\d{6}Z-[0-9a-f]{8}")
+SAVE_ID = re.compile(r"\d{8}T\d{6}Z-[0-9a-f]{8}(?:[0-9a-f]{24})?")
+"""A time, and digits: 8 random ones, or the 32 of the request that an offline reshard was made for."""
 
 
 def timeline_key(save_id: str) -> str:

@@ -55,7 +55,7 @@ def new_folder(dst: str, src: str, *, identity: str | None = None, overwrite: bo
     Parameters
     ----------
     identity
-        A few hexadecimal digits, equal only for equal results; None makes the result anew each time.
+        Its digits (see `engine.common.identity`); None makes the result anew each time.
 
     Raises
     ------
@@ -146,7 +146,7 @@ def _remove_leftovers(path: str, mine: str) -> None:
         Another attempt is alive.
     """
     folder, name = os.path.split(path)
-    ours = re.compile(rf"\.{re.escape(name)}\.[0-9a-f]{{12}}\.(partial|replaced)")
+    ours = re.compile(rf"\.{re.escape(name)}\.[0-9a-f]{{32}}\.(partial|replaced)")
     left = {os.path.join(folder, entry): found[1] for entry in os.listdir(folder) if (found := ours.fullmatch(entry))}
     for entry in (entry for entry, what in left.items() if what == "partial" and entry != mine):
         with suppress(MissingKey):
@@ -176,7 +176,7 @@ def _make_durable_folder(folder: str) -> None:
 
 def _sibling(path: str, identity: str | None, what: str) -> str:
     folder, name = os.path.split(path)
-    return os.path.join(folder, f".{name}.{(identity or uuid.uuid4().hex)[:12]}.{what}")
+    return os.path.join(folder, f".{name}.{(identity or uuid.uuid4().hex)}.{what}")
 
 
 def _check_destination(dst: str, src: str, *, overwrite: bool) -> str:

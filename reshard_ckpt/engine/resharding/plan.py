@@ -21,7 +21,6 @@ from ...core.planning.local_metadata import tensor_columns
 from ...core.planning.save_plan import Checks, SavePlan, plan_save
 from ...core.planning.target_pieces import TargetRows, as_job_metadata, target_rows
 from ...core.planning.target_placement import TargetPlacement, TargetTopology, place
-from ...format.checksums import digest128
 from ...format.shard_file import Member, make_member
 from ..loading.stream import Run
 from ..saving.write import FileLayout, lay_out_members
@@ -91,15 +90,6 @@ class ReshardPlan:
             run = Run(source.tensor, *self.boxes[int(self.held.box[row])], start, count, source.dtype)
             out.append(Item((-each, tensor), run, each))
         return out
-
-    def digest(self) -> bytes:
-        """Digest all that decides what the files of the result hold, but for the bytes of the source."""
-        plan, tables = self.plan, self.plan.tables
-        columns = (tables.dtype, tables.kind, tables.shape, tables.alias, plan.tensor, plan.rank, plan.offsets, plan.lengths)
-        parts = ["\0".join(tables.names).encode(), *(np.ascontiguousarray(c).tobytes() for c in columns)]
-        parts += [np.ascontiguousarray(c).tobytes() for c in (plan.start, plan.count)]
-        parts += [repr((plan.mesh, plan.placements)).encode(), repr([(v.name, v.kind, v.data) for v in self.values]).encode()]
-        return digest128(b"".join(digest128(part) for part in parts))
 
 
 def plan_reshard(catalog: Catalog, choice: Choice, topology: TargetTopology) -> ReshardPlan:

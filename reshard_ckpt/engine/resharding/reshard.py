@@ -1,7 +1,7 @@
 """Offline resharding: a checkpoint is written anew for another topology, by any number of processes.
 
-1. Every process makes the same plan from the same catalog (`plan`); the save's id follows from both, so that a reshard which
-   was killed finds its own files again.
+1. Every process makes the same plan from the same catalog (`plan`); the save's id follows from both (`identity`), so that a
+   reshard which was killed finds its own files again, and none of another request.
 2. The new ranks' files are divided over the processes; each writes its own side by side (`write_order`), from a stream of the
    old ones (`stream`), and reads back what it wrote (`read_back`).
 3. Process 0 sees all files, and publishes the catalog, as for any save.
@@ -20,15 +20,14 @@ import msgpack
 import numpy as np
 
 from ...comm.protocol import Comm
-from ...core.catalog.model import Catalog
 from ...core.geometry.dtypes import item_bytes_of
 from ...core.planning.load_plan import plan_load
 from ...errors import UsageError
-from ...format.catalog import encode_catalog
 from ...format.checksums import BLOCK_BYTES, digest128
 from ...format.keys import digests_key
 from ...storage.protocol import Storage
 from ..common.finished_files import finished_digests
+from ..common.identity import identity
 from ..common.progress import OnProgress, Tally
 from ..common.tensor_bytes import slices
 from ..loading.stream import WINDOW_BYTES, Run, RunReader, Window, check_covered, in_turn, pieces_of
@@ -52,11 +51,10 @@ class ProcessReport:
     bytes_kept: int
 
 
-def save_id_of(catalog: Catalog, plan: ReshardPlan) -> str:
-    """The id of the result: the same again for the same bytes and the same plan."""
-    digest = digest128(digest128(encode_catalog(catalog)) + plan.digest()).hex()
-    when = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(max(catalog.created_s, 0)))
-    return f"{when}-{digest[:8]}"
+def save_id_of(plan: ReshardPlan, *, verify: bool) -> str:
+    """The id of the result: the same again for the same plan over the same bytes, verified or not as before."""
+    when = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(max(plan.catalog.created_s, 0)))
+    return f"{when}-{identity(plan, verify)}"
 
 
 def agree_on_id(comm: Comm, save_id: str) -> str:
