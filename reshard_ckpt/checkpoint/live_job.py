@@ -291,18 +291,21 @@ class Job:
         for mover in self.movers:
             mover.begin()
         running = [(m, e, b) for m, e, b in zip(self.movers, self.exchanges, self._buffers, strict=True) if e is not None]
-        for i, (mover, exchange, buffers) in enumerate(running):
-            rounds = Rounds(exchange, mover, buffers)
-            rounds.failure = move.failure
-            rounds.run(move.changed, *((move.finish, move.put) if i == len(running) - 1 else ()))
-            move.failure, move.is_complete = rounds.failure, rounds.complete
-            if rounds.stopped:
-                return
-        if not running:
-            try:
-                move.finish()
-            except BaseException as error:
-                move.failure = error
+        try:
+            for i, (mover, exchange, buffers) in enumerate(running):
+                rounds = Rounds(exchange, mover, buffers)
+                rounds.failure = move.failure
+                rounds.run(move.changed, *((move.finish, move.put) if i == len(running) - 1 else ()))
+                move.failure, move.is_complete = rounds.failure, rounds.complete
+                if rounds.stopped:
+                    return
+            if not running:
+                try:
+                    move.finish()
+                except BaseException as error:
+                    move.failure = error
+        finally:
+            move.count_up()
 
     def _report(self, move: Move) -> LoadReport:
         opened, resolved = move.destination, self.resolved
@@ -350,6 +353,13 @@ class Move:
         spares = {} if self._is_put else self._job.spares.memory
         rows = {row for mover in self._job.movers for row in mover.changed()}
         return sorted({self._opened.wanted.specs[i].name for i in _tensors(self._opened.wanted, rows) if i not in spares})
+
+    def count_up(self) -> None:
+        """Count up the versions of what was written, as torch does when it writes."""
+        for mover in self._job.movers:
+            mover.finish()
+        if self._opened is not None and self._opened.target.dtensors:
+            self._opened.target.count_up(self.changed())
 
     def finish(self) -> None:
         """Do the rest before anything that a user has is changed by what was staged."""

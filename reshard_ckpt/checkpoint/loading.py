@@ -191,7 +191,10 @@ def load_target(
         exchange = open_exchange(process_group, timeout_s=timeout_s) if options.read_once else None
         run = execute if exchange is None else partial(execute_once, comm, exchange)
         report = reporter(progress if comm.rank == 0 else False)
-        bytes_read = fetch(storage, saved, resolved, options, report=report, run=run)
+        try:
+            bytes_read = fetch(storage, saved, resolved, options, report=report, run=run)
+        finally:
+            target.count_up(spec.name for spec in resolved.specs)
         # Every rank has verified its bytes before any object is given its values.
         comm.gather(b"")
         target.finish(values, not_loaded(target, resolved))

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from ..core.catalog.links import find_parameters
 from ..core.catalog.model import Catalog
@@ -160,7 +161,17 @@ def prepare_load(state: Mapping[Any, Any], catalog: Catalog, *, rank: int, size:
     parts += [TreeTarget(tree, saved, below, group, adds=adds) for tree in reversed(opened.trees)]
     router = Router(parts, tuple(str(step) for step in steps(state)))
     unplaced = tuple(name for part in parts if isinstance(part, OptimizersTarget) for name in part.unplaced)
-    return Target(tuple(out.tensors), router.values, unplaced, router.prefixes, router.check, router.finish, mesh, opened.hints)
+    return Target(
+        tuple(out.tensors),
+        router.values,
+        unplaced,
+        router.prefixes,
+        router.check,
+        router.finish,
+        mesh,
+        opened.hints,
+        tuple(out.dtensors),
+    )
 
 
 def _want_item(
@@ -186,3 +197,5 @@ def _want_item(
 def _want(out: Collector, source: str, name: str, value: TensorLike, local: LocalMemory) -> None:
     check_writable(value, local.memory, name)
     out.add(source, local.named(name))
+    if isinstance(value, DTensor):
+        out.dtensors.append((name, value))

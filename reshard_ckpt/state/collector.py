@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from ..core.catalog.specs import AxisPlacement, Ints, Mesh, Piece, StateLink, ValueKind, ValueSpec
 from ..engine.common.tensor_bytes import LocalTensor
@@ -50,6 +51,8 @@ class Collector:
     mesh: Mesh | None
     tensors: list[LocalTensor] = field(default_factory=list)
     values: list[ValueSpec] = field(default_factory=list)
+    dtensors: list[tuple[str, DTensor]] = field(default_factory=list)
+    """The names of tensors that are wanted, and the DTensors that they are the local part of."""
     _source: dict[str, str] = field(default_factory=dict)
     """The name of the item that each name came from."""
     _first: dict[tuple[torch.device, int], list[tuple[_Place, str]]] = field(default_factory=dict)

@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch.distributed.tensor import DTensor
+
 from ..core.catalog.specs import Mesh, ValueSpec
-from ..engine.common.tensor_bytes import LocalTensor
+from ..engine.common.tensor_bytes import LocalTensor, count_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,8 @@ class Target:
         The mesh of the job, where the state shows it.
     hints
         Takes the values as `check` does; says what else may help where something disagrees.
+    dtensors
+        Which of the tensors are DTensors, by name: these count changes apart from their local tensors, which are written.
     """
 
     tensors: tuple[LocalTensor, ...]
@@ -58,3 +62,12 @@ class Target:
     finish: Callable[[Mapping[str, Any], Iterable[str]], None]
     mesh: Mesh | None = None
     hints: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda values: ()
+    dtensors: tuple[tuple[str, DTensor], ...] = ()
+
+    def count_up(self, written: Iterable[str]) -> None:
+        """Count up the versions of the DTensors whose local tensors have been written, under these names or tied to them."""
+        first = {tensor.spec.name: tensor.spec.first_name for tensor in self.tensors}
+        done = {first[name] for name in written}
+        for name, dtensor in self.dtensors:
+            if first.get(name) in done:
+                count_up(dtensor)

@@ -64,6 +64,12 @@ def region(tensor: torch.Tensor, base: int, lengths: Ints, strides: Ints) -> tor
     return torch.as_strided(tensor, lengths, strides, first)
 
 
+def count_up(tensor: torch.Tensor) -> None:
+    """Count up the version of a tensor that was written past torch: no backward pass may take it for what was there before."""
+    if not tensor.is_inference():  # those keep no version
+        torch.autograd.graph.increment_version(tensor)
+
+
 RAW = {size: np.dtype(name) for size, name in ((1, "u1"), (2, "i2"), (4, "i4"), (8, "i8"), (16, "c16"))}
 """For each size of an element, a numpy dtype that copies its bytes as they are."""
 

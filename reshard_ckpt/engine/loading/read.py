@@ -31,7 +31,7 @@ from ...format.checksums import Digests, wrong_blocks
 from ...storage.protocol import Storage
 from ..common.progress import OnProgress, Tally, silent
 from ..common.rounds import NOTHING_CHANGED, overwritten_text
-from ..common.tensor_bytes import RAW, region, storage_bytes
+from ..common.tensor_bytes import RAW, count_up, region, storage_bytes
 from .device_targets import DevicePart, DeviceTargets
 
 WINDOW_BYTES = 1 << 20
@@ -240,9 +240,8 @@ class Reader:
     def finish(self) -> None:
         """Wait until what was read is in place; when no thread reads any more, also after a failure."""
         self._devices.finish()
-        for dest in self._memories:  # changed past torch: a backward pass must not use it unawares for what was there before
-            if not (tensor := self.task.targets[dest].tensor).is_inference():  # those keep no version
-                torch.autograd.graph.increment_version(tensor)
+        for dest in self._memories:
+            count_up(self.task.targets[dest].tensor)
 
     def read_window(self, window: int) -> None:
         """Read one window, verify it, and put its bytes in place."""

@@ -25,7 +25,7 @@ from ...core.planning.exchange import OWN, Parts, RankRuns, plan_exchange
 from ...core.planning.local_metadata import piece_columns, width_of
 from ...format.torch_dtypes import TORCH_DTYPES
 from ..common.rounds import pack_table, unpack_table
-from ..common.tensor_bytes import RAW, region, storage_bytes
+from ..common.tensor_bytes import RAW, count_up, region, storage_bytes
 from ..saving.local_shards import LocalShards
 
 Array = np.ndarray[tuple[int, ...], np.dtype[np.generic]]
@@ -158,6 +158,7 @@ class _Memories:
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.tensors = tensors
         self._bytes: dict[int, memoryview] = {}
+        self._seen_raw: dict[int, torch.Tensor] = {}
 
     def region(self, boxes: _Boxes, i: int) -> torch.Tensor:
         """View a box as a tensor."""
@@ -170,11 +171,16 @@ class _Memories:
             return self.region(boxes, i)
         key = id(tensor)
         if key not in self._bytes:
-            self._bytes[key] = storage_bytes(tensor)
+            self._bytes[key], self._seen_raw[key] = storage_bytes(tensor), tensor
         first = (tensor.storage_offset() + boxes.first[i]) * each
         strides = tuple(stride * each for stride in boxes.strides[i])
         raw: Array = np.ndarray(boxes.lengths[i], RAW[each], self._bytes[key], first, strides)
         return raw
+
+    def count_up(self) -> None:
+        """Count up the versions of the tensors of which raw elements were viewed, and may have been written."""
+        for tensor in self._seen_raw.values():
+            count_up(tensor)
 
 
 def _in_buffer(buffer: torch.Tensor, at: int, lengths: Ints, wire: torch.dtype, like: View) -> View:
@@ -242,6 +248,11 @@ class Mover:
         received = (i for number in self._done for i in self._receives.rows(number).tolist())
         own = self._own.tolist() if OWN in self._done else []
         return {self._into.row[i] for i in (*own, *received)}
+
+    def finish(self) -> None:
+        """Count up the versions of what was written past torch; when nothing more is moved, also after a failure."""
+        if self._done:
+            self._wanted.count_up()
 
     def copy_own(self) -> None:
         """Copy what this rank takes from itself."""
