@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -33,6 +33,9 @@ from ..state.entries import Target
 from ..state.shards import PerRankValues
 
 Patterns = Sequence[str] | bool
+
+LOAD_OPTIONS = frozenset(field.name for field in fields(LoadOptions))
+"""The options of `load` that are also fields of `LoadOptions`."""
 
 
 def load(

@@ -306,8 +306,8 @@ class Manager(RunSteps):
         Parameters
         ----------
         options
-            Of `checkpoint.load`. With ``strict=False``, ``verify_first=True`` is the default here, so that nothing of a damaged
-            checkpoint stays in the state.
+            Of `checkpoint.load`. With ``strict=False``, ``allow_missing`` or ``allow_resize`` something of the state may keep its
+            value, so ``verify_first=True`` is the default: what is kept is never of a damaged checkpoint.
 
         Returns
         -------

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from ..checkpoint.loading import load
+from ..checkpoint.loading import LOAD_OPTIONS, LoadOptions, load
 from ..checkpoint.reading import read
 from ..comm import open_session
 from ..core.report import LoadReport
@@ -80,7 +80,7 @@ class Restoring:
 
     def load(self, step: int, state: Mapping[str, Any], options: Mapping[str, Any]) -> LoadReport:
         """Load the checkpoint of one step; see `Manager.load`."""
-        options = {**self._session, **options}
+        options = {"verify_first": self._memory is not None and _may_keep(options), **self._session, **options}
         if self._memory is not None:
             for verify in _passes(options):
                 found = self._memory.find(0, (), step, verify=verify)
@@ -107,7 +107,7 @@ class Restoring:
 
     def load_latest(self, state: Mapping[str, Any], options: Mapping[str, Any]) -> LoadedStep | None:
         """Load the newest checkpoint that is whole; see `Manager.load_latest`."""
-        options = {"verify_first": not options.get("strict", True), **self._session, **options}
+        options = {"verify_first": _may_keep(options), **self._session, **options}
         passed: dict[int, str] = {}
         in_memory: dict[str, str] = {}
         verify = _passes(options)[0]
@@ -197,6 +197,11 @@ class Restoring:
         with open_session("load_latest", f"{self._root} but {sorted(passed)}", **self._session) as comm:
             step = int(comm.broadcast(b"%d" % self._stored.newest_except(passed) if comm.rank == 0 else None))
         return None if step < 0 else step
+
+
+def _may_keep(options: Mapping[str, Any]) -> bool:
+    """Whether a load may leave something of the state as it is, so that a load from elsewhere must find it so after damage."""
+    return LoadOptions(**{name: value for name, value in options.items() if name in LOAD_OPTIONS}).may_keep
 
 
 def _passes(options: Mapping[str, Any]) -> tuple[bool, ...]:

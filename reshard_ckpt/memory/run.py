@@ -8,14 +8,13 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgpack
 
-from ..checkpoint.loading import load, load_target, target_of
+from ..checkpoint.loading import LOAD_OPTIONS, LoadOptions, load, load_target, target_of
 from ..checkpoint.reading import read_from
 from ..checkpoint.saving import async_save, begin_save
 from ..comm import Comm, open_session, open_session_by_name, shared_store
@@ -23,7 +22,6 @@ from ..comm.links import Links
 from ..core.catalog.model import Catalog
 from ..core.report import LoadReport
 from ..engine.common.step_folders import find_steps
-from ..engine.loading.load import LoadOptions
 from ..engine.saving.handle import RunningSave, SaveHandle
 from ..engine.saving.options import SaveJob, SaveOptions
 from ..errors import StorageError, UsageError
@@ -38,8 +36,6 @@ from .persist import is_persisted, stored_save_id
 from .restore import Restorable, find_newest, open_images
 from .tier import MemoryTarget, Tier
 from .topology import find_topology
-
-_LOAD_OPTIONS = frozenset(field.name for field in fields(LoadOptions))
 
 
 class MemoryHandle(SaveHandle):
@@ -276,8 +272,8 @@ class MemoryRun:
         def opened(comm: Comm) -> AbstractContextManager[Any]:
             return open_images(comm, self._folder, found, make_links)
 
-        chosen = LoadOptions(**{k: v for k, v in options.items() if k in _LOAD_OPTIONS})
-        others = {k: v for k, v in options.items() if k not in _LOAD_OPTIONS}
+        chosen = LoadOptions(**{k: v for k, v in options.items() if k in LOAD_OPTIONS})
+        others = {k: v for k, v in options.items() if k not in LOAD_OPTIONS}
         report, _ = load_target(where, target_of(state), chosen, opened=opened, **others)
         return report, "memory" if make_links is None else "peer"
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from ..core.catalog.links import find_parameters
 from ..core.catalog.model import Catalog
@@ -45,6 +44,7 @@ from .scan import (
     steps,
 )
 from .tensors import LocalMemory, TensorLike, check_writable
+from .torch_classes import is_dtensor
 from .tree_target import TreeTarget, ValueOrigin
 
 
@@ -197,5 +197,5 @@ def _want_item(
 def _want(out: Collector, source: str, name: str, value: TensorLike, local: LocalMemory) -> None:
     check_writable(value, local.memory, name)
     out.add(source, local.named(name))
-    if isinstance(value, DTensor):
+    if is_dtensor(value):
         out.dtensors.append((name, value))

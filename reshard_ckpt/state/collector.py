@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from ..core.catalog.specs import AxisPlacement, Ints, Mesh, Piece, StateLink, ValueKind, ValueSpec
 from ..engine.common.tensor_bytes import LocalTensor
@@ -51,7 +50,7 @@ class Collector:
     mesh: Mesh | None
     tensors: list[LocalTensor] = field(default_factory=list)
     values: list[ValueSpec] = field(default_factory=list)
-    dtensors: list[tuple[str, DTensor]] = field(default_factory=list)
+    dtensors: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     """The names of tensors that are wanted, and the DTensors that they are the local part of."""
     _source: dict[str, str] = field(default_factory=dict)
     """The name of the item that each name came from."""

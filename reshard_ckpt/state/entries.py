@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch.distributed.tensor import DTensor
+import torch
 
 from ..core.catalog.specs import Mesh, ValueSpec
 from ..engine.common.tensor_bytes import LocalTensor, count_up
@@ -62,7 +62,7 @@ class Target:
     finish: Callable[[Mapping[str, Any], Iterable[str]], None]
     mesh: Mesh | None = None
     hints: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda values: ()
-    dtensors: tuple[tuple[str, DTensor], ...] = ()
+    dtensors: tuple[tuple[str, torch.Tensor], ...] = ()
 
     def count_up(self, written: Iterable[str]) -> None:
         """Count up the versions of the DTensors whose local tensors have been written, under these names or tied to them."""

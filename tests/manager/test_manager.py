@@ -190,14 +190,16 @@ def test_a_mismatch_is_no_damage(root: str):
             manager.load_latest({"w": torch.zeros(7), "step": 0})
 
 
-def test_nothing_of_a_damaged_one_stays_where_not_all_is_loaded(root: str):
+@pytest.mark.parametrize("option", [{"strict": False}, {"allow_missing": ["b"]}, {"allow_resize": ["b"]}])
+def test_nothing_of_a_damaged_one_stays_where_not_all_is_loaded(option: dict[str, Any], root: str):
+    older = {"w": torch.ones(3), "b": torch.zeros(2)} if "allow_resize" in option else {"w": torch.ones(3)}
     with Manager(root) as manager:
-        manager.save(1, {"w": torch.ones(3)})
+        manager.save(1, older)
         manager.save(2, {"w": torch.ones(3) * 2, "b": torch.ones(300_000) * 2})
     damage(root, 2)
     loaded = {"w": torch.zeros(3), "b": torch.zeros(300_000)}
     with Manager(root) as manager, pytest.warns(UserWarning, match="passed over"):
-        assert manager.load_latest(loaded, strict=False).step == 1
+        assert manager.load_latest(loaded, **option).step == 1
     assert loaded["w"].tolist() == [1, 1, 1]
     assert not loaded["b"].any()
 

@@ -68,6 +68,11 @@ class LoadOptions:
                     f"{option}={patterns!r}: pass a list of patterns, as in {option}=[{patterns!r}], or True for all"
                 )
 
+    @property
+    def may_keep(self) -> bool:
+        """Whether something of the state may keep its value, wholly or in part, because the checkpoint has nothing for it."""
+        return not self.strict or bool(self.allow_missing) or bool(self.allow_resize)
+
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
