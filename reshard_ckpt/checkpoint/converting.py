@@ -167,7 +167,8 @@ def convert(
     cast
         Patterns of names, and the dtype that floating-point tensors of such names get: ``{"model.*": "bfloat16"}``.
     overwrite
-        Replace a checkpoint that is at `dst`, once the new one is whole. What is no checkpoint is never replaced.
+        Replace a checkpoint that is at `dst`, once the new one is whole. What is no checkpoint is never replaced, nor the root of
+        a run, nor a step whose files another step refers to.
     verify
         Verify the checksum of every block that is read, where the source has checksums.
     progress

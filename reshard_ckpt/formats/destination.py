@@ -20,10 +20,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
-from ..errors import CheckpointError, CheckpointNotFound, StorageError, UsageError
+from ..engine.common.step_folders import referred_by_others
+from ..errors import CheckpointError, CheckpointNotFound, CorruptError, StorageError, UsageError
 from ..storage import LocalStorage, Lock, LocksUnsupported, MissingKey, open_storage
 from ..storage.posix import Explained, sync_folder
 from ..storage.swap import swap
+from .deepspeed.folder import LATEST
+from .megatron.read import LATEST_KEY
 from .source import open_source
 
 _LOCK, _RESULT, _NOTES, _WHOLE = "lock", "result", "notes", "whole"
@@ -192,6 +195,13 @@ def _check_destination(dst: str, src: str, *, overwrite: bool) -> str:
     real_src, real_dst = os.path.realpath(src), os.path.realpath(path)
     if os.path.commonpath([real_src, real_dst]) == real_dst:
         raise UsageError(f"{path}: is, or holds, the checkpoint to be read; write to another path")
+    _refuse_referred(path)
+    root = next((key for key in (*LATEST, LATEST_KEY) if os.path.isfile(os.path.join(path, key))), None)
+    if root is not None:
+        raise UsageError(
+            f"{path}: has the file {root}, so it is the root of a run, which is never replaced; pass the path of one checkpoint "
+            "in it"
+        )
     try:
         with open_source(path):
             pass
@@ -202,6 +212,30 @@ def _check_destination(dst: str, src: str, *, overwrite: bool) -> str:
     return path
 
 
+def _refuse_referred(path: str) -> None:
+    """Refuse to replace a checkpoint whose files another one needs.
+
+    Raises
+    ------
+    UsageError
+        Another step of its run refers to them.
+    CorruptError
+        The catalog of another step is damaged, so nobody knows to which files it refers.
+    """
+    if os.path.islink(path):
+        return  # the link is replaced, and not what it leads to
+    with LocalStorage(path) as storage:
+        try:
+            steps = sorted({step for key, step in referred_by_others(storage).items() if storage.size(key) is not None})
+        except CorruptError as error:
+            raise CorruptError(f"{path}: is not replaced, as a step beside it may refer to its files: {error}") from error
+    if steps:
+        raise UsageError(
+            f"{path}: is not replaced: {', '.join(steps)} of the same run refer to its files; make them self-contained first "
+            f"(reshard-ckpt compact {os.path.dirname(path)}/{steps[0]}), or pass another path"
+        )
+
+
 def _is_occupied(path: str) -> bool:
     """Return whether there is something at a path other than an empty folder."""
     return os.path.lexists(path) and (os.path.islink(path) or not os.path.isdir(path) or bool(os.listdir(path)))
@@ -209,6 +243,7 @@ def _is_occupied(path: str) -> bool:
 
 def _move_into_place(made: str, path: str) -> None:
     """Move the result to its place; what it replaces is deleted with the folder that the result was made in."""
+    _refuse_referred(path)  # once more: to make the result may have taken hours
     both_files = os.path.isfile(made) and not os.path.isdir(path)
     replaced = None
     if not _is_occupied(path) or both_files:

@@ -329,6 +329,17 @@ def test_what_is_there_is_replaced_only_when_asked_and_only_if_it_is_a_checkpoin
     assert checkpoint.verify(tmp_path / "n").ok
 
 
+def test_the_root_of_a_run_of_another_library_is_not_replaced_as_its_newest_checkpoint(tmp_path: Path):
+    save_some(tmp_path / "n")
+    for step in (1, 2):
+        checkpoint.convert(tmp_path / "n", tmp_path / "run" / f"global_step{step}", to="reshard")
+    for newest in ("global_step2", "lost"):
+        (tmp_path / "run" / "latest").write_text(newest)
+        with pytest.raises(UsageError, match="run: has the file latest, so it is the root of a run, which is never replaced"):
+            checkpoint.convert(tmp_path / "n", tmp_path / "run", overwrite=True)
+    assert checkpoint.diff(tmp_path / "run" / "global_step1", tmp_path / "run" / "global_step2").equal
+
+
 def test_an_empty_folder_may_be_filled_and_a_scheme_may_not(tmp_path: Path):
     save_some(tmp_path / "n")
     (tmp_path / "out").mkdir()

@@ -202,6 +202,37 @@ def test_nothing_replaced_goes_while_nobody_knows_what_refers_to_it(root: Path):
     assert len(list((root / "step_90").rglob("rank*"))) == before + 2
 
 
+@pytest.mark.parametrize("to", ["reshard", "torch"])
+def test_it_survives_that_the_other_one_is_to_be_replaced_by_a_conversion(root: Path, tmp_path: Path, to: str):
+    wanted, other = read(root / "step_100"), tmp_path / "other"
+    checkpoint.save(other, {"model": {"w": torch.arange(5)}})
+    with pytest.raises(
+        UsageError, match=r"step_90: is not replaced: step_100 .*; make them self-contained first .*compact.*step_100"
+    ):
+        checkpoint.convert(other, root / "step_90", to=to, overwrite=True)
+    assert same(read(root / "step_100"), wanted)
+    assert sorted(path.name for path in root.iterdir()) == ["step_100", "step_90"]
+    catalog = (root / "step_100" / "catalog.msgpack").read_bytes()
+    (root / "step_100" / "catalog.msgpack").write_bytes(b"damaged")
+    with pytest.raises(CorruptError, match="is not replaced, as a step beside it may refer to its files"):
+        checkpoint.convert(other, root / "step_90", to=to, overwrite=True)
+    (root / "step_100" / "catalog.msgpack").write_bytes(catalog)
+    checkpoint.compact(root / "step_100")
+    checkpoint.convert(other, root / "step_90", to=to, overwrite=True)
+    assert same(read(root / "step_100"), wanted)
+
+
+def test_what_refers_to_it_since_a_conversion_began_survives(root: Path, tmp_path: Path):
+    wanted, other, later = read(root / "step_100"), tmp_path / "other", tmp_path / "later"
+    checkpoint.save(other, {"model": {"w": torch.arange(5)}})
+    (root / "step_100").rename(later)
+    with pytest.raises(UsageError, match="step_90: is not replaced: step_100"):
+        checkpoint.convert(
+            other, root / "step_90", overwrite=True, progress=lambda *_: later.exists() and later.rename(root / "step_100")
+        )
+    assert same(read(root / "step_100"), wanted)
+
+
 def test_a_step_with_no_folder_above_it_is_replaced_as_ever():
     for step in range(2):
         checkpoint.save("memory://step_7", {"w": torch.arange(3) + step})

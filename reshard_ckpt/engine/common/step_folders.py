@@ -106,8 +106,10 @@ def referred_keys(step: int, catalog: Catalog) -> Iterable[str]:
             yield from (posixpath.normpath(f"{step_name(step)}/{key}") for key in (file.key, file.digests_key))
 
 
-def referred_by_others(storage: Storage) -> frozenset[str]:
-    """Return the keys of this checkpoint's files that the other steps of its run refer to; reads the catalogs of all of them.
+def referred_by_others(storage: Storage) -> dict[str, str]:
+    """Map the keys of this checkpoint's files that another step of its run refers to, to the name of that step.
+
+    Whoever replaces or deletes a checkpoint asks this beforehand: these files must stay. It reads the catalogs of all steps.
 
     Raises
     ------
@@ -116,12 +118,12 @@ def referred_by_others(storage: Storage) -> frozenset[str]:
     """
     above, _, name = storage.url.rpartition("/")
     if not _STEP.fullmatch(name) or above.endswith(":/"):  # memory://step_1 has nothing above it
-        return frozenset()
+        return {}
     with open_beside(storage, "..", f"{name}/{CATALOG_KEY}") as root:
         others = [step for step in find_steps(root)[0] if step_name(step) != name]
         catalogs = ((step, decode_catalog(root.read(f"{step_name(step)}/{CATALOG_KEY}", MAX_CATALOG_BYTES))) for step in others)
-        keys = [key for step, catalog in catalogs for key in referred_keys(step, catalog)]
-    return frozenset(key.removeprefix(f"{name}/") for key in keys if key.startswith(f"{name}/"))
+        keys = [(key, step_name(step)) for step, catalog in catalogs for key in referred_keys(step, catalog)]
+    return {key.removeprefix(f"{name}/"): step for key, step in keys if key.startswith(f"{name}/")}
 
 
 @contextmanager
