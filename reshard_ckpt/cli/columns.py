@@ -1,11 +1,18 @@
-"""Tables of any length: drawn by rich on a terminal, plain text elsewhere."""
+"""Tables of any length: drawn by rich on a terminal, plain text elsewhere.
+
+On a screen that is too narrow for a table:
+
+1. Cells fold between words, and paths behind a slash: no number and no file name is broken. The name column folds at dots.
+2. Where the longest words are still too wide, each row becomes a paragraph: its name, and below it the other cells behind their
+   headings. Only a tree stays a table, and its cells are cut.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from rich.cells import cell_len
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
@@ -13,12 +20,17 @@ from rich.text import Text
 MAX_DRAWN = 300
 """Rows that rich draws, folding cells that are too wide for the screen; it takes milliseconds for each."""
 
-MAX_WORD, MIN_WIDTH, MIN_NAME = 12, 6, 16
-"""How narrow a column may get: its longest word, up to the first; if that is not enough, the second; of names, the third."""
+SHORT, MIN_NAME = 12, 16
+"""Cells that are no wider than the first are folded last; names get the second at least."""
 
 _GUIDES = re.compile("[│ ]*(?:[├└]─ )?")
+_WORD = re.compile(r"[^\s/]*/+|[^\s/]+")
 _UNSHOWN = (*range(0x20), *range(0x7F, 0xA0), *range(0xD800, 0xE000))
 _HIDDEN = {code: repr(chr(code))[1:-1] for code in _UNSHOWN if chr(code) not in "\n\t"}
+
+
+class Preview(str):
+    """A cell that is cut, and not folded, where its column is narrower."""
 
 
 def visible(text: str) -> str:
@@ -38,15 +50,41 @@ def _guide(name: str) -> str:
 
 def _folded(name: str, width: int, guide: str, height: int) -> str:
     """Fold a name that is too wide over several lines, with the guides of the tree down to the height of its row."""
-    indent = next((lead for lead in (f"{guide}  ", guide) if len(lead) <= width - MIN_WIDTH), "")
+    indent = next((lead for lead in (f"{guide}  ", guide) if len(lead) <= width - MIN_NAME // 2), "")
     lines = []
     while cell_len(name) > width:
         end = next(end for end in range(width, 0, -1) if cell_len(name[:end]) <= width)
-        dot = name.rfind(".", len(indent), end)
-        end = dot + 1 if dot > width // 2 else end
-        lines.append(name[:end])
+        ends = (name.rfind(between, len(indent) + 1, end) + 1 for between in (" ", ".", "/", "_"))
+        end = next((at for at in ends if at > width // 2), end)
+        lines.append(name[:end].rstrip())
         name = indent + name[end:]
     return "\n".join([*lines, name, *[guide] * (height - len(lines) - 1)])
+
+
+def _wrapped(cell: str, width: int) -> list[str]:
+    """Wrap a cell between words and behind slashes; cut what is wider all the same, and a preview to one line.
+
+    >>> _wrapped("4096 × 64", 6), _wrapped("run/rank00000-0.safetensors", 25), _wrapped("shard(0)", 6)
+    (['4096 ×', '64'], ['run/', 'rank00000-0.safetensors'], ['shard…'])
+    """
+    lines = [""]
+    for word in [cell] if isinstance(cell, Preview) else _words(cell):
+        joined = lines[-1] + word
+        if lines[-1] and cell_len(joined.rstrip()) > width:
+            lines.append(word)
+        else:
+            lines[-1] = joined
+    return [line.rstrip() if cell_len(line.rstrip()) <= width else set_cell_size(line, width - 1) + "…" for line in lines]
+
+
+def _words(cell: str) -> Iterator[str]:
+    """Yield the words of a cell, each with the blanks behind it."""
+    ends = [found.start() for found in _WORD.finditer(cell)] + [len(cell)]
+    yield from (cell[a:b] for a, b in zip(ends, ends[1:], strict=False))
+
+
+def _on_one_line(cell: str) -> str:
+    return type(cell)(visible(cell).replace("\n", "\\n").replace("\t", "\\t"))
 
 
 class Columns:
@@ -55,7 +93,7 @@ class Columns:
     def __init__(self, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         self.headings = [heading.removeprefix(">") for heading in headings]
         self.right = [heading.startswith(">") for heading in headings]
-        self.rows = [[visible(cell).replace("\n", "\\n").replace("\t", "\\t") for cell in row] for row in rows]
+        self.rows = [[_on_one_line(cell) for cell in row] for row in rows]
 
     @property
     def is_drawn(self) -> bool:
@@ -64,16 +102,34 @@ class Columns:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         names, widths = self._name_column, self._widths(options.max_width)
+        if sum(widths) + 2 * (len(widths) - 1) > options.max_width and not self._is_tree:
+            yield Text("\n").join(Text(line) for row in self.rows for line in self._paragraph(row, options.max_width))
+            return
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False, show_header=any(self.headings))
         for heading, right, width in zip(self.headings, self.right, widths, strict=True):
             table.add_column(heading, justify="right" if right else "left", width=width, overflow="fold")
         for row, below in zip(self.rows, [*self.rows[1:], [""] * len(self.headings)], strict=True):
-            wrapped = [Text(cell).wrap(console, width) for cell, width in zip(row, widths, strict=True)]
-            cells = [[line for line in lines if line.plain.strip()] for lines in wrapped]
-            name = _folded(row[names], widths[names], _guide(below[names]), max(map(len, cells)))
-            lines = [Text(name) if i == names else Text("\n").join(cell) for i, cell in enumerate(cells)]
-            table.add_row(*lines)
+            cells = [_wrapped(cell, width) for cell, width in zip(row, widths, strict=True)]
+            cells[names] = [_folded(row[names], widths[names], _guide(below[names]), max(map(len, cells)))]
+            table.add_row(*(Text("\n".join(lines)) for lines in cells))
         yield table
+
+    def _paragraph(self, row: Sequence[str], room: int) -> Iterator[str]:
+        """Write a row as lines: all up to its name, and below that the other cells behind their headings."""
+        first = self._name_column + 1
+        said = (cell if heading == "name" else f"{heading} {cell}" for heading, cell in zip(self.headings, row[:first], strict=False))
+        yield from _wrapped(" ".join(said).strip(), room)
+        lines = [""]
+        for heading, cell in zip(self.headings[first:], row[first:], strict=True):
+            said_of_it = f"{heading} {cell}".strip() if cell else ""
+            if lines[-1] and cell_len(lines[-1]) + cell_len(said_of_it) + 4 > room:
+                lines.append("")
+            lines[-1] = f"{lines[-1]}  {said_of_it}".strip()
+        yield from (f"  {part}" for line in lines if line for part in _wrapped(line, room - 2))
+
+    @property
+    def _is_tree(self) -> bool:
+        return any(row[self._name_column].startswith(("├", "└")) for row in self.rows)
 
     @property
     def _name_column(self) -> int:
@@ -81,21 +137,29 @@ class Columns:
         return next((i for i, heading in enumerate(self.headings) if heading), 0)
 
     def _widths(self, room: int) -> list[int]:
-        """Compute the column widths; on a narrow screen, the other columns shrink before the names do, the widest first."""
-        widths = [max(map(cell_len, column), default=0) for column in zip(self.headings, *self.rows, strict=True)]
-        words = [
-            max((cell_len(word) for cell in column for word in cell.split()), default=0)
-            for column in zip(*self.rows, strict=True)
+        """Compute the column widths. On a narrow screen the other columns shrink before the names do, the widest first."""
+        columns = [list(column) for column in zip(self.headings, *self.rows, strict=True)]
+        widths, names = [max(map(cell_len, column)) for column in columns], self._name_column
+        longest = [
+            max(cell_len(word.rstrip()) for cell in column if not isinstance(cell, Preview) for word in [*_words(cell), ""])
+            for column in columns
         ]
-        others = [i for i, right in enumerate(self.right) if not right and i != self._name_column]
+        short = [max(word, min(width, SHORT)) for word, width in zip(longest, widths, strict=True)]
+        others = [i for i, right in enumerate(self.right) if not right and i != names]
         excess = sum(widths) + 2 * (len(widths) - 1) - room
-        for floors in ([min(word, MAX_WORD) for word in words or widths], [MIN_WIDTH] * len(widths)):
+        for floors, whole_name in ((short, 2 * MIN_NAME), (longest, MIN_NAME)):
             while excess > 0 and (wide := [i for i in others if widths[i] > floors[i]]):
                 widest = max(wide, key=lambda i: widths[i])
                 widths[widest] -= 1
                 excess -= 1
-        names = self._name_column
-        widths[names] = max(widths[names] - max(excess, 0), min(widths[names], MIN_NAME))
+            fewer = max(0, min(excess, widths[names] - whole_name))
+            widths[names] -= fewer
+            excess -= fewer
+        if self._is_tree:  # as much of each as the screen has room for
+            for i in others:
+                fewer = max(0, min(excess, widths[i] - SHORT // 2))
+                widths[i] -= fewer
+                excess -= fewer
         return widths
 
     def text(self) -> str:

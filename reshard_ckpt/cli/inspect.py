@@ -14,7 +14,7 @@ from ..core.catalog.name_tree import walk
 from ..engine.common.progress import size_text
 from ..errors import CheckpointNotFound
 from .app import as_plain, command, print_json, print_text, progress
-from .columns import Columns
+from .columns import Columns, Preview
 from .formatting import mesh, placement, plural, shape, short
 from .options import AsJson, Path
 
@@ -141,7 +141,7 @@ def _cells(leaves: Sequence[TensorLine | ValueLine], catalog: Catalog) -> tuple[
     first, size = leaves[0], size_text(sum(line.num_bytes for line in leaves))
     if isinstance(first, ValueLine):
         ranks = plural(first.num_ranks, "rank") if first.num_ranks else ""
-        value = short(first.value, 36) if first.in_catalog else ranks
+        value = Preview(short(first.value, 36)) if first.in_catalog else ranks
         return first.kind.replace("_", " "), value, "", "", size
     shards = [line.num_shards for line in leaves if not isinstance(line, ValueLine)]
     low, high = min(shards), max(shards)

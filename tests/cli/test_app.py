@@ -253,6 +253,28 @@ def test_narrow_screens_keep_names_and_guides(width: int, monkeypatch: pytest.Mo
     assert width >= 80 or names.count("x") >= 30
 
 
+NUMBERS = [
+    ("shape", "model.layers.0-31.self_attention.q_proj.weight ×32", "123456 × 654321", "→", "123456 × 654320"),
+    ("value", "extra.loss", "0.00012345678901234", "→", "0.00012345678901235"),
+    ("placement", "model.emb.weight", "pp=replicate dp=shard(0) tp=shard(1)", "→", "one rank"),
+]
+FILES = [(f"[{i}, 0]", "/data/runs/today/step_100/20261123T082215Z-f32cb3d8/rank00000-0.safetensors", "148,928") for i in range(3)]
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
+@pytest.mark.parametrize(("headings", "rows"), [(["", "name", "A", "", "B"], NUMBERS), (["offsets", "file", ">at byte"], FILES)])
+def test_narrow_screens_break_neither_numbers_nor_file_names(
+    headings: list[str], rows: list[tuple[str, ...]], width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", str(width))
+    shared.print_text(Columns(headings, rows))
+    lines = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out).splitlines()
+    assert all(len(line) <= width for line in lines)
+    words = {word for row in rows for cell in row for word in re.findall(r"[^\s/]+", cell) if len(word) <= 30}
+    assert {word for word in words if not any(word in line for line in lines)} == set()
+
+
 def test_shells_complete_commands_options_and_paths():
     words = {"COMP_WORDS": "reshard-ckpt ver", "COMP_CWORD": "1", "_RESHARD_CKPT_COMPLETE": "complete_bash"}
     done = subprocess.run([sys.executable, "-m", "reshard_ckpt"], env={**os.environ, **words}, capture_output=True, text=True)
