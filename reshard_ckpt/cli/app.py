@@ -8,13 +8,15 @@ A command is a function under ``@command(example)`` that returns its exit code (
 - ``with progress() as on_progress:`` gives the function that long work reports to: a bar on stderr, or nothing where stderr is
   no terminal.
 
-A `CheckpointError` becomes its message and exit code 1, or 2 if the call was wrong. On several ranks only rank 0 prints.
+A `CheckpointError` becomes its message, with options as people type them (`spelling`), and exit code 1, or 2 if the call was
+wrong. On several ranks only rank 0 prints.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import json
 import math
 import os
@@ -25,6 +27,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -39,6 +42,7 @@ from rich.progress import (
 from .. import __version__
 from ..errors import CheckpointError, UsageError
 from .columns import Columns, visible
+from .spelling import options_of, spelled
 
 PROBLEM, WRONG_USE = 1, 2
 INTERRUPTED, BROKEN_PIPE = 130, 141
@@ -78,25 +82,27 @@ def command(*examples: str) -> Callable[[Callable[..., int | None]], Callable[..
     def add(function: Callable[..., int | None]) -> Callable[..., None]:
         @functools.wraps(function)
         def run(*args: Any, **options: Any) -> None:
-            code = _run_guarded(lambda: function(*args, **options), as_json=bool(options.get("as_json")))
+            code = _run_guarded(lambda: function(*args, **options), function, as_json=bool(options.get("as_json")))
             raise typer.Exit(code)
 
         shown = "\n\n".join(f"$ {line}" for line in examples)
-        return app.command(function.__name__.rstrip("_"), epilog=f"Example:\n\n{shown}", no_args_is_help=True)(run)
+        # Rich would take the brackets of `reshard-ckpt[plot]` for markup.
+        text, example = escape(inspect.getdoc(function) or ""), escape(f"Example:\n\n{shown}")
+        return app.command(function.__name__.rstrip("_"), help=text, epilog=example, no_args_is_help=True)(run)
 
     return add
 
 
-def _run_guarded(call: Callable[[], int | None], *, as_json: bool) -> int:
+def _run_guarded(call: Callable[[], int | None], command: Callable[..., Any], *, as_json: bool) -> int:
     try:
         code = call() or 0
         sys.stdout.flush()  # not at exit, where a pipe that is gone could only be complained about
     except CheckpointError as error:
+        options = options_of(command)
+        message, problems = spelled(str(error), options), [spelled(line, options) for line in getattr(error, "problems", ())]
         if as_json:
-            print_json(
-                {"error": {"type": type(error).__name__, "message": str(error), "problems": getattr(error, "problems", ())}}
-            )
-        print_note(f"{type(error).__name__}: {error}", every_rank=True)
+            print_json({"error": {"type": type(error).__name__, "message": message, "problems": problems}})
+        print_note(f"{type(error).__name__}: {message}", every_rank=True)
         return WRONG_USE if isinstance(error, UsageError) else PROBLEM
     except KeyboardInterrupt:
         print_note("stopped")

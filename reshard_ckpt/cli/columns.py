@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -80,7 +81,7 @@ def _wrapped(cell: str, width: int) -> list[str]:
 def _words(cell: str) -> Iterator[str]:
     """Yield the words of a cell, each with the blanks behind it."""
     ends = [found.start() for found in _WORD.finditer(cell)] + [len(cell)]
-    yield from (cell[a:b] for a, b in zip(ends, ends[1:], strict=False))
+    yield from (cell[a:b] for a, b in pairwise(ends))
 
 
 def _on_one_line(cell: str) -> str:
@@ -117,7 +118,9 @@ class Columns:
     def _paragraph(self, row: Sequence[str], room: int) -> Iterator[str]:
         """Write a row as lines: all up to its name, and below that the other cells behind their headings."""
         first = self._name_column + 1
-        said = (cell if heading == "name" else f"{heading} {cell}" for heading, cell in zip(self.headings, row[:first], strict=False))
+        said = (
+            cell if heading == "name" else f"{heading} {cell}" for heading, cell in zip(self.headings, row[:first], strict=False)
+        )
         yield from _wrapped(" ".join(said).strip(), room)
         lines = [""]
         for heading, cell in zip(self.headings[first:], row[first:], strict=True):

@@ -36,6 +36,30 @@ def test_help_of_every_command_has_an_example(name: str):
     assert f"$ reshard-ckpt {name} " in shown.out
 
 
+def test_help_shows_brackets():
+    assert "reshard-ckpt[plot]" in run("plot", "--help").out
+
+
+def test_errors_name_the_options_of_the_command(saved: Path, tmp_path: Path):
+    def said(*arguments: object) -> str:
+        shown = run(*arguments)
+        assert shown.code == 2
+        return shown.err
+
+    assert "--overwrite to replace" in said("convert", saved, saved)
+    assert "--to dcp" in said("convert", saved, tmp_path / "new", "--to", "dcp", "--unstack")
+    assert "--cast 'model.*=int8':" in said("convert", saved, tmp_path / "new", "--cast", "model.*=int8")
+    assert "as in --stages 8,16,24" in said("reshard", saved, tmp_path / "new", "--mesh", "pp=3", "--stages", "1")
+    out = ("reshard", saved, tmp_path / "new", "--mesh", "dp=2", "--exclude", "model", "--exclude", "extra")
+    assert "no --select, --exclude model --exclude extra, no --drop:" in said(*out)
+    assert "--timeline and NAME model.weight:" in said("plot", saved, "model.weight", "--timeline", "-o", "x.svg")
+    assert "--state-gb 0.0:" in said("goodput", "--state-gb", "0", "--write-gbps", "1", "--mtbf", "3h")
+    shown = run("plot", saved, "model.weight", "--to", "pp=2", "-o", "x.svg", "--json").json["error"]["message"]
+    assert not re.search(r"\b\w+=(True|False|\{)", shown)
+    # What was passed to `save` is not an option of `verify`.
+    assert "without sha256=True" in run("verify", saved, "--sha256").out
+
+
 def test_help_does_not_wait_for_torch():
     lines = ["import sys", "from reshard_ckpt.cli import main", "try: main()"]
     code = "\n".join([*lines, "except SystemExit as left: print(left.code, 'torch' in sys.modules)"])
@@ -105,7 +129,7 @@ def test_errors_become_exit_codes(error: BaseException, code: int, capsys: pytes
     def fail() -> int:
         raise error
 
-    assert shared._run_guarded(fail, as_json=False) == code
+    assert shared._run_guarded(fail, fail, as_json=False) == code
     assert capsys.readouterr().out == ""
 
 
@@ -113,7 +137,7 @@ def test_problems_of_an_error_are_listed_in_json(capsys: pytest.CaptureFixture[s
     def fail() -> int:
         raise MismatchError("two", ["a", "b"])
 
-    shared._run_guarded(fail, as_json=True)
+    shared._run_guarded(fail, fail, as_json=True)
     assert json.loads(capsys.readouterr().out)["error"]["problems"] == ["a", "b"]
 
 
@@ -122,7 +146,7 @@ def test_a_mistake_of_this_package_is_no_answer():
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        shared._run_guarded(fail, as_json=False)
+        shared._run_guarded(fail, fail, as_json=False)
 
 
 @pytest.mark.parametrize("absent", ["rich", "typer"])
@@ -258,13 +282,17 @@ NUMBERS = [
     ("value", "extra.loss", "0.00012345678901234", "→", "0.00012345678901235"),
     ("placement", "model.emb.weight", "pp=replicate dp=shard(0) tp=shard(1)", "→", "one rank"),
 ]
-FILES = [(f"[{i}, 0]", "/data/runs/today/step_100/20261123T082215Z-f32cb3d8/rank00000-0.safetensors", "148,928") for i in range(3)]
+FILES = [(f"[{i}, 0]", "/data/runs/step_100/20261123T082215Z-f32cb3d8/rank00000-0.safetensors", "148,928") for i in range(3)]
 
 
 @pytest.mark.parametrize("width", [40, 60, 80])
 @pytest.mark.parametrize(("headings", "rows"), [(["", "name", "A", "", "B"], NUMBERS), (["offsets", "file", ">at byte"], FILES)])
 def test_narrow_screens_break_neither_numbers_nor_file_names(
-    headings: list[str], rows: list[tuple[str, ...]], width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    headings: list[str],
+    rows: list[tuple[str, ...]],
+    width: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", str(width))

@@ -81,7 +81,7 @@ def test_options_reach_the_function(src: Path, tmp_path: Path) -> None:
         (["--mesh", "pp=2", "--stages", "one"], "wanted numbers with commas between them"),
         (["--mesh", "tp=2", "--rename", "model"], "--rename 'model': wanted two parts with = between them"),
         (["--mesh", "tp=2", "--rename", "model=a", "--rename", "model=b"], "--rename: 'model' is given twice"),
-        (["--mesh", "tp=2", "--rename", "nodel=weights"], "rename={'nodel': …}: the checkpoint has no such name"),
+        (["--mesh", "tp=2", "--rename", "nodel=weights"], "--rename 'nodel=…': the checkpoint has no such name"),
         (["--mesh", "tp=2", "--rename", "model.emb.weigh=x"], "the checkpoint has no such name"),
         (["--mesh", "tp=2,tp=2"], "'tp' is given twice"),
         (["--mesh", "tp=2", "--stages", "2"], "has no axis pp"),

@@ -1,0 +1,84 @@
+"""Errors in the words of the command line: ``overwrite=True`` of a function is ``--overwrite`` of its command.
+
+1. The options of a command are read from the annotations of its function, which typer reads too.
+2. Each ``name=value`` of such a name in a message is spelled as people type it. A name of another function stays as it is: inside
+   of a call, as in ``convert(..., to='dcp')``, and behind "save with".
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, get_type_hints
+
+_TEXT = r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\""
+_VALUE = rf"True\b|False\b|None\b|-?\d[\d.e+-]*\d|-?\d|{_TEXT}|\[[^\]]*\]|\{{[^}}]*\}}"
+_SAID = re.compile(rf"(?<![\w.'\"-])([a-z_][a-z0-9_]*)=(?!=)({_VALUE})?")
+_SAFE = re.compile(r"[\w@%+=:,./-]+")
+_ELSEWHERE = re.compile(r"(?:\w\([^)]*|\b(?:save|saved|load) with(?:out)? )$")
+
+
+@dataclass(frozen=True, slots=True)
+class Typed:
+    """An option as people type it; `repeats` once for each of several values, `opposite` turns off what it is named after."""
+
+    text: str
+    repeats: bool = False
+    opposite: bool = False
+
+
+def options_of(function: Callable[..., Any]) -> dict[str, Typed]:
+    """Map the names of a command's parameters to what people type, by the declarations that typer gets.
+
+    A switch that is declared as ``no_verify`` also gives ``verify``; an argument is its metavar.
+    """
+    found: dict[str, Typed] = {}
+    for name, hint in get_type_hints(function, include_extras=True).items():
+        for info in getattr(hint, "__metadata__", ()):
+            declared = (getattr(info, "default", None), *(getattr(info, "param_decls", None) or ()))
+            long = [text for text in declared if isinstance(text, str) and text.startswith("--")]
+            text = long[0] if long else f"--{name.replace('_', '-')}"
+            is_argument = type(info).__name__ == "ArgumentInfo"
+            found[name] = Typed(info.metavar or name.upper() if is_argument else text, repeats="list[" in str(hint))
+            if name.startswith("no_"):
+                found[name.removeprefix("no_")] = Typed(text, opposite=True)
+    return found
+
+
+def spelled(message: str, options: Mapping[str, Typed]) -> str:
+    """Spell the options of a message as the command line does.
+
+    >>> options = {"to": Typed("--to"), "cast": Typed("--cast", repeats=True), "verify": Typed("--no-verify", opposite=True)}
+    >>> print(spelled("to={'dp': 2, 'tp': 4}, cast={'a': 'F32', '*.b': …} or verify=False", options))
+    --to dp=2,tp=4, --cast a=F32 --cast '*.b=…' or --no-verify
+    """
+
+    def one(found: re.Match[str]) -> str:
+        name, value = found.groups()
+        if name not in options or _ELSEWHERE.search(message[: found.start()]):
+            return found[0]
+        return _option(options[name], value)
+
+    return _SAID.sub(one, message)
+
+
+def _option(option: Typed, value: str | None) -> str:
+    if value in (None, "True", "False", "None"):
+        given = value in (None, "False") if option.opposite else value in (None, "True")
+        return option.text if given else f"no {option.text}"
+    parts = _parts(value or "")
+    return " ".join(f"{option.text} {part}" for part in (parts if option.repeats else [",".join(parts)]))
+
+
+def _parts(value: str) -> list[str]:
+    """Spell a value of Python as arguments: text as it is, the parts of lists and dicts, each quoted where a shell needs that."""
+    try:
+        plain = ast.literal_eval(value.replace("…", "'…'"))
+    except (ValueError, SyntaxError):
+        return [value]
+    if isinstance(plain, Mapping):
+        plain = [f"{key}={of}" for key, of in plain.items()]
+    texts = map(str, plain if isinstance(plain, list) else [plain])
+    return [text if _SAFE.fullmatch(text) else f"'{text}'" for text in texts]
