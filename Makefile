@@ -17,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 $(STAMP): pyproject.toml constraints.txt
 	@echo "Installing the pinned versions into $(VENV), torch among them: some minutes the first time"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,all]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,all,cookbook]'
 	touch $@
 
 # The peers are installed for the benchmarks alone.

@@ -3,7 +3,7 @@
 - ``pycon``: a session, as doctest runs it; one namespace for the whole document.
 - ``python`` that begins with ``# name.py``: that file; other ``python`` is run in the session.
 - ``sh``: ``python file.py …`` and ``torchrun --nproc-per-node=N file.py …`` (or ``-m module``) are run, the latter as real
-  ranks; ``reshard-ckpt …`` in this process, where it must find no problem; before ``; echo $?`` it may, and its exit code is
+  ranks; ``reshard-ckpt …`` in this process. They must find no problem; before ``; echo $?`` they may, and the exit code is
   printed.
 - ``text`` and ``json`` after ``sh``: what that printed, rank 0's output first, stdout before stderr; ``...`` stands for anything.
 """
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.launch import run_ranks
+from tests.launch import RanksFailed, run_ranks
 
 FLAGS = doctest.ELLIPSIS
 _FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -94,7 +94,6 @@ def _run_command(line: str, folder: Path) -> str:
     program, *arguments = shlex.split(line)
     if program == "reshard-ckpt":
         return _run_reshard_ckpt(arguments, then, line)
-    assert not then, then
     nproc = 1
     if program == "torchrun":
         option, number = arguments.pop(0).split("=")
@@ -104,8 +103,13 @@ def _run_command(line: str, folder: Path) -> str:
         assert program == "python", line
     script, *arguments = arguments
     imports = "" if script == "-m" else imports_of((folder / script).read_text())
-    ranks = run_ranks(run_script_here, nproc, str(folder), script, arguments, init=False, imports=imports)
-    return "".join(ranks)
+    try:
+        ranks = run_ranks(run_script_here, nproc, str(folder), script, arguments, init=False, imports=imports)
+    except RanksFailed as error:
+        if then != "echo $?":
+            raise
+        return f"{error}\n1\n"
+    return "".join(ranks) + ("0\n" if then else "")
 
 
 def _run_reshard_ckpt(arguments: list[str], then: str, line: str) -> str:
@@ -128,7 +132,7 @@ def not_imported(code: str) -> list[str]:
 
 def imports_of(code: str) -> str:
     """The statements by which a script imports torch, transformers and this package; its own modules are where it runs alone."""
-    shared = {"reshard_ckpt", "torch", "transformers"}
+    shared = {"peft", "reshard_ckpt", "torch", "torchdata", "transformers"}
     statements = [node for node in ast.parse(code).body if isinstance(node, ast.Import | ast.ImportFrom)]
     names = [node.module if isinstance(node, ast.ImportFrom) else node.names[0].name for node in statements]
     return "\n".join(ast.unparse(n) for n, name in zip(statements, names, strict=True) if name and name.split(".")[0] in shared)

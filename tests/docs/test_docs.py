@@ -66,6 +66,11 @@ def test_picture_is_what_the_planners_return_today(folder: Path):
     assert len(shown(DOCS / "resharding.svg")) > 200
 
 
+def test_index_lists_every_page_and_design_note():
+    linked = set(re.findall(r"\]\(([\w/-]+\.md)\)", (DOCS / "index.md").read_text()))
+    assert sorted({*PAGES} - {"index.md"} - linked) == []
+
+
 @pytest.mark.parametrize("name", PAGES)
 def test_links_lead_somewhere(name: str):
     page = DOCS / name
