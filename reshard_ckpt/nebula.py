@@ -6,14 +6,15 @@ A checkpoint has *files*: named states, as for ``torch.save``. All ranks make al
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from .checkpoint import Manager, Memory, SaveHandle
-from .errors import CheckpointNotFound, UsageError
+from .errors import CheckpointNotFound, CorruptError, UsageError
 from .format.values import decode_value, encode_value
-from .manager.open_runs import RUNS, TAG, close_runs, memory_from_environment, open_run, step_for, tags_of
+from .manager.open_runs import RUNS, TAG, close_runs, look_at, memory_from_environment, open_run, step_for, tags_of
 
 __all__ = [
     "Checkpoint", "finish", "get_checkpoint", "get_latest_checkpoint", "get_latest_checkpoint_path", "init", "list_checkpoints",
@@ -23,6 +24,8 @@ __all__ = [
 _TREE, _TENSOR = "tree", "__tensor__"
 _BEGUN: dict[int, str] = {}
 """The tags of what this process has begun to save, by step."""
+_LOOKED_AT: list[int] = []
+"""The steps that were loaded since the last save. Nebula has no call that goes back to one: what is saved next tells."""
 
 
 def init(
@@ -40,6 +43,7 @@ def init(
 def finish() -> None:
     """Send the newest checkpoint to the storage path, and close the run; at the end of the process, by itself."""
     _BEGUN.clear()
+    _LOOKED_AT.clear()
     close_runs()
 
 
@@ -75,19 +79,27 @@ class Checkpoint:
 
     def commit(self) -> bool:
         """Save all files that were added, in the background. Collective."""
-        step = step_for(manager(), self.tag, _BEGUN)
+        step, is_beyond = step_for(manager(), self.tag, _BEGUN)
+        # A step between what was loaded and the newest: the run goes on from there. Else that was only looked at.
+        if not is_beyond and _LOOKED_AT and _LOOKED_AT[-1] < step:
+            with suppress(CheckpointNotFound, CorruptError):  # it may be gone by now
+                manager().load(_LOOKED_AT[-1], {}, strict=False)
+        _LOOKED_AT.clear()
         self.tag = _BEGUN[step] = self.tag or str(step)
         self.handle = manager().async_save(step, {"files": self._files}, metadata={TAG: self.tag})
         self._files = {}
         return True
 
     def load(self, name: str, map_location: Any = None) -> Any:
-        """Return a file, whole, as it was saved: tensors that were sharded are put together. Collective."""
+        """Return a file, whole, as it was saved: tensors that were sharded are put together. Collective.
+
+        Newer checkpoints stay, unless the next one that is saved has a step among theirs: then the run has gone back to this one.
+        """
         step = max((step for step, tag in _tags().items() if tag == self.tag), default=None)
         if step is None:
             raise CheckpointNotFound(f"nebula: no checkpoint {self.tag!r}; there are: {', '.join(_tags().values())}")
         found: dict[str, Any] = {"files": {name: {_TREE: b""}}}
-        manager().load(step, found, strict=False)
+        look_at(manager(), step, found)
         if not found["files"][name][_TREE]:
             raise CheckpointNotFound(f"nebula: the checkpoint {self.tag!r} has no file {name!r}")
         tensors: dict[str, torch.Tensor] = {}
@@ -99,7 +111,8 @@ class Checkpoint:
             return tensors[node[_TENSOR]]
 
         tree = _mapped(decode_value(found["files"][name][_TREE]), made)
-        manager().load(step, {"files": {name: {"tensors": tensors}}}, strict=False)
+        look_at(manager(), step, {"files": {name: {"tensors": tensors}}})
+        _LOOKED_AT.append(step)
         return tree
 
 

@@ -1,24 +1,23 @@
 """The log of a run's attempts, kept in its root: when each began, was last seen, and how it ended.
 
 An attempt that was not closed in order has failed. So the log tells how often the job fails. Rank 0 alone writes it, under the
-root's lock; it is replaced whole, and holds the last attempts only.
+root's lock; it is a note that is replaced whole, and holds the last attempts only.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import astuple, dataclass, replace
+from typing import Any
 
+from ..engine.common.notes import Note
 from ..errors import CorruptError, StorageError
-from ..storage import MissingKey, Storage
+from ..storage import Storage
 
-ATTEMPTS_KEY = ".reshard_ckpt.attempts.json"
-_MAX_BYTES = 1 << 20
 _MAX_ATTEMPTS = 1000
 
 PRIOR_S = 86400.0
@@ -83,8 +82,7 @@ class AttemptLog:
         return self._timer() - self._began
 
     def _write(self) -> None:
-        attempts = [asdict(attempt) for attempt in (*self._earlier, self._own)]
-        self._storage.publish(ATTEMPTS_KEY, json.dumps({"attempts": attempts}).encode())
+        ATTEMPTS.keep(self._storage, [astuple(attempt) for attempt in (*self._earlier, self._own)])
 
 
 def estimate_mtbf(earlier: list[Attempt], own_s: float = 0.0) -> float:
@@ -102,23 +100,24 @@ def estimate_mtbf(earlier: list[Attempt], own_s: float = 0.0) -> float:
 def read_attempts(storage: Storage) -> list[Attempt]:
     """Read the attempts so far; none, with a warning, where the log is damaged."""
     try:
-        data = storage.read(ATTEMPTS_KEY, _MAX_BYTES)
-    except MissingKey:
-        return []
+        return ATTEMPTS.read(storage) or []
     except CorruptError as error:
-        return _damaged(storage, error)
-    try:
-        found = [Attempt(float(a["began"]), float(a["seen"]), bool(a["closed"])) for a in json.loads(data)["attempts"]]
-        if not all(math.isfinite(attempt.seen - attempt.began) for attempt in found):
-            raise ValueError("a time that is no number")
-    except (ValueError, KeyError, TypeError) as error:
-        return _damaged(storage, error)
+        warnings.warn(f"{error}; pass mtbf= until it has seen some failures", stacklevel=3)
+        return []
+
+
+def _parsed(rows: Any) -> list[Attempt]:
+    found = [Attempt(float(began), float(seen), bool(closed)) for began, seen, closed in rows]
+    if not all(math.isfinite(attempt.seen - attempt.began) for attempt in found):
+        raise ValueError("a time that is no number")
     return found
 
 
-def _damaged(storage: Storage, error: Exception) -> list[Attempt]:
-    warnings.warn(
-        f"{storage.url}/{ATTEMPTS_KEY} cannot be read ({error}), so it begins anew; pass mtbf= until it has seen some failures",
-        stacklevel=3,
-    )
-    return []
+ATTEMPTS = Note(
+    ".reshard_ckpt.attempts",
+    1,
+    1 << 20,
+    _parsed,
+    "the log of the run's attempts begins anew in its place, without those of before",
+)
+"""The note of a run's attempts, in its root."""

@@ -21,6 +21,7 @@ from ..checkpoint.saving import async_save, save
 from ..comm import open_session
 from ..core.planning.interval import MAX_OVERHEAD
 from ..core.report import LoadReport, SaveReport
+from ..engine.common.lineage import RunLineage
 from ..engine.common.step_folders import name_steps
 from ..engine.saving.handle import SaveHandle
 from ..errors import CheckpointError, CheckpointNotFound, StorageError, UsageError
@@ -120,11 +121,13 @@ class Manager(RunSteps):
         self._held = ExitStack()
         with ExitStack() as opening:
             storage = opening.enter_context(open_storage(self._root))
-            self._stored = StoredSteps(storage, self._root, self._rule)
             with open_session("manage", self._root, **self._session) as comm:
                 self._is_first = comm.rank == 0
                 if self._is_first and not read_only:
                     opening.enter_context(take_lock(storage))
+                self._lineage = RunLineage(storage, comm, self._root, self._session)
+                self._stored = StoredSteps(storage, self._root, self._rule, self._lineage, read_only=read_only)
+                if self._is_first and not read_only:
                     self._stored.remove_leftovers()
                     if interval == "auto":
                         self._attempts = AttemptLog(storage)
@@ -133,17 +136,16 @@ class Manager(RunSteps):
             self._memory = None if memory is None else self._open_memory(memory, storage, persist_every)
             self._held = opening.pop_all()
         self._restoring = Restoring(
-            self._root, self._stored, self._memory, self._preemption.deferring, is_first=self._is_first, session=self._session
-        )
+            self._root, self._stored, self._lineage, self._memory, self._preemption.deferring,
+            is_first=self._is_first, session=self._session,
+        )  # fmt: skip
         self._schedule = None if rule is None else SaveSchedule(rule, self._agree_at, self._costs if self._is_first else None)
 
     def _open_memory(self, memory: Memory, storage: Storage, persist_every: int | str) -> MemoryRun:
         if self._read_only:
             raise UsageError(f"{self._root}: this manager is read_only; memory= is for the job that saves")
         with open_session("open the memory of", self._root, **self._session) as comm:
-            run = MemoryRun(memory, self._root, storage, comm, persist_every, self._committed, **self._session)
-        self._stored.is_superseded = run.is_superseded
-        return run
+            return MemoryRun(memory, self._root, storage, comm, self._lineage, persist_every, self._committed, **self._session)
 
     def read(self, step: int, names: Sequence[str] | None = None) -> dict[str, Any]:
         """Read whole tensors and values of a step on every rank, from memory or the store; see `checkpoint.read`. Collective.
@@ -212,6 +214,7 @@ class Manager(RunSteps):
             self._wait()
             self._memory.wait_for(step)
         with self._preemption.deferring(), self._costs.saving() as saved:
+            self._restoring.begin_attempt()
             report = save(path, state, metadata=with_metric(metadata, metric), **{**self._session, **options})
             saved.append(report)
             if self._memory is not None:
@@ -235,6 +238,7 @@ class Manager(RunSteps):
             self._costs.begin()
             try:
                 options = {"metadata": with_metric(metadata, metric), **self._session, **options}
+                self._restoring.begin_attempt()
                 if self._memory is None:
                     handle = async_save(path, state, **options)
                 else:
@@ -271,11 +275,14 @@ class Manager(RunSteps):
         CheckpointNotFound
             That step has none; the message lists those that have.
         """
+        return self._load(step, state, options, goes_on=True)
+
+    def _load(self, step: int, state: Mapping[str, Any], options: Mapping[str, Any], *, goes_on: bool) -> LoadReport:
         self._refuse_unless_open("load")
         step = checked_step(step)
         self._wait()
         try:
-            return self._restoring.load(step, state, options)
+            return self._restoring.load(step, state, options, goes_on=goes_on)
         except CheckpointNotFound as error:
             raise CheckpointNotFound(f"{error}; {self._steps_text()}") from error
 

@@ -6,6 +6,7 @@ import atexit
 import os
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from ..comm import open_session
 from ..errors import CorruptError
@@ -51,13 +52,22 @@ def _tag_of(run: Manager, step: int) -> str | None:
     return str(metadata.get(TAG, step) if isinstance(metadata, Mapping) else step)
 
 
-def step_for(run: Manager, tag: str, begun: Mapping[int, str]) -> int:
+def step_for(run: Manager, tag: str, begun: Mapping[int, str]) -> tuple[int, bool]:
     """Choose the step of a new checkpoint: the number that its tag ends in, if no other tag has it; else the next. Collective.
 
-    Rank 0 chooses, as nodes know different steps. `begun` are the tags of what was begun here, by step.
+    Returns it, and whether it is beyond all that there are. Rank 0 chooses, as nodes know different steps. `begun` are the tags
+    of what was begun here, by step.
     """
     with open_session("choose a step for", f"{run.path(0)} {tag}") as comm:
-        return int(comm.broadcast(b"%d" % _free_step(run, tag, begun) if comm.rank == 0 else None))
+        step = _free_step(run, tag, begun) if comm.rank == 0 else 0
+        message = b"%d %d" % (step, step > max(run.steps(), default=-1)) if comm.rank == 0 else None
+        step, is_beyond = map(int, comm.broadcast(message).split())
+    return step, bool(is_beyond)
+
+
+def look_at(run: Manager, step: int, state: Mapping[str, Any]) -> None:
+    """Load from a step what the state has, without going back to it. Collective."""
+    run._load(step, state, {"strict": False}, goes_on=False)
 
 
 def _free_step(run: Manager, tag: str, begun: Mapping[int, str]) -> int:

@@ -4,6 +4,7 @@
 2. What is in memory is loaded as its headers say. Where that finds damage, all copies are verified, and the next older is taken.
 3. Else the store's is loaded. One that is damaged, or gone, is passed over, with a warning, for the next older one. Where the
    store itself cannot be read, on any rank, that is raised on all: an older one would lose what a second try may load.
+4. A load writes nothing. The first save after it notes in the lineage from which step the run goes on.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from ..checkpoint.loading import LOAD_OPTIONS, LoadOptions, load
 from ..checkpoint.reading import read
 from ..comm import open_session
 from ..core.report import LoadReport
+from ..engine.common.lineage import RunLineage
 from ..engine.common.logs import LOGGER
 from ..errors import CheckpointError, CheckpointNotFound, CorruptError, StorageError
 from ..memory.restore import Restorable
@@ -57,6 +59,8 @@ class Restoring:
         The path of the run.
     stored, memory
         What is in the store, and in memory, if there is such a tier.
+    lineage
+        Told what was loaded.
     deferring
         Opened around each load: signals wait for its end.
     is_first
@@ -69,26 +73,30 @@ class Restoring:
         self,
         root: str,
         stored: StoredSteps,
+        lineage: RunLineage,
         memory: MemoryRun | None,
         deferring: Callable[[], AbstractContextManager[object]],
         *,
         is_first: bool,
         session: Mapping[str, Any],
     ) -> None:
-        self._root, self._stored, self._memory = root, stored, memory
+        self._root, self._stored, self._lineage, self._memory = root, stored, lineage, memory
         self._deferring, self._is_first, self._session = deferring, is_first, session
 
-    def load(self, step: int, state: Mapping[str, Any], options: Mapping[str, Any]) -> LoadReport:
-        """Load the checkpoint of one step; see `Manager.load`."""
+    def load(self, step: int, state: Mapping[str, Any], options: Mapping[str, Any], *, goes_on: bool = True) -> LoadReport:
+        """Load the checkpoint of one step; see `Manager.load`. The run goes on from there, unless it is only looked at."""
         options = {"verify_first": self._memory is not None and _may_keep(options), **self._session, **options}
         if self._memory is not None:
             for verify in _passes(options):
                 found = self._memory.find(0, (), step, verify=verify)
                 loaded = self._from_memory(found, state, options, {}, verify=verify)
                 if loaded is not None:
+                    if goes_on:
+                        self._begin_at(step, in_store=False)
                     return loaded.report
         report = self._from_store(step, state, options)
-        self._begin_at(step, in_store=True)
+        if goes_on:
+            self._begin_at(step, in_store=True)
         return report
 
     def read(self, step: int, names: Sequence[str] | None) -> dict[str, Any]:
@@ -117,6 +125,7 @@ class Restoring:
                 found = self._memory.find(-1 if step is None else step, list(in_memory), verify=verify)
                 loaded = self._from_memory(found, state, options, in_memory, passed, verify=verify)
                 if loaded is not None and found is not None:
+                    self._begin_at(loaded.step, in_store=False)
                     self._memory.persist_loaded(found)
                     return loaded
                 if found is not None:
@@ -181,16 +190,25 @@ class Restoring:
             if self._is_first:
                 warnings.warn(f"passed over, as it cannot be loaded: step {step} in memory: {error}", stacklevel=4)
             return None
-        self._begin_at(step, in_store=False)
         return LoadedStep(step, report, (*found.passed_over, *passed.values(), *passed_in_store.values()), tier)
 
     def _begin_at(self, step: int, *, in_store: bool) -> None:
-        """Note what was loaded; with a memory tier, what was saved beyond that step no longer counts."""
+        """Note what was loaded: from the next save on, what lies beyond that step no longer counts."""
+        self._lineage.loaded(step, in_store=in_store)
         if in_store:
             self._stored.note_good(step)
         if self._memory is not None:
-            own: Callable[[], str] = (lambda: self._stored.save_id(step)) if in_store else str
-            self._memory.loaded(step, lambda: self._stored.save_ids_beyond(step), own)
+            self._memory.loaded(step)
+
+    def begin_attempt(self) -> None:
+        """Before a save: note from which step the run goes on, if that is not noted yet. Collective."""
+        memory = self._memory
+
+        def newer(step: int) -> list[str]:
+            return [*self._stored.save_ids_beyond(step), *([] if memory is None else memory.save_ids_beyond(step))]
+
+        if self._lineage.begin(newer, self._stored.save_id, always=memory is not None) and memory is not None:
+            memory.attempt_begun()
 
     def _newest_except(self, passed: Mapping[int, str]) -> int | None:
         """Return the newest step in the store, as rank 0 sees it, without those already passed over."""

@@ -6,9 +6,10 @@ Rank 0 alone removes. One that somebody reads stays, and so does the last one th
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
+from ..engine.common.lineage import RunLineage
 from ..engine.common.step_folders import alone_with, find_steps, remove_files, remove_step
 from ..engine.loading.load import open_catalog
 from ..engine.saving.commit import clean_up
@@ -30,18 +31,20 @@ class StoredSteps:
         Its path.
     rule
         What to keep.
+    lineage
+        Says which saves count.
+    read_only
+        Whether a job may save, prune and go back beside this process.
 
     Attributes
     ----------
-    is_superseded
-        Tells by its id whether a save no longer counts, because the run went back to an older step; None where all count.
     pruning
         Held while checkpoints are removed.
     """
 
-    def __init__(self, storage: Storage, root: str, rule: Retention) -> None:
-        self._storage, self._root, self._rule = storage, root, rule
-        self.is_superseded: Callable[[str], bool] | None = None
+    def __init__(self, storage: Storage, root: str, rule: Retention, lineage: RunLineage, *, read_only: bool = False) -> None:
+        self._storage, self._root, self._rule, self._lineage = storage, root, rule, lineage
+        self._read_only = read_only
         self.pruning = threading.Lock()
         self._infos: dict[int, StepInfo] = {}
         self._good: list[int] = []
@@ -62,12 +65,14 @@ class StoredSteps:
 
     def counted(self) -> list[int]:
         """List the steps that are committed and count, in order."""
+        if self._read_only:  # what was known of a step may be of a save that another one has replaced
+            self._lineage.refresh()
+            self._infos.clear()
         return [step for step in self.steps() if self._counts(step)]
 
     def newest_except(self, passed: Iterable[int]) -> int:
         """Find the newest step that counts, without some; −1 where there is none."""
-        left = sorted({*self.steps()} - {*passed}, reverse=True)
-        return next((step for step in left if self._counts(step)), -1)
+        return max({*self.counted()} - {*passed}, default=-1)
 
     def save_id(self, step: int) -> str:
         """Return the id of the save of a step."""
@@ -139,7 +144,7 @@ class StoredSteps:
         return self._rule.kept(steps, metrics) | self._rule.kept(whole, metrics) | frozenset(good)
 
     def _counts(self, step: int) -> bool:
-        return self.is_superseded is None or not self.is_superseded(self._info(step).save_id)
+        return not self._lineage.known.superseded or not self._lineage.is_superseded(self._info(step).save_id)
 
     def _referred(self, steps: Iterable[int]) -> frozenset[str]:
         return frozenset(key for step in steps for key in self._info(step).referred)

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..core.catalog.model import Catalog
+from ..engine.common.lineage import LINEAGE
 from ..errors import CheckpointNotFound, CorruptError, UsageError
 from ..format.keys import RUN_LOCK_KEY, step_name
 from ..storage import LocksUnsupported, Storage, open_storage, resolved_path
 from .generations import Generation, NodeImages, files_here, find_generations
-from .lineage import LINEAGE_KEY, read_lineage
 from .node import FOLDER, is_entered, node_id, remove_run, run_path, runs
 from .persist import absent_files, is_persisted, publish, write_files
 
@@ -174,8 +174,8 @@ def _write_absent(path: Path, generation: Generation, keys: Sequence[str], stora
 def _chosen(path: Path, storage: Storage, step: int | None) -> Generation:
     """Choose the newest generation that counts; all do where the root, and with it the run's lineage, is lost."""
     found = find_generations(path)
-    if storage.size(LINEAGE_KEY) is not None:
-        lineage = read_lineage(storage)
+    lineage = LINEAGE.read(storage)
+    if lineage is not None:
         found = [one for one in found if one.run == lineage.run and lineage.counts(one.attempt, one.step)]
     chosen = [one for one in found if step is None or one.step == step]
     if not chosen:

@@ -12,8 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgpack
-
 from ..checkpoint.loading import LOAD_OPTIONS, LoadOptions, load, load_target, target_of
 from ..checkpoint.reading import read_from
 from ..checkpoint.saving import async_save, begin_save
@@ -21,6 +19,7 @@ from ..comm import Comm, open_session, open_session_by_name, shared_store
 from ..comm.links import Links
 from ..core.catalog.model import Catalog
 from ..core.report import LoadReport
+from ..engine.common.lineage import RunLineage
 from ..engine.common.step_folders import find_steps
 from ..engine.saving.handle import RunningSave, SaveHandle
 from ..engine.saving.options import SaveJob, SaveOptions
@@ -29,7 +28,6 @@ from ..format.keys import step_name
 from ..storage import Storage, open_storage
 from .background import Persisting, PersistRule
 from .generations import Generation, drop_generations, find_generations
-from .lineage import decode_lineage, keep_lineage, read_lineage
 from .node import machine_id, node_id, run_folder, runs
 from .options import Memory
 from .persist import is_persisted, stored_save_id
@@ -69,6 +67,8 @@ class MemoryRun:
 
     Parameters
     ----------
+    lineage
+        Says what counts; its `begin` and then `attempt_begun` come before each save.
     on_stored
         Called on every rank with a step once its generation is in the store.
     """
@@ -79,6 +79,7 @@ class MemoryRun:
         root: str,
         storage: Storage,
         comm: Comm,
+        lineage: RunLineage,
         persist_every: int | str,
         on_stored: Callable[[int], None],
         *,
@@ -97,15 +98,11 @@ class MemoryRun:
                 f"{'is' if len(topology.ids) == 1 else 'are'} {len(topology.ids)}: with fewer copies, less survives",
                 stacklevel=4,
             )
-        message = None
-        if comm.rank == 0:
-            self._lineage = read_lineage(storage).begun()
-            keep_lineage(storage, self._lineage)
-            message = msgpack.packb((uuid.uuid4().hex, self._lineage.encoded()))
-        nonce, lineage = msgpack.unpackb(comm.broadcast(message))
-        self._named = partial(self._store, str(nonce))
+        nonce = comm.broadcast(uuid.uuid4().hex.encode() if comm.rank == 0 else None).decode()
+        self._named = partial(self._store, nonce)
         self._tier = Tier(options, self._folder, topology, comm.rank, self._named, self._due, timeout_s=timeout_s)
-        self._adopt(lineage)
+        self._lineage = lineage
+        self._tier.run = self._tier.pool.run = lineage.known.run
         self._name_others()
         self._writing: Persisting | None = None
         self._newest: Generation | None = None
@@ -114,18 +111,20 @@ class MemoryRun:
     def _store(self, nonce: str, name: str) -> Any:
         return shared_store(f"memory/{nonce}/{name}", self._session["process_group"])
 
-    def _adopt(self, encoded: bytes) -> None:
-        self._lineage = decode_lineage(encoded, where=self._root)
-        self._tier.run, self._tier.attempt = self._lineage.run, self._lineage.attempt
-        self._tier.pool.run = self._lineage.run
-        if self._tier.topology.leads(self._rank):
-            superseded = [g for g in find_generations(self._folder) if g.run == self._lineage.run and not self._counts(g)]
-            drop_generations(self._folder, [g.name for g in superseded])
+    def attempt_begun(self) -> None:
+        """Before the first save of an attempt: drop what no longer counts, and what a killed job has left beyond the limit."""
+        self._tier.attempt, self._newest = self._lineage.known.attempt, None
+        if not self._tier.topology.leads(self._rank):
+            return
+        with suppress(StorageError, OSError):  # what stays does not count, and is the first to go where room is needed
+            kept = {generation.name for generation in self._known()[-self.options.generations :]}
+            mine = [generation.name for generation in find_generations(self._folder) if generation.run == self._tier.run]
+            drop_generations(self._folder, [name for name in mine if name not in kept])
 
     def _name_others(self) -> None:
         """Say what is not loaded: of an earlier run with this root, which was removed since, and of this one by another path."""
         found = find_generations(self._folder)
-        others = [g for g in found if g.run != self._lineage.run]
+        others = [g for g in found if g.run != self._lineage.known.run]
         if not self._tier.topology.leads(self._rank):
             return
         if others:
@@ -145,7 +144,7 @@ class MemoryRun:
         """Yield the other roots with which this node knows generations of this run, and the newest step of each."""
         for run in runs(self.options.folder):
             with suppress(StorageError):  # that of another job, which is no reason to fail
-                steps = [g.step for g in find_generations(Path(run.path)) if g.run == self._lineage.run]
+                steps = [g.step for g in find_generations(Path(run.path)) if g.run == self._lineage.known.run]
                 if steps and Path(run.path) != self._folder:
                     yield run.root, max(steps)
 
@@ -154,7 +153,7 @@ class MemoryRun:
         return (self._writing is None or self._writing.done()) and self._rule.due(step)
 
     def _counts(self, generation: Generation) -> bool:
-        return generation.run == self._lineage.run and self._lineage.counts(generation.attempt, generation.step)
+        return generation.run == self._lineage.known.run and self._lineage.known.counts(generation.attempt, generation.step)
 
     @property
     def num_skipped(self) -> int:
@@ -171,10 +170,6 @@ class MemoryRun:
     def catalogs(self) -> dict[int, Catalog]:
         """Return the catalogs of the steps that this node knows in memory."""
         return {generation.step: generation.decoded_catalog() for generation in self._known()}
-
-    def is_superseded(self, save_id: str) -> bool:
-        """Whether a save in the store no longer counts, because the run went back to an older step."""
-        return save_id in self._lineage.superseded
 
     def async_save(self, step: int, path: str, state: Mapping[str, Any], options: Mapping[str, Any]) -> SaveHandle:
         """Begin a save to memory, as `checkpoint.async_save` does; where memory has no room on some rank, to the store."""
@@ -289,25 +284,13 @@ class MemoryRun:
         size = len(self._tier.topology.node_of)
         return Links(self._named(f"load/{name}"), self._rank, size, timeout_s=self._timeout_s)
 
-    def loaded(self, step: int, newer: Callable[[], list[str]], own: Callable[[], str]) -> None:
-        """Begin an attempt at the step that was loaded: what lies beyond it no longer counts. Collective.
-
-        Parameters
-        ----------
-        newer, own
-            Return the ids of saves in the store beyond that step, and that of the one that was loaded from there, or nothing;
-            called on rank 0.
-        """
-        with open_session("begin at", f"{self._root} step {step}", **self._session) as comm:
-            if comm.rank == 0:
-                begun = [g.save_id for g in self._on_the_way() if g.step > step]
-                self._lineage = self._lineage.loaded(step, [*newer(), *begun], own())
-                keep_lineage(self._storage, self._lineage)
-            self._adopt(comm.broadcast(self._lineage.encoded() if comm.rank == 0 else None))
+    def loaded(self, step: int) -> None:
+        """Count the interval to the store from the step that was loaded."""
         self._rule.begin(step)
-        self._newest = None
-        if self._tier.topology.leads(self._rank):  # a killed job may have left one more than is kept
-            drop_generations(self._folder, [g.name for g in self._known()[: -self.options.generations]])
+
+    def save_ids_beyond(self, step: int) -> list[str]:
+        """List the ids of saves of newer steps that are on their way to the store."""
+        return [generation.save_id for generation in self._on_the_way() if generation.step > step]
 
     def forget(self, step: int) -> bool:
         """Forget what this node has of a step; whether there was anything."""
@@ -374,7 +357,7 @@ class MemoryRun:
         """Find the newest step in the store that counts; 0 where there is none."""
         for step in reversed(find_steps(self._storage)[0]):
             with open_storage(self._path(step)) as storage:
-                if not self.is_superseded(stored_save_id(storage)):
+                if not self._lineage.is_superseded(stored_save_id(storage)):
                     return step
         return 0
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch
 from reshard_ckpt.checkpoint import Manager, SaveReport
 from reshard_ckpt.core.planning.interval import daly
 from reshard_ckpt.errors import PeerError, UsageError
-from reshard_ckpt.manager.attempts import ATTEMPTS_KEY, PRIOR_S, Attempt, AttemptLog, estimate_mtbf, read_attempts
+from reshard_ckpt.manager.attempts import ATTEMPTS, PRIOR_S, Attempt, AttemptLog, estimate_mtbf, read_attempts
 from reshard_ckpt.manager.schedule import WARM_UP_STEPS, SaveCosts, SaveSchedule, best_interval
 from reshard_ckpt.storage import open_storage
 from tests.distributed.outcomes import Outcome, outcome
@@ -52,9 +51,6 @@ def run(
             if not left:
                 costs.end(report(save_steps * step_s, 0.0))
     return saved
-
-
-NOT_A_TIME = '{"attempts": [{"began": NaN, "seen": 2, "closed": true}]}'
 
 
 def alone(step: int, own: bytes | None) -> bytes:
@@ -284,17 +280,17 @@ def test_a_clock_that_is_set_changes_no_estimate_and_no_interval(tmp_path: Path,
         assert len(saved) > 5
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"attempts": 3}', '{"attempts": [{"began": "x"}]}', NOT_A_TIME])
-def test_a_damaged_log_begins_anew_with_a_warning(tmp_path: Path, text: str):
-    (tmp_path / ATTEMPTS_KEY).write_text(text)
-    with open_storage(tmp_path) as storage, pytest.warns(UserWarning, match="begins anew"):
-        AttemptLog(storage)
-    assert len(json.loads((tmp_path / ATTEMPTS_KEY).read_text())["attempts"]) == 1
-
-
-def test_the_log_stays_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    clock: Callable[[], float] = Clock()
-    (tmp_path / ATTEMPTS_KEY).write_text(json.dumps({"attempts": [{"began": 1, "seen": 2, "closed": True}] * 2000}))
+def test_a_damaged_log_begins_anew_with_a_warning(tmp_path: Path):
+    (tmp_path / ATTEMPTS.key).write_text("")
     with open_storage(tmp_path) as storage:
+        with pytest.warns(UserWarning, match="begins anew"):
+            AttemptLog(storage)
+        assert len(read_attempts(storage)) == 1
+
+
+def test_the_log_stays_small(tmp_path: Path):
+    clock: Callable[[], float] = Clock()
+    with open_storage(tmp_path) as storage:
+        ATTEMPTS.keep(storage, [(1.0, 2.0, True)] * 2000)
         AttemptLog(storage, clock)
         assert len(read_attempts(storage)) == 1000

@@ -163,17 +163,19 @@ def test_an_older_step_supersedes_newer_ones_also_on_a_node_that_was_away(tmp_pa
         into = state(0)
         manager.load(3, into)
         assert_is(into, 3)
-        assert manager.steps() == [3]
+        assert manager.steps() == [3, 4]
+        manager.async_save(4, state(44)).result()
+        assert manager.steps() == [3, 4]
+        into = state(0)
+        manager.load(4, into)
+        assert_is(into, 44)
+        manager.load(3, into)
+        manager.async_save(5, state(55)).result()
         killed(manager)
     shutil.rmtree(here)
     shutil.copytree(away, here)  # it comes back with step 4
     manager = Manager(root, memory=memory)
     assert loaded(manager) == (3, "memory")
-    manager.load(3, state(0))
-    manager.async_save(4, state(44)).result()
-    into = state(0)
-    manager.load(4, into)
-    assert_is(into, 44)
     killed(manager)
 
 
@@ -183,11 +185,14 @@ def test_in_the_store_too_what_is_beyond_the_step_that_was_loaded_no_longer_coun
             manager.save(step, state(step))
         assert (manager.steps(), manager.latest()) == ([1, 2, 3], 3)
         manager.load(1, state(0))
-        assert (manager.steps(), manager.latest()) == ([1], 1)
-        assert loaded(manager) == (1, "store")
-        manager.async_save(2, state(2)).result()
+        assert manager.latest() == 3
+        manager.async_save(2, state(22)).result()
         assert manager.steps() == [1, 2]
-        assert loaded(manager) == (2, "memory")
+        into = state(0)
+        found = manager.load_latest(into)
+        assert found is not None
+        assert (found.step, found.tier) == (2, "memory")
+        assert_is(into, 22)
 
 
 def test_what_a_kill_kept_from_the_store_is_written_by_the_next_start(
@@ -507,6 +512,7 @@ def test_what_is_on_its_way_to_the_store_is_superseded_too(tmp_path: Path, memor
     handle = manager.async_save(2, state(2))
     handle.result()
     manager.load(1, state(0))
+    manager.save(1, state(1))
     go.set()
     assert handle.persisted()
     killed(manager)
@@ -551,11 +557,11 @@ def test_a_step_that_was_gone_back_from_counts_again_once_it_is_loaded(tmp_path:
         for step in (1, 2, 3):
             manager.save(step, state(step))
         manager.load(1, state(0))
-        manager.load(2, state(0))
-        assert (manager.steps(), manager.latest()) == ([1, 2], 2)
-        manager.load(1, state(0))
+        manager.save(0, state(0))
+        assert manager.steps() == [0, 1]
         manager.load(3, state(0))
-        assert (manager.steps(), manager.latest()) == ([1, 3], 3)  # of the step between, nobody said so
+        manager.save(0, state(0))
+        assert (manager.steps(), manager.latest()) == ([0, 1, 3], 3)  # of the step between, nobody said so
         killed(manager)
     with Manager(tmp_path, memory=memory) as manager:
         assert loaded(manager) == (3, "store")
@@ -568,6 +574,8 @@ def test_closing_sends_what_was_loaded_from_memory_where_the_store_has_what_no_l
     killed(manager)
     with Manager(tmp_path, memory=memory, persist_every=1000) as manager:
         manager.load(1, state(0))
+        with pytest.raises(TypeError):  # this save fails, and so no newer one is there
+            manager.save(1, state(1), nonsense=True)
     assert_is_stored(tmp_path, 1)
 
 

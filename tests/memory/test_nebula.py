@@ -67,8 +67,27 @@ def test_a_script_of_nebula_saves_lists_and_loads(tmp_path: Path, shm: Path):
     assert torch.equal(into.state_dict()["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
     with pytest.raises(CheckpointNotFound, match="no checkpoint 'global_step30'; there are: global_step20"):
         nm.get_checkpoint("global_step30").load("model")
+    latest = nm.get_latest_checkpoint()
+    assert latest is not None
+    assert latest.tag == "21"  # an older one was only looked at
     nm.finish()
-    assert checkpoint.verify(tmp_path / "run" / "step_20").ok  # what was gone back to is the newest
+    assert checkpoint.verify(tmp_path / "run" / "step_21").ok
+
+
+def test_a_save_at_an_older_step_goes_on_from_what_was_loaded(tmp_path: Path, shm: Path):
+    memory = Memory(copies=0, folder=str(shm), generations=8)
+    nm.init(str(tmp_path / "run"), num_of_version_in_retention=8, memory=memory)
+    for step in (10, 20, 30):
+        save_number(f"global_step{step}", step)
+    assert nm.get_checkpoint("global_step10").load("x")["x"] == 10
+    save_number("global_step40", 40)  # beyond all, so the newer ones still count
+    assert [one.tag for one in nm.list_checkpoints()] == [f"global_step{step}" for step in (10, 20, 30, 40)]
+    assert nm.get_checkpoint("global_step10").load("x")["x"] == 10
+    save_number("global_step25", 25)
+    assert [one.tag for one in nm.list_checkpoints()] == ["global_step10", "global_step25"]
+    nm.finish()
+    nm.init(str(tmp_path / "run"), num_of_version_in_retention=8, memory=memory)
+    assert nm.get_latest_checkpoint().load("x")["x"] == 25
 
 
 def save_number(tag: str, number: int) -> None:

@@ -1,0 +1,165 @@
+"""The lineage of a run, kept in its root: which saves count after somebody went back to an older step.
+
+An attempt begins with the first save after a load. What earlier attempts had saved beyond the step that was loaded is superseded:
+in memory by the pair of attempt and step, in the store by the ids of the saves. So nodes that were away, and bring back what they
+hold, are judged alike. A load alone changes nothing.
+"""
+
+from __future__ import annotations
+
+import secrets
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import astuple, dataclass, replace
+from typing import Any
+
+from ...comm import open_session
+from ...comm.protocol import Comm
+from ...errors import StorageError
+from ...storage import Storage
+from .notes import Note
+
+_MAX_STARTS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """Where each attempt of a run began.
+
+    Attributes
+    ----------
+    run
+        Random id of the run, new where there was no lineage: what other runs with this root left in memory does not count.
+    attempt
+        The number of the newest attempt; 0 before the first.
+    starts
+        Pairs of an attempt and the step that it had loaded; −1 where it began from nothing.
+    superseded
+        Ids of saves in the store that no longer count.
+
+    >>> line = Lineage().begun().begun(100).begun(50, ["s100"])
+    >>> line.attempt, line.counts(1, 50), line.counts(2, 60), line.counts(3, 60)
+    (3, True, False, True)
+    """
+
+    run: str = ""
+    attempt: int = 0
+    starts: tuple[tuple[int, int], ...] = ()
+    superseded: tuple[str, ...] = ()
+
+    def begun(self, step: int | None = None, newer: Iterable[str] = (), own: str = "") -> Lineage:
+        """Begin an attempt, at the step that was loaded, if any; `newer` are the ids of the saves in the store beyond it.
+
+        `own` is that of what was loaded, if it was in the store: it counts again, also if it had been gone back from.
+        """
+        attempt = self.attempt + 1
+        starts = self.starts if step is None else (*self.starts, (attempt, step))[-_MAX_STARTS:]
+        superseded = tuple(dict.fromkeys(one for one in (*self.superseded, *newer) if one != own))
+        return replace(self, attempt=attempt, starts=starts, superseded=superseded[-_MAX_STARTS:])
+
+    def counts(self, attempt: int, step: int) -> bool:
+        """Whether what an attempt saved at a step was not superseded by a later one that began before it."""
+        return not any(later > attempt and step > start for later, start in self.starts)
+
+
+def _parsed(fields: Any) -> Lineage:
+    run, attempt, starts, superseded = fields
+    if not isinstance(run, str) or not all(isinstance(one, str) for one in superseded):
+        raise TypeError("an id that is no text")
+    pairs = tuple((number, step) for number, step in starts)
+    if not all(isinstance(one, int) for one in (attempt, *(one for pair in pairs for one in pair))):
+        raise TypeError("an attempt that is no number")
+    return Lineage(run, attempt, pairs, tuple(superseded))
+
+
+LINEAGE = Note(
+    ".reshard_ckpt.lineage", 1, 4 << 20, _parsed,
+    "restore the file; or delete it, and checkpoints that the run went back from count again: delete them too, and what "
+    "reshard-ckpt memory list shows of this run",
+)  # fmt: skip
+"""The note of a run's lineage, in its root."""
+
+
+class RunLineage:
+    """The lineage of a run as the manager of one rank knows it: the same on all ranks. Made inside of a session.
+
+    Parameters
+    ----------
+    storage
+        The root of the run.
+    comm
+        The session.
+    where
+        The root, for messages.
+    session
+        Options of every session.
+
+    Attributes
+    ----------
+    known
+        What is in force.
+    """
+
+    def __init__(self, storage: Storage, comm: Comm, where: str, session: Mapping[str, Any]) -> None:
+        self._storage, self._where, self._session = storage, where, session
+        self._is_first = comm.rank == 0
+        self._loaded: tuple[int, bool] | None = None
+        self._is_begun = self._is_unwritten = False
+        own = (LINEAGE.read(storage) or Lineage(secrets.token_hex(16))) if self._is_first else None
+        self.known = self._shared(comm, own)
+
+    def _shared(self, comm: Comm, own: Lineage | None) -> Lineage:
+        data = comm.broadcast(None if own is None else LINEAGE.encoded(astuple(own)))
+        return LINEAGE.decoded(data, where=self._where)
+
+    def refresh(self) -> None:
+        """Read the note again: for readers, beside whom a job goes on."""
+        self.known = LINEAGE.read(self._storage) or self.known
+
+    def is_superseded(self, save_id: str) -> bool:
+        """Whether a save in the store no longer counts, because the run went back to an older step."""
+        return save_id in self.known.superseded
+
+    def loaded(self, step: int, *, in_store: bool) -> None:
+        """Remember which step was loaded: the next save goes on from there, and nothing is written before that."""
+        self._loaded = step, in_store
+
+    def begin(self, newer: Callable[[int], Iterable[str]], own: Callable[[int], str], *, always: bool) -> bool:
+        """Before a save: begin an attempt, if none has begun since the last load. Collective then; returns whether it was.
+
+        Parameters
+        ----------
+        newer, own
+            Return the ids of saves in the store beyond a step, and that of a step that was loaded from there; called on rank 0.
+        always
+            Begin one also where nothing was loaded.
+        """
+        if self._loaded is None and (self._is_begun or not always):
+            self._write_again()
+            return False
+        step, in_store = self._loaded or (None, False)
+        with open_session("begin at", f"{self._where} step {step}", **self._session) as comm:
+            found = None
+            if comm.rank == 0:
+                beyond = () if step is None else newer(step)
+                found = self.known.begun(step, beyond, own(step) if step is not None and in_store else "")
+                self._write(found)
+            self.known = self._shared(comm, found)
+        self._loaded, self._is_begun = None, True
+        return True
+
+    def _write_again(self) -> None:
+        if self._is_unwritten:
+            self._write(self.known)
+
+    def _write(self, lineage: Lineage) -> None:
+        try:
+            LINEAGE.keep(self._storage, astuple(lineage))
+            self._is_unwritten = False
+        except StorageError as error:  # it may be full, while memory is not
+            self._is_unwritten = True
+            warnings.warn(
+                f"from which step this job went on could not be written: {error}; the next save tries again, and until then a "
+                "restart does not know it",
+                stacklevel=5,
+            )

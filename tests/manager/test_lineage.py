@@ -1,0 +1,174 @@
+"""A run that goes back to an older step: what counts from then on, whatever the options of its managers."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reshard_ckpt import checkpoint
+from reshard_ckpt.checkpoint import Manager, Memory
+from reshard_ckpt.engine.common.lineage import LINEAGE
+from reshard_ckpt.errors import CorruptError, StorageError
+from reshard_ckpt.format.keys import RUN_LOCK_KEY
+from reshard_ckpt.manager.attempts import ATTEMPTS
+from reshard_ckpt.storage import open_storage
+from tests.manager.test_manager import damage, empty, holds, state
+
+
+@pytest.fixture(params=["store", "memory"])
+def options(request: pytest.FixtureRequest, shm: Path) -> dict[str, Any]:
+    return {} if request.param == "store" else {"memory": Memory(copies=0, folder=str(shm))}
+
+
+def branched(root: Path, **options: Any) -> None:
+    """Save 10 … 50, go back to 20, and save 30, 35 and 38 anew."""
+    with Manager(root, **options) as manager:
+        for step in (10, 20, 30, 40, 50):
+            manager.save(step, state(step), metric=float(step))
+    with Manager(root, **options) as manager:
+        manager.load(20, empty())
+        for step in (30, 35, 38):
+            manager.save(step, state(step + 1000), metric=float(step))
+
+
+def test_a_restart_goes_on_with_the_new_branch(tmp_path: Path, options: dict[str, Any]):
+    branched(tmp_path, **options)
+    with Manager(tmp_path, **options) as manager:
+        assert (manager.steps(), manager.latest(), manager.best()) == ([10, 20, 30, 35, 38], 38, 38)
+        loaded = empty()
+        found = manager.load_latest(loaded)
+        assert found is not None
+        assert found.step == 38
+        assert holds(loaded, 1038)
+    with Manager(tmp_path, read_only=True) as reader:
+        assert (reader.latest(), reader.best()) == (38, 38)
+
+
+def test_pruning_keeps_the_new_branch(tmp_path: Path, options: dict[str, Any]):
+    branched(tmp_path, **options)
+    with Manager(tmp_path, keep_last=2, **options) as manager:
+        manager.load_latest(empty())
+        manager.save(39, state(39))
+        assert manager.steps() == [38, 39]
+        for step in (60, 70):
+            manager.save(step, state(step))
+    assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_60", "step_70"]
+
+
+def test_a_manager_with_other_options_sees_what_counts(tmp_path: Path, shm: Path):
+    memory = Memory(copies=0, folder=str(shm))
+    branched(tmp_path, memory=memory)
+    with Manager(tmp_path) as manager:
+        assert manager.load_latest(empty()).step == 38
+    shutil.rmtree(tmp_path)
+    branched(tmp_path)
+    with Manager(tmp_path, memory=memory) as manager:
+        assert manager.load_latest(empty()).step == 38
+
+
+def test_what_is_in_memory_of_before_a_job_without_memory_does_not_count(tmp_path: Path, shm: Path):
+    memory = Memory(copies=0, folder=str(shm))
+    manager = Manager(tmp_path, memory=memory, persist_every=1000)
+    manager.save(1, state(1))
+    manager.async_save(9, state(9)).result()
+    manager.__exit__(RuntimeError, RuntimeError(), None)  # killed: 9 is in memory alone
+    with Manager(tmp_path) as manager:
+        assert manager.load_latest(empty()).step == 1
+        manager.save(2, state(2))
+    with Manager(tmp_path, memory=memory) as manager:
+        assert manager.load_latest(empty()).step == 2
+
+
+def files(root: Path) -> dict[Path, bytes]:
+    """All files of a run but its lock."""
+    return {path: path.read_bytes() for path in root.rglob("*") if path.is_file() and path.name != RUN_LOCK_KEY}
+
+
+def test_a_load_writes_nothing_and_hides_nothing(tmp_path: Path, options: dict[str, Any]):
+    with Manager(tmp_path, **options) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state(step))
+    before = files(tmp_path)
+    with Manager(tmp_path, **options) as manager:
+        for step in (1, 2):  # to average them
+            manager.load(step, empty())
+        assert manager.steps() == [1, 2, 3]
+        assert manager.load_latest(empty()).step == 3
+        assert files(tmp_path) == before
+        manager.save(4, state(4))
+        assert manager.steps() == [1, 2, 3, 4]  # it went on from the last that was loaded
+
+
+def test_a_reader_follows_a_job_that_goes_back(tmp_path: Path):
+    with Manager(tmp_path) as manager, Manager(tmp_path, read_only=True) as reader:
+        for step in (1, 2, 3):
+            manager.save(step, state(step), metric=float(step))
+        assert (reader.steps(), reader.best()) == ([1, 2, 3], 3)
+        reader.load(1, empty())  # which changes nothing for the job
+        manager.load(1, empty())
+        manager.save(2, state(22), metric=0.5)
+        assert (reader.steps(), reader.best()) == ([1, 2], 1)
+        manager.save(3, state(33), metric=2.0)
+        assert (reader.steps(), reader.best()) == ([1, 2, 3], 3)
+
+
+@pytest.mark.parametrize("note", [LINEAGE, ATTEMPTS], ids=["lineage", "attempts"])
+def test_a_damaged_note_is_named(tmp_path: Path, note: Any):
+    branched(tmp_path, interval="auto")
+    path = tmp_path / note.key
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    if note is ATTEMPTS:
+        with pytest.warns(UserWarning, match=f"{path}.*begins anew"):
+            Manager(tmp_path, interval="auto").close()
+        return
+    for options in ({}, {"read_only": True}):
+        with pytest.raises(CorruptError, match=f"{path}: this note cannot be read.*or delete it"):
+            Manager(tmp_path, **options)
+    path.unlink()
+    with Manager(tmp_path) as manager:
+        assert manager.latest() == 50
+
+
+def test_a_full_store_hinders_no_load_and_the_next_save_notes_it(
+    tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    with Manager(tmp_path, **options) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state(step))
+
+    def full(*_: Any) -> None:
+        raise StorageError("no space left")
+
+    with monkeypatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        patch.setattr(type(LINEAGE), "keep", full)
+        manager = Manager(tmp_path, interval="auto", **options)
+        manager.load(1, empty())
+        with pytest.warns(UserWarning, match="from which step this job went on could not be written: no space"):
+            manager.save(2, state(22))
+    manager.save(4, state(4))
+    manager.close()
+    with Manager(tmp_path, **options) as manager:
+        assert manager.steps() == [1, 2, 4]
+
+
+def test_a_damaged_newest_that_was_passed_over_is_no_reason_to_go_back_further(tmp_path: Path):
+    with Manager(tmp_path) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state(step))
+    damage(str(tmp_path), 3)
+    with Manager(tmp_path) as manager:
+        with pytest.warns(UserWarning, match="passed over"):
+            assert manager.load_latest(empty()).step == 2
+        manager.save(4, state(4))
+    with Manager(tmp_path) as manager:
+        assert manager.steps() == [1, 2, 4]
+        assert checkpoint.verify(tmp_path / "step_4").ok
+        with open_storage(tmp_path) as storage:
+            assert LINEAGE.read(storage).starts[-1][1] == 2
