@@ -153,6 +153,26 @@ def test_everything_moves_below_another_key(saved: tuple[Path, dict[str, Any]], 
     assert_same(state_of(module, optimizer), saved[1])
 
 
+def deeper(name: str) -> str:
+    return name.replace("model.", "model.inner.") if name.startswith("model.") else name
+
+
+def test_state_follows_a_model_that_moves_into_or_out_of_another_one_in_every_form_of_rename(saved: tuple[Path, dict[str, Any]]):
+    renames: list[Any] = [{"model": "model.inner"}, deeper, {f"model.{name}": f"model.inner.{name}" for name in ODD}]
+    wrapper, optimizer = nn.Module(), None
+    for rename in renames:
+        wrapper.inner = module_of(ODD, 7)
+        optimizer = torch.optim.AdamW(wrapper.inner.named_parameters(), lr=0.5)
+        checkpoint.load(saved[0], {"model": wrapper, "optimizer": optimizer}, rename=rename)
+        assert_same(state_of(wrapper.inner, optimizer), saved[1])
+    checkpoint.save(saved[0], {"model": wrapper, "optimizer": optimizer})
+    for back in ({"model.inner": "model"}, lambda name: name.replace("model.inner.", "model.")):
+        module = module_of(ODD, 8)
+        optimizer = torch.optim.AdamW(module.named_parameters(), lr=0.5)
+        checkpoint.load(saved[0], {"model": module, "optimizer": optimizer}, rename=back)
+        assert_same(state_of(module, optimizer), saved[1])
+
+
 def test_swapped_parameters_take_their_state_along(saved: tuple[Path, dict[str, Any]]):
     got = loaded(saved[0], rename={"model.x": "model.exp_avg", "model.exp_avg": "model.x"})
     assert_same(got["state"]["x"], saved[1]["state"]["exp_avg"])

@@ -149,7 +149,9 @@ class _NewNames:
         if old == new or not f".{old}".endswith(f".{fqn}"):
             return fqn
         root = old.removesuffix(fqn).removesuffix(".")
-        moved = self._explicit(root) if isinstance(self.rename, Mapping) and root else root
+        # What is still below the root lies deeper in it, though a mapping may name just the root, as in {"model": "model.inner"}.
+        is_deeper = new.startswith(f"{root}.")
+        moved = self._explicit(root) if isinstance(self.rename, Mapping) and root and not is_deeper else root
         if moved and new.startswith(f"{moved}."):
             return new[len(moved) + 1 :]
         if f".{new}".endswith(f".{fqn}"):  # it is called the same, below something else
