@@ -164,16 +164,17 @@ class Run:
             self.time("memcpy", lambda: limits.copy(self.state.locals(), touched))
             self._async_save("eager", staging="eager")
             self._async_save("lazy, call", staging="lazy")
+            self._async_save("lazy, until staged", staging="lazy", until_staged=True)
             for mode in ("thread", "process"):
                 self._dcp_async(peer, mode)
         peer.close()
 
-    def _async_save(self, name: str, *, staging: str) -> None:
+    def _async_save(self, name: str, *, staging: str, until_staged: bool = False) -> None:
         path, handles = self.new_path(), []
 
         def operation() -> None:
             handles.append(checkpoint.async_save(path, self.state.modules, staging=staging))
-            if staging == "eager":
+            if staging == "eager" or until_staged:
                 handles[0].staged()
 
         self.time(name, operation)

@@ -139,8 +139,9 @@ def async_save(
     staging
         ``"eager"``: the state may change as soon as this returns. ``"lazy"``: this returns sooner, and the state may change once
         ``staged()`` of the handle returns; the steps of the optimizers in the state wait for that by themselves, so a training
-        loop needs no change. What else may change meanwhile (buffers, other objects) is copied before this returns. A change of
-        parameters that is no step fails the save, unless it waits for ``staged()``.
+        loop needs no change. What else may change meanwhile (buffers, other objects) is copied before this returns. Your own code
+        that changes parameters waits for ``staged()``: a change that is found fails the save. What is copied is compared whole
+        with what is there when all is copied; docs/reliability.md says what is found.
         Where an optimizer's steps cannot be held back (compiled, ``capturable=True``), lazy is eager.
     hold
         Who holds changes back while a lazy save copies. ``"optimizers"``: those in the state, as above. An optimizer, or a list:

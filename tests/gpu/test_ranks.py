@@ -25,8 +25,8 @@ def test_replicas_on_devices_that_differ_are_found(tmp_path: Path) -> None:
 def test_lazy_save_and_step_of_replicas_wait_for_nothing_and_copy_their_fingerprints_together(tmp_path: Path) -> None:
     for wrong, counted in run_ranks(on_ranks.lazily_saved_replicas, 2, tmp_path):
         assert wrong == []
-        # Six of twelve tensors, the numbers of steps in one or two packs, and the fingerprints, whose samples are 12 MiB.
-        assert counted.pop("copies") <= 9
+        # Six of twelve tensors, the numbers of steps in one or two packs, the fingerprints, and two looks at what is copied.
+        assert counted.pop("copies") <= 11
         assert counted == {"host waits": 0, "held": 1, "pageable": 0}
 
 

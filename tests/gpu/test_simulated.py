@@ -21,7 +21,7 @@ from reshard_ckpt.engine.saving import async_save
 from reshard_ckpt.engine.saving.local_shards import describe_local
 from reshard_ckpt.engine.saving.messages import RunColumns
 from reshard_ckpt.engine.saving.replicas import all_fingerprints, weighted_sums, with_kind
-from reshard_ckpt.engine.saving.staging import MIN_RING_BYTES
+from reshard_ckpt.engine.saving.staging import MIN_RING_BYTES, Staging
 from reshard_ckpt.errors import CorruptError, UsageError
 from reshard_ckpt.state.capture import capture
 from tests import device as simulated
@@ -260,6 +260,23 @@ def test_small_tensors_cross_the_link_together(tmp_path: Path) -> None:
     checkpoint.load(tmp_path, {"s": other})
     assert simulated.counters().h2d <= 50
     assert torch.equal(torch.stack(list(other.values())).cpu(), values)
+
+
+def test_rows_changed_through_data_behind_their_copy_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    embedding = torch.nn.Embedding(2000, 300).to("sim")  # too large to be packed
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=0.1)
+    fill = Staging.fill
+
+    def fill_and_change(self: Staging, *args: Any, **options: Any) -> int:
+        copied = fill(self, *args, **options)
+        torch.accelerator.synchronize()
+        embedding.weight.data[:2].fill_(copied)
+        return copied
+
+    monkeypatch.setattr(Staging, "fill", fill_and_change)
+    handle = checkpoint.async_save(tmp_path, {"model": embedding, "optimizer": optimizer}, staging="lazy")
+    with pytest.raises(UsageError, match="what SGD owns was changed while it was copied"):
+        handle.result(600)
 
 
 def test_fingerprints_of_replicas_cross_the_link_in_one_copy() -> None:

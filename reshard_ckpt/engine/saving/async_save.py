@@ -87,7 +87,7 @@ class SaveThread:
                     f"no thread to save in can be started ({error}): call checkpoint.save, which needs none"
                 ) from error
 
-    def stage(self, fill: Callable[[], None], *, in_background: bool) -> None:
+    def stage(self, fill: Callable[[], object], *, in_background: bool) -> None:
         """Run `fill`, after which the state may change; an error of it fails the save. An interrupt is also the caller's."""
         self._stages = True
         if in_background:
@@ -98,7 +98,7 @@ class SaveThread:
         if error is not None and not isinstance(error, Exception):
             raise error
 
-    def _stage(self, fill: Callable[[], None]) -> BaseException | None:
+    def _stage(self, fill: Callable[[], object]) -> BaseException | None:
         try:
             fill()
             self._staging.finish()
@@ -215,11 +215,12 @@ def _stage_lazily(
         save.let_steps_through()
 
     def copy_guarded() -> None:
+        has_changed = False
         try:
-            copy.fill(is_guarded, queued=let_steps_through)
+            has_changed = copy.fill(is_guarded, queued=let_steps_through, looks_again=True)
         finally:
             with copy_streams.entered():
-                guard.close()
+                guard.close(has_changed=has_changed)
 
     interrupt: BaseException | None = None
     try:

@@ -1,13 +1,14 @@
 """Fingerprints of replicas: how each rank takes those of its pieces, and how rank 0 compares them.
 
-1. Where all of a rank's state lies in host memory, a small piece is hashed whole, and a large one in samples (`fingerprint`).
-2. Where some of it lies on a device, the same samples, packed as 32-bit words, are summed up where they lie (`weighted_sums`), so
-   that 8 bytes of each come here. The sum is that of each word times the weight of its place, modulo 2^64. Weights are odd and
-   scattered: one word that differs always shows; several that differ hide each other with a chance of 2^-32 if it is in their
+1. Where all of a rank's state lies in host memory, each piece is hashed (`fingerprint`): all of it, or with ``replicas="sample"``
+   some blocks of a large one, which are others in each save (`looked_at`).
+2. Where some of it lies on a device, the same bytes, packed as 32-bit words, are summed up where they lie (`weighted_sums`), so
+   that 8 bytes of each piece come here. The sum is that of each word times the weight of its place, modulo 2^64. Weights are odd
+   and scattered: one word that differs always shows; several that differ hide each other with a chance of 2^-32 if it is in their
    highest bits alone, else far less. What lies in host memory beside that is summed up likewise, as other ranks may have it on a
    device.
 3. On a device all of this is queued, and so is one copy of all sums; nobody waits for it before `Fingerprints.finish`. Whatever
-   the size of the state, it takes 5 MiB there, and one large page of pinned memory.
+   the size of the state, it takes 20 MiB there, and one large page of pinned memory.
 4. Rank 0 compares the fingerprints of every replica group (`compare_replicas`). The lowest bit says how one was taken: of two
    that were taken in different ways nothing can be said.
 """
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgpack
 import numpy as np
@@ -39,57 +40,75 @@ from .messages import Receipt, RunColumns
 U64 = NDArray[np.uint64]
 
 WHOLE_BYTES = 1 << 20
-"""Pieces up to this size are hashed whole."""
+"""Pieces up to this size are always looked at whole."""
+
+PACKED_BYTES = 4 << 20
+"""Bytes that are summed up at once; on all ranks the same, and a multiple of every element size."""
 
 NUM_SAMPLES = 16
 SAMPLE_BYTES = 64 << 10
 WORD_BYTES = 4
+_FACTOR = 0x2545F4914F6CDD1D
 
 
 class Fingerprints:
-    """The fingerprints of the pieces that a rank is to check, taken in parts; those on a device are queued.
+    """The fingerprints of runs of this rank's memory, taken in parts; those on a device are queued.
+
+    Parameters
+    ----------
+    known
+        The fingerprints, where they have been taken before.
+    shift
+        As for `looked_at`.
+    between_ranks
+        They are compared with those of other ranks, which may have on a device what lies in host memory here.
 
     Attributes
     ----------
     taken
-        One for each check, all there after `finish`.
+        One for each run, all there after `finish`.
     """
 
     def __init__(
-        self, copy_streams: CopyStreams, local_shards: LocalShards, checks: RunColumns, known: U64 | None = None
+        self,
+        copy_streams: CopyStreams,
+        runs: Sequence[LocalRun],
+        known: U64 | None = None,
+        *,
+        shift: int | None = None,
+        between_ranks: bool = True,
     ) -> None:
-        self._copy_streams, self._local_shards, self._checks = copy_streams, local_shards, checks
-        self.taken = np.zeros(len(checks.local), np.uint64) if known is None else known
+        self._copy_streams, self._runs, self._shift, self._between_ranks = copy_streams, runs, shift, between_ranks
+        self.taken = np.zeros(len(runs), np.uint64) if known is None else known
         self._is_known = known is not None
         self._sums = torch.empty(0, dtype=torch.int64, device="cpu")
         self._come: list[tuple[list[int], torch.Tensor]] = []
         self._queued: list[Mark] = []
 
     def queue(self, chosen: Callable[[torch.Tensor], bool]) -> None:
-        """Take the fingerprints of the checks of chosen tensors, or queue that; nothing where they are known."""
+        """Take the fingerprints of the runs of chosen tensors, or queue that; nothing where they are known."""
         if self._is_known:
             return
         by_device: dict[torch.device, dict[int, LocalRun]] = defaultdict(dict)
-        for i, run in enumerate(self._local_shards.runs(self._checks)):
+        for i, run in enumerate(self._runs):
             if chosen(run.local.tensor):
                 by_device[run.local.tensor.device][i] = run
-        if self._copy_streams:
-            self._queue_sums(by_device)
-            return
         scratch = torch.empty(WHOLE_BYTES, dtype=torch.uint8, device="cpu")
-        for runs in by_device.values():
-            hashes = np.array([fingerprint(run, scratch) for run in runs.values()], np.uint64)
-            self.taken[list(runs)] = with_kind(hashes, summed=False)
+        for device, runs in by_device.items():
+            if device in self._copy_streams.by_device or (self._copy_streams and self._between_ranks):
+                self._queue_sums(device, runs)
+            else:
+                hashes = np.array([fingerprint(run, scratch, self._shift) for run in runs.values()], np.uint64)
+                self.taken[list(runs)] = with_kind(hashes, summed=False)
 
-    def _queue_sums(self, by_device: dict[torch.device, dict[int, LocalRun]]) -> None:
+    def _queue_sums(self, device: torch.device, runs: dict[int, LocalRun]) -> None:
         with self._copy_streams.entered():
-            for device, runs in by_device.items():
-                sums = weighted_sums(list(runs.values()), device)
-                if device in self._copy_streams.by_device:
-                    there, sums = sums, self._host_memory(len(runs))
-                    sums.copy_(there, non_blocking=True)
-                    self._queued.append(Mark(self._copy_streams.by_device[device].link))
-                self._come.append((list(runs), sums.cpu()))
+            sums = weighted_sums(list(runs.values()), device, self._shift)
+            if device in self._copy_streams.by_device:
+                there, sums = sums, self._host_memory(len(runs))
+                sums.copy_(there, non_blocking=True)
+                self._queued.append(Mark(self._copy_streams.by_device[device].link))
+            self._come.append((list(runs), sums.cpu()))
 
     @property
     def is_under_way(self) -> bool:
@@ -110,65 +129,96 @@ class Fingerprints:
         self._queued = []
 
     def _host_memory(self, count: int) -> torch.Tensor:
-        """Return pinned memory for so many sums; at most as many as there are checks are asked for."""
+        """Return pinned memory for so many sums; at most as many as there are runs are asked for."""
         if not self._sums.numel():
-            self._sums = allocate(8 * len(self._checks.local), pinned=True).view(torch.int64)
+            self._sums = allocate(8 * len(self._runs), pinned=True).view(torch.int64)
         taken, self._sums = self._sums[:count], self._sums[count:]
         return taken
 
 
-def all_fingerprints(local_shards: LocalShards, checks: RunColumns) -> U64:
+def all_fingerprints(local_shards: LocalShards, checks: RunColumns, shift: int | None = None) -> U64:
     """Take the fingerprints of all checks."""
-    fingerprints = Fingerprints(CopyStreams(local.tensor for _, local in local_shards.rows), local_shards, checks)
+    streams = CopyStreams(local.tensor for _, local in local_shards.rows)
+    fingerprints = Fingerprints(streams, local_shards.runs(checks), shift=shift)
     fingerprints.queue(lambda _: True)
     fingerprints.finish()
     return fingerprints.taken
 
 
-def samples_of(run: LocalRun) -> list[LocalRun]:
-    """Choose what of a run is looked at: all of a small one, else `NUM_SAMPLES` blocks spread evenly, first and last included."""
-    if run.num_bytes <= WHOLE_BYTES:
+def shift_of(save_id: str) -> int:
+    """Choose the shift of a save's samples: the same on all ranks, and another for each save."""
+    return xxhash.xxh32_intdigest(save_id.encode())
+
+
+def looked_at(run: LocalRun, shift: int | None) -> list[LocalRun]:
+    """Choose the parts of a run that are looked at.
+
+    Parameters
+    ----------
+    shift
+        None for all of it. Else, of a run above `WHOLE_BYTES`, one block in each of `NUM_SAMPLES` equal parts, at this 2^-32th of
+        the way through the part.
+    """
+    if shift is None or run.num_bytes <= WHOLE_BYTES:
         return [run]
     size = SAMPLE_BYTES // run.local.tensor.element_size()
     spread = run.num_elements - size
-    return [LocalRun(run.local, run.start + spread * i // (NUM_SAMPLES - 1), size) for i in range(NUM_SAMPLES)]
+    starts = (run.start + (spread * ((i << 32) + shift) // NUM_SAMPLES >> 32) for i in range(NUM_SAMPLES))
+    return [LocalRun(run.local, start, size) for start in starts]
 
 
-def fingerprint(run: LocalRun, scratch: torch.Tensor) -> int:
-    """Return the XXH3-64 of the samples of a run."""
+def fingerprint(run: LocalRun, scratch: torch.Tensor, shift: int | None = None) -> int:
+    """Return the XXH3-64 of what is looked at of a run."""
     each = run.local.tensor.element_size()
     hasher = xxhash.xxh3_64()
-    whole = bytes_in_place(*run)  # one view for all samples: making a view takes longer than hashing what it shows
-    for sample in samples_of(run):
+    whole = bytes_in_place(*run)  # one view for all parts: making a view takes longer than hashing what it shows
+    for part in looked_at(run, shift):
         if whole is not None:
-            begin = (sample.start - run.start) * each
-            hasher.update(whole[begin : begin + sample.num_bytes])
+            begin = (part.start - run.start) * each
+            hasher.update(whole[begin : begin + part.num_bytes])
             continue
-        for chunk in chunks(*sample, scratch):
+        for chunk in chunks(*part, scratch):
             hasher.update(chunk)
     return hasher.intdigest()
 
 
-def weighted_sums(runs: Sequence[LocalRun], device: torch.device) -> torch.Tensor:
-    """Sum up the samples of runs on one device, on its current stream; 1-D int64."""
+def weighted_sums(runs: Sequence[LocalRun], device: torch.device, shift: int | None = None) -> torch.Tensor:
+    """Sum up what is looked at of runs on one device, on its current stream; 1-D int64.
+
+    Of a run that is summed up in several packs, each sum is added to a multiple of that before it.
+    """
     sums = torch.zeros(len(runs), dtype=torch.int64, device=device)
-    samples = [[(sample, sample.num_bytes) for sample in samples_of(run)] for run in runs]
-    num_words = max((-(-sum(size for _, size in of_run) // WORD_BYTES) for of_run in samples), default=0)
+    packs = [list(_packs(run, shift)) for run in runs]
+    num_words = max((-(-sum(part.num_bytes for part in pack) // WORD_BYTES) for of_run in packs for pack in of_run), default=0)
     weights = _weights(num_words, device)
     packed = torch.empty(num_words * WORD_BYTES, dtype=torch.uint8, device=device)
-    products = torch.empty_like(weights)
-    for i, of_run in enumerate(samples):
-        at = 0
-        for sample, size in of_run:
-            if size:
-                copy_run(*sample, packed[at : at + size])
-            at += size
-        end = -(-at // WORD_BYTES)
-        if at % WORD_BYTES:
-            packed[at : end * WORD_BYTES].zero_()
-        torch.mul(packed.view(torch.int32)[:end], weights[:end], out=products[:end])
-        torch.sum(products[:end], 0, out=sums[i])
+    products, pack_sum = torch.empty_like(weights), torch.empty((), dtype=torch.int64, device=device)
+    for i, of_run in enumerate(packs):
+        for number, pack in enumerate(of_run):
+            at = 0
+            for part in pack:
+                if part.num_elements:
+                    copy_run(*part, packed[at : at + part.num_bytes])
+                at += part.num_bytes
+            end = -(-at // WORD_BYTES)
+            if at % WORD_BYTES:
+                packed[at : end * WORD_BYTES].zero_()
+            torch.mul(packed.view(torch.int32)[:end], weights[:end], out=products[:end])
+            torch.sum(products[:end], 0, out=pack_sum if number else sums[i])
+            if number:
+                torch.add(pack_sum, sums[i], alpha=_FACTOR, out=sums[i])
     return sums
+
+
+def _packs(run: LocalRun, shift: int | None) -> Iterator[list[LocalRun]]:
+    """Divide what is looked at of a run into packs: all samples are one."""
+    parts = looked_at(run, shift)
+    if len(parts) > 1 or run.num_bytes <= PACKED_BYTES:
+        yield parts
+        return
+    size = PACKED_BYTES // run.local.tensor.element_size()
+    for begin in range(0, run.num_elements, size):
+        yield [LocalRun(run.local, run.start + begin, min(size, run.num_elements - begin))]
 
 
 def _weights(num: int, device: torch.device) -> torch.Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 from ...errors import UsageError
@@ -33,7 +34,9 @@ class StagedCopy:
         self.layouts, self.ring, self._recorder = layouts, ring, job.recorder
         local_shards, assignment = job.local_shards, job.agreed.assignment
         self.staging = Staging(local_shards, assignment, layouts, ring)
-        self.fingerprints = Fingerprints(self.staging.copy_streams, local_shards, assignment.checks, job.fingerprints)
+        runs = local_shards.runs(assignment.checks)
+        self.fingerprints = Fingerprints(self.staging.copy_streams, runs, job.fingerprints)
+        self._look: SecondLook | None = None
 
     def fill(
         self,
@@ -41,7 +44,8 @@ class StagedCopy:
         *,
         last: bool = True,
         queued: Callable[[], None] = lambda: None,
-    ) -> None:
+        looks_again: bool = False,
+    ) -> bool:
         """Copy and fingerprint chosen tensors.
 
         Parameters
@@ -50,8 +54,16 @@ class StagedCopy:
             As for `Staging.fill`.
         queued
             Called as soon as all of this is queued on devices, and not yet there.
+        looks_again
+            Compare what was copied with what the tensors hold then, as `SecondLook` does.
+
+        Returns
+        -------
+        bool
+            Whether that differs.
         """
         staging, recorder = self.staging, self._recorder
+        look = self._look = SecondLook(staging, chosen) if looks_again else None
         began = recorder.now()
         num_bytes = staging.fill(chosen, last=last)
         is_copied = not staging.is_under_way
@@ -59,17 +71,59 @@ class StagedCopy:
             recorder.add("stage", began, num_bytes)
         with recorder.step("compare"):
             self.fingerprints.queue(chosen)
+            if look is not None:
+                look.queue()
         if not is_copied or self.fingerprints.is_under_way:
             queued()
         if not is_copied:
             staging.settle()
             recorder.add("stage", began, num_bytes)
         self.fingerprints.finish()
+        return look is not None and look.has_changed()
 
     def close(self) -> None:
         """Wait until no device writes here any more."""
         self.staging.close()
         self.fingerprints.close()
+        if self._look is not None:
+            self._look.close()
+
+
+class SecondLook:
+    """Tells whether tensors held at one moment all that was copied of them, while their owner may have gone on.
+
+    When all is copied, each is looked at again. If all then hold what was copied, there was a moment between the two at which
+    they held it together. Of host memory the copy itself is compared. Of a device the copy is far away, so sums from before the
+    first copy stand for it, and a change that was undone meanwhile is not seen.
+
+    To be made before anything is copied, into a ring that holds all.
+    """
+
+    def __init__(self, staging: Staging, chosen: Callable[[torch.Tensor], bool]) -> None:
+        streams = staging.copy_streams
+        live, copied = staging.copied_runs(chosen)
+        self._now = Fingerprints(streams, live, between_ranks=False)
+        self._copied = Fingerprints(streams, live if streams else copied, between_ranks=False)
+        self._is_host = not streams
+        if not self._is_host:
+            self._copied.queue(lambda _: True)
+
+    def queue(self) -> None:
+        """Look at all, or queue that, once all copies are made or queued."""
+        if self._is_host:
+            self._copied.queue(lambda _: True)
+        self._now.queue(lambda _: True)
+
+    def has_changed(self) -> bool:
+        """Wait for what is queued, and compare."""
+        self._copied.finish()
+        self._now.finish()
+        return not np.array_equal(self._copied.taken, self._now.taken)
+
+    def close(self) -> None:
+        """Wait until no device writes here any more."""
+        self._copied.close()
+        self._now.close()
 
 
 def write_staged(job: SaveJob) -> Receipt:

@@ -20,8 +20,9 @@ from dataclasses import dataclass
 
 import torch
 
+from ...core.catalog.specs import box_piece
 from ..common.copy_streams import PACK_BYTES, SMALL_BYTES, CopyStreams, DeviceStreams, Mark, Scratch
-from ..common.tensor_bytes import LocalRun, copy_run, is_in_order
+from ..common.tensor_bytes import LocalPiece, LocalRun, copy_run, is_in_order
 from .local_shards import LocalShards
 from .messages import Assignment
 from .write import WRITE_BYTES, FileLayout, member_offsets
@@ -130,6 +131,12 @@ class Staging:
         if not last:
             self.settle()
         return num_bytes
+
+    def copied_runs(self, chosen: Callable[[torch.Tensor], bool]) -> tuple[list[LocalRun], list[LocalRun]]:
+        """Return the items of chosen tensors, and where the copy of each lies in a ring that holds all."""
+        items = [(run, at) for run, at in zip(self._items, self._item_at, strict=True) if chosen(run.local.tensor)]
+        whole = LocalPiece(self._ring, box_piece((0,), (self._ring.numel(),), 0, (1,)))
+        return [run for run, _ in items], [LocalRun(whole, at, run.num_bytes) for run, at in items]
 
     def settle(self) -> None:
         """Wait until all that is queued is there."""

@@ -5,7 +5,8 @@
    that optimizer. The one meets a step that was bound earlier, the other a step that runs no hooks, or changes something before
    it does. Both stay for good: to remove a hook while torch iterates over them, in the thread that trains, would raise there.
 2. Not all code that changes parameters is a step that can be met: compiled code, a replayed graph, a user's own line. So a
-   guard compares version counters and some of the values with those of its beginning, and gives the save up if they differ.
+   guard compares version counters and some of the values with those of its beginning, and gives the save up if they differ. What
+   was copied is compared whole with what is there at the end (`staged_copy.SecondLook`).
 3. Of a device, all may be queued long before it is copied. Then a step goes on at once, but on its device behind the copies; what
    the guard compares is looked at just before the first such step, in the thread that steps.
 """
@@ -37,6 +38,9 @@ MAX_SCALARS = 1024
 """Tensors without dims, such as the numbers of steps, that are compared: all of them, but where there are very many."""
 
 SAMPLE_ELEMENTS = 16
+
+WHOLE_BYTES = 4 << 20
+"""Tensors of no more bytes together are compared whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +91,13 @@ class StepGuard:
             if _HELD.get(id(optimizer)) is self:
                 del _HELD[id(optimizer)]
 
-    def close(self) -> None:
+    def close(self, *, has_changed: bool = False) -> None:
         """All is copied: let go, and make sure that no step came through.
+
+        Parameters
+        ----------
+        has_changed
+            What the optimizers own is known to have changed while it was copied.
 
         Raises
         ------
@@ -98,13 +107,13 @@ class StepGuard:
         try:
             # Held until this is known: a step that comes now must still wait, or it would count as one that came through.
             with self._lock:
-                changed = self._seen is None and self._detector.has_changed()
+                has_changed |= self._seen is None and self._detector.has_changed()
                 seen, self._follow = self._seen, None
             if seen is not None:
-                changed = self._detector.has_changed(seen)
+                has_changed |= self._detector.has_changed(seen)
         finally:
             self.release()
-        if changed:
+        if has_changed:
             names = ", ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in self._optimizers))
             raise UsageError(
                 f"what {names} owns was changed while it was copied, past the guard that holds steps back (by a compiled or "
@@ -123,7 +132,7 @@ class Snapshot:
 
 
 class ChangeDetector:
-    """Tells whether tensors have changed since it was made: by version counters of all, and some values of some.
+    """Tells whether tensors have changed since it was made: by version counters of all, and some values of some, or all of few.
 
     Version counters alone do not show it: fused kernels, what goes through ``.data``, and kernels outside of torch leave them.
     """
@@ -131,9 +140,10 @@ class ChangeDetector:
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = list(tensors)
         sizeable = [tensor for tensor in self._tensors if tensor.ndim and tensor.numel()]
+        self._is_whole = sum(tensor.nbytes for tensor in sizeable) <= WHOLE_BYTES
         scalars = [tensor for tensor in self._tensors if not tensor.ndim]
         # Numbers of steps lie on the device where the optimizer is fused; a step may change nothing else that is sampled.
-        self._sampled = [*_spread(sizeable, MAX_SAMPLED), *_spread(scalars, MAX_SCALARS)]
+        self._sampled = [*_spread(sizeable, len(sizeable) if self._is_whole else MAX_SAMPLED), *_spread(scalars, MAX_SCALARS)]
         self._before = self.look()
 
     def look(self) -> Snapshot:
@@ -154,14 +164,15 @@ class ChangeDetector:
         return any(not torch.equal(before, after) for before, after in zip(self._before.samples, now.samples, strict=True))
 
     def _sample(self) -> list[torch.Tensor]:
-        """Elements from the middle of each sampled tensor, as bytes, together by device and dtype."""
+        """Elements from the middle of each sampled tensor, or all of it, as bytes, together by device and dtype."""
         parts: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         with torch.no_grad():
             for tensor in self._sampled:
                 *outer, last = tensor.shape or (1,)
                 low = max((last - SAMPLE_ELEMENTS) // 2, 0)
                 where: tuple[int | slice, ...] = (*(size // 2 for size in outer), slice(low, low + SAMPLE_ELEMENTS))
-                part = (tensor.detach() if tensor.ndim else tensor.detach().reshape(1))[where]
+                part = tensor.detach() if tensor.ndim else tensor.detach().reshape(1)
+                part = part.reshape(-1) if self._is_whole else part[where]
                 parts.setdefault((tensor.device, tensor.dtype), []).append(part.contiguous().view(torch.uint8))
             return [torch.cat(of_kind) for of_kind in parts.values()]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
@@ -10,9 +12,10 @@ from hypothesis import strategies as st
 
 from reshard_ckpt.core.catalog.specs import box_piece, row_major_strides
 from reshard_ckpt.engine.common.tensor_bytes import LocalPiece, LocalRun
+from reshard_ckpt.engine.saving import replicas
 from reshard_ckpt.engine.saving.replicas import may_be_alike, weighted_sums, with_kind
 
-CPU, MASK = torch.device("cpu"), (1 << 64) - 1
+CPU, MASK, FACTOR = torch.device("cpu"), (1 << 64) - 1, 0x2545F4914F6CDD1D
 
 
 def whole(tensor: torch.Tensor) -> LocalRun:
@@ -21,7 +24,11 @@ def whole(tensor: torch.Tensor) -> LocalRun:
     return LocalRun(LocalPiece(tensor, piece), 0, tensor.numel())
 
 
-def oracle(data: bytes) -> int:
+def oracle(data: bytes, packed: int = 1 << 20) -> int:
+    """Sum up words with the weights of their places in their pack, and packs by Horner's rule."""
+    if len(data) > packed:
+        last = len(data) - (len(data) % packed or packed)
+        return (oracle(data[:last], packed) * FACTOR + oracle(data[last:])) & MASK
     total = 0
     for i, word in enumerate(np.frombuffer(data + bytes(-len(data) % 4), "<i4").tolist()):
         z = (i + 1) * 0x9E3779B97F4A7C15 & MASK
@@ -31,10 +38,12 @@ def oracle(data: bytes) -> int:
     return total & MASK
 
 
-@given(st.lists(st.binary(max_size=50), min_size=1, max_size=4))
-def test_sums_are_those_of_the_oracle(parts: list[bytes]) -> None:
+@given(st.lists(st.binary(max_size=50), min_size=1, max_size=4), st.sampled_from([16, 1 << 20]))
+def test_sums_are_those_of_the_oracle(parts: list[bytes], packed: int) -> None:
     runs = [whole(torch.tensor(list(data), dtype=torch.uint8)) for data in parts]
-    assert [total & MASK for total in weighted_sums(runs, CPU).tolist()] == [oracle(data) for data in parts]
+    with mock.patch.object(replicas, "PACKED_BYTES", packed):
+        sums = weighted_sums(runs, CPU)
+    assert [total & MASK for total in sums.tolist()] == [oracle(data, packed) for data in parts]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8], ids=str)

@@ -253,12 +253,13 @@ def test_a_change_that_came_through_is_found(name: str, way: Callable[[Optimizer
     assert held == []  # let go all the same
 
 
-def test_a_change_of_few_rows_is_found() -> None:
-    weight = torch.nn.Embedding(1000, 4).weight
+@pytest.mark.parametrize("num_rows", [1000, 1 << 20], ids=["small enough to be compared whole", "not in the samples"])
+def test_a_change_of_few_rows_is_found(num_rows: int) -> None:
+    weight = torch.nn.Parameter(torch.empty(num_rows, 4))
     optimizer = torch.optim.SGD([weight], lr=0.1)
     guard = guarded(optimizer)
     with torch.no_grad():
-        weight[0] += 1
+        (weight.data if num_rows == 1000 else weight)[0] = 1
     with pytest.raises(UsageError, match="SGD owns was changed"):
         guard.close()
 
@@ -276,7 +277,7 @@ def test_changes_are_detected_in_any_tensor(shape: tuple[int, ...], dtype: torch
 
 
 def test_what_is_sampled_is_bounded() -> None:
-    tensors = [torch.zeros(100) for _ in range(1000)]
+    tensors = [torch.zeros(2000) for _ in range(1000)]
     detector = ChangeDetector(tensors)
     assert sum(sample.numel() for sample in detector.look().samples) <= 64 * 16 * 4
 
