@@ -20,7 +20,7 @@ import matplotlib.style
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
-from matplotlib.colors import to_hex, to_rgb
+from matplotlib.colors import hsv_to_rgb, to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.text import Text
@@ -29,6 +29,9 @@ INK, SOFT, FAINT = "#1f2430", "#5d6575", "#eef1f5"
 
 PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999999")
 """Okabe and Ito's, which can be told apart with any colour vision."""
+
+_SHADES = ((0.0, 0.0), (1.0, 0.35), (0.0, 0.35), (1.0, 0.6), (0.0, 0.55))
+"""What is mixed into the palette for each eight ranks more, white or black, and how much of it."""
 
 MAX_BOXES = 3000
 """A collection of more boxes is an image inside of an SVG, without edges and tips."""
@@ -103,12 +106,13 @@ def draw_boxes(
 def write_in(
     axes: Axes, x: float, y: float, texts: Sequence[str], width: float, height: float, size: float = 9, **style: Any
 ) -> None:
-    """Write the first of several texts that fits into a place of this size around a point, if one does."""
+    """Write the first of several texts that fits into a place of this size around a point, if need be in smaller letters."""
     for text in texts:
         lines = text.split("\n")
-        if 1.25 * size * len(lines) <= height and max(text_width(line, size) for line in lines) <= width - 4:
-            axes.text(x, y, text, size=size, ha="center", va="center", **style)
-            return
+        for letters in (size, size - 2):
+            if 1.25 * letters * len(lines) <= height and max(text_width(line, letters) for line in lines) <= width - 4:
+                axes.text(x, y, text, size=letters, ha="center", va="center", **style)
+                return
 
 
 def set_ticks(axes: Axes, at: Any, labels: Sequence[str], *, vertical: bool) -> None:
@@ -125,11 +129,19 @@ def set_ticks(axes: Axes, at: Any, labels: Sequence[str], *, vertical: bool) -> 
     (axes.set_yticks if vertical else axes.set_xticks)([at[i] for i in kept], [labels[i] for i in kept])
 
 
-def series(count: int) -> list[str]:
-    """List colours for so many things: of the palette if they suffice, else from dark to light in their order."""
-    if count <= len(PALETTE):
-        return list(PALETTE[:count])
-    return [to_hex(colour) for colour in matplotlib.colormaps["viridis"](np.linspace(0, 1, count))]
+def rank_colour(rank: int) -> str:
+    """Choose the colour of a rank, the same in every picture: of the palette, its lighter and darker shades, then any hue.
+
+    >>> rank_colour(0) == PALETTE[0], rank_colour(8)
+    (True, '#599fcb')
+    """
+    shade, which = divmod(rank, len(PALETTE))
+    if shade < len(_SHADES):
+        mixed, share = _SHADES[shade]
+        red, green, blue = ((1 - share) * of + share * mixed for of in to_rgb(PALETTE[which]))
+    else:
+        red, green, blue = hsv_to_rgb((rank * 0.618034 % 1, (0.45, 0.8)[rank % 2], (0.95, 0.6)[rank // 2 % 2])).tolist()
+    return to_hex((red, green, blue))
 
 
 def on(fill: str) -> str:
@@ -198,7 +210,7 @@ def write_head(figure: Figure, title: str, below: str = "") -> None:
 def add_legend(figure: Figure, colours: Mapping[str, str], left: float, top: float, columns: int) -> None:
     """Add a swatch for each name; its upper left corner is counted from the figure's."""
     width, height = figure.get_size_inches() * 72
-    swatches = [Patch(color=colour, label=fitted(name, 9, 90)) for name, colour in colours.items()]
+    swatches = [Patch(color=colour, label=fitted(name, 9, 180)) for name, colour in colours.items()]
     place = (left / width, 1 - top / height)
     figure.legend(
         handles=swatches, loc="upper left", bbox_to_anchor=place, ncols=columns, handlelength=1, handleheight=1, columnspacing=1.2

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -18,11 +18,13 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from ..core.catalog.model import Catalog
+from ..core.catalog.model import Catalog, ShardView, TensorView
 from ..core.catalog.name_tree import spans
-from ..core.catalog.specs import Ints, Mesh
+from ..core.catalog.placements import KINDS, LocalRegion, local_region
+from ..core.catalog.specs import Ints, Mesh, row_major_strides, unravel
 from ..core.geometry.dtypes import ITEM_BYTES
 from ..core.geometry.runs import I64, volumes
+from ..core.timeline import rank_label
 from ..engine.common.progress import size_text
 from .canvas import (
     FAINT,
@@ -35,23 +37,36 @@ from .canvas import (
     fitted,
     new_figure,
     on,
-    series,
+    rank_colour,
     set_ticks,
     styled,
     text_width,
     write_head,
     write_in,
 )
-from .feeds import Run, WantedPart, boxes_of, feeds
+from .feeds import Fed, Run, WantedPart, boxes_of, feeds
 from .table import CellTable, lay_out
 
 MAX_WIDTH, MAX_HEIGHT = 420.0, 320.0
-"""Of a table, in points."""
+"""Of a table, in points, unless it has more cells than fit there with a number in each."""
 
 MAX_GROUPS = 64
-"""Rows and columns of who feeds whom; more ranks share one."""
+"""Rows and columns of who feeds whom; more ranks share one. Tables give so many cells room for a label."""
 
-HEAD, LEFT, GAP, FOOT = 112.0, 56.0, 62.0, 60.0
+CELL_WIDTH, CELL_HEIGHT = 24.0, 14.0
+SMALL_WIDTH, SMALL_HEIGHT = 120.0, 48.0
+"""Of a scalar; a vector is as high, and as wide for each of its parts."""
+
+MAX_LABEL = 130.0
+"""Width of a label beside who feeds whom, at most."""
+
+MAX_LEGEND = 40
+"""Ranks that the legend lists, all of them; of more it lists a few."""
+
+MAX_MESH = 4096
+"""Ranks of a mesh of which it is worked out who holds a copy of what."""
+
+HEAD, LEFT, GAP, FOOT = 112.0, 56.0, 62.0, 46.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +77,27 @@ class Shown:
     colours: list[str]
     tips: list[str]
 
-    @property
-    def size(self) -> tuple[float, float]:
-        """Return width and height on paper: in proportion, but neither a thread nor larger than its place."""
+    def size(self, ndim: int) -> tuple[float, float]:
+        """Return width and height on paper: in proportion, but neither a thread nor larger than its place; vectors are small."""
+        rows, columns = (min(len(edges) - 1, MAX_GROUPS) for edges in (self.table.rows, self.table.columns))
+        if ndim < 2:
+            return max(min(SMALL_WIDTH * columns, MAX_WIDTH), CELL_WIDTH * columns), SMALL_HEIGHT
         ratio = min(max(float(self.table.columns[-1]) / max(float(self.table.rows[-1]), 1.0), 0.4), 8.0)
         width = min(MAX_WIDTH, MAX_HEIGHT * ratio)
-        return width, width / ratio
+        return max(width, CELL_WIDTH * columns), max(width / ratio, CELL_HEIGHT * rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A tensor on other ranks: the table in the colours of those that wrote it, the same by who wants it, and the amounts."""
+
+    shown: Shown
+    parts: CellTable
+    names: list[str]
+    labels: list[str]
+    """Names with coordinates, where they are of one rank."""
+    fed: Fed
+    amounts: I64
 
 
 @styled()
@@ -76,31 +106,105 @@ def draw_cuts(catalog: Catalog, name: str, wanted: Sequence[WantedPart] = (), me
     view = catalog.tensor(name)
     shape, ranks = view.shape, [shard.file.rank for shard in view.shards]
     known = sorted(set(ranks))
-    colour = dict(zip(known, series(len(known)), strict=True))
     runs: list[Run] = [(s.offsets, s.lengths, s.start, s.count) for s in view.shards]
-    tips = [f"rank {rank}: {_region(run)}" for rank, run in zip(ranks, runs, strict=True)]
-    saved = Shown(lay_out(shape, *boxes_of(runs, len(shape))), [colour[rank] for rank in ranks], tips)
+    copies = copies_of(view, catalog.mesh)
+    tips = [
+        f"rank {rank}: {_region(run)}{f', also on {_ranks(others)}' if others else ''}"
+        for rank, run, others in zip(ranks, runs, copies, strict=True)
+    ]
+    saved = Shown(lay_out(shape, *boxes_of(runs, len(shape))), [rank_colour(rank) for rank in ranks], tips)
     title = "Saved" if catalog.mesh is None or not catalog.mesh.axes else f"Saved on {_mesh(catalog.mesh)}"
-    titles = [(title, "colour: the rank that wrote it")]
+    titles = [(title, f"colour: the rank that wrote it{_copies_text(copies)}")]
+    other = None if mesh is None else _wanted(catalog, name, wanted, mesh)
     if mesh is not None:
         titles.append((f"Wanted on {_mesh(mesh)}", "outline: a new rank's part; colour: who wrote it"))
-    width, height = saved.size
+    sizes = [shown.size(len(shape)) for shown in (saved, *([] if other is None else [other.shown]))]
+    width, height = (max(of) for of in zip(*sizes, strict=True))
     wide = [max(width, text_width(title, 10.5), text_width(below, 8.5)) + GAP for title, below in titles]
-    heat_width = min(max(44.0 * min(len(known), MAX_GROUPS), 180.0), 320.0)
-    right = LEFT + sum(wide) + (heat_width + 24 if mesh is not None else -20)
-    tall = height if mesh is None else max(height, 120.0)
-    figure = new_figure(max(right, 400.0), HEAD + tall + FOOT)  # at least room for some of the name
+    labels = 0.0 if other is None else min(max(text_width(text, 8) for text in other.labels), MAX_LABEL) - GAP / 2
+    columns, rows = min(len(known), MAX_GROUPS), 0 if other is None else min(len(other.names), MAX_GROUPS)
+    heat_width = max(min(max(44.0 * columns, 180.0), 320.0), 18.0 * columns)
+    right = LEFT + sum(wide) + (max(labels, 0.0) + heat_width + 24 if mesh is not None else -20)
+    tall = height if mesh is None else max(height, 120.0, CELL_HEIGHT * rows)
+    right = max(right, 400.0)  # at least room for some of the name
+    legend = _legend(known, catalog.mesh)
+    in_a_row = max(int((right - LEFT) / (max(text_width(text, 9) for text in legend) + 36)), 1) if legend else 1
+    figure = new_figure(right, HEAD + tall + FOOT + 15.0 * -(-len(legend) // in_a_row))
     write_head(figure, name, f"{view.dtype} {' × '.join(f'{n:,}' for n in shape) or 'scalar'}, {size_text(view.num_bytes)}")
     axes = add_axes(figure, LEFT, HEAD, width, height)
     _draw_table(axes, saved, shape, *titles[0])
-    _label_parts(axes, saved.table, [[f"rank {rank}", str(rank)] for rank in ranks], saved.colours)
-    few = [known[i] for i in np.unique(np.linspace(0, len(known) - 1, min(len(known), len(PALETTE))).astype(int))]
-    add_legend(figure, {f"rank {rank}": colour[rank] for rank in few}, LEFT - 8, HEAD + tall + 18, 4)
-    if mesh is not None:
+    words = [_words_of(rank, others, catalog.mesh) for rank, others in zip(ranks, copies, strict=True)]
+    _label_parts(axes, saved.table, words, saved.colours)
+    add_legend(figure, legend, LEFT - 8, HEAD + tall + 26, in_a_row)
+    if other is not None:
         axes = add_axes(figure, LEFT + wide[0], HEAD, width, height)
-        heat = add_axes(figure, LEFT + sum(wide), HEAD, heat_width, tall)
-        _draw_feeds(axes, heat, catalog, name, wanted, titles[1], colour)
+        _draw_wanted(axes, other, shape, titles[1])
+        heat = add_axes(figure, LEFT + sum(wide) + max(labels, 0.0), HEAD, heat_width, tall)
+        _draw_matrix(heat, other, known)
     return figure
+
+
+def copies_of(view: TensorView, mesh: Mesh | None) -> list[Ints]:
+    """List of each shard the other ranks that held the same when it was saved, as far as its placement says."""
+    placement = view.placement
+    if mesh is None or placement is None or mesh.size > MAX_MESH or len(placement) != len(mesh.axes):
+        return [()] * len(view.shards)
+    if any(axis.kind not in KINDS for axis in placement):
+        return [()] * len(view.shards)
+    regions = [local_region(view.shape, placement, mesh.sizes, mesh.coordinates(rank)) for rank in range(mesh.size)]
+    holders: dict[LocalRegion | None, list[int]] = {}
+    for rank, region in enumerate(regions):
+        holders.setdefault(region, []).append(rank)
+    return [
+        tuple(rank for rank in holders[regions[wrote]] if rank != wrote)
+        if wrote < mesh.size and _holds(regions[wrote], shard)
+        else ()
+        for shard in view.shards
+        for wrote in [shard.file.rank]
+    ]
+
+
+def _holds(region: LocalRegion | None, shard: ShardView) -> bool:
+    """Tell whether the first element of a shard is in a region: where ranks of another placement wrote it, it may not be."""
+    if region is None or not shard.count:
+        return False
+    at = [o + i for o, i in zip(shard.offsets, unravel(shard.start, shard.lengths), strict=True)]
+    for (offsets, lengths), start, count in region.runs():
+        inside = [x - o for x, o in zip(at, offsets, strict=True)]
+        if all(0 <= i < n for i, n in zip(inside, lengths, strict=True)):
+            element = sum(i * stride for i, stride in zip(inside, row_major_strides(lengths), strict=True))
+            return start <= element < start + count
+    return False
+
+
+def _copies_text(copies: Sequence[Ints]) -> str:
+    """Say how many ranks held each part, if several did."""
+    counts = sorted({len(others) + 1 for others in copies})
+    if counts in ([], [1]):
+        return ""
+    return f"; {counts[0] if len(counts) == 1 else f'{counts[0]}-{counts[-1]}'} ranks hold each part"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {spans(ranks)}"
+
+
+def _words_of(rank: int, others: Sequence[int], mesh: Mesh | None) -> list[str]:
+    """List what a part may be labelled with, the longest first, which all say which rank wrote it."""
+    full = rank_label(rank, mesh)
+    where = full.removeprefix(f"rank {rank}").strip()
+    also = f"also on {_ranks(others)}" if others else ""
+    lines = [f"rank {rank}", *filter(None, [where, also])]
+    short = f"rank {rank}\n+{spans(others)}" if others else full
+    words = ["\n".join(lines), " ".join(filter(None, [full, f"({also})" if also else ""])), short, full, lines[0], str(rank)]
+    return list(dict.fromkeys(words))
+
+
+def _legend(known: Sequence[int], mesh: Mesh | None) -> dict[str, str]:
+    listed = known
+    if len(known) > MAX_LEGEND:
+        listed = [known[i] for i in np.unique(np.linspace(0, len(known) - 1, len(PALETTE)).astype(int))]
+    return {rank_label(rank, mesh): rank_colour(rank) for rank in listed}
 
 
 def _mesh(mesh: Mesh) -> str:
@@ -155,16 +259,8 @@ def _label_parts(axes: Axes, table: CellTable, words: Sequence[Sequence[str]], c
             )
 
 
-def _draw_feeds(
-    axes: Axes,
-    heat: Axes,
-    catalog: Catalog,
-    name: str,
-    wanted: Sequence[WantedPart],
-    titles: tuple[str, str],
-    colour: Mapping[int, str],
-) -> None:
-    """Draw the wanted table over the saved colours, and beside it who feeds whom."""
+def _wanted(catalog: Catalog, name: str, wanted: Sequence[WantedPart], mesh: Mesh) -> Wanted:
+    """Plan who feeds whom."""
     shape, names = catalog.shape(catalog.index(name)), [f"rank {spans(of.ranks)}" for of in wanted]
     fed = feeds(catalog, catalog.index(name), wanted)
     amounts = volumes(fed.lengths) * ITEM_BYTES[catalog.dtype(catalog.index(name))]
@@ -175,19 +271,24 @@ def _draw_feeds(
         )
     ]
     table = lay_out(shape, fed.offsets, fed.lengths, np.arange(len(tips)))
-    shown = Shown(table, [colour[rank] for rank in fed.saved.tolist()], tips)
-    _draw_table(axes, shown, shape, *titles)
     # The same cells, by who wants them: where neighbours differ is an outline.
     parts = CellTable(table.rows, table.columns, table.row_dims, np.append(fed.wanted, -1)[table.parts])
-    draw_boxes(axes, parts.boxes()[0], "none", edge=INK, width=1.5)
-    plate = {"boxstyle": "round,pad=0.25", "facecolor": "white", "edgecolor": INK, "linewidth": 0.6}
-    words = [[name, name.removeprefix("rank ")] for name in names]
-    _label_parts(axes, parts, words, ["#ffffff"] * len(names), bbox=plate)
-    _draw_matrix(heat, fed.wanted, fed.saved, amounts, names, list(colour))
+    full = [rank_label(of.ranks[0], mesh) if len(of.ranks) == 1 else text for of, text in zip(wanted, names, strict=True)]
+    return Wanted(Shown(table, [rank_colour(rank) for rank in fed.saved.tolist()], tips), parts, names, full, fed, amounts)
 
 
-def _draw_matrix(axes: Axes, wanted: I64, saved: I64, amounts: I64, names: Sequence[str], known: Sequence[int]) -> None:
+def _draw_wanted(axes: Axes, of: Wanted, shape: Ints, titles: tuple[str, str]) -> None:
+    """Draw the wanted table over the saved colours, with an outline and a plate for each new rank."""
+    _draw_table(axes, of.shown, shape, *titles)
+    draw_boxes(axes, of.parts.boxes()[0], "none", edge=INK, width=1.5)
+    plate = {"boxstyle": "round,pad=0.12", "facecolor": "white", "edgecolor": INK, "linewidth": 0.6}
+    words = [[label, name, name.removeprefix("rank ")] for label, name in zip(of.labels, of.names, strict=True)]
+    _label_parts(axes, of.parts, words, ["#ffffff"] * len(words), bbox=plate)
+
+
+def _draw_matrix(axes: Axes, of_wanted: Wanted, known: Sequence[int]) -> None:
     """Draw a row for each of the wanted, a column for each saved rank: the share of its bytes that comes from there."""
+    names, amounts, wanted, saved = of_wanted.names, of_wanted.amounts, of_wanted.fed.wanted, of_wanted.fed.saved
     rows, columns = min(len(names), MAX_GROUPS), min(len(known), MAX_GROUPS)
     size = np.zeros((rows, columns), np.int64)
     np.add.at(size, (wanted * rows // len(names), np.searchsorted(known, saved) * columns // len(known)), amounts)
@@ -204,7 +305,8 @@ def _draw_matrix(axes: Axes, wanted: I64, saved: I64, amounts: I64, names: Seque
         words = [f"{share:.0%}\n{size_text(size[i, j])}", f"{share:.0%}"] if share else []
         write_in(axes, j + 0.5, i + 0.5, words, across, down, size=8, color=on(colour))
     draw_boxes(axes, [(j, i, 1, 1) for i, j, _ in cells], colours, tips)
-    set_ticks(axes, [i + 0.5 for i in range(rows)], [fitted(text, 8, 62) for text in to], vertical=True)
+    labels = of_wanted.labels if rows == len(names) else to
+    set_ticks(axes, [i + 0.5 for i in range(rows)], [fitted(text, 8, MAX_LABEL) for text in labels], vertical=True)
     set_ticks(axes, [j + 0.5 for j in range(columns)], of, vertical=False)
     axes.tick_params(length=0)
     axes.set_xlabel("from saved rank", size=8.5, color=SOFT)

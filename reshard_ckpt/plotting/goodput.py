@@ -32,10 +32,15 @@ def draw_goodput(job: JobFigures, best: Goodput) -> Figure:
     center = [interval for *_, interval in curves]
     intervals = np.geomspace(min(center) / 20, max(center) * 20, 300)
     highest = 0.0
-    for (label, tier, at), colour in zip(curves, PALETTE, strict=False):
+    lowest = min(range(len(curves)), key=lambda i: curves[i][1].lost(curves[i][2]).total)
+    for i, ((label, tier, at), colour) in enumerate(zip(curves, PALETTE, strict=False)):
         axes.plot(intervals, [tier.lost(float(t)).total for t in intervals], color=colour, label=label)
         axes.plot([at], [tier.lost(at).total], "o", color=colour)
-        axes.annotate(duration_text(at), (at, tier.lost(at).total), (0, -14), textcoords="offset points", ha="center", size=9)
+        # The lowest mark is labelled below its curve, others above theirs: nearby marks do not cover each other's labels.
+        lift = -14 if i == lowest else 8
+        axes.annotate(
+            duration_text(at), (at, tier.lost(at).total), (0, lift), textcoords="offset points", ha="center", size=9, color=colour
+        )
         highest = max(highest, tier.lost(at).total)
     axes.set(
         xscale="log",

@@ -17,7 +17,7 @@ from ..core.catalog.summary import Summary
 from ..core.timeline import Timeline, rank_label
 from ..core.words import plural
 from ..engine.common.progress import size_text
-from .canvas import FAINT, INK, PALETTE, SOFT, drawable, fitted, png_bytes, svg_bytes
+from .canvas import FAINT, INK, PALETTE, SOFT, drawable, fitted, png_bytes, rank_colour, svg_bytes
 from .times import draw_timeline, timeline_words
 
 MAX_RANKS, MAX_CHILDREN = 256, 100
@@ -35,7 +35,7 @@ dt{{font-size:12px;color:{SOFT}}}
 dd{{margin:0;font-size:16px;font-weight:600;overflow-wrap:anywhere}}
 details>*{{margin-left:18px}}
 .bar{{font-size:13px}}
-.bar i{{display:inline-block;height:10px;margin-right:6px;background:{PALETTE[0]}}}
+.bar i{{display:inline-block;height:10px;margin-right:6px}}
 """
 
 
@@ -112,7 +112,7 @@ def _rank_bars(catalog: Catalog) -> str:
     held = bytes_by_rank(catalog)
     most = max(held.values(), default=0) or 1
     shown = sorted(sorted(held, key=lambda rank: -held[rank])[:MAX_RANKS])
-    bars = [f"<div>{_bar(rank_label(rank, catalog.mesh), held[rank], most)}</div>" for rank in shown]
+    bars = [f"<div>{_bar(rank_label(rank, catalog.mesh), held[rank], most, rank_colour(rank))}</div>" for rank in shown]
     more = f"<p>Ranks that wrote less: {len(held) - len(shown):,}.</p>" if len(held) > len(shown) else ""
     return "".join(bars) + more
 
@@ -137,8 +137,9 @@ def _total(node: Node, sizes: Sequence[int]) -> int:
     return sum(sizes[leaf] for leaf in node.leaves) + sum(_total(child, sizes) for child in node.children)
 
 
-def _bar(label: str, size: int, most: int) -> str:
-    return f'<span class="bar"><i style="width:{500 * size / most:.1f}px"></i>{_words(label)}: {size_text(size)}</span>'
+def _bar(label: str, size: int, most: int, colour: str = PALETTE[0]) -> str:
+    bar = f'<i style="background:{colour};width:{500 * size / most:.1f}px"></i>'
+    return f'<span class="bar">{bar}{_words(label)}: {size_text(size)}</span>'
 
 
 def _facts(of: Summary) -> str:

@@ -62,7 +62,9 @@ def draw_timeline(timeline: Timeline) -> Figure:
         write_in(axes, x + width / 2, y + height / 2, [step.name], room, tall, size=8, color=on(colour_of(step.name)))
     more = f"; the {MAX_RANKS} busiest ranks" if hidden else ""
     write_head(figure, f"{timeline_title(timeline)}{more}")
-    names = list(dict.fromkeys(step.name for step in sorted(timeline.steps, key=lambda step: step.start_s)))[:MAX_LEGEND]
+    # In the order of a save, whichever rank was first with one; steps that are unknown here by their start.
+    begun = dict.fromkeys(step.name for step in sorted(timeline.steps, key=lambda step: step.start_s))
+    names = [*(name for name in _COLOURS if name in begun), *(name for name in begun if name not in _COLOURS)][:MAX_LEGEND]
     add_legend(figure, {name: colour_of(name) for name in names}, 10, 28, 12 if len(names) <= 12 else 8)
     return figure
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from math import prod
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.collections import PolyCollection
@@ -14,15 +16,19 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
+from reshard_ckpt import checkpoint
 from reshard_ckpt.core.catalog.model import Catalog
-from reshard_ckpt.core.catalog.name_tree import fold
-from reshard_ckpt.core.catalog.specs import Mesh, box_piece, row_major_strides
+from reshard_ckpt.core.catalog.name_tree import fold, spans
+from reshard_ckpt.core.catalog.placements import local_region
+from reshard_ckpt.core.catalog.specs import AxisPlacement, Mesh, Replication, TensorSpec, box_piece, row_major_strides
 from reshard_ckpt.core.catalog.summary import summarize_catalog
-from reshard_ckpt.core.timeline import Step, Timeline
+from reshard_ckpt.core.timeline import Step, Timeline, rank_label
 from reshard_ckpt.engine.common.progress import size_text
 from reshard_ckpt.plotting import times
+from reshard_ckpt.plotting.canvas import rank_colour
 from reshard_ckpt.plotting.cuts import draw_cuts
 from reshard_ckpt.plotting.feeds import WantedPart, feeds
+from reshard_ckpt.plotting.goodput import draw_goodput
 from reshard_ckpt.plotting.page import bytes_by_rank, report_page
 from reshard_ckpt.plotting.times import draw_timeline, timeline_words
 from reshard_ckpt.storage.memory import MemoryStorage
@@ -93,15 +99,74 @@ def trained(tmp_path_factory: pytest.TempPathFactory):
 def test_cut_of_a_tensor_is_in_proportion(trained):
     figure = draw_cuts(trained, "model.layers.0.up")
     wrote = {shard.offsets: shard.file.rank for shard in trained.tensor("model.layers.0.up").shards}
-    found = {tip: box.tolist() for tip, box in tips(figure).items()}
+    found = {tip.partition(", also")[0]: box.tolist() for tip, box in tips(figure).items()}
     assert found == {f"rank {wrote[0, 0]}: [0:8, 0:8]": [0, 0, 8, 8], f"rank {wrote[8, 0]}: [8:16, 0:8]": [0, 8, 8, 8]}
     assert {"model.layers.0.up", "F32 16 × 8, 512 B", "Saved on pp=2, dp=2, tp=2", "↓ dim 0: 16   → dim 1: 8"} <= texts(figure)
-    assert {"rank 0", "rank 1"} <= texts(figure)
+    assert {f"rank {rank}" for rank in wrote.values()} <= {text.partition("\n")[0] for text in texts(figure)}
     assert figure.axes[0].get_yticks().tolist() == [0, 8, 16]  # where the cuts are
     fills = {to_hex(colour) for colour in figure.axes[0].collections[0].get_facecolor()}
     (legend,) = figure.legends
     assert {to_hex(patch.get_facecolor()) for patch in legend.get_patches()} == fills
     assert len(fills) == 2
+
+
+GRID = Mesh(("dp", "tp"), (8, 4))
+
+
+def on_grid(shape: tuple[int, ...], placement: Sequence[AxisPlacement], mesh: Mesh = GRID) -> Catalog:
+    """Save one tensor from the ranks of a mesh, placed so."""
+    ranks = []
+    for rank in range(mesh.size):
+        region = local_region(shape, placement, mesh.sizes, mesh.coordinates(rank))
+        ((offsets, lengths),) = region.boxes() if region is not None else ()
+        piece = box_piece(offsets, lengths, 0, row_major_strides(lengths))
+        spec = TensorSpec("w", "F32", shape, (piece,), Replication.DECLARED, tuple(placement))
+        ranks.append([(spec, torch.zeros(lengths))])
+    return save_job(MemoryStorage("grid"), ranks, mesh=mesh)
+
+
+def test_every_part_of_32_ranks_has_a_label_with_its_coordinates():
+    placement = [AxisPlacement("dp", "shard", 0, turn=1), AxisPlacement("tp", "shard", 0, turn=0)]
+    wanted = [WantedPart((r,), (((8 * r, 0), (8, 64), 0, 512),)) for r in range(32)]
+    figure = draw_cuts(on_grid((256, 64), placement), "w", wanted, GRID)
+    names = {rank_label(rank, GRID) for rank in range(32)}
+    saved, new, feeds_of = figure.axes
+    assert {text.get_text() for text in saved.texts} >= names
+    assert {text.get_text() for text in new.texts} >= names
+    assert {label.get_text() for label in feeds_of.get_yticklabels()} == names
+    assert {text.get_text() for text in figure.legends[0].get_texts()} == names
+
+
+def test_ranks_keep_their_colour_and_replicas_are_named():
+    placement = [AxisPlacement("dp", "shard", 0, turn=0), AxisPlacement("tp", "replicate")]
+    catalog = on_grid((64, 64), placement)
+    figure = draw_cuts(catalog, "w")
+    wrote = {shard.offsets[0] // 8: shard.file.rank for shard in catalog.tensor("w").shards}
+    fills = {to_hex(colour) for colour in figure.axes[0].collections[0].get_facecolor()}
+    assert fills == {rank_colour(rank) for rank in wrote.values()}
+    assert "colour: the rank that wrote it; 4 ranks hold each part" in texts(figure)
+    for dp, rank in wrote.items():
+        others = spans([r for r in range(4 * dp, 4 * dp + 4) if r != rank])
+        assert f"rank {rank}: [{8 * dp}:{8 * dp + 8}, 0:64], also on ranks {others}" in tips(figure)
+        assert f"rank {rank}\ndp={dp} tp={rank % 4}\nalso on ranks {others}" in texts(figure)
+
+
+@pytest.mark.parametrize("shape", [(), (64,)])
+def test_scalars_and_vectors_are_small(shape: tuple[int, ...]):
+    placement = [AxisPlacement("dp", "replicate"), AxisPlacement("tp", "replicate")]
+    extent = draw_cuts(on_grid(shape, placement), "w").axes[0].get_window_extent()
+    assert max(extent.width, extent.height) <= 120
+
+
+def test_labels_of_nearby_intervals_do_not_overlap():
+    report = checkpoint.goodput(state_gb=2000, write_gbps=20, stall=5, mtbf="3h", nodes=64, copies=1)
+    figure = draw_goodput(report.job, report.best)
+    figure.canvas.draw()
+    (axes,) = figure.axes
+    one, other = (text.get_window_extent() for text in axes.texts)
+    assert not one.overlaps(other)
+    legend = axes.get_legend().get_window_extent()
+    assert not any(legend.overlaps(text.get_window_extent()) for text in axes.texts)
 
 
 def test_flat_ranges_are_named_as_such(trained):
