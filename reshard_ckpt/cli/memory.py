@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator, Sequence
 from enum import Enum
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..core.durations import duration_text
 from ..engine.common.progress import size_text
 from ..errors import UsageError
 from .app import command, print_json, print_note, print_text
 from .columns import Columns
 from .formatting import plural
 from .options import AsJson
+
+if TYPE_CHECKING:
+    from ..memory.offline import HeldRun
 
 
 class Action(str, Enum):
@@ -42,18 +48,7 @@ def memory(
         if as_json:
             print_json(found)
             return 0
-        rows = [
-            [
-                run.root,
-                "alive" if run.is_alive else "",
-                size_text(run.num_bytes),
-                str(one.step),
-                f"{one.files_here} of {one.files}",
-            ]
-            for run in found
-            for one in run.steps
-        ]
-        print_text(Columns(["root", "job", ">memory", ">step", ">files here"], rows))
+        print_text(Columns(["root", "run", "job", ">memory", ">step", ">age", ">files here"], list(_rows(found))))
         return 0
     if root is None:
         raise UsageError(f"memory {action.value}: pass the root of the run; reshard-ckpt memory list names them")
@@ -71,9 +66,24 @@ def memory(
         print_text(
             f"{report.path}: {size_text(report.num_bytes)} written, {'published' if report.is_published else 'not published'}"
         )
+    for line in report.passed_over:
+        print_note(f"passed over: {line}")
     if not report.is_published:
         print_note(
             f"files of {plural(len(report.missing), 'node')} are missing: {', '.join(report.missing)}; run this there, or choose "
             "an older step by --step"
         )
     return 0 if report.is_published else 1
+
+
+def _rows(found: Sequence[HeldRun]) -> Iterator[list[str]]:
+    """Yield a row for each checkpoint, and one for a run that has none."""
+    now = time.time()
+    for run in found:
+        alive = "alive" if run.is_alive else ""
+        if not run.steps:
+            yield [run.root, "", alive, size_text(run.num_bytes), "none", "", ""]
+        for one in run.steps:
+            age = "damaged" if one.saved_s is None else duration_text(max(now - one.saved_s, 0.0))
+            files = "" if one.saved_s is None else f"{one.files_here} of {one.files}"
+            yield [run.root, one.run[:8], alive, size_text(run.num_bytes), str(one.step), age, files]

@@ -23,7 +23,7 @@ from ..core.report import LoadReport
 from ..engine.common.lineage import RunLineage
 from ..engine.common.logs import LOGGER
 from ..errors import CheckpointError, CheckpointNotFound, CorruptError, StorageError
-from ..memory.restore import Restorable
+from ..memory.restore import PassedOver, Restorable
 from ..memory.run import MemoryRun
 from .stored import StoredSteps
 
@@ -85,11 +85,12 @@ class Restoring:
 
     def load(self, step: int, state: Mapping[str, Any], options: Mapping[str, Any], *, goes_on: bool = True) -> LoadReport:
         """Load the checkpoint of one step; see `Manager.load`. The run goes on from there, unless it is only looked at."""
+        passed: dict[str, PassedOver] = {}
         options = {"verify_first": self._memory is not None and _may_keep(options), **self._session, **options}
         if self._memory is not None:
             for verify in _passes(options):
-                found = self._memory.find(0, (), step, verify=verify)
-                loaded = self._from_memory(found, state, options, {}, verify=verify)
+                found = self._find(0, passed, step, verify=verify)
+                loaded = self._from_memory(found, state, options, passed, verify=verify)
                 if loaded is not None:
                     if goes_on:
                         self._begin_at(step, in_store=False)
@@ -102,8 +103,9 @@ class Restoring:
     def read(self, step: int, names: Sequence[str] | None) -> dict[str, Any]:
         """Read whole tensors and values of one step; see `Manager.read`."""
         if self._memory is not None:
+            passed: dict[str, PassedOver] = {}
             for verify in (False, True):
-                found = self._memory.find(0, (), step, verify=verify)
+                found = self._find(0, passed, step, verify=verify)
                 if found is None:
                     break
                 try:
@@ -117,12 +119,12 @@ class Restoring:
         """Load the newest checkpoint that is whole; see `Manager.load_latest`."""
         options = {"verify_first": _may_keep(options), **self._session, **options}
         passed: dict[int, str] = {}
-        in_memory: dict[str, str] = {}
+        in_memory: dict[str, PassedOver] = {}
         verify = _passes(options)[0]
         while True:
             step = self._newest_except(passed)
             if self._memory is not None:
-                found = self._memory.find(-1 if step is None else step, list(in_memory), verify=verify)
+                found = self._find(-1 if step is None else step, in_memory, verify=verify)
                 loaded = self._from_memory(found, state, options, in_memory, passed, verify=verify)
                 if loaded is not None and found is not None:
                     self._begin_at(loaded.step, in_store=False)
@@ -143,9 +145,9 @@ class Restoring:
                     warnings.warn(f"passed over, as it cannot be loaded: {passed[step]}", stacklevel=3)
                 continue
             self._begin_at(step, in_store=True)
-            return LoadedStep(step, report, (*in_memory.values(), *passed.values()))
-        if passed or in_memory:
-            lines = (*in_memory.values(), *passed.values())
+            return LoadedStep(step, report, (*_lines(in_memory), *passed.values()))
+        if passed or any(one.is_damaged for one in in_memory.values()):
+            lines = (*_lines(in_memory), *passed.values())
             raise CorruptError(f"{self._stored.url}: no checkpoint can be loaded:\n" + "\n".join(lines))
         return None
 
@@ -168,7 +170,7 @@ class Restoring:
         found: Restorable | None,
         state: Mapping[str, Any],
         options: Mapping[str, Any],
-        passed: dict[str, str],
+        passed: dict[str, PassedOver],
         passed_in_store: Mapping[int, str] = MappingProxyType({}),
         *,
         verify: bool,
@@ -186,11 +188,22 @@ class Restoring:
                 return None
             if isinstance(error, StorageError):  # it cannot be read now, which an older one would not mend
                 raise
-            passed[found.generation.save_id] = f"step {step} in memory: {error}"
-            if self._is_first:
-                warnings.warn(f"passed over, as it cannot be loaded: step {step} in memory: {error}", stacklevel=4)
+            self._pass_over({found.generation.save_id: PassedOver(f"step {step} in memory: {error}", is_damaged=True)}, passed)
             return None
-        return LoadedStep(step, report, (*found.passed_over, *passed.values(), *passed_in_store.values()), tier)
+        return LoadedStep(step, report, (*_lines(passed), *passed_in_store.values()), tier)
+
+    def _find(self, at_least: int, passed: dict[str, PassedOver], step: int | None = None, *, verify: bool) -> Restorable | None:
+        """Find what to load in memory, as `MemoryRun.find`, without what was passed over; add what is passed over now."""
+        assert self._memory is not None
+        found, newer = self._memory.find(at_least, list(passed), step, verify=verify)
+        self._pass_over(newer, passed)
+        return found
+
+    def _pass_over(self, found: Mapping[str, PassedOver], passed: dict[str, PassedOver]) -> None:
+        for save_id, one in found.items():
+            passed[save_id] = one
+            if self._is_first:
+                warnings.warn(f"passed over, as it cannot be loaded: {one.line}", stacklevel=5)
 
     def _begin_at(self, step: int, *, in_store: bool) -> None:
         """Note what was loaded: from the next save on, what lies beyond that step no longer counts."""
@@ -220,6 +233,10 @@ class Restoring:
 def _may_keep(options: Mapping[str, Any]) -> bool:
     """Whether a load may leave something of the state as it is, so that a load from elsewhere must find it so after damage."""
     return LoadOptions(**{name: value for name, value in options.items() if name in LOAD_OPTIONS}).may_keep
+
+
+def _lines(passed: Mapping[str, PassedOver]) -> list[str]:
+    return [one.line for one in passed.values()]
 
 
 def _passes(options: Mapping[str, Any]) -> tuple[bool, ...]:

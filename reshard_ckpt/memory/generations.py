@@ -2,11 +2,14 @@
 
 A generation file is put in place atomically, on every node of the job, once all images of the save are in memory. Whether the
 images are still there is for their slots to say: a slot that was refilled holds another save.
+
+The name of the file says which save it is, and its place in the order of all; so a damaged file is still known by its name.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -23,7 +26,8 @@ from ..storage.protocol import flat_bytes
 from .node import GENERATION_SUFFIX, SLOT_SUFFIX, files_in, passing_over_gone, write_atomically
 from .slots import NoRoom, ReadSlot, SlotRange
 
-_MAGIC = b"RSHGENR1"
+_MAGIC = b"RSHGENR2"
+_NAME = re.compile(r"([^-]+)-(\d{8,})-(\d{12,})-(\d{8,})-(.+)" + re.escape(GENERATION_SUFFIX))
 SPARE = "spare"
 """The memory of the next generation's file, which is reserved before a save is staged."""
 
@@ -38,8 +42,10 @@ class Generation:
         Id of the run, which is new where its root began anew.
     attempt, step
         Which attempt of the run saved, and at which step: the newest generation is the one with the largest pair.
+    number
+        Counts the saves that go to memory: of those of one attempt and step the newest has the largest.
     catalog
-        The bytes of the catalog, as they would be on disk.
+        The bytes of the catalog, as they would be on disk; empty where the file is damaged.
     save_id
         That of the catalog.
     holders
@@ -49,19 +55,25 @@ class Generation:
     run: str
     attempt: int
     step: int
+    number: int
     save_id: str
     catalog: bytes
     holders: Mapping[str, Sequence[str]]
 
     @property
-    def order(self) -> tuple[int, int, str]:
+    def is_damaged(self) -> bool:
+        """Whether its file is damaged: then nothing but what its name says is known."""
+        return not self.catalog
+
+    @property
+    def order(self) -> tuple[int, int, int, str]:
         """Sort key: the newest is last."""
-        return self.attempt, self.step, self.save_id
+        return self.attempt, self.step, self.number, self.save_id
 
     @property
     def name(self) -> str:
         """The name of its file."""
-        return f"{self.attempt:08d}-{self.step:012d}-{self.save_id}{GENERATION_SUFFIX}"
+        return f"{self.run}-{self.attempt:08d}-{self.step:012d}-{self.number:08d}-{self.save_id}{GENERATION_SUFFIX}"
 
     def encoded(self) -> bytes:
         """Encode for a file, and for other ranks."""
@@ -70,6 +82,7 @@ class Generation:
                 "run": self.run,
                 "attempt": self.attempt,
                 "step": self.step,
+                "number": self.number,
                 "save_id": self.save_id,
                 "catalog": self.catalog,
                 "holders": {key: list(nodes) for key, nodes in self.holders.items()},
@@ -96,8 +109,8 @@ def decode_generation(data: bytes, *, where: str) -> Generation:
     try:
         fields: Any = msgpack.unpackb(data[head:], max_bin_len=MAX_CATALOG_BYTES)
         holders = {str(key): tuple(map(str, nodes)) for key, nodes in fields["holders"].items()}
-        attempt, step, catalog = int(fields["attempt"]), int(fields["step"]), bytes(fields["catalog"])
-        return Generation(str(fields["run"]), attempt, step, str(fields["save_id"]), catalog, holders)
+        attempt, step, number = int(fields["attempt"]), int(fields["step"]), int(fields["number"])
+        return Generation(str(fields["run"]), attempt, step, number, str(fields["save_id"]), bytes(fields["catalog"]), holders)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptError(f"{where}: the generation cannot be read ({error}); it is not used") from error
 
@@ -126,7 +139,7 @@ def keep_generation(folder: Path, generation: Generation) -> None:
 
 
 def find_generations(folder: Path) -> list[Generation]:
-    """List the generations that this node knows, the newest last; damaged ones are passed over.
+    """List the generations that this node knows, the newest last; of one whose file is damaged, what the file's name says.
 
     Raises
     ------
@@ -135,9 +148,20 @@ def find_generations(folder: Path) -> list[Generation]:
     """
     found = []
     for path in files_in(folder, GENERATION_SUFFIX):
-        with passing_over_gone(path), suppress(CorruptError), open(path, "rb", opener=_opened) as file:
-            found.append(decode_generation(file.read(), where=str(path)))
+        with passing_over_gone(path), open(path, "rb", opener=_opened) as file:
+            try:
+                found.append(decode_generation(file.read(), where=str(path)))
+            except CorruptError:
+                if (name := _NAME.fullmatch(path.name)) is not None:
+                    run, attempt, step, number, save_id = name.groups()
+                    found.append(Generation(run, int(attempt), int(step), int(number), save_id, b"", {}))
     return sorted(found, key=lambda generation: generation.order)
+
+
+def next_number(folder: Path) -> int:
+    """Return a number above those of all generations that this node knows, also damaged ones."""
+    names = (_NAME.fullmatch(path.name) for path in files_in(folder, GENERATION_SUFFIX))
+    return 1 + max((int(name[4]) for name in names if name is not None), default=0)
 
 
 def _opened(path: str, flags: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..core.catalog.model import Catalog
@@ -25,12 +25,18 @@ class HeldStep:
     ----------
     step, save_id
         Which.
+    run
+        Id of the run: one that began anew with the same root is another run.
+    saved_s
+        When it was saved, in seconds since the epoch; None where its catalog is damaged.
     files_here, files
         How many of its files are whole here, and how many it has.
     """
 
     step: int
     save_id: str
+    run: str
+    saved_s: float | None
     files_here: int
     files: int
 
@@ -71,6 +77,8 @@ class PersistReport:
         Whether the store has the checkpoint now.
     missing
         The nodes whose files the store lacks; run it there.
+    passed_over
+        A line for each newer checkpoint whose catalog is damaged in the memory of this node.
     """
 
     step: int
@@ -78,6 +86,7 @@ class PersistReport:
     num_bytes: int
     is_published: bool
     missing: tuple[str, ...]
+    passed_over: tuple[str, ...] = ()
 
 
 def held_runs(root: str | None = None, folder: str = FOLDER) -> list[HeldRun]:
@@ -93,7 +102,11 @@ def held_runs(root: str | None = None, folder: str = FOLDER) -> list[HeldRun]:
 
 
 def _held_step(path: Path, generation: Generation) -> HeldStep:
-    return HeldStep(generation.step, generation.save_id, len(files_here(path, generation)), len(generation.holders))
+    num_here, saved_s = (
+        len(files_here(path, generation)),
+        None if generation.is_damaged else generation.decoded_catalog().created_s,
+    )
+    return HeldStep(generation.step, generation.save_id, generation.run, saved_s, num_here, len(generation.holders))
 
 
 def drop_held(root: str, folder: str = FOLDER) -> int:
@@ -126,7 +139,8 @@ def persist_held(root: str, folder: str = FOLDER, *, step: int | None = None) ->
     """
     path = _run(root, folder)
     with open_storage(resolved_path(root)) as storage, _unmanaged(storage):
-        return _persist(path, root, folder, _chosen(path, storage, step))
+        chosen, passed_over = _chosen(path, storage, step)
+        return replace(_persist(path, root, folder, chosen), passed_over=passed_over)
 
 
 @contextmanager
@@ -171,17 +185,25 @@ def _write_absent(path: Path, generation: Generation, keys: Sequence[str], stora
     return num_bytes
 
 
-def _chosen(path: Path, storage: Storage, step: int | None) -> Generation:
-    """Choose the newest generation that counts; all do where the root, and with it the run's lineage, is lost."""
+def _chosen(path: Path, storage: Storage, step: int | None) -> tuple[Generation, tuple[str, ...]]:
+    """Choose the newest generation that counts, with a line for each newer one that is damaged.
+
+    All count where the root, and with it the run's lineage, is lost.
+    """
     found = find_generations(path)
     lineage = LINEAGE.read(storage)
     if lineage is not None:
         found = [one for one in found if one.run == lineage.run and lineage.counts(one.attempt, one.step)]
-    chosen = [one for one in found if step is None or one.step == step]
-    if not chosen:
-        steps = ", ".join(str(one.step) for one in found) or "none"
-        raise CheckpointNotFound(f"{storage.url}: the memory of this node has no such checkpoint; the steps there: {steps}")
-    return chosen[-1]
+    passed: list[str] = []
+    for one in reversed(found):
+        if step in (None, one.step):
+            if not one.is_damaged:
+                return one, tuple(passed)
+            passed.append(f"step {one.step} in memory: its catalog is damaged on this node")
+    steps = ", ".join(str(one.step) for one in found if not one.is_damaged) or "none"
+    raise CheckpointNotFound(
+        "; ".join([f"{storage.url}: the memory of this node has no such checkpoint; the steps there: {steps}", *passed])
+    )
 
 
 def _run(root: str, folder: str) -> Path:

@@ -3,8 +3,8 @@
 1. Each node lists the generations that it knows, and the files of them that its slots hold.
 2. Rank 0 proposes the newest of which some node has each file. The load verifies what it reads; where it finds damage, nodes
    verify every block of what they have, each rank a part.
-3. If each file has a copy without damage, all nodes keep that generation and drop newer ones, which never became whole; else the
-   next older one is proposed.
+3. If each file has a copy without damage, that is the one; else the next older one is proposed. What was passed over is said.
+   Nothing is written.
 4. `open_images` makes it a source like any other: files of this node are read from its slots, others are asked of a rank that has
    them. Whoever asked verifies the blocks, so damage on the way is found as well.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
@@ -29,18 +29,18 @@ from ..format.checksums import digests_file_bytes, wrong_blocks
 from ..formats.source import Source
 from ..storage import Storage
 from ..storage.protocol import flat_bytes, read_parts
-from .generations import (
-    Generation,
-    NodeImages,
-    decode_generation,
-    drop_generations,
-    files_here,
-    find_generations,
-    keep_generation,
-)
+from .generations import Generation, NodeImages, decode_generation, files_here, find_generations
 from .topology import Topology
 
 VERIFY_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class PassedOver:
+    """Why a generation is not loaded: a line for people, and whether it is damaged, or went with nodes that are lost."""
+
+    line: str
+    is_damaged: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +53,10 @@ class Restorable:
         Which.
     owners
         By key: the ranks of the nodes that have the file whole.
-    passed_over
-        A line for each newer generation that is not whole.
     """
 
     generation: Generation
     owners: Mapping[str, tuple[int, ...]]
-    passed_over: tuple[str, ...]
 
     def files_of(self, rank: int) -> list[str]:
         """List the files that this rank is to copy, of those that its node has: each file is one rank's."""
@@ -78,8 +75,10 @@ def find_newest(
     excluded: Sequence[str] = (),
     *,
     verify: bool = True,
-) -> Restorable | None:
+) -> tuple[Restorable | None, dict[str, PassedOver]]:
     """Find the newest generation that is whole on the nodes of the job, without a damaged block. Collective.
+
+    Also returns, by save id, the newer ones that are not whole.
 
     Parameters
     ----------
@@ -90,53 +89,72 @@ def find_newest(
     verify
         Whether to verify every block. Without it, headers alone are believed, for a load that verifies what it reads.
     """
-    leads = topology.leads(comm.rank)
+    leads, ids = topology.leads(comm.rank), {*topology.ids}
     known = {g.save_id: g for g in find_generations(folder)}
     candidates = [g for g in known.values() if wanted(g) and g.save_id not in excluded]
-    listed = [(*g.order, len(g.holders), files_here(folder, g) if leads else []) for g in candidates]
+    listed = [
+        (*g.order, -1 if g.is_damaged else len(g.holders), files_here(folder, g) if leads else [], _lost(g, ids))
+        for g in candidates
+    ]
     gathered = comm.gather(msgpack.packb(listed))
-    passed: list[str] = []
-    for save_id, missing, sender in _proposals(comm, gathered):
-        if missing:
-            passed.append(missing)
+    passed: dict[str, PassedOver] = {}
+    for save_id, line, is_damaged, sender in _proposals(comm, gathered):
+        if line:
+            passed[save_id] = PassedOver(line, is_damaged)
             continue
         found = _verified(comm, folder, topology, _shared(comm, known.get(save_id), sender), verify=verify)
-        if isinstance(found, str):
-            passed.append(found)
-            continue
-        generation, owners = found
-        if leads:
-            keep_generation(folder, generation)
-            drop_generations(folder, [g.name for g in candidates if g.order > generation.order])
-        # The end of the session is a gather: nobody goes on before each node has it.
-        return Restorable(generation, owners, tuple(passed))
-    return None
+        if not isinstance(found, str):
+            return Restorable(*found), passed
+        passed[save_id] = PassedOver(found, is_damaged=True)
+    return None, passed
 
 
-def _proposals(comm: Comm, gathered: Sequence[bytes] | None) -> Iterator[tuple[str, str, int]]:
+def _lost(generation: Generation, ids: set[str]) -> bool:
+    """Whether files of a generation lay on nodes alone that are not in the job any more."""
+    return any(ids.isdisjoint(nodes) for nodes in map(set, generation.holders.values()))
+
+
+def _proposals(comm: Comm, gathered: Sequence[bytes] | None) -> Iterator[tuple[str, str, bool, int]]:
     """Yield save ids, the newest first, the same on all ranks.
 
-    Each with the reason where some file is nowhere, and with the rank that sends the generation to all: −1 where all know it.
+    Each with a line where it is not whole, with whether it is damaged then, and with the rank that sends the generation to all:
+    −1 where all know it.
     """
     message = None
     if gathered is not None:
-        needed: dict[tuple[int, int, str], int] = {}
-        present: dict[tuple[int, int, str], set[str]] = {}
-        knowing: dict[tuple[int, int, str], list[int]] = {}
+        found: dict[tuple[int, int, int, str], _Told] = {}
         for rank, data in enumerate(gathered):
-            for attempt, step, save_id, number, keys in msgpack.unpackb(data):
-                order = attempt, step, save_id
-                needed[order] = number
-                present.setdefault(order, set()).update(keys)
-                knowing.setdefault(order, []).append(rank)
-        proposals = []
-        for order in sorted(needed, reverse=True):
-            gone = needed[order] - len(present[order])
-            why = f"step {order[1]} in memory: {gone} of {needed[order]} files are on no node that is left" if gone else ""
-            proposals.append((order[2], why, -1 if len(knowing[order]) == comm.size else knowing[order][0]))
-        message = msgpack.packb(proposals)
-    for save_id, why, sender in msgpack.unpackb(comm.broadcast(message)):
-        yield str(save_id), str(why), int(sender)
+            for attempt, step, number, save_id, num_files, keys, is_lost in msgpack.unpackb(data):
+                told = found.setdefault((attempt, step, number, save_id), _Told())
+                told.keys.update(keys)
+                told.is_lost |= is_lost
+                if num_files >= 0:  # else its file is damaged there
+                    told.num_files = num_files
+                    told.knowing.append(rank)
+        message = msgpack.packb([told.proposal(order, comm.size) for order, told in sorted(found.items(), reverse=True)])
+    for save_id, line, is_damaged, sender in msgpack.unpackb(comm.broadcast(message)):
+        yield str(save_id), str(line), bool(is_damaged), int(sender)
+
+
+@dataclass(slots=True)
+class _Told:
+    """What all nodes together say of a generation: how many files it has, those that are whole, and the ranks that know it."""
+
+    num_files: int = 0
+    keys: set[str] = field(default_factory=set)
+    knowing: list[int] = field(default_factory=list)
+    is_lost: bool = False
+
+    def proposal(self, order: tuple[int, int, int, str], size: int) -> tuple[str, str, bool, int]:
+        """Return what `_proposals` yields."""
+        _, step, _, save_id = order
+        gone, line = self.num_files - len(self.keys), ""
+        if not self.knowing:
+            line = f"step {step} in memory: its catalog is damaged on every node that has it"
+        elif gone:
+            why = "on no node that is left" if self.is_lost else "damaged, or removed, on every node that had them"
+            line = f"step {step} in memory: {gone} of {self.num_files} files are {why}"
+        return save_id, line, not self.is_lost, -1 if len(self.knowing) == size else next(iter(self.knowing), -1)
 
 
 def _shared(comm: Comm, known: Generation | None, sender: int) -> Generation:

@@ -28,10 +28,10 @@ from ..format.keys import step_name
 from ..storage import Storage, open_storage
 from .background import Persisting, PersistRule
 from .generations import Generation, drop_generations, find_generations
-from .node import machine_id, node_id, run_folder, runs
+from .node import machine_id, node_id, remove_run, run_folder, runs
 from .options import Memory
 from .persist import is_persisted, stored_save_id
-from .restore import Restorable, find_newest, open_images
+from .restore import PassedOver, Restorable, find_newest, open_images
 from .tier import MemoryTarget, Tier
 from .topology import find_topology
 
@@ -165,7 +165,7 @@ class MemoryRun:
         return sorted({generation.step for generation in self._known()})
 
     def _known(self) -> list[Generation]:
-        return [generation for generation in find_generations(self._folder) if self._counts(generation)]
+        return [one for one in find_generations(self._folder) if self._counts(one) and not one.is_damaged]
 
     def catalogs(self) -> dict[int, Catalog]:
         """Return the catalogs of the steps that this node knows in memory."""
@@ -249,7 +249,7 @@ class MemoryRun:
 
     def find(
         self, at_least: int, excluded: Sequence[str] = (), step: int | None = None, *, verify: bool = True
-    ) -> Restorable | None:
+    ) -> tuple[Restorable | None, dict[str, PassedOver]]:
         """Find the newest whole generation of a step, or of none older than `at_least`; see `find_newest`. Collective."""
 
         def wanted(generation: Generation) -> bool:
@@ -267,6 +267,7 @@ class MemoryRun:
         def opened(comm: Comm) -> AbstractContextManager[Any]:
             return open_images(comm, self._folder, found, make_links)
 
+        self._tier.adopt(found.generation)
         chosen = LoadOptions(**{k: v for k, v in options.items() if k in LOAD_OPTIONS})
         others = {k: v for k, v in options.items() if k not in LOAD_OPTIONS}
         report, _ = load_target(where, target_of(state), chosen, opened=opened, **others)
@@ -334,8 +335,15 @@ class MemoryRun:
             self.wait()
             if clean:
                 self._persist_newest()
-        finally:
+        except BaseException:
             self._tier.close()
+            raise
+        self._tier.close()
+        if clean and self.options.drop_on_clean_exit:
+            # The next job waits for the lock of the root, which rank 0 has until all have left this session.
+            with open_session("drop the memory of", self._root, **self._session):
+                if self._tier.topology.leads(self._rank):
+                    remove_run(self._folder)
 
     def _persist_newest(self) -> None:
         if self._newest is not None:
@@ -344,7 +352,9 @@ class MemoryRun:
         else:
             with open_session("newest of", self._root, **self._session) as comm:
                 at_least = int(comm.broadcast(b"%d" % self._newest_stored() if comm.rank == 0 else None))
-            found = self.find(at_least)
+            found, passed = self.find(at_least)
+            for one in passed.values() if self._rank == 0 else ():
+                warnings.warn(f"passed over, as it cannot be written to the store: {one.line}", stacklevel=4)
             if found is None:
                 return
             generation, mine = found.generation, found.files_of(self._rank)

@@ -37,7 +37,7 @@ from ..errors import CorruptError, PeerError, StorageError
 from ..format.catalog import encode_catalog
 from ..format.checksums import BlockHasher, decode_digests, digest128, digests_file_bytes, wrong_blocks
 from ..format.keys import digests_key
-from .generations import SPARE, Generation, drop_generations, find_generations, keep_generation, reserve_generation
+from .generations import SPARE, Generation, drop_generations, find_generations, keep_generation, next_number, reserve_generation
 from .options import Memory
 from .pool import HeldSlot, SlotPool, node_lock, remove_dead_slots
 from .slots import HEADER_BYTES, NoRoom, Slot, SlotRange, SlotTable, decode_table, slot_bytes
@@ -224,18 +224,31 @@ class Tier:
             Whether it goes to the store.
         """
         comm = job.comm
-        gathered = comm.gather(msgpack.packb((encode_receipt(receipt), list(held))))
+        # By a counter, since clocks and random ids are no order: above all that any node knows.
+        gathered = comm.gather(msgpack.packb((encode_receipt(receipt), list(held), next_number(self.folder))))
         message = None
         if gathered is not None:
-            pairs = [msgpack.unpackb(data) for data in gathered]
-            message = msgpack.packb(self._published(job, step, [decode_receipt(r) for r, _ in pairs], [h for _, h in pairs]))
+            told = [msgpack.unpackb(data) for data in gathered]
+            published = self._published(job, step, [decode_receipt(one[0]) for one in told], [one[1] for one in told])
+            message = msgpack.packb({**published, "number": max(one[2] for one in told)})
         fields = msgpack.unpackb(comm.broadcast(message))
         holders = {key: tuple(nodes) for key, nodes in fields["holders"].items()}
-        generation = Generation(self.run, self.attempt, step, job.save_id, fields["catalog"], holders)
+        number = int(fields["number"])
+        generation = Generation(self.run, self.attempt, step, number, job.save_id, fields["catalog"], holders)
         if self.topology.leads(self.rank):
             keep_generation(self.folder, generation)
             self._spare_bytes = max(2 * len(generation.catalog), MIN_SPARE_BYTES)
         return generation, int(fields["copies"]), bool(fields["persist"])
+
+    def adopt(self, generation: Generation) -> None:
+        """Keep a generation that is loaded on this node, too, if it is not known here. The load needs nothing of it."""
+        if not self.topology.leads(self.rank):
+            return
+        if not any(one.save_id == generation.save_id and not one.is_damaged for one in find_generations(self.folder)):
+            try:
+                keep_generation(self.folder, generation)
+            except StorageError as error:
+                warnings.warn(f"the checkpoint that is loaded is not noted in this node's memory: {error}", stacklevel=6)
 
     def acknowledge(self, comm: Comm, generation: Generation, *, pin: bool) -> None:
         """Say that this node has the generation; once all have said so it is committed, and older ones may go. Collective."""

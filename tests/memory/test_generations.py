@@ -1,0 +1,192 @@
+"""The generations of a node: their order, and one whose file is damaged."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reshard_ckpt.checkpoint import Manager, Memory
+from reshard_ckpt.errors import CheckpointNotFound, CorruptError
+from reshard_ckpt.memory import background
+from reshard_ckpt.memory.generations import find_generations
+from reshard_ckpt.memory.node import run_path
+from reshard_ckpt.memory.run import MemoryRun
+from reshard_ckpt.memory.tier import MemoryTarget
+from tests.cli.running import run
+from tests.memory.test_manager import assert_is, flip, killed, loaded, slot_of, state
+
+NAMED = "ignore:passed over, as it cannot be loaded"
+
+
+@pytest.fixture
+def memory(shm: Path) -> Memory:
+    return Memory(copies=0, folder=str(shm))
+
+
+def test_of_two_saves_of_a_step_the_later_one_is_loaded(tmp_path: Path, memory: Memory, monkeypatch: pytest.MonkeyPatch):
+    """The first is on its way to the store when the second is committed, so both are in memory; their ids are no order."""
+    go, both, whole, finish, wait_for = (
+        threading.Event(),
+        threading.Event(),
+        background.persist,
+        MemoryTarget.finish,
+        MemoryRun.wait_for,
+    )
+
+    def slow(*args: Any) -> None:
+        go.wait()
+        whole(*args)
+
+    def finish_late(*args: Any) -> Any:
+        both.wait()
+        return finish(*args)
+
+    def begun(self: MemoryRun, step: int) -> None:
+        wait_for(self, step)
+        (both if begins.pop() else threading.Event()).set()
+
+    begins = [True, False]
+    monkeypatch.setattr(background, "persist", slow)
+    monkeypatch.setattr(MemoryTarget, "finish", finish_late)
+    monkeypatch.setattr(MemoryRun, "wait_for", begun)
+    ids = iter(["20260101T000000Z-ffffffff", "20260101T000000Z-00000000"])
+    monkeypatch.setattr("reshard_ckpt.engine.saving.agreement.new_save_id", lambda: next(ids))
+    with Manager(tmp_path, memory=memory, persist_every=5) as manager:
+        handles = [manager.async_save(5, state(number)) for number in (55, 5)]
+        assert [handle.result() is not None for handle in handles] == [True, True]
+        assert len(find_generations(run_path(memory.folder, str(tmp_path)))) == 2
+        go.set()
+        assert handles[0].persisted()
+        assert loaded(manager) == (5, "memory")  # whose values prove that it is the later one
+        manager._memory.wait()  # type: ignore[union-attr]
+        into = state(0)
+        manager.load(5, into)
+        assert_is(into, 5)
+        killed(manager)
+
+
+def three_steps(root: Path, memory: Memory) -> dict[int, str]:
+    """Save step 1 to the store, and steps 2 and 3 to memory; their ids."""
+    ids = {}
+    manager = Manager(root, memory=memory, persist_every=1000)
+    manager.save(1, state(1))
+    for step in (2, 3):
+        handle = manager.async_save(step, state(step))
+        handle.result()
+        ids[step] = handle.running.save_id
+    killed(manager)
+    return ids
+
+
+@pytest.mark.parametrize("where", ["catalog", "header", "image"])
+def test_what_is_damaged_in_memory_is_always_named(tmp_path: Path, memory: Memory, shm: Path, where: str):
+    """Whether an older one of memory is loaded instead, or the store's, and by every kind of load."""
+    root = tmp_path / "run"
+    ids = three_steps(root, memory)
+
+    def damage(step: int) -> None:
+        if where == "catalog":
+            (path,) = run_path(str(shm), str(root)).glob(f"*{ids[step]}.gen")
+        else:
+            path = slot_of(shm, root, ids[step])
+        flip(path, {"catalog": 300, "header": 40, "image": 65536 + 2_000_000}[where])
+
+    def passed_over(tier: str) -> list[int]:
+        manager = Manager(root, memory=memory, persist_every=1000)
+        into = state(0)
+        with pytest.warns(UserWarning, match="passed over") as caught:
+            found = manager.load_latest(into)
+        killed(manager)
+        assert found is not None
+        assert found.tier == tier
+        assert_is(into, found.step)
+        said = [str(one.message) for one in caught if "passed over, as it cannot be loaded: " in str(one.message)]
+        assert [line.removeprefix("passed over, as it cannot be loaded: ") for line in said] == [*found.passed_over]
+        return [int(line.split()[1]) for line in found.passed_over]
+
+    damage(3)
+    assert passed_over("memory") == [3]
+    damage(2)
+    manager = Manager(root, memory=memory, persist_every=1000)
+    for load in (lambda: manager.load(2, state(0)), lambda: manager.read(2)):
+        with pytest.warns(UserWarning, match="passed over, as it cannot be loaded: step 2 in memory"):
+            load()
+    killed(manager)
+    shutil.rmtree(root / "step_2")  # where the first load had sent it
+    assert passed_over("store") == [2]
+
+
+@pytest.mark.filterwarnings(NAMED)
+def test_a_run_whose_only_checkpoint_is_damaged_in_memory_does_not_begin_from_nothing(tmp_path: Path, memory: Memory, shm: Path):
+    manager = Manager(tmp_path, memory=memory, persist_every=1000)
+    handle = manager.async_save(1, state(1))
+    handle.result()
+    flip(slot_of(shm, tmp_path, handle.running.save_id), 40)
+    with pytest.raises(CorruptError, match="no checkpoint can be loaded:\nstep 1 in memory: 1 of 1 files are damaged"):
+        manager.load_latest(state(0))
+    killed(manager)
+
+
+def test_the_command_names_what_it_passes_over(tmp_path: Path, memory: Memory, shm: Path):
+    root = tmp_path / "run"
+    ids = three_steps(root, memory)
+    (path,) = run_path(str(shm), str(root)).glob(f"*{ids[3]}.gen")
+    flip(path, 300)
+    (held,) = run("memory", "list", root, "--folder", shm, "--json").json
+    assert [(one["step"], one["saved_s"] is None) for one in held["steps"]] == [(2, False), (3, True)]
+    done = run("memory", "persist", root, "--folder", shm)
+    assert done.code == 0
+    assert "passed over: step 3 in memory: its catalog is damaged on this node" in done.err
+    assert run("memory", "persist", root, "--folder", shm, "--step", "3").code == 1
+
+
+@pytest.mark.filterwarnings("ignore:this node's memory holds 1 checkpoints of another run")
+def test_two_runs_of_one_root_are_told_apart_and_have_an_age(tmp_path: Path, memory: Memory, shm: Path):
+    root, ids = tmp_path / "run", []
+    for _ in range(2):
+        manager = Manager(root, memory=memory)
+        manager.async_save(1, state(1)).result()
+        killed(manager)
+        (held,) = run("memory", "list", root, "--folder", shm, "--json").json
+        ids = [one["run"] for one in held["steps"]]
+        (root / ".reshard_ckpt.lineage.json").unlink()
+    assert len(set(ids)) == len(ids) == 2
+    shown = run("memory", "list", root, "--folder", shm).out
+    assert all(one[:8] in shown for one in ids)
+    assert " ms" in shown or " s" in shown
+
+
+def test_a_clean_close_drops_the_memory_where_that_is_wanted(tmp_path: Path, shm: Path):
+    memory = Memory(copies=0, folder=str(shm), drop_on_clean_exit=True)
+    folder = run_path(str(shm), str(tmp_path))
+    manager = Manager(tmp_path, memory=memory, persist_every=1000)
+    manager.async_save(1, state(1)).result()
+    killed(manager)
+    assert list(folder.glob("*.slot"))  # a job that fails needs it
+    with Manager(tmp_path, memory=memory, persist_every=1000) as manager:
+        assert loaded(manager) == (1, "memory")
+        manager.async_save(2, state(2)).result()
+    assert not folder.exists()
+    with Manager(tmp_path, memory=memory, persist_every=1000) as manager:
+        assert loaded(manager) == (2, "store")
+        with pytest.raises(CheckpointNotFound):
+            manager.load(1_000, state(0))
+
+
+def test_a_store_that_refuses_keeps_the_memory(tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch):
+    def refused(*_: Any) -> None:
+        raise CorruptError("no")
+
+    memory = Memory(copies=0, folder=str(shm), drop_on_clean_exit=True)
+    manager = Manager(tmp_path, memory=memory, persist_every=1000)
+    manager.async_save(1, state(1)).result()
+    with monkeypatch.context() as patch:
+        patch.setattr(background, "persist", refused)
+        with pytest.warns(UserWarning, match="not in the store"), pytest.raises(Exception, match="was not written to"):
+            manager.close()
+    with Manager(tmp_path, memory=memory) as manager:
+        assert loaded(manager) == (1, "memory")
