@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import json
 import re
 from importlib.resources import files
+from pathlib import Path
 
 import pytest
+import torch
 
 import reshard_ckpt
 from reshard_ckpt import checkpoint, dcp, errors
@@ -118,3 +122,19 @@ def test_constraints_pin_every_dependency_within_its_range():
     wanted = [*project["dependencies"], *(d for extra in project["optional-dependencies"].values() for d in extra)]
     names = {re.split(r"[\[<>=!~ ]", line)[0].lower() for line in wanted} - {"reshard-ckpt"}
     assert names <= pinned
+
+
+def test_reports_become_json_by_asdict(tmp_path: Path):
+    state = {"model": torch.nn.Linear(2, 2), "step": 3}
+    made = [
+        checkpoint.save(tmp_path / "a", state),
+        checkpoint.load(tmp_path / "a", state),
+        checkpoint.verify(tmp_path / "a"),
+        checkpoint.timeline(tmp_path / "a"),
+        checkpoint.diff(tmp_path / "a", tmp_path / "a", values=True),
+        checkpoint.convert(tmp_path / "a", tmp_path / "b"),
+        checkpoint.reshard(tmp_path / "a", tmp_path / "c", mesh={"dp": 2}),
+        checkpoint.compact(tmp_path / "a"),
+        checkpoint.goodput(state_gb=1, write_gbps=1, mtbf="3h"),
+    ]
+    assert all(json.loads(json.dumps(dataclasses.asdict(report))) for report in made)

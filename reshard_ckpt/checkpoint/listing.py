@@ -1,4 +1,4 @@
-"""The steps below the root of a run, one line for each."""
+"""The checkpoints below the root of a run, one line for each: its steps, and folders of other names."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 from ..core.catalog.model import Catalog
 from ..engine.common.step_folders import find_steps
-from ..engine.loading.load import open_catalog
 from ..errors import CheckpointNotFound, CorruptError
-from ..format.keys import step_name
-from ..formats.source import Path
+from ..format.keys import CATALOG_KEY, step_name
+from ..formats.source import Path, open_source
 from ..storage import open_storage
 
 METRIC = "metric"
@@ -25,10 +24,14 @@ def metric_of(catalog: Catalog) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class StepLine:
-    """One step of a run, for people; where `problem` is set, nothing else is known of the step."""
+    """One checkpoint of a run, for people; where `problem` is set, nothing else is known of it.
 
-    step: int
+    `step` is the number in the name of its folder; a folder of another name has none.
+    """
+
+    step: int | None
     path: str
+    format: str | None = None
     created_s: float | None = None
     save_id: str | None = None
     num_tensors: int | None = None
@@ -38,20 +41,25 @@ class StepLine:
 
 
 def list_run(path: Path) -> list[StepLine]:
-    """List the steps below the root of a run, in order."""
+    """List the steps below the root of a run, in order, whatever their format; then this library's checkpoints of other names."""
     with open_storage(path) as root:
         committed, begun = find_steps(root)
-        url = root.url
-    lines = [_line(step, f"{url}/{step_name(step)}") for step in committed]
-    lines += [StepLine(step, f"{url}/{step_name(step)}", problem="not committed") for step in begun]
-    return sorted(lines, key=lambda line: line.step)
+        steps = sorted([*committed, *begun])
+        known, url = {step_name(step) for step in steps}, root.url
+        others = [name for name in root.folders() if name not in known and root.size(f"{name}/{CATALOG_KEY}") is not None]
+    lines = [_line(step, f"{url}/{step_name(step)}") for step in steps]
+    named = [_line(None, f"{url}/{name}") for name in others]
+    return [*lines, *sorted(named, key=lambda line: (line.created_s or 0.0, line.path))]
 
 
-def _line(step: int, path: str) -> StepLine:
+def _line(step: int | None, path: str) -> StepLine:
     try:
-        with open_storage(path) as storage:
-            catalog = open_catalog(storage)
-    except (CheckpointNotFound, CorruptError) as error:
+        with open_source(path) as source:
+            catalog, form = source.catalog, source.format
+    except CheckpointNotFound:
+        return StepLine(step, path, problem="not committed")
+    except CorruptError as error:
         return StepLine(step, path, problem=str(error))
     num_bytes = sum(file.size for file in catalog.files if not file.checkpoint)
-    return StepLine(step, path, catalog.created_s, catalog.save_id, len(catalog.names), num_bytes, metric=metric_of(catalog))
+    created_s = catalog.created_s if catalog.created_s > 0 else None
+    return StepLine(step, path, form, created_s, catalog.save_id, len(catalog.names), num_bytes, metric=metric_of(catalog))

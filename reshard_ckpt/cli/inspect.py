@@ -49,7 +49,7 @@ def inspect(
 ) -> None:
     """Show what a checkpoint holds: a summary, a tree of names that folds layers that are alike, or single tensors in detail.
 
-    No tensor is read, unless --stats asks for it; then in bounded memory. Of a folder that holds the steps of a run, list them.
+    No tensor is read, unless --stats asks for it; then in bounded memory. Of a folder that holds several, list them.
     """
     from ..checkpoint import inspect as inspect_checkpoint
     from ..checkpoint.listing import list_run
@@ -73,7 +73,7 @@ def inspect(
 def _steps(lines: Sequence[StepLine]) -> Columns:
     rows = [
         (
-            str(line.step),
+            "" if line.step is None else str(line.step),
             "" if line.created_s is None else _when(line.created_s),
             "" if line.num_bytes is None else size_text(line.num_bytes),
             "" if line.metric is None else f"{line.metric:.6g}",

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from reshard_ckpt import checkpoint
 from reshard_ckpt.cli import inspect as command
@@ -126,6 +127,24 @@ def test_absent_name_is_an_error_and_a_string_is_no_list_of_names(trained: Path)
         checkpoint.inspect(trained, ["nothing"])
     with pytest.raises(UsageError, match="list"):
         checkpoint.inspect(trained, "model")
+
+
+def test_folder_of_checkpoints_lists_those_of_other_names_and_formats(tmp_path: Path):
+    for name in ("last", "epoch_3", "step_20"):
+        checkpoint.save(tmp_path / name, {"model": torch.nn.Linear(2, 2)})
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "step_3")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "step_30").mkdir()
+    listed = run("inspect", tmp_path, "--json").json["steps"]
+    assert [(line["step"], Path(line["path"]).name, line["format"], line["problem"]) for line in listed] == [
+        (3, "step_3", "dcp", None),
+        (20, "step_20", "reshard_ckpt", None),
+        (30, "step_30", None, "not committed"),
+        (None, "last", "reshard_ckpt", None),
+        (None, "epoch_3", "reshard_ckpt", None),
+    ]
+    shown = run("inspect", tmp_path).out
+    assert all(name in shown for name in ("last", "epoch_3", "step_3"))
 
 
 def test_second_name_of_a_tensor_says_whose_bytes_it_has(tmp_path: Path):
