@@ -9,6 +9,7 @@ from ..engine.resharding.compact import CompactReport
 from ..engine.saving.handle import SaveHandle
 from ..manager.manager import Manager
 from ..manager.restoring import LoadedStep
+from ..manager.sizes import Sizes, sizes
 from ..memory.options import Memory
 from ..state.shards import PerRank
 from .compacting import compact
@@ -38,6 +39,7 @@ __all__ = [
     "ReshardReport",
     "SaveHandle",
     "SaveReport",
+    "Sizes",
     "Timeline",
     "VerifyReport",
     "async_save",
@@ -54,6 +56,7 @@ __all__ = [
     "reshard",
     "reshard_live",
     "save",
+    "sizes",
     "timeline",
     "verify",
     "write_manifest",

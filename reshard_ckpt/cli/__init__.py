@@ -10,7 +10,7 @@ import importlib.util
 import io
 import sys
 
-COMMANDS = ("inspect", "verify", "diff", "reshard", "convert", "compact", "plot", "goodput", "memory")
+COMMANDS = ("inspect", "verify", "diff", "reshard", "convert", "compact", "plot", "goodput", "sizes", "memory")
 """In the order of the help; each module adds one command to the application."""
 
 NEEDED = ("rich", "typer")

@@ -42,6 +42,7 @@ RESULTS = {
     "checkpoint.VerifyReport",
     "checkpoint.SaveHandle",
     "checkpoint.SaveReport",
+    "checkpoint.Sizes",
     "checkpoint.Timeline",
     "Catalog",
     "TensorView",

@@ -1,0 +1,82 @@
+"""``reshard-ckpt sizes``: how much disk and host memory the checkpoints of a job take."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated
+
+import typer
+
+from ..engine.common.progress import size_text
+from .app import command, print_json, print_text
+from .columns import Columns
+from .options import AsJson
+
+
+@command("reshard-ckpt sizes --parameters 7e9 --ranks 64 --nodes 8 --keep-last 3 --copies 1")
+def sizes(
+    parameters: Annotated[float, typer.Option("--parameters", help="How many parameters the model has: 7e9.")],
+    dtype: Annotated[str, typer.Option("--dtype", help="Dtype of the parameters that are saved: float32, bfloat16.")] = "float32",
+    optimizer: Annotated[str, typer.Option("--optimizer", help="adamw, adam, lion, momentum, sgd or none.")] = "adamw",
+    optimizer_dtype: Annotated[
+        str | None,
+        typer.Option("--optimizer-dtype", help="Of its tensors; by default as the parameters.", show_default=False),
+    ] = None,
+    masters: Annotated[bool, typer.Option("--masters", help="The optimizer holds float32 copies of the parameters.")] = False,
+    ranks: Annotated[int, typer.Option("--ranks", help="Processes of the job.")] = 1,
+    nodes: Annotated[int, typer.Option("--nodes", help="Machines that they are on.")] = 1,
+    keep_last: Annotated[int, typer.Option("--keep-last", help="As for Manager: the newest.")] = 1,
+    keep_every: Annotated[
+        int | None, typer.Option("--keep-every", help="As for Manager: multiples of a step.", show_default=False)
+    ] = None,
+    keep_best: Annotated[int, typer.Option("--keep-best", help="As for Manager: the best.")] = 0,
+    steps: Annotated[int, typer.Option("--steps", help="Steps of the run, for --keep-every.", show_default=False)] = 0,
+    save_every: Annotated[int, typer.Option("--save-every", help="Steps between saves, likewise.", show_default=False)] = 1,
+    host_buffer_bytes: Annotated[
+        int | None,
+        typer.Option("--host-buffer-bytes", help="The bound of async_save's memory on a rank.", show_default=False),
+    ] = None,
+    copies: Annotated[
+        int | None,
+        typer.Option(
+            "--copies", help="Other nodes that hold a node's checkpoints in memory; none: no memory.", show_default=False
+        ),
+    ] = None,
+    generations: Annotated[int, typer.Option("--generations", help="Saves that the memory tier keeps.")] = 2,
+    as_json: AsJson = False,
+) -> None:
+    """Compute how much disk and host memory the checkpoints of a job take."""
+    from ..checkpoint import Memory
+    from ..checkpoint import sizes as compute
+
+    found = compute(
+        parameters,
+        dtype=dtype,
+        optimizer=optimizer,
+        optimizer_dtype=optimizer_dtype,
+        masters=masters,
+        ranks=ranks,
+        nodes=nodes,
+        keep_last=keep_last,
+        keep_every=keep_every,
+        keep_best=keep_best,
+        steps=steps,
+        save_every=save_every,
+        host_buffer_bytes=host_buffer_bytes,
+        memory=None if copies is None else Memory(copies=copies, generations=generations),
+    )
+    if as_json:
+        print_json(dataclasses.asdict(found))
+        return
+    rows = [
+        ["disk", "one checkpoint", size_text(found.checkpoint_bytes)],
+        ["disk", f"the {found.num_kept} that are kept", size_text(found.run_bytes)],
+        ["disk", "while one more is saved", size_text(found.peak_bytes)],
+        ["rank", "its part of a checkpoint", size_text(found.rank_bytes)],
+    ]
+    if copies is None:
+        rows.append(["rank", "memory of async_save", size_text(found.staging_rank_bytes)])
+        rows.append(["node", "memory of async_save", size_text(found.staging_node_bytes)])
+    else:
+        rows.append(["node", "memory tier", size_text(found.memory_node_bytes)])
+    print_text(Columns(["where", "what", ">bytes"], rows))

@@ -1,0 +1,159 @@
+"""How much disk and host memory the checkpoints of a job take, computed from the figures of the job.
+
+1. A checkpoint holds each element once, whatever the layout: parameters, fp32 masters, and the optimizer's tensors. With it go
+   8 bytes of digests for each block.
+2. Ranks share the writing. What one of them writes is staged in a ring of host memory, or in slots of the memory tier.
+3. Removing follows the commit, so a run has one checkpoint more on disk for a moment than it keeps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..engine.saving.staging import MIN_RING_BYTES, STEP_BYTES
+from ..errors import UsageError
+from ..format.checksums import digests_file_bytes
+from ..format.torch_dtypes import TORCH_DTYPES
+from ..memory.options import Memory
+from ..memory.slots import slot_bytes
+from .retention import Retention
+
+OPTIMIZERS = {"adamw": 2, "adam": 2, "lion": 1, "momentum": 1, "sgd": 0, "none": 0}
+"""How many tensors of a parameter's size an optimizer keeps for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What the checkpoints of a job take, in bytes.
+
+    Attributes
+    ----------
+    tensor_bytes
+        The tensors of one checkpoint.
+    checkpoint_bytes
+        The same on disk, with digests. The catalog and the headers of files come on top: some 100 to 300 bytes a shard.
+    num_kept
+        How many checkpoints the run keeps, at the end of `steps`.
+    run_bytes, peak_bytes
+        Their bytes on disk; and with one more, which is whole before an older one is removed.
+    rank_bytes
+        What one rank writes of a checkpoint.
+    staging_rank_bytes, staging_node_bytes
+        Host memory of `async_save`, which is kept from one save to the next. 0 with the memory tier, whose slots are that too.
+    memory_node_bytes
+        What the memory tier takes on a node; 0 without it.
+    """
+
+    tensor_bytes: int
+    checkpoint_bytes: int
+    num_kept: int
+    run_bytes: int
+    peak_bytes: int
+    rank_bytes: int
+    staging_rank_bytes: int
+    staging_node_bytes: int
+    memory_node_bytes: int
+
+
+def sizes(
+    parameters: float,
+    *,
+    dtype: str | torch.dtype = "float32",
+    optimizer: str = "adamw",
+    optimizer_dtype: str | torch.dtype | None = None,
+    masters: bool = False,
+    ranks: int = 1,
+    nodes: int = 1,
+    keep_last: int = 1,
+    keep_every: int | None = None,
+    keep_best: int = 0,
+    steps: int = 0,
+    save_every: int = 1,
+    host_buffer_bytes: int | None = None,
+    memory: Memory | None = None,
+) -> Sizes:
+    """Compute what the checkpoints of a job take on disk and in host memory. Nothing is read or measured.
+
+    It takes what ranks write to be of one size, as under FSDP, DDP or a sharded optimizer. Stages of a pipeline differ.
+
+    Parameters
+    ----------
+    parameters
+        How many there are in all.
+    dtype
+        Of the parameters that are saved: ``"bfloat16"``, ``"float32"``, …
+    optimizer, optimizer_dtype
+        ``"adamw"``, ``"adam"``, ``"lion"``, ``"momentum"``, ``"sgd"`` or ``"none"``, and the dtype of its tensors: by default
+        that of the parameters, or float32 with masters.
+    masters
+        Whether the optimizer holds float32 copies of the parameters, as Megatron and DeepSpeed do.
+    ranks, nodes
+        Processes in all, and the machines that they are on.
+    keep_last, keep_every, keep_best
+        As for `Manager`. What is kept of every so many steps needs `steps` and `save_every`.
+    steps, save_every
+        Steps of the run, and steps between saves.
+    host_buffer_bytes
+        As for `async_save`.
+    memory
+        As for `Manager`.
+
+    Raises
+    ------
+    UsageError
+        A count, dtype or optimizer is none.
+
+    Examples
+    --------
+    >>> found = sizes(7e9, ranks=64, nodes=8, keep_last=3)
+    >>> found.tensor_bytes, found.num_kept
+    (84000000000, 3)
+    """
+    for option, count in {"parameters": parameters, "ranks": ranks, "nodes": nodes, "save_every": save_every}.items():
+        if not 1 <= count < 1e18:
+            raise UsageError(f"{option}={count!r}: pass a number, 1 or more")
+    if ranks % nodes:
+        raise UsageError(f"ranks={ranks}, nodes={nodes}: each node has as many ranks as the others")
+    if keep_every is not None and steps < save_every:
+        raise UsageError(f"keep_every={keep_every}: pass steps= and save_every= too, which say how many are kept")
+    if optimizer not in OPTIMIZERS:
+        raise UsageError(f"optimizer={optimizer!r}: there are {', '.join(OPTIMIZERS)}; none is 0 tensors a parameter")
+    item_bytes = _item_bytes("dtype", dtype)
+    state_bytes = _item_bytes("optimizer_dtype", optimizer_dtype or ("float32" if masters else dtype))
+    tensor_bytes = round(parameters) * (item_bytes + 4 * masters + OPTIMIZERS[optimizer] * state_bytes)
+    part = -(-tensor_bytes // ranks)  # of one rank
+    checkpoint_bytes = tensor_bytes + ranks * digests_file_bytes(part)
+
+    rule = Retention(keep_last, keep_every, keep_best)
+    saved = range(save_every, steps + 1, save_every)
+    num_kept = min(len(rule.kept(saved, {})) + keep_best, len(saved)) if saved else keep_last + keep_best
+
+    whole = -(-part // STEP_BYTES) * STEP_BYTES
+    ring = whole if host_buffer_bytes is None else min(whole, max(host_buffer_bytes, MIN_RING_BYTES))
+    slots = 0
+    if memory is not None:
+        if memory.copies >= nodes:
+            raise UsageError(f"copies={memory.copies}, nodes={nodes}: copies lie on other nodes; pass fewer")
+        ring, slots = 0, (memory.generations + 1) * (memory.copies + 1)
+    return Sizes(
+        tensor_bytes=tensor_bytes,
+        checkpoint_bytes=checkpoint_bytes,
+        num_kept=num_kept,
+        run_bytes=num_kept * checkpoint_bytes,
+        peak_bytes=(num_kept + 1) * checkpoint_bytes,
+        rank_bytes=part,
+        staging_rank_bytes=ring,
+        staging_node_bytes=ring * (ranks // nodes),
+        memory_node_bytes=slots * slot_bytes(whole + digests_file_bytes(part)) * (ranks // nodes),
+    )
+
+
+def _item_bytes(option: str, wanted: str | torch.dtype) -> int:
+    """Return the bytes of one element of a dtype that is given as torch's, by torch's name, or by the format's code."""
+    for code, known in TORCH_DTYPES.items():
+        if wanted == known or str(wanted) in (code, str(known).removeprefix("torch.")):
+            return known.itemsize
+    names = ", ".join(sorted(str(known).removeprefix("torch.") for known in TORCH_DTYPES.values()))
+    raise UsageError(f"{option}={wanted!r}: no dtype that can be saved; there are {names}")
