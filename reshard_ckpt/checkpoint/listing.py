@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from ..core.catalog.model import Catalog
 from ..engine.common.step_folders import find_steps
 from ..errors import CheckpointNotFound, CorruptError
 from ..format.keys import CATALOG_KEY, step_name
@@ -16,9 +16,9 @@ METRIC = "metric"
 """Of the metadata: where a manager keeps the metric."""
 
 
-def metric_of(catalog: Catalog) -> float | None:
-    """Return the metric that was passed to the manager with this checkpoint."""
-    metric = catalog.metadata.get(METRIC) if isinstance(catalog.metadata, Mapping) else None
+def metric_of(metadata: Any) -> float | None:
+    """Return the metric that was passed to the manager with a checkpoint, from its metadata."""
+    metric = metadata.get(METRIC) if isinstance(metadata, Mapping) else None
     return float(metric) if isinstance(metric, int | float) else None
 
 
@@ -62,4 +62,6 @@ def _line(step: int | None, path: str) -> StepLine:
         return StepLine(step, path, problem=str(error))
     num_bytes = sum(file.size for file in catalog.files if not file.checkpoint)
     created_s = catalog.created_s if catalog.created_s > 0 else None
-    return StepLine(step, path, form, created_s, catalog.save_id, len(catalog.names), num_bytes, metric=metric_of(catalog))
+    return StepLine(
+        step, path, form, created_s, catalog.save_id, len(catalog.names), num_bytes, metric=metric_of(catalog.metadata)
+    )

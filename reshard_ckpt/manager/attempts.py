@@ -61,8 +61,7 @@ class AttemptLog:
         self._earlier = read_attempts(storage)[-_MAX_ATTEMPTS + 1 :]
         began = clock()
         self._own = Attempt(began, began)
-        with suppress(StorageError):  # the disk may be full, and a job must be able to load all the same
-            self._write()
+        self._write()
 
     def seen(self) -> None:
         """Note that this attempt is alive: called after each commit."""
@@ -82,7 +81,8 @@ class AttemptLog:
         return self._timer() - self._began
 
     def _write(self) -> None:
-        ATTEMPTS.keep(self._storage, [astuple(attempt) for attempt in (*self._earlier, self._own)])
+        with suppress(StorageError):  # the log is a help, and its store may be what has failed
+            ATTEMPTS.keep(self._storage, [astuple(attempt) for attempt in (*self._earlier, self._own)])
 
 
 def estimate_mtbf(earlier: list[Attempt], own_s: float = 0.0) -> float:

@@ -13,7 +13,7 @@ import os
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
@@ -24,16 +24,16 @@ from ..core.report import LoadReport, SaveReport
 from ..engine.common.lineage import RunLineage
 from ..engine.common.step_folders import name_steps
 from ..engine.saving.handle import SaveHandle
-from ..errors import CheckpointError, CheckpointNotFound, StorageError, UsageError
+from ..errors import CheckpointError, CheckpointNotFound, UsageError
 from ..formats.source import Path
 from ..memory.options import Memory
 from ..memory.run import MemoryRun
-from ..storage import Storage, open_storage, resolved_path
+from ..storage import Storage, open_storage
 from .attempts import PRIOR_S, AttemptLog
 from .preemption import Preemption, grace_of
 from .restoring import LoadedStep, Restoring
 from .retention import Retention
-from .run_folder import take_lock, with_metric
+from .run_folder import checked_root, refuse_memory_unless, take_lock, with_metric
 from .run_steps import RunSteps, checked_step
 from .schedule import SaveCosts, SaveSchedule, interval_rule
 from .stored import StoredSteps
@@ -66,7 +66,8 @@ class Manager(RunSteps):
         A `Memory`: `async_save` goes to the memory of nodes first, and from there to the store at ``persist_every``;
         `load_latest` takes the newest of both.
     persist_every
-        With ``memory=``, how often a save goes on to the store: a duration such as ``"10min"``, or a number of steps.
+        With ``memory=``, how often a save goes on to the store: a duration such as ``"10min"``, or a number of steps. One that
+        ``keep_every`` or ``keep_best`` keeps goes there at once.
     interval
         How often `should_save` says yes: a duration, in seconds or as text (``"10min"``); ``"auto"`` chooses the interval that
         loses least time, from what saves are measured to cost and from how often the job fails.
@@ -81,7 +82,7 @@ class Manager(RunSteps):
     Raises
     ------
     UsageError
-        Another job has its manager on this root.
+        Another job has its manager on this root, or an option is none of those above.
     """
 
     def __init__(
@@ -105,7 +106,8 @@ class Manager(RunSteps):
         grace_s = grace_of(finish_on_sigterm)
         self._rule = Retention(keep_last, keep_every, keep_best, best)
         rule = None if interval is None else interval_rule(interval, mtbf, max_overhead, self._mtbf_s)
-        self._root = resolved_path(root)  # once: the process may change its working folder
+        self._root = checked_root(root)  # once: the process may change its working folder
+        refuse_memory_unless(memory, self._root, read_only=read_only)
         self._session = {"process_group": process_group, "timeout_s": timeout_s}
         self._read_only = read_only
         self._pending: SaveHandle | None = None
@@ -142,10 +144,11 @@ class Manager(RunSteps):
         self._schedule = None if rule is None else SaveSchedule(rule, self._agree_at, self._costs if self._is_first else None)
 
     def _open_memory(self, memory: Memory, storage: Storage, persist_every: int | str) -> MemoryRun:
-        if self._read_only:
-            raise UsageError(f"{self._root}: this manager is read_only; memory= is for the job that saves")
         with open_session("open the memory of", self._root, **self._session) as comm:
-            return MemoryRun(memory, self._root, storage, comm, self._lineage, persist_every, self._committed, **self._session)
+            return MemoryRun(
+                memory, self._root, storage, comm, self._lineage, persist_every, self._stored.keeps, self._committed,
+                **self._session,
+            )  # fmt: skip
 
     def read(self, step: int, names: Sequence[str] | None = None) -> dict[str, Any]:
         """Read whole tensors and values of a step on every rank, from memory or the store; see `checkpoint.read`. Collective.
@@ -372,8 +375,7 @@ class Manager(RunSteps):
         """Note in the log how this attempt ended; the first note counts."""
         attempts, self._attempts = self._attempts, None
         if attempts is not None:
-            with suppress(StorageError):  # the log is a help, and its store may be what has failed
-                attempts.close(failed=failed)
+            attempts.close(failed=failed)
 
     def _wait(self) -> None:
         """Wait for the save in progress and for the pruning after it."""
@@ -385,8 +387,7 @@ class Manager(RunSteps):
         self._stored.note_committed(step)
         attempts = self._attempts  # `close`, in another thread, ends it
         if attempts is not None:
-            with suppress(StorageError):
-                attempts.seen()
+            attempts.seen()
         # A close that was interrupted may have let go of the root meanwhile.
         if self._is_first and self._rule.keep_last is not None and not self._is_closed:
             try:

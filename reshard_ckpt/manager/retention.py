@@ -28,8 +28,11 @@ class Retention:
             ("keep_every", self.keep_every, 1),
             ("keep_best", self.keep_best, 0),
         ):
-            if value is not None and value < least:
-                raise UsageError(f"{name}={value}: pass {least} or more{', or None' if name != 'keep_best' else ''}")
+            if value is None and name != "keep_best":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                optional = "" if name == "keep_best" else ", or None"
+                raise UsageError(f"{name}={value!r}: pass a whole number, {least} or more{optional}")
         if self.best not in ("max", "min"):
             raise UsageError(f"best={self.best!r}: pass 'max' or 'min'")
 

@@ -15,7 +15,10 @@ from ..engine.common.step_folders import referred_keys
 from ..engine.loading.load import open_catalog
 from ..errors import CheckpointNotFound, CorruptError, UsageError
 from ..format.keys import RUN_LOCK_KEY
-from ..storage import LocksUnsupported, Storage, open_storage
+from ..formats.protocol import locate
+from ..formats.source import Path
+from ..memory.options import Memory
+from ..storage import LocksUnsupported, Storage, open_storage, resolved_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +37,7 @@ def look(path: str, step: int) -> StepInfo:
             catalog = open_catalog(storage)
     except (CheckpointNotFound, CorruptError):
         return StepInfo(None, frozenset())
-    return StepInfo(metric_of(catalog), frozenset(referred_keys(step, catalog)), catalog.save_id)
+    return StepInfo(metric_of(catalog.metadata), frozenset(referred_keys(step, catalog)), catalog.save_id)
 
 
 def with_metric(metadata: Any, metric: float | None) -> Any:
@@ -50,6 +53,30 @@ def with_metric(metadata: Any, metric: float | None) -> Any:
     if metadata is not None and (not isinstance(metadata, Mapping) or METRIC in metadata):
         raise UsageError(f"metadata={metadata!r:.200}: with metric=, pass a dict without a {METRIC!r} of its own")
     return {**(metadata or {}), METRIC: float(metric)}
+
+
+def checked_root(root: Path) -> str:
+    """Return the path of a run's root, whole, also where nothing is there yet.
+
+    Raises
+    ------
+    UsageError
+        It is a file.
+    """
+    path = resolved_path(root)
+    storage, key = locate(path)
+    with storage:
+        if key is not None:
+            raise UsageError(f"{path}: this is a file; pass the folder that holds the run's checkpoints, or is to hold them")
+    return path
+
+
+def refuse_memory_unless(memory: Any, root: str, *, read_only: bool) -> None:
+    """Raise a `UsageError` for ``memory=`` of a wrong type, or of a manager that never saves."""
+    if memory is not None and not isinstance(memory, Memory):
+        raise UsageError(f"memory={memory!r:.100}: pass a checkpoint.Memory, as in memory=checkpoint.Memory(copies=1), or None")
+    if memory is not None and read_only:
+        raise UsageError(f"{root}: this manager is read_only; memory= is for the job that saves")
 
 
 @contextmanager

@@ -67,7 +67,7 @@ class RunSteps:
         """Return the step with the best metric."""
         metrics = self._stored.metrics(self._stored.steps())
         if self._memory is not None:
-            in_memory = {step: metric_of(catalog) for step, catalog in self._memory.catalogs().items()}
+            in_memory = {step: metric_of(catalog.metadata) for step, catalog in self._memory.catalogs().items()}
             metrics.update({step: metric for step, metric in in_memory.items() if metric is not None})
         return next(iter(self._rule.ranked(self.steps(), metrics)), None)
 

@@ -87,6 +87,15 @@ class StoredSteps:
         """Return the metrics of the steps that have one."""
         return {step: metric for step in steps if (metric := self._info(step).metric) is not None}
 
+    def keeps(self, step: int, metric: float | None) -> bool:
+        """Whether a new checkpoint is one that the rule keeps however many follow: a regular one, or among the best so far."""
+        if self._rule.keep_every is not None and step % self._rule.keep_every == 0:
+            return True
+        if metric is None or not self._rule.keep_best:
+            return False
+        metrics = {**self.metrics(self.counted()), step: metric}
+        return step in self._rule.ranked([*metrics], metrics)[: self._rule.keep_best]
+
     def note_good(self, step: int) -> None:
         """Note that a step was loaded, or has just been committed: the last such one is kept."""
         self._good.append(step)

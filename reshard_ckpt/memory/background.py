@@ -48,9 +48,11 @@ class PersistRule:
         """Count from this step on: the one that was loaded."""
         self._last_step = step
 
-    def due(self, step: int) -> bool:
-        """Whether to send the generation of this step; if so, the interval begins anew."""
-        if self._steps is not None:
+    def due(self, step: int, *, kept: bool = False) -> bool:
+        """Whether to send the generation of this step, as always one that is to be kept; if so, the interval begins anew."""
+        if kept:
+            is_due = True
+        elif self._steps is not None:
             is_due = step - self._last_step >= self._steps
         else:
             is_due = self._clock() - self._last_s >= (self._seconds or 0.0)

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.listing import metric_of
 from ..checkpoint.loading import LOAD_OPTIONS, LoadOptions, load, load_target, target_of
 from ..checkpoint.reading import read_from
 from ..checkpoint.saving import async_save, begin_save
@@ -69,6 +70,8 @@ class MemoryRun:
     ----------
     lineage
         Says what counts; its `begin` and then `attempt_begun` come before each save.
+    keeps
+        Asked on rank 0 with a step and its metric: whether the run's rule keeps it, so that it goes to the store at once.
     on_stored
         Called on every rank with a step once its generation is in the store.
     """
@@ -81,6 +84,7 @@ class MemoryRun:
         comm: Comm,
         lineage: RunLineage,
         persist_every: int | str,
+        keeps: Callable[[int, float | None], bool],
         on_stored: Callable[[int], None],
         *,
         process_group: Any,
@@ -89,7 +93,7 @@ class MemoryRun:
         self.options, self._root, self._storage = options, root, storage
         self._session: dict[str, Any] = {"process_group": process_group, "timeout_s": timeout_s}
         self._timeout_s, self._rank = timeout_s, comm.rank
-        self._rule, self._on_stored = PersistRule(persist_every), on_stored
+        self._rule, self._keeps, self._on_stored = PersistRule(persist_every), keeps, on_stored
         self._folder = run_folder(options.folder, root)
         topology = find_topology(comm, node_id(options.folder), machine_id(), options.copies)
         if comm.rank == 0 and len(topology.ids) <= options.copies:
@@ -107,6 +111,7 @@ class MemoryRun:
         self._writing: Persisting | None = None
         self._newest: Generation | None = None
         self._stored: set[str] = set()
+        self._metrics: dict[int, float | None] = {}
 
     def _store(self, nonce: str, name: str) -> Any:
         return shared_store(f"memory/{nonce}/{name}", self._session["process_group"])
@@ -149,7 +154,9 @@ class MemoryRun:
                     yield run.root, max(steps)
 
     def _due(self, step: int) -> bool:
-        """Decide on rank 0 whether a generation is sent to the store; not while one is on its way."""
+        """Decide on rank 0 whether a generation is sent to the store; not while one is on its way, unless it is to be kept."""
+        if self._keeps(step, self._metrics.pop(step, None)):
+            return self._rule.due(step, kept=True)
         return (self._writing is None or self._writing.done()) and self._rule.due(step)
 
     def _counts(self, generation: Generation) -> bool:
@@ -177,6 +184,7 @@ class MemoryRun:
         chosen = SaveOptions(**options)
         _refuse_options(chosen)
         self.wait_for(step)
+        self._metrics[step] = metric_of(chosen.metadata)
         targets: list[MemoryTarget | None] = []
         begun: list[Persisting] = []
 

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard_ckpt import checkpoint
-from reshard_ckpt.checkpoint import Manager
+from reshard_ckpt.checkpoint import Manager, Memory
 from reshard_ckpt.engine.common.step_folders import find_steps, reading, remove_step
 from reshard_ckpt.engine.loading.load import open_catalog
 from reshard_ckpt.errors import CheckpointError, CheckpointNotFound, CorruptError, MismatchError, StorageError, UsageError
@@ -223,7 +223,7 @@ def test_a_manager_that_failed_to_open_holds_nothing(root: str):
     with Manager(root), pytest.raises(UsageError):
         Manager(root)
     Manager(root).close()
-    with pytest.raises(UsageError, match="keep_last=0: pass 1 or more, or None"):
+    with pytest.raises(UsageError, match="keep_last=0: pass a whole number, 1 or more, or None"):
         Manager(root, keep_last=0)
     Manager(root).close()
 
@@ -307,6 +307,26 @@ def test_leftovers_of_dead_saves_go_and_nothing_else(root: str):
 def test_a_step_is_a_whole_number(tmp_path: Path, step: Any):
     with Manager(tmp_path) as manager, pytest.raises(UsageError, match="step="):
         manager.save(step, state(1))
+
+
+@pytest.mark.parametrize("name", ["keep_last", "keep_every", "keep_best"])
+@pytest.mark.parametrize("wrong", [-1, True, 1.5, "2"])
+def test_the_rule_is_of_whole_numbers(tmp_path: Path, name: str, wrong: Any):
+    with pytest.raises(UsageError, match=f"{name}=.*pass a whole number"):
+        Manager(tmp_path, **{name: wrong})
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_a_root_that_is_a_file_is_named(tmp_path: Path, read_only: bool):
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="/file: this is a file; pass the folder"):
+        Manager(tmp_path / "file", read_only=read_only)
+
+
+@pytest.mark.parametrize("memory", [True, "yes", Memory])
+def test_memory_is_an_object_of_its_options(tmp_path: Path, memory: Any):
+    with pytest.raises(UsageError, match=r"memory=.*: pass a checkpoint.Memory, as in memory=checkpoint.Memory\(copies=1\)"):
+        Manager(tmp_path, memory=memory)
 
 
 @pytest.mark.parametrize("metadata", ["text", {"metric": 1}])
