@@ -89,7 +89,7 @@ compat-megatron: $(STAMP)
 	    > "$$($$venv/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/shared.pth"; \
 	  $$venv/bin/python -m pip install --quiet --no-deps -c constraints.txt psutil; \
 	  $$venv/bin/python -m pip install --quiet --no-deps "megatron-core==$$v"; \
-	  $$venv/bin/python -m pytest -q -p no:cacheprovider tests/megatron/test_compat.py tests/megatron/test_live_calls.py; \
+	  $$venv/bin/python -m pytest -q -p no:cacheprovider tests/families/megatron/test_compat.py tests/families/megatron/test_live_calls.py; \
 	done
 
 # The tests that need DeepSpeed, in a venv of its own: its folders and its engine, on the CPU. DeepSpeed is built without its operators.
@@ -102,7 +102,7 @@ compat-deepspeed:
 	  test -x $$venv/bin/python || $(PYTHON) -m venv $$venv; \
 	  $$venv/bin/python -m pip install --quiet -c constraints.txt setuptools wheel numpy torch -e '.[dev,all]'; \
 	  DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $$venv/bin/python -m pip install --quiet -c constraints.txt --no-build-isolation "deepspeed==$$v"; \
-	  DS_ACCELERATOR=cpu $$venv/bin/python -m pytest -q -p no:cacheprovider tests/deepspeed; \
+	  DS_ACCELERATOR=cpu $$venv/bin/python -m pytest -q -p no:cacheprovider tests/families/deepspeed; \
 	done
 
 # The real ByteCheckpoint writes its folders anew, on the torch of .venv (its pin on torch is only declared), and the tests read them.
@@ -117,7 +117,7 @@ compat-bytecheckpoint: $(STAMP)
 	set -e; for flavour in fsdp fsdp-flat fsdp2 ddp; do \
 	  $(BCP)/bin/python -m torch.distributed.run --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint localhost:0 \
 	    tests/data/bytecheckpoint/make.py $(BCP)/folders/$$flavour $$flavour; done
-	BYTECHECKPOINT_FOLDERS=$(BCP)/folders $(BIN)/python -m pytest -q tests/formats/bytecheckpoint
+	BYTECHECKPOINT_FOLDERS=$(BCP)/folders $(BIN)/python -m pytest -q tests/families/bytecheckpoint
 
 bench: $(BENCH_STAMP)
 	$(BIN)/python -m benchmarks.compare --out bench_out/compare.json

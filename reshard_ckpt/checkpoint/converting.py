@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -21,10 +21,9 @@ from ..errors import UsageError
 from ..format.objects import names_kept
 from ..formats.dcp import OPTIMIZER_FORMS, write_dcp
 from ..formats.destination import OutputFolder, new_file, new_folder
-from ..formats.foreign import FORMATS, with_options
 from ..formats.huggingface import copy_side_files
-from ..formats.megatron.names import FULLY_RESHARDABLE
-from ..formats.megatron.write import write_megatron
+from ..formats.protocol import Format
+from ..formats.registry import known_formats, with_options
 from ..formats.safetensors_writer import finished_files, lay_out, write_safetensors
 from ..formats.source import Path, Source, open_source
 from ..formats.torch_writer import write_torch
@@ -36,7 +35,8 @@ from .selecting import Names, SelectedNames, cast_dtypes, select_names, top_leve
 from .topology_options import check_rename
 
 MODEL = "model"
-FORMATS_WRITTEN = ("safetensors", "torch", "dcp", "megatron", "reshard")
+WRITTEN_HERE = ("safetensors", "torch", "dcp", "reshard")
+"""The formats that this module writes. Others have a `Format.write`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,12 +189,18 @@ def convert(
     StorageError
         The disk refused.
     """
-    if to not in FORMATS_WRITTEN:
-        raise UsageError(f"to={to!r}: there are {', '.join(map(repr, FORMATS_WRITTEN))}")
-    max_bytes, form = parse_size(max_shard_size), _optimizer_form(optimizer, to)
+    writers = {one.name: one for one in known_formats() if one.write is not None}
+    if to not in (*WRITTEN_HERE, *writers):
+        raise UsageError(f"to={to!r}: there are {', '.join(map(repr, (*WRITTEN_HERE, *writers)))}")
+    max_bytes, writer = parse_size(max_shard_size), None if to in WRITTEN_HERE else writers[to]
+    forms = writer.forms if writer is not None else {form: {} for form in OPTIMIZER_FORMS if to == "dcp"}
+    if optimizer is not None and optimizer not in forms:
+        raise UsageError(_unknown_form(optimizer, to, writers.values()))
+    form = optimizer or OPTIMIZER_FORMS[0]
+    formats = with_options(forms[optimizer]) if optimizer is not None else known_formats
     if unstack and to != "safetensors":
         raise UsageError(f"unstack=True: is for to='safetensors', and not for to={to!r}, which keeps them stacked; leave it out")
-    with open_source(src, with_options(["megatron"], named=True) if form == FULLY_RESHARDABLE else FORMATS) as source:
+    with open_source(src, formats) as source:
         conversion = _select(source, to, root, select, exclude, rename, cast, verify, reporter(progress))
         if unstack:
             conversion = replace(conversion, unstacked=take_apart(conversion.catalog, source.storage.url))
@@ -211,7 +217,7 @@ def convert(
                 LocalStorage(output.result) as storage,
             ):
                 side_files = not os.path.isfile(path_text(src))
-                bytes_kept = _write_folder(to, conversion, output, storage, max_bytes, form, side_files)
+                bytes_kept = _write_folder(to, writer, conversion, output, storage, max_bytes, form, side_files)
                 files = tuple(key for key, _ in storage.list())
     return ConvertReport(
         format=to,
@@ -224,15 +230,10 @@ def convert(
     )
 
 
-def _optimizer_form(optimizer: str | None, to: str) -> str:
-    if to == "megatron" and optimizer == FULLY_RESHARDABLE:
-        return optimizer
-    if optimizer is not None and (to != "dcp" or optimizer not in OPTIMIZER_FORMS):
-        raise UsageError(
-            f"optimizer={optimizer!r}: for to='dcp', one of {' and '.join(map(repr, OPTIMIZER_FORMS))}, for to='megatron' "
-            f"{FULLY_RESHARDABLE!r}; leave it out"
-        )
-    return optimizer or OPTIMIZER_FORMS[0]
+def _unknown_form(optimizer: str, to: str, writers: Iterable[Format]) -> str:
+    known = {"dcp": OPTIMIZER_FORMS, **{one.name: tuple(one.forms) for one in writers if one.forms}}
+    choices = "; ".join(f"for to={name!r}, {' or '.join(map(repr, forms))}" for name, forms in known.items())
+    return f"optimizer={optimizer!r}: nothing of this name for to={to!r}. There are {choices}; or leave it out"
 
 
 def _select(
@@ -300,7 +301,14 @@ def parse_size(size: int | str) -> int:
 
 
 def _write_folder(
-    to: str, conversion: _Conversion, output: OutputFolder, storage: LocalStorage, max_bytes: int, form: str, side_files: bool
+    to: str,
+    writer: Format | None,
+    conversion: _Conversion,
+    output: OutputFolder,
+    storage: LocalStorage,
+    max_bytes: int,
+    form: str,
+    side_files: bool,
 ) -> int:
     """Write the files of a format that is a folder; return the bytes of those that an attempt which was killed had finished."""
     saved, out = conversion.saved, conversion.catalog
@@ -321,8 +329,10 @@ def _write_folder(
     if to == "dcp":
         write_dcp(storage, out, conversion.values, conversion.run_bytes, optimizer=form)
         return 0
-    with names_kept():  # so that what Megatron's classes were in the source, they are in the result
+    assert writer is not None
+    assert writer.write is not None
+    with names_kept():  # so that objects of the other library's classes are written as such, though it is not installed
         opened = open_values(conversion.source.storage, saved, saved.value_names, verify=conversion.verify)
         values = {name: value.plain for name, value in opened.items()}
-    write_megatron(storage, out, values, conversion.run_bytes)
+    writer.write(storage, out, values, conversion.run_bytes)
     return 0

@@ -25,8 +25,7 @@ from ..engine.loading.read_once import execute_once
 from ..engine.loading.saved_values import SavedValue, blob_reader, open_values
 from ..engine.loading.vote import Wanted, missing_values, unreadable, vote
 from ..engine.saving.handle import SAVES
-from ..formats.foreign import FORMATS, with_options
-from ..formats.protocol import ForeignFormat
+from ..formats.registry import Formats, known_formats, with_options
 from ..formats.source import NATIVE, Path, Source, open_shared_source
 from ..state.capture import prepare_load
 from ..state.entries import Target
@@ -142,7 +141,7 @@ def load_wanted(
     Dtypes are converted. A tensor may be saved with another global shape, as far as the target's `check` lets it.
     """
     options = LoadOptions(cast=True, allow_resize=True, verify_first=verify_first)
-    formats = with_options(["dcp", "megatron", "vescale"], as_saved=True)
+    formats = with_options({"as_saved": True})
     report, _ = load_target(
         path, prepare, options, only_wanted=True, formats=formats, rename_of=rename, process_group=process_group
     )
@@ -155,7 +154,7 @@ def load_target(
     options: LoadOptions,
     *,
     only_wanted: bool = False,
-    formats: Sequence[ForeignFormat] = FORMATS,
+    formats: Formats = known_formats,
     opened: Callable[[Comm], AbstractContextManager[Source]] | None = None,
     rename: Mapping[str, str] | Callable[[str], str] | None = None,
     rename_of: Callable[[Catalog], Callable[[str], str]] | None = None,

@@ -30,12 +30,12 @@ from ..errors import CheckpointNotFound
 from ..format.shard_file import opaque_value
 from ..format.torch_dtypes import TORCH_DTYPES
 from ..formats.dcp.names import key_path
-from ..formats.foreign import with_options
 from ..formats.protocol import RawValue
+from ..formats.registry import with_options
 from ..formats.source import Path, Source, open_source
 from .names import KeyedValue, leaves
 
-FORMATS_AS_SAVED = with_options(["dcp"], as_saved=True)
+FORMATS_AS_SAVED = with_options({"as_saved": True}, only=["dcp"])
 """All foreign formats; tensors of a DCP folder keep the names of the state dict that DCP was given."""
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from importlib import import_module
+from typing import Any, Protocol
 from urllib.parse import unquote
 
 from ..core.catalog.model import Catalog
+from ..engine.loading.stream import Run
 from ..errors import CheckpointError
 from ..storage import Storage, open_storage
 from ..storage.protocol import read_range
@@ -65,37 +66,54 @@ class Source:
         return tuple(text for name, text in self.advice.items() if any(f"{name}.".startswith(f"{p}.") for p in prefixes))
 
 
+BytesOf = Callable[[Sequence[Run]], Iterator[memoryview]]
+"""Streams the bytes of runs, one after the other, in parts of any size. A part is valid until the next one is asked for."""
+
+
+class WriteFolder(Protocol):
+    """Writes tensors and values as the files of a folder that holds nothing yet."""
+
+    def __call__(self, storage: Storage, catalog: Catalog, values: Mapping[str, Any], bytes_of: BytesOf, /) -> None:
+        """Write all tensors of `catalog`, whose bytes `bytes_of` streams, and all values by name."""
+
+
 @dataclass(frozen=True, slots=True)
-class ForeignFormat:
-    """A format of another library that can be read.
+class Format:
+    """A format of another library.
 
     Attributes
     ----------
     name
         What it is called, in messages and by ``convert``.
-    looks_for
-        How it recognizes its own, for the message where no format recognizes a path.
-    module
-        The module below this package that has its ``open_path``. It is imported once a path is tried.
+    marks
+        The files that it is recognized by, for the message where no format recognizes a path.
+    open
+        Opens a path for reading, as a catalog over its files; returns None if it is not of this format. It raises `CorruptError`
+        if the path is of this format, but damaged, incomplete or hostile.
+    order
+        Formats are tried from the lowest order to the highest. One that recognizes less is tried first.
+    takes
+        The names of the options of `open`: ``as_saved`` keeps the names that the other library gave, ``named`` names tensors that
+        lie in nameless buckets.
     options
-        Of that function, besides the path.
+        The options that `open` is called with.
+    latest
+        Returns the folder of the latest checkpoint below the root of a run, or None if the storage holds no such root.
+    write
+        Writes a checkpoint as a folder of this format, for ``convert``.
+    forms
+        The values of ``optimizer=`` that ``convert`` takes for this format, each with the options that its source is opened with.
     """
 
     name: str
-    looks_for: str
-    module: str
+    marks: str
+    open: Callable[..., Source | None]
+    order: int = 0
+    takes: tuple[str, ...] = ()
     options: Mapping[str, bool] = field(default_factory=dict)
-
-    def open(self, path: str) -> Source | None:
-        """Open a path for reading; return None if it is not of this format.
-
-        Raises
-        ------
-        CorruptError
-            It is of this format, but damaged, incomplete or hostile.
-        """
-        found: Source | None = import_module(self.module, __package__).open_path(path, **self.options)
-        return found
+    latest: Callable[[Storage], str | None] | None = None
+    write: WriteFolder | None = None
+    forms: Mapping[str, Mapping[str, bool]] = field(default_factory=dict)
 
 
 def locate(path: str) -> tuple[Storage, str | None]:

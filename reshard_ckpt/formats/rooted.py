@@ -12,9 +12,9 @@ from dataclasses import replace
 
 from ..errors import CorruptError, UnsupportedError
 from ..storage.protocol import Storage
+from ..torchfile.pickle_reader import StandInClass
 from .dcp.metadata import MAX_METADATA_BYTES, METADATA_KEY, Extent, Metadata, SavedTensor, read_metadata
 from .dcp.names import KeyPath, dotted
-from .dcp.pickle_reader import StandInClass
 
 Classes = Mapping[tuple[str, str], StandInClass]
 PathOf = Callable[[KeyPath], KeyPath | None]

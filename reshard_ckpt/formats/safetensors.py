@@ -24,7 +24,7 @@ from ..storage import Storage
 from ..storage.protocol import read_range
 from .catalog_builder import FilePart, ForeignTensor, foreign_catalog, foreign_file, whole
 from .huggingface import WeightFiles, is_shard, weight_files
-from .protocol import Source, open_located
+from .protocol import Format, Source, open_located
 
 ROOT = "model"
 """The key of the state below which the tensors of a flat file stand."""
@@ -36,7 +36,7 @@ SHARDING = "DCP_SHARDING_INFO"
 
 
 def open_path(path: str) -> Source | None:
-    """Open a path for reading; return None if it is no safetensors file, nor a folder of them; see `ForeignFormat`."""
+    """Open a path for reading; return None if it is no safetensors file, nor a folder of them; see `Format.open`."""
     return open_located(path, _look)
 
 
@@ -139,3 +139,8 @@ def read_header(storage: Storage, key: str) -> tuple[int, Header]:
     if header.metadata.get("writer") == "reshard_ckpt":
         raise UsageError(f"{where}: is one shard file of a checkpoint; pass the checkpoint's own folder")
     return size, header
+
+
+FORMAT = Format(
+    "safetensors", "a .safetensors file, or a folder with model.safetensors.index.json or .safetensors files", open_path, order=60
+)

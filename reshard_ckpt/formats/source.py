@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
@@ -17,9 +17,8 @@ from ..format.checksums import digest128
 from ..format.keys import CATALOG_KEY
 from ..storage import Storage, open_beside, open_storage, path_text
 from ..storage.followed import FollowedStorage
-from .deepspeed.folder import latest_tag
-from .foreign import FORMATS, open_foreign
-from .protocol import NATIVE, ForeignFormat, Source
+from .protocol import NATIVE, Source
+from .registry import Formats, known_formats, latest_below, open_foreign
 
 __all__ = ["NATIVE", "Path", "Source", "open_shared_source", "open_source"]
 
@@ -27,7 +26,7 @@ Path = str | os.PathLike[str]
 
 
 @contextmanager
-def open_source(path: Path, formats: Sequence[ForeignFormat] = FORMATS) -> Iterator[Source]:
+def open_source(path: Path, formats: Formats = known_formats) -> Iterator[Source]:
     """Open what a path holds, for reading, in one process.
 
     Parameters
@@ -47,13 +46,13 @@ def open_source(path: Path, formats: Sequence[ForeignFormat] = FORMATS) -> Itera
 
 
 @contextmanager
-def open_shared_source(comm: Comm, path: Path, formats: Sequence[ForeignFormat] = FORMATS) -> Iterator[Source]:
+def open_shared_source(comm: Comm, path: Path, formats: Formats = known_formats) -> Iterator[Source]:
     """Open what a path holds on every rank of a job, and check that it is the same; rank 0 keeps it from being removed."""
     with ExitStack() as stack:
         yield open_same(comm, str(path), lambda: _open(path, stack, formats, lock=comm.rank == 0))
 
 
-def _open(path: Path, stack: ExitStack, formats: Sequence[ForeignFormat], *, lock: bool) -> Identified[Source]:
+def _open(path: Path, stack: ExitStack, formats: Formats, *, lock: bool) -> Identified[Source]:
     """Open this library's own format, else the first foreign one that recognizes what is there."""
     storage = stack.enter_context(open_storage(path))
     if lock:
@@ -61,7 +60,8 @@ def _open(path: Path, stack: ExitStack, formats: Sequence[ForeignFormat], *, loc
     try:
         opened = identified_catalog(storage)
     except CheckpointNotFound as error:
-        tag = latest_tag(storage)  # the root of a run of DeepSpeed stands for its latest checkpoint, of this library or not
+        # The root of a run of DeepSpeed stands for its latest checkpoint, of this library or not.
+        tag = latest_below(storage, formats)
         if tag is not None:
             return _open(f"{path_text(path).rstrip('/')}/{tag}", stack, formats, lock=lock)
         return _open_foreign(path_text(path), storage, stack, formats, error)
@@ -88,13 +88,13 @@ def _unknown_file(url: str) -> str:
 
 
 def _open_foreign(
-    path: str, storage: Storage, stack: ExitStack, formats: Sequence[ForeignFormat], not_native: CheckpointNotFound
+    path: str, storage: Storage, stack: ExitStack, formats: Formats, not_native: CheckpointNotFound
 ) -> Identified[Source]:
     found, url = open_foreign(path, formats), storage.url
     if found is None:
         if describe_run(storage) is not None:
             raise not_native
-        tried = "; ".join(f"{one.looks_for} ({one.name})" for one in formats)
+        tried = "; ".join(f"{one.marks} ({one.name})" for one in formats())
         why = _unknown_file(url) if os.path.exists(url) and not os.path.isdir(url) else str(not_native)
         raise CheckpointNotFound(f"{why}. Looked for: {CATALOG_KEY} ({NATIVE}); {tried}") from None
     stack.enter_context(found.storage)

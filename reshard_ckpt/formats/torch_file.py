@@ -32,13 +32,13 @@ from ..state.optimizer_dicts import are_numbered_groups, names_by_number
 from ..state.scan import Verbatim
 from ..storage import LocalStorage, Storage
 from ..storage.protocol import read_range
+from ..torchfile.mapped import MappedFile, find_mapped, load_archive
+from ..torchfile.zip_records import HEAD_BYTES, ZIP_MAGIC, refuse_legacy
 from .catalog_builder import ForeignTensor, foreign_catalog, foreign_file, whole
 from .huggingface import WeightFiles, weight_files
-from .protocol import Source, open_located
+from .protocol import Format, Source, open_located
 from .strided import StridedStorage
-from .torch_zip import MappedFile, find_mapped, load_archive
 from .unreadable import without_unreadable
-from .zip_records import HEAD_BYTES, ZIP_MAGIC, refuse_legacy
 
 MODEL, OPTIMIZER = "model", "optimizer"
 """The keys of the state below which a flat state dict, and one of an optimizer, stand."""
@@ -48,7 +48,7 @@ _MAX_DEPTH = 64
 
 
 def open_path(path: str) -> Source | None:
-    """Open a path for reading; return None if it is no file of ``torch.save``, nor a folder of them; see `ForeignFormat`."""
+    """Open a path for reading; return None if it is no file of ``torch.save``, nor a folder of them; see `Format.open`."""
     return open_located(path, _look)
 
 
@@ -211,3 +211,6 @@ def _unnamed(value: Any, path: tuple[Any, ...]) -> Iterator[str]:
     elif isinstance(value, Mapping | list | tuple):
         for key, child in value.items() if isinstance(value, Mapping) else enumerate(value):
             yield from _unnamed(child, (*path, key))
+
+
+FORMAT = Format("torch", "a file that torch.save wrote, or a folder with pytorch_model.bin or its index", open_path, order=70)

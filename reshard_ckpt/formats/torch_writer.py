@@ -29,8 +29,8 @@ from ..errors import NameCollisionError, StorageError, UnsupportedError
 from ..format.torch_dtypes import TORCH_DTYPES
 from ..format.values import check_keys, decode_path
 from ..state.paths import Index, saved_path
+from ..torchfile.zip_records import ALIGNMENT, NewRecord, ZipRecords, write_records
 from .tensor_stream import ByteStream, TensorBytes, aliases_of, in_natural_order
-from .zip_records import ALIGNMENT, NewRecord, ZipRecords, write_records
 
 
 def write_torch(path: str, catalog: Catalog, values: Mapping[str, Any], bytes_of: TensorBytes) -> None:

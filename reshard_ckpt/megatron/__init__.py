@@ -14,8 +14,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ..formats.megatron.rules import add_rule
-from .loading import (
+from ..families.megatron.loading import (
     load,
     load_common_state_dict,
     load_content_metadata,
@@ -23,7 +22,8 @@ from .loading import (
     load_sharded_metadata,
     load_tensors_metadata,
 )
-from .saving import async_save, save
+from ..families.megatron.rules import add_rule
+from ..families.megatron.saving import async_save, save
 
 if TYPE_CHECKING:
     LoadStrategy: type
@@ -46,8 +46,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in ("SaveStrategy", "LoadStrategy"):
-        # Not by `from . import`, which would ask this function for the module, and so megatron.
-        torch_dist = importlib.import_module(".torch_dist", __name__)
+        torch_dist = importlib.import_module("..families.megatron.torch_dist", __name__)
         return torch_dist.save_strategy() if name == "SaveStrategy" else torch_dist.load_strategy()
     if not name.startswith("_"):
         try:

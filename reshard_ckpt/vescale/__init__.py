@@ -5,6 +5,6 @@ In place of ``import vescale.checkpoint`` write ``import reshard_ckpt.vescale``.
 
 from __future__ import annotations
 
-from .calls import load, save
+from ..families.vescale.calls import load, save
 
 __all__ = ["load", "save"]

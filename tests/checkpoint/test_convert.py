@@ -35,8 +35,8 @@ from reshard_ckpt.errors import (
 )
 from reshard_ckpt.format.torch_dtypes import TORCH_DTYPES
 from reshard_ckpt.formats import destination
-from reshard_ckpt.formats.torch_zip import read_records
 from reshard_ckpt.storage import LocalStorage, LocksUnsupported, open_storage
+from reshard_ckpt.torchfile.mapped import read_records
 from tests.jobs import save_job
 from tests.launch import ROOT
 from tests.layouts import filled, layouts, shapes, spec_of, values_of

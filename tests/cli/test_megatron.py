@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from reshard_ckpt import checkpoint
 from tests.cli.running import run
-from tests.megatron.folders import expected, unpack
+from tests.families.megatron.folders import expected, unpack
 
 
 def test_a_run_of_0_13_becomes_one_of_today(tmp_path: Path):

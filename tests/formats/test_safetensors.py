@@ -28,7 +28,7 @@ from reshard_ckpt.errors import (
     UsageError,
 )
 from reshard_ckpt.format.torch_dtypes import TORCH_DTYPES
-from reshard_ckpt.formats.foreign import FORMATS
+from reshard_ckpt.formats.registry import known_formats
 from reshard_ckpt.storage import open_storage
 from tests.layouts import filled, layouts, shapes, spec_of, values_of
 
@@ -317,7 +317,7 @@ def test_what_nobody_knows_says_what_was_looked_for(tmp_path: Path):
     for path in (tmp_path, tmp_path / "notes.txt", tmp_path / "absent"):
         with pytest.raises(CheckpointNotFound) as caught:
             checkpoint.catalog(path)
-        assert all(one.looks_for in str(caught.value) for one in FORMATS)
+        assert all(one.marks in str(caught.value) for one in known_formats())
         assert "catalog.msgpack" in str(caught.value)
 
 

@@ -28,12 +28,12 @@ from ...errors import CheckpointError, CorruptError, UnsupportedError
 from ...format.shard_file import parse_header
 from ...format.torch_dtypes import TORCH_DTYPES
 from ...storage.protocol import Storage, read_range
+from ...torchfile.zip_records import ZIP_MAGIC
 from ..catalog_builder import FilePart, foreign_file
-from ..zip_records import ZIP_MAGIC
 from .heads import HEAD_BYTES, LONG_HEAD_BYTES, HeadParser, HeadTooShort, TensorLayout, raw_layout
 from .metadata import Chunk, Extent, SavedTensor
 
-FORMAT = "dcp"
+NAME = "dcp"
 
 NEAR_BYTES = 4 << 10
 """Heads closer together than this are read in one request."""
@@ -61,7 +61,7 @@ class ChunkPlaces:
     unreadable: Mapping[str, CheckpointError]
 
 
-def locate(storage: Storage, tensors: Mapping[str, SavedTensor], *, format: str = FORMAT) -> ChunkPlaces:
+def locate(storage: Storage, tensors: Mapping[str, SavedTensor], *, format: str = NAME) -> ChunkPlaces:
     """Find the bytes of all chunks; `format` is that of the files."""
     unreadable: dict[str, CheckpointError] = {}
     places = sorted(

@@ -12,18 +12,16 @@ pickle that describes how the tensor lies in its storage, then a few small membe
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
 
 from ...core.catalog.specs import Ints, is_row_major, row_major_strides
 from ...core.words import a
 from ...errors import CorruptError, UnsupportedError
-from .metadata import DTYPES, ORDERED_DICT, SIZE
-from .pickle_reader import StandInClass, StandInFunction, read_pickle
+from ...torchfile.pickle_reader import read_pickle
+from ...torchfile.tensors import TENSOR_TABLE, PickledTensor, stored_at
 
 HEAD_BYTES = 1 << 10
 """What is read of each chunk at first; the storage of a tensor begins before this."""
@@ -54,107 +52,6 @@ class TensorLayout:
     def is_row_major(self) -> bool:
         """Whether its bytes are those of a row-major tensor."""
         return is_row_major(self.shape, self.strides)
-
-
-@dataclass(frozen=True, slots=True)
-class SavedStorage:
-    """The storage that a persistent id names: a member of the zip; `dtype` is None where the pickle gives it elsewhere."""
-
-    dtype: torch.dtype | None
-    key: str
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class PickledTensor:
-    """A tensor as the pickle describes it: a view of a storage."""
-
-    storage: SavedStorage
-    dtype: torch.dtype
-    offset: int
-    shape: Ints
-    strides: Ints
-
-    @property
-    def is_row_major(self) -> bool:
-        """Whether its elements lie in row-major order, without gaps."""
-        return is_row_major(self.shape, self.strides)
-
-    def is_within(self, num_bytes: int) -> bool:
-        """Tell whether it has elements, and all of them lie within so many bytes of its storage."""
-        last = self.offset + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
-        is_negative = self.offset < 0 or min(self.strides, default=0) < 0
-        return not is_negative and min(self.shape, default=1) > 0 and (last + 1) * self.dtype.itemsize <= num_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class _StorageType:
-    dtype: torch.dtype | None
-
-
-def _view(storage: Any, offset: Any, size: Any, stride: Any, dtype: torch.dtype | None, metadata: Any) -> PickledTensor:
-    shape, strides = SIZE.make(size), SIZE.make(stride)
-    if not isinstance(storage, SavedStorage) or type(offset) is not int or len(shape) != len(strides):
-        raise ValueError("a tensor without a storage, an offset and strides")
-    if metadata:
-        raise UnsupportedError("is saved as a lazily conjugated or negated view; save tensor.resolve_conj().resolve_neg()")
-    dtype = dtype or storage.dtype
-    if dtype is None:
-        raise ValueError("a tensor without a dtype")
-    return PickledTensor(storage, dtype, offset, shape, strides)
-
-
-def _tensor_v2(storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, metadata: Any = None) -> PickledTensor:
-    return _view(storage, offset, size, stride, None, metadata)
-
-
-def _tensor_v3(
-    storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, metadata: Any = None
-) -> PickledTensor:
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError("a tensor with a dtype that is none")
-    return _view(storage, offset, size, stride, dtype, metadata)
-
-
-def _parameter(data: Any, grad: Any, hooks: Any) -> Any:
-    return data
-
-
-def _encoded(text: Any, encoding: Any = "latin1") -> bytes:
-    if not isinstance(text, str) or encoding not in ("latin1", "latin-1"):
-        raise ValueError("bytes in an encoding that pickles do not use")
-    return text.encode("latin1")
-
-
-ENCODED = StandInFunction("bytes", _encoded)
-"""Makes bytes of what a protocol without them spells as text."""
-
-
-def stored_at(identity: Any) -> SavedStorage:
-    match identity:
-        case ("storage", _StorageType(dtype), str(key), str(), int(count)):
-            return SavedStorage(dtype, key, count if dtype is None else count * dtype.itemsize)
-    raise ValueError("a persistent id that names no storage")
-
-
-STORAGE_DTYPES = {
-    "Float": torch.float32, "Double": torch.float64, "Half": torch.float16, "BFloat16": torch.bfloat16,
-    "Long": torch.int64, "Int": torch.int32, "Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8, "Bool": torch.bool,
-    "ComplexFloat": torch.complex64, "ComplexDouble": torch.complex128,
-}  # fmt: skip
-
-TENSOR_TABLE: Mapping[tuple[str, str], Any] = {
-    **DTYPES,
-    **{("torch", f"{name}Storage"): _StorageType(dtype) for name, dtype in STORAGE_DTYPES.items()},
-    ("torch", "UntypedStorage"): _StorageType(None),
-    ("torch.storage", "UntypedStorage"): _StorageType(None),
-    ("torch", "Size"): SIZE,
-    ("torch._utils", "_rebuild_tensor_v2"): StandInFunction("_rebuild_tensor_v2", _tensor_v2),
-    ("torch._utils", "_rebuild_tensor_v3"): StandInFunction("_rebuild_tensor_v3", _tensor_v3),
-    ("torch._utils", "_rebuild_parameter"): StandInFunction("_rebuild_parameter", _parameter),
-    ("collections", "OrderedDict"): ORDERED_DICT,
-    ("torch.nn.parameter", "Parameter"): StandInClass("Parameter"),
-}
 
 
 def raw_layout(dtype: torch.dtype, shape: Ints, at: int = 0) -> TensorLayout:

@@ -23,7 +23,8 @@ from ...core.catalog.specs import Ints
 from ...core.hashing import MAX_ALIKE, too_many_alike
 from ...core.words import a
 from ...errors import CorruptError
-from .pickle_reader import MAX_ARGUMENTS, StandInClass, StandInFunction, StandInObject, read_pickle
+from ...torchfile.pickle_reader import MAX_ARGUMENTS, StandInClass, StandInFunction, StandInObject, read_pickle
+from ...torchfile.tensors import DTYPES, ORDERED_DICT, SIZE
 
 METADATA_KEY = ".metadata"
 MAX_METADATA_BYTES = 4 << 30
@@ -83,19 +84,6 @@ _SHARDED = "torch.distributed._shard.sharded_tensor.metadata"
 DCP_FILES = "torch.distributed.checkpoint.filesystem"
 
 
-def _size(values: Any = ()) -> Ints:
-    if not isinstance(values, tuple | list) or len(values) > MAX_ARGUMENTS:
-        raise ValueError("a torch.Size of something else than a few numbers")
-    return _ints(values)
-
-
-def _ints(values: Any) -> Ints:
-    for value in values:  # not `all`: this is done for each chunk many times
-        if type(value) is not int:
-            raise ValueError("a size that is no whole number")
-    return tuple(values)
-
-
 def _ignore_arguments(*arguments: Any) -> None:
     """Return None for memory formats and layouts, which are not needed."""
 
@@ -103,18 +91,6 @@ def _ignore_arguments(*arguments: Any) -> None:
 def _path(*parts: Any) -> str:
     return "/".join(part for part in parts if isinstance(part, str))
 
-
-def _empty_dict(*arguments: Any) -> dict[str, Any]:
-    if arguments:
-        raise ValueError("an OrderedDict with arguments")
-    return {}
-
-
-DTYPES: dict[tuple[str, str], torch.dtype] = {
-    ("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)
-}
-SIZE = StandInFunction("torch.Size", _size)
-ORDERED_DICT = StandInFunction("collections.OrderedDict", _empty_dict)
 
 _CLASSES = (
     *((DCP_METADATA, name) for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata")),
@@ -235,7 +211,7 @@ def _index(index: Any) -> tuple[str, Ints | None]:
     fqn, offset = fields["fqn"], fields.get("offset")
     if not isinstance(fqn, str):
         raise ValueError("an index without a name")
-    return fqn, None if offset is None else _size(offset)
+    return fqn, None if offset is None else SIZE.make(offset)
 
 
 def _extent(info: Any) -> Extent:
@@ -252,7 +228,7 @@ def _extent(info: Any) -> Extent:
 def _tensor(
     fqn: str, fields: dict[str, Any], places: Mapping[Ints | None, Extent], heads: Mapping[Ints | None, Any] | None
 ) -> SavedTensor:
-    shape, chunks = _size(fields["size"]), fields["chunks"]
+    shape, chunks = SIZE.make(fields["size"]), fields["chunks"]
     if not isinstance(chunks, list) or prod(max(size, 1) for size in shape) > MAX_ELEMENTS or min(shape, default=0) < 0:
         raise ValueError(f"{fqn} has no chunks, or a size that no tensor has")
     found: dict[Ints, Chunk] = {}

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from ...core.catalog.specs import Ints
+from ...torchfile.pickle_writer import FunctionCall, Global, Instance, Pairs, pickled
 from .metadata import DCP_FILES, DCP_METADATA, Chunk, Extent, SavedTensor
 from .names import KeyPath
-from .pickle_writer import FunctionCall, Global, Instance, Pairs, pickled
 
 VERSION = "1.0.0"
 """Of the metadata: what torch has written since it writes one."""

@@ -27,8 +27,8 @@ from ...format.values import decode_value, encode_path, encode_value
 from ...state.optimizer_dicts import OptimizerGroups, groups_from_list
 from ...storage.protocol import Storage, read_range
 from ..catalog_builder import FilePart, ForeignTensor, foreign_catalog
-from ..protocol import RawValue, Source, open_located
-from .chunks import FORMAT, FileSizes
+from ..protocol import Format, RawValue, Source, open_located
+from .chunks import NAME, FileSizes
 from .chunks import locate as locate_chunks
 from .folder import FolderMetadata, is_folder, read_folder
 from .metadata import SavedTensor
@@ -51,13 +51,13 @@ MAX_GROUP_ELEMENTS = 1 << 16
 
 
 def open_path(path: str, *, as_saved: bool = False, otherwise: Callable[[bytes, str], Any] | None = None) -> Source | None:
-    """Open a path for reading; return None if it is no DCP folder; see `ForeignFormat`, and `read_values` for `otherwise`."""
+    """Open a path for reading; return None if it is no DCP folder; see `Format.open`, and `read_values` for `otherwise`."""
 
     def look(storage: Storage, key: str | None) -> Source | None:
         if key is not None or not is_folder(storage):
             return None
         catalog, raw = _open(storage, as_saved=as_saved, otherwise=otherwise)
-        return Source(storage, catalog, FORMAT, advice_on_numbers(catalog), raw)
+        return Source(storage, catalog, NAME, advice_on_numbers(catalog), raw)
 
     return open_located(path, look)
 
@@ -84,7 +84,7 @@ def _open(
     """Build the catalog of a folder that ``torch.distributed.checkpoint`` wrote; and find its values as they lie in the files."""
     with garbage_collection_paused():
         folder = read_folder(storage)
-        contents = _Folder(storage, folder, names_of(folder.saved, as_saved=as_saved), FORMAT, otherwise)
+        contents = _Folder(storage, folder, names_of(folder.saved, as_saved=as_saved), NAME, otherwise)
         return contents.catalog(by_number=not as_saved), dict(_raw_values(storage, folder))
 
 
@@ -277,3 +277,12 @@ def read_whole(storage: Storage, saved: SavedTensor, parts: Sequence[FilePart], 
         region = out[tuple(slices)]
         region.copy_(torch.frombuffer(data, dtype=saved.dtype).reshape(part.lengths))
     return out
+
+
+FORMAT = Format(
+    NAME,
+    "a folder of torch.distributed.checkpoint, which has a .metadata file, or __0.metadata",
+    open_path,
+    order=40,
+    takes=("as_saved",),
+)

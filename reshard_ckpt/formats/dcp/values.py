@@ -13,8 +13,8 @@ import torch
 from ...errors import CheckpointError, CorruptError, UnsupportedError
 from ...format.values import encode_value
 from ...storage.protocol import Storage, read_range
-from ..hash_collisions import SMALL_BYTES, refuse_hash_collisions
-from ..zip_records import ZipRecords
+from ...torchfile.hash_collisions import SMALL_BYTES, refuse_hash_collisions
+from ...torchfile.zip_records import ZipRecords
 from .chunks import FileSizes
 from .metadata import Extent
 

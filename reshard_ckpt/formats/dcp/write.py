@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -27,11 +27,12 @@ from ...format.torch_dtypes import TORCH_DTYPES
 from ...format.values import check_keys, decode_path
 from ...state.optimizer_dicts import flat_groups
 from ...storage.protocol import Storage, Writer
+from ...torchfile.tensor_zip import write_tensor
+from ..protocol import BytesOf
 from ..tensor_stream import ByteStream
 from .metadata import METADATA_KEY, Chunk, Extent, SavedTensor
 from .metadata_writer import metadata_bytes
 from .names import KeyPath, dotted, key_path, state_path, taken_apart
-from .tensor_zip import write_tensor
 
 CHUNK_BYTES = 256 << 20
 """Of a chunk: what ``torch.distributed.checkpoint.load`` has in memory at once."""
@@ -41,10 +42,6 @@ GATHERED_BYTES = 1 << 20
 """Of small parts that are written in one call: a tensor is a file of ``torch.save``, which comes in some thirty parts."""
 
 OPTIMIZER_FORMS = ("nested", "flat")
-
-
-BytesOf = Callable[[Sequence[Run]], Iterator[memoryview]]
-"""The bytes of runs, end to end, in parts of any size that are valid until the next is asked for."""
 
 
 @dataclass(frozen=True, slots=True)

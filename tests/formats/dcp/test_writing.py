@@ -20,11 +20,11 @@ from reshard_ckpt.engine.loading.saved_values import open_values
 from reshard_ckpt.engine.loading.stream import stream
 from reshard_ckpt.errors import CorruptError, NameCollisionError, UsageError
 from reshard_ckpt.format.torch_dtypes import TORCH_DTYPES
-from reshard_ckpt.formats.dcp.tensor_zip import write_tensor
 from reshard_ckpt.formats.dcp.write import write_dcp
 from reshard_ckpt.formats.source import open_source
 from reshard_ckpt.storage import open_storage
 from reshard_ckpt.storage.local import LocalWriter
+from reshard_ckpt.torchfile.tensor_zip import write_tensor
 from tests.layouts import values_of
 from tests.warm_python import warm_python
 

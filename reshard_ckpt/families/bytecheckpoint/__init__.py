@@ -1,0 +1,1 @@
+"""ByteCheckpoint: its folders, read as they are."""

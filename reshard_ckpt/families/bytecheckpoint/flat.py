@@ -1,0 +1,149 @@
+"""FSDP1's flat parameters, as ByteCheckpoint saves them "decomposed": each parameter is a run of one vector.
+
+``user_defined_dict`` of the model's metadata says, for each flat parameter, the names of its parameters, their shapes, and the
+sizes of all that lies in the vector, with a mask of what is padding. A chunk is a range of the vector. What it holds of a
+parameter is a run of that parameter's elements, and becomes as many boxes as that takes.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from ...core.catalog.specs import Ints
+from ...core.geometry.runs import decompose
+from ...errors import CorruptError
+from ...formats.dcp.heads import HeadParser
+from ...formats.dcp.metadata import Chunk, Extent, Metadata, SavedTensor
+from ...formats.dcp.names import KeyPath, dotted
+
+_FIELDS = ("fsdp_flat_param_to_fqns", "fsdp_shapes", "fsdp_is_padding_mask", "fsdp_numels_with_padding")
+
+
+@dataclass(frozen=True, slots=True)
+class FlatPart:
+    """A parameter in a flat one: elements ``[start, start + size)``."""
+
+    fqn: str
+    shape: Ints
+    start: int
+
+
+FlatParams = Mapping[str, tuple[FlatPart, ...]]
+"""The parameters in each flat one, by its name."""
+
+
+def flat_params(notes: Any, where: str) -> FlatParams:
+    """What a model's metadata say of its flat parameters; nothing where it has none.
+
+    Raises
+    ------
+    CorruptError
+        The notes contradict each other.
+    """
+    if not isinstance(notes, dict) or not any(field in notes for field in _FIELDS):
+        return {}
+    try:
+        names, shapes, padding, sizes = (notes[field] for field in _FIELDS)
+        return {flat: tuple(_parts(names[flat], shapes[flat], padding[flat], sizes[flat])) for flat in names}
+    except (KeyError, TypeError, ValueError, StopIteration) as error:
+        raise CorruptError(f"{where}: what it says of flat parameters does not fit together ({error}); use another one") from None
+
+
+def _parts(names: Any, shapes: Any, padding: Any, sizes: Any) -> Iterator[FlatPart]:
+    described = list(zip(names, shapes, strict=True))
+    if [not pad for pad in padding].count(True) != len(described):
+        raise ValueError("another number of parameters than names")
+    position = 0
+    left = iter(described)
+    for size, pad in zip(sizes, padding, strict=True):
+        if type(size) is not int or size < 0:
+            raise ValueError("a size that is no number of elements")
+        if not pad:
+            fqn, shape = next(left)
+            if not isinstance(fqn, str) or any(type(n) is not int or n < 0 for n in shape) or prod(shape) != size:
+                raise ValueError(f"{size} elements of shape {shape}")
+            yield FlatPart(fqn, tuple(shape), position)
+        position += size
+
+
+def unflattened(saved: Metadata, flats: FlatParams, where: str) -> Metadata:
+    """Put each parameter, or its state, in the place of the flat ones that hold them.
+
+    Raises
+    ------
+    CorruptError
+        The notes do not fit the vectors.
+    """
+    tensors, paths, heads = dict(saved.tensors), dict(saved.paths), HeadParser()
+    for fqn, tensor in saved.tensors.items():
+        flat, key = _flat_name(saved.paths.get(fqn, (fqn,)))
+        if flat not in flats:
+            continue
+        del tensors[fqn]
+        paths.pop(fqn, None)
+        if len(tensor.shape) > 1:
+            raise CorruptError(
+                f"{where}: {fqn:.200} of shape {tensor.shape} is said to be a flat parameter; use another checkpoint"
+            )
+        if not tensor.shape:  # a count of what requires a gradient, for the package itself
+            continue
+        held = sorted(tensor.chunks, key=lambda chunk: chunk.offsets)
+        for part in flats[flat]:
+            path: KeyPath = (part.fqn,) if key is None else ("state", part.fqn, key)
+            name = dotted(path)
+            if name in tensors:
+                raise CorruptError(f"{where}: {name:.200} is in two flat parameters; use another checkpoint")
+            chunks = [piece for chunk in _within(held, part) for piece in _pieces(tensor, chunk, part, heads, f"{where}: {fqn}")]
+            tensors[name], paths[name] = SavedTensor(tensor.dtype, part.shape, tuple(chunks)), path
+    named = {part.fqn for parts in flats.values() for part in parts}
+    for fqn, path in paths.items():  # of the step count of a parameter, key and name are one
+        fqn_of, _, last = str(path[-1]).rpartition(".")
+        if len(path) == 2 and path[0] == "state" and fqn_of in named:
+            paths[fqn] = ("state", fqn_of, last)
+    return replace(saved, tensors=tensors, paths=paths)
+
+
+def _within(chunks: Sequence[Chunk], part: FlatPart) -> Sequence[Chunk]:
+    """List the chunks, of those of a vector in order, that may hold something of a parameter."""
+
+    def begin(chunk: Chunk) -> int:
+        return chunk.offsets[0]
+
+    first = bisect_right(chunks, part.start, key=begin) - 1  # the last that begins before it
+    return chunks[max(first, 0) : bisect_left(chunks, part.start + prod(part.shape), key=begin)]
+
+
+def _flat_name(path: KeyPath) -> tuple[str, str | None]:
+    """The flat parameter, and the key if it is state of one: the path is ``state`` and ``<flat>.<key>``."""
+    if len(path) == 2 and path[0] == "state":
+        flat, _, key = str(path[1]).rpartition(".")
+        return flat, key
+    return str(path[0]), None
+
+
+def _pieces(tensor: SavedTensor, chunk: Chunk, part: FlatPart, heads: HeadParser, name: str) -> Iterator[Chunk]:
+    """What a chunk of the vector holds of a parameter, as boxes."""
+    (first,), (count,) = chunk.offsets, chunk.lengths
+    low, high = max(first, part.start), min(first + count, part.start + prod(part.shape))
+    if low >= high:
+        return
+    layout = heads.parse_alone(chunk.head or b"", name=name)
+    if layout.dtype != tensor.dtype or layout.shape != chunk.lengths or not layout.is_row_major:
+        raise CorruptError(
+            f"{name}: its chunk at {first} is described as {layout.dtype} of {layout.shape}; use another checkpoint"
+        )
+    each = tensor.dtype.itemsize
+    at = chunk.extent.offset + layout.at + (low - first) * each
+    shape = part.shape or (1,)
+    cut = decompose(np.array([shape], np.int64), np.array([low - part.start]), np.array([high - low]))
+    for offsets, lengths in zip(cut.offsets.tolist(), cut.lengths.tolist(), strict=True):
+        size = prod(lengths) * each
+        box = tuple(offsets[: len(part.shape)]), tuple(lengths[: len(part.shape)])
+        yield Chunk(*box, Extent(chunk.extent.file, at, size), b"")
+        at += size

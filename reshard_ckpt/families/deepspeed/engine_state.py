@@ -1,0 +1,371 @@
+"""What a DeepSpeed engine holds on this rank, as parts of global tensors: the same names saving and loading.
+
+1. The optimizer's own ``state_dict()`` has the flat tensors, live; `layout` says which runs of which parameters
+   they hold. Each run is a `FlatShard` over that memory.
+   Of which shard of a parameter they are runs, `parallel` knows.
+2. What has no master weights is the module's: parameters that no optimizer has, and buffers.
+3. For a load, state that the optimizer does not have yet is allocated first, as the checkpoint has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...core.catalog.param_groups import hyperparameters
+from ...errors import UnsupportedError
+from .experts import global_name, is_expert, num_local_experts
+from .layout import MASTER, Params, RankState, named_runs, open_state, striped_runs
+from .parallel import Parallel
+
+FLAT_OWNERS = (
+    "single_partition_of_fp32_groups",  # ZeRO-1 and 2
+    "fp32_groups_flat_partition",  # BF16_Optimizer
+    "fp32_partitioned_groups_flat",  # ZeRO-3
+    "fp32_groups_flat",  # the fp16 and bf16 wrapper without ZeRO
+)
+"""Where each optimizer of DeepSpeed keeps the flat tensors that torch's optimizer has for parameters, one for each group."""
+
+
+def refuse_unsupported(engine: Any) -> None:
+    """Refuse by name what cannot be saved or loaded as global tensors.
+
+    Raises
+    ------
+    UnsupportedError
+        The engine offloads to NVMe, or divides tensors among ranks in a way that is not known here.
+    """
+    if engine.zero_nvme_offload_optimizer() or _offloads_parameters_to_nvme(engine):
+        raise UnsupportedError(
+            "DeepSpeed offloads to NVMe here, where no tensor can be read in place; offload to the CPU instead"
+        )
+    _refuse_model_parallelism(engine)
+    if engine.has_moe_layers:
+        _refuse_experts(engine)
+    if getattr(engine, "zenflow", False):
+        raise UnsupportedError("ZenFlow updates the optimizer's state in a process of its own; that is not supported")
+
+
+def _refuse_model_parallelism(engine: Any) -> None:
+    """Refuse tensors that are divided in a way that nothing tells: by an ``mpu``, or among ranks of one stage of a pipeline."""
+    grid = getattr(engine, "grid", None)
+    if grid is not None and grid.get_slice_parallel_world_size() > 1:
+        raise UnsupportedError(
+            f"this pipeline divides each layer among {grid.get_slice_parallel_world_size()} tensor-parallel ranks, and nothing "
+            "tells how; that is not supported"
+        )
+    is_auto = hasattr(engine, "autotp_size") and engine.autotp_size() > 1
+    if grid is None and not is_auto and engine.mp_world_size > 1:
+        raise UnsupportedError(
+            f"this engine has {engine.mp_world_size} model-parallel ranks of its own mpu; only AutoTP and pipelines are supported"
+        )
+
+
+def _refuse_experts(engine: Any) -> None:
+    """Refuse experts that are divided in another way than among data-parallel ranks by DeepSpeed's own layers."""
+    how = None
+    if engine.zero_optimization_stage() == 3:
+        how = "together with ZeRO-3"
+    elif engine.mp_world_size > 1 or hasattr(engine, "stage_id") or (hasattr(engine, "autotp_size") and engine.autotp_size() > 1):
+        how = "together with model parallelism"
+    elif any(type(module).__name__.startswith("AutoEP") for module in engine.module.modules()):
+        how = "by AutoEP"
+    if how is not None:
+        raise UnsupportedError(f"this model's experts are divided among ranks {how}; that is not supported")
+
+
+def _global_names(engine: Any) -> dict[str, str]:
+    """Return the names that parameters and buffers of experts have in the whole model, by their names on this rank."""
+    from deepspeed.utils import groups
+
+    found: dict[str, str] = {}
+    for prefix, module in engine.module.named_modules() if engine.has_moe_layers else ():
+        if not hasattr(module, "expert_group_name"):
+            continue
+        held = [f"{prefix}.{name}" if prefix else name for name in module.state_dict()]
+        num_local, rank = num_local_experts(held), groups._get_expert_parallel_rank(module.expert_group_name)
+        found |= {name: global_name(name, num_local, rank) for name in held}
+    return {name: other for name, other in found.items() if name != other or is_expert(name)}
+
+
+def _offloads_parameters_to_nvme(engine: Any) -> bool:
+    offload = engine._config.zero_config.offload_param
+    return offload is not None and str(getattr(offload.device, "value", offload.device)) == "nvme"
+
+
+def base_optimizer(engine: Any) -> Any:
+    """Return torch's optimizer, inside of whatever wraps it; None where the engine has none."""
+    return getattr(engine.optimizer, "optimizer", engine.optimizer)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor or value of the optimizer's state: of which parameter, under which key, and this rank's part of it."""
+
+    fqn: str
+    key: str
+    value: Any
+
+
+class EngineState:
+    """The tensors of an engine on this rank, by name.
+
+    Parameters
+    ----------
+    engine
+        A ``DeepSpeedEngine`` or ``PipelineEngine``.
+    loading
+        Whether all that this rank has is wanted; for a save, what an earlier stage of a pipeline has too is left out.
+    """
+
+    def __init__(self, engine: Any, *, loading: bool = False) -> None:
+        self._engine, self._optimizer = engine, engine.optimizer
+        self._renamed = _global_names(engine)
+        self.names: dict[Any, str] = {param: self.name(name) for param, name in engine.param_names.items()}
+        self._parallel = Parallel(engine, loading=loading)
+        self._flat = self._flat_params() if engine.optimizer is not None else None
+
+    def name(self, local: str) -> str:
+        """Return the name in the whole model of a parameter or buffer that has another one on this rank."""
+        return self._renamed.get(local, local)
+
+    def _flat_params(self) -> list[Params] | None:
+        found = _flat_params(self._engine)
+        return found and [replace(params, names=tuple(map(self.name, params.names))) for params in found]
+
+    @property
+    def optimizer_state(self) -> RankState | None:
+        """What the optimizer holds in flat tensors; None where it has parameters of their own."""
+        if self._flat is None:
+            return None
+        group = getattr(self._optimizer, "dp_process_group", None)
+        rank: int | list[int] = 0 if group is None else dist.get_rank(group=group)
+        if self._renamed:  # then groups are divided among different ranks
+            rank = [dist.get_rank(group=of) for of in self._optimizer.real_dp_process_group]
+        return open_state(self._flat, self._optimizer.state_dict(), rank, "the optimizer of the engine")
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Return the hyperparameters of the optimizer's groups, with the names of their parameters."""
+        found = base_optimizer(self._engine).param_groups
+        return [{**hyperparameters(group), "params": names} for group, names in zip(found, self.group_names(), strict=True)]
+
+    def group_names(self) -> list[list[str]]:
+        """Return the names of the parameters of each of torch's groups."""
+        if self._flat is None:
+            groups = base_optimizer(self._engine).param_groups
+            params = self._optimizer.fp16_groups if hasattr(self._optimizer, "fp32_groups") else [g["params"] for g in groups]
+            return [[self.names[param] for param in group] for group in params]
+        homes = getattr(self._optimizer, "sub_group_to_group_id", None)
+        found: list[list[str]] = [[] for _ in base_optimizer(self._engine).param_groups]
+        for i, params in enumerate(self._flat):
+            found[i if homes is None else homes[i]] += params.names
+        return found
+
+    def tensors(self, *, with_state: bool) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+        """Return the tensors of the module by FQN, masters where there are some, and those of the optimizer's state.
+
+        Parameters
+        ----------
+        with_state
+            Whether to return the optimizer's state.
+        """
+        model: dict[str, Any] = {}
+        state: dict[str, dict[str, Any]] = {}
+        for entry in self._entries():
+            if entry.key == MASTER:
+                model[entry.fqn] = entry.value
+            elif with_state:
+                state.setdefault(entry.fqn, {})[entry.key] = entry.value
+        trained = {name for params in self._flat or () for name in params.names}
+        for fqn, part in self._module_parts(trained):
+            model[fqn] = part
+        for alias, fqn in self._aliases().items():
+            if fqn in model:
+                model[alias] = model[fqn]
+        return model, state
+
+    def _entries(self) -> Iterator[Entry]:
+        if self._optimizer is None:
+            return
+        flat = self.optimizer_state
+        if flat is None:
+            yield from self._entries_apart()
+            return
+        for fqn, key, shape, tensor, at, start, count in named_runs(flat):
+            if self._parallel.counts(fqn):
+                yield Entry(fqn, key, self._parallel.part(fqn, shape, tensor.detach()[at : at + count], start))
+        for group in flat.groups:
+            held = {group.params.names[i] for i in group.runs.param.tolist()}
+            for fqn in filter(self._parallel.counts, held):
+                for key, value in group.values.items():
+                    yield Entry(fqn, key, value.clone() if isinstance(value, torch.Tensor) else value)
+
+    def _entries_apart(self) -> Iterator[Entry]:
+        """Yield the state of torch's own optimizer, and master weights that are not flat."""
+        state = base_optimizer(self._engine).state
+        for param, owner in self._apart():
+            fqn = self.names[param]
+            if not self._parallel.counts(fqn):
+                continue
+            if owner is not param:
+                yield Entry(fqn, MASTER, self._parallel.whole(fqn, owner.detach()))
+            for key, value in state.get(owner, {}).items():
+                is_part = isinstance(value, torch.Tensor) and value.shape == owner.shape and value.ndim > 0
+                yield Entry(fqn, key, self._parallel.whole(fqn, value) if is_part else value)
+
+    def _apart(self) -> Iterator[tuple[Any, Any]]:
+        """Yield each parameter that no flat tensor holds, and what torch's optimizer has for it: the parameter, or a master."""
+        masters = getattr(self._optimizer, "fp32_groups", None)
+        owners = masters or [group["params"] for group in base_optimizer(self._engine).param_groups]
+        params = self._optimizer.fp16_groups if masters else owners
+        for group, of in zip(params, owners, strict=True):
+            yield from zip(group, of, strict=True)
+
+    def _module_parts(self, trained: set[str]) -> Iterator[tuple[str, Any]]:
+        """Yield the parameters that have no master weights."""
+        apart = self._apart() if self._optimizer is not None and self._flat is None else ()
+        skipped = trained | {self.names[param] for param, owner in apart if owner is not param}
+        for local, param in self._engine.module.named_parameters():
+            fqn = self.name(local)
+            if fqn in skipped or not self._parallel.counts(fqn):
+                continue
+            if hasattr(param, "ds_id"):
+                if (part := self._stripe(fqn, param)) is not None:
+                    yield fqn, part
+            else:
+                yield fqn, self._parallel.whole(fqn, param.detach())
+
+    def _stripe(self, fqn: str, param: Any) -> Any:
+        """Return this rank's stripe of a frozen parameter of ZeRO-3: the live one."""
+        group = self._optimizer.dp_process_group
+        runs = striped_runs(Params.of({fqn: tuple(param.ds_shape)}), dist.get_world_size(group=group), dist.get_rank(group=group))
+        if not len(runs.param):
+            return None
+        start, count = int(runs.start[0]), int(runs.count[0])
+        return self._parallel.part(fqn, tuple(param.ds_shape), param.ds_tensor.detach().reshape(-1)[:count], start)
+
+    def buffers(self, *, of_experts_alone: bool = False) -> dict[str, torch.Tensor]:
+        """Return the module's buffers, live; without those of experts, all data-parallel ranks have the same."""
+        found = {}
+        for prefix, module in self._engine.module.named_modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if name not in module._non_persistent_buffers_set:
+                    local = f"{prefix}.{name}" if prefix else name
+                    if not of_experts_alone or local in self._renamed:
+                        found[self.name(local)] = buffer
+        return found
+
+    def _aliases(self) -> dict[str, str]:
+        """Return the second names of parameters."""
+        every = self._engine.module.named_parameters(remove_duplicate=False)
+        return {self.name(name): self.names[p] for name, p in every if p in self.names and self.names[p] != self.name(name)}
+
+    def allocate(self, kinds: Mapping[str, Mapping[str, tuple[bool, torch.dtype]]]) -> None:
+        """Allocate the state that the optimizer does not have yet.
+
+        Parameters
+        ----------
+        kinds
+            For each parameter, what the checkpoint has of it: by key, whether it has the parameter's shape, and its dtype.
+        """
+        base = base_optimizer(self._engine)
+        for names, owner in self._owners():
+            wanted = {key: kind for fqn in names for key, kind in kinds.get(fqn, {}).items()}
+            state = base.state[owner]
+            for key, (is_part, dtype) in wanted.items():
+                if key not in state:
+                    state[key] = (
+                        torch.zeros_like(owner, dtype=dtype, requires_grad=False) if is_part else torch.zeros((), dtype=dtype)
+                    )
+
+    def _owners(self) -> Iterator[tuple[Sequence[str], Any]]:
+        """Yield what torch's optimizer has for a parameter, and the names of the parameters that it is."""
+        if self._flat is not None:
+            owners = next(getattr(self._optimizer, key) for key in FLAT_OWNERS if hasattr(self._optimizer, key))
+            yield from zip((params.names for params in self._flat), owners, strict=True)
+            return
+        yield from (((self.names[param],), owner) for param, owner in self._apart())
+
+    def set_shared(self, entries: Mapping[str, Mapping[str, Any]]) -> None:
+        """Set what all parameters of a flat group share, such as the step, to what was loaded for each of them.
+
+        Raises
+        ------
+        UnsupportedError
+            It differs among the parameters of a group.
+        """
+        base = base_optimizer(self._engine)
+        for names, owner in self._owners():
+            state = base.state[owner]
+            for key in {key for fqn in names for key in entries.get(fqn, {})}:
+                found = {fqn: entries[fqn][key] for fqn in names if key in entries.get(fqn, {})}
+                (first, value), *others = found.items()
+                for fqn, other in others:
+                    if not _equal(value, other):
+                        raise UnsupportedError(
+                            f"optimizer.state.{first}.{key} is {_shown(value)} and that of {fqn} {_shown(other)}; both are in "
+                            "one flat group here, which has one value; put them into groups of their own"
+                        )
+                if isinstance(value, torch.Tensor) and isinstance(state.get(key), torch.Tensor):
+                    state[key].copy_(value)
+                elif isinstance(state.get(key), torch.Tensor):
+                    state[key].fill_(value)
+                else:
+                    state[key] = value.item() if isinstance(value, torch.Tensor) and key in state else value
+
+    def update_parameters(self) -> None:
+        """Copy loaded master weights to the parameters of the module."""
+        optimizer = self._optimizer
+        if hasattr(optimizer, "update_lp_params"):
+            optimizer.update_lp_params()
+        elif hasattr(optimizer, "fp32_partitioned_groups_flat"):
+            _update_stripes(optimizer)
+        elif hasattr(optimizer, "fp32_groups_flat"):
+            for flat, group in zip(optimizer.fp32_groups_flat, optimizer.fp16_groups, strict=True):
+                for param, master in zip(group, flat.data.split([p.numel() for p in group]), strict=True):
+                    param.data.copy_(master.view_as(param))
+        elif hasattr(optimizer, "fp32_groups"):
+            for param, master in self._apart():
+                param.data.copy_(master.data)
+
+
+def _update_stripes(optimizer: Any) -> None:
+    """Copy the master weights of ZeRO-3 to its stripes, as its own ``load_state_dict`` does."""
+    for flat, masters, parts in zip(
+        optimizer.fp16_partitioned_groups_flat,
+        optimizer.fp32_partitioned_groups_flat,
+        optimizer.fp16_partitioned_groups,
+        strict=True,
+    ):
+        if masters.numel():
+            flat.data.copy_(masters.data)
+        for part, updated in zip(parts, optimizer.unflatten(flat, parts), strict=True):
+            part.data = updated.data
+    if optimizer.persistent_parameters:
+        optimizer.persistent_parameters[0].partition(optimizer.persistent_parameters)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    return bool(one == other)
+
+
+def _shown(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
+def _flat_params(engine: Any) -> list[Params] | None:
+    """Return the parameters of each flat group, in order; None where the optimizer flattens nothing."""
+    optimizer = engine.optimizer
+    if not any(hasattr(optimizer, key) for key in FLAT_OWNERS):
+        return None
+    if engine.zero_optimization() or hasattr(optimizer, "bf16_groups"):
+        shapes = engine._get_zero_param_shapes()
+    else:
+        shapes = [{engine.param_names[p]: p.shape for p in group} for group in optimizer.fp16_groups]
+    return [Params.of({name: tuple(shape) for name, shape in of_group.items()}) for of_group in shapes]

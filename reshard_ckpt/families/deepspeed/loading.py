@@ -1,0 +1,224 @@
+"""Loading a checkpoint into a DeepSpeed engine, in place, whatever layout it was saved in and by whom.
+
+1. Say what the engine holds, and allocate optimizer state that the checkpoint has and the engine has not yet.
+2. Load into that memory: each rank reads its own runs of each parameter.
+3. Hand the rest to those whose it is: hyperparameters to the groups, the loss scaler its numbers, the scheduler its state.
+4. Have the optimizer copy its master weights to the parameters.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...checkpoint.loading import load
+from ...checkpoint.reading import catalog, read
+from ...core.catalog.model import Catalog
+from ...errors import UsageError
+from .engine_state import EngineState, base_optimizer, refuse_unsupported
+from .layout import OPTIMIZER
+from .live import GROUPS_NAME, Kinds, hyperparameters_of, kinds_of_state, read_latest, value_keys
+from .values import NOT_VALUES, ROOT
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint to load, wherever its bytes are.
+
+    Attributes
+    ----------
+    path
+        Its path, for the user.
+    load
+        Loads into a state, with the options of `checkpoint.load`; on all ranks together.
+    read
+        Reads whole tensors and values, by name.
+    """
+
+    path: str
+    catalog: Catalog
+    load: Callable[..., Any]
+    read: Callable[[list[str]], dict[str, Any]]
+
+
+def saved_at(path: str) -> Saved:
+    """Open the checkpoint at a path."""
+    return Saved(path, catalog(path), partial(load, path), partial(read, path))
+
+
+def find_saved(load_dir: str, tag: Any) -> Saved | None:
+    """Find the checkpoint of a tag, by default of the one that ``latest`` names; None where there is no such file."""
+    tag = latest_of(load_dir) if tag is None else str(tag)
+    return None if tag is None else saved_at(os.path.join(load_dir, tag))
+
+
+_ENGINE_STATES = ("skipped_steps", "global_steps", "dp_world_size", "mp_world_size", "data_sampler", "random_ltd", "lr_scheduler",
+                  "optimizer")  # fmt: skip
+"""Keys that are the engine's, and not handed to the user as ``client_state``."""
+
+
+def load_checkpoint(
+    engine: Any,
+    load_dir: str,
+    tag: Any = None,
+    *,
+    load_module_strict: bool = True,
+    load_optimizer_states: bool = True,
+    load_lr_scheduler_states: bool = True,
+    load_module_only: bool = False,
+    custom_load_fn: Any = None,
+    timeout_s: float = 600.0,
+    find: Callable[[str, Any], Saved | None] = find_saved,
+) -> tuple[str | None, dict[str, Any] | None]:
+    """Load a checkpoint into an engine; other arguments and the result are those of ``engine.load_checkpoint``.
+
+    Parameters
+    ----------
+    find
+        Finds the checkpoint of a folder and a tag.
+
+    Raises
+    ------
+    MismatchError
+        The checkpoint does not fit the engine; nothing was changed.
+    UnsupportedError
+        The engine is of a kind that cannot be loaded in place.
+    """
+    refuse_unsupported(engine)
+    if custom_load_fn is not None:
+        raise UsageError(
+            "custom_load_fn: tensors are loaded in place here, not through a function; rename them in the checkpoint"
+        )
+    found = find(load_dir, tag)
+    if found is None:
+        return None, None
+    saved = found.catalog
+    with_optimizer = load_optimizer_states and not load_module_only and engine.optimizer is not None
+    _around(engine, "checkpoint_event_prologue")
+    held = EngineState(engine, loading=True)
+    kinds = kinds_of_state(saved)
+    if with_optimizer:
+        held.allocate(kinds)
+    shared = _load_tensors(found, held, kinds, strict=load_module_strict, with_optimizer=with_optimizer, timeout_s=timeout_s)
+    values = _values(found)
+    if with_optimizer:
+        held.set_shared(shared)
+        _set_groups(held, base_optimizer(engine), values.get(GROUPS_NAME))
+        _set_optimizer(engine.optimizer, values[ROOT].get(OPTIMIZER) or {})
+    held.update_parameters()
+    if with_optimizer and hasattr(engine.optimizer, "_link_all_hp_params"):
+        engine.optimizer._link_all_hp_params()
+        if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):
+            engine.optimizer._hp_optimizer_states_linked = False
+    if not load_module_only:
+        _set_engine(engine, values[ROOT], with_scheduler=load_lr_scheduler_states)
+    _around(engine, "checkpoint_event_epilogue")
+    client_state = {key: value for key, value in values[ROOT].items() if key not in _ENGINE_STATES and key not in NOT_VALUES}
+    return found.path, client_state
+
+
+def latest_of(load_dir: str) -> str | None:
+    """Return the tag that ``latest`` names; rank 0 reads it for all, as it is the one that writes it."""
+    found = [read_latest(load_dir) if dist.get_rank() == 0 else None]
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(found, 0)
+    return found[0]
+
+
+def _around(engine: Any, method: str) -> None:
+    """Have ZeRO-3 divide its parameters before a load, and gather the small ones after."""
+    if engine.optimizer is not None and hasattr(engine.optimizer, method):
+        getattr(engine.optimizer, method)()
+
+
+def _load_tensors(
+    found: Saved, held: EngineState, kinds: Kinds, *, strict: bool, with_optimizer: bool, timeout_s: float
+) -> dict[str, dict[str, Any]]:
+    """Load tensors in place; return what is shared by the parameters of a flat group, by parameter."""
+    saved = found.catalog
+    model, state = held.tensors(with_state=with_optimizer)
+    model |= held.buffers()
+    shared: dict[str, dict[str, Any]] = {}
+    for fqn, entries in state.items():
+        for key in [key for key, value in entries.items() if _is_scalar(value)]:
+            del entries[key]
+            kind = kinds.get(fqn, {}).get(key)
+            if kind is not None and f"{OPTIMIZER}.state.{fqn}.{key}" in saved:
+                entries[key] = shared.setdefault(fqn, {})[key] = torch.zeros((), dtype=kind[1])
+    numbers = {name: link for name, link in saved.links().items() if name not in saved and link.fqn in state}
+    tree: dict[str, Any] = {"model": model} if model else {}
+    state = {fqn: entries for fqn, entries in state.items() if entries}
+    if state:
+        tree[OPTIMIZER] = {"state": state}
+    ignore = [GROUPS_NAME, *(n for n, link in saved.links().items() if n not in saved and link.optimizer == OPTIMIZER)]
+    found.load(tree, strict=strict, cast=True, ignore=ignore, timeout_s=timeout_s)
+    if numbers:
+        for name, value in found.read(list(numbers)).items():
+            shared.setdefault(numbers[name].fqn, {})[numbers[name].key] = value
+    return shared
+
+
+def _is_scalar(value: Any) -> bool:
+    return (not isinstance(value, torch.Tensor) and not hasattr(value, "layout")) or getattr(value, "ndim", 1) == 0
+
+
+def _values(found: Saved) -> dict[str, Any]:
+    """Read all values: the groups of the optimizer, and below `ROOT` a tree of what DeepSpeed and the user had."""
+    keys = value_keys(found.catalog)
+    wanted = [*keys, *(name for name in [GROUPS_NAME] if name in found.catalog.value_names)]
+    values = found.read(wanted) if wanted else {}
+    tree: dict[str, Any] = {}
+    for name, (_, *above, last) in keys.items():
+        node = tree
+        for key in above:
+            node = node.setdefault(key, {})
+        node[last] = values[name]
+    return {ROOT: tree, GROUPS_NAME: values.get(GROUPS_NAME)}
+
+
+_OF_MOE = ("moe", "name")
+
+
+def _set_groups(held: EngineState, base: Any, saved: Any) -> None:
+    """Give the groups of torch's optimizer the hyperparameters that were saved for their parameters."""
+    if not saved:
+        return
+    # What MoE calls its groups is about the ranks that saved them.
+    saved = [{key: value for key, value in group.items() if "moe" not in group or key not in _OF_MOE} for group in saved]
+    for group, found in zip(base.param_groups, hyperparameters_of(saved, held.group_names()), strict=True):
+        group.update(found)
+
+
+def _set_optimizer(optimizer: Any, values: Mapping[str, Any]) -> None:
+    """Give the optimizer what is DeepSpeed's own; a loss scaler of another kind keeps its numbers."""
+    scaler, saved = getattr(optimizer, "loss_scaler", None), values.get("loss_scaler")
+    if scaler is not None and isinstance(saved, Mapping) and vars(scaler).keys() == saved.keys():
+        vars(scaler).update({key: value for key, value in saved.items() if key != "dtype"})
+    config = getattr(optimizer, "loss_scale_config", None)
+    for key in ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window", "dynamic_loss_scale"):
+        if config is not None and getattr(config, "use_grad_scaling", True) and key in values:
+            setattr(config, key, values[key])
+    for key in ("overflow", "clip_grad"):
+        if key in values and hasattr(optimizer, key):
+            setattr(optimizer, key, values[key])
+
+
+def _set_engine(engine: Any, values: Mapping[str, Any], *, with_scheduler: bool) -> None:
+    """Give the engine its counts, and the scheduler its state."""
+    if with_scheduler and engine.lr_scheduler is not None and values.get("lr_scheduler") is not None:
+        engine.lr_scheduler.load_state_dict(values["lr_scheduler"])
+    engine.global_steps = values.get("global_steps", engine.global_steps)
+    engine.global_samples = values.get("global_samples", engine.global_steps * engine.train_batch_size())
+    engine.skipped_steps = values.get("skipped_steps", engine.skipped_steps)
+    engine.loaded_checkpoint_mp_world_size = values.get("mp_world_size", engine.mp_world_size)
+    engine.loaded_checkpoint_dp_world_size = values.get("dp_world_size", engine.dp_world_size)
+    if engine.random_ltd_enabled() and getattr(engine, "random_ltd_scheduler", None) is not None and values.get("random_ltd"):
+        engine.random_ltd_scheduler.load_state_dict(values["random_ltd"])
+    if engine.training_dataloader is not None and engine.curriculum_learning_enabled() and values.get("data_sampler"):
+        engine.training_dataloader.data_sampler.load_state_dict(values["data_sampler"])

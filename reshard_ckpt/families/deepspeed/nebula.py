@@ -1,0 +1,135 @@
+"""The block ``nebula``: an engine saves to the memory of nodes, and from there to a storage path, as `reshard_ckpt.nebula` does.
+
+1. A save is a checkpoint of a `Manager` at ``persistent_storage_path``, with the tag in its metadata. It is committed once it is
+   whole in memory; then ``latest`` in the folder of the save names its tag. Every ``persistent_time_interval`` one goes on to
+   the storage path, and so does the last one when the engine is destroyed.
+2. Its step is the number at the end of its tag, where that is beyond all steps of the run; else the next step.
+3. A load takes the tag that it is given, else that of ``latest``; where this one is gone, the newest of the run that is whole.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+
+from ...checkpoint import Manager, SaveHandle
+from ...engine.common.logs import LOGGER
+from ...errors import CheckpointNotFound, CorruptError
+from ...manager.open_runs import TAG, close_run, open_run, run_at, tags_of
+from .config import NebulaBlock
+from .loading import Saved, find_saved, latest_of, saved_at
+from .values import ROOT
+
+_GONE = CheckpointNotFound, CorruptError
+
+
+class NebulaRun:
+    """The run of one engine. Made on all ranks together; so are its saves and loads."""
+
+    def __init__(self, block: NebulaBlock) -> None:
+        self._block = block
+        self._manager = run_at(block.path) or open_run(block.path, block.interval_s, block.num_versions)
+        self._last = max(self._tags(self._manager), default=-1)
+
+    def save(self, tag: str, state: Mapping[str, Any], **options: Any) -> SaveHandle:
+        """Begin a save to memory, with the options of `checkpoint.async_save`."""
+        digits = re.search(r"\d+$", tag)
+        number = int(digits[0]) if digits else -1
+        self._last = number if number > self._last else self._last + 1
+        return self._manager.async_save(self._last, state, metadata={TAG: tag}, **options)
+
+    def close(self) -> None:
+        """Send the newest checkpoint to the storage path."""
+        close_run(self._manager)
+
+    def find(self, load_dir: str, tag: Any) -> Saved | None:
+        """Find the checkpoint of a tag; see above. Without ``enable_nebula_load``, in the folder of the load.
+
+        Raises
+        ------
+        CheckpointNotFound
+            There is none of a tag that was asked for.
+        """
+        if not self._block.loads:
+            return find_saved(load_dir, tag)
+        found = self._of_tag(load_dir, str(tag)) if tag is not None else self._newest(load_dir)
+        if found is not None:
+            return found
+        # Neither run has begun: what DeepSpeed or this library has saved without nebula.
+        return find_saved(load_dir, tag)
+
+    def _of_tag(self, load_dir: str, tag: str) -> Saved | None:
+        other = self._to_begin_from()
+        if tag in other:
+            return saved_at(other[tag])
+        tags = self._tags(self._manager)
+        step = _step_of(tags, tag)
+        if step is not None:
+            return self._saved(step, load_dir, tag)
+        if _is_in_folder(load_dir, tag):
+            return None
+        raise CheckpointNotFound(
+            f"nebula: no checkpoint {tag!r} in memory, at {self._block.path} or in {load_dir}; there are: "
+            f"{', '.join([*tags.values(), *other]) or 'none'}"
+        )
+
+    def _newest(self, load_dir: str) -> Saved | None:
+        """Find the checkpoint that ``latest`` names in this run, else its newest, else the newest of the run to begin from.
+
+        None where `find` is to take the folder: ``latest`` names a checkpoint there that was saved without nebula.
+        """
+        latest, tags = latest_of(load_dir), self._tags(self._manager)
+        step = None if latest is None else _step_of(tags, latest)
+        try:
+            if step is not None and latest is not None:
+                return self._saved(step, load_dir, latest)
+        except _GONE as error:
+            LOGGER.warning("nebula: %s, which latest names, is not whole any more: %s", latest, error)
+        if step is None and latest is not None and _is_in_folder(load_dir, latest):
+            return None
+        loaded = self._manager.load_latest({ROOT: {}}, strict=False) if tags else None
+        if loaded is not None:
+            return self._saved(loaded.step, load_dir, tags.get(loaded.step, str(loaded.step)))
+        other = list(self._to_begin_from().values())
+        return saved_at(other[-1]) if other else None
+
+    def _to_begin_from(self) -> dict[str, str]:
+        """List the checkpoints of ``nebula_load_path`` by tag, in order, where that is another run; nothing of it changes."""
+        path = self._block.load_path
+        if path is None or os.path.realpath(path) == os.path.realpath(self._block.path):
+            return {}
+        with Manager(path, read_only=True) as other:
+            return {tag: other.path(step) for step, tag in self._tags(other).items()}
+
+    def _saved(self, step: int, load_dir: str, tag: str) -> Saved:
+        """Open the checkpoint of a step of this run."""
+        self._manager.load(step, {ROOT: {}}, strict=False)  # whether it is whole; and every node knows its catalog then
+        self._last = step
+        catalog = self._manager.catalog(step)
+        assert catalog is not None
+        path = os.path.join(load_dir, tag)
+        return Saved(path, catalog, partial(self._manager.load, step), partial(self._manager.read, step))
+
+    def _tags(self, manager: Manager) -> dict[int, str]:
+        """Return the tags of a run by step, in order: nodes that joined know nothing of what others have in memory."""
+        mine = tags_of(manager)
+        every: list[dict[int, str]] = [mine] * dist.get_world_size()
+        dist.all_gather_object(every, mine)
+        return dict(sorted((item for of_rank in every for item in of_rank.items()), key=lambda item: item[0]))
+
+
+def _is_in_folder(load_dir: str, tag: str) -> bool:
+    """Tell whether a folder has files of a tag; rank 0 looks for all. DeepSpeed makes an empty one for a save to memory too."""
+    path = os.path.join(load_dir, tag)
+    found = [dist.get_rank() == 0 and os.path.isdir(path) and bool(os.listdir(path))]
+    dist.broadcast_object_list(found, 0)
+    return found[0]
+
+
+def _step_of(tags: Mapping[int, str], tag: str) -> int | None:
+    return max((step for step, other in tags.items() if other == tag), default=None)

@@ -1,0 +1,390 @@
+"""Reading the folder of a DeepSpeed checkpoint, or a universal one, as a checkpoint of this library: a catalog over its files.
+
+1. Open a file of model states for each model-parallel rank: names, shapes, buffers, values (`archive`).
+2. For each data-parallel rank, find the runs of parameters in the flat tensors of its optimizer (`layout`), and add them as rows:
+   master weights as ``model.<fqn>``, state as ``optimizer.state.<fqn>.<key>``.
+   State outside of them, groups and values are added by `state`. A universal folder has files of each parameter (`universal`).
+3. What has no master weights is taken from the module; frozen parameters of ZeRO-3 lie in stripes beside it.
+4. A parameter of a pipeline counts from the first stage that has it (`parts`); tensor-parallel shards are boxes of the whole
+   (`shards`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...core.catalog.model import Catalog
+from ...core.catalog.param_groups import hyperparameters
+from ...core.catalog.specs import Ints
+from ...errors import CorruptError, UnsupportedError
+from ...format.torch_dtypes import dtype_code
+from ...formats.dcp.read import garbage_collection_paused
+from ...formats.protocol import Format, Source, open_located
+from ...storage.protocol import Storage
+from ...torchfile.archive import FileReader, FileTensor, TorchFile
+from ...torchfile.tensors import PickledTensor
+from .columns import NAME, CatalogColumns, FlatNames, KnownNames
+from .experts import module_files, named_globally, placed_groups, refuse_other_order
+from .folder import TagFiles, latest_tag, tag_files
+from .layout import (
+    MASTER,
+    MODEL,
+    OPTIMIZER,
+    FlatGroup,
+    Params,
+    RankState,
+    Runs,
+    num_ranks_of,
+    open_state,
+    parameter_name,
+    state_link,
+    striped_runs,
+)
+from .parts import ModelParallelParts
+from .pipeline import TIED, open_layers, params_of_fragments, tied_names
+from .shapes import shapes_in, shapes_of
+from .shards import Shard, TensorParallel
+from .state import StateAdder
+from .universal import add_universal
+from .unpartitioned import SAMPLE, apart, by_shapes, flat_groups, numbers_of
+from .values import NOT_VALUES, ROOT, plain
+
+
+def open_path(path: str) -> Source | None:
+    """Open a path for reading; return None if it is no folder of DeepSpeed; see `Format.open`."""
+    return open_located(path, _look)
+
+
+def _look(storage: Storage, key: str | None) -> Source | None:
+    files = None if key is not None else tag_files(storage)
+    if files is None:
+        return None
+    with garbage_collection_paused():
+        return Source(storage, _Tag(storage, files).catalog(), NAME)
+
+
+_NOTHING = object()
+
+
+class _Tag:
+    """One checkpoint, on its way to a catalog."""
+
+    def __init__(self, storage: Storage, files: TagFiles) -> None:
+        self._storage, self._files, self._reader = storage, files, FileReader(storage)
+        self._where = storage.url
+        self._columns = CatalogColumns(storage.url)
+        self._state = StateAdder(self._columns)
+        self._models = [self._model(mp) for mp in range(files.num_models)]
+        first = self._models[0].content
+        self._is_striped = (0, 1) in files.models or any(dp for _, dp in files.models) or self._zero_stage() == 3
+        self._num_dp = 1 + max(dp for _, dp in files.optimizers or files.models)
+        self._layers = open_layers(self._reader, files.layers, storage.url)
+        parallel = None
+        if files.num_models > 1 and not files.layers:
+            parallel = TensorParallel(self._info(first))
+        self._experts = module_files(files, self._where, first)
+        self._parts = ModelParallelParts(self._columns, self._models, parallel)
+        self._masters: set[str] = set()
+
+    def _model(self, mp: int) -> TorchFile:
+        file = self._reader.open(self._files.models[mp, 0])
+        module = file.content.get("module", _NOTHING) if isinstance(file.content, dict) else _NOTHING
+        if not isinstance(module, dict) and not (module is None and self._files.layers):
+            raise CorruptError(f"{self._where}: {file.key} holds no model states of DeepSpeed; use another copy")
+        return file
+
+    def _info(self, content: Mapping[str, Any]) -> Mapping[str, Any]:
+        info = content.get("universal_checkpoint_info")
+        if not isinstance(info, dict):
+            raise UnsupportedError(
+                f"{self._where}: has files of {self._files.num_models} model-parallel ranks, and no universal_checkpoint_info "
+                "that says how they divide the parameters; save with reshard_ckpt.integrations.deepspeed instead"
+            )
+        return plain(info)  # type: ignore[no-any-return]
+
+    def _zero_stage(self) -> int | None:
+        """Return the ZeRO stage that the optimizer's files name, if they do."""
+        if not self._files.optimizers:
+            return None
+        stage = self._optimizer_state(0, 0)[1].get("zero_stage")
+        return stage if isinstance(stage, int) else None
+
+    def _optimizer_state(self, mp: int, dp: int) -> tuple[TorchFile, Mapping[str, Any]]:
+        file = self._reader.open(self._files.optimizers[mp, dp])
+        state = file.content.get("optimizer_state_dict") if isinstance(file.content, dict) else None
+        if not isinstance(state, dict):
+            raise CorruptError(f"{self._where}: {file.key} holds no optimizer state of DeepSpeed; use another copy")
+        return file, state
+
+    def catalog(self) -> Catalog:
+        if self._files.universal is not None:
+            add_universal(self._reader, self._files.universal, self._models, self._state)
+        for mp, model in enumerate(self._models) if self._files.universal is None else ():
+            if self._files.optimizers:
+                self._add_zero(mp, model)
+            elif isinstance(model.content.get("optimizer"), dict):
+                self._add_unpartitioned(mp, model, model.content["optimizer"])
+        self._masters = set(self._columns.names())
+        for mp, model in enumerate(self._models):
+            self._add_module(mp, model)
+        self._add_experts()
+        self._add_layers()
+        self._add_values()
+        return self._columns.catalog()
+
+    def _add_zero(self, mp: int, model: TorchFile) -> None:
+        """Add what the data-parallel ranks of one model-parallel rank hold."""
+        params = self._params(mp, model)
+        kept: dict[tuple[int, int], list[Shard]] = {}  # by group, and which experts it has
+        names: KnownNames = {}
+        for dp in range(self._num_dp):
+            file, state = self._optimizer_state(mp, dp)
+            where = f"{self._where}: {file.key}"
+            places = placed_groups(num_ranks_of(state), self._num_dp, dp) if self._experts else ()
+            mine = named_globally(params, places) if places else params
+            opened = open_state(mine, state, [place.rank for place in places] or dp, where)
+            self._check_num_ranks(opened, file)
+            for i, group in enumerate(opened.groups):
+                at = i, places[i].expert_rank if places else 0
+                is_first = at not in kept
+                shards = kept[at] if at in kept else kept.setdefault(at, self._parts.shards(mp, group.params))
+                self._add_group(file, at, group, shards, names)
+                if is_first:
+                    self._state.shared(file, group, shards)
+            if dp == 0 or any(place.rank == 0 for place in places):
+                self._state.groups(file, opened.param_groups)
+            if dp == 0 and mp == 0:
+                self._state.tree(file, (ROOT, OPTIMIZER), opened.values)
+                if places:
+                    refuse_other_order(plain(file.content.get("ds_config")), where)
+
+    def _params(self, mp: int, model: TorchFile) -> list[Params]:
+        """Return the parameters of each flat group; BF16_Optimizer of a pipeline without ZeRO has them beside its parts."""
+        if model.content.get("param_shapes") is not None:
+            return [Params.of(shapes) for shapes in shapes_in(model)]
+        states = [self._optimizer_state(mp, dp)[1] for dp in range(self._num_dp)]
+        return params_of_fragments([state.get("param_slice_mappings") for state in states], self._layers, model.key)
+
+    def _add_group(self, file: TorchFile, which: Any, group: FlatGroup, shards: Sequence[Shard], names: KnownNames) -> None:
+        """Add the flat tensors of a group; `names` keeps what is the same for all ranks."""
+        for key, tensor in group.tensors.items():
+            at = which, key, dtype_code(tensor.dtype, f"{file.key}: {key}")
+            if at not in names:
+                names[at] = FlatNames(self._columns, group.params, shards, key, at[2])
+            self._columns.add_runs(file, names[at], tensor, group.runs)
+
+    def _check_num_ranks(self, opened: RankState, file: TorchFile) -> None:
+        if max(opened.num_ranks, default=self._num_dp) != self._num_dp:
+            raise CorruptError(
+                f"{self._where}: {file.key} is of {max(opened.num_ranks)} data-parallel ranks, and there are files of "
+                f"{self._num_dp}: one was not copied, or those of several saves are mixed; copy it, or use another checkpoint"
+            )
+
+    def _add_unpartitioned(self, mp: int, model: TorchFile, state: Mapping[str, Any]) -> None:
+        """Add the optimizer of a job without ZeRO, which has no names of parameters."""
+        where = f"{self._where}: {model.key}"
+        module = self._candidates(model)
+        if "fp32_groups_flat" in state:
+            params = flat_groups(state["fp32_groups_flat"], model, module, self._read)
+            if params is not None:
+                opened = open_state(params, state, 0, where)
+                for i, group in enumerate(opened.groups):
+                    shards = self._parts.shards(mp, params[i])
+                    self._add_group(model, i, group, shards, {})
+                    self._state.shared(model, group, shards)
+                self._state.groups(model, opened.param_groups)
+                self._state.tree(model, (ROOT, OPTIMIZER), opened.values)
+                return
+        else:
+            names = self._names_apart(model, state, module, where)
+            if names is not None:
+                self._add_apart(mp, model, state, names)
+                return
+        self._state.refuse(where)
+
+    def _candidates(self, model: TorchFile) -> list[FileTensor]:
+        """List what may be a parameter; of a pipeline, first what no stage before has had."""
+        if self._layers:
+            found = sorted(self._layers.values(), key=lambda one: self._parts.has_home(one.fqn))
+        else:
+            module = model.content["module"] or {}
+            found = [FileTensor(fqn, view, model) for fqn, view in module.items() if isinstance(view, PickledTensor)]
+        buffers = {name for one in self._models for name in one.content.get("buffer_names") or ()}
+        skipped = {*buffers, *(() if self._layers else self._aliases(model, {one.fqn: one.view for one in found}))}
+        return [one for one in found if one.fqn not in skipped]
+
+    def _names_apart(
+        self, model: TorchFile, state: Mapping[str, Any], module: Sequence[FileTensor], where: str
+    ) -> list[list[str]] | None:
+        if "fp32_groups" in state:
+            return apart(state["fp32_groups"], model, module, self._read)
+        base, numbers = state.get("state"), numbers_of(state, where)
+        if self._layers:  # a stage has the layers that follow those of the stage before
+            module = [one for one in module if not self._parts.has_home(one.fqn)][: sum(map(len, numbers))]
+        return by_shapes(numbers, base, module) if isinstance(base, dict) else None
+
+    def _add_apart(self, mp: int, model: TorchFile, state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> None:
+        """Add an optimizer whose parameters are tensors of their own."""
+        base = state.get("optimizer_state_dict", state)
+        numbers = numbers_of(base, model.key)
+        fqns = {number: fqn for of, group in zip(numbers, names, strict=True) for number, fqn in zip(of, group, strict=True)}
+        shapes = {one.fqn: one.view.shape for one in self._candidates(model)}
+        params = Params.of({fqn: shapes[fqn] for fqn in fqns.values()})
+        mine = dict(zip(params.names, self._parts.shards(mp, params), strict=True))
+        for master, fqn in zip((m for group in state.get("fp32_groups", ()) for m in group), fqns.values(), strict=False):
+            if mine[fqn].readable:
+                self._columns.add_shard(model, parameter_name(fqn), master, mine[fqn])
+        for number, entries in base["state"].items():
+            fqn = fqns[number]
+            for key, value in entries.items() if mine[fqn].readable else ():
+                if isinstance(value, PickledTensor) and value.shape == shapes[fqn]:
+                    self._columns.add_shard(model, state_link(fqn, key).name, value, mine[fqn], state_link(fqn, key))
+                else:
+                    self._state.entry(model, state_link(fqn, key), value)
+        groups = zip(base["param_groups"], names, strict=True)
+        self._state.groups(model, [{**hyperparameters(group), "params": list(of)} for group, of in groups])
+        known = ("fp32_groups", "optimizer_state_dict", "state", "param_groups")
+        values = {key: value for key, value in state.items() if key not in known}
+        if values:
+            self._state.tree(model, (ROOT, OPTIMIZER), values)
+
+    def _read(self, file: TorchFile, view: PickledTensor, first: int, count: int) -> torch.Tensor:
+        """Read a few elements of a tensor of a file."""
+        data = bytearray(count * view.dtype.itemsize)
+        self._storage.read_into(file.key, file.at(view) + first * view.dtype.itemsize, [memoryview(data)])
+        return torch.frombuffer(data, dtype=view.dtype)
+
+    def _is_cast(self, layer: FileTensor, name: str) -> bool:
+        """Tell whether a tensor of a layer is one of the catalog, cast to its dtype: some elements are compared."""
+        size = prod(layer.view.shape)
+        if not size or not layer.view.is_row_major:
+            return False
+        for i in sorted({(size - 1) * k // (SAMPLE - 1) for k in range(SAMPLE)}):
+            place, data = self._columns.place(name, i), bytearray(8)
+            if place is None:
+                return False
+            key, offset, dtype = place
+            self._storage.read_into(key, offset, [memoryview(data)[: dtype.itemsize]])
+            cast = torch.frombuffer(data, dtype=dtype, count=1).to(layer.view.dtype)
+            if not torch.equal(cast.view(torch.uint8), self._read(layer.file, layer.view, i, 1).view(torch.uint8)):
+                return False
+        return True
+
+    def _add_layers(self) -> None:
+        """Add what the files of a pipeline's layers have and no optimizer; the name of a tied layer is a second one."""
+        buffers = [name for model in self._models for name in model.content.get("buffer_names") or ()]
+        missing = next((name for name in buffers if self._layers and name not in self._layers), None)
+        if missing is not None and not missing.startswith(TIED):
+            raise CorruptError(
+                f"{self._where}: the buffer {missing} is in no file of a layer; copy "
+                f"layer_{missing.partition('.')[0]:0>2}-model_states.pt, or use another checkpoint"
+            )
+        tied = tied_names(self._layers, self._columns.shapes(), self._is_cast)
+        for fqn, layer in self._layers.items():
+            name = parameter_name(fqn)
+            if name in self._masters:
+                continue
+            if fqn in tied:
+                self._columns.alias(name, tied[fqn])
+            else:
+                self._columns.add_whole(layer.file, name, layer.view)
+
+    def _add_experts(self) -> None:
+        """Add what the files of experts have and no optimizer. Without ZeRO, nothing names what the optimizer has of them."""
+        for key in self._experts:
+            file = self._reader.open(key)
+            for fqn, view in file.content.items() if isinstance(file.content, dict) else ():
+                if isinstance(view, PickledTensor) and parameter_name(fqn) not in self._masters:
+                    self._columns.add_whole(file, parameter_name(fqn), view)
+        if self._experts and not self._files.optimizers:
+            self._state.refuse(f"{self._where}: {self._files.experts[0]}")
+
+    def _add_module(self, mp: int, model: TorchFile) -> None:
+        """Add what the module has and no optimizer: buffers, frozen parameters, and all where there are no master weights."""
+        module = model.content["module"]
+        if not isinstance(module, dict):
+            return
+        tensors = {fqn: view for fqn, view in module.items() if isinstance(view, PickledTensor)}
+        aliases = self._aliases(model, tensors)
+        frozen = shapes_of(model.content.get("frozen_param_shapes"), model.key) if self._is_striped else {}
+        for fqn, view in tensors.items():
+            name = parameter_name(fqn)
+            if fqn in aliases:
+                self._columns.alias(name, parameter_name(aliases[fqn]))
+            elif name not in self._masters and fqn not in frozen and name not in self._columns.unreadable:
+                self._add_of_module(mp, model, fqn, view)
+        for fqn, value in module.items() if mp == 0 else ():
+            if not isinstance(value, PickledTensor):
+                self._state.tree(model, (MODEL, fqn), value)
+        self._add_frozen(mp, frozen)
+
+    def _add_of_module(self, mp: int, model: TorchFile, fqn: str, view: PickledTensor) -> None:
+        name, is_buffer = parameter_name(fqn), fqn in (model.content.get("buffer_names") or ())
+        if self._is_striped and view.shape == (0,) and not is_buffer:
+            self._columns.unreadable[name] = CorruptError(
+                f"{self._where}: {fqn} is divided among the ranks of ZeRO-3, and the files of its parts, optim_states.pt, are "
+                "not here; copy them"
+            )
+        elif self._parts.is_tensor_parallel and not is_buffer:
+            shard = self._parts.tensor_parallel_shard(mp, fqn)
+            if shard.readable:
+                self._columns.add_shard(model, name, view, shard)
+        elif self._parts.counts(mp, fqn):
+            self._columns.add_whole(model, name, view)
+
+    def _add_frozen(self, mp: int, frozen: Mapping[str, Ints]) -> None:
+        """Add frozen parameters of ZeRO-3, of which each rank has a stripe."""
+        if not frozen:
+            return
+        params = Params.of(frozen)
+        shards = self._parts.shards(mp, params)
+        for dp in range(self._num_dp):
+            file = self._reader.open(self._files.models[mp, dp])
+            fragments = file.content.get("frozen_param_fragments") or {}
+            runs = striped_runs(params, self._num_dp, dp)
+            for i, start, count in zip(runs.param.tolist(), runs.start.tolist(), runs.count.tolist(), strict=True):
+                view = fragments.get(params.names[i])
+                if not isinstance(view, PickledTensor) or prod(view.shape) < count:
+                    raise CorruptError(
+                        f"{self._where}: {file.key} lacks its part of the frozen {params.names[i]}; use another copy"
+                    )
+                one = Runs(*(np.array([n], np.int64) for n in (0, start, count, 0)))
+                only = Params.of({params.names[i]: params.shapes[i]})
+                names = FlatNames(self._columns, only, [shards[i]], MASTER, dtype_code(view.dtype, params.names[i]))
+                self._columns.add_runs(file, names, view, one)
+
+    def _aliases(self, model: TorchFile, tensors: Mapping[str, PickledTensor]) -> dict[str, str]:
+        """Find second names: those that rank 0 recorded, and those of the very same memory."""
+        masters = self._masters
+        recorded = model.content.get("shared_params") or {}
+        found = {name: of for name, of in recorded.items() if isinstance(of, str) and name in tensors}
+        first: dict[PickledTensor, str] = {}
+        for fqn, view in tensors.items():
+            if prod(view.shape) and fqn not in found and (other := first.setdefault(view, fqn)) != fqn:
+                # The optimizer knows one of them, usually the first.
+                found[fqn] = other
+                if parameter_name(fqn) in masters and parameter_name(other) not in masters:
+                    del found[fqn]
+                    found[other] = fqn
+        return found
+
+    def _add_values(self) -> None:
+        first = self._models[0]
+        self._state.merged_groups()
+        for key, value in first.content.items():
+            if key not in NOT_VALUES and isinstance(key, str):
+                self._state.tree(first, (ROOT, key), value)
+
+
+FORMAT = Format(
+    NAME,
+    "a folder of DeepSpeed, which has mp_rank_00_model_states.pt or such, or the file latest that names one",
+    open_path,
+    order=50,
+    latest=latest_tag,
+)

@@ -1,0 +1,64 @@
+"""How a DeepSpeed engine divides parameters beyond data parallelism, on this rank.
+
+1. AutoTP's ranks tell each other the shapes of what they hold, from which follow their shards.
+2. What an earlier stage of a pipeline has too does not count, for a save.
+3. A part of a parameter is declared over the live memory, by where it lies in the whole.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...core.catalog.specs import Ints
+from .live import declared, declared_whole
+from .shards import Shard, TensorParallel
+
+
+class Parallel:
+    """How parameters are divided beyond data-parallelism: among tensor-parallel ranks, and the stages of a pipeline."""
+
+    def __init__(self, engine: Any, *, loading: bool) -> None:
+        # What an earlier stage of a pipeline has too: DeepSpeed marks it, as its norm counts once.
+        later = (name for param, name in engine.param_names.items() if getattr(param, "ds_pipe_replicated", False))
+        self._elsewhere = set() if loading else set(later)
+        self._map: TensorParallel | None = None
+        self._known: dict[str, Shard] = {}
+        info = getattr(engine.module, "universal_checkpoint_info", None)
+        size = engine.autotp_size() if hasattr(engine, "autotp_size") else 0
+        if size and size > 1:
+            from deepspeed.utils import groups
+
+            group = groups.get_tensor_model_parallel_group()
+            self._rank = dist.get_rank(group=group)
+            self._map = TensorParallel(info or {})
+            mine = {name: tuple(getattr(p, "ds_shape", p.shape)) for p, name in engine.param_names.items()}
+            self._shapes: list[dict[str, Ints]] = [{}] * size
+            dist.all_gather_object(self._shapes, mine, group=group)
+
+    def counts(self, fqn: str) -> bool:
+        """Tell whether this rank's part of a parameter is saved: of a tied module of a pipeline, that of the first stage."""
+        return fqn not in self._elsewhere
+
+    def shard(self, fqn: str, local: Ints) -> Shard:
+        """Return which part of a parameter this rank holds, given its shape here."""
+        if self._map is None:
+            return Shard.whole(local)
+        if fqn not in self._known:
+            shapes = [of_rank[fqn] for of_rank in self._shapes]
+            found = self._map.shard(fqn, self._rank, shapes)
+            # What all ranks hold is theirs as well: replicas share the writing.
+            self._known[fqn] = found if found.segments else self._map.shard(fqn, 0, shapes)
+        return self._known[fqn]
+
+    def part(self, fqn: str, local: Ints, tensor: torch.Tensor, start: int) -> Any:
+        """Declare a run of the flat local tensor."""
+        return declared(tensor, self.shard(fqn, local), start)
+
+    def whole(self, fqn: str, tensor: torch.Tensor) -> Any:
+        """Declare a whole local tensor."""
+        if tensor.is_contiguous() or self._map is not None:
+            return self.part(fqn, tuple(tensor.shape), tensor, 0)
+        return declared_whole(tensor)

@@ -1,0 +1,85 @@
+"""What one save of a DeepSpeed engine has on this rank.
+
+1. Tensors in the layout in which the engine holds them (`engine_state`), live.
+2. Buffers, copied, from the first rank of those that have the same layers; those of experts from each.
+3. Values, DeepSpeed's and the user's, from rank 0. The user's tensors are copied when DeepSpeed hands them over (`copied`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .engine_state import EngineState
+from .live import is_plain
+
+
+def copied(value: Any) -> Any:
+    """Copy the tensors in a value of the user, who may change them while they are saved."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if type(value) is dict:
+        return {key: copied(child) for key, child in value.items()}
+    return type(value)(map(copied, value)) if type(value) in (list, tuple) else value
+
+
+def state_of(engine: Any, values: Mapping[str, Any], kept: frozenset[str] | None) -> dict[str, Any]:
+    """Return what is saved: tensors in the layout of this rank; values, and what all ranks have, from the first of them.
+
+    Parameters
+    ----------
+    kept
+        The names of the module that DeepSpeed would save, which are not all with ``exclude_frozen_parameters``; None for all.
+    """
+    held = EngineState(engine)
+    model, state = held.tensors(with_state=True)
+    buffers = held.buffers(of_experts_alone=not _is_first(engine))
+    model |= {name: buffer.detach().clone() for name, buffer in buffers.items()}
+    if kept is not None:
+        kept = frozenset(map(held.name, kept))
+        model = {name: part for name, part in model.items() if name in kept}
+    tree: dict[str, Any] = {"model": model} if model else {}
+    if engine.optimizer is not None:
+        tree["optimizer"] = {"state": state, "param_groups": held.groups()}
+    if dist.get_rank() == 0:
+        tree["deepspeed"] = _plain_values(values, engine.optimizer)
+    return tree
+
+
+def _is_first(engine: Any) -> bool:
+    """Tell whether this rank is the first of those that have the same layers."""
+    from deepspeed.utils import groups
+
+    if groups._get_sequence_data_parallel_rank() != 0:
+        return False
+    size = engine.autotp_size() if hasattr(engine, "autotp_size") else 0
+    return not size or size < 2 or dist.get_rank(group=groups.get_tensor_model_parallel_group()) == 0
+
+
+_OF_OPTIMIZER = ("dynamic_loss_scale", "overflow", "clip_grad", "cur_scale", "cur_iter", "last_overflow_iter", "scale_factor",
+                 "scale_window")  # fmt: skip
+
+
+def _plain_values(values: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
+    """Return DeepSpeed's values and the user's.
+
+    Raises
+    ------
+    UnsupportedError
+        One is no plain value; the message has its key.
+    """
+    found = dict(values)
+    if not is_plain(found.get("ds_config")):  # it may hold objects; whoever resumes has a config of their own
+        found.pop("ds_config", None)
+    own: dict[str, Any] = {}
+    if optimizer is not None:
+        state = optimizer.state_dict()
+        own = {key: state[key] for key in _OF_OPTIMIZER if key in state}
+        if "loss_scaler" in state:
+            own["loss_scaler"] = dict(vars(state["loss_scaler"]))
+        if "zero_stage" in state:
+            own["zero_stage"] = int(state["zero_stage"])
+    return {**found, "optimizer": own} if own else found

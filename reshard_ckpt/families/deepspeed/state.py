@@ -1,0 +1,80 @@
+"""Adding what is no part of a flat tensor to a catalog: the state of parameters, the groups of the optimizer, and values.
+
+1. An entry of the state, such as the step, is added once for each parameter: all ranks have the same.
+2. Groups are kept file by file, and merged at the end.
+3. All else is a tree, whose tensors and values are added by their paths. What cannot be read is kept with its error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+from ...core.catalog.links import GROUPS, STATE, groups_name
+from ...core.catalog.param_groups import merge
+from ...core.catalog.specs import StateLink, ValueKind
+from ...errors import CheckpointError, UnsupportedError
+from ...torchfile.archive import TorchFile
+from ...torchfile.tensors import PickledTensor
+from .columns import CatalogColumns
+from .layout import OPTIMIZER, FlatGroup, state_link
+from .shards import Shard
+from .values import leaves, plain
+
+
+class StateAdder:
+    """Adds state, groups and values to a catalog."""
+
+    def __init__(self, columns: CatalogColumns) -> None:
+        self.columns = columns
+        self._groups: list[tuple[str, list[dict[str, Any]]]] = []
+        self._known: set[str] = set()
+
+    def shared(self, file: TorchFile, group: FlatGroup, shards: Sequence[Shard]) -> None:
+        """Add what all parameters of a group share, such as the step, for each of them."""
+        for fqn, shard in zip(group.params.names, shards, strict=True):
+            for key, value in group.values.items() if shard.readable and (shard.segments or not prod(shard.shape)) else ():
+                self.entry(file, state_link(fqn, key), value)
+
+    def entry(self, file: TorchFile, link: StateLink, value: Any) -> None:
+        """Add an entry of a parameter's state that is no part of a flat tensor; all ranks have the same."""
+        if link.name in self._known:
+            return
+        self._known.add(link.name)
+        if isinstance(value, PickledTensor):
+            self.columns.add_whole(file, link.name, value, link)
+        else:
+            self.columns.value((OPTIMIZER, STATE, link.fqn, *link.key.split(".")), plain(value), link=link)
+
+    def groups(self, file: TorchFile, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Keep the groups that a file has, with the names of their parameters."""
+        self._groups.append((file.key, [{key: plain(value) for key, value in group.items()} for group in groups]))
+
+    def merged_groups(self) -> None:
+        """Add the groups of all files as one value."""
+        if self._groups:
+            groups = merge(self._groups, name=groups_name(OPTIMIZER))
+            self.columns.value((OPTIMIZER, GROUPS), groups, ValueKind.PARAM_GROUPS)
+
+    def refuse(self, where: str) -> None:
+        """Leave the optimizer out, as nothing names its parameters."""
+        error = UnsupportedError(
+            f"{where} knows the optimizer's parameters by position alone, and neither bytes nor shapes tell which they are; the "
+            "module can be read. To have the optimizer, load the folder with DeepSpeed and save it with reshard_ckpt attached"
+        )
+        self.columns.unreadable |= {f"{OPTIMIZER}.state": error, groups_name(OPTIMIZER): error}
+
+    def tree(self, file: TorchFile, path: tuple[Any, ...], value: Any) -> None:
+        """Add the tensors and values of a dict."""
+        for at, leaf in leaves(value, path):
+            name = ".".join(str(step[0]) if isinstance(step, tuple) else step for step in at)
+            try:
+                if isinstance(leaf, PickledTensor):
+                    self.columns.add_whole(file, name, leaf)
+                elif isinstance(leaf, CheckpointError):
+                    raise UnsupportedError(f"{self.columns.where}: {name} {leaf}")
+                else:
+                    self.columns.value(at, leaf)
+            except CheckpointError as error:
+                self.columns.unreadable[name] = error

@@ -1,0 +1,79 @@
+"""Adding a universal folder of DeepSpeed to a catalog, in which each parameter has files of its own.
+
+1. Add the files of each parameter that the model states have a shape for: master weights, and each entry of the state.
+2. Give the groups, which know their parameters by number, the names of these.
+3. Add the values that the optimizer's file has besides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import prod
+
+from ...core.catalog.param_groups import hyperparameters
+from ...core.catalog.specs import Ints, row_major_strides
+from ...errors import CorruptError
+from ...torchfile.archive import FileReader, TorchFile
+from ...torchfile.tensors import PickledTensor
+from .folder import UNIVERSAL_STATE
+from .layout import MASTER, NOT_SHARED, OPTIMIZER, parameter_name, state_link
+from .shapes import shapes_in
+from .state import StateAdder
+from .unpartitioned import numbers_of
+from .values import ROOT
+
+
+def add_universal(
+    reader: FileReader, files: Mapping[tuple[str, str], str], models: Sequence[TorchFile], state: StateAdder
+) -> None:
+    """Add the parameters of a universal folder, each of which has files of its own.
+
+    What the module has besides is there too, cast to float32; it is taken from the module.
+    """
+    where, common = state.columns.where, reader.open(UNIVERSAL_STATE)
+    shapes = [(model, of_group) for model in models for of_group in shapes_in(model)]
+    known = {fqn: shape for _, of_group in shapes for fqn, shape in of_group.items()}
+    for (fqn, key), path in files.items():
+        if fqn in known:
+            _add_file(fqn, key, reader.open(path), known[fqn], state)
+    missing = next((fqn for fqn in known if (fqn, MASTER) not in files), None)
+    if missing is not None:
+        raise CorruptError(f"{where}: has no zero/{missing}/fp32.pt; copy it, or use another checkpoint")
+    if not isinstance(common.content, dict):
+        raise CorruptError(f"{where}: {common.key} holds no optimizer state of DeepSpeed; use another copy")
+    for model in models:
+        _add_groups(common, shapes_in(model), state)
+    values = {key: value for key, value in common.content.items() if key not in NOT_SHARED}
+    state.tree(common, (ROOT, OPTIMIZER), values)
+
+
+def _add_file(fqn: str, key: str, file: TorchFile, shape: Ints, state: StateAdder) -> None:
+    view = file.content.get("param") if isinstance(file.content, dict) else file.content
+    link = None if key == MASTER else state_link(fqn, key)
+    if not isinstance(view, PickledTensor):
+        if link is None or isinstance(file.content, dict):
+            raise CorruptError(f"{state.columns.where}: {file.key} holds no tensor; use another copy")
+        state.entry(file, link, view)
+        return
+    # ZeRO-3's are flat, and of the shape in the model states; others are put together from tensor-parallel ranks.
+    flat = len(view.shape) == 1 and len(shape) != 1 and prod(view.shape) == prod(shape) and view.is_row_major
+    whole = replace(view, shape=shape, strides=row_major_strides(shape)) if flat else view
+    state.columns.add_whole(file, parameter_name(fqn) if link is None else link.name, whole, link)
+
+
+def _add_groups(common: TorchFile, shapes: Sequence[Mapping[str, Ints]], state: StateAdder) -> None:
+    where = f"{state.columns.where}: {common.key}"
+    groups, names = common.content.get("param_groups"), [list(of_group) for of_group in shapes]
+    numbers = numbers_of({"param_groups": groups}, where)
+    if not all(0 <= number < len(names) for group in numbers for number in group):
+        raise CorruptError(f"{where} has groups {numbers} of {len(names)}; use another copy")
+    listed = [[fqn for number in group for fqn in names[number]] for group in numbers]
+    state.groups(common, [{**hyperparameters(g), "params": of} for g, of in zip(groups, listed, strict=True)])
+    held = (common.content.get("optimizer_state_dict") or {}).get("state", {})
+    for number, entries in held.items():  # of ZeRO-3, whose step is in no file of a parameter
+        for key, value in entries.items():
+            if isinstance(value, PickledTensor) and value.shape:
+                continue
+            for fqn in names[number]:
+                state.entry(common, state_link(fqn, key), value)

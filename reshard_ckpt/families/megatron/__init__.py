@@ -1,0 +1,1 @@
+"""Megatron-Core: its checkpoints, read and written; its sharded state dicts and optimizers; its calls."""

@@ -1,0 +1,346 @@
+"""The tensors of a model that lie in files of single ranks, put together.
+
+1. Number layers: stages have them in order, and with virtual stages the first chunks of all stages come before the second ones.
+   Experts are numbered by rank.
+2. Name tensors as Megatron's newer folders do: layers are stacked, unless they differ or Megatron would not stack them; experts
+   are, behind them.
+3. Put the cuts of tensor-parallel ranks together by rules (`rules`). Each rule is proved where files allow it: what all ranks
+   have must be the same bytes, and what is cut must not. So must replicas on stages and on ranks of experts be the same. Up to
+   1 MiB they are compared whole, larger ones by 16 samples of 64 KiB.
+
+What no rule covers, or what is not as its rule says, is kept by name with its error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+from ...core.catalog.specs import Ints
+from ...core.words import a
+from ...errors import CheckpointError, CorruptError, UnsupportedError
+from ...format.torch_dtypes import dtype_code
+from ...formats.catalog_builder import FilePart, ForeignTensor
+from ...storage.protocol import Storage, read_range
+from ...torchfile.archive import TorchFile
+from ...torchfile.tensors import PickledTensor
+from .rules import Cut, cut_of
+
+WHOLE_BYTES, SAMPLES, SAMPLE_BYTES = 1 << 20, 16, 64 << 10
+MAX_NUMBER = 1 << 20
+
+_LAYER = re.compile(r"((?:.+\.)?(?:decoder|encoder)\.layers)\.(\d{1,6})\.(.+)")
+_EXPERT = re.compile(r"(.+\.experts)\.local_experts\.(\d{1,6})\.(.+)")
+_GROUPED = re.compile(r"(.+\.experts)\.(linear_fc[12]\.(?:weight|bias))(\d{1,6})")
+_PACKED = re.compile(r".+\.experts\.weight[12]")
+EXTRA_STATE = "_extra_state"
+_FUSED = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_", "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+_EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelChunk:
+    """Part of a model in a file: its ranks, and which of the stage's virtual stages it is; `number` is that of the file."""
+
+    tp: int
+    pp: int
+    ep: int
+    index: int
+    file: TorchFile
+    number: int
+
+
+Chunks = Sequence[tuple[ModelChunk, Mapping[str, Any]]]
+"""With their state dicts."""
+
+
+class Key(NamedTuple):
+    """What a tensor is, whatever rank has it: below `layers` of that number, if any, and of an expert."""
+
+    layers: str
+    layer: int
+    expert: int
+    rest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What one file has: a tensor of this name."""
+
+    chunk: ModelChunk
+    name: str
+    value: Any
+
+
+class RankTensors:
+    """The tensors and the extra state of a model.
+
+    Parameters
+    ----------
+    chunks
+        The state dicts of all chunks of the model.
+    args
+        Of the job.
+    """
+
+    def __init__(self, storage: Storage, chunks: Chunks, args: Mapping[str, Any]) -> None:
+        self.storage, self.where = storage, storage.url
+        self.num_tp, self.num_ep = (1 + max(getattr(chunk, axis) for chunk, _ in chunks) for axis in ("tp", "ep"))
+        self.unreadable: dict[str, CheckpointError] = {}
+        self.held: dict[Key, dict[int, list[Held]]] = defaultdict(lambda: defaultdict(list))
+        self.extra: dict[Key, Held] = {}
+        self.homes: dict[tuple[int, int], frozenset[tuple[int, int]]] = {}
+        """Of each part of a tensor, by its file and place there: the files and virtual stages that have it, one as replicas."""
+        self._begins, self.num_layers = _number_layers(chunks)
+        self._num_experts = _count_experts(chunks) * self.num_ep
+        for chunk, state in chunks:
+            for name, value in state.items():
+                self._add(self._key(chunk, state, name), Held(chunk, name, value))
+        if args.get("untie_embeddings_and_output_weights") is False:
+            self._tie()
+        self._numbered = _numbered_layers(self.held, self.num_layers, args)
+
+    def _add(self, key: Key, held: Held) -> None:
+        chunk, name, value = held.chunk, held.name, held.value
+        if name == f"output_layer.{EXTRA_STATE}" and value is None:
+            return  # which Megatron's newer folders leave out, too
+        if name.endswith(EXTRA_STATE) or value is None:
+            if chunk.tp == 0:
+                self.extra.setdefault(key, held)
+        elif _PACKED.fullmatch(name) or not isinstance(value, PickledTensor):
+            what = (
+                "the weights of several experts, in an order of its own" if _PACKED.fullmatch(name) else a(type(value).__name__)
+            )
+            self.unreadable[name] = UnsupportedError(
+                f"{self.where}: {name} holds {what}, which is not read; load it with Megatron, and save it with --ckpt-format "
+                "torch_dist"
+            )
+        else:
+            self.held[key][chunk.tp].append(held)
+
+    def _key(self, chunk: ModelChunk, state: Mapping[str, Any], name: str) -> Key:
+        layers, layer, rest, expert = "", 0, name, -1
+        if match := _LAYER.fullmatch(name):
+            layers, number, rest = match.groups()
+            layer = int(number) + self._begins[layers, chunk.index, chunk.pp]
+            # Norms of layers without Transformer Engine, which Megatron names as if they were parts of what comes behind them.
+            if {f"{layers}.{number}.{one}.weight" for one in ("input_layernorm", "self_attention.linear_qkv")} <= state.keys():
+                rest = re.sub(r"^(?:input_layernorm|pre_mlp_layernorm)\.", lambda found: _FUSED[found[0]], rest)
+        if match := _EXPERT.fullmatch(rest):
+            expert, rest = int(match[2]), f"{match[1]}.experts.{match[3]}"
+        elif match := _GROUPED.fullmatch(rest):
+            expert, rest = int(match[3]), f"{match[1]}.experts.{match[2]}"
+        return Key(layers, layer, expert if expert < 0 else expert + chunk.ep * (self._num_experts // self.num_ep), rest)
+
+    def _tie(self) -> None:
+        """Take the last stage's copy of the embedding, which is its output layer, as a replica."""
+        copy, embedding = Key("", 0, -1, _OUTPUT), Key("", 0, -1, _EMBEDDING)
+        if copy in self.held and embedding in self.held:
+            for tp, held in self.held.pop(copy).items():
+                self.held[embedding][tp] += held
+
+    def _name(self, key: Key) -> str:
+        """Return the name of what a key is part of."""
+        if not key.layers:
+            return key.rest
+        return f"{key.layers}.{key.layer}.{key.rest}" if key.layers in self._numbered else f"{key.layers}.{key.rest}"
+
+    def _place(self, key: Key) -> tuple[Ints, Ints]:
+        """Return the place of a key's part in what has its name, and the number of places, along each dim that is stacked."""
+        stacked = bool(key.layers) and key.layers not in self._numbered
+        place: tuple[tuple[int, int], ...] = ((key.layer, self.num_layers[key.layers]),) if stacked else ()
+        place += ((key.expert, self._num_experts),) if key.expert >= 0 else ()
+        return tuple(at for at, _ in place), tuple(count for _, count in place)
+
+    def objects(self) -> Iterator[tuple[str, Ints, Ints, Held]]:
+        """Yield the extra state: its name, its place, of how many, and what holds it."""
+        for key, held in self.extra.items():
+            yield self._name(key), *self._place(key), held
+
+    def tensors(self) -> Iterator[ForeignTensor]:
+        """Yield all tensors by Megatron's keys; what cannot be read is in `unreadable` then, by these."""
+        of_name: dict[str, list[Key]] = defaultdict(list)
+        for key in self.held:
+            of_name[self._name(key)].append(key)
+        for name, keys in of_name.items():
+            try:
+                yield self._stacked(name, keys)
+            except CheckpointError as error:
+                self.unreadable[name] = error
+
+    def _stacked(self, name: str, keys: Sequence[Key]) -> ForeignTensor:
+        parts: list[FilePart] = []
+        shapes, dtypes = set(), set()
+        for key in keys:
+            place, counts = self._place(key)
+            by_rank = self._of_all_ranks(key)
+            cut = self._cut(by_rank[0][0]) if self.num_tp > 1 else Cut(None)
+            self._prove(by_rank, cut)
+            shape, found = _put_together([held[0] for held in by_rank], cut, self._sections(key, cut), self.where)
+            shapes.add((*counts, *shape))
+            dtypes |= {dtype_code(held.value.dtype, name) for ranks in by_rank for held in ranks}
+            parts += [FilePart((*place, *p.offsets), (1,) * len(place) + p.lengths, p.file, p.offset) for p in found]
+            self._note_homes(by_rank, cut, found)
+        if len(shapes) > 1 or len(dtypes) > 1 or len(keys) != prod(self._place(keys[0])[1]):
+            raise CorruptError(
+                f"{self.where}: {name} has parts of the shapes {sorted(shapes)}, of {sorted(dtypes)}, on {len(keys)} layers and "
+                "experts, which are no one tensor; files may be of several saves, so use another checkpoint"
+            )
+        return ForeignTensor(name, dtypes.pop(), shapes.pop(), tuple(parts))
+
+    def _note_homes(self, by_rank: Sequence[Sequence[Held]], cut: Cut, parts: Sequence[FilePart]) -> None:
+        replicas = by_rank if cut.dim is not None else [[held for ranks in by_rank for held in ranks]]
+        homes = {held[0].chunk.number: frozenset((one.chunk.number, one.chunk.index) for one in held) for held in replicas}
+        self.homes |= {(part.file, part.offset): homes[part.file] for part in parts}
+
+    def _of_all_ranks(self, key: Key) -> list[list[Held]]:
+        """Return what tensor-parallel ranks have, in their order."""
+        found = self.held[key]
+        absent = set(range(self.num_tp)) - found.keys()
+        one = next(iter(found.values()))[0]
+        if absent:
+            raise CorruptError(
+                f"{self.where}: {one.name} is in {one.chunk.file.key}, and not on tensor-parallel rank {min(absent)}"
+            )
+        for held in (held for ranks in found.values() for held in ranks):
+            if not held.value.is_row_major:
+                raise UnsupportedError(
+                    f"{self.where}: {held.name} lies in {held.chunk.file.key} with strides {held.value.strides}; load it with "
+                    "Megatron, and save it with --ckpt-format torch_dist"
+                )
+        return [found[tp] for tp in range(self.num_tp)]
+
+    def _cut(self, held: Held) -> Cut:
+        cut = cut_of(_GROUPED.sub(r"\1.\2", held.name))
+        if cut is None:
+            raise UnsupportedError(
+                f"{self.where}: no rule says how {self.num_tp} tensor-parallel ranks cut {held.name}, of which one has shape "
+                f"{held.value.shape}; say it with reshard_ckpt.megatron.add_rule({held.name!r}, dim=…), where dim is None if "
+                "each has all of it"
+            )
+        return cut
+
+    def _sections(self, key: Key, cut: Cut) -> int:
+        """Return of how many tensors the rows are, each cut for itself; of a gated projection, what its width tells."""
+        if cut.sections is not None:
+            return cut.sections
+        rest = re.sub(r"linear_fc1\.(weight|bias)$", "linear_fc2.weight", key.rest)
+        (held, *_), other = self.held[key][0], self.held.get(key._replace(rest=rest), {}).get(0)
+        rows, columns = ((*held.value.shape, 0)[0], (0, *other[0].value.shape)[-1] if other else 0)
+        if not columns or rows not in (columns, 2 * columns):
+            raise UnsupportedError(
+                f"{self.where}: {held.name} has {rows} rows, and the linear_fc2 beside it {columns} columns, so that nothing "
+                f"tells whether it is gated; say it with reshard_ckpt.megatron.add_rule({held.name!r}, dim=0, sections=…)"
+            )
+        return 2 if rows == 2 * columns else 1
+
+    def _prove(self, by_rank: Sequence[Sequence[Held]], cut: Cut) -> None:
+        """Compare the bytes of replicas, and see that those of a cut tensor differ."""
+        if not cut.prove:
+            return
+        groups = by_rank if cut.dim is not None else [[held for ranks in by_rank for held in ranks]]
+        for first, *others in groups:
+            for other in others:
+                if other.value.shape != first.value.shape or self._samples(first) != self._samples(other):
+                    raise UnsupportedError(
+                        f"{self.where}: {first.name} in {first.chunk.file.key} and {other.name} in {other.chunk.file.key} should "
+                        "be the same, and are not: they are cut, or replicas have come apart. Say how they are cut with "
+                        f"reshard_ckpt.megatron.add_rule({first.name!r}, dim=…), or take the first with prove=False"
+                    )
+        if cut.dim is not None and len(by_rank) > 1 and by_rank[0][0].value.shape == by_rank[1][0].value.shape:
+            mine, theirs = self._samples(by_rank[0][0]), self._samples(by_rank[1][0])
+            each = by_rank[0][0].value.dtype.itemsize
+            if mine == theirs and any(sample != sample[:each] * (len(sample) // each) for sample in mine):
+                held = by_rank[0][0]
+                raise UnsupportedError(
+                    f"{self.where}: {held.name} should be cut along dim {cut.dim}, and tensor-parallel ranks 0 and 1 have the "
+                    f"same bytes, as if each had all of it; say so with reshard_ckpt.megatron.add_rule({held.name!r}, dim=None), "
+                    f"or, if they are cut, with dim={cut.dim} and prove=False"
+                )
+
+    def _samples(self, held: Held) -> list[bytes]:
+        begin, num_bytes = held.chunk.file.at(held.value), prod(held.value.shape) * held.value.dtype.itemsize
+        if num_bytes <= WHOLE_BYTES:
+            return [bytes(read_range(self.storage, held.chunk.file.key, begin, num_bytes))]
+        step = (num_bytes - SAMPLE_BYTES) // (SAMPLES - 1)
+        return [bytes(read_range(self.storage, held.chunk.file.key, begin + i * step, SAMPLE_BYTES)) for i in range(SAMPLES)]
+
+
+def _put_together(held: Sequence[Held], cut: Cut, sections: int, where: str) -> tuple[Ints, list[FilePart]]:
+    """Return the shape of a tensor and its parts, given what each tensor-parallel rank has."""
+    first, dim = held[0].value.shape, cut.dim
+    if dim is None:
+        return first, [_part(held[0], 0, (0,) * len(first), first)]
+    shapes = [one.value.shape for one in held]
+    others = {(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}
+    if any(len(shape) <= dim or shape[dim] % sections for shape in shapes) or len(others) > 1:
+        raise CorruptError(
+            f"{where}: {held[0].name} has the shapes {shapes} on tensor-parallel ranks, which do not fit along dim {dim}"
+            + (f" in {sections} sections" if sections > 1 else "")
+            + f"; if they are cut in another way, say it with reshard_ckpt.megatron.add_rule({held[0].name!r}, dim=…)"
+        )
+    total, parts = sum(shape[dim] for shape in shapes), []
+    for rank, (one, shape) in enumerate(zip(held, shapes, strict=True)):
+        lengths = (*shape[:dim], shape[dim] // sections, *shape[dim + 1 :])
+        below = sum(other[dim] for other in shapes[:rank]) // sections
+        for i in range(sections):
+            offset = i * (total // sections) + below
+            parts.append(_part(one, i * prod(lengths), tuple(offset if d == dim else 0 for d in range(len(shape))), lengths))
+    return (*first[:dim], total, *first[dim + 1 :]), parts
+
+
+def _part(held: Held, begin: int, offsets: Ints, lengths: Ints) -> FilePart:
+    at = held.chunk.file.at(held.value) + begin * held.value.dtype.itemsize
+    return FilePart(offsets, lengths, held.chunk.number, at)
+
+
+def _number_layers(
+    chunks: Chunks,
+) -> tuple[dict[tuple[str, int, int], int], dict[str, int]]:
+    """Return the number of each chunk's first layer, by name of layers, chunk and stage, and how many there are."""
+    counts: dict[str, dict[tuple[int, int], int]] = defaultdict(dict)
+    for chunk, state in chunks:
+        place = chunk.index, chunk.pp
+        for name in state:
+            if match := _LAYER.fullmatch(name):
+                counts[match[1]][place] = max(counts[match[1]].get(place, 0), int(match[2]) + 1)
+    begins: dict[tuple[str, int, int], int] = {}
+    totals: dict[str, int] = {}
+    for layers, of_chunk in counts.items():
+        total = 0
+        for place in sorted(of_chunk):
+            begins[layers, place[0], place[1]] = total
+            total += of_chunk[place]
+        totals[layers] = total
+    return begins, totals
+
+
+def _count_experts(chunks: Chunks) -> int:
+    """Return how many experts one rank has."""
+    numbers = [
+        int(match[2] if match.re is _EXPERT else match[3])
+        for _, state in chunks
+        for name in state
+        if (match := _EXPERT.fullmatch(name) or _GROUPED.fullmatch(name))
+    ]
+    return 1 + max(numbers, default=0)
+
+
+def _numbered_layers(held: Mapping[Key, Any], totals: Mapping[str, int], args: Mapping[str, Any]) -> set[str]:
+    """Return the layers that have numbers in their names: those that differ, or that Megatron saves so."""
+    frequency = args.get("moe_layer_freq")
+    if isinstance(frequency, list) or (isinstance(frequency, int) and frequency > 1):
+        return set(totals)
+    found: dict[str, dict[int, set[Any]]] = defaultdict(lambda: defaultdict(set))
+    for key, by_rank in held.items():
+        shape = next(iter(by_rank.values()))[0].value.shape
+        found[key.layers][key.layer].add((key.expert, key.rest, shape))
+    return {
+        layers
+        for layers, total in totals.items()
+        if len(found[layers]) < total or any(one != found[layers][0] for one in found[layers].values())
+    }

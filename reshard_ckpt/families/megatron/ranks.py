@@ -1,0 +1,253 @@
+"""Reading Megatron's old folders, which have a file of each model-parallel rank: ``mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt``.
+
+1. Open all files; the ``args`` in them say how many ranks there are, and so which stage and which experts each file is of.
+2. Number layers and experts, and put the cuts of tensor parallelism together (`rank_tensors`). Names are those of Megatron's
+   newer folders, so that everything that works on those works here.
+3. Values are the common state of the first file; extra state and RNG states are objects, a part each (`values`).
+4. ``distrib_optim.pt`` has the distributed optimizer's state as flat buffers, which `buckets` can name: those of a rank hold what
+   the model's file of that rank has, and where each virtual stage has one, what that stage has. The state of any other optimizer
+   is keyed by position, which nothing here explains: it is refused by name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+from ...core.catalog.model import Catalog, FileEntry
+from ...errors import CheckpointError, CorruptError, UnsupportedError
+from ...format.torch_dtypes import dtype_code
+from ...formats.catalog_builder import FilePart, ForeignTensor, foreign_catalog, foreign_file, whole
+from ...formats.dcp.read import garbage_collection_paused
+from ...storage.protocol import Storage
+from ...torchfile.archive import FileReader, TorchFile
+from ...torchfile.objects import Globals
+from ...torchfile.pickle_reader import StandInObject
+from ...torchfile.tensors import PickledTensor
+from .buckets import name_buckets
+from .names import FULLY_RESHARDABLE, GROUPS, NAME, OPTIMIZER, SHARDING, tensor_name
+from .rank_tensors import ModelChunk, RankTensors
+from .values import MegatronValues
+
+_MAIN, _BUFFERS = "model_optim_rng.pt", "distrib_optim.pt"
+_FILE = re.compile(rf"(mp_rank_\d{{2,9}}(?:_\d{{3,9}}){{0,2}})/{re.escape(_MAIN)}")
+_MODEL = re.compile(r"model\d{0,4}")
+MAX_RANKS = 1 << 16
+
+Rank = tuple[int, int, int]
+"""Of tensors, of the pipeline, of experts."""
+
+
+def is_per_rank(storage: Storage) -> bool:
+    """Return whether a folder has files of single ranks."""
+    return any(_FILE.fullmatch(key) for key, _ in storage.list())
+
+
+def read_ranks(storage: Storage, *, as_saved: bool = False, named: bool = False) -> Catalog:
+    """Build the catalog of a folder; see `read.open_path`.
+
+    Raises
+    ------
+    CorruptError
+        A file is missing, cut or damaged.
+    UnsupportedError
+        Its model is not one of megatron.core.
+    """
+    with garbage_collection_paused():
+        return _catalog(_Files(storage), as_saved=as_saved, named=named)
+
+
+class _Files:
+    """The files of a folder, by rank, and what their ``args`` say."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage, self.where = storage, storage.url
+        self._reader = FileReader(storage, Globals(lenient=True))
+        found = sorted(match[1] for key, _ in storage.list() if (match := _FILE.fullmatch(key)))
+        first = self.open(f"{found[0]}/{_MAIN}")
+        args = first.content.get("args")
+        state = args.state if isinstance(args, StandInObject) else args
+        self.args: Mapping[str, Any] = state if isinstance(state, dict) else {}
+        self.tp, self.pp, self.ep = (self._size(axis) for axis in ("tensor", "pipeline", "expert"))
+        self._check(set(found))
+        self.by_rank = {
+            rank: first if self.folder(rank) == found[0] else self.open(f"{self.folder(rank)}/{_MAIN}") for rank in self._ranks()
+        }
+
+    def open(self, key: str, *, kinds: type | tuple[type, ...] = dict) -> TorchFile:
+        """Open a file, of a dict or what else it may hold."""
+        file = self._reader.open(key)
+        if not isinstance(file.content, kinds):
+            raise CorruptError(f"{self.where}: {key} holds no state; use another checkpoint")
+        return file
+
+    def _ranks(self) -> Iterator[Rank]:
+        return product(range(self.tp), range(self.pp), range(self.ep))
+
+    def folder(self, rank: Rank) -> str:
+        """Return the folder of a rank's files."""
+        stage = f"_{rank[1]:03d}" if self.pp > 1 else ""
+        return f"mp_rank_{rank[0]:02d}{stage}" + (f"_{rank[2]:03d}" if self.ep > 1 else "")
+
+    def _size(self, axis: str) -> int:
+        size = self.args.get(f"{axis}_model_parallel_size")
+        if size is None and axis == "expert":
+            return 1
+        if type(size) is not int or not 0 < size <= MAX_RANKS:
+            raise CorruptError(
+                f"{self.where}: its args say {axis}_model_parallel_size={size!r:.40}, so that nothing tells which ranks its "
+                "files are of; use another checkpoint"
+            )
+        return size
+
+    def _check(self, found: set[str]) -> None:
+        """Check that there is a folder of each rank, and no other."""
+        say = f"{self.where}: its args say TP {self.tp}, PP {self.pp} and EP {self.ep}"
+        # Not all at once: hostile args may say that there are very many.
+        lacking = next((folder for folder in map(self.folder, self._ranks()) if folder not in found), None)
+        if lacking is not None:
+            raise CorruptError(f"{say}, but {lacking} is not there; copy all of them, or use another checkpoint")
+        if len(found) > self.tp * self.pp * self.ep:
+            odd = min(found - set(map(self.folder, self._ranks())))
+            raise CorruptError(f"{say}, but {odd} is there; move what is of another save away")
+        experts = self.args.get("expert_tensor_parallel_size")
+        if self.ep > 1 and experts not in (None, self.tp):
+            raise UnsupportedError(
+                f"{say}, and that experts are cut over {experts!r:.20} ranks instead: its files lack some of them; load it with "
+                "Megatron, and save it with --ckpt-format torch_dist"
+            )
+
+
+def _catalog(files: _Files, *, as_saved: bool, named: bool) -> Catalog:
+    storage, where = files.storage, files.where
+    entries = [foreign_file(file.key, file.size, NAME) for file in files.by_rank.values()]
+    model = RankTensors(storage, _chunks(files), files.args)
+    rename = str if as_saved else tensor_name
+    tensors = [replace(tensor, name=rename(tensor.name)) for tensor in model.tensors()]
+    unreadable = {rename(key): error for key, error in model.unreadable.items()}
+    homes: dict[str, tuple[int, int | None]] = {}
+    try:
+        buffers = list(_buffers(files, entries, homes))
+    except CheckpointError as error:
+        buffers, unreadable[f"{OPTIMIZER}.state"] = [], error
+    named = named and bool(buffers)
+    values = _values(files, model, as_saved=as_saved, named=named)
+    if named:
+
+        def may_hold(prefix: str, part: FilePart) -> bool:
+            file, stage = homes[prefix]
+            return any(file == of and stage in (None, index) for of, index in model.homes[part.file, part.offset])
+
+        found = name_buckets(storage, [*tensors, *buffers], entries, may_hold)
+        unreadable |= found.unreadable
+        buffers = list(found.tensors)
+    about = {NAME: {"namespaces": values.namespaces}} if as_saved else None
+    catalog = foreign_catalog([*tensors, *buffers], entries, values.entries, format=NAME, metadata=about, where=where)
+    return replace(catalog, unreadable=values.unreadable | unreadable)
+
+
+def _chunks(files: _Files) -> list[tuple[ModelChunk, Mapping[str, Any]]]:
+    """Return the state dicts of the model's parts in all files."""
+    found: list[tuple[ModelChunk, Mapping[str, Any]]] = []
+    for number, ((tp, pp, ep), file) in enumerate(files.by_rank.items()):
+        keys = [key for key in file.content if isinstance(key, str) and _MODEL.fullmatch(key)]
+        for i, key in enumerate(sorted(keys, key=lambda key: int(key.removeprefix("model") or 0))):
+            state = file.content[key]
+            if not isinstance(state, dict) or any(isinstance(value, dict) for value in state.values()):
+                raise UnsupportedError(
+                    f"{files.where}: {file.key} has a model of Megatron before its core, or none; load it with Megatron, and "
+                    "save it with --use-mcore-models"
+                )
+            found.append((ModelChunk(tp, pp, ep, i, file, number), {str(name): value for name, value in state.items()}))
+    if not found:
+        raise CorruptError(f"{files.where}: its files hold no model; use another checkpoint")
+    return found
+
+
+def _values(files: _Files, model: RankTensors, *, as_saved: bool, named: bool) -> MegatronValues:
+    values = MegatronValues(files.where, as_saved=as_saved)
+    for name, place, counts, held in model.objects():
+        values.add_part(name, place, counts, held.chunk.file, held.value)
+    for (tp, pp, ep), file in files.by_rank.items():
+        if "rng_state" in file.content:
+            place, shape = ((pp, tp), (files.pp, files.tp)) if files.ep == 1 else ((pp, tp, ep), (files.pp, files.tp, files.ep))
+            values.add_part("rng_state", place, shape, file, file.content["rng_state"])
+    first = next(iter(files.by_rank.values()))
+    common = {key: value for key, value in first.content.items() if key != "rng_state" and not _MODEL.fullmatch(str(key))}
+    optimizer = common.get(OPTIMIZER)
+    if isinstance(optimizer, list):
+        common[OPTIMIZER] = optimizer = dict(enumerate(optimizer))
+    if _is_positional(optimizer):
+        error = UnsupportedError(
+            f"{files.where}: the state of its optimizer is kept by position, and nothing in it says of which parameter; the "
+            "model can be read. To have the optimizer, load it with Megatron, and save it with --ckpt-format torch_dist"
+        )
+        values.unreadable |= {f"{OPTIMIZER}.state": error, f"{OPTIMIZER}.{GROUPS}": error}
+        del common[OPTIMIZER]
+    elif named and isinstance(optimizer, dict):
+        common[OPTIMIZER] = _said_named(optimizer)
+    values.add_common(common, first)
+    return values
+
+
+def _said_named(optimizer: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return the common state of an optimizer, or of those of a chain, that says that its state is whole tensors."""
+    if any(isinstance(key, int) for key in optimizer):
+        return {key: _said_named(one) if isinstance(one, dict) else one for key, one in optimizer.items()}
+    return {**optimizer, SHARDING: FULLY_RESHARDABLE}
+
+
+def _is_positional(optimizer: Any) -> bool:
+    """Return whether an optimizer's state dict has the state of parameters in it, as all but distributed ones have."""
+    if not isinstance(optimizer, dict):
+        return False
+    inner = [one for key, one in optimizer.items() if isinstance(key, int) or key == OPTIMIZER]
+    return "fp32_from_fp16_params" in optimizer or bool(optimizer.get("state")) or any(map(_is_positional, inner))
+
+
+def _buffers(files: _Files, entries: list[FileEntry], homes: dict[str, tuple[int, int | None]]) -> Iterator[ForeignTensor]:
+    """Yield the flat buffers of distributed optimizers; add their files, and whose each is: a model's file, a virtual stage."""
+    if any(_LAYER_WISE.fullmatch(key) for key, _ in files.storage.list()):
+        raise UnsupportedError(
+            f"{files.where}: its optimizer is in files of each data-parallel rank (layer_wise_optimizer_0.pt), which are not "
+            "read; load it with Megatron, and save it with --ckpt-format torch_dist"
+        )
+    for number, (rank, model) in enumerate(files.by_rank.items()):
+        folder = files.folder(rank)
+        num_stages = sum(1 for key in model.content if isinstance(key, str) and _MODEL.fullmatch(key))
+        if files.storage.size(f"{folder}/{_BUFFERS}") is None:
+            continue
+        file = files.open(f"{folder}/{_BUFFERS}", kinds=(dict, list))
+        entries.append(foreign_file(file.key, file.size, NAME))
+        chain = file.content if isinstance(file.content, list) else [file.content]
+        for i, state in enumerate(chain):
+            prefix = f"chained_{i}." if len(chain) > 1 else ""
+            of_stage = _is_of_stages(state, num_stages)
+            for path, view in _flat(state, ()):
+                key = f"{prefix}optimizer.distributed.{folder}.gbuf_idx_{'.'.join(path)}"
+                homes[key.rpartition(".")[0]] = number, int(path[0]) if of_stage and path[0].isdecimal() else None
+                yield whole(key, dtype_code(view.dtype, key), view.shape, len(entries) - 1, file.at(view))
+
+
+def _is_of_stages(state: Any, num_stages: int) -> bool:
+    """Return whether buffers, by number, are of a virtual stage each: as many, all of one kind, of which a stage has one."""
+    buffers = {key: kinds for key, kinds in state.items() if type(key) is int} if isinstance(state, dict) else {}
+    kinds = [list(kinds) for kinds in buffers.values() if isinstance(kinds, dict)]
+    return sorted(buffers) == list(range(num_stages)) and len(kinds) == num_stages and all(one == kinds[0] for one in kinds)
+
+
+def _flat(state: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], PickledTensor]]:
+    """Yield the buffers: by number, by dtypes, by what they are."""
+    if isinstance(state, PickledTensor) and len(path) == 3 and len(state.shape) == 1:
+        yield path, state
+    elif isinstance(state, dict) and len(path) < 3:
+        for i, (key, value) in enumerate(state.items()):
+            yield from _flat(value, (*path, str(i) if isinstance(key, tuple) else str(key)))
+    elif isinstance(state, PickledTensor | list):
+        raise UnsupportedError("its optimizer's buffers are of an older kind; load it with Megatron, and save it again")
+
+
+_LAYER_WISE = re.compile(r"mp_rank_\d+(_\d+){0,2}/layer_wise_optimizer_\d+\.pt")

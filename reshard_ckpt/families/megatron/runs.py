@@ -1,0 +1,239 @@
+"""Megatron's shards as declared runs: which part of which global tensor a local one is.
+
+1. A `ShardedTensor` is one box; axes that the local tensor lacks are put before its own, with length 1. With a flattened range it
+   is a run of that box.
+2. A factory makes several of one parameter. To declare a run of the flattened parameter, as distributed optimizers hold it, its
+   `build_fn` is asked where each element goes: what it returns lies in the parameter's memory, or else is built once more of
+   positions. Boxes of the parameter are understood; what is rearranged is a named error.
+
+All is told by attributes; no class of Megatron is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from ...core.catalog.specs import Ints, row_major_strides
+from ...errors import LayoutError, UnsupportedError, UsageError
+from ...state.shards import FlatShard, LocalShard
+from .sharded_names import checkpoint_key
+
+
+@dataclass(frozen=True, slots=True)
+class NamedShard:
+    """A shard of a tensor, under its name in the checkpoint.
+
+    Attributes
+    ----------
+    main
+        Whether Megatron has this replica written.
+    resizable
+        Whether the saved tensor may have another global shape: a padded vocabulary.
+    """
+
+    name: str
+    shard: LocalShard | FlatShard
+    main: bool
+    resizable: bool
+
+
+def is_sharded_tensor(value: object) -> bool:
+    return hasattr(value, "local_shape") and hasattr(value, "global_offset")
+
+
+def is_sharded_object(value: object) -> bool:
+    return hasattr(value, "global_offset") and hasattr(value, "replica_id") and not hasattr(value, "local_shape")
+
+
+def is_factory(value: object) -> bool:
+    return hasattr(value, "build_fn") and hasattr(value, "merge_fn")
+
+
+def is_main(replica_id: int | tuple[int, ...]) -> bool:
+    """Tell whether a replica is the one that Megatron writes.
+
+    >>> is_main(0), is_main((0, 1, 0))
+    (True, False)
+    """
+    return replica_id == 0 if isinstance(replica_id, int) else not any(replica_id)
+
+
+def entry_of(sharded: Any, data: torch.Tensor) -> NamedShard:
+    """Describe a `ShardedTensor` with these data.
+
+    Raises
+    ------
+    LayoutError
+        What it says of itself does not fit.
+    """
+    lacking = (None,) * sharded.prepend_axis_num
+    run = getattr(sharded, "flattened_range", None)
+    try:
+        if run is None:
+            shard: LocalShard | FlatShard = LocalShard(data[lacking] if lacking else data, *_place(sharded))
+        else:
+            shape, offsets = _place(sharded)
+            shard = FlatShard(data, shape, run.start, pieces=[(offsets, _lengths(sharded))])
+    except UsageError as error:
+        raise type(error)(f"{sharded.key}: {error}") from None
+    return _entry(sharded, shard)
+
+
+def plain(data: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without autograd; one of a quantized class in full precision, as Megatron saves and loads it."""
+    return data.detach() if type(data).dequantize is torch.Tensor.dequantize else data.dequantize()
+
+
+def _entry(sharded: Any, shard: LocalShard | FlatShard) -> NamedShard:
+    resizable = bool(getattr(sharded, "allow_shape_mismatch", False))
+    return NamedShard(checkpoint_key(sharded.key), shard, is_main(sharded.replica_id), resizable)
+
+
+def _place(sharded: Any) -> tuple[Ints, Ints]:
+    return tuple(sharded.global_shape), tuple(sharded.global_offset)
+
+
+def _lengths(sharded: Any) -> Ints:
+    return (*(1,) * sharded.prepend_axis_num, *sharded.local_shape)
+
+
+def run_entries(
+    sharded: Any, parameter: torch.Tensor, prefix: str, state: torch.Tensor, start: int, instance: int
+) -> list[NamedShard]:
+    """Describe a run of a flattened parameter's state.
+
+    Parameters
+    ----------
+    sharded
+        What the tree says of the parameter: a `ShardedTensor`, or a factory of several.
+    prefix
+        What the state is called: goes before the key of the parameter.
+    state
+        The elements of the run: 1-D.
+    start
+        Where it begins in the flattened parameter.
+    instance
+        The number of the distributed optimizer's instance: those of others are replicas of this.
+
+    Raises
+    ------
+    UnsupportedError
+        The factory does more than cut.
+    LayoutError
+        The parameter has another shape than the tree says.
+    """
+    shape = tuple(parameter.shape)
+    key = f"{prefix}.{sharded.key}"
+    if is_factory(sharded):
+        cuts = _factory_cuts(sharded, prefix, parameter)
+    elif getattr(sharded, "flattened_range", None) is not None or tuple(sharded.local_shape) != shape:
+        raise LayoutError(
+            f"{sharded.key}: the tree says that the local parameter is {tuple(sharded.local_shape)}, flattened range "
+            f"{getattr(sharded, 'flattened_range', None)}, but the optimizer's is {shape}; pass what "
+            "model.sharded_state_dict() returned"
+        )
+    else:
+        cuts = [(sharded, (0,) * len(shape))]
+    return [
+        NamedShard(
+            checkpoint_key(key if part is sharded else part.key),
+            _run(part, at, state, shape, start),
+            is_main(_replica_of_instance(part.replica_id, instance)),
+            bool(getattr(part, "allow_shape_mismatch", False)),
+        )
+        for part, at in cuts
+    ]
+
+
+def _replica_of_instance(replica_id: int | tuple[int, ...], instance: int) -> int | tuple[int, ...]:
+    """A parameter's replicas count the ranks of data parallelism last, over which its state is cut."""
+    return (*replica_id[:-1], instance) if isinstance(replica_id, tuple) and len(replica_id) == 3 else replica_id
+
+
+def _run(part: Any, at: Ints, state: torch.Tensor, shape: Ints, start: int) -> FlatShard:
+    before = (0,) * part.prepend_axis_num, (1,) * part.prepend_axis_num
+    global_shape, offsets = _place(part)
+    piece = ((*before[0], *at), offsets, _lengths(part))
+    try:
+        return FlatShard(plain(state), global_shape, start, pieces=[piece], local_shape=(*before[1], *shape))
+    except UsageError as error:
+        raise type(error)(f"{part.key}: {error}") from None
+
+
+def _factory_cuts(factory: Any, prefix: str, parameter: torch.Tensor) -> list[tuple[Any, Ints]]:
+    """Return what a factory makes of a parameter's state, and where in the parameter each of these begins."""
+    key, shape = f"{prefix}.{factory.key}", tuple(parameter.shape)
+    built = list(_sharded_tensors(_build(factory, key, parameter.detach())))
+    if odd := next((part.key for part in built if not part.key.startswith(f"{prefix}.")), None):
+        raise UnsupportedError(
+            f"{key}: the factory of this parameter names its state {odd}, whatever key it is given, as if it were that; "
+            "have it use the key, or leave the optimizer out"
+        )
+    cuts = _view_cuts(built, parameter) or _copied_cuts(factory, key, shape)
+    if cuts is None:
+        raise UnsupportedError(
+            f"{key}: the factory of this parameter rearranges its {shape} elements, where a run of them has no place; pass "
+            "optimizer.sharded_state_dict(...) in the optimizer's place, with the sharding type fully_reshardable"
+        )
+    return cuts
+
+
+def _build(factory: Any, key: str, data: torch.Tensor) -> Any:
+    return factory.build_fn(key, data, factory.replica_id, getattr(factory, "flattened_range", None))
+
+
+def _sharded_tensors(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, dict | list):
+        for child in tree.values() if isinstance(tree, dict) else tree:
+            yield from _sharded_tensors(child)
+    elif is_sharded_tensor(tree):
+        yield tree
+
+
+def _view_cuts(built: list[Any], parameter: torch.Tensor) -> list[tuple[Any, Ints]] | None:
+    """Find where in a contiguous parameter each of these begins, by their memory; None unless all are boxes of it."""
+    shape, strides = tuple(parameter.shape), row_major_strides(tuple(parameter.shape))
+    cuts = []
+    for part in built:
+        data = part.data
+        shared = data.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr() != 0
+        if not shared or not parameter.is_contiguous() or data.ndim != len(shape):
+            return None
+        if any(size > 1 and mine != own for size, mine, own in zip(data.shape, data.stride(), strides, strict=True)):
+            return None
+        at = _coordinates(data.storage_offset() - parameter.storage_offset(), shape)
+        if at is None or any(low + size > whole for low, size, whole in zip(at, data.shape, shape, strict=True)):
+            return None
+        cuts.append((part, at))
+    return cuts if sum(prod(part.data.shape) for part in built) == prod(shape) else None
+
+
+def _copied_cuts(factory: Any, key: str, shape: Ints) -> list[tuple[Any, Ints]] | None:
+    """The same of parts that are copies, by building them of positions."""
+    positions = torch.arange(prod(shape), device="cpu").view(shape)
+    cuts = []
+    for part in _sharded_tensors(_build(factory, key, positions)):
+        if part.data.ndim != len(shape) or not part.data.numel():
+            return None
+        at = _coordinates(int(part.data.reshape(-1)[0]), shape)
+        box = None if at is None else positions[tuple(slice(low, low + n) for low, n in zip(at, part.data.shape, strict=True))]
+        if at is None or box is None or not torch.equal(part.data, box):
+            return None
+        cuts.append((part, at))
+    return cuts if sum(part.data.numel() for part, _ in cuts) == prod(shape) else None
+
+
+def _coordinates(index: int, shape: Ints) -> Ints | None:
+    """The coordinates of an element of a tensor of this shape by its flat index; None if it has none of it."""
+    if not 0 <= index < max(prod(shape), 1):
+        return None
+    out = []
+    for stride in row_major_strides(shape):
+        at, index = divmod(index, max(stride, 1))
+        out.append(at)
+    return tuple(out)

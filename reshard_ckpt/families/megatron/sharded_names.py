@@ -1,0 +1,260 @@
+"""Names of Megatron's tensors, objects and common values in a checkpoint.
+
+1. A tensor goes by its key. Keys of optimizer state have had several spellings for one thing: each chained optimizer's own
+   prefix, and ``fp32_param`` where others write ``param``. `checkpoint_key` gives all of them one name, saving and loading.
+2. An object goes by its key and its place among the objects of that key, as in Megatron's own folders.
+3. Common values go by the keys that lead to them. A Namespace, such as ``args``, is a dict; the metadata of the checkpoint say
+   which were. Elsewhere, one says so under a key of its own.
+
+A checkpoint that another program wrote, or `convert`, has names that suit all models: what is below ``model``, state below its
+parameter, groups of an optimizer right below it. `keys_of_catalog` finds the keys in them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import pathlib
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from math import prod
+from typing import Any
+
+from ...core.catalog.model import Catalog, ValueEntry
+from ...core.catalog.specs import ValueKind
+from ...core.report import summarize
+from ...errors import CorruptError, LayoutError
+from ...format.checksums import digest128
+from ...format.values import decode_path, encode_path
+from ...state.collector import NamedValue
+from ...state.paths import Index, Path, name_of, path_keys, saved_path
+
+COMMON = "common_state"
+COMMON_FILE = "common.pt"
+"""In which Megatron keeps the common state, and which its own `load` reads."""
+COMMON_OBJECT = f"{COMMON}/shard_0_1"
+"""What Megatron from 0.19 on calls the common state, which it saves as an object."""
+
+CONTENT_METADATA = "content_metadata"
+
+_NAMESPACE_TAG, _NAMESPACE = "__class__", "argparse:Namespace"
+_STATE = re.compile(r"(?:chained_\d+\.)?(optimizer\.state\.)(?:fp32_(param\.))?")
+_OBJECT = re.compile(r"(.+)[/.](shard_\d*(?:\.\d+)*_-?\d*(?:\.-?\d+)*)", re.DOTALL)
+_MODEL = re.compile(r"model\d*\.")
+_MARK = re.compile(r"(.+)/replica_([\d.]*)", re.DOTALL)
+_NO_PATH = encode_path([])
+"""Marks have it, and no value of a state."""
+
+
+def checkpoint_key(key: str) -> str:
+    """Return the name of a tensor's key in a checkpoint.
+
+    >>> checkpoint_key("chained_1.optimizer.state.fp32_param.output_layer.weight")
+    'optimizer.state.param.output_layer.weight'
+    """
+    return _STATE.sub(lambda found: found[1] + (found[2] or ""), key, count=1) if _STATE.match(key) else key
+
+
+def has_keys(catalog: Catalog) -> bool:
+    """Tell whether the names of a catalog are keys."""
+    return _said(catalog) is not None
+
+
+def mark_namespaces(root: Any, catalog: Catalog) -> None:
+    """Say in each dict of a common state that was a Namespace that it was one."""
+    for path in (_said(catalog) or {}).get("namespaces", ()):
+        node = root
+        for key in path:
+            node = node.get(key) if isinstance(node, dict) else None
+        if isinstance(node, dict):
+            node[_NAMESPACE_TAG] = _NAMESPACE
+
+
+def metadata_of(tree: Any, common_file: bytes | None = None) -> dict[str, Any]:
+    """Return what the metadata say of a tree: that names are keys, which dicts were Namespaces, the digest of `common_file`."""
+    digest = {} if common_file is None else {COMMON_FILE: digest128(common_file).hex()}
+    return {"megatron": {"namespaces": [list(path) for path in _namespaces(tree, ())], **digest}}
+
+
+def check_common_file(catalog: Catalog, folder: str) -> None:
+    """Refuse the file of a common state, where there is one, that is not of the same save as the catalog.
+
+    It is put in place before the catalog. So a save over another checkpoint that is killed in between leaves it there.
+
+    Raises
+    ------
+    CorruptError
+        It is damaged, or of another save.
+    """
+    wanted, path = (_said(catalog) or {}).get(COMMON_FILE), pathlib.Path(folder, COMMON_FILE)
+    if wanted is not None and path.exists() and digest128(path.read_bytes()).hex() != wanted:
+        raise CorruptError(
+            f"{path}: is damaged, or of a save that was cut off before it replaced this checkpoint; the right common state is in "
+            "the checkpoint, and reshard_ckpt.megatron.load, in the place of Megatron's own, loads it"
+        )
+
+
+def _namespaces(tree: Any, path: Path) -> Iterator[Path]:
+    if isinstance(tree, argparse.Namespace):
+        yield path
+        tree = vars(tree)
+    for key, value in tree.items() if type(tree) is dict else ():
+        yield from _namespaces(value, (*path, key))
+
+
+def _said(catalog: Catalog) -> dict[str, Any] | None:
+    said = catalog.metadata.get("megatron") if isinstance(catalog.metadata, dict) else None
+    return said if isinstance(said, dict) else None
+
+
+def keys_of_catalog(catalog: Catalog) -> Callable[[str], str]:
+    """Return what gives the key of a tensor or object by its name in a catalog."""
+    if has_keys(catalog):
+        return checkpoint_key
+    links, tensors = catalog.links(), frozenset(catalog.names)
+
+    def key_of(name: str) -> str:
+        if name not in tensors:
+            return object_key(name) or name
+        link = links.get(name)
+        return checkpoint_key(_MODEL.sub("", name, count=1) if link is None else f"optimizer.state.{link.key}.{link.fqn}")
+
+    return key_of
+
+
+def object_name(sharded: Any) -> str:
+    """Return the name of an object: its key, its offsets among the objects of that key, and how many there are."""
+    offset, shape = (".".join(map(str, numbers)) for numbers in (sharded.global_offset, sharded.global_shape))
+    return f"{sharded.key}/shard_{offset}_{shape}"
+
+
+def object_key(name: str) -> str | None:
+    """Return the key of an object and its place, by a name of either kind; None for what is the name of none.
+
+    >>> object_key("rng_state.shard_0.1_2.2"), object_key("args.seed")
+    ('rng_state/shard_0.1_2.2', None)
+    """
+    found = _OBJECT.fullmatch(name)
+    return None if found is None else f"{found[1]}/{found[2]}"
+
+
+def key_of_object(name: str) -> str | None:
+    """Return the key of an object by its name; None for what is the name of none."""
+    found = _OBJECT.fullmatch(name)
+    return None if found is None else found[1]
+
+
+def replica_mark(name: str) -> NamedValue:
+    """Return what a rank says of an object of which it has a replica that is not the main one: that there is such a key."""
+    key, _, place = name.rpartition("/shard_")
+    return NamedValue(f"{key}/replica_{place.rpartition('_')[2]}", [], ValueKind.PLAIN, None)
+
+
+def checked_objects(values: Iterable[ValueEntry]) -> tuple[ValueEntry, ...]:
+    """Check that of each key's objects, as many as there are, all have a main replica, which is what is saved.
+
+    Returns
+    -------
+    tuple
+        The values without the marks of other replicas, which are for this alone.
+
+    Raises
+    ------
+    LayoutError
+        Some have none.
+    """
+    found: dict[tuple[str, str], list[str]] = {}
+    saved = []
+    for value in values:
+        if value.path == _NO_PATH and (mark := _MARK.fullmatch(value.name)):
+            found.setdefault((mark[1], mark[2]), [])
+            continue
+        saved.append(value)
+        if (match := _OBJECT.fullmatch(value.name)) and value.name[match.end(1)] == "/":
+            found.setdefault((match[1], match[2].rpartition("_")[2]), []).append(match[2])
+    lines = [
+        f"{key}: {len(parts) or 'none'} of its {num} objects have a main replica{f', {parts[0]} first' if parts else ''}"
+        for (key, shape), parts in found.items()
+        if len(parts) < (num := prod(int(size or 1) for size in shape.split(".")))
+    ]
+    if lines:
+        raise LayoutError(summarize(lines, "have one rank declare each with replica_id 0, or leave them out"))
+    return tuple(saved)
+
+
+def common_values(tree: Any, path: Path = ()) -> Iterator[NamedValue]:
+    """Yield the values of a common state by the keys that lead to them; what no dict holds is one value."""
+    items = vars(tree) if isinstance(tree, argparse.Namespace) else tree
+    if type(items) is dict and (items or not path):
+        for key, value in items.items():
+            yield from common_values(value, (*path, key))
+    else:
+        yield NamedValue(name_of(path), path_keys(path), ValueKind.PLAIN, tree)
+
+
+def common_state(catalog: Catalog, values: Mapping[str, Any]) -> dict[Any, Any]:
+    """Make the common state again, of its values by name; a checkpoint that keeps it as an object has it whole."""
+    if COMMON_OBJECT in values:
+        return dict(_alive(values[COMMON_OBJECT]))
+    paths = {entry.name: keys_of_path(entry.path) for entry in catalog.values_table if entry.name in values}
+    outer = _without_inner(catalog)
+    root: Any = {}
+    for name, path in paths.items():
+        node = root
+        *above, last = path if has_keys(catalog) else inner_path(path, paths.values(), outer=name in outer)
+        for key in above:
+            node = node.setdefault(key, {})
+        node[last] = values[name]
+    mark_namespaces(root, catalog)
+    return dict(_alive(root))
+
+
+def keys_of_path(encoded: bytes) -> Path:
+    """Decode the path of a value to the keys that lead to it; an index of a list is a number."""
+    return tuple(int(key) if isinstance(key, Index) else key for key in saved_path(decode_path(encoded)))
+
+
+def _without_inner(catalog: Catalog) -> frozenset[str]:
+    """Name the groups of an FP32 optimizer, which has no inner one: its state has no master weights."""
+    keys = {link.key for link in catalog.links().values()}
+    if not keys or "param" in keys:
+        return frozenset()
+    return frozenset(entry.name for entry in catalog.values_table if entry.kind is ValueKind.PLAIN)
+
+
+def inner_path(path: Path, paths: Iterable[Path], *, outer: bool) -> Path:
+    """Return the path that Megatron has for one in another program's checkpoint; most optimizers have groups in an inner one.
+
+    Parameters
+    ----------
+    paths
+        Those of all values.
+    outer
+        Whether the optimizer's state has no master weights, as of FP32 optimizers alone: these have no inner optimizer.
+    """
+    if len(path) < 2 or path[0] != "optimizer" or path[-1] != "param_groups" or (len(path) > 2 and path[-2] == "optimizer"):
+        return path
+    beside = (*path[:-1], "state")  # of an FP32 optimizer, too
+    if outer or any(other[: len(beside)] == beside for other in paths):
+        return path
+    return (*path[:-1], "optimizer", "param_groups")
+
+
+def _alive(value: Any) -> Any:
+    """Make what is tagged as one of the standard library's objects that object again; anything else stays as it is."""
+    if type(value) is dict:
+        items = {key: _alive(item) for key, item in value.items() if key != _NAMESPACE_TAG or item != _NAMESPACE}
+        return _namespace(items) if len(items) < len(value) else items
+    if type(value) is list:
+        return [_alive(item) for item in value]
+    # A tagged value of a class that is not imported: its module, its name, its plain state.
+    named = getattr(value, "module", None), getattr(value, "name", None)
+    if named in (("_io", "BytesIO"), ("io", "BytesIO")):
+        return io.BytesIO(value.plain[0] if isinstance(value.plain, tuple) else value.plain)
+    return value
+
+
+def _namespace(items: Mapping[Any, Any]) -> argparse.Namespace:
+    made = argparse.Namespace()
+    vars(made).update(items)
+    return made

@@ -1,0 +1,104 @@
+"""What a load does where the tree and the checkpoint have different keys, as Megatron's `StrictHandling` says.
+
+*Unexpected* keys are those that the tree has and the checkpoint lacks, *missing* ones the reverse. Where nothing is to be done
+about either, an unexpected key fails the load itself. All else is known before it, from the keys of all ranks:
+
+1. every rank sends the keys of its tree;
+2. rank 0 returns those of all, so that each rank knows both kinds.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+
+from ...comm.protocol import Comm
+from ...core.catalog.model import Catalog
+from ...core.report import summarize
+from ...errors import MismatchError, UnsupportedError, UsageError
+from .sharded_names import COMMON_OBJECT, checkpoint_key, key_of_object
+from .tree import Node, entries_of, objects_of
+
+_log = logging.getLogger(__name__)
+
+MODES = (
+    "assume_ok_unexpected",
+    "log_unexpected",
+    "log_all",
+    "raise_unexpected",
+    "raise_all",
+    "return_unexpected",
+    "return_all",
+    "ignore_all",
+)
+
+
+def parse_mode(strict: Any) -> str:
+    """Return the value of a `StrictHandling`, or of its spelling."""
+    mode = getattr(strict, "value", strict)
+    if mode not in MODES:
+        raise UsageError(f"strict={strict!r}: pass a StrictHandling, or one of {', '.join(map(repr, MODES))}")
+    return str(mode)
+
+
+def check_strategy(name: str, strategy: Any) -> None:
+    """Refuse a strategy that is not one of those whose place this package takes.
+
+    Raises
+    ------
+    UnsupportedError
+        It would write or read other files.
+    """
+    if strategy is None or (isinstance(strategy, tuple) and strategy[:1] in (("torch_dist",), ("torch",))):
+        return
+    known = ("TorchDist", "TorchCommon", "FullyParallel")
+    if any(kind.__name__.startswith(known) and kind.__module__.startswith("megatron.") for kind in type(strategy).__mro__):
+        return
+    raise UnsupportedError(
+        f"{name}={strategy!r}: only Megatron's strategies for torch_dist are replaced; leave it out, or call "
+        "megatron.core.dist_checkpointing"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Keys that the checkpoint has and no rank's tree, and those that this rank's tree has and the checkpoint lacks."""
+
+    missing: frozenset[str]
+    unexpected: frozenset[str]
+    absent: frozenset[str]
+    """The names of this rank's tensors and objects whose keys are unexpected."""
+
+
+def saved_keys(catalog: Catalog) -> frozenset[str]:
+    """The keys of a checkpoint's tensors and objects."""
+    objects = (key_of_object(name) for name in catalog.value_names if name != COMMON_OBJECT)
+    return frozenset((*map(checkpoint_key, catalog.names), *(key for key in objects if key is not None)))
+
+
+def compare_keys(comm: Comm, catalog: Catalog, node: Node, mode: str) -> Keys:
+    """Compare the keys of all ranks' trees with those of the checkpoint.
+
+    Raises
+    ------
+    MismatchError
+        They differ, and the mode says so; the same on every rank.
+    """
+    names = {entry.name: entry.name for entry in entries_of(node)}
+    names |= {part.name: key_of_object(part.name) or part.name for part in objects_of(node)}
+    own, saved = frozenset(names.values()), saved_keys(catalog)
+    gathered = comm.gather(msgpack.packb(sorted(own)))
+    union = None if gathered is None else msgpack.packb(sorted({key for data in gathered for key in msgpack.unpackb(data)}))
+    wanted = frozenset(msgpack.unpackb(comm.broadcast(union)))
+    missing = saved - wanted if mode.endswith("_all") else frozenset()
+    lines = [f"{key}: not in the checkpoint" for key in sorted(wanted - saved)]
+    lines += [f"{key}: in the checkpoint, but in no rank's tree" for key in sorted(missing)]
+    if lines and mode.startswith("raise"):
+        raise MismatchError(summarize(lines, "load with strict='return_all' to load what is in both"), lines)
+    if lines and mode.startswith("log") and comm.rank == 0:
+        _log.warning("%s", summarize(lines, "they are left out"))
+    absent = frozenset(name for name, key in names.items() if key not in saved)
+    return Keys(missing, own - saved, absent)

@@ -1,0 +1,277 @@
+"""Megatron's trees, lowered: each leaf as what is saved or loaded of it, and back to the tree that a load returns.
+
+Dicts and lists are containers, as Megatron has it, and anything else is a leaf. `lower` turns leaves into nodes:
+
+1. a `ShardedTensor` into an *entry*; a factory into the entries of what it builds;
+2. a `ShardedObject` into a named value; what is not persistent stays here; an optimizer that stands in the tree as itself into
+   its own entries (`optimizers`);
+3. all else is common state, which rank 0 saves.
+
+`loaded_of` then gives what stands in their places once all is loaded, and `merged` puts it into the common state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...errors import MismatchError, UsageError
+from .runs import NamedShard, entry_of, is_factory, is_main, is_sharded_object, is_sharded_tensor, plain
+from .sharded_names import object_name
+
+NOTHING = object()
+"""Stands where a tree has nothing of what is asked for."""
+
+_STATE, _STATE_FORM = "param_state", "param_state_sharding_type"
+"""Where a distributed optimizer's tree has the state of parameters, and how that is arranged; both lie in one dict."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a load has brought: objects by name, and the names of tensors and objects that the checkpoint lacks."""
+
+    values: Mapping[str, Any]
+    absent: frozenset[str] = frozenset()
+
+
+class Leaf:
+    """What a leaf of a tree comes to; this one has nothing in it."""
+
+    def entries(self) -> Iterable[NamedShard]:
+        """Return the shards in it."""
+        return ()
+
+    def objects(self) -> Iterable[ObjectLeaf]:
+        """Return the objects in it."""
+        return ()
+
+    def common(self) -> Any:
+        """Return what it adds to the common state; `NOTHING`, mostly."""
+        return NOTHING
+
+    def problems(self, common: Any, at: str) -> list[str]:
+        """Say what it lacks in the common state that was saved in its place, a line each, before anything changes."""
+        return []
+
+    def loaded(self, common: Any, loaded: Loaded) -> Any:
+        """Return what takes its place, given the common state that was saved there; once all tensors are loaded."""
+        return NOTHING
+
+
+@dataclass(frozen=True)
+class PlainLeaf(Leaf):
+    """Common state; a load returns that of the checkpoint."""
+
+    value: Any
+
+    def common(self) -> Any:
+        return self.value
+
+
+@dataclass(frozen=True)
+class KeptLeaf(Leaf):
+    """What is not persistent: a load returns it as it is."""
+
+    value: Any
+
+    def loaded(self, common: Any, loaded: Loaded) -> Any:
+        return self.value
+
+
+@dataclass(frozen=True)
+class ObjectLeaf(Leaf):
+    """An object; `main` is the replica that is saved."""
+
+    name: str
+    main: bool
+    value: Any
+
+    def objects(self) -> Iterable[ObjectLeaf]:
+        return (self,)
+
+    def loaded(self, common: Any, loaded: Loaded) -> Any:
+        return NOTHING if self.name in loaded.absent else loaded.values[self.name]
+
+
+@dataclass(frozen=True)
+class TensorLeaf(Leaf):
+    """A shard, and the tensor that a load returns for it."""
+
+    entry: NamedShard
+    data: torch.Tensor
+
+    def entries(self) -> Iterable[NamedShard]:
+        return (self.entry,)
+
+    def loaded(self, common: Any, loaded: Loaded) -> Any:
+        return NOTHING if self.entry.name in loaded.absent else self.data
+
+
+@dataclass(frozen=True)
+class FactoryLeaf(Leaf):
+    """What a factory built, which it merges again after loading."""
+
+    factory: Any
+    tree: Node
+
+    def entries(self) -> Iterable[NamedShard]:
+        return entries_of(self.tree)
+
+    def objects(self) -> Iterable[ObjectLeaf]:
+        return objects_of(self.tree)
+
+    def loaded(self, common: Any, loaded: Loaded) -> Any:
+        names = {entry.name for entry in self.entries()} | {part.name for part in self.objects()}
+        return NOTHING if names & loaded.absent else self.factory.merge_fn(loaded_of(self.tree, NOTHING, loaded))
+
+
+Node = dict[Any, Any] | list[Any] | Leaf
+
+
+def is_local(value: object) -> bool:
+    """Tell whether something is wrapped as not persistent."""
+    return hasattr(value, "obj") and callable(getattr(value, "unwrap", None))
+
+
+def lower(tree: Any, *, loading: bool, own: Callable[[Any], Node | None] = lambda value: None) -> Node:
+    """Lower a tree; `own` lowers what is no leaf here, and returns None for anything else.
+
+    Raises
+    ------
+    UsageError
+        A shard has no data to save, or says of itself what does not fit.
+    """
+    if isinstance(tree, dict):
+        return {key: lower(value, loading=loading, own=own) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [lower(value, loading=loading, own=own) for value in tree]
+    if (node := own(tree)) is not None:
+        return node
+    if is_sharded_tensor(tree):
+        return _lower_tensor(tree, loading)
+    if is_factory(tree):
+        built = tree.build_fn(tree.key, tree.data, tree.replica_id, getattr(tree, "flattened_range", None))
+        return FactoryLeaf(tree, lower(built, loading=loading))
+    if is_sharded_object(tree):
+        return ObjectLeaf(object_name(tree), is_main(tree.replica_id), tree.data)
+    if is_local(tree):
+        return KeptLeaf(tree.unwrap())
+    return PlainLeaf(tree)
+
+
+def _lower_tensor(sharded: Any, loading: bool) -> Leaf:
+    run = getattr(sharded, "flattened_range", None)
+    if run is not None and run.start == run.stop:
+        return Leaf()  # Megatron leaves them out, of the tree that it returns too
+    if sharded.data is None:
+        if not loading:
+            raise UsageError(f"{sharded.key}: this ShardedTensor has no data; set its `data`, or leave it out of the tree")
+        sharded.init_data("cpu")
+    data = plain(sharded.data)
+    return TensorLeaf(entry_of(sharded, data), data)
+
+
+def leaves(tree: Any) -> Iterator[Any]:
+    """Yield the leaves of a tree, lowered or not."""
+    if isinstance(tree, dict | list):
+        for child in tree.values() if isinstance(tree, dict) else tree:
+            yield from leaves(child)
+    else:
+        yield tree
+
+
+def entries_of(node: Node) -> Iterator[NamedShard]:
+    """Yield the shards of a lowered tree."""
+    return (entry for leaf in leaves(node) for entry in leaf.entries())
+
+
+def objects_of(node: Node) -> Iterator[ObjectLeaf]:
+    """Yield the objects of a lowered tree."""
+    return (part for leaf in leaves(node) for part in leaf.objects())
+
+
+def common_of(node: Node) -> Any:
+    """Return the common state of a lowered tree; `NOTHING` of one that has none. What is left of a list moves together."""
+    if isinstance(node, dict):
+        found = {key: value for key, child in node.items() if (value := common_of(child)) is not NOTHING}
+        return found if found or not node else NOTHING
+    if isinstance(node, list):
+        rest = [value for child in node if (value := common_of(child)) is not NOTHING]
+        return rest if rest or not node else NOTHING
+    return node.common()
+
+
+def problems_of(node: Node, common: Any, at: str = "") -> list[str]:
+    """Say what the leaves of a lowered tree lack in a saved common state."""
+    if isinstance(node, dict | list):
+        steps = list(node.items()) if isinstance(node, dict) else list(enumerate(node))
+        below = (f"{at}.{key}" if at else str(key) for key, _ in steps)
+        return [
+            line
+            for (key, child), name in zip(steps, below, strict=True)
+            for line in problems_of(child, child_of(common, key), name)
+        ]
+    return node.problems(common, at)
+
+
+def loaded_of(node: Node, common: Any, loaded: Loaded) -> Any:
+    """Return what stands in the places of the leaves; `NOTHING` for a tree of nothing but common state."""
+    if isinstance(node, dict):
+        found = {k: v for k, child in node.items() if (v := loaded_of(child, child_of(common, k), loaded)) is not NOTHING}
+        # What was loaded has the form that the tree asked for, whatever form was saved.
+        if _STATE in found and isinstance(form := node.get(_STATE_FORM), PlainLeaf):
+            found[_STATE_FORM] = form.value
+        return found or NOTHING
+    if isinstance(node, list):
+        rest = [v for i, child in enumerate(node) if (v := loaded_of(child, child_of(common, i), loaded)) is not NOTHING]
+        return rest or NOTHING
+    return node.loaded(common, loaded)
+
+
+def child_of(common: Any, key: Any) -> Any:
+    """Return what a common state has at a key, or an index; `NOTHING` where there is nothing."""
+    if isinstance(common, dict):
+        return common.get(key, NOTHING)
+    return common[key] if isinstance(common, list) and isinstance(key, int) and key < len(common) else NOTHING
+
+
+@dataclass(frozen=True, slots=True)
+class Instead:
+    """What takes the place of all that the common state has there."""
+
+    value: Any
+
+
+def merged(common: Any, loaded: Any, at: str = "") -> Any:
+    """Put what was loaded into the common state, as Megatron does; of two values in one place, the loaded one counts.
+
+    Raises
+    ------
+    MismatchError
+        Two lists have different lengths.
+    """
+    if isinstance(loaded, Instead):
+        return loaded.value
+    if loaded is NOTHING:
+        return common
+    if isinstance(loaded, dict) and (isinstance(common, dict) or common is NOTHING):
+        common = {} if common is NOTHING else common
+        for key, value in loaded.items():
+            common[key] = merged(common.get(key, NOTHING), value, f"{at}.{key}" if at else str(key))
+        return common
+    if isinstance(common, list) and isinstance(loaded, list):
+        if len(common) != len(loaded):
+            line = f"{at}: a list of {len(common)} in the checkpoint's common state, of {len(loaded)} in the tree"
+            raise MismatchError(f"{line}; load with the groups that were saved", [line])
+        return [merged(one, other, f"{at}[{i}]") for i, (one, other) in enumerate(zip(common, loaded, strict=True))]
+    return loaded
+
+
+def copied(tree: Any) -> Any:
+    """Copy the containers of a tree, for those that take it apart."""
+    if isinstance(tree, dict):
+        return {key: copied(value) for key, value in tree.items()}
+    return [copied(value) for value in tree] if isinstance(tree, list) else tree

@@ -1,0 +1,34 @@
+"""A warning, once, where the program's megatron-core is a release that the calls of this room have not been run with."""
+
+from __future__ import annotations
+
+import re
+import sys
+import warnings
+from functools import lru_cache
+
+from ...state.mesh import group_of
+
+FIRST, LAST = (0, 13), (0, 19)
+"""The releases, from and to, of which jobs have run; docs/megatron.md says which, and what of each."""
+
+
+def warn_if_untested() -> None:
+    """Warn of the megatron-core that this program has imported, if any."""
+    version = getattr(sys.modules.get("megatron.core"), "__version__", None)
+    if isinstance(version, str):
+        _judge(version)
+
+
+@lru_cache(maxsize=8)
+def _judge(version: str) -> None:
+    """Warn of a version, on the first call for it, on rank 0."""
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    release = (int(numbers[1]), int(numbers[2])) if numbers else None
+    if (release is None or not FIRST <= release <= LAST) and group_of(None).rank == 0:
+        tested = " to ".join(".".join(map(str, one)) for one in (FIRST, LAST))
+        warnings.warn(
+            f"megatron-core {version}: the calls of reshard_ckpt.megatron have been run with {tested} only; load a checkpoint "
+            "into a job of another layout once, and compare, before relying on it",
+            stacklevel=4,
+        )

@@ -1,0 +1,136 @@
+"""Writing a checkpoint as a folder that Megatron-Core loads, as a stream, in bounded memory.
+
+1. Give every tensor and object its key of Megatron's (`names`), and put the common state together again.
+2. Say that the optimizer is ``fully_reshardable``: whole tensors in the shapes of their parameters, which any layout loads.
+3. Write tensors and objects as DCP does, then ``common.pt``, which all versions read, and last ``metadata.json``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ...core.catalog.model import Catalog
+from ...core.catalog.specs import ValueKind
+from ...errors import NameCollisionError
+from ...formats.dcp.write import FolderLayout, write_folder
+from ...formats.protocol import BytesOf
+from ...storage.protocol import Storage
+from ...torchfile.object_writer import object_bytes
+from .names import FULLY_RESHARDABLE, MASTER, OLD_MASTER, OPTIMIZER, SHARDING, Path, is_bucket, lacks_masters, link_of, tensor_key
+from .sharded_names import has_keys, inner_path, keys_of_path, mark_namespaces, object_key
+
+CONFIG_KEY, COMMON_KEY = "metadata.json", "common.pt"
+CONTENT, FORM, WITHOUT_CHAIN = "content_metadata", "distrib_optim_sharding_type", "chained_optim_avoid_prefix"
+CONFIG = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+"""Of every version: newer ones leave out what they do not know."""
+
+
+def write_megatron(storage: Storage, catalog: Catalog, values: Mapping[str, Any], bytes_of: BytesOf) -> None:
+    """Write a folder for Megatron-Core.
+
+    Parameters
+    ----------
+    storage
+        Where; it must not hold anything yet.
+    catalog, values
+        What: all tensors, and all values by name, with `Named` objects where this program lacks their classes.
+    bytes_of
+        Reads tensors.
+
+    Raises
+    ------
+    NameCollisionError
+        Two names have one key.
+    UnsupportedError
+        A value is neither plain nor tagged.
+    """
+    common = _common_state(catalog, values)
+    layout = _lay_out(catalog, values, master=MASTER if any(_distributed(common.get(OPTIMIZER, {}))) else OLD_MASTER)
+    data = object_bytes(common, f"{storage.url}: {COMMON_KEY}")
+    write_folder(storage, catalog, layout, bytes_of, lambda value: object_bytes([value], storage.url))
+    storage.publish(COMMON_KEY, data, expected=b"")
+    storage.publish(CONFIG_KEY, json.dumps(CONFIG).encode(), expected=b"")
+
+
+def _lay_out(catalog: Catalog, values: Mapping[str, Any], *, master: str) -> FolderLayout:
+    links = catalog.links()
+    tensors: dict[str, int] = {}
+    for name in catalog.names:
+        # Where keys are names, one that begins with "model." does so in Megatron, too.
+        key = name if has_keys(catalog) and link_of(name) is None else tensor_key(name, links.get(name), master)
+        if key in tensors:
+            other = catalog.names[tensors[key]] if tensors[key] < len(catalog.names) else key
+            raise NameCollisionError(
+                f"{name} and {other} are both {key} in a checkpoint of Megatron; leave one out with exclude="
+            )
+        tensors[key] = catalog.index(name)
+    objects = {of: value for name, value in values.items() if (of := object_key(name)) is not None}
+    for both in tensors.keys() & objects.keys():
+        raise NameCollisionError(f"{both}: a tensor and an object have this key in a checkpoint of Megatron; leave one out")
+    return FolderLayout(tensors, objects, {})
+
+
+def _common_state(catalog: Catalog, values: Mapping[str, Any]) -> dict[Any, Any]:
+    """Put the nested dicts of the common state together, and say how the optimizer is saved."""
+    entries = [entry for entry in catalog.values_table if object_key(entry.name) is None]
+    paths = {entry.name: keys_of_path(entry.path) for entry in entries}
+    common: dict[Any, Any] = {}
+    outer = lacks_masters(catalog)
+    for entry in entries:
+        value, path = values[entry.name], paths[entry.name]
+        own = entry.kind is ValueKind.PARAM_GROUPS
+        if own:  # of an optimizer that stood in the state as itself
+            value = [{key: item for key, item in group.items() if key != "params"} for group in value]
+            _put(common, (*path[:-1], SHARDING), FULLY_RESHARDABLE, entry.name)
+        if own or not has_keys(catalog):
+            path = inner_path(path, paths.values(), outer=outer and not own)
+        _put(common, path, value, entry.name)
+    mark_namespaces(common, catalog)
+    if (catalog.links() or any(map(link_of, catalog.names))) and not any(is_bucket(name) for name in catalog.names):
+        _say_reshardable(common)
+    return common
+
+
+def _put(tree: dict[Any, Any], path: Path, value: Any, name: str) -> None:
+    for key in path[:-1]:
+        tree = tree.setdefault(key, {})
+        if not isinstance(tree, dict):
+            raise NameCollisionError(f"{name}: something above it is a value, too; leave one of them out with exclude=")
+    if path[-1] in tree:
+        raise NameCollisionError(f"{name}: another value stands in its place in Megatron's state; leave one out with exclude=")
+    tree[path[-1]] = value
+
+
+def _say_reshardable(common: dict[Any, Any]) -> None:
+    """Say, as Megatron's training asks before it loads, that state is whole tensors, under keys without the number of a chain."""
+    optimizer = common.get(OPTIMIZER, {})
+    about = common.get(CONTENT)
+    content = dict(about) if isinstance(about, dict) else {}
+    distributed = list(_distributed(optimizer))
+    if distributed and content.get(FORM) != FULLY_RESHARDABLE:
+        content |= {FORM: FULLY_RESHARDABLE, "distrib_optim_fully_reshardable_mem_efficient": False, WITHOUT_CHAIN: True}
+    if isinstance(optimizer, dict) and any(isinstance(key, int) for key in optimizer):
+        content[WITHOUT_CHAIN] = True
+    for one in distributed:
+        one[SHARDING] = FULLY_RESHARDABLE
+    if content:
+        common[CONTENT] = content
+
+
+def _distributed(optimizer: Any) -> Iterator[dict[Any, Any]]:
+    """Yield the states of distributed optimizers, which say how they are sharded: the optimizer itself, or those of a chain.
+
+    The other optimizers say nothing, and call their master weights otherwise. Where there is no optimizer's state but tensors,
+    it was a distributed one.
+    """
+    if not isinstance(optimizer, dict):
+        return
+    chain = [one for key, one in optimizer.items() if isinstance(key, int) and isinstance(one, dict)] or [optimizer]
+    yield from (one for one in chain if SHARDING in one or not one)

@@ -1,0 +1,85 @@
+"""``save`` and ``load`` with the signatures of ``vescale.checkpoint``.
+
+1. A model is passed on as it is: modules with DTensors of torch, or of veScale's own class (`state.declared`).
+2. A ``DistributedOptimizer`` of veScale is passed on as the state of its parameters by name (`families.vescale.state`).
+3. `load` opens what `save` wrote, folders of ``vescale.checkpoint`` itself, and those of any other format.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Mapping
+from typing import Any
+
+from ...checkpoint import LoadReport, SaveHandle, async_save
+from ...checkpoint import save as save_now
+from ...checkpoint.loading import LoadOptions, load_target, target_of
+from ...formats.registry import with_options
+from ...formats.source import Path
+from .state import OPTIMIZER, DistributedState, job_mesh, opened
+
+_FORMATS = with_options({"as_saved": True}, only=["vescale"])
+_last: list[SaveHandle] = []
+"""The save that goes on in the background, if any: veScale's `save` returns nothing to wait on."""
+
+
+def save(path: Path, checkpoint_state: Mapping[str, Any], async_checkpoint: bool = False) -> None:
+    """Save a model and an optimizer; ``vescale.checkpoint.save``.
+
+    Parameters
+    ----------
+    checkpoint_state
+        ``{"model": module or list of modules, "optimizer": optimizer}``, or one of the two. The optimizer is veScale's
+        ``DistributedOptimizer`` or ``BasicOptimizer``, or one of torch.
+    async_checkpoint
+        Return once the tensors are copied to host memory. The next save, and the end of the process, wait for this one; an error
+        in the background is raised by the next call.
+
+    Raises
+    ------
+    UsageError
+        There is another key.
+    CheckpointError
+        As of `reshard_ckpt.checkpoint.save`.
+    """
+    _finish_last()
+    state, mesh = opened(checkpoint_state, loading=False), job_mesh(checkpoint_state)
+    if async_checkpoint:
+        _last.append(async_save(path, state, mesh=mesh))
+    else:
+        save_now(path, state, mesh=mesh)
+
+
+def load(path: Path, checkpoint_state: Mapping[str, Any], broadcast_checkpoint: bool = False) -> LoadReport:
+    """Load a model and an optimizer in place; ``vescale.checkpoint.load``.
+
+    Parameters
+    ----------
+    path
+        What `save` wrote, a root that ``vescale.checkpoint`` wrote, or any other checkpoint; on any number of ranks, pipeline
+        stages included.
+    broadcast_checkpoint
+        Read from storage once what several ranks want, and send it on.
+
+    Raises
+    ------
+    UsageError
+        There is another key.
+    CheckpointError
+        As of `reshard_ckpt.checkpoint.load`.
+    """
+    _finish_last()
+    state = opened(checkpoint_state, loading=True)
+    report, _ = load_target(path, target_of(state), LoadOptions(read_once=broadcast_checkpoint), formats=_FORMATS)
+    optimizer = state.get(OPTIMIZER)
+    if isinstance(optimizer, DistributedState):
+        optimizer.finish()
+    return report
+
+
+def _finish_last() -> None:
+    while _last:
+        _last.pop().result()
+
+
+atexit.register(_finish_last)

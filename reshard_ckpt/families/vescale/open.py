@@ -1,0 +1,168 @@
+"""Reading a folder of ``vescale.checkpoint`` (0.1, of 2024) as a checkpoint of this library: a catalog over its files.
+
+1. ``model/`` is like a folder of DCP, with classes of veScale in its metadata. Names are those of the model.
+2. ``optimizer/pp_<n>/`` is one for each pipeline stage. A path is the dtype of a gradient buffer, the parameter as the pair of
+   its model chunk and its name, and the key of the state: here ``optimizer.state.<name>.<key>``. Each entry is a box.
+3. The fp32 master of a 16-bit weight, under the key ``shard_casted_float16_groups``, is the parameter: ``model.<name>``. The
+   16-bit weights, which are the master rounded, are then ``vescale.model.<name>``.
+4. Of its groups the optimizer saved the hyperparameters, and the members by numbers of one rank. Where all groups of a stage
+   have equal hyperparameters, all parameters of the stage have them; else nobody knows whose they are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from ...core.catalog.links import GROUPS, STATE
+from ...core.catalog.model import ValueEntry
+from ...core.catalog.param_groups import comparable
+from ...core.catalog.specs import ValueKind
+from ...errors import CheckpointError, CorruptError, UnsupportedError
+from ...format.values import encode_path, encode_value
+from ...formats.dcp.folder import merged
+from ...formats.dcp.metadata import Extent, Metadata
+from ...formats.dcp.names import MODEL, OPTIMIZER, KeyPath, NestedBuilder
+from ...formats.dcp.read import MoreContents, catalog_of
+from ...formats.dcp.values import read_values
+from ...formats.protocol import Format, Source, open_located
+from ...formats.rooted import classes_of, is_written_by, read_part, renamed
+from ...storage.protocol import Storage
+
+NAME = "vescale"
+MASTER = "shard_casted_float16_groups"
+MASTERED = "vescale"
+"""The key above ``model`` for weights whose master is the model."""
+
+_MODULE = "vescale.checkpoint.storage.filesystem"
+_CLASSES = classes_of(_MODULE, ("_StorageInfo",))
+_GROUP_META = "param_group_meta"
+_STAGE = re.compile(rf"({OPTIMIZER}/pp_(\d{{1,6}}))/.*")
+_PARAMETER = re.compile(r"\((\d+), (['\"])(.*)\2\)")
+
+
+def open_path(path: str, *, as_saved: bool = False) -> Source | None:
+    """Open a path for reading; return None if ``vescale.checkpoint`` did not write it; see `Format.open`."""
+
+    def look(storage: Storage, key: str | None) -> Source | None:
+        if key is not None:
+            return None
+        stages = _stages(storage)
+        if not is_written_by(storage, (MODEL, *stages.values()), _MODULE, format=NAME):
+            return None
+        folder = _Folder(storage, stages, as_saved=as_saved)
+        catalog = catalog_of(storage, merged(storage, folder.parts()), format=NAME, more=folder.groups())
+        return Source(storage, catalog, NAME)
+
+    return open_located(path, look)
+
+
+def _stages(storage: Storage) -> dict[int, str]:
+    """The folder of each pipeline stage's optimizer."""
+    found = {int(match[2]): match[1] for key, _ in storage.list() if (match := _STAGE.fullmatch(key))}
+    return dict(sorted(found.items()))
+
+
+class _Folder:
+    """The parts of a root, under the names of this library."""
+
+    def __init__(self, storage: Storage, stages: Mapping[int, str], *, as_saved: bool) -> None:
+        self.storage, self.as_saved = storage, as_saved
+        absent = next((stage for stage in range(len(stages)) if stage not in stages), None)
+        if absent is not None:
+            raise CorruptError(f"{storage.url}: has {stages[max(stages)]} and no {OPTIMIZER}/pp_{absent}; copy it along")
+        self.stages = [self._read(folder) for folder in stages.values()]
+        self.members = [_members(saved) for saved in self.stages]
+
+    def _read(self, folder: str) -> Metadata:
+        saved = read_part(self.storage, folder, _CLASSES)
+        if saved is None:
+            raise CorruptError(f"{self.storage.url}: {folder} has no metadata; use another checkpoint")
+        return saved
+
+    def parts(self) -> list[Metadata]:
+        """The metadata of the model and of each stage; what is on several stages, such as tied weights, is in several of them."""
+        url = self.storage.url
+        stages = [renamed(saved, self._state_path, f"{url}: {OPTIMIZER}") for saved in self.stages]
+        masters = {str(path[1]) for saved in stages for path in saved.paths.values() if path[0] == MODEL}
+        model = read_part(self.storage, MODEL, _CLASSES)
+        if model is None:
+            return stages
+        named = renamed(model, partial(_model_path, masters), f"{url}: {MODEL}")
+        return [named, *stages]
+
+    def _state_path(self, path: KeyPath) -> KeyPath | None:
+        if path[0] == _GROUP_META:
+            return None
+        if len(path) < 3 or (match := _PARAMETER.fullmatch(str(path[1]))) is None:
+            raise CorruptError(f"{self.storage.url}: {path!r:.200} is no state of a parameter, of veScale's DistributedOptimizer")
+        if path[2:] == (MASTER,) and not self.as_saved:
+            return MODEL, match[3]
+        return OPTIMIZER, STATE, match[3], *path[2:]
+
+    def groups(self) -> MoreContents:
+        """The groups of the optimizer: of each stage one, as far as its groups have equal hyperparameters."""
+        name = f"{OPTIMIZER}.{GROUPS}"
+        if not self.stages:
+            return MoreContents()
+        try:
+            found: dict[Any, dict[str, Any]] = {}
+            for number, (saved, members) in enumerate(zip(self.stages, self.members, strict=True)):
+                hyperparameters = self._hyperparameters(saved, number)
+                group = found.setdefault(comparable(hyperparameters), {**hyperparameters, "params": []})
+                group["params"] += [fqn for fqn in members if fqn not in group["params"]]
+            data = encode_value(list(found.values()), name)
+        except CheckpointError as error:
+            return MoreContents(unreadable={name: error})
+        return MoreContents(values=[ValueEntry(name, encode_path([OPTIMIZER, GROUPS]), ValueKind.PARAM_GROUPS, data)])
+
+    def _hyperparameters(self, saved: Metadata, stage: int) -> dict[str, Any]:
+        """What all groups of a stage have in common: everything but their members."""
+        extents = dict(_group_entries(saved))
+        read = read_values(self.storage, {str(i): extent for i, extent in enumerate(extents.values())})
+        for error in read.unreadable.values():
+            raise error
+        groups = NestedBuilder()
+        for i, path in enumerate(extents):
+            groups.put(path[1:], read.values[str(i)])
+        listed = groups.plain()
+        if not isinstance(listed, list) or not all(isinstance(group, dict) for group in listed):
+            raise CorruptError(f"{self.storage.url}: {OPTIMIZER}/pp_{stage} has no list of groups; use another checkpoint")
+        plain = [{key: value for key, value in group.items() if key != "params"} for group in listed] or [{}]
+        if len({comparable(group) for group in plain}) > 1:
+            raise UnsupportedError(
+                f"{self.storage.url}: the {len(plain)} groups of {OPTIMIZER}/pp_{stage} have different hyperparameters, and "
+                "veScale saved their members by numbers of one rank, so nobody knows whose they are; pass "
+                f"ignore=['{OPTIMIZER}.{GROUPS}']"
+            )
+        return plain[0]
+
+
+def _model_path(masters: set[str], path: KeyPath) -> KeyPath:
+    name = ".".join(map(str, path))
+    return (MASTERED, MODEL, name) if name in masters else (MODEL, name)
+
+
+def _members(saved: Metadata) -> list[str]:
+    """The parameters of a stage, in the order of its metadata."""
+    paths = (saved.paths.get(fqn, ()) for fqn in (*saved.tensors, *saved.values))
+    found = (_PARAMETER.fullmatch(str(path[1])) for path in paths if len(path) > 2)
+    return list(dict.fromkeys(match[3] for match in found if match))
+
+
+def _group_entries(saved: Metadata) -> Iterator[tuple[KeyPath, Extent]]:
+    for fqn, extent in saved.values.items():
+        path = saved.paths.get(fqn, (fqn,))
+        if path[0] == _GROUP_META:
+            yield path, extent
+
+
+FORMAT = Format(
+    NAME,
+    "a folder of vescale.checkpoint, which has model/.metadata or optimizer/pp_0/.metadata of its own classes",
+    open_path,
+    order=20,
+    takes=("as_saved",),
+)

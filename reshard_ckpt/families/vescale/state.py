@@ -1,0 +1,172 @@
+"""What veScale's checkpoint state holds, told by what it has: its optimizers, and the mesh of the job.
+
+The ``state_dict()`` of a ``DistributedOptimizer`` is ``{"param_group_meta": groups, dtype: {(chunk, name): state}}``. State of at
+least one dim is an ``OptimizerStateSpec``: the box of the whole tensor that the tp rank has (`global_shape`, `local_shape`,
+`global_offset`), and in `local_tensor`, flat, either all of the box, or the range that `dp_ranks_ranges` gives this rank of it.
+
+1. Saving, each is a `FlatShard`: a run of a box. Nothing is gathered or sent, as veScale does before it writes.
+2. Loading, the optimizer takes whole boxes back and cuts its range out of them. So each gets memory for a box, of which this
+   rank's range is loaded.
+3. Which parameter is in which group, the optimizer's own tables say.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...core.catalog.links import GROUPS, STATE
+from ...errors import LayoutError, UnsupportedError, UsageError
+from ...state.shards import FlatShard
+from ...state.torch_classes import is_dtensor
+
+MODEL, OPTIMIZER = "model", "optimizer"
+GROUP_META = "param_group_meta"
+
+_SPEC = ("global_shape", "local_shape", "global_offset", "local_tensor", "dp_ranks_ranges")
+
+
+def is_distributed(optimizer: Any) -> bool:
+    """Tell whether it is a ``DistributedOptimizer``."""
+    return hasattr(optimizer, "param_to_name") and hasattr(optimizer, "model_param_group_index_map")
+
+
+def is_spec(value: Any) -> bool:
+    """Tell whether it is an ``OptimizerStateSpec``."""
+    return all(hasattr(value, field) for field in _SPEC)
+
+
+class DistributedState:
+    """The state of a ``DistributedOptimizer`` by parameter, as an object with a state of its own."""
+
+    def __init__(self, optimizer: Any, *, loading: bool) -> None:
+        self._optimizer = optimizer
+        if loading:
+            # Else the state to load into is not there yet; veScale's own `load` begins so.
+            begin = getattr(sys.modules.get(type(optimizer).__module__), "initialize_optimizer_state", None)
+            if begin is not None:
+                begin(optimizer)
+        self._saved: dict[Any, Any] = optimizer.state_dict()
+        self._boxes: list[tuple[Any, torch.Tensor]] = []
+        self._tree = self._make_tree(loading)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._tree
+
+    def load_state_dict(self, tree: Mapping[str, Any]) -> None:
+        """Take what was loaded; the optimizer gets it when every rank has its own (`finish`)."""
+        self._tree = dict(tree)
+
+    def finish(self) -> None:
+        """Hand the loaded state to the optimizer, as it gave it."""
+        for spec, box in self._boxes:
+            spec.local_tensor = box.reshape(tuple(spec.local_shape))
+        for name, entry in self._parameters():
+            entry |= {key: value for key, value in self._tree[STATE][name].items() if not is_spec(entry.get(key))}
+        home = {fqn: group for group in self._tree[GROUPS] for fqn in group["params"]}
+        for group, members in zip(self._saved[GROUP_META], self._members(), strict=True):
+            if members:
+                group |= {key: value for key, value in home[members[0]].items() if key != "params"}
+        self._optimizer.load_state_dict(self._saved)
+
+    def _parameters(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The name and the state of each parameter of which this rank has a part."""
+        for dtype, entries in self._saved.items():
+            if dtype != GROUP_META:
+                for key, entry in entries.items():
+                    yield key[1] if isinstance(key, tuple) else str(key), entry
+
+    def _make_tree(self, loading: bool) -> dict[str, Any]:
+        state: dict[str, dict[str, Any]] = {}
+        for name, entry in self._parameters():
+            if name in state:
+                raise UnsupportedError(f"optimizer: two model chunks have a parameter {name}; give them distinct names")
+            state[name] = {key: self._part(name, key, value, loading) for key, value in entry.items()}
+        groups = [
+            {**{key: value for key, value in group.items() if key != "params"}, "params": members}
+            for group, members in zip(self._saved[GROUP_META], self._members(), strict=True)
+        ]
+        return {STATE: state, GROUPS: groups}
+
+    def _part(self, name: str, key: str, value: Any, loading: bool) -> Any:
+        """A state entry as this library knows it: a run of a box, or the value itself."""
+        if not is_spec(value):
+            return value
+        shape, offset = tuple(value.local_shape), tuple(value.global_offset)
+        start, stop = 0, prod(shape)
+        if value.dp_ranks_ranges:
+            mine = value.dp_ranks_ranges[dist.get_rank() if dist.is_initialized() else 0]
+            start, stop = mine.start, mine.end
+        held = value.local_tensor.detach()
+        if held.numel() != stop - start:
+            raise LayoutError(
+                f"optimizer: {name}.{key} has {held.numel()} elements, and dp_ranks_ranges give it {stop - start} of a box of "
+                f"{shape}; pass an optimizer whose state is its own"
+            )
+        if loading:
+            box = torch.zeros(prod(shape), dtype=held.dtype, device=held.device)
+            self._boxes.append((value, box))
+            held = box[start:stop]
+        return FlatShard(held.reshape(-1), tuple(value.global_shape), start, pieces=[(offset, shape)])
+
+    def _members(self) -> list[list[str]]:
+        """The parameters of each group, of which this rank has a part."""
+        optimizer, groups = self._optimizer, self._saved[GROUP_META]
+        members: list[list[str]] = [[] for _ in groups]
+        known = {name for name, _ in self._parameters()}
+        for param, (group, _) in optimizer.model_param_group_index_map.items():
+            name = optimizer.param_to_name[param]
+            name = name[1] if isinstance(name, tuple) else name
+            if name in known and group < len(members):
+                members[group].append(name)
+        return members
+
+
+def opened(checkpoint_state: Mapping[str, Any], *, loading: bool) -> dict[str, Any]:
+    """The state to save or to load, from what veScale's calls are given.
+
+    Raises
+    ------
+    UsageError
+        It has another key than ``"model"`` and ``"optimizer"``.
+    """
+    unknown = sorted(str(key) for key in checkpoint_state if key not in (MODEL, OPTIMIZER))
+    if unknown:
+        raise UsageError(
+            f"checkpoint_state has {', '.join(map(repr, unknown))}: veScale's calls take 'model' and 'optimizer'; save anything "
+            "else with reshard_ckpt.checkpoint.save"
+        )
+    state = dict(checkpoint_state)
+    optimizer = state.get(OPTIMIZER)
+    if is_distributed(optimizer):
+        state[OPTIMIZER] = DistributedState(optimizer, loading=loading)
+    elif optimizer is not None:
+        inner = getattr(optimizer, "optimizer", None)  # torch's, in a `BasicOptimizer`
+        state[OPTIMIZER] = inner if isinstance(inner, torch.optim.Optimizer) else optimizer
+    return state
+
+
+def job_mesh(checkpoint_state: Mapping[str, Any]) -> dict[str, int] | None:
+    """The mesh of the job, where a DTensor of veScale's own class shows it: of all ranks, in order."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    for tensor in _tensors(checkpoint_state.get(MODEL)):
+        mesh = getattr(tensor, "device_mesh", None)
+        ranks = getattr(mesh, "mesh", None)
+        names = getattr(mesh, "mesh_dim_names", None)
+        is_torch = is_dtensor(tensor)
+        if not is_torch and names and ranks is not None and ranks.flatten().tolist() == [*range(dist.get_world_size())]:
+            return dict(zip(names, ranks.shape, strict=True))
+    return None
+
+
+def _tensors(model: Any) -> Iterator[Any]:
+    modules = model if isinstance(model, list | tuple) else [model]
+    for module in modules:
+        if isinstance(module, torch.nn.Module):
+            yield from module.parameters()

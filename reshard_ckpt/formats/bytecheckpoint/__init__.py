@@ -1,1 +1,0 @@
-"""Folders of ByteCheckpoint: read as they are."""

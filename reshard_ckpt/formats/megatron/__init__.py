@@ -1,1 +1,0 @@
-"""Checkpoints of Megatron-Core: read as they are, and written."""

@@ -1,0 +1,99 @@
+"""Formats of other libraries: those of this package, and those that other packages register as entry points.
+
+1. Load every entry point of the group ``reshard_ckpt.formats``; each names a `Format`. One that fails to import is a warning, and
+   the others still work.
+2. Sort by `Format.order`. A path belongs to the first format whose `open` recognizes it.
+
+Opening a path converts nothing and reads no tensor data: a format gives a catalog over its own files, and the planner and the
+reader of the library's own checkpoints do the rest, resharding included.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from functools import cache, partial
+from importlib.metadata import EntryPoint, entry_points
+
+from ..storage import Storage
+from .protocol import Format, Source
+
+GROUP = "reshard_ckpt.formats"
+
+OWN = {
+    "bytecheckpoint": "reshard_ckpt.families.bytecheckpoint.open:FORMAT",
+    "vescale": "reshard_ckpt.families.vescale.open:FORMAT",
+    "megatron": "reshard_ckpt.families.megatron.open:FORMAT",
+    "dcp": "reshard_ckpt.formats.dcp.read:FORMAT",
+    "deepspeed": "reshard_ckpt.families.deepspeed.open:FORMAT",
+    "safetensors": "reshard_ckpt.formats.safetensors:FORMAT",
+    "torch": "reshard_ckpt.formats.torch_file:FORMAT",
+}
+"""The entry points of this package, as in pyproject.toml; they also hold where the package is not installed."""
+
+Formats = Callable[[], tuple[Format, ...]]
+"""Gives the formats to try, in order. It is called once a path holds no checkpoint of this library."""
+
+
+@cache
+def known_formats() -> tuple[Format, ...]:
+    """Load all formats, in the order in which they are tried."""
+    points = {point.name: point for point in entry_points(group=GROUP)}
+    points |= {name: EntryPoint(name, value, GROUP) for name, value in OWN.items()}
+    found = [format for point in points.values() if (format := _loaded(point)) is not None]
+    return tuple(sorted(found, key=lambda format: format.order))
+
+
+def _loaded(point: EntryPoint) -> Format | None:
+    try:
+        format = point.load()
+    except Exception as error:  # any code of another package may run here, and must not keep other formats from opening
+        _warn(point, f"{type(error).__name__}: {error}")
+        return None
+    if not isinstance(format, Format):
+        _warn(point, f"it is a {type(format).__name__}, not a reshard_ckpt.formats.protocol.Format")
+        return None
+    return format
+
+
+def _warn(point: EntryPoint, why: str) -> None:
+    owner = f" of {point.dist.name}" if point.dist is not None else ""
+    warnings.warn(
+        f"the format {point.name!r}{owner} ({point.value}) cannot be used: {why}; repair or uninstall the package that brings it",
+        stacklevel=4,
+    )
+
+
+def with_options(options: Mapping[str, bool], only: Collection[str] | None = None) -> Formats:
+    """Give options to all formats that take them, or of these to those named in `only`.
+
+    >>> [one.name for one in with_options({"as_saved": True}, only=["dcp"])() if one.options]
+    ['dcp']
+    """
+    return partial(_with_options, options, only)
+
+
+def _with_options(options: Mapping[str, bool], only: Collection[str] | None) -> tuple[Format, ...]:
+    return tuple(
+        replace(one, options={name: value for name, value in options.items() if name in one.takes})
+        if only is None or one.name in only
+        else one
+        for one in known_formats()
+    )
+
+
+def open_foreign(path: str, formats: Formats = known_formats) -> Source | None:
+    """Open what a path holds in the first format that recognizes it; return None if none does.
+
+    Raises
+    ------
+    CorruptError
+        A format knows it, but it is damaged.
+    """
+    return next((found for one in formats() if (found := one.open(path, **one.options)) is not None), None)
+
+
+def latest_below(storage: Storage, formats: Formats = known_formats) -> str | None:
+    """Return the folder of the latest checkpoint below the root of a run, as the first format says that knows it."""
+    return next((tag for one in formats() if one.latest is not None and (tag := one.latest(storage)) is not None), None)

@@ -1,1 +1,0 @@
-"""Folders of veScale's checkpoints of 2024: read as they are."""

@@ -1,0 +1,127 @@
+"""Files of ``torch.save`` with more in them than tensors and plain values, read from any store; nothing in them is executed.
+
+1. Find the records from the zip's directory (`zip_records`).
+2. Read the pickle with stand-ins. Files of many ranks have the same pickle, byte for byte: it is read once.
+3. A tensor is a view of a record, whose place in the file is looked up when it is asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import CorruptError
+from ..format.checksums import digest128
+from ..storage.protocol import Storage
+from .pickle_reader import Opaque, StandInClass, StandInFunction, Table, read_pickle
+from .tensors import ENCODED, TENSOR_TABLE, PickledTensor, stored_at
+from .zip_records import StoredFile, ZipRecords
+
+
+def _rebuilt(make: Any, kind: Any, arguments: Any, state: Any) -> Any:
+    """Make a tensor with attributes of its own, which nobody needs."""
+    if not isinstance(make, StandInFunction) or type(arguments) is not tuple:
+        raise ValueError("a tensor of a kind that is unknown")
+    return make.make(*arguments)
+
+
+def _number(value: Any) -> int:
+    if type(value) is not int:
+        raise ValueError("a member of an enum that is no number")
+    return value
+
+
+def _set_of(kind: type[set[Any]] | type[frozenset[Any]]) -> StandInFunction:
+    """Make what makes a set of plain values; of anything else, what nobody may look into."""
+
+    def make(items: Any = ()) -> Any:
+        if type(items) not in (list, tuple) or len(items) > _MAX_SET:
+            raise ValueError("a set of something else than a list")
+        return kind(items) if all(type(item) in _HASHED for item in items) else Opaque(f"a {kind.__name__} of objects")
+
+    return StandInFunction(kind.__name__, make)
+
+
+_HASHED = (str, bytes, int, float, bool, type(None))
+_MAX_SET = 1 << 20
+_LOSS_SCALER = "deepspeed.runtime.fp16.loss_scaler"
+_BUILTINS = ("builtins", "__builtin__")
+
+TABLE: Table = {
+    **TENSOR_TABLE,
+    ("torch", "Tensor"): StandInClass("torch.Tensor"),
+    ("torch._tensor", "_rebuild_from_type_v2"): StandInFunction("_rebuild_from_type_v2", _rebuilt),
+    ("deepspeed.runtime.zero.config", "ZeroStageEnum"): StandInFunction("ZeroStageEnum", _number),
+    (_LOSS_SCALER, "LossScaler"): StandInClass("LossScaler"),
+    (_LOSS_SCALER, "DynamicLossScaler"): StandInClass("DynamicLossScaler"),
+    ("deepspeed.utils.tensor_fragment", "fragment_address"): StandInClass("fragment_address"),
+    ("deepspeed.checkpoint.universal_checkpoint", "SubparamShape"): StandInClass("SubparamShape"),
+    ("_codecs", "encode"): ENCODED,
+    **{(module, "bytes"): StandInFunction("bytes", lambda: b"") for module in _BUILTINS},
+    **{(module, kind.__name__): _set_of(kind) for module in _BUILTINS for kind in (set, frozenset)},
+}  # fmt: skip
+"""What DeepSpeed's own parts of its files need. A user's values that need more are `Opaque`."""
+
+
+class TorchFile:
+    """One file: `content` is what was saved, with tensors as `PickledTensor`."""
+
+    def __init__(self, key: str, zipped: ZipRecords, content: Any, name: str) -> None:
+        self.key, self.size, self.content = key, zipped.num_bytes, content
+        self._zipped, self._name = zipped, name
+
+    def at(self, tensor: PickledTensor) -> int:
+        """Return the byte of the file at which a tensor's first element lies.
+
+        Raises
+        ------
+        CorruptError
+            The tensor reaches beyond its record.
+        """
+        record = f"data/{tensor.storage.key}"
+        if record not in self._zipped or not tensor.is_within(self._zipped.size(record)):
+            raise CorruptError(
+                f"{self._name} has a tensor of shape {tensor.shape} that reaches beyond its data; use another copy"
+            )
+        return self._zipped.begin(record) + tensor.offset * tensor.dtype.itemsize
+
+    def stored(self, key: str) -> bytes:
+        """Read all bytes of a storage."""
+        return self._zipped.read(f"data/{key}")
+
+
+@dataclass(frozen=True, slots=True)
+class FileTensor:
+    """A tensor of a module or a layer, and the file that it is in."""
+
+    fqn: str
+    view: PickledTensor
+    file: TorchFile
+
+
+class FileReader:
+    """Opens files of one store, and reads equal pickles once; `table` has the globals that they may name."""
+
+    def __init__(self, storage: Storage, table: Table = TABLE) -> None:
+        self._storage, self._table = storage, table
+        self._known: dict[bytes, Any] = {}
+
+    def open(self, key: str) -> TorchFile:
+        """Open a file.
+
+        Raises
+        ------
+        CorruptError
+            It is missing, cut or damaged.
+        UnsupportedError
+            It is of the format before torch 1.6, or of a machine of another byte order.
+        """
+        name, size = f"{self._storage.url}: {key}", self._storage.size(key)
+        if size is None:
+            raise CorruptError(f"{name} is missing; copy it, or use another checkpoint")
+        zipped = ZipRecords(StoredFile(self._storage, key, size), name)
+        data = zipped.read_pickle()
+        digest = digest128(data)
+        if digest not in self._known:
+            self._known[digest] = read_pickle(data, self._table, name=name, persistent=stored_at, opaque=True)
+        return TorchFile(key, zipped, self._known[digest], name)

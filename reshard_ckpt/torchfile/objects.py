@@ -1,0 +1,289 @@
+"""Reading the objects of a Megatron checkpoint, which are files of ``torch.save``, as plain and tagged values; no code runs.
+
+1. `read_pickle` makes stand-ins of the classes that the pickle names. Any class may be named, but only listed ones are called:
+   plain data of numpy and torch, and members of enums of Megatron and its companions.
+2. `PlainValues` turns the stand-ins into values. A ``Namespace`` becomes a dict. An instance of any other class, and a member
+   of an enum, becomes a `Named`: the name of its class and its plain state.
+3. Tensors are copied out of their records of the zip. What the value takes in all is bounded by the size of the file.
+"""
+
+from __future__ import annotations
+
+import collections
+import io
+import re
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import CorruptError, UnsupportedError
+from ..format.objects import Named
+from ..format.value_decode import MAX_DEPTH, NUMPY_DTYPE
+from .pickle_reader import Opaque, PicklingError, StandInClass, StandInFunction, StandInObject, Table, read_pickle
+from .tensors import ENCODED, SIZE, TENSOR_TABLE, PickledTensor, SavedStorage, stored_at
+from .zip_records import ZipRecords
+
+NAMESPACE = ("argparse", "Namespace")
+NAMESPACE_TAG = "__class__"
+"""The key that a dict has which was a Namespace below the top of the common state."""
+
+_ENUMS = re.compile(r"(megatron|transformer_engine|nvidia_resiliency_ext|nemo|torch)(\.\w+)*")
+"""Modules of which a name may be called with one value, as members of enums are pickled; nothing is called, only noted."""
+
+_MIN_NODES = 1 << 12
+_VIEWS = 4
+"""So often the tensors of a file may hold its bytes: several may view one storage."""
+
+
+def may_be_called(module: str) -> bool:
+    """Return whether a pickle may call a name of this module with one value, as it does for a member of an enum."""
+    return _ENUMS.fullmatch(module) is not None
+
+
+def read_object(data: bytes, name: str, table: Table | None = None) -> Any:
+    """Decode a file of ``torch.save``; `table` has the globals that it may name, by default any.
+
+    Raises
+    ------
+    UnsupportedError
+        It needs a class or function that could run code.
+    CorruptError
+        It is damaged.
+    """
+    zipped = ZipRecords(io.BytesIO(data), name)
+    pickled = zipped.read_pickle()
+    root = read_pickle(pickled, Globals() if table is None else table, name=name, persistent=stored_at)
+    return PlainValues(lambda key: zipped.read(f"data/{key}"), len(data), name).of(root)
+
+
+def _instance(kind: str) -> Callable[..., StandInObject]:
+    """Make a function that keeps its arguments for `_Plain`, which converts them once all of the state is known."""
+
+    def make(*arguments: Any) -> StandInObject:
+        made = _Called(StandInClass(kind))
+        made.arguments = arguments
+        return made
+
+    return make
+
+
+class _Called(StandInObject):
+    __slots__ = ("arguments",)
+
+    def __init__(self, kind: StandInClass) -> None:
+        super().__init__(kind)
+        self.arguments: tuple[Any, ...] = ()
+
+
+def _a_list(items: Any = ()) -> list[Any]:
+    if not isinstance(items, list | tuple):
+        raise ValueError("a collection of something else than a list")
+    return list(items)
+
+
+def _a_dict(*arguments: Any) -> dict[Any, Any]:
+    if len(arguments) > 1 or (arguments and not isinstance(arguments[0], StandInClass | StandInFunction | type(None))):
+        raise ValueError("a dict of something else than items")
+    return {}
+
+
+_CALLED: Mapping[tuple[str, str], Any] = {
+    ("_codecs", "encode"): ENCODED,
+    **{(module, "set"): StandInFunction("set", _instance("set")) for module in ("builtins", "__builtin__")},
+    **{(module, "frozenset"): StandInFunction("frozenset", _instance("frozenset")) for module in ("builtins", "__builtin__")},
+    **{(module, "complex"): StandInFunction("complex", _instance("complex")) for module in ("builtins", "__builtin__")},
+    ("collections", "defaultdict"): StandInFunction("defaultdict", _a_dict),
+    ("collections", "deque"): StandInFunction("deque", _instance("deque")),
+    ("numpy", "dtype"): StandInFunction("numpy.dtype", _instance("numpy.dtype")),
+    ("numpy", "ndarray"): StandInFunction("numpy.ndarray", _instance("numpy.ndarray")),
+    ("torch", "Size"): StandInFunction("torch.Size", lambda *values: torch.Size(SIZE.make(*values))),
+    ("torch", "device"): StandInFunction("torch.device", _instance("torch.device")),
+}
+for _module in ("numpy.core.multiarray", "numpy._core.multiarray"):
+    _CALLED = {
+        **_CALLED,
+        (_module, "_reconstruct"): StandInFunction("numpy.ndarray", _instance("numpy.ndarray")),
+        (_module, "scalar"): StandInFunction("numpy.scalar", _instance("numpy.scalar")),
+    }
+_TABLE: Table = {**TENSOR_TABLE, **_CALLED}
+
+
+class Globals(dict[tuple[str, str], Any]):
+    """The stand-in of every name: of listed ones their own, of any other a class whose instances are noted.
+
+    A call of any other is refused; where this is `lenient`, it makes what only `PlainValues` refuses.
+    """
+
+    def __init__(self, *, lenient: bool = False) -> None:
+        self._lenient = lenient
+
+    def __missing__(self, key: tuple[str, str]) -> Any:
+        if key in _TABLE:
+            found = _TABLE[key]
+        else:
+            module, name = key
+            called = _instance(f"{module}:{name}") if may_be_called(module) else _refused(key, self._lenient)
+            found = StandInClass(f"{module}:{name}", called)
+        self[key] = found
+        return found
+
+
+def _refused(key: tuple[str, str], lenient: bool) -> Callable[..., Any]:
+    def make(*arguments: Any) -> Any:
+        if lenient:
+            return Opaque(f"{key[0]:.100}.{key[1]:.100}")
+        raise PicklingError(f"calls {key[0]:.100}.{key[1]:.100}, which such a file does not need")
+
+    return make
+
+
+class PlainValues:
+    """Turns stand-ins into plain and tagged values, which take no more in all than a file of so many bytes can spell.
+
+    Parameters
+    ----------
+    stored
+        Gives the bytes of a storage, by its key.
+    num_bytes
+        The size of the file.
+    name
+        What it is called in messages.
+    """
+
+    def __init__(self, stored: Callable[[str], bytes], num_bytes: int, name: str) -> None:
+        self._plain, self._name = _Plain(stored, num_bytes), name
+
+    def of(self, made: Any) -> Any:
+        """Return the value of a stand-in.
+
+        Raises
+        ------
+        UnsupportedError
+            It needs a class or function that could run code.
+        CorruptError
+            It is damaged.
+        """
+        try:
+            return self._plain.of(made, MAX_DEPTH)
+        except PicklingError as error:
+            raise UnsupportedError(f"{self._name}: {error}; nothing was executed") from None
+        except (ValueError, TypeError, LookupError, OverflowError, RuntimeError, AttributeError) as error:
+            raise CorruptError(f"{self._name}: holds what no program saved ({error}); use another checkpoint") from None
+
+
+class _Plain:
+    """Converts what the pickle machine made, counting what it makes: references to one list may stand in many places."""
+
+    def __init__(self, stored: Callable[[str], bytes], num_bytes: int) -> None:
+        self._stored = stored
+        self._left, self._bytes_left = num_bytes + _MIN_NODES, _VIEWS * num_bytes
+
+    def of(self, value: Any, depth: int) -> Any:
+        self._spend(1 + (len(value) // 8 if isinstance(value, str | bytes) else 0))
+        if depth < 0:
+            raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
+        if isinstance(value, StandInObject):
+            return self._object(value, depth)
+        if isinstance(value, PickledTensor):
+            return self._tensor(value)
+        if isinstance(value, StandInClass | StandInFunction):
+            return self._reference(value)
+        if isinstance(value, dict):
+            return {self.of(key, depth - 1): self.of(item, depth - 1) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self.of(item, depth - 1) for item in value]
+        if isinstance(value, torch.Size):
+            return value
+        if isinstance(value, tuple):
+            return tuple(self.of(item, depth - 1) for item in value)
+        if isinstance(value, SavedStorage):
+            raise ValueError("a storage without a tensor")
+        if isinstance(value, Opaque):
+            raise PicklingError(f"calls {value.name}, which such a file does not need")
+        return value
+
+    def _spend(self, count: int) -> None:
+        self._left -= count
+        if self._left < 0:
+            raise ValueError("its parts are repeated more often than its bytes can spell")
+
+    def _reference(self, value: StandInClass | StandInFunction) -> Named:
+        module, colon, name = value.name.partition(":")
+        if not colon:
+            raise PicklingError(f"refers to {value.name}")
+        return Named(module, name, None)
+
+    def _object(self, made: StandInObject, depth: int) -> Any:
+        arguments = made.arguments if isinstance(made, _Called) else ()
+        if made.kind.name in _MAKERS:
+            return _MAKERS[made.kind.name](self, arguments, made.state, depth - 1)
+        module, _, name = made.kind.name.partition(":")
+        if isinstance(made, _Called):
+            if len(arguments) != 1 or made.state is not None:
+                raise PicklingError(f"calls {module}.{name} with {len(arguments)} arguments, which no enum takes")
+            value = self.of(arguments[0], depth - 1)
+            if value is None or isinstance(value, dict | tuple):
+                raise PicklingError(f"has a member of {module}.{name} that is {value!r:.60}")
+            return Named(module, name, value)
+        state = self.of({} if made.state is None else made.state, depth - 1)
+        if (module, name) == NAMESPACE:
+            return {**state, NAMESPACE_TAG: ":".join(NAMESPACE)}
+        return Named(module, name, state)
+
+    def _tensor(self, view: PickledTensor) -> torch.Tensor:
+        data = self._stored(view.storage.key)
+        if 0 in view.shape:
+            return torch.empty(view.shape, dtype=view.dtype, device="cpu")
+        self._bytes_left -= prod(view.shape) * view.dtype.itemsize  # strides of 0 repeat what is stored
+        if len(data) < view.storage.num_bytes or not view.is_within(len(data)) or self._bytes_left < 0:
+            raise ValueError(f"a tensor of shape {view.shape} reaches beyond its {len(data)} bytes")
+        flat = torch.frombuffer(bytearray(data), dtype=torch.uint8)[: len(data) // view.dtype.itemsize * view.dtype.itemsize]
+        return flat.view(view.dtype).as_strided(view.shape, view.strides, view.offset).clone()
+
+    def elements(self, arguments: tuple[Any, ...], depth: int) -> list[Any]:
+        (items,) = arguments or ([],)
+        return [self.of(item, depth) for item in _a_list(items)]
+
+    def dtype(self, arguments: tuple[Any, ...], state: Any) -> np.dtype[Any]:
+        code, order = arguments[0], state[1] if isinstance(state, tuple) and len(state) > 1 else "|"
+        if not isinstance(code, str) or order not in ("<", ">", "|", "="):
+            raise ValueError("a dtype of numpy without a code")
+        found: np.dtype[Any] = np.dtype(code)
+        if order == ">":
+            found = found.newbyteorder(">")
+        if NUMPY_DTYPE.fullmatch(found.str) is None:
+            raise PicklingError(f"holds numpy's dtype {found}")
+        return found
+
+    def array(self, state: Any) -> np.ndarray[Any, Any]:
+        _, shape, dtype, fortran, data = state
+        if not isinstance(data, bytes) or not isinstance(dtype, _Called) or not isinstance(shape, tuple):
+            raise PicklingError("holds an array of objects")
+        kind = self.dtype(dtype.arguments, dtype.state)
+        if prod(shape) * kind.itemsize != len(data):
+            raise ValueError("an array whose bytes are not as many as its shape wants")
+        found: np.ndarray[Any, Any] = np.frombuffer(data, kind).reshape(shape, order="F" if fortran else "C").copy()
+        return found
+
+    def scalar(self, arguments: tuple[Any, ...]) -> Any:
+        dtype, data = arguments
+        kind = self.dtype(dtype.arguments, dtype.state)
+        return np.frombuffer(data, kind, 1)[0]
+
+
+_Maker = Callable[[_Plain, tuple[Any, ...], Any, int], Any]
+_MAKERS: Mapping[str, _Maker] = {
+    "set": lambda plain, arguments, state, depth: set(plain.elements(arguments, depth)),
+    "frozenset": lambda plain, arguments, state, depth: frozenset(plain.elements(arguments, depth)),
+    "complex": lambda plain, arguments, state, depth: complex(*arguments),
+    "deque": lambda plain, arguments, state, depth: collections.deque(
+        plain.elements(arguments[:1], depth), *(a for a in arguments[1:] if type(a) is int)
+    ),
+    "numpy.dtype": lambda plain, arguments, state, depth: plain.dtype(arguments, state),
+    "numpy.ndarray": lambda plain, arguments, state, depth: plain.array(state),
+    "numpy.scalar": lambda plain, arguments, state, depth: plain.scalar(arguments),
+    "torch.device": lambda plain, arguments, state, depth: torch.device(*arguments),
+}

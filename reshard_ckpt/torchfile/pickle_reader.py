@@ -1,0 +1,391 @@
+"""Reading the plain data in a pickle with a stack machine that makes only listed objects, and executes no code.
+
+Pickle is a small stack language. Two of its operations are dangerous: one names any global of any module, the other calls it.
+Here a name is looked up in a table of stand-ins that the caller passes, and nowhere else. No module is imported, and a name that
+is not in the table is an error with that name in it.
+
+A hostile stream must not exhaust the machine either, so every operation is cheap, and objects take memory in proportion to the
+stream. Strings and numbers are no longer than the bytes that spell them, memo entries are counted, and calls get a few small
+arguments. Keys of dicts are strings, stand-ins, numbers below 2⁶⁰, or flat tuples of constants: the hash of a nested tuple may
+take for ever, and larger numbers can be chosen to collide. Nothing is walked recursively, so depth costs nothing.
+
+Files that hold a user's own values beside what is needed are read with `opaque`: what a global that is not in the table makes is
+an `Opaque` object, which holds the name alone. So one such value does not make the file unreadable. Any other key stands as an
+`Opaque` of its own then.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..core.words import a
+from ..errors import CorruptError, UnsupportedError
+
+MAX_ARGUMENTS = 64
+"""Of one call, and of a size: more dims than any tensor has."""
+
+_MAX_INT_BYTES = 16
+_MAX_INT_KEY = 2**60
+_UINT32 = struct.Struct("<I")
+
+
+@dataclass(frozen=True, slots=True)
+class StandInClass:
+    """The stand-in of a class; its instances are `StandInObject`. One that may be called has `make`, as a function has."""
+
+    name: str
+    make: Callable[..., Any] | None = None
+
+
+class StandInObject:
+    """An instance of a class that a stand-in names; `state` is what the pickle gave it, a dict or a tuple."""
+
+    __slots__ = ("kind", "state")
+
+    def __init__(self, kind: StandInClass) -> None:
+        self.kind = kind
+        self.state: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class StandInFunction:
+    """The stand-in of a function or class that is called: `make` gets the arguments, all of them data."""
+
+    name: str
+    make: Callable[..., Any]
+
+
+class Opaque:
+    """What nobody may look into: a global that is not in the table, all that is made of it, or a key that cannot be one here."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+class PicklingError(Exception):
+    """A pickle that names what it may not; `read_pickle` adds the name of the file."""
+
+
+Table = Mapping[tuple[str, str], Any]
+"""``(module, name)`` to a `StandInClass`, a `StandInFunction` or a plain constant."""
+
+
+def read_pickle(
+    data: bytes | memoryview, table: Table, *, name: str, persistent: Callable[[Any], Any] | None = None, opaque: bool = False
+) -> Any:
+    """Return the data that a pickle describes.
+
+    Parameters
+    ----------
+    table
+        The globals that it may name.
+    name
+        What the pickle is called in messages.
+    persistent
+        Makes what a persistent id stands for, if the pickle may have any.
+    opaque
+        Let values be `Opaque` that need a global which is not in the table.
+
+    Raises
+    ------
+    UnsupportedError
+        It names a global that is not in the table.
+    CorruptError
+        It is no pickle, or one that no writer of such a file makes.
+    """
+    try:
+        return _Machine(bytes(data), table, persistent, opaque).run()
+    except PicklingError as error:
+        raise UnsupportedError(
+            f"{name}: {error}; nothing was executed. If you trust the file, load it with the program that wrote it"
+        ) from None
+    except (IndexError, KeyError, ValueError, TypeError, AttributeError, OverflowError, struct.error) as error:
+        raise CorruptError(f"{name}: no pickle of the expected kind ({error}); nothing was executed, use another file") from None
+
+
+class _Machine:
+    """The stack, the positions of marks on it, and the memo of one pickle."""
+
+    def __init__(self, data: bytes, table: Table, persistent: Callable[[Any], Any] | None, opaque: bool) -> None:
+        self.data, self.at = data, 0
+        self.table, self.persistent, self.opaque = table, persistent, opaque
+        self.stack: list[Any] = []
+        self.marks: list[int] = []
+        self.memo: list[Any] = []
+
+    def run(self) -> Any:
+        """Execute until the end; the most frequent operations are inlined here, the rest is in `_OPERATIONS`.
+
+        Nearly all that is made is put into the memo by the next byte, and a class that is named is instantiated by the next two:
+        these are looked for at once, which saves half of the rounds.
+        """
+        data, stack, marks, memo, operations = self.data, self.stack, self.marks, self.memo, _OPERATIONS
+        push, pop, remember, number = stack.append, stack.pop, memo.append, _UINT32.unpack_from
+        at = 0
+        while True:
+            code = data[at]
+            at += 1
+            if code == 0x68 or code == 0x6A:  # BINGET, LONG_BINGET
+                if code == 0x68:
+                    value = memo[data[at]]
+                    at += 1
+                else:
+                    value = memo[number(data, at)[0]]
+                    at += 4
+                if type(value) is StandInClass and data[at] == 0x29 and data[at + 1] == 0x81:  # EMPTY_TUPLE, NEWOBJ
+                    value = StandInObject(value)
+                    at += 2
+                    if data[at] == 0x94:
+                        at += 1
+                        remember(value)
+                push(value)
+                continue
+            elif code == 0x4B:  # BININT1
+                push(data[at])
+                at += 1
+                continue
+            elif code == 0x28:  # MARK
+                marks.append(len(stack))
+                continue
+            elif code == 0x7D:  # EMPTY_DICT
+                push({})
+            elif code == 0x62:  # BUILD
+                state, made = pop(), stack[-1]
+                if type(made) is not StandInObject or made.state is not None or type(state) is not dict:
+                    _build(made, state)
+                else:
+                    made.state = state
+                continue
+            elif code == 0x85:  # TUPLE1
+                stack[-1] = (stack[-1],)
+            elif code == 0x86:  # TUPLE2
+                last = pop()
+                stack[-1] = (stack[-1], last)
+            elif code == 0x52:  # REDUCE
+                arguments, call = pop(), stack[-1]
+                make = call.make if type(call) is StandInFunction or type(call) is StandInClass else None
+                if type(call) is Opaque:
+                    continue
+                if make is None or type(arguments) is not tuple or len(arguments) > MAX_ARGUMENTS:
+                    raise ValueError(f"calls {_shown(call)} with {_shown(arguments)}")
+                stack[-1] = make(*arguments)
+            elif code == 0x75:  # SETITEMS
+                low = marks.pop()
+                values = stack[low:]
+                del stack[low:]
+                _set_items(stack[-1], values, self.opaque)
+                continue
+            elif code == 0x94:  # MEMOIZE
+                remember(stack[-1])
+                continue
+            elif code == 0x8C:  # SHORT_BINUNICODE
+                end = at + 1 + data[at]
+                push(data[at + 1 : end].decode())
+                at = end
+            elif code == 0x29:  # EMPTY_TUPLE
+                push(())
+                continue
+            elif code == 0x74:  # TUPLE
+                low = marks.pop()
+                stack[low:] = (tuple(stack[low:]),)
+            elif code == 0x81:  # NEWOBJ
+                arguments = pop()
+                if type(stack[-1]) is Opaque:
+                    continue
+                if arguments != () or type(stack[-1]) is not StandInClass:
+                    raise ValueError(f"makes an instance of {_shown(stack[-1])}, with arguments")
+                stack[-1] = StandInObject(stack[-1])
+            elif code == 0x2E:  # STOP
+                (result,) = stack
+                return result
+            else:
+                operation = operations.get(code)
+                if operation is None:
+                    raise ValueError(f"byte {at - 1} holds the operation {code:#04x}")
+                self.at = at
+                operation(self)
+                at = self.at
+                continue
+            if data[at] == 0x94:  # MEMOIZE
+                at += 1
+                remember(stack[-1])
+
+    def take(self, size: int) -> bytes:
+        """Return the next bytes of the stream."""
+        low, self.at = self.at, self.at + size
+        if size < 0 or self.at > len(self.data):
+            raise ValueError("it ends too early")
+        return self.data[low : self.at]
+
+    def number(self, size: int) -> int:
+        return int.from_bytes(self.take(size), "little")
+
+    def look_up(self, module: Any, name: Any) -> Any:
+        """Return the stand-in of a global."""
+        if not isinstance(module, str) or not isinstance(name, str):
+            raise ValueError("the name of a global is no text")
+        try:
+            return self.table[module, name]
+        except KeyError:
+            if self.opaque:
+                return Opaque(f"{module[:100]}.{name[:100]}")
+            raise PicklingError(f"names the global {module[:100]}.{name[:100]}, which such a file does not need") from None
+
+
+def _tuple3(machine: _Machine) -> None:
+    stack = machine.stack
+    last, middle = stack.pop(), stack.pop()
+    stack[-1] = (stack[-1], middle, last)
+
+
+def _build(made: Any, state: Any) -> None:
+    if isinstance(made, StandInObject):
+        if made.state is not None or not isinstance(state, dict | tuple):
+            raise ValueError(f"gives {made.kind.name} a second state, or none that it can have")
+        made.state = state
+    elif not (isinstance(made, Opaque) or (isinstance(made, dict) and _is_attributes(state))):
+        raise ValueError(f"gives {_shown(made)} a state")
+
+
+def _is_attributes(state: Any) -> bool:
+    """Tell whether a state is what an ``OrderedDict`` may have: nothing, or the versions that a module's state dict carries."""
+    return state == {} or (type(state) is dict and list(state) == ["_metadata"])
+
+
+def _key(key: Any, opaque: bool) -> Any:
+    # Larger integers can be chosen to have the same hash.
+    if isinstance(key, str | StandInObject) or (type(key) is int and abs(key) < _MAX_INT_KEY):
+        return key
+    # Constants of the table, such as dtypes, hash by their address, and strings by a secret.
+    if type(key) is tuple and len(key) <= MAX_ARGUMENTS and not any(isinstance(part, tuple | int | float) for part in key):
+        return key
+    if not opaque:
+        raise ValueError(f"{_shown(key)} is the key of a dict")
+    return Opaque(f"the key of a dict, {_shown(key)}")
+
+
+def _set_items(target: Any, values: list[Any], opaque: bool) -> None:
+    if type(target) is Opaque:
+        return
+    if type(target) is not dict or len(values) % 2:
+        raise ValueError(f"puts items into {_shown(target)}")
+    for i in range(0, len(values), 2):
+        key = values[i]
+        target[key if type(key) is str else _key(key, opaque)] = values[i + 1]
+
+
+def _set_item(machine: _Machine) -> None:
+    value, key = machine.stack.pop(), machine.stack.pop()
+    _set_items(machine.stack[-1], [key, value], machine.opaque)
+
+
+def _extend(machine: _Machine, low: int) -> None:
+    """Append what is on the stack from there on to the list below it."""
+    stack, target = machine.stack, machine.stack[low - 1]
+    if type(target) is list:
+        target.extend(stack[low:])
+    elif type(target) is not Opaque:
+        raise ValueError(f"appends to {_shown(target)}")
+    del stack[low:]
+
+
+def _shown(value: Any) -> str:
+    return value.name if isinstance(value, StandInClass | StandInFunction) else a(type(value).__name__)
+
+
+def _text(size: int) -> Callable[[_Machine], None]:
+    return lambda machine: machine.stack.append(machine.take(machine.number(size)).decode())
+
+
+def _bytes(size: int) -> Callable[[_Machine], None]:
+    return lambda machine: machine.stack.append(machine.take(machine.number(size)))
+
+
+def _unsigned(size: int) -> Callable[[_Machine], None]:
+    return lambda machine: machine.stack.append(machine.number(size))
+
+
+def _long(machine: _Machine) -> None:
+    size = machine.number(1)
+    if size > _MAX_INT_BYTES:
+        raise ValueError(f"a number of {size} bytes")
+    machine.stack.append(int.from_bytes(machine.take(size), "little", signed=True))
+
+
+def _move_into_place(size: int) -> Callable[[_Machine], None]:
+    def operation(machine: _Machine) -> None:
+        # Writers number what they remember, so that no index is far beyond what there is.
+        index, memo = machine.number(size), machine.memo
+        if index > len(memo):
+            raise ValueError(f"remembers something as number {index}, after {len(memo)} others")
+        memo[index : index + 1] = [machine.stack[-1]]
+
+    return operation
+
+
+def _protocol(machine: _Machine) -> None:
+    if machine.number(1) not in (2, 3, 4, 5):
+        raise ValueError("a protocol that is unknown")
+
+
+def _line(machine: _Machine) -> str:
+    end = machine.data.index(b"\n", machine.at)
+    line = machine.take(end - machine.at)
+    machine.at += 1
+    return line.decode()
+
+
+def _stack_global(machine: _Machine) -> None:
+    name, module = machine.stack.pop(), machine.stack.pop()
+    machine.stack.append(machine.look_up(module, name))
+
+
+def _global(machine: _Machine) -> None:
+    module = _line(machine)
+    machine.stack.append(machine.look_up(module, _line(machine)))
+
+
+def _persistent(machine: _Machine) -> None:
+    if machine.persistent is None:
+        raise ValueError("it has a persistent id")
+    machine.stack.append(machine.persistent(machine.stack.pop()))
+
+
+def _constant(value: Any) -> Callable[[_Machine], None]:
+    return lambda machine: machine.stack.append(value)
+
+
+_OPERATIONS: dict[int, Callable[[_Machine], None]] = {
+    0x80: _protocol,
+    0x95: lambda machine: (machine.number(8), None)[1],  # a frame: only how much to read at once
+    0x58: _text(4),
+    0x8D: _text(8),
+    0x43: _bytes(1),
+    0x42: _bytes(4),
+    0x8E: _bytes(8),
+    0x4D: _unsigned(2),
+    0x4A: lambda machine: machine.stack.append(int.from_bytes(machine.take(4), "little", signed=True)),
+    0x8A: _long,
+    0x47: lambda machine: machine.stack.append(struct.unpack(">d", machine.take(8))[0]),
+    0x4E: _constant(None),
+    0x88: _constant(True),
+    0x89: _constant(False),
+    0x5D: lambda machine: machine.stack.append([]),
+    0x87: _tuple3,
+    0x61: lambda machine: _extend(machine, len(machine.stack) - 1),
+    0x65: lambda machine: _extend(machine, machine.marks.pop()),
+    0x73: _set_item,
+    0x93: _stack_global,
+    0x63: _global,
+    0x51: _persistent,
+    0x71: _move_into_place(1),
+    0x72: _move_into_place(4),
+}

@@ -1,0 +1,375 @@
+"""`reshard_ckpt.megatron` on trees of stand-ins for Megatron's classes, over changes of all four axes."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import sys
+import types
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import CheckpointException
+
+from reshard_ckpt import checkpoint, megatron
+from reshard_ckpt.errors import CheckpointNotFound, MismatchError, UnsupportedError
+from tests.families.megatron import values
+from tests.families.megatron.folders import unpack
+from tests.families.megatron.stand_ins import (
+    DistributedOptimizer,
+    Grid,
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+    StrictHandling,
+    build,
+    on_rank,
+    optimizer_of,
+    part,
+    shards_of,
+    whole,
+)
+from tests.launch import run_ranks
+
+ARGS = argparse.Namespace(lr=0.1, dtype=torch.bfloat16, of_groups=argparse.Namespace(tp=2))
+TP2_PP2 = Grid(0, tp=2, pp=2)
+DP4 = Grid(0, dp=4, bucket=40)
+TP4 = Grid(0, tp=4)
+PP2_DP2 = Grid(0, pp=2, dp=2, bucket=60)
+TP2_DP2_EP2 = Grid(0, tp=2, dp=2, ep=2)
+DP4_EP4 = Grid(0, dp=4, ep=4)
+
+
+def _tree(grid: Grid, *, filled: bool) -> tuple[Any, Any, dict[str, Any]]:
+    model = build(grid, filled=filled)
+    optimizer = optimizer_of(model, stepped=filled)
+    if filled:
+        for one in optimizer.chained_optimizers:
+            one.fill(model)
+    rng = ShardedObject("rng_state", [{"of": grid.rank}], (grid.tp * grid.dp * grid.pp,), (grid.rank,))
+    tree = {
+        "model": model.sharded_state_dict(),
+        "optimizer": optimizer,
+        "rng_state": rng,
+        "iteration": 11,
+        "args": ARGS,
+        "by number": {3: "three", (1, 2): "a pair"},
+        "groups": [{"lr": 0.5, "params": LocalNonpersistentObject([grid.rank])}],
+    }
+    return model, optimizer, tree
+
+
+def _save(path: str, grid: Grid) -> None:
+    _, _, tree = _tree(on_rank(grid, dist.get_rank()), filled=True)
+    megatron.save(tree, path, content_metadata={"kind": "test", "dp_cp_group": dist.group.WORLD})
+
+
+def _load(path: str, grid: Grid) -> list[str]:
+    """Load on a grid; return what is wrong."""
+    model, optimizer, tree = _tree(on_rank(grid, dist.get_rank()), filled=False)
+    del tree["rng_state"]  # of as many ranks as saved
+    out = megatron.load(tree, path)
+    wrong = [line for one in optimizer.chained_optimizers for line in one.wrong(model)]
+    for shard in shards_of(model.sharded):
+        wanted = part(shard.key, shard.global_shape, shard.global_offset, shard.local_global_shape()).view(shard.local_shape)
+        if not torch.equal(shard.data, wanted):
+            wrong.append(f"{shard.key}: {shard.data.tolist()}")
+    for name, sharded in model.sharded.items():
+        if not torch.equal(out["model"][name], sharded.data):
+            wrong.append(f"{name}: is not returned as it is")
+    if out["model"]["extra"] != [{"of": [layer]} for layer in model.grid.layers]:
+        wrong.append(f"extra: {out['model']['extra']}")
+    common = {key: out[key] for key in ("iteration", "args", "by number", "groups", "content_metadata")}
+    expected = {
+        "iteration": 11,
+        "args": ARGS,
+        "by number": {3: "three", (1, 2): "a pair"},
+        "groups": [{"lr": 0.5, "params": [dist.get_rank()]}],
+        "content_metadata": {"kind": "test"},
+    }
+    if common != expected or out["model"]["a plain value"] != 3:
+        wrong.append(f"common: {common}")
+    for i, one in enumerate(optimizer.chained_optimizers):
+        if one.step != 7 or out["optimizer"][i]["optimizer"] != {"param_groups": [{"lr": 0.5, "step": 7}]}:
+            wrong.append(f"optimizer {i}: {one.step}, {out['optimizer'][i]}")
+    return wrong
+
+
+def _round(root: str, grids: list[Grid]) -> list[list[str]]:
+    """Save on each grid, and load on the next; in one launch, as each takes a second."""
+    out = []
+    for i, (saved, loaded) in enumerate(zip(grids, [*grids[1:], grids[0]], strict=True)):
+        _save(f"{root}/{i}", saved)
+        out.append([f"{saved} to {loaded}: {line}" for line in _load(f"{root}/{i}", loaded)])
+    return out
+
+
+def test_models_and_distributed_optimizers_load_over_changes_of_all_axes(tmp_path):
+    grids = [TP2_PP2, DP4, TP4, PP2_DP2, TP2_DP2_EP2, DP4_EP4]
+    results = run_ranks(_round, 4, str(tmp_path), grids)
+    assert [line for rank in results for lines in rank for line in lines] == []
+    report = checkpoint.verify(tmp_path / "0")
+    assert report.ok, report.problems
+    saved = checkpoint.read(tmp_path / "0")
+    for key, shape in {"layers.fc1": (4, 16, 3), "optimizer.state.exp_avg.layers.experts": (4, 4, 4, 8)}.items():
+        assert torch.equal(saved[key], whole(key, shape))
+    assert saved["iteration"] == 11
+    assert saved["args.lr"] == 0.1
+    assert saved["decoder.extra/shard_1_4"] == {"of": [1]}
+    assert not [name for name in saved if "/replica_" in name]
+    assert json.loads((tmp_path / "0" / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
+
+
+def _caught(call, *args: Any, **options: Any) -> str:
+    """Return the class and message of the error that a call raises."""
+    try:
+        call(*args, **options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _sharded(key: str, rank: int, **options: Any) -> ShardedTensor:
+    return ShardedTensor(key, part(key, (4, 3), (rank, 0), (1, 3)).clone(), (1, 3), (4, 3), (rank, 0), **options)
+
+
+def _failures(path: str) -> dict[str, Any]:
+    """Saves and loads that fail or warn, on two ranks; what each says there."""
+    rank, said = dist.get_rank(), {}
+    half = {"model": {"w": _sharded("w", rank)}}  # rows 2 and 3 are nobody's
+    said["undeclared"] = _caught(megatron.save, half, path)
+    said["lost"] = _caught(megatron.save, {"o": ShardedObject("of.ranks", rank, (2,), (rank,), rank)}, path)
+    said["no main"] = _caught(megatron.save, {"o": ShardedObject("of.all", 1, (1, 1), (0, 0), (rank, 1))}, path)
+    said["no main here"] = _caught(megatron.save, {"o": [ShardedObject("rng", 1, (1,), (0,), 1)][rank:]}, path)
+    said["no data"] = _caught(
+        megatron.save, {"w": _sharded("w", rank), "v": [ShardedTensor("v", None, (1,), (1,), (0,))][rank:]}, path
+    )
+    said["unknown strategy"] = _caught(megatron.save, half, path, sharded_strategy=object())
+    said["unknown mode"] = _caught(megatron.load, half, path, strict="all")
+    said["nothing there"] = os.path.exists(path) and os.listdir(path)
+
+    differing = torch.full((64, 3), float(rank))
+    replica = {
+        "w": ShardedTensor("w", differing, (64, 3), (64, 3), (0, 0), (0, 1 - rank)),
+        "same": ShardedTensor("same", torch.ones(3), (3,), (3,), (0,), rank),
+        "object": ShardedObject("an.object", rank, (1,), (0,), rank),
+    }
+    said["replicas"] = _caught(megatron.save, replica, path, replicas="error")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        megatron.save(replica, path)
+    said["warned"] = [str(w.message) for w in caught if "replicas" in str(w.message)]
+    said["values"] = checkpoint.catalog(path).value_names
+    back = torch.zeros(64, 3)
+    megatron.load({"w": ShardedTensor("w", back, (64, 3), (64, 3), (0, 0), rank)}, path)
+    said["main"] = back.unique().tolist()  # rank 1 has the main one
+    megatron.async_save(replica, path).result()
+
+    wanted = {
+        "w": ShardedTensor("w", back, (64, 3), (64, 3), (0, 0)),
+        "more": _sharded("more", rank),
+        "list": [_sharded("more", rank)],
+    }
+    for mode in ("assume_ok_unexpected", "raise_unexpected", "raise_all"):
+        said[mode] = _caught(megatron.load, wanted, path, strict=mode)
+    out, missing, unexpected = megatron.load(wanted, path, strict=StrictHandling.RETURN_ALL)
+    said["returned"] = sorted(out), missing, unexpected
+    said["logged"] = sorted(megatron.load(wanted, path, strict=StrictHandling.LOG_ALL))
+    narrow = {"w": ShardedTensor("w", torch.zeros(64, 2), (64, 2), (64, 2), (0, 0))}
+    said["shape"] = _caught(megatron.load, narrow, path)
+    said["objects"] = _caught(megatron.load, {"o": ShardedObject("o", None, (1,), (0,))}, path)
+    return said
+
+
+def test_what_cannot_be_saved_or_loaded_is_named_on_every_rank(tmp_path):
+    warned: list[str] = []
+    for said in run_ranks(_failures, 2, str(tmp_path / "step")):
+        assert "LayoutError" in said["undeclared"]
+        assert "w: no rank holds" in said["undeclared"]
+        assert "LayoutError" in said["lost"]
+        assert "of.ranks: 1 of its 2 objects have a main replica, shard_0_2 first" in said["lost"]
+        assert "of.all: none of its 1 objects have a main replica; have one rank declare" in said["no main"]
+        assert "rng: none of its 1 objects have a main replica" in said["no main here"]
+        assert "UsageError" in said["no data"]
+        assert "v: this ShardedTensor has no data" in said["no data"]
+        assert "UnsupportedError" in said["unknown strategy"]
+        assert "UsageError" in said["unknown mode"]
+        assert not said["nothing there"]
+        assert "LayoutError" in said["replicas"]
+        assert "w: replicas differ" in said["replicas"]
+        assert said["values"] == ("an.object/shard_0_1",)
+        assert said["main"] == [1.0]
+        warned.extend(said["warned"])
+        assert "more: not in the checkpoint" in said["assume_ok_unexpected"]
+        assert "more: not in the checkpoint" in said["raise_unexpected"]
+        assert "same: in the checkpoint" not in said["raise_unexpected"]
+        assert "same: in the checkpoint, but in no rank's tree" in said["raise_all"]
+        assert said["returned"] == (["w"], {"an.object", "same"}, {"more"})
+        assert said["logged"] == ["w"]
+        assert "saved with global shape (64, 3), wanted (64, 2)" in said["shape"]
+        assert "o/shard_0_1: not in the checkpoint" in said["objects"]
+    assert len(warned) == 1
+    assert "w: replicas differ between ranks; the main replica of each is saved whole" in warned[0]
+
+
+def _vocabularies(path: str) -> list[str]:
+    """Save a padded vocabulary, and load it into larger and smaller ones of other layouts."""
+    rank, wrong = dist.get_rank(), []
+    _save(path, Grid(0, tp=2, dp=2, vocabulary=8))
+    for grid in (Grid(0, tp=4, vocabulary=12), Grid(0, dp=4, vocabulary=10, bucket=30), Grid(0, tp=2, pp=2, vocabulary=6)):
+        model = build(on_rank(grid, rank), filled=False)
+        optimizer = optimizer_of(model, stepped=False)
+        megatron.load({"model": model.sharded_state_dict(), "optimizer": optimizer}, path)
+        for name, sharded in model.sharded.items():
+            if name == "embedding":
+                first, rows = sharded.global_offset[0], sharded.local_shape[0]
+                if not torch.equal(sharded.data, _padded("embedding", first, rows)):
+                    wrong.append(f"{grid}: {sharded.data.tolist()}")
+                for one in optimizer.chained_optimizers:
+                    for run, states in one.runs_of(sharded.data):
+                        for key, state in states.items():
+                            saved = _padded(f"optimizer.state.{key}.embedding", first, rows).flatten()[run]
+                            if not torch.equal(state, saved):
+                                wrong.append(f"{grid} {key}: {state.tolist()}")
+    return wrong
+
+
+def _padded(key: str, first: int, rows: int) -> torch.Tensor:
+    """Rows of a saved vocabulary of 8, and zeros after it."""
+    full = torch.zeros(64, 4)
+    full[:8] = whole(key, (8, 4))
+    return full[first : first + rows]
+
+
+def test_a_vocabulary_padded_otherwise_keeps_what_was_saved_and_is_zero_beyond(tmp_path):
+    assert run_ranks(_vocabularies, 4, str(tmp_path)) == [[]] * 4
+
+
+def test_a_factory_that_rearranges_is_refused_in_an_optimizer_and_saved_in_a_model():
+    param = torch.nn.Parameter(torch.arange(6.0).view(2, 3))
+
+    def build_fn(key: str, data: torch.Tensor, replica_id: Any, flattened_range: Any) -> Any:
+        turned = data.t().contiguous()
+        return ShardedTensor(key, turned, (3, 2), (3, 2), (0, 0), replica_id)
+
+    model = {"w": ShardedTensorFactory("w", param, build_fn, lambda loaded: loaded.t())}
+    megatron.save(model, "memory://turned")
+    assert torch.equal(checkpoint.read("memory://turned")["w"], param.detach().t())
+    assert torch.equal(megatron.load(model, "memory://turned")["w"], param)
+    optimizer = DistributedOptimizer([param], 1, 0, 100, stepped=True)
+    with pytest.raises(UnsupportedError, match=r"optimizer\.state\.param\.w: the factory of this parameter rearranges"):
+        megatron.save({**model, "optimizer": optimizer}, "memory://refused")
+
+
+def test_a_factory_that_keeps_its_own_key_is_refused_in_an_optimizer():
+    """Its state would be saved in the parameter's place."""
+    param = torch.nn.Parameter(torch.arange(6.0).view(2, 3))
+
+    def build_fn(key: str, data: torch.Tensor, replica_id: Any, flattened_range: Any) -> Any:
+        return ShardedTensor("w", data, (2, 3), (2, 3), (0, 0), replica_id)
+
+    tree = {"w": ShardedTensorFactory("w", param, build_fn, lambda loaded: loaded)}
+    tree["optimizer"] = DistributedOptimizer([param], 1, 0, 100, stepped=True)
+    with pytest.raises(UnsupportedError, match=r"optimizer\.state\.param\.w: the factory of this parameter names its state w"):
+        megatron.save(tree, "memory://kept")
+
+
+def test_a_factory_that_copies_what_it_cuts_is_understood():
+    param = torch.nn.Parameter(whole("w", (4, 3)).clone())
+
+    def build_fn(key: str, data: torch.Tensor, replica_id: Any, flattened_range: Any) -> Any:
+        return {
+            str(i): ShardedTensor(f"{key}.{i}", half.clone(), (2, 3), (2, 3), (0, 0), replica_id)
+            for i, half in enumerate(data.chunk(2))
+        }
+
+    model = {"w": ShardedTensorFactory("w", param, build_fn, lambda loaded: torch.cat([loaded["0"], loaded["1"]]))}
+    optimizer = DistributedOptimizer([param], 1, 0, 100, stepped=True)
+    for states in optimizer.held.values():
+        for key, state in states.items():
+            state.copy_(whole(key, (12,)))
+    megatron.save({**model, "optimizer": optimizer}, "memory://copied")
+    saved = checkpoint.read("memory://copied")
+    assert torch.equal(torch.cat([saved["w.0"], saved["w.1"]]), param.detach())
+    halves = [saved[f"optimizer.state.exp_avg.w.{i}"] for i in range(2)]
+    assert torch.equal(torch.cat(halves), whole("exp_avg", (12,)).view(4, 3))
+
+
+def test_state_for_which_an_optimizer_has_no_place_is_not_passed_over():
+    param = torch.nn.Parameter(torch.zeros(4))
+    tree = {"w": ShardedTensor("w", param, (4,), (4,), (0,))}
+    optimizer = DistributedOptimizer([param], 1, 0, 100, stepped=True)
+    megatron.save({**tree, "optimizer": optimizer}, "memory://stateful")
+    for states in optimizer.held.values():
+        del states["exp_avg"]
+    with pytest.raises(
+        MismatchError, match=r"optimizer\.state\.exp_avg\.w: in the checkpoint, but this optimizer has no such state"
+    ):
+        megatron.load({**tree, "optimizer": optimizer}, "memory://stateful")
+
+
+def test_flattened_ranges_old_keys_and_buffers_of_bytes():
+    data = torch.arange(12.0)
+    old = {
+        "flat": [
+            ShardedTensor("chained_0.optimizer.state.fp32_param.w", data[5:], (2, 6), (2, 6), (0, 0), 0, 0, False, slice(5, 12))
+        ],
+        "first": ShardedTensor("optimizer.state.param.w", data[:5], (2, 6), (2, 6), (0, 0), 0, 0, False, slice(0, 5)),
+        "none": ShardedTensor("w", data[:0], (2,), (2,), (0,), 0, 0, False, slice(0, 0)),
+        "extra": ShardedObject("extra", io.BytesIO(b"state"), (1,), (0,)),
+        "local": LocalNonpersistentObject({"kept": 1}),
+    }
+    megatron.save(old, "memory://old")
+    saved = checkpoint.read("memory://old")
+    assert torch.equal(saved["optimizer.state.param.w"], data.view(2, 6))
+    new = ShardedTensor("optimizer.state.fp32_param.w", None, (2, 3), (2, 6), (0, 3))
+    out = megatron.load({"w": new, "extra": old["extra"], "local": LocalNonpersistentObject([2])}, "memory://old")
+    assert torch.equal(out["w"], data.view(2, 6)[:, 3:])
+    assert out["extra"].read() == b"state"
+    assert out["local"] == [2]
+    assert megatron.load_common_state_dict("memory://old") == {}
+
+
+def test_an_older_folder_fills_a_tree_of_todays_form(tmp_path, monkeypatch):
+    """The flat state of 0.15, asked for as a Megatron without flat tensors does: the form of the tree is what it gets back."""
+    path = str(unpack("0.15.3-dense", tmp_path))
+    key, flat = "optimizer.state.exp_avg.decoder.final_layernorm.weight", "fully_sharded_model_space"
+    common = megatron.load_common_state_dict(path) | {"content_metadata": {"distrib_optim_sharding_type": flat}}
+    assert common["optimizer"]["param_state_sharding_type"] == flat
+    assert megatron.load_content_metadata(preloaded_state_dict=common)["distrib_optim_sharding_type"] == flat
+    mapping = types.ModuleType("megatron.core.dist_checkpointing.mapping")
+    mapping.ShardedTensor = ShardedTensor
+    monkeypatch.setitem(sys.modules, mapping.__name__, mapping)
+    form = megatron.load_content_metadata(preloaded_state_dict=common)["distrib_optim_sharding_type"]
+    assert form == "fully_reshardable"
+    state = ShardedTensor(key, torch.zeros(8), (8,), (8,), (0,))
+    asked = {"optimizer": {"optimizer": {}, "param_state": {0: {"exp_avg": state}}, "param_state_sharding_type": form}}
+    loaded = megatron.load(asked, path)["optimizer"]
+    assert torch.equal(loaded["param_state"][0]["exp_avg"], values.whole(key, (8,), torch.float32))
+    assert loaded["param_state_sharding_type"] == form
+    assert loaded["optimizer"]["param_groups"][0]["lr"] == 0.001
+    # One that gives no state is given what was saved.
+    assert megatron.load({}, path)["optimizer"]["param_state_sharding_type"] == flat
+
+
+def test_errors_are_megatrons_too_where_it_is_imported(monkeypatch):
+    class CheckpointingException(Exception):
+        pass
+
+    core = types.ModuleType("megatron.core.dist_checkpointing.core")
+    core.CheckpointingException = CheckpointingException
+    with pytest.raises(CheckpointNotFound) as alone:
+        megatron.load({}, "memory://none")
+    monkeypatch.setitem(sys.modules, core.__name__, core)
+    with pytest.raises(CheckpointingException, match="no committed checkpoint") as both:
+        megatron.load({}, "memory://none")
+    assert not isinstance(alone.value, CheckpointingException)
+    assert isinstance(both.value, CheckpointNotFound)
+    assert isinstance(both.value, CheckpointException)
+    assert list(both.value.failures) == [0]
