@@ -232,8 +232,8 @@ def convert(
 
 def _unknown_form(optimizer: str, to: str, writers: Iterable[Format]) -> str:
     known = {"dcp": OPTIMIZER_FORMS, **{one.name: tuple(one.forms) for one in writers if one.forms}}
-    choices = "; ".join(f"for to={name!r}, {' or '.join(map(repr, forms))}" for name, forms in known.items())
-    return f"optimizer={optimizer!r}: nothing of this name for to={to!r}. There are {choices}; or leave it out"
+    choices = "; ".join(f"for to={name!r}, {' and '.join(map(repr, forms))}" for name, forms in known.items())
+    return f"optimizer={optimizer!r}: nothing of this name for to={to!r}. There are {choices}; pass one of them, or leave it out"
 
 
 def _select(

@@ -3,8 +3,8 @@ this library.
 
 Run ``python -m tests.families.deepspeed.make_data`` in an environment that has DeepSpeed; `make compat-deepspeed` makes one. With
 the names of folders it makes these alone. Each folder is packed, as most of torch's files is padding. Digests come from
-DeepSpeed's converters; where they cannot read a folder, or read it wrongly, from the live optimizer, or from a run that differs in nothing
-but the layout.
+DeepSpeed's converters; where they cannot read a folder, or read it wrongly, from the live optimizer, or from a run that differs
+in nothing but the layout.
 """
 
 from __future__ import annotations

@@ -46,6 +46,7 @@ def holds_in(folder: str) -> Callable[[Any], Any]:
 def main(what: str, folder: str) -> None:
     cpu_shim.install()
     from megatron.core import __version__
+
     from tests.families.megatron import jobs
 
     old = tuple(map(int, __version__.split(".")[:2])) < (0, 16)

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -24,6 +23,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
+
 from tests.families.megatron import values
 
 HIDDEN, SEQUENCE = 8, 4

@@ -25,7 +25,6 @@ cpu_shim.install()
 logging.disable(logging.WARNING)
 
 import torch  # noqa: E402
-
 from megatron.core import dist_checkpointing, parallel_state  # noqa: E402
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue  # noqa: E402
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (  # noqa: E402
@@ -33,6 +32,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (  # noqa
     FullyParallelSaveStrategyWrapper,
 )
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
+
 from reshard_ckpt import checkpoint, megatron  # noqa: E402
 from tests.families.megatron import jobs  # noqa: E402
 from tests.families.megatron.folders import unpack  # noqa: E402

@@ -9,7 +9,6 @@ from typing import Any
 from zlib import crc32
 
 import torch
-
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory

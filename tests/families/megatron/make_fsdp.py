@@ -24,7 +24,6 @@ def save(path: str) -> None:
     import torch
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
-
     from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import preprocess_state_dict_for_uneven_dtensor
     from megatron.core.transformer.fsdp_dtensor_checkpoint import handle_fp8_extra_state_case, handle_swiglu_in_state_dict
 
@@ -55,8 +54,6 @@ def save(path: str) -> None:
 
 def _build() -> tuple[Any, Any]:
     import torch
-    from torch.distributed.device_mesh import DeviceMesh
-
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.distributed.fsdp import mcore_fsdp_adapter
@@ -66,6 +63,7 @@ def _build() -> tuple[Any, Any]:
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.module import Float16Module
     from megatron.core.utils import unwrap_model
+    from torch.distributed.device_mesh import DeviceMesh
 
     mcore_fsdp_adapter.TELinear = type("TELinear", (), {})  # which is None where it is not installed
     of_groups = DeviceMesh.from_group

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
 from megatron.core.models.bert.bert_model import BertModel
@@ -20,6 +19,7 @@ from megatron.core.models.T5 import T5Model
 from megatron.core.models.T5.t5_spec import decoder_model_with_local_spec, encoder_model_with_local_spec
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
 from tests.families.megatron import jobs
 
 
