@@ -25,8 +25,7 @@ from ..errors import CheckpointError, CheckpointNotFound, CorruptError, StorageE
 from ..storage import LocalStorage, Lock, LocksUnsupported, MissingKey, open_storage
 from ..storage.posix import Explained, sync_folder
 from ..storage.swap import swap
-from .deepspeed.folder import LATEST
-from .megatron.read import LATEST_KEY
+from .registry import known_formats
 from .source import open_source
 
 _LOCK, _RESULT, _NOTES, _WHOLE = "lock", "result", "notes", "whole"
@@ -196,7 +195,7 @@ def _check_destination(dst: str, src: str, *, overwrite: bool) -> str:
     if os.path.commonpath([real_src, real_dst]) == real_dst:
         raise UsageError(f"{path}: is, or holds, the checkpoint to be read; write to another path")
     _refuse_referred(path)
-    root = next((key for key in (*LATEST, LATEST_KEY) if os.path.isfile(os.path.join(path, key))), None)
+    root = next((key for one in known_formats() for key in one.root_marks if os.path.isfile(os.path.join(path, key))), None)
     if root is not None:
         raise UsageError(
             f"{path}: has the file {root}, so it is the root of a run, which is never replaced; pass the path of one checkpoint "

@@ -99,6 +99,8 @@ class Format:
         The options that `open` is called with.
     latest
         Returns the folder of the latest checkpoint below the root of a run, or None if the storage holds no such root.
+    root_marks
+        The files that the root of a run has, beside the folders of its checkpoints. A root is never replaced by a result.
     write
         Writes a checkpoint as a folder of this format, for ``convert``.
     forms
@@ -112,6 +114,7 @@ class Format:
     takes: tuple[str, ...] = ()
     options: Mapping[str, bool] = field(default_factory=dict)
     latest: Callable[[Storage], str | None] | None = None
+    root_marks: tuple[str, ...] = ()
     write: WriteFolder | None = None
     forms: Mapping[str, Mapping[str, bool]] = field(default_factory=dict)
 

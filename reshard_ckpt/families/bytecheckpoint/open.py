@@ -84,4 +84,6 @@ def _optimizer_path(path: KeyPath) -> KeyPath:
     return OPTIMIZER, *(unwrapped(key) if isinstance(key, str) else key for key in path)
 
 
-FORMAT = Format(NAME, "a folder of ByteCheckpoint, which has model/.metadata of its own classes", open_path, order=10)
+FORMAT = Format(
+    NAME, "a folder of ByteCheckpoint, which has model/.metadata of its own classes", open_path, order=10, root_marks=(LATEST,)
+)

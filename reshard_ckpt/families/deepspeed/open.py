@@ -30,7 +30,7 @@ from ...torchfile.archive import FileReader, FileTensor, TorchFile
 from ...torchfile.tensors import PickledTensor
 from .columns import NAME, CatalogColumns, FlatNames, KnownNames
 from .experts import module_files, named_globally, placed_groups, refuse_other_order
-from .folder import TagFiles, latest_tag, tag_files
+from .folder import LATEST, TagFiles, latest_tag, tag_files
 from .layout import (
     MASTER,
     MODEL,
@@ -387,4 +387,5 @@ FORMAT = Format(
     open_path,
     order=50,
     latest=latest_tag,
+    root_marks=LATEST,
 )

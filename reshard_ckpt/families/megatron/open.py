@@ -288,6 +288,7 @@ FORMAT = Format(
     open_path,
     order=30,
     takes=("as_saved", "named"),
+    root_marks=(LATEST_KEY,),
     write=write_megatron,
     forms={FULLY_RESHARDABLE: {"named": True}},
 )
