@@ -23,8 +23,8 @@ from ..errors import CorruptError
 from ..format.catalog import MAX_CATALOG_BYTES, decode_catalog
 from ..format.checksums import digest128
 from ..storage.protocol import flat_bytes
-from .node import GENERATION_SUFFIX, SLOT_SUFFIX, files_in, passing_over_gone, write_atomically
-from .slots import NoRoom, ReadSlot, SlotRange
+from .node import GENERATION_SUFFIX, SLOT_SUFFIX, NoRoom, files_in, passing_over_gone, write_atomically
+from .slots import ReadSlot, SlotRange
 
 _MAGIC = b"RSHGENR2"
 _NAME = re.compile(r"([^-]+)-(\d{8,})-(\d{12,})-(\d{8,})-(.+)" + re.escape(GENERATION_SUFFIX))

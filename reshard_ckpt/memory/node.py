@@ -3,12 +3,15 @@
 ::
 
     /dev/shm/reshard-ckpt-1000/             mode 0700, of this user; links are not followed
-      node                                  the node's random id
+      node                                  a link whose text is the node's random id
       <run>/                                by digest of the run's root, whatever path leads there
-        root                                the root, for people
+        root                                a link to the root, for people
         <n>.slot                            images: `slots`
         <attempt>-<step>-<save id>.gen      generations: `generations`
         spare                               memory for the next of them
+
+A tmpfs without free memory takes all of these but images and generations: the text of a link lies in its inode. So a job finds
+what is there, also where something else has filled the tmpfs.
 """
 
 from __future__ import annotations
@@ -38,6 +41,13 @@ RESERVE_SHARE = 0.05
 """Of the memory that is free by the cgroup's count: what is left for others."""
 
 
+class NoRoom(StorageError):
+    """There is no memory; the save goes on without the tier."""
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
+
+
 @dataclass(frozen=True, slots=True)
 class RunMemory:
     """What the tier of this node holds of one run."""
@@ -52,23 +62,34 @@ def user_folder(folder: str) -> Path:
 
     Raises
     ------
+    NoRoom
+        There is no memory to make it.
     StorageError
         It is a link, belongs to somebody else, or is open to others.
     """
-    path = Path(os.path.abspath(folder)) / f"reshard-ckpt-{os.getuid()}"
+    path = _user_path(folder)
     try:
         os.makedirs(folder, exist_ok=True)
         with suppress(FileExistsError):
             os.mkdir(path, 0o700)
-        found = os.lstat(path)
+        _check_owner(path)
     except OSError as error:
-        raise StorageError(f"{path}: {error.strerror}; pass Memory(folder=…) of a tmpfs that this user can write") from error
+        kind = NoRoom if error.errno in _FULL else StorageError
+        raise kind(f"{path}: {error.strerror}; pass Memory(folder=…) of a tmpfs that this user can write") from error
+    return path
+
+
+def _user_path(folder: str) -> Path:
+    return Path(os.path.abspath(folder)) / f"reshard-ckpt-{os.getuid()}"
+
+
+def _check_owner(path: Path) -> None:
+    found = os.lstat(path)
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
         raise StorageError(
             f"{path}: must be a folder of this user (uid {os.getuid()}) with mode 0700, and is of uid {found.st_uid} with mode "
             f"{stat.S_IMODE(found.st_mode):04o}; remove it, or pass Memory(folder=…)"
         )
-    return path
 
 
 def real_root(root: str) -> str:
@@ -78,8 +99,17 @@ def real_root(root: str) -> str:
 
 
 def run_path(folder: str, root: str) -> Path:
-    """Return where the folder of a run is, or would be."""
-    return user_folder(folder) / digest128(os.fsencode(real_root(root))).hex()
+    """Return where the folder of a run is, or would be; nothing is made.
+
+    Raises
+    ------
+    StorageError
+        This user's folder is a link, belongs to somebody else, or is open to others.
+    """
+    path = _user_path(folder)
+    with _explained(path), suppress(FileNotFoundError):
+        _check_owner(path)
+    return path / digest128(os.fsencode(real_root(root))).hex()
 
 
 @contextmanager
@@ -87,7 +117,8 @@ def _explained(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StorageError(
+        kind = NoRoom if error.errno in _FULL else StorageError
+        raise kind(
             f"{path}: {error.strerror}; look what is there with reshard-ckpt memory list, free memory, or pass Memory(folder=…)"
         ) from error
 
@@ -123,17 +154,22 @@ def run_folder(folder: str, root: str) -> Path:
 
     Raises
     ------
+    NoRoom
+        There is no memory to make it.
     StorageError
         It cannot be made, or is a link.
     """
-    path = run_path(folder, root)
+    path = user_folder(folder) / run_path(folder, root).name
     with _explained(path):
-        path.mkdir(mode=0o700, exist_ok=True)
-        if path.is_symlink():
-            raise StorageError(f"{path}: is a link; remove it")
-        note = path / "root"
-        if not note.exists():
-            write_atomically(note, os.fsencode(real_root(root)))
+        try:
+            os.mkdir(path, 0o700)
+        except FileExistsError:
+            if path.is_symlink():
+                raise StorageError(f"{path}: is a link; remove it") from None
+            if not path.is_dir():
+                raise
+        with suppress(FileExistsError):
+            os.symlink(real_root(root), path / "root")
     return path
 
 
@@ -158,26 +194,18 @@ def is_entered(folder: Path) -> bool:
 
 
 def node_id(folder: str) -> str:
-    """Return the id of this node: random, made by whoever comes first, and gone with the node's memory."""
-    path = user_folder(folder) / "node"
-    own = path.with_name(f"node.{secrets.token_hex(8)}")
+    """Return the id of this node: random, made by whoever comes first, and gone with the node's memory.
+
+    Where there is no memory to keep one, all processes of the machine make the same one of the machine's id and the folder.
+    """
     try:
-        return _read_id(path)
-    except FileNotFoundError:
-        pass
-    write_atomically(own, secrets.token_hex(16).encode())
-    with _explained(path):
-        try:
-            os.link(own, path)  # fails where another process was first, and its id counts
-        except FileExistsError:
-            pass
-        finally:
-            own.unlink()
-    return _read_id(path)
-
-
-def _read_id(path: Path) -> str:
-    text = path.read_text()
+        path = user_folder(folder) / "node"
+        with _explained(path):
+            with suppress(FileExistsError):  # another process was first, and its id counts
+                os.symlink(secrets.token_hex(16), path)
+            text = os.readlink(path)
+    except NoRoom:
+        return digest128(os.fsencode(f"{machine_id()} {os.path.realpath(folder)}")).hex()
     if not _RUN.fullmatch(text):
         raise StorageError(f"{path}: holds no node id; remove it while no job runs here")
     return text
@@ -193,10 +221,17 @@ def machine_id() -> str:
 
 def runs(folder: str) -> Iterator[RunMemory]:
     """Yield what the tier of this node holds of each run."""
-    for path in sorted(user_folder(folder).iterdir()):
+    path = _user_path(folder)
+    with _explained(path):
+        try:
+            _check_owner(path)
+            names = sorted(os.listdir(path))
+        except FileNotFoundError:
+            return
+    for path in (path / name for name in names):
         if _RUN.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
             try:
-                root = os.fsdecode((path / "root").read_bytes())
+                root = os.readlink(path / "root")
             except OSError:
                 root = "?"
             yield RunMemory(root, str(path), _bytes_in(path))

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CorruptError, StorageError
-from ..storage.locks import await_lock
+from ..storage.locks import FileLock, await_lock
 from .generations import drop_generations, find_generations
-from .node import SLOT_SUFFIX, enter_run, files_in, free_bytes
+from .node import SLOT_SUFFIX, NoRoom, enter_run, files_in, free_bytes, run_folder
 from .options import Memory
-from .slots import NoRoom, Slot, slot_bytes
+from .slots import Slot, slot_bytes
 
 
 @dataclass(slots=True)
@@ -55,7 +55,7 @@ class SlotPool:
 
     def __init__(self, options: Memory, folder: Path) -> None:
         self._options, self._folder = options, folder
-        self._entered = enter_run(folder)
+        self._entered: FileLock | None = None
         self.run = ""
         self.generations, self.short = options.generations, ""
         self._given_up: set[str] = set()
@@ -86,8 +86,17 @@ class SlotPool:
             held.save_id = save_id
             return held
 
-    def check_folder(self) -> None:
-        """Raise `NoRoom` where somebody has removed the folder."""
+    def enter(self, root: str) -> None:
+        """Make the run's folder on this node, and say that a process of the run is there, until `close`.
+
+        Raises
+        ------
+        NoRoom
+            There is no memory for that; or somebody has removed the folder meanwhile.
+        """
+        if self._entered is None:
+            run_folder(self._options.folder, root)
+            self._entered = enter_run(self._folder)
         if not self._folder.is_dir():
             raise NoRoom(f"{self._folder}: somebody has removed it, as systemd does at the end of a session (docs/memory.md)")
 
@@ -244,7 +253,8 @@ class SlotPool:
         """Let go of the slots, which stay in memory with what they hold; those that hold nothing go."""
         for held in self._all():
             held.slot.close(remove=not held.save_id)
-        self._entered.release()
+        if self._entered is not None:
+            self._entered.release()
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from ..format.keys import step_name
 from ..storage import Storage, open_storage
 from .background import Persisting, PersistRule
 from .generations import Generation, drop_generations, find_generations
-from .node import machine_id, node_id, remove_run, run_folder, runs
+from .node import machine_id, node_id, remove_run, runs
 from .options import Memory
 from .persist import is_persisted, stored_save_id
 from .restore import PassedOver, Restorable, find_newest, open_images
@@ -94,7 +94,6 @@ class MemoryRun:
         self._session: dict[str, Any] = {"process_group": process_group, "timeout_s": timeout_s}
         self._timeout_s, self._rank = timeout_s, comm.rank
         self._rule, self._keeps, self._on_stored = PersistRule(persist_every), keeps, on_stored
-        self._folder = run_folder(options.folder, root)
         topology = find_topology(comm, node_id(options.folder), machine_id(), options.copies)
         if comm.rank == 0 and len(topology.ids) <= options.copies:
             warnings.warn(
@@ -104,8 +103,8 @@ class MemoryRun:
             )
         nonce = comm.broadcast(uuid.uuid4().hex.encode() if comm.rank == 0 else None).decode()
         self._named = partial(self._store, nonce)
-        self._tier = Tier(options, self._folder, topology, comm.rank, self._named, self._due, timeout_s=timeout_s)
-        self._lineage = lineage
+        self._tier = Tier(options, root, topology, comm.rank, self._named, self._due, timeout_s=timeout_s)
+        self._lineage, self._folder = lineage, self._tier.folder
         self._tier.run = self._tier.pool.run = lineage.known.run
         self._name_others()
         self._writing: Persisting | None = None
@@ -350,7 +349,7 @@ class MemoryRun:
         if clean and self.options.drop_on_clean_exit:
             # The next job waits for the lock of the root, which rank 0 has until all have left this session.
             with open_session("drop the memory of", self._root, **self._session):
-                if self._tier.topology.leads(self._rank):
+                if self._tier.topology.leads(self._rank) and self._folder.is_dir():
                     remove_run(self._folder)
 
     def _persist_newest(self) -> None:

@@ -26,6 +26,7 @@ from ..engine.common.pinning import PinnableMap, pin
 from ..errors import CorruptError, StorageError
 from ..format.checksums import digest128
 from ..storage.locks import lock_file
+from .node import NoRoom
 
 MAGIC = b"RSHSLOT1"
 HEADER_BYTES = 64 << 10
@@ -33,10 +34,6 @@ _FIXED = len(MAGIC) + 16 + 4
 _VOID = bytes(len(MAGIC))
 ALIGN_BYTES = 4 << 20
 _OPEN = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
-
-
-class NoRoom(StorageError):
-    """There is no memory for a slot; the save goes on without the tier."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -38,9 +38,10 @@ from ..format.catalog import encode_catalog
 from ..format.checksums import BlockHasher, decode_digests, digest128, digests_file_bytes, wrong_blocks
 from ..format.keys import digests_key
 from .generations import SPARE, Generation, drop_generations, find_generations, keep_generation, next_number, reserve_generation
+from .node import NoRoom, run_path
 from .options import Memory
 from .pool import HeldSlot, SlotPool, node_lock, remove_dead_slots
-from .slots import HEADER_BYTES, NoRoom, Slot, SlotRange, SlotTable, decode_table, slot_bytes
+from .slots import HEADER_BYTES, Slot, SlotRange, SlotTable, decode_table, slot_bytes
 from .topology import Topology
 
 MIN_SPARE_BYTES = 1 << 20
@@ -54,8 +55,8 @@ class Tier:
     ----------
     options
         What the user chose.
-    folder
-        The run's folder on this node.
+    root
+        The root of the run.
     topology
         The nodes of the job.
     rank
@@ -76,7 +77,7 @@ class Tier:
     def __init__(
         self,
         options: Memory,
-        folder: Path,
+        root: str,
         topology: Topology,
         rank: int,
         named_store: Callable[[str], Any],
@@ -84,8 +85,10 @@ class Tier:
         *,
         timeout_s: float,
     ) -> None:
-        self.folder, self.topology, self.rank = folder, topology, rank
-        self.pool = SlotPool(options, folder)
+        self.folder, self.topology, self.rank = run_path(options.folder, root), topology, rank
+        self.pool, self._root = SlotPool(options, self.folder), root
+        with suppress(NoRoom):  # then each save tries again, and says so
+            self.pool.enter(root)
         self.run, self.attempt, self.num_skipped = "", 0, 0
         self._options, self._named_store, self._timeout_s, self._due = options, named_store, timeout_s, due
         self._links: Links | None = None
@@ -107,7 +110,7 @@ class Tier:
         refused = ""
         try:
             self._fit_budget(sizes)
-            self.pool.check_folder()
+            self.pool.enter(self._root)
             if self.topology.leads(self.rank):  # else a tmpfs that is full by then would fail the commit
                 reserve_generation(self.folder, self._spare_bytes)
             for source in (self.rank, *self.topology.sources(self.rank)):

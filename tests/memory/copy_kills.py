@@ -155,7 +155,7 @@ def look(base: Path, victim: int) -> str:
     """Look at what is left, without the node of the one that was killed and with it; returns the tier."""
     least = max((int(path.read_text()) for path in base.parent.glob("returned-*")), default=0)
     aside = base.with_name("aside")
-    shutil.copytree(base, aside)
+    shutil.copytree(base, aside, symlinks=True)
     shutil.rmtree(base / NODES[victim], ignore_errors=True)
     tier = look_alone(base, victim, least)
     shutil.rmtree(base)

@@ -34,7 +34,7 @@ def test_all_ranks_killed_and_a_node_lost(tmp_path: Path, shm: Path):
         shutil.rmtree(root / "step_4")  # the store's newest is older
         nodes.lose("A")
         shutil.copytree(root, before / "root")
-        shutil.copytree(nodes.memory("B"), before / "B")
+        shutil.copytree(nodes.memory("B"), before / "B", symlinks=True)
         nodes.start("C")
 
         for names, layout, tier in (("BB", "dp", "memory"), ("BBCC", "hsdp", "peer")):
@@ -42,7 +42,7 @@ def test_all_ranks_killed_and_a_node_lost(tmp_path: Path, shm: Path):
             shutil.copytree(before / "root", root)
             nodes.lose("B")
             nodes.start("B")
-            shutil.copytree(before / "B", nodes.memory("B"), dirs_exist_ok=True)
+            shutil.copytree(before / "B", nodes.memory("B"), symlinks=True, dirs_exist_ok=True)
             for found in nodes.run(names, restore, root, layout):
                 assert (found.step, found.tier, found.is_right, found.passed_over) == (5, tier, True, ())
                 assert found.copies == (1 if tier == "peer" else 0)

@@ -32,12 +32,13 @@ def test_a_tmpfs_of_64_mb(tmp_path: Path):
         command = [warm_python(), "-m", "tests.memory.small_tmpfs", str(tmp_path / "run"), str(mounted), str(held.pid)]
         done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr  # a negative one is a signal: SIGBUS is -7
-    two, one, none = json.loads(done.stdout).values()
+    two, one, none, full = json.loads(done.stdout).values()
     assert (two["tiers"], two["skipped"]) == (["memory"] * 6, 0)
     assert (one["tiers"], one["skipped"]) == (["memory"] + ["store"] * 5, 5)
     assert (none["tiers"], none["skipped"]) == (["store"] * 6, 6)
     (said,) = two["warnings"]
     assert "memory has room for fewer generations, so it keeps no more than 1" in said
+    assert full == [["memory", 1.0], True, None, True, ["this save goes to the store, not to memory, and so may later ones"]]
     for found in (one, none):
         (said,) = found["warnings"]
         assert "goes to the store, not to memory" in said
