@@ -112,6 +112,7 @@ class Run:
         operations: list[tuple[str, Callable[[Path], Any]]] = [
             ("raw write", lambda path: self._raw_write(path, mine)),
             ("save", lambda path: checkpoint.save(path, self.state.modules)),
+            ("save, replicas sampled", lambda path: checkpoint.save(path, self.state.modules, replicas="sample")),
             ("dcp save", lambda path: dcp.save(self.state.tensors, checkpoint_id=str(path))),
         ]
         for number in self.rounds("saves", self.options.pairs, 0.3):
@@ -163,17 +164,18 @@ class Run:
         for _ in self.rounds("stalls", self.options.pairs + 1, 0.3):
             self.time("memcpy", lambda: limits.copy(self.state.locals(), touched))
             self._async_save("eager", staging="eager")
+            self._async_save("eager, replicas sampled", staging="eager", replicas="sample")
             self._async_save("lazy, call", staging="lazy")
             self._async_save("lazy, until staged", staging="lazy", until_staged=True)
             for mode in ("thread", "process"):
                 self._dcp_async(peer, mode)
         peer.close()
 
-    def _async_save(self, name: str, *, staging: str, until_staged: bool = False) -> None:
+    def _async_save(self, name: str, *, staging: str, until_staged: bool = False, **options: Any) -> None:
         path, handles = self.new_path(), []
 
         def operation() -> None:
-            handles.append(checkpoint.async_save(path, self.state.modules, staging=staging))
+            handles.append(checkpoint.async_save(path, self.state.modules, staging=staging, **options))
             if staging == "eager" or until_staged:
                 handles[0].staged()
 

@@ -131,6 +131,7 @@ def _stall_figures(result: Result) -> Iterator[Figure]:
     yield from ratio("eager into new memory ÷ memcpy, untouched", "eager, new memory", "memcpy, untouched", 1.3)
     yield from ratio("eager after prepare ÷ steady eager", "eager, prepared", "eager", 1.3)
     yield from ratio("lazy call ÷ memcpy", "lazy, call", "memcpy", 0.1)
+    yield from ratio("eager stall ÷ that with replicas sampled", "eager", "eager, replicas sampled")
     yield from ratio("lazy until staged ÷ memcpy", "lazy, until staged", "memcpy")
     for mode in ("thread", "process"):
         name = f"dcp async {mode}"

@@ -35,7 +35,7 @@ DCP = [
 ]
 
 OPTIONS = {
-    "save": ["mesh", "process_group", "metadata", "timeline", "sha256", "progress", "timeout_s"],
+    "save": ["mesh", "process_group", "metadata", "timeline", "sha256", "replicas", "progress", "timeout_s"],
     "async_save": [
         "staging",
         "hold",
@@ -46,6 +46,7 @@ OPTIONS = {
         "metadata",
         "timeline",
         "sha256",
+        "replicas",
         "progress",
         "timeout_s",
     ],

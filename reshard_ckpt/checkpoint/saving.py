@@ -44,6 +44,7 @@ def save(
     metadata: Any = None,
     timeline: bool = True,
     sha256: bool = False,
+    replicas: str = "verify",
     progress: bool | OnProgress = False,
     timeout_s: float = 600.0,
 ) -> SaveReport:
@@ -67,6 +68,10 @@ def save(
         Keep how long each step of each rank took beside the checkpoint, for `timeline`.
     sha256
         Also keep a manifest: the SHA-256 of every file, in a text that ``sha256sum -c`` and `verify` check and any tool can sign.
+    replicas
+        How ranks that hold the same are compared. ``"verify"``: each hashes all of it, and those that hold it share the writing.
+        ``"sample"``: each hashes 16 blocks of 64 KiB of a replica above 1 MiB, other ones in each save, and one of them writes it
+        whole, so that ranks may write unequal numbers of bytes. The same on all ranks.
     progress
         True: rank 0 shows how much of its own part is written, as a line on stderr. A function is called on rank 0 instead,
         with the step ("save"), the bytes done and the bytes in all; what it raises ends the save.
@@ -87,7 +92,7 @@ def save(
     PeerError
         Another rank failed or did not arrive.
     """
-    options = SaveOptions(mesh, process_group, metadata, timeline, sha256, progress, timeout_s)
+    options = SaveOptions(mesh, process_group, metadata, timeline, sha256, progress, timeout_s, replicas=replicas)
     return _save(path, lambda: capture(state, mesh=mesh, process_group=process_group), options)
 
 
@@ -111,6 +116,7 @@ def _written(job: SaveJob) -> Receipt:
         recorder=job.recorder,
         sha256=job.options.sha256,
         fingerprints=job.fingerprints,
+        shift=job.shift,
     )
 
 
@@ -127,6 +133,7 @@ def async_save(
     metadata: Any = None,
     timeline: bool = True,
     sha256: bool = False,
+    replicas: str = "verify",
     progress: bool | OnProgress = False,
     timeout_s: float = 600.0,
 ) -> SaveHandle:
@@ -134,7 +141,7 @@ def async_save(
 
     Parameters
     ----------
-    path, state, mesh, process_group, metadata, timeline, sha256, progress, timeout_s
+    path, state, mesh, process_group, metadata, timeline, sha256, replicas, progress, timeout_s
         As for `save`; a function is called in the thread that writes.
     staging
         ``"eager"``: the state may change as soon as this returns. ``"lazy"``: this returns sooner, and the state may change once
@@ -166,7 +173,18 @@ def async_save(
         As for `save`, as far as known before this returns; or the previous save failed in the background.
     """
     options = SaveOptions(
-        mesh, process_group, metadata, timeline, sha256, progress, timeout_s, staging, host_buffer_bytes, when_busy, hold
+        mesh,
+        process_group,
+        metadata,
+        timeline,
+        sha256,
+        progress,
+        timeout_s,
+        staging,
+        host_buffer_bytes,
+        when_busy,
+        hold,
+        replicas,
     )
     return begin_save(path, state, options)
 
@@ -218,7 +236,8 @@ def begin_captured(path: Path, capture: Capture, **options: Any) -> SaveHandle:
 def _agreed_job(session: ExitStack, path: Path, capture: Capture, options: SaveOptions) -> SaveJob:
     """Meet the other ranks, wait for the save before, capture the state, and agree on what each rank writes."""
     recorder = Recorder()
-    opened = open_session("save", str(path), process_group=options.process_group, timeout_s=options.timeout_s)
+    call = "save(replicas='sample')" if options.samples_replicas else "save"  # ranks that differ in this are told so
+    opened = open_session(call, str(path), process_group=options.process_group, timeout_s=options.timeout_s)
     comm = _observed(session.enter_context(opened), recorder, options.progress)
     with recorder.step("turn"):
         SAVES.wait_turn(when_busy=options.when_busy)
@@ -227,7 +246,8 @@ def _agreed_job(session: ExitStack, path: Path, capture: Capture, options: SaveO
     storage = session.enter_context(open_storage(path))
     with recorder.step("agree"):
         before = look(storage) if comm.rank == 0 else None
-        agreed = agree(comm, local_shards, accept=partial(check_free_space, storage))
+        accept = partial(check_free_space, storage)
+        agreed = agree(comm, local_shards, splits=not options.samples_replicas, accept=accept)
     job = SaveJob(str(path), comm, storage, recorder, options, metadata, before, local_shards, agreed)
     return _compared(job, capture) if options.compare_first else job
 
@@ -237,13 +257,14 @@ def _compared(job: SaveJob, capture: Capture) -> SaveJob:
     comm, agreed, recorder = job.comm, job.agreed, job.recorder
     with recorder.step("compare"):
         agreed = replace(agreed, values=job.options.checked_values(agreed.values))  # rank 0 has them
-        fingerprints = all_fingerprints(job.local_shards, agreed.assignment.checks)
+        fingerprints = all_fingerprints(job.local_shards, agreed.assignment.checks, job.shift)
         differ = differing_names(comm, agreed.plan, fingerprints)
     if not differ:
         return replace(job, agreed=agreed, fingerprints=fingerprints)
     local_shards = _described(partial(capture, differ), comm.rank, recorder)
     with recorder.step("agree"):
-        agreed = agree(comm, local_shards, accept=partial(check_free_space, job.storage))
+        accept = partial(check_free_space, job.storage)
+        agreed = agree(comm, local_shards, splits=not job.options.samples_replicas, accept=accept)
     return replace(job, local_shards=local_shards, agreed=agreed)
 
 
@@ -253,6 +274,7 @@ def prepare(
     mesh: Any = None,
     process_group: Any = None,
     host_buffer_bytes: int | None = None,
+    replicas: str = "verify",
     timeout_s: float = 600.0,
 ) -> None:
     """Allocate the staging memory for a state, and agree on its layout, before the first `async_save` of it needs both.
@@ -260,10 +282,11 @@ def prepare(
     Call it on all ranks, with the state and the options that `async_save` will be given. What an optimizer does not have yet,
     before its first step, is not counted.
     """
+    options = SaveOptions(replicas=replicas)
     session = open_session("prepare", "", process_group=process_group, timeout_s=timeout_s)
     with outside_inference_mode(), session as comm:
         local_shards = _described(lambda: capture(state, mesh=mesh, process_group=process_group), comm.rank, Recorder())
-        agreed = agree(comm, local_shards)
+        agreed = agree(comm, local_shards, splits=not options.samples_replicas)
         ring = take_ring(local_shards, lay_out(local_shards, agreed.assignment, comm.rank), host_buffer_bytes)
         POOL.give_back(ring.fill_(0))
 

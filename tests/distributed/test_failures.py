@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from reshard_ckpt import LocalShard, checkpoint
+from reshard_ckpt.engine.saving import options
 from reshard_ckpt.errors import StorageError
 from reshard_ckpt.format.catalog import decode_catalog, encode_catalog
 from tests.deadlines import over_when_here_are_all_but
@@ -261,3 +262,41 @@ def overwrite_job(folder: str) -> list[set[str]]:
 def test_saving_again_leaves_exactly_the_new_checkpoint_and_ranks_may_have_nothing(tmp_path: Path):
     for seen in run_ranks(overwrite_job, 4, str(tmp_path)):
         assert seen == [set()] * len(seen)
+
+
+def drifted_job(folder: str) -> list[Outcome]:
+    """Save an embedding of which 60 rows of 32,000 differ on rank 1, beside replicas that do not."""
+    rank = dist.get_rank()
+    generator = torch.Generator().manual_seed(0)
+    state = {f"w{i}": torch.rand(500_000, generator=generator) for i in range(3)}
+    state["emb"] = torch.rand(32_000, 64, generator=generator)
+    state["emb"][20_000:20_060] += rank
+    shards = {name: LocalShard(value, value.shape, (0,) * value.ndim) for name, value in state.items()}
+    path = Path(folder, "ckpt")
+    said = [
+        outcome(lambda: checkpoint.save(path, {"model": shards})),
+        outcome(lambda: checkpoint.async_save(path, {"model": shards}, staging="lazy").result(600)),
+        outcome(lambda: checkpoint.save(path, {"model": shards}, replicas="sample" if rank else "verify")),
+    ]
+    with mock.patch.object(options, "sample_shift", return_value=1 << 31):  # between the samples lie these rows
+        checkpoint.save(path, {"model": shards}, replicas="sample")
+        checkpoint.async_save(path, {"model": shards}, replicas="sample").result(600)
+    if rank == 0:
+        held = checkpoint.read(path)["model.emb"][20_000:20_060] - state["emb"][20_000:20_060]
+        assert held.round().unique().numel() == 1
+        shards_of = [entry.shards for entry in checkpoint.catalog(path).tensors()]
+        assert [len(parts) for parts in shards_of] == [1] * 4
+        assert {parts[0].file.rank for parts in shards_of} == {0, 1}
+    with mock.patch.object(options, "sample_shift", return_value=0):
+        said.append(outcome(lambda: checkpoint.save(path, {"model": shards}, replicas="sample")))
+    return said
+
+
+def test_replicas_that_drifted_apart_in_a_few_rows_are_no_mixture(tmp_path: Path):
+    """The default finds the rows; samples may miss them, but store one rank's rows alone, and lie elsewhere in the next save."""
+    for whole, lazily, other_options, hit in run_ranks(drifted_job, 2, str(tmp_path)):
+        for said in (whole, lazily, hit):
+            assert said.error == "LayoutError"
+            assert "model.emb: ranks 0 and 1 hold it as the same, but their values differ" in said.message
+        assert other_options.error == "PeerError"
+        assert "save(replicas='sample')" in other_options.message

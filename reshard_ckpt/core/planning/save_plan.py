@@ -98,8 +98,14 @@ class SavePlan:
         return np.bincount(self.rank, weights=self.part_count * item_bytes, minlength=self.num_ranks).astype(np.int64)
 
 
-def plan_save(job_metadata: JobMetadata) -> SavePlan:
+def plan_save(job_metadata: JobMetadata, *, splits: bool = True) -> SavePlan:
     """Plan one save from the local metadata of all ranks.
+
+    Parameters
+    ----------
+    splits
+        Whether several ranks may each write a part of a run that all of them hold. Where the run is compared by samples alone,
+        the parts of ranks that have drifted apart would be a mixture.
 
     Raises
     ------
@@ -108,7 +114,7 @@ def plan_save(job_metadata: JobMetadata) -> SavePlan:
     """
     tables, boxes, rows, runs = _merged_runs(job_metadata)
     item_bytes = item_bytes_of(tables.dtype)
-    parts = _assign(rows, runs, boxes, item_bytes, job_metadata.num_ranks)
+    parts = _assign(rows, runs, boxes, item_bytes, job_metadata.num_ranks, splits)
     mesh = next((table.mesh for table in job_metadata.tables if table.mesh is not None), None)
     placements, placement = _placements(tables, boxes, rows, runs, mesh, job_metadata.num_ranks)
     # From here on a part is a write item, in the order of its rank's files; part.item is its run, and begin counts in its box.
@@ -170,7 +176,7 @@ def _distinct_runs(rows: MergedRows) -> _Runs:
     )
 
 
-def _assign(rows: MergedRows, runs: _Runs, boxes: MergedBoxes, item_bytes: I64, num_ranks: int) -> Assigned:
+def _assign(rows: MergedRows, runs: _Runs, boxes: MergedBoxes, item_bytes: I64, num_ranks: int, may_split: bool) -> Assigned:
     """Divide the runs over the ranks that hold them; `Assigned.item` numbers a run, which is cut in its own elements."""
     elements, each = runs.count, item_bytes[runs.tensor]
     # Buffers and empty tensors are the lowest rank's, like what one rank alone holds.
@@ -181,7 +187,7 @@ def _assign(rows: MergedRows, runs: _Runs, boxes: MergedBoxes, item_bytes: I64, 
     outer = np.argmax(boxes.lengths > 1, axis=1)
     slices = np.maximum(strides_of(boxes.lengths)[np.arange(len(outer)), outer], 1)[runs.box]
     # PLAIN forbids splitting; BUFFER decides only where every member says so, since DECLARED is the stronger word.
-    splits = (runs.replication == Replication.DECLARED) & (elements * each > SPLIT_BYTES)
+    splits = (runs.replication == Replication.DECLARED) & (elements * each > SPLIT_BYTES) & may_split
     cut = assign(_replica_groups(rows, runs, shared, splits), elements, each, slices, loads)
     return Assigned(
         np.concatenate([alone, cut.item]),

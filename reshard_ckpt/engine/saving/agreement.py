@@ -10,7 +10,8 @@
 
 Nobody but rank 0 decides that a plan holds, and it decides from what all ranks have just said. So a rank whose layout changed
 never meets ranks that use a plan from before: with any other digest, it is another plan, under another id. A plan follows
-from the layouts, in order of rank, and from nothing else; so process groups that are alike may share one.
+from the layouts, in order of rank, and whether replicas may be split, and from nothing else; so process groups that are alike
+may share one.
 """
 
 from __future__ import annotations
@@ -104,12 +105,15 @@ def agree(
     local_shards: LocalShards,
     cache: PlanCache = PLANS,
     *,
+    splits: bool = True,
     accept: Callable[[SavePlan], None] = lambda plan: None,
 ) -> AgreedPlan:
     """Settle with all ranks what each of them writes.
 
     Parameters
     ----------
+    splits
+        As for `plan_save`; the same on all ranks.
     accept
         Is shown the plan on rank 0, before any rank has its part of it; what it raises, all ranks raise.
 
@@ -120,10 +124,10 @@ def agree(
     """
     parts = encode_metadata(local_shards.local_metadata)
     digests = [digest128(part) for part in parts]
-    layout = b"".join(digests[:_LAYOUT_PARTS])
+    layout = b"".join((*digests[:_LAYOUT_PARTS], bytes([splits])))
     kept = cache.assignments.find(layout)
     states = comm.gather(b"".join((*digests, kept.plan_id if kept else _NO_PLAN)))
-    leader = None if states is None else Leader(states, cache, accept)
+    leader = None if states is None else Leader(states, cache, accept, splits=splits)
     said = comm.broadcast(None if leader is None else leader.answer.encode())
     answer = _Answer.decode(said)
     sent = None
@@ -151,11 +155,19 @@ class Leader:
         What every rank says first.
     """
 
-    def __init__(self, states: Sequence[bytes], cache: PlanCache, accept: Callable[[SavePlan], None] = lambda plan: None) -> None:
+    def __init__(
+        self,
+        states: Sequence[bytes],
+        cache: PlanCache,
+        accept: Callable[[SavePlan], None] = lambda plan: None,
+        *,
+        splits: bool = True,
+    ) -> None:
         table = np.frombuffer(b"".join(states), np.uint8).reshape(len(states), _PARTS + 1, _ID_BYTES)
         self._cache = cache
         self._states = states
-        self._layouts = digest128(np.ascontiguousarray(table[:, :_LAYOUT_PARTS]).data)
+        self._splits = splits
+        self._layouts = digest128(np.ascontiguousarray(table[:, :_LAYOUT_PARTS]).data) + bytes([splits])
         kept = cache.plans.find(self._layouts)
         self._accept = accept
         self._plan = None if kept is None else kept.item
@@ -197,7 +209,8 @@ class Leader:
         """Take the parts that were asked for, and this rank's own; plan where need be, and merge the values."""
         messages = [own, *((msgpack.unpackb(m) for m in sent[1:]) if sent else ())]
         if self._plan is None:
-            self._plan = plan_save(decode_metadata(*(self._by_rank(part, messages) for part in range(_LAYOUT_PARTS))))
+            metadata = decode_metadata(*(self._by_rank(part, messages) for part in range(_LAYOUT_PARTS)))
+            self._plan = plan_save(metadata, splits=self._splits)
             self._accept(self._plan)
             self._cache.plans.keep(self._layouts, _Kept(self.answer.plan_id, self._plan))
         of_ranks = [(rank, decode_values(messages[rank][-1])) for rank in self._first_with(_PARTS - 1).values()]

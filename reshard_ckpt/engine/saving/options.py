@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 from torch.optim import Optimizer
 
@@ -41,6 +42,7 @@ class SaveOptions:
     host_buffer_bytes: int | None = None
     when_busy: str = "wait"
     hold: Hold = "optimizers"
+    replicas: str = "verify"
     compare_first: bool = False
     """Replicas are compared before anything is written, and captured again where they differ."""
     beside: Mapping[str, bytes] = field(default_factory=dict)
@@ -52,6 +54,7 @@ class SaveOptions:
     def __post_init__(self) -> None:
         _check_choice("staging", self.staging, ("eager", "lazy"))
         _check_choice("when_busy", self.when_busy, ("wait", "error"))
+        _check_choice("replicas", self.replicas, ("verify", "sample"))
         if isinstance(self.hold, str):
             _check_choice("hold", self.hold, ("optimizers", "caller"))
         elif not isinstance(self.hold, Optimizer | list | tuple):
@@ -66,6 +69,11 @@ class SaveOptions:
             raise UsageError(f"hold={self.hold!r} is for staging='lazy': an eager save has copied all when async_save returns")
 
     @property
+    def samples_replicas(self) -> bool:
+        """Whether large replicas are compared by samples, so that of each the bytes of one rank alone are written."""
+        return self.replicas == "sample"
+
+    @property
     def caller_holds(self) -> bool:
         """Whether the caller changes nothing before all is staged, so that nothing need be copied before the call returns."""
         return self.hold == "caller"
@@ -76,6 +84,11 @@ class SaveOptions:
         if isinstance(self.hold, str):
             return []
         return [self.hold] if isinstance(self.hold, Optimizer) else list(self.hold)
+
+
+def sample_shift(save_id: str) -> int:
+    """Choose where the samples of a save's replicas lie: on all ranks in the same places, and in others in each save."""
+    return xxhash.xxh32_intdigest(save_id.encode())
 
 
 def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
@@ -140,6 +153,11 @@ class SaveJob:
     @property
     def save_id(self) -> str:
         return self.agreed.assignment.save_id
+
+    @property
+    def shift(self) -> int | None:
+        """The shift of the samples by which replicas are compared, as for `replicas.looked_at`."""
+        return sample_shift(self.save_id) if self.options.samples_replicas else None
 
     @property
     def contents(self) -> SaveContents:

@@ -145,11 +145,6 @@ def all_fingerprints(local_shards: LocalShards, checks: RunColumns, shift: int |
     return fingerprints.taken
 
 
-def shift_of(save_id: str) -> int:
-    """Choose the shift of a save's samples: the same on all ranks, and another for each save."""
-    return xxhash.xxh32_intdigest(save_id.encode())
-
-
 def looked_at(run: LocalRun, shift: int | None) -> list[LocalRun]:
     """Choose the parts of a run that are looked at.
 

@@ -35,7 +35,7 @@ class StagedCopy:
         local_shards, assignment = job.local_shards, job.agreed.assignment
         self.staging = Staging(local_shards, assignment, layouts, ring)
         runs = local_shards.runs(assignment.checks)
-        self.fingerprints = Fingerprints(self.staging.copy_streams, runs, job.fingerprints)
+        self.fingerprints = Fingerprints(self.staging.copy_streams, runs, job.fingerprints, shift=job.shift)
         self._look: SecondLook | None = None
 
     def fill(

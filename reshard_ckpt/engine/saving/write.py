@@ -123,6 +123,7 @@ def write_assignment(
     recorder: Recorder | None = None,
     sha256: bool = False,
     fingerprints: NDArray[np.uint64] | None = None,
+    shift: int | None = None,
 ) -> Receipt:
     """Write and make durable all that this rank was assigned, from the tensors' own memory.
 
@@ -132,6 +133,8 @@ def write_assignment(
         Hash the files for a manifest as well.
     fingerprints
         The fingerprints of the assignment's checks, where they are known.
+    shift
+        As for `replicas.looked_at`.
 
     Raises
     ------
@@ -141,7 +144,7 @@ def write_assignment(
     recorder = recorder or Recorder()
     if fingerprints is None:
         with recorder.step("compare"):
-            fingerprints = all_fingerprints(local_shards, assignment.checks)
+            fingerprints = all_fingerprints(local_shards, assignment.checks, shift)
     layouts = lay_out(local_shards, assignment, rank, header_bytes)
     chunks_of = partial(_file_chunks, local_shards.runs(assignment.items))
     return write_files(storage, layouts, chunks_of, fingerprints, recorder, sha256=sha256)

@@ -1,6 +1,6 @@
 """`save` and `async_save`: the calls of ``megatron.core.dist_checkpointing``, by the engine of `checkpoint.save`.
 
-What a rank has to save is described in `tree`. Samples of replicas are compared before anything is written. Beside
+What a rank has to save is described in `tree`. Replicas are compared before anything is written. Beside
 the catalog lies Megatron's own ``metadata.json``, by which its programs know a checkpoint. Its ``dist_checkpointing.save``
 hands the common state to a strategy as an object from 0.19 on; its ``load`` looks for that by torch's own DCP, unless there is
 a ``common.pt``.
@@ -65,7 +65,7 @@ def save(
     verify_integrity
         Also keep a manifest with the SHA-256 of every file.
     replicas
-        What happens where samples of a tensor's replicas differ: ``"main"`` saves the main one whole, with a warning;
+        What happens where a tensor's replicas differ: ``"main"`` saves the main one whole, with a warning;
         ``"error"`` is a `LayoutError`.
     process_group
         The ranks that save together; all, by default.

@@ -1,4 +1,4 @@
-"""Fingerprints that are summed up: against an oracle in Python's own numbers, and what differs shows."""
+"""Fingerprints: sums against an oracle in Python's own numbers, what differs shows, and where samples lie."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from reshard_ckpt.core.catalog.specs import box_piece, row_major_strides
 from reshard_ckpt.engine.common.tensor_bytes import LocalPiece, LocalRun
 from reshard_ckpt.engine.saving import replicas
-from reshard_ckpt.engine.saving.replicas import may_be_alike, weighted_sums, with_kind
+from reshard_ckpt.engine.saving.replicas import looked_at, may_be_alike, weighted_sums, with_kind
 
 CPU, MASK, FACTOR = torch.device("cpu"), (1 << 64) - 1, 0x2545F4914F6CDD1D
 
@@ -44,6 +44,17 @@ def test_sums_are_those_of_the_oracle(parts: list[bytes], packed: int) -> None:
     with mock.patch.object(replicas, "PACKED_BYTES", packed):
         sums = weighted_sums(runs, CPU)
     assert [total & MASK for total in sums.tolist()] == [oracle(data, packed) for data in parts]
+
+
+@given(st.integers(0, (1 << 32) - 1))
+def test_samples_of_all_shifts_together_are_the_whole_run(shift: int) -> None:
+    run = whole(torch.empty(3_000_001, dtype=torch.bfloat16))
+    first, here, last = (looked_at(run, s) for s in (0, shift, (1 << 32) - 1))
+    assert first[0].start == 0
+    assert [a.start <= b.start <= c.start for a, b, c in zip(first, here, last, strict=True)] == [True] * 16
+    assert [b.start <= a.start + a.num_elements for a, b in zip(last, first[1:], strict=False)] == [True] * 15
+    assert last[-1].start + last[-1].num_elements >= run.num_elements - 1
+    assert looked_at(run, None) == [run]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int8], ids=str)
