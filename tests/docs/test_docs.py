@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import sys
 from pathlib import Path
@@ -10,7 +11,8 @@ import pytest
 
 from tests.docs.runner import blocks, not_imported, run_document
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
 PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
 RUN = [
     "cli.md",
@@ -24,6 +26,7 @@ RUN = [
     "dcp-folders.md",
     "manager.md",
     "formats.md",
+    "supported.md",
 ]
 
 
@@ -64,6 +67,19 @@ def test_picture_is_what_the_planners_return_today(folder: Path):
     draw(folder / "resharding.svg")
     assert shown(folder / "resharding.svg") == shown(DOCS / "resharding.svg")
     assert len(shown(DOCS / "resharding.svg")) > 200
+
+
+@pytest.mark.parametrize(
+    "page", [*(DOCS / name for name in PAGES), ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=lambda page: page.stem
+)
+def test_commands_and_files_that_a_page_names_exist(page: Path):
+    text = page.read_text()
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
+    assert set(re.findall(r"`make ([a-z-]+)", text)) <= {*targets}
+    modules = re.findall(r"python -m ((?:benchmarks|tests|examples)[.\w]*)", text)
+    assert [name for name in modules if importlib.util.find_spec(name) is None] == []
+    paths = re.findall(r"\b((?:tests|benchmarks|examples)/[\w/]+\.py)\b", text)
+    assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
 def test_index_lists_every_page_and_design_note():
