@@ -2,7 +2,7 @@
 
 Every rank holds runs of tensors, and wants runs of the same tensors. All are boxes once they are cut (`geometry.runs.decompose`).
 
-1. Wanted boxes meet held ones of the same tensor (`meet`). Equal runs of several ranks are met once.
+1. Wanted boxes meet held ones of the same tensor (`geometry.meeting`). Equal runs of several ranks are met once.
 2. What a rank wants and holds it takes from itself. Anything else comes from a holder on its own node, or else from any; of
    several, from the one that has the least to send. Large parts are cut first, so that holders of the same can share the sending.
 3. The parts between each two ranks are one stream, cut into as many equal rounds as the busiest rank needs: no rank sends or
@@ -18,17 +18,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..geometry.columns import ColumnTable, batches
+from ..geometry.columns import ColumnTable
 from ..geometry.dtypes import item_bytes_of
-from ..geometry.ordering import group_ids, is_new, lex_order
+from ..geometry.meeting import TensorBoxes, meet
+from ..geometry.ordering import group_ids, lex_order
 from ..geometry.runs import I64, cut_boxes, decompose, pad_left, ranges, volumes
 from .balance import ReplicaGroup, assign
 
 MIN_PART_BYTES, MAX_PART_BYTES = 64 << 10, 4 << 20
 """Larger parts are cut, into parts of a size between these: smaller ones among many ranks, so that rounds come out even."""
-
-MAX_PAIRS = 1 << 21
-"""Pairs of boxes compared in one step; bounds memory, not the answer."""
 
 OWN = -1
 """The round of what a rank takes from itself."""
@@ -140,15 +138,6 @@ def plan_exchange(held: RankRuns, wanted: RankRuns, node: Sequence[int], round_b
     return parts.take(lex_order(parts.device, parts.round, parts.owner, parts.taker, -_item_bytes(wire)))
 
 
-@dataclass(frozen=True, slots=True)
-class TensorBoxes:
-    """Boxes of tensors."""
-
-    tensor: I64
-    offsets: I64
-    lengths: I64
-
-
 def _distinct(runs: RankRuns, width: int) -> tuple[I64, I64]:
     """Number the distinct runs: the number of each row, and the first row of each number."""
     wide = [pad_left(runs.offsets, width, 0), pad_left(runs.lengths, width, 1)]
@@ -166,60 +155,6 @@ def _members(group: I64, num: int) -> tuple[I64, I64]:
     """List the rows of each group: those of group g are ``rows[begin[g] : begin[g + 1]]``."""
     rows = np.argsort(group, kind="stable")
     return rows, np.searchsorted(group[rows], np.arange(num + 1))
-
-
-def meet(one: TensorBoxes, other: TensorBoxes) -> tuple[I64, I64]:
-    """Find the pairs of boxes, of equal tensors, that share an element; empty boxes meet nothing.
-
-    Boxes are swept along one dim of each tensor: that on which the boxes of `other` have most places.
-
-    >>> row = np.array([[0, 0], [2, 0]]), np.array([[2, 4], [2, 4]])
-    >>> column = np.array([[0, 0], [0, 2]]), np.array([[4, 2], [4, 2]])
-    >>> zero = np.zeros(2, np.int64)
-    >>> [a.tolist() for a in meet(TensorBoxes(zero, *row), TensorBoxes(zero, *column))]
-    [[0, 0, 1, 1], [0, 1, 0, 1]]
-    """
-    solid = np.flatnonzero((other.lengths > 0).all(axis=1))
-    tensor, dim = _sweep_dims(other, solid, int(max(one.tensor.max(initial=0), other.tensor.max(initial=0))) + 1)
-    along = dim[tensor]
-    begin = other.offsets[solid, along]
-    order = lex_order(tensor, begin)
-    solid, tensor, begin = solid[order], tensor[order], begin[order]
-    end = begin + other.lengths[solid, along[order]]
-    # All tensors on one axis, one behind the other; reach is where the boxes so far end, which never falls.
-    shift = int(max(end.max(initial=0), (one.offsets + one.lengths).max(initial=0))) + 1
-    first_at, end_at = tensor * shift + begin, np.maximum.accumulate(tensor * shift + end)
-    mine = dim[one.tensor]
-    rows = np.arange(len(one.tensor))
-    low = one.tensor * shift + one.offsets[rows, mine]
-    high = low + one.lengths[rows, mine]
-    first = np.searchsorted(end_at, low, side="right")
-    last = np.maximum(np.searchsorted(first_at, high, side="left"), first)
-    found = [_touching(one, other, solid, first, last, part) for part in batches(last - first, MAX_PAIRS)]
-    empty = np.zeros(0, np.int64)
-    left, right = (np.concatenate([empty, *column]) for column in (zip(*found, strict=True) if found else ((), ())))
-    return left, right
-
-
-def _sweep_dims(boxes: TensorBoxes, solid: I64, num: int) -> tuple[I64, I64]:
-    """Choose the dim to sweep for each tensor; returns the tensors of the solid boxes, and the dims."""
-    tensor = boxes.tensor[solid]
-    places = np.zeros((num, boxes.offsets.shape[1]), np.int64)
-    for dim in range(boxes.offsets.shape[1]):
-        order = lex_order(tensor, boxes.offsets[solid, dim])
-        new = is_new(tensor[order], boxes.offsets[solid, dim][order])
-        places[:, dim] = np.bincount(tensor[order][new], minlength=num)
-    return tensor, places.argmax(axis=1)
-
-
-def _touching(one: TensorBoxes, other: TensorBoxes, solid: I64, first: I64, last: I64, part: slice) -> tuple[I64, I64]:
-    owner, step = ranges((last - first)[part])
-    left, right = owner + part.start, solid[first[part][owner] + step]
-    same = one.tensor[left] == other.tensor[right]
-    low = np.maximum(one.offsets[left], other.offsets[right])
-    high = np.minimum(one.offsets[left] + one.lengths[left], other.offsets[right] + other.lengths[right])
-    hit = np.flatnonzero(same & (low < high).all(axis=1))
-    return left[hit], right[hit]
 
 
 def _own_rows(held: RankRuns, held_run: I64, run: I64, taker: I64, num_ranks: int) -> I64:

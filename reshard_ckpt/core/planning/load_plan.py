@@ -1,7 +1,7 @@
 """The plan of a load: the exact overlap of what is wanted with what the catalog has, as bytes of files.
 
 1. Every wanted piece is cut into boxes.
-2. Each meets the rows of its tensor whose bounds touch it.
+2. Each meets the rows of its tensor whose bounds touch it (`geometry.meeting`).
 3. These rows are cut where their bytes cross a *window* of their file, and into boxes; the overlaps are the items. So every
    item lies in one window, windows can be read independently, and no byte is read for two of them. Windows before the first
    wanted element of a row, and behind the last, are not looked at.
@@ -12,14 +12,17 @@ An item is a small n-dimensional copy: from ``src`` with byte strides ``src_stri
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...errors import CorruptError
 from ..catalog.model import Catalog
 from ..geometry.columns import ColumnTable, batches
 from ..geometry.dtypes import item_bytes_of
+from ..geometry.meeting import TensorBoxes, meet
 from ..geometry.runs import I64, bounds, decompose, pad_left, ranges, strides_of, volumes
 from .local_metadata import PieceColumns
 
@@ -31,7 +34,7 @@ MAX_WINDOWS_IN_ALL = 8 * MAX_WINDOWS
 """The same of all rows of one step: 8 TiB, which no rank reads."""
 
 MAX_PAIRS = 1 << 20
-"""Pairs of wanted box and row compared in one step; bounds memory, not the answer."""
+"""Pairs of wanted box and row that are cut in one step; bounds memory, not the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +84,11 @@ def plan_load(catalog: Catalog, source: I64, wanted: PieceColumns, window_bytes:
     """
     width = max(catalog.boxes.offsets.shape[1], wanted.offsets.shape[1])
     boxes = _wanted_boxes(catalog, source, wanted, width)
-    item_bytes, num_rows = item_bytes_of(catalog.tensors_table.dtype), np.diff(catalog.tensors_table.row_start)
-    found = [_meet(catalog, boxes, part, item_bytes, window_bytes, width) for part in batches(num_rows[boxes.tensor], MAX_PAIRS)]
-    columns = [np.concatenate(column) for column in zip(*found, strict=True)] if found else _no_items(width)
-    box, file, window, src, offset, lengths, src_strides = columns
+    item_bytes = item_bytes_of(catalog.tensors_table.dtype)
+    pairs = _meet(catalog, boxes, item_bytes, width)
+    parts = (slice(low, low + MAX_PAIRS) for low in range(0, len(pairs.box), MAX_PAIRS))
+    found = [_cut(catalog, boxes, pairs.take(part), window_bytes, width) for part in parts]
+    box, file, window, src, offset, lengths, src_strides = _joined(found, width)
     strides = boxes.strides[box]
     return LoadPlan(
         file=file,
@@ -100,9 +104,12 @@ def plan_load(catalog: Catalog, source: I64, wanted: PieceColumns, window_bytes:
     )
 
 
-def _no_items(width: int) -> list[I64]:
+def _joined(found: Sequence[Sequence[I64]], width: int) -> Sequence[I64]:
+    """Join the columns of items that were found one after the other."""
+    if len(found) == 1:
+        return found[0]
     flat, wide = np.zeros(0, np.int64), np.zeros((0, width), np.int64)
-    return [flat, flat, flat, flat, wide, wide, wide]
+    return [np.concatenate(column) for column in zip((flat, flat, flat, flat, wide, wide, wide), *found, strict=True)]
 
 
 def _wanted_boxes(catalog: Catalog, source: I64, wanted: PieceColumns, width: int) -> _WantedBoxes:
@@ -131,40 +138,53 @@ class _Pairs(ColumnTable):
     item_bytes: I64
 
 
-def _meet(catalog: Catalog, boxes: _WantedBoxes, part: slice, item_bytes: I64, window_bytes: int, width: int) -> tuple[I64, ...]:
-    """Items of some wanted boxes: box, file, window, src, global offsets, lengths, source strides."""
+def _meet(catalog: Catalog, boxes: _WantedBoxes, item_bytes: I64, width: int) -> _Pairs:
+    """Find the pairs of a wanted box and a row whose bounds touch it."""
     row_start, rows = catalog.tensors_table.row_start, catalog.rows
-    tensor = boxes.tensor[part]
-    owner, step = ranges(row_start[tensor + 1] - row_start[tensor])
-    row, box = row_start[tensor][owner] + step, owner + part.start
-    pairs = _Pairs(box, row, rows.start[row], rows.count[row], item_bytes[boxes.tensor[box]])
-    pairs = pairs.take(_touching(boxes, pairs, *_row_boxes(catalog, pairs.row, width)))
-    first, last = _windows_of(boxes, pairs, rows.offset[pairs.row], *_row_boxes(catalog, pairs.row, width), window_bytes)
+    tensors, number = boxes.tensor, np.arange(len(boxes.tensor))
+    if not (tensors[1:] > tensors[:-1]).all():
+        tensors, number = np.unique(tensors, return_inverse=True)
+    # Each row once, whatever number of boxes its tensor is wanted in; `owner` numbers the tensors that are wanted.
+    first = row_start[tensors]
+    owner, step = ranges(row_start[tensors + 1] - first)
+    row = first[owner] + step
+    if not (filled := rows.count[row] > 0).all():
+        owner, row = owner[filled], row[filled]
+    low, high = bounds(*_row_boxes(catalog, row, width), rows.start[row], rows.count[row])
+    box, at = meet(TensorBoxes(number, boxes.offsets, boxes.lengths), TensorBoxes(owner, low, high - low))
+    row = row[at]
+    return _Pairs(box, row, rows.start[row], rows.count[row], item_bytes[boxes.tensor[box]])
+
+
+def _cut(catalog: Catalog, boxes: _WantedBoxes, pairs: _Pairs, window_bytes: int, width: int) -> tuple[I64, ...]:
+    """Items of some pairs: box, file, window, src, global offsets, lengths, source strides."""
+    offset = catalog.rows.offset[pairs.row]
+    first, last = _windows_of(boxes, pairs, offset, *_row_boxes(catalog, pairs.row, width), window_bytes)
     found = [
         _items(catalog, boxes, pairs.take(few), (first[few], last[few]), window_bytes, width)
         for few in batches(last - first + 1, MAX_WINDOWS)
     ]
-    return tuple(np.concatenate(column) for column in zip(*found, strict=True)) if found else tuple(_no_items(width))
+    return tuple(_joined(found, width))
 
 
 def _items(
     catalog: Catalog, boxes: _WantedBoxes, pairs: _Pairs, windows: tuple[I64, I64], window_bytes: int, width: int
 ) -> tuple[I64, ...]:
-    """Items of some pairs, in the windows of each from a first to a last one; columns as of `_meet`."""
+    """Items of some pairs, in the windows of each from a first to a last one; columns as of `_cut`."""
     rows = catalog.rows
     # From here on a pair is of one window: a row that lies in several is in as many pairs, each with its part of the row.
     pairs = _cut_at_windows(pairs, rows.offset[pairs.row], *windows, window_bytes)
     offsets, lengths = _row_boxes(catalog, pairs.row, width)
     # A part may miss the wanted box that its row meets.
-    hit = _touching(boxes, pairs, offsets, lengths)
-    pairs, offsets, lengths = pairs.take(hit), offsets[hit], lengths[hit]
+    if not (hit := _touching(boxes, pairs, offsets, lengths)).all():
+        pairs, offsets, lengths = pairs.take(hit), offsets[hit], lengths[hit]
     # From here on a pair is of one box of its part: `cut.offsets` count from the row's box, whose own are `origin`.
     cut = decompose(lengths, pairs.start, pairs.count)
     pairs, origin, strides = pairs.take(cut.parent), offsets[cut.parent], strides_of(lengths)[cut.parent]
     low = np.maximum(origin + cut.offsets, boxes.offsets[pairs.box])
     high = np.minimum(origin + cut.offsets + cut.lengths, boxes.offsets[pairs.box] + boxes.lengths[pairs.box])
-    keep = np.flatnonzero((low < high).all(axis=1))
-    pairs, origin, strides, low, high = pairs.take(keep), origin[keep], strides[keep], low[keep], high[keep]
+    if not (keep := (low < high).all(axis=1)).all():
+        pairs, origin, strides, low, high = pairs.take(keep), origin[keep], strides[keep], low[keep], high[keep]
     # In elements of the row, of which the first stands at its offset in the file.
     position = ((low - origin) * strides).sum(axis=1) - rows.start[pairs.row]
     offset, each = rows.offset[pairs.row], pairs.item_bytes
@@ -177,12 +197,12 @@ def _row_boxes(catalog: Catalog, row: I64, width: int) -> tuple[I64, I64]:
     return pad_left(catalog.boxes.offsets[box], width, 0), pad_left(catalog.boxes.lengths[box], width, 1)
 
 
-def _touching(boxes: _WantedBoxes, pairs: _Pairs, offsets: I64, lengths: I64) -> I64:
-    """Indices of the pairs where the bounds of the part meet the wanted box."""
+def _touching(boxes: _WantedBoxes, pairs: _Pairs, offsets: I64, lengths: I64) -> NDArray[np.bool_]:
+    """Mark the pairs where the bounds of the part meet the wanted box."""
     low, high = bounds(offsets, lengths, pairs.start, pairs.count)
     want_low = boxes.offsets[pairs.box]
     meets = (low < want_low + boxes.lengths[pairs.box]) & (want_low < high)
-    return np.flatnonzero(meets.all(axis=1) & (pairs.count > 0))
+    return np.asarray(meets.all(axis=1))
 
 
 def _windows_of(

@@ -13,7 +13,7 @@ from reshard_ckpt.core.catalog.specs import Ints, Piece
 from reshard_ckpt.core.geometry.dtypes import CODES, ITEM_BYTES
 from reshard_ckpt.core.geometry.runs import pad_rows
 from reshard_ckpt.core.planning import exchange
-from reshard_ckpt.core.planning.exchange import OWN, Parts, RankRuns, TensorBoxes, meet, plan_exchange
+from reshard_ckpt.core.planning.exchange import OWN, Parts, RankRuns, plan_exchange
 from tests.layouts import Layout, addresses, layouts, shapes
 
 F32, BF16 = CODES.index("F32"), CODES.index("BF16")
@@ -153,22 +153,3 @@ def test_holders_of_the_same_share_the_sending():
     sent = np.bincount(parts.owner, weights=parts.num_bytes)
     assert sent.sum() == parts.num_bytes[parts.owner != parts.taker].sum() == 4 * 4096 * 4096 * ITEM_BYTES["F32"]
     assert sent.max() <= 1.05 * sent.mean()
-
-
-@given(st.data())
-def test_meet_finds_just_the_pairs_that_share_an_element(data: st.DataObject):
-    def boxes() -> TensorBoxes:
-        rows = data.draw(st.lists(st.tuples(*[st.integers(0, 3)] * 7), max_size=12))
-        table = np.array(rows, np.int64).reshape(-1, 7)
-        return TensorBoxes(table[:, 0], table[:, 1:4], table[:, 4:])
-
-    one, other = boxes(), boxes()
-    expected = set()
-    for i, j in product(range(len(one.tensor)), range(len(other.tensor))):
-        low = np.maximum(one.offsets[i], other.offsets[j])
-        high = np.minimum(one.offsets[i] + one.lengths[i], other.offsets[j] + other.lengths[j])
-        if one.tensor[i] == other.tensor[j] and (low < high).all():
-            expected.add((i, j))
-    pairs = list(zip(*(column.tolist() for column in meet(one, other)), strict=True))
-    assert len(pairs) == len(set(pairs))
-    assert set(pairs) == expected
