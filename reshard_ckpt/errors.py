@@ -43,7 +43,17 @@ class LayoutError(UsageError):
 
 
 class CheckpointNotFound(CheckpointError):
-    """The path holds no committed checkpoint."""
+    """The path holds no committed checkpoint.
+
+    Attributes
+    ----------
+    looked_for
+        A line for each known format: what would mark a checkpoint of it. Empty where only one format was asked for.
+    """
+
+    def __init__(self, message: str, looked_for: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.looked_for = tuple(looked_for)
 
 
 class CorruptError(CheckpointError):

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Mapping
 from types import ModuleType
 
+from ..core.near import nearest
 from ..core.timeline import Timeline
 from ..errors import CheckpointNotFound, MismatchError, StorageError, UsageError
 from ..formats.source import Path, open_source
@@ -68,7 +69,7 @@ def plot(
             plotting = load_plotting()
             data = plotting.rendered(plotting.draw_timeline(saved), plotting.timeline_title(saved), file.suffix)
     elif name is None:
-        check_suffix(file, (".html",), "the page of a whole checkpoint")
+        check_suffix(file, (".html",), "the page of a whole checkpoint", " or pass the name of one tensor")
         data = _report(path)
     else:
         check_suffix(file, PICTURES, "a tensor's picture")
@@ -86,9 +87,9 @@ def _check_options(name: str | None, to: Mapping[str, int] | None, timeline: boo
         raise UsageError(f"timeline=True and name={name!r}: draw one of them at a time")
 
 
-def check_suffix(file: pathlib.Path, known: tuple[str, ...], what: str) -> None:
+def check_suffix(file: pathlib.Path, known: tuple[str, ...], what: str, instead: str = "") -> None:
     if file.suffix not in known:
-        raise UsageError(f"{file}: {what} is written as {' or '.join(known)}; name the output so")
+        raise UsageError(f"{file}: {what} is written as {' or '.join(known)}; name the output so{instead and ','}{instead}")
 
 
 def _report(path: Path) -> bytes:
@@ -108,7 +109,9 @@ def _cuts(path: Path, name: str, to: Mapping[str, int] | None, suffix: str) -> b
     with open_source(path) as source:
         saved = source.catalog
         if name not in saved:
-            raise MismatchError(f"{name}: no tensor of the checkpoint; inspect lists them", [name])
+            meant = nearest([name], saved.names).get(name)
+            hint = "" if meant is None else f" (did you mean {meant}?)"
+            raise MismatchError(f"{name}: no tensor of the checkpoint{hint}; inspect lists them", [name])
         mesh = None if to is None else mesh_of("to", to)
         plotting, wanted = load_plotting(), []
         if mesh is not None:

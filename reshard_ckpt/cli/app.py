@@ -40,7 +40,7 @@ from rich.progress import (
 )
 
 from .. import __version__
-from ..errors import CheckpointError, UsageError
+from ..errors import CheckpointError, CheckpointNotFound, UsageError
 from .columns import Columns, visible
 from .spelling import options_of, spelled
 
@@ -101,7 +101,8 @@ def _run_guarded(call: Callable[[], int | None], command: Callable[..., Any], *,
         options = options_of(command)
         message, problems = spelled(str(error), options), [spelled(line, options) for line in getattr(error, "problems", ())]
         if as_json:
-            print_json({"error": {"type": type(error).__name__, "message": message, "problems": problems}})
+            looked_for = {"looked_for": error.looked_for} if isinstance(error, CheckpointNotFound) else {}
+            print_json({"error": {"type": type(error).__name__, "message": message, "problems": problems, **looked_for}})
         print_note(f"{type(error).__name__}: {message}", every_rank=True)
         return WRONG_USE if isinstance(error, UsageError) else PROBLEM
     except KeyboardInterrupt:

@@ -94,9 +94,9 @@ def _open_foreign(
     if found is None:
         if describe_run(storage) is not None:
             raise not_native
-        tried = "; ".join(f"{one.marks} ({one.name})" for one in formats())
+        tried = [f"{CATALOG_KEY} ({NATIVE})", *(f"{one.marks} ({one.name})" for one in formats())]
         why = _unknown_file(url) if os.path.exists(url) and not os.path.isdir(url) else str(not_native)
-        raise CheckpointNotFound(f"{why}. Looked for: {CATALOG_KEY} ({NATIVE}); {tried}") from None
+        raise CheckpointNotFound(why, tried) from None
     stack.enter_context(found.storage)
     # A foreign format has no digest of its metadata; what was made of them is the same wherever they are.
     return Identified(found, digest128(encode_catalog(replace(found.catalog, created_s=0.0))))

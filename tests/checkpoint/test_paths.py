@@ -97,8 +97,21 @@ def test_the_root_of_a_run_says_which_steps_it_holds(name: str, tmp_path: Path, 
         OPENERS[name](tmp_path / "run")
     newest = str(tmp_path / "run" / "step_100")
     assert f"it holds those of a run: step_3, step_20, step_100; load the newest as {newest!r}, or with" in str(error.value)
-    assert "Looked for" not in str(error.value)
     OPENERS[name](newest)
+
+
+@pytest.mark.parametrize("name", OPENERS)
+def test_a_step_that_is_not_there_names_those_that_are(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    with Manager(tmp_path / "run") as manager:
+        for step in (20, 100):
+            manager.save(step, weights())
+    with pytest.raises(CheckpointNotFound) as error:
+        OPENERS[name](tmp_path / "run" / "step_40")
+    gone = tmp_path / "run" / "step_40"
+    said = f"{gone}: no committed checkpoint: nothing is there; its run holds step_20, step_100; check the path"
+    assert str(error.value) == said
+    assert any(line.endswith("(dcp)") for line in error.value.looked_for)
 
 
 def test_a_root_without_any_commit_says_so(tmp_path: Path):

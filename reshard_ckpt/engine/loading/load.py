@@ -32,10 +32,11 @@ from ...format.catalog import MAX_CATALOG_BYTES, decode_catalog
 from ...format.checksums import digest128
 from ...format.keys import CATALOG_KEY, SAVE_ID
 from ...format.torch_dtypes import TORCH_DTYPES
+from ...storage import open_storage
 from ...storage.protocol import MissingKey, Storage
 from ..common.copy_streams import has_streams
 from ..common.progress import OnProgress, silent
-from ..common.step_folders import describe_run
+from ..common.step_folders import describe_run, find_steps, name_steps
 from .files import open_files
 from .read import REQUEST_BYTES, WINDOW_BYTES, ReadTarget, ReadTask, execute
 from .ties import Tie, TiedTarget, conflicts, find_ties
@@ -125,10 +126,20 @@ def _what_is_there(storage: Storage) -> str:
         return run
     keys = [key for key, _ in storage.list()]
     if not keys:
-        return f"nothing is there, in particular no {CATALOG_KEY}; check the path"
+        return f"nothing is there; {_steps_beside(storage.url)}check the path"
     if any(SAVE_ID.fullmatch(key.split("/", 1)[0]) for key in keys):
         return f"a save began there, but never committed ({CATALOG_KEY} is missing); load another one"
     return f"{len(keys)} files ({', '.join(keys[:3])}{', …' if len(keys) > 3 else ''}), but no {CATALOG_KEY}; check the path"
+
+
+def _steps_beside(url: str) -> str:
+    """Name the steps of the run that a path seems to be below, for a message."""
+    above = url.rpartition("/")[0]
+    if not above or above.endswith("/"):
+        return ""
+    with open_storage(above) as root:
+        committed, _ = find_steps(root)
+    return f"its run holds {name_steps(committed)}; " if committed else ""
 
 
 def open_catalog(storage: Storage) -> Catalog:
