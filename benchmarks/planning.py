@@ -58,7 +58,7 @@ class Ranks:
         job_metadata = [encode_metadata(job.local_metadata(rank, 1)) for rank in range(job.mesh.size)]
         # Alike parts are one object: 16,384 processes would not share memory, but nor would they be here.
         known: dict[bytes, bytes] = {}
-        self.parts = [[known.setdefault(p, p) for p in (o.tensors, o.rows, o.values)] for o in job_metadata]
+        self.parts = [[known.setdefault(p, p) for p in (o.tensors, o.rows, o.values, b"")] for o in job_metadata]
         self.plan_id = bytes(16)
 
     def change_values(self, step: int) -> None:

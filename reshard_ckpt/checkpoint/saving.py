@@ -63,7 +63,7 @@ def save(
     process_group
         The ranks that save together; all, by default.
     metadata
-        Plain values to keep in the catalog.
+        Plain values to keep in the catalog, the same on all ranks.
     timeline
         Keep how long each step of each rank took beside the checkpoint, for `timeline`.
     sha256
@@ -247,7 +247,7 @@ def _agreed_job(session: ExitStack, path: Path, capture: Capture, options: SaveO
     with recorder.step("agree"):
         before = look(storage) if comm.rank == 0 else None
         accept = partial(check_free_space, storage)
-        agreed = agree(comm, local_shards, splits=not options.samples_replicas, accept=accept)
+        agreed = agree(comm, local_shards, splits=not options.samples_replicas, metadata=metadata, accept=accept)
     job = SaveJob(str(path), comm, storage, recorder, options, metadata, before, local_shards, agreed)
     return _compared(job, capture) if options.compare_first else job
 
@@ -264,7 +264,7 @@ def _compared(job: SaveJob, capture: Capture) -> SaveJob:
     local_shards = _described(partial(capture, differ), comm.rank, recorder)
     with recorder.step("agree"):
         accept = partial(check_free_space, job.storage)
-        agreed = agree(comm, local_shards, splits=not job.options.samples_replicas, accept=accept)
+        agreed = agree(comm, local_shards, splits=not job.options.samples_replicas, metadata=job.metadata, accept=accept)
     return replace(job, local_shards=local_shards, agreed=agreed)
 
 

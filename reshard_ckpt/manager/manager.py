@@ -207,7 +207,8 @@ class Manager(RunSteps):
         Parameters
         ----------
         metric
-            How good this state is, for ``keep_best``. Kept in the catalog's metadata, which must then be a dict.
+            How good this state is, for ``keep_best``: the same on all ranks. Kept in the catalog's metadata, which must then be a
+            dict.
         options
             Of `checkpoint.save`.
         """

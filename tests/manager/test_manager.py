@@ -29,6 +29,7 @@ from reshard_ckpt.manager.retention import Retention
 from reshard_ckpt.storage import open_storage
 from tests.checkpoint.references import referring
 from tests.launch import ROOT
+from tests.reliability.ranks import jobs
 from tests.warm_python import warm_python
 
 
@@ -333,6 +334,31 @@ def test_memory_is_an_object_of_its_options(tmp_path: Path, memory: Any):
 def test_a_metric_needs_a_place_in_the_metadata(tmp_path: Path, metadata: Any):
     with Manager(tmp_path) as manager, pytest.raises(UsageError, match="metadata="):
         manager.save(1, state(1), metric=1.0, metadata=metadata)
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["save", "async_save"])
+def test_a_metric_or_metadata_that_differ_between_ranks_are_refused_on_all(tmp_path: Path, background: bool):
+    with jobs() as make:
+        job = make(2)
+        managers = job.run(lambda rank: Manager(tmp_path, keep_last=1, keep_best=1))
+
+        def save(rank: int, **options: Any) -> str:
+            call = managers[rank].async_save if background else managers[rank].save
+            try:
+                call(1, state(1), **options)
+            except UsageError as error:
+                return str(error)
+            return ""
+
+        for said in job.run(lambda rank: save(rank, metric=0.5 + rank)):
+            assert "metric= differs between ranks: rank 0 passed 0.5, rank 1 passed 1.5" in said
+        for said in job.run(lambda rank: save(rank, metadata={"loss": rank})):
+            assert "metadata= of 'loss' differs between ranks: rank 0 passed 0, rank 1 passed 1" in said
+        assert job.run(lambda rank: save(rank, metric=0.5)) == ["", ""]
+        job.run(lambda rank: managers[rank].close())
+    assert not [
+        path for path in tmp_path.glob("step_1/*/*") if path.parent.name != checkpoint.catalog(tmp_path / "step_1").save_id
+    ]
 
 
 def test_a_failed_background_save_is_raised_at_close_and_lets_go(tmp_path: Path):

@@ -1,7 +1,7 @@
 """The agreement on who writes what: rank 0 plans for all, once for each layout; of an unchanged one it gets digests alone.
 
-1. Every rank sends digests of the parts of its metadata (tensors, rows, values), and the id of the plan from which it has kept an
-   assignment for this layout.
+1. Every rank sends digests of the parts of its metadata (tensors, rows, values, and the user's ``metadata=``), and the id of the
+   plan from which it has kept an assignment for this layout.
 2. Rank 0 looks the layouts of *all* ranks up among the plans that it has kept, and says to everyone: the save's id, the plan's
    id, and who shall send which parts. Of equal parts, the lowest rank that has one sends it. With a kept plan only values
    that differ from rank 0's own are asked for; they may have changed, and are merged anew for each save.
@@ -19,7 +19,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgpack
 import numpy as np
@@ -28,8 +28,10 @@ from numpy.typing import NDArray
 from ...comm.protocol import Comm
 from ...core.catalog.model import ValueEntry
 from ...core.planning.save_plan import SavePlan, plan_save
+from ...errors import UsageError
 from ...format.checksums import digest128
 from ...format.keys import new_save_id
+from ...format.values import decode_value, encode_value
 from ..common.memo import Memo
 from .local_shards import LocalShards
 from .messages import Assignment, decode_assignment, decode_metadata, decode_values, encode_assignments, encode_metadata
@@ -41,8 +43,9 @@ MAX_PLANS = 2
 MAX_ASSIGNMENTS = 8
 
 _ID_BYTES = 16
-_PARTS = 3
+_PARTS = 4
 _LAYOUT_PARTS = 2
+_VALUES, _METADATA = 2, 3
 _NO_PLAN = bytes(_ID_BYTES)
 
 Item = TypeVar("Item")
@@ -106,6 +109,7 @@ def agree(
     cache: PlanCache = PLANS,
     *,
     splits: bool = True,
+    metadata: bytes = b"",
     accept: Callable[[SavePlan], None] = lambda plan: None,
 ) -> AgreedPlan:
     """Settle with all ranks what each of them writes.
@@ -114,6 +118,8 @@ def agree(
     ----------
     splits
         As for `plan_save`; the same on all ranks.
+    metadata
+        The user's ``metadata=``, encoded as a value.
     accept
         Is shown the plan on rank 0, before any rank has its part of it; what it raises, all ranks raise.
 
@@ -121,8 +127,10 @@ def agree(
     ------
     LayoutError
         What the ranks hold does not fit together.
+    UsageError
+        They passed different ``metadata=``.
     """
-    parts = encode_metadata(local_shards.local_metadata)
+    parts = (*encode_metadata(local_shards.local_metadata), metadata)
     digests = [digest128(part) for part in parts]
     layout = b"".join((*digests[:_LAYOUT_PARTS], bytes([splits])))
     kept = cache.assignments.find(layout)
@@ -213,10 +221,34 @@ class Leader:
             self._plan = plan_save(metadata, splits=self._splits)
             self._accept(self._plan)
             self._cache.plans.keep(self._layouts, _Kept(self.answer.plan_id, self._plan))
-        of_ranks = [(rank, decode_values(messages[rank][-1])) for rank in self._first_with(_PARTS - 1).values()]
+        for rank in self._first_with(_METADATA).values():
+            _refuse_other(messages[0][_METADATA], messages[rank][_METADATA], rank)
+        of_ranks = [(rank, decode_values(messages[rank][_VALUES])) for rank in self._first_with(_VALUES).values()]
         self.values = merge_values(of_ranks, self.plan.tables)
 
     def assignments(self) -> list[bytes]:
         """For each rank that lacks its assignment."""
         encoded = encode_assignments(self.plan)
         return [data if lacks else b"" for data, lacks in zip(encoded, self._lacks.tolist(), strict=True)]
+
+
+def _refuse_other(first: bytes, second: bytes, rank: int) -> None:
+    """Raise a `UsageError` if the user's metadata of a rank are not those of rank 0; dicts may differ in order."""
+    if first == second:
+        return
+    mine, others = decode_value(first, name="metadata"), decode_value(second, name="metadata")
+    what = "metadata="
+    if isinstance(mine, dict) and isinstance(others, dict):
+        differ = [key for key in {**mine, **others} if _encoded(mine, key) != _encoded(others, key)]
+        if not differ:
+            return
+        what = "metric=" if differ[0] == "metric" else f"metadata= of {differ[0]!r}"
+        mine, others = mine.get(differ[0]), others.get(differ[0])
+    raise UsageError(
+        f"{what} differs between ranks: rank 0 passed {mine!r:.200}, rank {rank} passed {others!r:.200}; a checkpoint has "
+        "one, so pass the same on all ranks, such as the mean of a metric over them (torch.distributed.all_reduce)"
+    )
+
+
+def _encoded(metadata: dict[Any, Any], key: Any) -> bytes | None:
+    return encode_value(metadata[key], "metadata") if key in metadata else None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from contextlib import nullcontext
 from math import prod
+from typing import Any
 
 import msgpack
 import pytest
@@ -17,6 +19,7 @@ from reshard_ckpt.core.planning.save_plan import SavePlan, plan_save
 from reshard_ckpt.engine.saving.agreement import Leader, PlanCache
 from reshard_ckpt.engine.saving.local_shards import describe_local
 from reshard_ckpt.engine.saving.messages import decode_assignment, encode_assignments, encode_metadata
+from reshard_ckpt.errors import UsageError
 from reshard_ckpt.format.checksums import digest128
 from reshard_ckpt.format.values import encode_value
 from tests.layouts import layouts, shapes
@@ -115,7 +118,7 @@ def test_offers_of_wide_and_of_narrow_numbers_and_shapes_mix() -> None:
 class Rank:
     """One rank's side of the agreement, by hand."""
 
-    def __init__(self, rank: int, tensors: list[TensorSpec], step: int, note: str) -> None:
+    def __init__(self, rank: int, tensors: list[TensorSpec], step: int, note: str, metadata: Any = None) -> None:
         values = [
             ValueSpec("step", b"", ValueKind.PLAIN, encode_value(step, "step")),
             ValueSpec("rng", b"", ValueKind.PER_RANK, encode_value(note, "rng")),
@@ -123,7 +126,7 @@ class Rank:
         local_metadata = encode_metadata(
             describe_local([(spec, torch.empty(0)) for spec in tensors], values, None, rank).local_metadata
         )
-        self.parts = (local_metadata.tensors, local_metadata.rows, local_metadata.values)
+        self.parts = (*local_metadata, encode_value(metadata, "metadata"))
 
     def state(self, plan_id: bytes = bytes(16)) -> bytes:
         return b"".join((*map(digest128, self.parts), plan_id))
@@ -137,7 +140,7 @@ def test_equal_parts_are_asked_of_one_rank_and_only_the_rank_s_own_rng_sets_rows
     ranks = [Rank(r, [row_shard(r, 5)], 7, "x" * 10) for r in range(5)]
     leader = Leader([r.state() for r in ranks], PlanCache())
     # All have the same tensors and values, though each has a state of random numbers of its own; rank 0 has them itself.
-    assert leader.answer.asked.tolist() == [[False] * 5, [False, True, True, True, True], [False] * 5]
+    assert leader.answer.asked.tolist() == [[False] * 5, [False, True, True, True, True], [False] * 5, [False] * 5]
     asked = leader.answer.asked.T
     sent = [msgpack.packb([p if a else None for p, a in zip(r.parts, asked[i], strict=True)]) for i, r in enumerate(ranks)]
     leader.take_parts(ranks[0].parts, sent)
@@ -188,3 +191,28 @@ def test_a_rank_without_its_assignment_is_sent_it_alone() -> None:
     sent = again.assignments()
     assert [bool(data) for data in sent] == [False, True, False]
     assert list(decode_assignment(sent[1], "id").items) == list(decode_assignment(first.assignments()[1], "id").items)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        (
+            {"metric": 0.5, "lr": 1},
+            {"metric": 0.75, "lr": 1},
+            "metric= differs between ranks: rank 0 passed 0.5, rank 1 passed 0.75",
+        ),
+        ({"run": "a"}, {"run": "b"}, "metadata= of 'run' differs between ranks: rank 0 passed 'a', rank 1 passed 'b'"),
+        ({"run": "a"}, None, r"metadata= differs between ranks: rank 0 passed \{'run': 'a'\}, rank 1 passed None"),
+        ({"a": 1, "b": float("nan")}, {"b": float("nan"), "a": 1}, None),
+    ],
+)
+def test_metadata_that_differ_are_named_with_both_values(first: Any, second: Any, said: str | None) -> None:
+    cache = PlanCache()
+    for _ in range(2):  # with a new plan, and with one that was kept
+        ranks = [Rank(r, [row_shard(r, 3)], 7, "x", metadata) for r, metadata in enumerate((first, second, first))]
+        leader = Leader([r.state() for r in ranks], cache)
+        asked = leader.answer.asked.T
+        assert not asked[2].any() or asked[2].tolist() == [False, True, False, False]
+        sent = [msgpack.packb([p if a else None for p, a in zip(r.parts, asked[i], strict=True)]) for i, r in enumerate(ranks)]
+        with pytest.raises(UsageError, match=said) if said else nullcontext():
+            leader.take_parts(ranks[0].parts, sent)
