@@ -283,7 +283,8 @@ class PerRank:
     combine
         Called when the world size differs from the saved one, with all saved values in order of rank: either
         ``combine(values, rank, size)``, where rank and size are those of the loading job, or ``combine(values)``. It returns what
-        is this rank's. Without it, another world size is an error.
+        is this rank's. Without it, another world size is an error. Of random streams it has to return a different one for each
+        rank: ranks with the same state draw the same numbers.
 
     Examples
     --------
