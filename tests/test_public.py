@@ -58,6 +58,7 @@ OPTIONS = {
         "strict",
         "allow_missing",
         "ignore",
+        "replicas",
         "memory_bytes",
         "timeout_s",
     ],

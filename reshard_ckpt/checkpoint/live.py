@@ -27,6 +27,7 @@ def reshard_live(
     strict: bool = True,
     allow_missing: Patterns = False,
     ignore: Sequence[str] = (),
+    replicas: str = "verify",
     memory_bytes: int = MEMORY_BYTES,
     timeout_s: float = 600.0,
 ) -> LoadReport:
@@ -40,12 +41,14 @@ def reshard_live(
     ----------
     src, dst
         What to read, and what to fill in place: everything that `save` and `load` take as state. A rank may have one of both
-        (None, or an empty dict, for the other), or none. Ranks that hold the same part of `src` are trusted to hold the same
-        bytes.
+        (None, or an empty dict, for the other), or none.
     process_group
         The ranks that take part; all, by default.
     cast, rename, strict, allow_missing, ignore
         As for `load`, `src` being what was saved.
+    replicas
+        ``"verify"`` compares all that several ranks hold of `src` as the same before anything is moved; ``"trust"`` does not, so
+        that of ranks that have drifted apart a mixture may come. The same on all ranks.
     staged
         Change no tensor before every byte has arrived on every rank: all or nothing. What a rank gets from others is then held in
         memory as a whole.
@@ -63,6 +66,8 @@ def reshard_live(
     ------
     MismatchError
         Source and destination disagree; nothing was changed.
+    LayoutError
+        Ranks hold different values of the same part of `src`; nothing was changed.
     UsageError
         A state is none, a part of `dst` lies in the memory of `src`, or the parts of `src` do not make whole tensors; nothing was
         changed.
@@ -70,9 +75,13 @@ def reshard_live(
         Another rank failed or did not arrive; the message lists what had been overwritten, on any rank.
     """
     options = Options(
-        LoadOptions(strict, cast=cast or False, allow_missing=allow_missing, ignore=ignore), rename, staged, memory_bytes
+        LoadOptions(strict, cast=cast or False, allow_missing=allow_missing, ignore=ignore),
+        rename,
+        staged,
+        memory_bytes,
+        replicas,
     )
-    with outside_inference_mode(), _turn(process_group, timeout_s).opened() as comm:
+    with outside_inference_mode(), _turn(process_group, timeout_s, replicas).opened() as comm:
         return Job(src, dst, options, process_group, timeout_s).begin(comm).first(comm)
 
 
@@ -87,6 +96,8 @@ class LiveReshard:
     src, dst, process_group, cast, rename, staged, strict, allow_missing, ignore, memory_bytes, timeout_s
         As for `reshard_live`. Both states are looked at anew by each `run`, so that they may hold other tensors of the same
         layout; nothing is changed before.
+    replicas
+        As for `reshard_live`, in each `run`; ``"trust"`` unless said otherwise, since comparing takes a session of its own.
 
     Raises
     ------
@@ -106,12 +117,13 @@ class LiveReshard:
         strict: bool = True,
         allow_missing: Patterns = False,
         ignore: Sequence[str] = (),
+        replicas: str = "trust",
         memory_bytes: int = MEMORY_BYTES,
         timeout_s: float = 600.0,
     ) -> None:
         load = LoadOptions(strict, cast=cast or False, allow_missing=allow_missing, ignore=ignore)
-        options = Options(load, rename, staged, memory_bytes)
-        self._turn = partial(_turn, process_group, timeout_s)
+        options = Options(load, rename, staged, memory_bytes, replicas)
+        self._turn = partial(_turn, process_group, timeout_s, replicas)
         with outside_inference_mode(), self._turn().opened() as comm:
             self._job = Job(src, dst, options, process_group, timeout_s).begin(comm)
 
@@ -129,5 +141,6 @@ class LiveReshard:
             return self._job.again(self._turn())
 
 
-def _turn(process_group: Any, timeout_s: float) -> Turn:
-    return open_turn("reshard_live", "", process_group=process_group, timeout_s=timeout_s)
+def _turn(process_group: Any, timeout_s: float, replicas: str) -> Turn:
+    call = "reshard_live" if replicas == "trust" else f"reshard_live(replicas={replicas!r})"  # ranks that differ are told so
+    return open_turn(call, "", process_group=process_group, timeout_s=timeout_s)

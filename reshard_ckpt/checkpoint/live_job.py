@@ -32,7 +32,7 @@ from ..engine.loading.load import LoadOptions, Resolved, drop_refused, resolve
 from ..engine.loading.vote import VoteResult, Wanted, missing_values, vote
 from ..engine.resharding.live import Mover, Moves, WantedRows, memory_rows, plan_moves
 from ..engine.resharding.live_memory import Overlaps, Spares, find_overlaps
-from ..engine.resharding.live_source import LiveSource, LiveValues, open_live
+from ..engine.resharding.live_source import LiveSource, LiveValues, compare_live, open_live
 from ..engine.saving.handle import SAVES
 from ..engine.saving.local_shards import LocalShards, describe_local
 from ..engine.saving.messages import encode_metadata
@@ -54,8 +54,11 @@ class Options:
     rename: Mapping[str, str] | Callable[[str], str] | None
     staged: bool
     memory_bytes: int
+    replicas: str
 
     def __post_init__(self) -> None:
+        if self.replicas not in ("verify", "trust"):
+            raise UsageError(f"replicas={self.replicas!r}: pass one of 'verify', 'trust'")
         if self.memory_bytes < MIN_MEMORY_BYTES:
             raise UsageError(f"memory_bytes={self.memory_bytes}: messages need at least {MIN_MEMORY_BYTES} bytes")
 
@@ -139,13 +142,14 @@ class Job:
         assert opened is not None
         SAVES.wait_staged()  # what a save still copies must not change under it
         comm.gather(b"")  # from here on the ranks meet in collectives, so nobody may have failed
+        self._compare(comm, opened)
         return self._move(comm, opened, None)
 
     def again(self, turn: Turn) -> LoadReport:
         """Move what is there now. The ranks open no session, unless values have changed or something fails."""
         self._first = None
         running = [exchange for exchange in self.exchanges if exchange is not None]
-        if not running:
+        if not running or self._compares:
             with turn.opened() as comm:
                 return self._again_in(comm)
         try:
@@ -191,11 +195,22 @@ class Job:
             opened = self._opened_again(describe_local(captured.tensors, (), None, comm.rank))
         except BaseException as error:
             failure = error
-        if all(exchange is None for exchange in self.exchanges):
+        if self._compares or all(exchange is None for exchange in self.exchanges):
             if failure is not None:
                 raise failure
+            assert opened is not None
             comm.gather(b"")  # nothing is moved unless all can
+            self._compare(comm, opened)
         return self._move(comm, opened, failure)  # whose first messages tell the others of a failure
+
+    @property
+    def _compares(self) -> bool:
+        return self._options.replicas == "verify"
+
+    def _compare(self, comm: Comm, opened: _Opened) -> None:
+        """Compare what ranks hold as the same, where that is asked for. Collective."""
+        if self._compares:
+            compare_live(comm, self._source, opened.held)
 
     def _opened_again(self, held: LocalShards) -> _Opened:
         """Open both states, which must have the layouts that this was made for."""

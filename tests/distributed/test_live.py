@@ -519,3 +519,30 @@ def test_messages_stay_within_the_memory_that_is_set():
     for grown, right in run_ranks(memory_job, 4):
         assert right
         assert grown < 24 << 20, f"{grown / 2**20:.1f} MiB, 8 for messages, and as much of what others share is mapped"
+
+
+def drifted_job() -> list[Outcome]:
+    """Move rows that rank 0 and rank 1 hold as the same, and of which one element differs, into the other order of ranks."""
+    rank = dist.get_rank()
+    held = torch.zeros(300_000, 4)
+    src = {"m": {"w": LocalShard(held, (300_000, 4), (0, 0))}}
+    dst = {"m": {"w": torch.full((300_000, 4), -1.0)}}
+    kept = checkpoint.LiveReshard(src, dst, replicas="verify")
+    said = [outcome(kept.run)]
+    held[7, 1] = rank
+    said += [outcome(call) for call in (kept.run, lambda: checkpoint.reshard_live(src, dst))]
+    assert int(dst["m"]["w"].sum()) == 0
+    said.append(outcome(lambda: checkpoint.reshard_live(src, dst, replicas="trust" if rank else "verify")))
+    said.append(outcome(lambda: checkpoint.reshard_live(src, dst, replicas="trust")))
+    assert int(dst["m"]["w"].sum()) == rank
+    return said
+
+
+def test_replicas_that_drifted_apart_are_moved_only_where_they_are_trusted():
+    for alike, drifted, drifted_at_once, other_options, trusted in run_ranks(drifted_job, 2):
+        assert (alike.error, trusted.error) == ("", "")
+        for said in (drifted, drifted_at_once):
+            assert said.error == "LayoutError"
+            assert "m.w: ranks 0 and 1 hold it as the same, but their values differ" in said.message
+        assert other_options.error == "PeerError"
+        assert "reshard_live(replicas='verify')" in other_options.message

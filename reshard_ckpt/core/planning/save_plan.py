@@ -244,9 +244,9 @@ def _describe_fault(fault: Fault, tables: MergedTables, ranks: I64) -> str:
     return f"{name}: no rank holds {region} ({fault.missing} elements in all), global shape {shape}"
 
 
-def _checks(rows: MergedRows, runs: _Runs) -> Checks:
-    """Find the rows of all runs that more than one piece holds."""
-    several = (np.bincount(runs.of_row, minlength=len(runs.count)) > 1) & (runs.count > 0)
+def _checks(rows: MergedRows, runs: _Runs, chosen: NDArray[np.bool_] | bool = True) -> Checks:
+    """Find the rows of all chosen runs that more than one piece holds."""
+    several = (np.bincount(runs.of_row, minlength=len(runs.count)) > 1) & (runs.count > 0) & chosen
     members = several[runs.of_row]
     run, held = runs.of_row[members], rows.take(members)
     return Checks(run, held.rank, held.local, held.start, held.count, held.tensor, runs.replication[run])
@@ -284,7 +284,7 @@ class HeldRows:
     """Who holds what: distinct runs that tile every tensor, in order of tensor, box and start; and who holds each.
 
     Entry i of the holders, which is row ``local`` of its ``rank``, holds run ``run``. Of a buffer under DDP, the lowest rank's
-    alone counts.
+    alone counts, so there is no check of it.
     """
 
     tables: MergedTables
@@ -296,6 +296,7 @@ class HeldRows:
     run: I64
     rank: I64
     local: I64
+    checks: Checks
 
 
 def find_holders(job_metadata: JobMetadata) -> HeldRows:
@@ -321,4 +322,5 @@ def find_holders(job_metadata: JobMetadata) -> HeldRows:
         run=runs.of_row[chosen],
         rank=rows.rank[chosen],
         local=rows.local[chosen],
+        checks=_checks(rows, runs, ~(runs.replication == Replication.BUFFER)),
     )

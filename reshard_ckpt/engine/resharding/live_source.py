@@ -2,7 +2,8 @@
 
 1. Every rank sends what it holds to rank 0, as for a save. Rank 0 merges it, proves that the shards tile every tensor, and sends
    the catalog to all. So names, links, renaming, matching and values work as for any checkpoint.
-2. Values that are no tensors may change from exchange to exchange. They are sent again where they have.
+2. Where it is asked for, ranks compare what they hold as the same, as for a save (`compare_live`).
+3. Values that are no tensors may change from exchange to exchange. They are sent again where they have.
 """
 
 from __future__ import annotations
@@ -22,23 +23,26 @@ from ...core.geometry.dtypes import item_bytes_of
 from ...core.planning.build_catalog import tensor_table
 from ...core.planning.exchange import RankRuns
 from ...core.planning.merge import MergedTables
-from ...core.planning.save_plan import HeldRows, find_holders
+from ...core.planning.save_plan import Checks, HeldRows, find_holders
 from ...errors import LayoutError
 from ...format.catalog import decode_catalog, encode_catalog
 from ...format.keys import new_save_id
 from ...format.values import decode_value, encode_value
+from ..common.rounds import pack_table, unpack_table
 from ..saving.local_shards import LocalShards
-from ..saving.messages import decode_metadata, decode_values, encode_metadata, encode_values
+from ..saving.messages import RunColumns, decode_metadata, decode_values, encode_metadata, encode_values
+from ..saving.replicas import all_fingerprints, compare_fingerprints
 from ..saving.values import merge_values
 
 
 @dataclass(frozen=True, slots=True)
 class LiveSource:
-    """What all ranks hold; `held` says where, and `tables` are its tensors, on rank 0 alone."""
+    """What all ranks hold; `held` says where, `tables` are its tensors, and `checks` what is held alike, on rank 0 alone."""
 
     catalog: Catalog
     held: RankRuns | None = None
     tables: MergedTables | None = None
+    checks: Checks | None = None
 
 
 def open_live(comm: Comm, local: LocalShards, devices: Sequence[bool]) -> LiveSource:
@@ -68,7 +72,28 @@ def open_live(comm: Comm, local: LocalShards, devices: Sequence[bool]) -> LiveSo
     comm.broadcast(zlib.compress(encode_catalog(catalog), 1))
     num_rows = np.bincount(metadata.rank, minlength=len(tensors))
     bits = [np.unpackbits(np.frombuffer(data, np.uint8), count=num) for data, num in zip(flags, num_rows.tolist(), strict=True)]
-    return LiveSource(catalog, _held(holders, bits), holders.tables)
+    return LiveSource(catalog, _held(holders, bits), holders.tables, holders.checks)
+
+
+def compare_live(comm: Comm, source: LiveSource, local: LocalShards) -> None:
+    """Compare all bytes of what ranks hold as the same. Collective.
+
+    Raises
+    ------
+    LayoutError
+        They differ.
+    """
+    messages, checks = None, source.checks
+    if checks is not None:
+        columns = np.column_stack([checks.local, checks.start, checks.count])
+        messages = [pack_table(columns[checks.rank == rank]) for rank in range(comm.size)]
+    mine = RunColumns(*unpack_table(comm.scatter(messages)).T)
+    gathered = comm.gather(all_fingerprints(local, mine).tobytes())
+    if gathered is not None:
+        assert checks is not None
+        assert source.tables is not None
+        compare_fingerprints(checks, source.tables.names, [np.frombuffer(data, np.uint64) for data in gathered])
+    comm.gather(b"")  # nothing is moved where they differ
 
 
 def _catalog(holders: HeldRows) -> Catalog:

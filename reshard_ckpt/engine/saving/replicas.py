@@ -264,8 +264,19 @@ def differing_names(comm: Comm, plan: SavePlan | None, fingerprints: U64) -> fro
 
 
 def compare_replicas(checks: Checks, names: Sequence[str], receipts: Sequence[Receipt]) -> None:
-    """Compare the fingerprints of every replica group; buffers under DDP may differ, with one warning."""
-    differs, leader = differing(checks, [receipt.fingerprints for receipt in receipts])
+    """Compare the fingerprints of every replica group, as all ranks have sent them, as `compare_fingerprints` does."""
+    compare_fingerprints(checks, names, [receipt.fingerprints for receipt in receipts])
+
+
+def compare_fingerprints(checks: Checks, names: Sequence[str], fingerprints: Sequence[U64]) -> None:
+    """Compare the fingerprints of every replica group, by rank; buffers under DDP may differ, with one warning.
+
+    Raises
+    ------
+    LayoutError
+        Others differ.
+    """
+    differs, leader = differing(checks, fingerprints)
     buffers = differs[checks.replication[differs] == Replication.BUFFER]
     if len(buffers):
         listed = sorted({names[i] for i in checks.tensor[buffers].tolist()})
