@@ -45,9 +45,10 @@ ALLOWED = {
     "memory": _FORMATS | {"checkpoint"},
     "manager": _FORMATS | {"checkpoint", "memory"},
     "dcp": _FORMATS | {"checkpoint"},
+    "plugins": _FORMATS | {"checkpoint"},
     "nebula": {"checkpoint", "format", "manager"},
     # A family imports no other one: see `test_no_family_imports_another`.
-    "families": _FORMATS | {"checkpoint", "manager"},
+    "families": _FORMATS | {"checkpoint", "manager", "plugins"},
     "megatron": {"families"},
     "integrations": {"families"},
     "vescale": {"families"},
@@ -68,7 +69,7 @@ IMPURE = {
 MAX_ARROWS = 63
 """Between rooms of the top level; more than that is a sign that a room is drawn wrong."""
 
-LEAVES = {"dcp", "families", "integrations", "megatron", "nebula", "vescale"}
+LEAVES = {"dcp", "families", "integrations", "megatron", "nebula", "plugins", "vescale"}
 """Other systems and their calls, which no other room imports: their arrows all go down, and are not counted."""
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import reshard_ckpt
-from reshard_ckpt import checkpoint, dcp, errors
+from reshard_ckpt import checkpoint, dcp, errors, plugins
 from tests.launch import ROOT, project_table
 
 PACKAGE = ["FlatShard", "LocalShard", "Shards", "checkpoint", "errors", "register_placement"]
@@ -33,6 +33,9 @@ DCP = [
     "load",
     "save",
 ]
+
+MAX_PLUGIN_NAMES = 35
+"""More than that is a sign that plugins reach into the core."""
 
 OPTIONS = {
     "save": ["mesh", "process_group", "metadata", "timeline", "sha256", "replicas", "progress", "timeout_s"],
@@ -140,3 +143,10 @@ def test_reports_become_json_by_asdict(tmp_path: Path):
         checkpoint.goodput(state_gb=1, write_gbps=1, mtbf="3h"),
     ]
     assert all(json.loads(json.dumps(dataclasses.asdict(report))) for report in made)
+
+
+def test_plugins_have_few_names_and_the_page_lists_them_all() -> None:
+    named = set(re.findall(r"`([A-Za-z_]+)`", (ROOT / "docs" / "plugins.md").read_text()))
+    assert len(plugins.__all__) <= MAX_PLUGIN_NAMES
+    assert sorted(set(plugins.__all__) - named) == []
+    assert all(hasattr(plugins, name) for name in plugins.__all__)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -11,12 +11,14 @@ import numpy as np
 
 from ..core.catalog.links import link_columns
 from ..core.catalog.model import BoxTable, Catalog, FileEntry, RowTable, TensorKind, TensorTable, ValueEntry
-from ..core.catalog.specs import Ints, StateLink
+from ..core.catalog.specs import Ints, StateLink, ValueKind
 from ..core.geometry.dtypes import CODES
 from ..core.geometry.ordering import group_ids
 from ..core.geometry.runs import I64, pad_rows
-from ..errors import CorruptError, NameCollisionError
+from ..errors import CheckpointError, CorruptError, NameCollisionError
 from ..format.catalog_check import problems
+from ..format.links import linked
+from ..format.values import encode_path, encode_value
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,5 +157,104 @@ def _check_names(names: Sequence[str], where: str) -> None:
     seen: set[str] = set()
     for name in names:
         if name in seen:
-            raise NameCollisionError(f"{where}: {name} occurs twice; open the file that has the one you want by its own path")
+            raise _named_twice(name, where)
         seen.add(name)
+
+
+def _named_twice(name: str, where: str) -> NameCollisionError:
+    return NameCollisionError(f"{where}: {name} occurs twice; open the file that has the one you want by its own path")
+
+
+class CatalogBuilder:
+    """Builds the catalog over the files of another library: add the files, then say where the elements of each tensor lie.
+
+    Parameters
+    ----------
+    format
+        The name of the format.
+    where
+        The URL of the checkpoint, for messages.
+
+    Examples
+    --------
+    Two files hold the two halves of one tensor:
+
+    >>> builder = CatalogBuilder("halves", "memory://doc")
+    >>> builder.tensor("model.w", "F32", (4, 2))
+    >>> for number, key in enumerate(["upper.bin", "lower.bin"]):
+    ...     file = builder.file(key, size=16)
+    ...     builder.piece("model.w", offsets=(2 * number, 0), lengths=(2, 2), file=file, offset=0)
+    >>> catalog = builder.finish()
+    >>> catalog.names, catalog.shape(0)
+    (('model.w',), (4, 2))
+    """
+
+    def __init__(self, format: str, where: str) -> None:
+        self._format, self._where = format, where
+        self._files: list[FileEntry] = []
+        self._tensors: dict[str, ForeignTensor] = {}
+        self._parts: dict[str, list[FilePart]] = {}
+        self._values: list[ValueEntry] = []
+        self._unreadable: dict[str, CheckpointError] = {}
+
+    def file(self, key: str, size: int) -> int:
+        """Add a file of `size` bytes; return its number, which `piece` takes."""
+        self._files.append(foreign_file(key, size, self._format))
+        return len(self._files) - 1
+
+    def tensor(self, name: str, dtype: str, shape: Ints, *, link: StateLink | None = None) -> None:
+        """Add a tensor: its global shape, and its dtype as safetensors names it, such as ``"BF16"``.
+
+        `link` says of which parameter it is the optimizer state. By default the names tell.
+        """
+        self._add(ForeignTensor(name, dtype, shape, (), link=link))
+
+    def piece(
+        self, name: str, *, offsets: Ints, lengths: Ints, file: int, offset: int, start: int = 0, count: int | None = None
+    ) -> None:
+        """Say where a part of a tensor lies: the elements `start` to ``start + count`` of a box, in row-major order.
+
+        Parameters
+        ----------
+        offsets, lengths
+            The box, in global coordinates. By default all of its elements are meant.
+        file, offset
+            The number of the file, and the byte at which the first of these elements begins. The others follow without gaps.
+        """
+        part = FilePart(offsets, lengths, file, offset, start, count)
+        if part.num_elements:
+            self._parts[name].append(part)
+
+    def alias(self, name: str, of: str) -> None:
+        """Add a second name of a tensor, which shares its bytes, as tied weights do."""
+        held = self._tensors[of]
+        self._add(ForeignTensor(name, held.dtype, held.shape, (), alias_of=of))
+
+    def value(self, path: Sequence[Any], value: Any) -> None:
+        """Add a value that is no tensor, by its keys in the state: ``("extra", "step")`` is called ``extra.step``."""
+        name = ".".join(map(str, path))
+        self._values.append(ValueEntry(name, encode_path(list(path)), ValueKind.PLAIN, encode_value(value, name)))
+
+    def unreadable(self, name: str, why: CheckpointError) -> None:
+        """Leave out a tensor or a value that cannot be read. A load that wants it raises `why`; others do not need it."""
+        self._unreadable[name] = why
+
+    def finish(self, metadata: Any = None) -> Catalog:
+        """Build and check the catalog.
+
+        Raises
+        ------
+        CorruptError
+            Pieces overlap, leave elements out, or lie outside of their files.
+        NameCollisionError
+            Two tensors, or a tensor and a value, have one name.
+        """
+        tensors = [replace(tensor, parts=tuple(self._parts[tensor.name])) for tensor in self._tensors.values()]
+        values = sorted(self._values, key=lambda value: value.name)
+        catalog = linked(foreign_catalog(tensors, self._files, values, format=self._format, metadata=metadata, where=self._where))
+        return replace(catalog, unreadable=self._unreadable)
+
+    def _add(self, tensor: ForeignTensor) -> None:
+        if tensor.name in self._tensors:
+            raise _named_twice(tensor.name, self._where)
+        self._tensors[tensor.name], self._parts[tensor.name] = tensor, []
