@@ -76,7 +76,8 @@ def sizes(
 ) -> Sizes:
     """Compute what the checkpoints of a job take on disk and in host memory. Nothing is read or measured.
 
-    It takes what ranks write to be of one size, as under FSDP, DDP or a sharded optimizer. Stages of a pipeline differ.
+    It takes what ranks write to be of one size, as under FSDP, DDP or a sharded optimizer. Stages of a pipeline differ, and large
+    replicas with ``replicas="sample"``.
 
     Parameters
     ----------
