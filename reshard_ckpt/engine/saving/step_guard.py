@@ -179,7 +179,7 @@ class ChangeDetector:
 
 def _spread(tensors: Sequence[torch.Tensor], most: int) -> Sequence[torch.Tensor]:
     """Choose at most so many, spread over all."""
-    return tensors[:: max(-(-len(tensors) // most), 1)]
+    return tensors[:: max(-(-len(tensors) // max(most, 1)), 1)]
 
 
 class GuardedStep:
