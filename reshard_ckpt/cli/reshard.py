@@ -60,6 +60,9 @@ def reshard(
     cast: Cast = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be read and written; write nothing.")] = False,
     verify: Annotated[bool, typer.Option(help="Verify what is read, and read back what was written.")] = True,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout-s", metavar="SECONDS", help="Under torchrun: how long processes wait for each other.")
+    ] = 3600.0,
     as_json: AsJson = False,
 ) -> None:
     """Write a checkpoint as a job of another topology would have saved it. Run again after a kill, it goes on.
@@ -85,6 +88,7 @@ def reshard(
             cast=parse_pairs("--cast", cast),
             dry_run=dry_run,
             verify=verify,
+            timeout_s=timeout_s,
             progress=on_progress,
         )
     for axis in report.idle_axes:

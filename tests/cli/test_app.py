@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -18,6 +19,7 @@ from reshard_ckpt import checkpoint, cli
 from reshard_ckpt.cli import app as shared
 from reshard_ckpt.cli import columns
 from reshard_ckpt.cli.columns import Columns
+from reshard_ckpt.cli.spelling import options_of
 from reshard_ckpt.errors import CorruptError, MismatchError, UsageError
 from tests.cli.running import run, run_process, start
 from tests.launch import ROOT, project_table
@@ -58,6 +60,13 @@ def test_errors_name_the_options_of_the_command(saved: Path, tmp_path: Path):
     assert not re.search(r"\b\w+=(True|False|\{)", shown)
     # What was passed to `save` is not an option of `verify`.
     assert "without sha256=True" in run("verify", saved, "--sha256").out
+
+
+@pytest.mark.parametrize("name", [name for name in cli.COMMANDS if hasattr(checkpoint, name)])
+def test_every_option_of_a_function_is_known_to_its_command(name: str):
+    command = getattr(importlib.import_module(f"reshard_ckpt.cli.{name}"), name).__wrapped__
+    options = set(inspect.signature(getattr(checkpoint, name)).parameters)
+    assert options - set(options_of(command)) <= {"progress", "process_group", "memory"}
 
 
 def test_help_does_not_wait_for_torch():
