@@ -88,7 +88,7 @@ class Restoring:
         passed: dict[str, PassedOver] = {}
         options = {"verify_first": self._memory is not None and _may_keep(options), **self._session, **options}
         if self._memory is not None:
-            for verify in _passes(options):
+            for verify in (False, True):
                 found = self._find(0, passed, step, verify=verify)
                 loaded = self._from_memory(found, state, options, passed, verify=verify)
                 if loaded is not None:
@@ -120,7 +120,7 @@ class Restoring:
         options = {"verify_first": _may_keep(options), **self._session, **options}
         passed: dict[int, str] = {}
         in_memory: dict[str, PassedOver] = {}
-        verify = _passes(options)[0]
+        verify = False  # only after damage was found: the load itself verifies
         while True:
             step = self._newest_except(passed)
             if self._memory is not None:
@@ -237,8 +237,3 @@ def _may_keep(options: Mapping[str, Any]) -> bool:
 
 def _lines(passed: Mapping[str, PassedOver]) -> list[str]:
     return [one.line for one in passed.values()]
-
-
-def _passes(options: Mapping[str, Any]) -> tuple[bool, ...]:
-    """Whether memory is to be verified block by block before a load from it: only after damage was found, if loads verify."""
-    return (False, True) if options.get("verify", True) else (True,)

@@ -32,7 +32,7 @@ from ..storage.protocol import flat_bytes, read_parts
 from .generations import Generation, NodeImages, decode_generation, files_here, find_generations
 from .topology import Topology
 
-VERIFY_BYTES = 8 << 20
+VERIFY_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +216,9 @@ class JobImages:
         self, images: NodeImages, catalog: Catalog, owners: Mapping[str, tuple[int, ...]], rank: int, server: Serving | None
     ) -> None:
         self._images, self._server = images, server
+        self.joins_windows = server is not None
+        """Whether to read many windows at once: a read of this node's memory has no latency, and what is hashed after each one
+        is in the processor's cache still."""
         self._sizes: dict[str, int] = {}
         self._asked: dict[str, int] = {}
         for number, file in enumerate(catalog.files):

@@ -227,7 +227,7 @@ class ReadSlot:
         self._size = os.fstat(self._fd).st_size
         try:
             head = os.pread(self._fd, HEADER_BYTES, 0)
-            self.table = decode_table(head, self._size, where=path)
+            self.table, self._begins = decode_table(head, self._size, where=path), head[:_FIXED]
         except BaseException:
             self.close()
             raise
@@ -250,7 +250,7 @@ class ReadSlot:
                 if got == 0:
                     raise CorruptError(f"{self.path}: the slot ends too early; this copy is not used")
                 done, at = done + got, at + got
-        if decode_table(os.pread(self._fd, HEADER_BYTES, 0), self._size, where=self.path) != self.table:
+        if os.pread(self._fd, _FIXED, 0) != self._begins:  # a magic, and the digest of all the rest
             raise CorruptError(f"{self.path}: the slot was filled anew while it was read; this copy is not used")
 
     def close(self) -> None:

@@ -190,3 +190,22 @@ def test_a_store_that_refuses_keeps_the_memory(tmp_path: Path, shm: Path, monkey
             manager.close()
     with Manager(tmp_path, memory=memory) as manager:
         assert loaded(manager) == (1, "memory")
+
+
+def test_what_is_loaded_unverified_is_not_read_twice_to_verify_it(
+    tmp_path: Path, memory: Memory, monkeypatch: pytest.MonkeyPatch
+):
+    manager = Manager(tmp_path, memory=memory, persist_every=1000)
+    for step in (1, 2):
+        manager.async_save(step, state(step)).result()
+    verified = []
+    monkeypatch.setattr("reshard_ckpt.memory.restore.whole_files", lambda *args: verified.append(args))
+    into = state(0)
+    found = manager.load_latest(into, verify=False)
+    assert found is not None
+    assert (found.step, found.tier) == (2, "memory")
+    assert_is(into, 2)
+    manager.load(1, into, verify=False)
+    assert_is(into, 1)
+    assert not verified
+    killed(manager)
