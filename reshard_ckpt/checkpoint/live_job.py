@@ -63,6 +63,10 @@ class Options:
             raise UsageError(f"memory_bytes={self.memory_bytes}: messages need at least {MIN_MEMORY_BYTES} bytes")
 
     @property
+    def compares(self) -> bool:
+        return self.replicas == "verify"
+
+    @property
     def round_bytes(self) -> int:
         """The bytes of one round: a buffer's, less what heads and the rounding of its size take."""
         return self.memory_bytes // NUM_BUFFERS * 7 // 8
@@ -142,14 +146,15 @@ class Job:
         assert opened is not None
         SAVES.wait_staged()  # what a save still copies must not change under it
         comm.gather(b"")  # from here on the ranks meet in collectives, so nobody may have failed
-        self._compare(comm, opened)
+        if self._options.compares:
+            compare_live(comm, self._source, opened.held)
         return self._move(comm, opened, None)
 
     def again(self, turn: Turn) -> LoadReport:
         """Move what is there now. The ranks open no session, unless values have changed or something fails."""
         self._first = None
         running = [exchange for exchange in self.exchanges if exchange is not None]
-        if not running or self._compares:
+        if not running or self._options.compares:
             with turn.opened() as comm:
                 return self._again_in(comm)
         try:
@@ -195,22 +200,14 @@ class Job:
             opened = self._opened_again(describe_local(captured.tensors, (), None, comm.rank))
         except BaseException as error:
             failure = error
-        if self._compares or all(exchange is None for exchange in self.exchanges):
+        if self._options.compares or all(exchange is None for exchange in self.exchanges):
             if failure is not None:
                 raise failure
             assert opened is not None
             comm.gather(b"")  # nothing is moved unless all can
-            self._compare(comm, opened)
+            if self._options.compares:
+                compare_live(comm, self._source, opened.held)
         return self._move(comm, opened, failure)  # whose first messages tell the others of a failure
-
-    @property
-    def _compares(self) -> bool:
-        return self._options.replicas == "verify"
-
-    def _compare(self, comm: Comm, opened: _Opened) -> None:
-        """Compare what ranks hold as the same, where that is asked for. Collective."""
-        if self._compares:
-            compare_live(comm, self._source, opened.held)
 
     def _opened_again(self, held: LocalShards) -> _Opened:
         """Open both states, which must have the layouts that this was made for."""
