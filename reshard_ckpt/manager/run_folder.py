@@ -13,10 +13,10 @@ from typing import Any
 from ..checkpoint.listing import METRIC, metric_of
 from ..engine.common.step_folders import referred_keys
 from ..engine.loading.load import open_catalog
-from ..errors import CheckpointNotFound, CorruptError, UsageError
+from ..errors import CheckpointNotFound, CorruptError, StorageError, UsageError
 from ..format.keys import RUN_LOCK_KEY
 from ..formats.protocol import locate
-from ..formats.source import Path
+from ..formats.source import Path, open_source
 from ..memory.options import Memory
 from ..storage import LocksUnsupported, Storage, open_storage, resolved_path
 
@@ -38,6 +38,17 @@ def look(path: str, step: int) -> StepInfo:
     except (CheckpointNotFound, CorruptError):
         return StepInfo(None, frozenset())
     return StepInfo(metric_of(catalog.metadata), frozenset(referred_keys(step, catalog)), catalog.save_id)
+
+
+def is_foreign(path: str) -> bool:
+    """Whether a folder without a catalog is a checkpoint of another library, be it damaged."""
+    try:
+        with open_source(path):
+            return True
+    except CheckpointNotFound:
+        return False
+    except (CorruptError, StorageError):  # whoever loads it shall see that, and not take an older one for the newest
+        return True
 
 
 def with_metric(metadata: Any, metric: float | None) -> Any:

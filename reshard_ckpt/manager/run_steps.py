@@ -7,10 +7,9 @@ from typing import Any, SupportsIndex
 
 from ..checkpoint.listing import metric_of
 from ..core.catalog.model import Catalog
-from ..engine.loading.load import open_catalog
 from ..errors import CheckpointNotFound, UsageError
+from ..formats.source import open_source
 from ..memory.run import MemoryRun
-from ..storage import open_storage
 from .retention import Retention
 from .stored import StoredSteps
 
@@ -44,8 +43,8 @@ class RunSteps:
         if checked_step(step) in in_memory:
             return in_memory[step]
         try:
-            with open_storage(self.path(step)) as storage:
-                return open_catalog(storage)
+            with open_source(self.path(step)) as source:
+                return source.catalog
         except CheckpointNotFound:
             return None
 

@@ -13,11 +13,11 @@ from ..engine.common.lineage import RunLineage
 from ..engine.common.step_folders import alone_with, find_steps, remove_files, remove_step
 from ..engine.loading.load import open_catalog
 from ..engine.saving.commit import clean_up
-from ..errors import CorruptError, StorageError
+from ..errors import CorruptError, StorageError, UsageError
 from ..format.keys import step_name
 from ..storage import Storage, open_storage
 from .retention import Retention
-from .run_folder import StepInfo, look
+from .run_folder import StepInfo, is_foreign, look
 
 
 class StoredSteps:
@@ -49,6 +49,7 @@ class StoredSteps:
         self._infos: dict[int, StepInfo] = {}
         self._good: list[int] = []
         self._damaged: set[int] = set()
+        self._foreign: set[int] = set()
 
     @property
     def url(self) -> str:
@@ -60,8 +61,10 @@ class StoredSteps:
         return f"{self._root.rstrip('/')}/{step_name(step)}"
 
     def steps(self) -> list[int]:
-        """List the steps that are committed, in order."""
-        return find_steps(self._storage)[0]
+        """List the steps that are committed, by this library or another one, in order."""
+        committed, begun = find_steps(self._storage)
+        self._foreign = {step for step in begun if step in self._foreign or is_foreign(self.path(step))}
+        return sorted({*committed, *self._foreign})
 
     def counted(self) -> list[int]:
         """List the steps that are committed and count, in order."""
@@ -117,7 +120,7 @@ class StoredSteps:
     def prune(self) -> None:
         """Remove what the rule does not keep."""
         with self.pruning:
-            steps = self.steps()
+            steps = find_steps(self._storage)[0]
             kept = self._kept(steps)
             for step in steps:
                 if step not in kept and self._remove(step, steps):
@@ -130,11 +133,15 @@ class StoredSteps:
         ------
         StorageError
             Somebody reads it.
+        UsageError
+            It is a folder of another library.
         """
         with self.pruning:
             steps = self.steps()
             if step not in steps:
                 return False
+            if step in self._foreign:
+                raise UsageError(f"{self.path(step)}: this folder is of another library, so it is not removed; remove it by hand")
             if not self._remove(step, steps):
                 raise StorageError(f"{self.path(step)}: somebody reads it, so it is not removed; try again when that is over")
             return True
@@ -160,7 +167,8 @@ class StoredSteps:
 
     def _info(self, step: int) -> StepInfo:
         if step not in self._infos:
-            self._infos[step] = look(self.path(step), step)
+            name = step_name(step) if step in self._foreign else ""
+            self._infos[step] = look(self.path(step), step) if not name else StepInfo(None, frozenset(), name)
         return self._infos[step]
 
     def remove_leftovers(self) -> None:
