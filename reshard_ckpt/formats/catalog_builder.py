@@ -19,6 +19,7 @@ from ..errors import CheckpointError, CorruptError, NameCollisionError
 from ..format.catalog_check import problems
 from ..format.links import linked
 from ..format.values import encode_path, encode_value
+from ..torchfile.bounds import refuse_excess
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,8 @@ def foreign_catalog(
     ------
     CorruptError
         The tensors do not fit into their files, or break another rule of catalogs.
+    UnsupportedError
+        They have many times the bytes of their files.
     NameCollisionError
         Two tensors, or a tensor and a value, have one name.
     """
@@ -150,6 +153,7 @@ def assemble(
     )
     for problem in problems(catalog):
         raise CorruptError(f"{where}: {problem}; use another checkpoint")
+    refuse_excess(catalog, where)
     return catalog
 
 

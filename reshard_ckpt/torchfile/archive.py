@@ -13,6 +13,7 @@ from typing import Any
 from ..errors import CorruptError
 from ..format.checksums import digest128
 from ..storage.protocol import Storage
+from .bounds import refuse_bombs
 from .pickle_reader import Opaque, StandInClass, StandInFunction, Table, read_pickle
 from .tensors import ENCODED, TENSOR_TABLE, PickledTensor, stored_at
 from .zip_records import StoredFile, ZipRecords
@@ -123,5 +124,7 @@ class FileReader:
         data = zipped.read_pickle()
         digest = digest128(data)
         if digest not in self._known:
-            self._known[digest] = read_pickle(data, self._table, name=name, persistent=stored_at, opaque=True)
+            content = read_pickle(data, self._table, name=name, persistent=stored_at, opaque=True)
+            refuse_bombs(content, len(data), size, name)
+            self._known[digest] = content
         return TorchFile(key, zipped, self._known[digest], name)

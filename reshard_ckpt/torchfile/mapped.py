@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError, CorruptError, UnsupportedError
+from .bounds import refuse_bombs
 from .hash_collisions import refuse_hash_collisions
 from .zip_records import ZipRecords
 
@@ -56,7 +57,7 @@ def load_archive(path: str, size: int) -> tuple[Any, MappedFile]:
     UnsupportedError
         It holds more than tensors and plain values, or is of another kind of torch's files.
     """
-    records = read_records(path)
+    records, pickle_bytes = read_records(path)
     storages: list[tuple[int, int]] = []
 
     def keep(storage: Any, location: str) -> Any:
@@ -68,6 +69,7 @@ def load_archive(path: str, size: int) -> tuple[Any, MappedFile]:
         loaded = torch.load(path, map_location=keep, mmap=True, weights_only=True)
     except Exception as error:  # what a damaged pickle raises may be anything
         raise _load_error(path, error) from error
+    refuse_bombs(loaded, pickle_bytes, size, path)
     return loaded, MappedFile(_mapping_base(records, storages, path), size)
 
 
@@ -88,13 +90,13 @@ def _load_error(path: str, error: Exception) -> CheckpointError:
     )
 
 
-def read_records(path: str) -> list[Record]:
-    """List the places of all storages, in order."""
+def read_records(path: str) -> tuple[list[Record], int]:
+    """List the places of all storages, in order; return also the size of the pickle."""
     with open(path, "rb") as file:
         zipped = ZipRecords(file, path)
         refuse_hash_collisions(zipped.read_pickle(sys.byteorder), path)
         found = (Record(zipped.begin(key), zipped.size(key)) for key in zipped.storages() if zipped.size(key))
-        return sorted(found, key=lambda record: record.offset)
+        return sorted(found, key=lambda record: record.offset), zipped.size("data.pkl")
 
 
 def _mapping_base(records: Sequence[Record], storages: Sequence[tuple[int, int]], path: str) -> int:

@@ -149,7 +149,7 @@ def test_a_torch_file_is_a_sound_zip_with_aligned_records(tmp_path: Path):
     checkpoint.convert(tmp_path / "n", tmp_path / "x.pt", to="torch")
     with zipfile.ZipFile(tmp_path / "x.pt") as archive:
         assert archive.testzip() is None
-    records = read_records(str(tmp_path / "x.pt"))
+    records, _ = read_records(str(tmp_path / "x.pt"))
     assert len(records) == 9
     assert all(record.offset % 64 == 0 for record in records)
     assert all(a.offset + a.size <= b.offset for a, b in pairwise(records))

@@ -22,6 +22,7 @@ from ...format.values import encode_path, encode_value
 from ...formats.catalog_builder import ForeignTensor, assemble, foreign_file, num_dims
 from ...formats.dcp.chunks import run_lengths, runs_of
 from ...torchfile.archive import TorchFile
+from ...torchfile.bounds import FileBudget
 from ...torchfile.tensors import PickledTensor
 from .layout import MASTER, Params, Runs, parameter_name, state_link
 from .shards import Shard
@@ -48,6 +49,7 @@ class CatalogColumns:
         self._aliases: dict[str, str] = {}
         self._boxes: dict[tuple[Ints, Ints], int] = {}
         self._rows: list[tuple[I64, ...]] = []
+        self._budget = FileBudget()
         self._values: dict[str, ValueEntry] = {}
 
     def names(self) -> tuple[str, ...]:
@@ -119,6 +121,7 @@ class CatalogColumns:
         if not prod(view.shape) or not shard.segments:
             return
         at, each, number = file.at(view), view.dtype.itemsize, self.file(file.key, file.size)
+        self._budget.spend(file.key, file.size, prod(view.shape) * each, f"{self.where}: {name}")
         if view.is_row_major:
             for segment in shard.segments:
                 box = self.box(segment.offsets, segment.lengths)

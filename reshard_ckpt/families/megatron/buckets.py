@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from ...core.catalog.model import FileEntry
 from ...core.catalog.specs import StateLink
-from ...errors import UnsupportedError
+from ...errors import CorruptError, UnsupportedError
 from ...format.torch_dtypes import TORCH_DTYPES
 from ...formats.catalog_builder import FilePart, ForeignTensor
 from ...storage.protocol import Storage
@@ -105,6 +105,10 @@ def _search(
     may_hold: MayHold,
 ) -> None:
     """Look for all chunks of the model that one bucket may hold in it."""
+    if sum(part.num_elements for part in master.parts) != prod(master.shape):
+        raise CorruptError(
+            f"{storage.url}: {master.name} of shape {master.shape} has parts of another size; use another checkpoint"
+        )
     weights = torch.zeros(prod(master.shape), dtype=TORCH_DTYPES[master.dtype], device="cpu")
     for part in master.parts:
         data = torch.frombuffer(_bytes(storage, files, part, master.dtype), dtype=weights.dtype)

@@ -28,6 +28,7 @@ from ...errors import CheckpointError, CorruptError, UnsupportedError
 from ...format.shard_file import parse_header
 from ...format.torch_dtypes import TORCH_DTYPES
 from ...storage.protocol import Storage, read_range
+from ...torchfile.bounds import FileBudget
 from ...torchfile.zip_records import ZIP_MAGIC
 from ..catalog_builder import FilePart, foreign_file
 from .heads import HEAD_BYTES, LONG_HEAD_BYTES, HeadParser, HeadTooShort, TensorLayout, raw_layout
@@ -71,7 +72,7 @@ def locate(storage: Storage, tensors: Mapping[str, SavedTensor], *, format: str 
     sizes = FileSizes(storage)
     readable = [place for place in places if _is_readable(place, sizes, unreadable)]
     files = {file: i for i, file in enumerate(dict.fromkeys(chunk.extent.file for _, chunk in readable))}
-    finder = _PartFinder(storage, tensors, files, unreadable)
+    finder = _PartFinder(storage, tensors, files, sizes, unreadable)
     for fqn, chunk in readable:
         if chunk.head is not None:
             finder.find(fqn, chunk, memoryview(b""))
@@ -173,10 +174,12 @@ class _PartFinder:
         storage: Storage,
         tensors: Mapping[str, SavedTensor],
         files: Mapping[str, int],
+        sizes: FileSizes,
         unreadable: dict[str, CheckpointError],
     ) -> None:
         self.parts: dict[str, list[FilePart]] = {fqn: [] for fqn in tensors}
         self._storage, self._tensors, self._files, self._unreadable = storage, tensors, files, unreadable
+        self._sizes, self._budget = sizes, FileBudget()
         self._heads = HeadParser()
         self._safetensors: dict[tuple[str, int], dict[str, TensorLayout]] = {}
 
@@ -188,6 +191,8 @@ class _PartFinder:
         try:
             layout, room = self._layout(fqn, chunk, data, name)
             self._check(layout, self._tensors[fqn], chunk, room, name)
+            file = chunk.extent.file
+            self._budget.spend(file, self._sizes[file] or 0, prod(chunk.lengths) * layout.dtype.itemsize, name)
             self._add(fqn, chunk, layout, name)
         except CheckpointError as error:
             self._unreadable[fqn] = error

@@ -13,6 +13,7 @@ import torch
 from ...errors import CheckpointError, CorruptError, UnsupportedError
 from ...format.values import encode_value
 from ...storage.protocol import Storage, read_range
+from ...torchfile.bounds import refuse_bombs
 from ...torchfile.hash_collisions import SMALL_BYTES, refuse_hash_collisions
 from ...torchfile.zip_records import ZipRecords
 from .chunks import FileSizes
@@ -73,7 +74,7 @@ def _load(data: bytes, name: str, otherwise: Callable[[bytes, str], Any] | None)
     if len(data) > SMALL_BYTES:
         refuse_hash_collisions(ZipRecords(io.BytesIO(data), name).read_pickle(sys.byteorder), name)
     try:
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # whatever hostile bytes make torch raise
         refused = "weights_only" in str(error) or "Unsupported" in str(error)
         if refused and otherwise is not None:
@@ -84,6 +85,8 @@ def _load(data: bytes, name: str, otherwise: Callable[[bytes, str], Any] | None)
                 "load, or load it with torch.distributed.checkpoint and save it again as plain values"
             ) from error
         raise CorruptError(f"{name}: torch cannot read its bytes ({_first_line(error)}); use another checkpoint") from error
+    refuse_bombs(loaded, len(data), len(data), name)
+    return loaded
 
 
 def _first_line(error: Exception) -> str:

@@ -273,7 +273,7 @@ def test_a_value_that_repeats_itself_is_bounded(tmp_path: Path) -> None:
     folder.mkdir()
     of_job = argparse.Namespace(tensor_model_parallel_size=1, pipeline_model_parallel_size=1)
     torch.save({"args": of_job, "model": {"a": grid(1, 2)}, "deep": node}, folder / "model_optim_rng.pt")
-    with pytest.raises(CorruptError, match="more values than its bytes can spell"):
+    with pytest.raises(CorruptError, match="repeat each other more often than its .* bytes can spell"):
         checkpoint.catalog(tmp_path)
 
 

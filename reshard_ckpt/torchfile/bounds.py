@@ -1,0 +1,143 @@
+"""How much a file of another library may hold, in proportion to the bytes that it really has.
+
+Tensors may be views of the same bytes, or repeat them by strides of 0, and a pickle may refer to one list many times. So a few
+bytes can stand for terabytes. Programs that save a model share some bytes: what holds many times more than its file is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..core.catalog.model import Catalog
+from ..core.geometry.dtypes import item_bytes_of
+from ..errors import CorruptError, UnsupportedError
+from .pickle_reader import StandInObject
+
+TIMES = 16
+"""So often may a file's bytes stand in its tensors, and so many parts of values may one byte of a pickle spell."""
+
+_SMALL_BYTES, _SMALL_PARTS = 64 << 20, 1 << 20
+"""What is never too much, for tensors and for parts of values."""
+
+_TEXT_PART = 64
+"""Characters or bytes that count as one part of a value."""
+
+
+class FileBudget:
+    """Counts what is found in each file, before it is made into rows: a file that holds `TIMES` its size has no more to give."""
+
+    def __init__(self) -> None:
+        self._used: dict[str, int] = {}
+
+    def spend(self, key: str, size: int, num_bytes: int, name: str) -> None:
+        """Count a tensor of so many bytes in a file of this size.
+
+        Raises
+        ------
+        CorruptError
+            The tensors of the file have many times its bytes.
+        """
+        used = self._used[key] = self._used.get(key, 0) + num_bytes
+        if used > TIMES * size:
+            raise CorruptError(
+                f"{name}: {key} has {size:,} bytes, and is said to hold {used:,} of tensors; use another checkpoint"
+            )
+
+
+def refuse_excess(catalog: Catalog, where: str) -> None:
+    """Refuse a catalog whose tensors have many times the bytes of its files.
+
+    Raises
+    ------
+    UnsupportedError
+        They do; the message names the largest tensor.
+    """
+    table, rows = catalog.tensors_table, catalog.rows
+    tensor = np.repeat(np.arange(len(table.names)), np.diff(table.row_start))
+    claimed = np.bincount(tensor, weights=rows.count * item_bytes_of(table.dtype)[tensor], minlength=len(table.names))
+    num_bytes = sum(file.size for file in catalog.files)
+    if claimed.sum() > _most_bytes(num_bytes):
+        largest = int(claimed.argmax())
+        raise _too_much(where, int(claimed.sum()), num_bytes, f"{table.names[largest]} of {int(claimed[largest]):,} bytes")
+
+
+def _most_bytes(num_bytes: int) -> int:
+    """Return how many bytes the tensors of files of so many bytes may have."""
+    return TIMES * num_bytes + _SMALL_BYTES
+
+
+def _too_much(where: str, claimed: int, num_bytes: int, largest: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{where}: its tensors have {claimed:,} bytes, and its files {num_bytes:,}: many of them show the same bytes, such as "
+        f"{largest}; if you trust it, load it with torch and save tensor.clone() of each"
+    )
+
+
+def refuse_bombs(root: Any, pickle_bytes: int, num_bytes: int, name: str) -> None:
+    """Refuse what torch loaded of a file, or what is in its pickle, if it is many times more than the file can spell.
+
+    Parameters
+    ----------
+    pickle_bytes, num_bytes
+        The size of the pickle, which bounds the parts of values; and of the file, which bounds the bytes of tensors.
+
+    Raises
+    ------
+    CorruptError
+        Values repeat each other many times, or contain themselves.
+    UnsupportedError
+        Tensors show the same bytes many times.
+    """
+    most = TIMES * pickle_bytes + _SMALL_PARTS
+    parts: dict[int, int] = {}  # by the id of each container that is counted: the parts in it, were nothing shared
+    begun: set[int] = set()
+    tensors: dict[int, torch.Tensor] = {}
+    top = [root]
+    todo: list[Any] = [top]
+    while todo:
+        node = todo[-1]
+        if id(node) in parts:
+            todo.pop()
+            continue
+        children = _children(node)
+        missing = [child for child in children if isinstance(child, _CONTAINERS) and id(child) not in parts]
+        if missing and id(node) not in begun:
+            begun.add(id(node))
+            todo += missing
+            continue
+        todo.pop()
+        if missing:
+            raise CorruptError(f"{name}: contains itself; use another copy")
+        parts[id(node)] = min(1 + sum(parts.get(id(child)) or _text_parts(child) for child in children), most + 1)
+        tensors |= {id(child): child for child in children if _is_dense(child)}
+    if parts[id(top)] > most:
+        raise CorruptError(
+            f"{name}: its values repeat each other more often than its {pickle_bytes:,} bytes can spell; use another copy"
+        )
+    claimed = sum(tensor.numel() * tensor.itemsize for tensor in tensors.values())
+    if claimed > _most_bytes(num_bytes):
+        raise _too_much(name, claimed, num_bytes, f"one of shape {tuple(max(tensors.values(), key=torch.numel).shape)}")
+
+
+_CONTAINERS = (Mapping, list, tuple, set, frozenset, StandInObject)
+
+
+def _children(node: Any) -> tuple[Any, ...]:
+    if isinstance(node, Mapping):
+        return (*node.keys(), *node.values())
+    if isinstance(node, StandInObject):
+        return (node.state,)
+    return tuple(node) if isinstance(node, list | tuple | set | frozenset) else ()
+
+
+def _text_parts(leaf: Any) -> int:
+    return 1 + (len(leaf) // _TEXT_PART if isinstance(leaf, str | bytes | bytearray) else 0)
+
+
+def _is_dense(leaf: Any) -> bool:
+    """Tell whether it is a tensor that would take its bytes: none of another layout, nor on the meta device."""
+    return isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and not leaf.is_meta
