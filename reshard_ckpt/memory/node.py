@@ -221,14 +221,14 @@ def machine_id() -> str:
 
 def runs(folder: str) -> Iterator[RunMemory]:
     """Yield what the tier of this node holds of each run."""
-    path = _user_path(folder)
-    with _explained(path):
+    user = _user_path(folder)
+    with _explained(user):
         try:
-            _check_owner(path)
-            names = sorted(os.listdir(path))
+            _check_owner(user)
+            names = sorted(os.listdir(user))
         except FileNotFoundError:
             return
-    for path in (path / name for name in names):
+    for path in [user / name for name in names]:
         if _RUN.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
             try:
                 root = os.readlink(path / "root")

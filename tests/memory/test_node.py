@@ -13,7 +13,7 @@ import pytest
 from reshard_ckpt.checkpoint import Manager, Memory
 from reshard_ckpt.memory import generations, node
 from reshard_ckpt.memory.generations import find_generations
-from reshard_ckpt.memory.node import node_id, run_path
+from reshard_ckpt.memory.node import node_id, run_folder, run_path, runs
 from tests.memory.test_manager import assert_is_stored, killed, loaded, state
 from tests.reliability.faults import FaultyOs, fails
 
@@ -71,6 +71,14 @@ def test_a_node_that_cannot_note_what_is_loaded_says_so_and_does_it_the_next_tim
     adopt(generation)
     assert find_generations(folder) == [generation]
     killed(manager)
+
+
+def test_every_run_of_a_folder_is_listed(tmp_path: Path, shm: Path):
+    assert [*runs(str(shm))] == []
+    roots = [str(tmp_path / name) for name in "abcd"]
+    for root in roots:
+        run_folder(str(shm), root)
+    assert sorted(found.root for found in runs(str(shm))) == roots
 
 
 def test_the_id_of_a_node_lasts_as_long_as_its_memory(shm: Path):
