@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import fields, replace
 from functools import partial
+from logging import INFO, WARNING
 from typing import Any
 
 from ..comm import Comm, open_exchange, open_session
@@ -194,24 +195,30 @@ def load_target(
         run = execute if exchange is None else partial(execute_once, comm, exchange)
         report = reporter(progress if comm.rank == 0 else False)
         try:
-            bytes_read = fetch(storage, saved, resolved, options, report=report, run=run)
+            fetched = fetch(storage, saved, resolved, options, report=report, run=run)
         finally:
             target.count_up(spec.name for spec in resolved.specs)
         # Every rank has verified its bytes before any object is given its values.
         comm.gather(b"")
         target.finish(values, not_loaded(target, resolved))
-        RankLog(comm.rank, target.mesh).info(
+        log = RankLog(comm.rank, target.mesh)
+        log.info(
             "loaded %d tensors from %s in %.2f s, having read %s",
             len(resolved.targets),
             storage.url,
             time.monotonic() - began,
-            size_text(bytes_read),
+            size_text(fetched.bytes_read),
         )
+        if fetched.bytes_unverified:
+            why = "as verify=False says" if source.format == NATIVE else f"as {source.format} has no checksums"
+            level = WARNING if options.verify else INFO
+            log.log(level, "%s of %s were loaded unverified, %s", size_text(fetched.bytes_unverified), storage.url, why)
     converted = [
         f"{d.name}: saved as {d.dtype}, loaded as {d.tensor.dtype}" for d in resolved.targets if d.dtype != d.tensor.dtype
     ]
     saved_as = [f"{name}: saved as {other}" for name, other in resolved.saved_as.items()]
-    return verdict.report.loaded(len(resolved.targets), resolved.plan.num_bytes, bytes_read, converted, saved_as), saved
+    counts = len(resolved.targets), resolved.plan.num_bytes, fetched.bytes_read
+    return verdict.report.loaded(*counts, converted, saved_as, bytes_unverified=fetched.bytes_unverified), saved
 
 
 def wanted_names(target: Target) -> tuple[str, ...]:

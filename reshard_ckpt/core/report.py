@@ -112,6 +112,9 @@ class LoadReport:
         Tensors that this rank loaded.
     num_bytes, bytes_read
         Bytes that this rank wanted, and that it read from storage.
+    bytes_unverified
+        How many of the bytes that this rank wanted no checksum has verified: all of a format without checksums, or with
+        ``verify=False``; 0 of this library's own.
     """
 
     missing: tuple[str, ...] = ()
@@ -126,6 +129,7 @@ class LoadReport:
     num_tensors: int = 0
     num_bytes: int = 0
     bytes_read: int = 0
+    bytes_unverified: int = 0
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -151,7 +155,16 @@ class LoadReport:
         bytes_read: int,
         converted: Sequence[str] = (),
         saved_as: Sequence[str] = (),
+        *,
+        bytes_unverified: int = 0,
     ) -> LoadReport:
         """Add what this rank loaded."""
-        of_rank = {"converted": tuple(converted), "saved_as": tuple(saved_as)}
-        return replace(self, num_tensors=num_tensors, num_bytes=num_bytes, bytes_read=bytes_read, **of_rank)
+        return replace(
+            self,
+            num_tensors=num_tensors,
+            num_bytes=num_bytes,
+            bytes_read=bytes_read,
+            bytes_unverified=bytes_unverified,
+            converted=tuple(converted),
+            saved_as=tuple(saved_as),
+        )

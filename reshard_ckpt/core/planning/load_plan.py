@@ -55,7 +55,12 @@ class LoadPlan:
     @property
     def num_bytes(self) -> int:
         """Bytes wanted."""
-        return int((volumes(self.lengths) * self.item_bytes).sum())
+        return self.num_bytes_but_of(())
+
+    def num_bytes_but_of(self, files: Sequence[int]) -> int:
+        """Count the bytes wanted of all files but these."""
+        size = volumes(self.lengths) * self.item_bytes
+        return int(size[~np.isin(self.file, files)].sum() if len(files) else size.sum())
 
 
 @dataclass(frozen=True, slots=True)

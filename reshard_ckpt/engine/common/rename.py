@@ -26,7 +26,7 @@ from ...core.catalog.param_groups import are_groups
 from ...core.catalog.specs import StateLink, ValueKind
 from ...core.planning.match import matches
 from ...core.words import check_text
-from ...errors import NameCollisionError
+from ...errors import NameCollisionError, UsageError
 from ...format.values import decode_value, encode_path, encode_value
 
 Rename = Mapping[str, str] | Callable[[str], str]
@@ -64,6 +64,8 @@ def renamed(catalog: Catalog, rename: Rename, *, read: Callable[[ValueEntry], by
     NameCollisionError
         Two saved names become one.
     """
+    if not (callable(rename) or isinstance(rename, Mapping)):
+        raise UsageError(f"rename={rename!r}: pass a dict of saved names to new ones, or a function of a saved name")
     if callable(rename) and all(rename(name) == name for name in (*catalog.names, *catalog.value_names)):
         return catalog
     names = _NewNames(catalog, rename)

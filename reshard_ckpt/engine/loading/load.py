@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
@@ -27,6 +27,7 @@ from ...core.planning.load_plan import LoadPlan, plan_load
 from ...core.planning.local_metadata import PieceColumns, piece_columns, width_of
 from ...core.planning.match import Match, fault_text, faults_of, match, uncovered
 from ...core.report import summarize
+from ...core.words import few
 from ...errors import CheckpointNotFound, CorruptError, MismatchError, UsageError
 from ...format.catalog import MAX_CATALOG_BYTES, decode_catalog
 from ...format.checksums import digest128
@@ -60,6 +61,9 @@ class LoadOptions:
     """Whether the checkpoint may hold tied tensors under one of their names alone, as some foreign formats do."""
 
     def __post_init__(self) -> None:
+        for option in ("strict", "verify", "verify_first", "read_once"):
+            if type(value := getattr(self, option)) is not bool:
+                raise UsageError(f"{option}={value!r}: pass True or False")
         for option in ("cast", "allow_resize", "allow_missing", "ignore"):
             patterns = getattr(self, option)
             if option == "ignore" and isinstance(patterns, bool):
@@ -68,6 +72,9 @@ class LoadOptions:
                 raise UsageError(
                     f"{option}={patterns!r}: pass a list of patterns, as in {option}=[{patterns!r}], or True for all"
                 )
+            is_list = isinstance(patterns, Collection) and all(isinstance(pattern, str) for pattern in patterns)
+            if not isinstance(patterns, bool) and not is_list:
+                raise UsageError(f"{option}={patterns!r}: pass a list of patterns, each of them text")
 
     @property
     def may_keep(self) -> bool:
@@ -125,6 +132,8 @@ def _what_is_there(storage: Storage) -> str:
     if (run := describe_run(storage)) is not None:
         return run
     keys = [key for key, _ in storage.list()]
+    if checkpoints := sorted({key.removesuffix(f"/{CATALOG_KEY}") for key in keys if key.endswith(f"/{CATALOG_KEY}")}):
+        return f"it holds the checkpoints {few(checkpoints)}; pass one of them"
     if not keys:
         return f"nothing is there; {_steps_beside(storage.url)}check the path"
     if any(SAVE_ID.fullmatch(key.split("/", 1)[0]) for key in keys):
@@ -318,6 +327,14 @@ def check_whole(storage: Storage, catalog: Catalog, tensors: Sequence[int]) -> N
     open_files(storage, catalog, np.unique(np.concatenate(files)).tolist())
 
 
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """The bytes that were read, and how many of those that were wanted no checksum has verified."""
+
+    bytes_read: int
+    bytes_unverified: int
+
+
 Execute = Callable[[ReadTask, OnProgress], int]
 """Reads the items of a plan: `read.execute`, or `read_once.execute_once` together with other ranks."""
 
@@ -330,8 +347,8 @@ def fetch(
     *,
     report: OnProgress = silent,
     run: Execute = execute,
-) -> int:
-    """Check the files, then read everything by `run`; returns the bytes read. Ties were checked before.
+) -> Fetched:
+    """Check the files, then read everything by `run`. Ties were checked before.
 
     Raises
     ------
@@ -344,4 +361,6 @@ def fetch(
     bytes_read = 0
     if options.verify_first and options.verify:
         bytes_read += run(replace(task, copy=False), report)
-    return bytes_read + run(task, report)
+    bytes_read += run(task, report)
+    verified = list(blocks) if options.verify else []
+    return Fetched(bytes_read, resolved.plan.num_bytes_but_of(verified))

@@ -107,7 +107,7 @@ def vote(
     report = LoadReport(**result["problems"])
     if options.strict and report.problems:
         hints = [*hints, *(f"{pattern} fits no name, so correct it" for pattern in result["unused"])]
-        advice = _advice(report) + "".join(f"; {hint}" for hint in hints) + _other_keys(catalog, wanted.prefixes)
+        advice = "; ".join([*hints, *_other_keys(catalog, wanted.prefixes), _cures(report)])
         suggestions = dict(result["suggestions"])
         shown = {kind: [suggestions.get(line, line) for line in lines] for kind, lines in report.by_kind.items()}
         raise MismatchError(summarize_kinds(shown, advice), report.problems)
@@ -128,19 +128,21 @@ def _refuse_apart(together: Sequence[Mapping[str, bool]]) -> None:
             raise UsageError(f"{option} is {own} on rank 0, {not own} on {name_ranks(others)}: pass the same on every rank")
 
 
-def _advice(report: LoadReport) -> str:
-    advice = "load with strict=False to load what fits and leave the rest as it is"
+def _cures(report: LoadReport) -> str:
+    """Say with which options it would load: those that say what may differ before the one that lets everything differ."""
+    cures = []
     states = [_missing_name(line) for line in report.values if _no_group(line)]
     if report.missing or states:
-        advice += ", with allow_missing=[patterns] where the checkpoint may lack some"
-        advice += f", as {states[0]!r} does for hyperparameters" if states else ""
+        example = f", as {states[0]!r} does for hyperparameters" if states else ""
+        cures.append(f"with allow_missing=[patterns] where the checkpoint may lack some{example}")
     if report.unexpected:
-        advice += ", with ignore=[patterns] to leave some out"
+        cures.append("with ignore=[patterns] to leave some out")
     if report.dtype:
-        advice += ", with cast=[patterns] to convert dtypes"
+        cures.append("with cast=[patterns] to convert dtypes")
     if report.shape:
-        advice += ", with allow_resize=[patterns] to load what overlaps"
-    return advice
+        cures.append("with allow_resize=[patterns] to load what overlaps")
+    last = "with strict=False to load what fits and leave the rest as it is"
+    return f"load {', '.join(cures)}, or {last}" if cures else f"load {last}"
 
 
 def _subject(line: str) -> str:
@@ -173,14 +175,14 @@ def unused_patterns(options: LoadOptions, names: Sequence[str]) -> list[str]:
     ]
 
 
-def _other_keys(catalog: Catalog, prefixes: Sequence[str]) -> str:
+def _other_keys(catalog: Catalog, prefixes: Sequence[str]) -> list[str]:
     """Give advice where the state has a top-level key that the checkpoint lacks: often it was saved under another one."""
     saved = sorted({name.split(".", 1)[0] for name in (*catalog.names, *catalog.value_names)})
     absent = [prefix for prefix in prefixes if prefix.split(".", 1)[0] not in saved]
     if not absent:
-        return ""
+        return []
     under, keys = few([repr(name) for name in absent]), few([repr(name) for name in saved])
-    return f" (the checkpoint has nothing under {under}; its top-level keys are {keys}, which rename= can map)"
+    return [f"the checkpoint has nothing under {under}, and its top-level keys are {keys}, which rename= can map"]
 
 
 def _merge(catalog: Catalog, votes: Sequence[Mapping[str, Any]], prefixes: Sequence[str]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 from unittest.mock import patch
 
@@ -11,7 +12,7 @@ import torch
 
 from reshard_ckpt import LocalShard, checkpoint
 from reshard_ckpt.engine.loading import read as read_module
-from reshard_ckpt.errors import CheckpointError, CorruptError, MismatchError, NameCollisionError, UsageError
+from reshard_ckpt.errors import CheckpointError, CheckpointNotFound, CorruptError, MismatchError, NameCollisionError, UsageError
 
 
 def files_of(path: Path) -> list[Path]:
@@ -278,3 +279,51 @@ def test_a_fresh_optimizers_state_is_in_the_same_order_on_every_rank(tmp_path: P
     fresh = torch.optim.SGD([param], lr=0.1)
     checkpoint.load(tmp_path, {"model": module, "optimizer": fresh})
     assert list(fresh.state[param]) == keys
+
+
+@pytest.mark.parametrize("option", ["strict", "verify", "verify_first", "read_once"])
+def test_an_option_that_is_neither_true_nor_false_is_refused(option: str, tmp_path: Path):
+    checkpoint.save(tmp_path, {"w": torch.ones(3)})
+    for value in ("no", 0, None):
+        with pytest.raises(UsageError, match=rf"^{option}={value!r}: pass True or False"):
+            checkpoint.load(tmp_path, {"w": torch.zeros(3)}, **{option: value})
+
+
+@pytest.mark.parametrize("option", ["cast", "allow_resize", "allow_missing", "ignore"])
+def test_patterns_that_are_no_list_of_text_are_refused(option: str, tmp_path: Path):
+    checkpoint.save(tmp_path, {"w": torch.ones(3)})
+    for value in (3, None, [1]):
+        with pytest.raises(UsageError, match=rf"^{option}={re.escape(repr(value))}: pass a list of patterns"):
+            checkpoint.load(tmp_path, {"w": torch.zeros(3)}, **{option: value})
+    with pytest.raises(UsageError, match="rename='model': pass a dict"):
+        checkpoint.load(tmp_path, {"w": torch.zeros(3)}, rename="model")  # type: ignore[arg-type]
+
+
+def test_a_mismatch_offers_what_says_most_first_and_strict_false_last(tmp_path: Path):
+    checkpoint.save(tmp_path, {"model": {"w": torch.ones(3), "old": torch.ones(2)}})
+    with pytest.raises(MismatchError) as said:
+        checkpoint.load(tmp_path, {"model": {"w": torch.ones(3).half(), "b": torch.ones(1)}, "net": torch.ones(1)})
+    text = str(said.value)
+    offered = ["under 'net'", "rename=", "allow_missing=", "ignore=", "cast=", "or with strict=False"]
+    assert [text.index(word) for word in offered] == sorted(text.index(word) for word in offered)
+
+
+def test_bytes_that_nothing_verifies_are_counted_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    tensors = {"w": torch.ones(300), "b": torch.ones(10)}
+    checkpoint.save(tmp_path / "own", {"model": tensors})
+    checkpoint.convert(tmp_path / "own", tmp_path / "foreign", to="safetensors")
+    into = {"model": {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}}
+    with caplog.at_level("WARNING", "reshard_ckpt"):
+        assert checkpoint.load(tmp_path / "own", into).bytes_unverified == 0
+        assert checkpoint.load(tmp_path / "own", into, verify=False).bytes_unverified == 1240
+        assert not caplog.messages
+        assert checkpoint.load(tmp_path / "foreign", into).bytes_unverified == 1240
+    (line,) = caplog.messages
+    assert re.search(r"1\.24 kB of .*foreign were loaded unverified, as safetensors has no checksums", line), line
+
+
+def test_a_folder_of_checkpoints_lists_them(tmp_path: Path):
+    for name in ("best", "last", "deep/er"):
+        checkpoint.save(tmp_path / name, {"w": torch.ones(3)})
+    with pytest.raises(CheckpointNotFound, match=r"it holds the checkpoints best, deep/er, last; pass one of them$"):
+        checkpoint.load(tmp_path, {"w": torch.zeros(3)})

@@ -185,8 +185,9 @@ def test_a_save_that_did_not_end(tmp_path):
 
 def test_a_folder_of_something_else(tmp_path):
     (tmp_path / "notes.txt").write_text("")
-    with pytest.raises(CheckpointNotFound, match=r"torch\.distributed\.checkpoint"):
+    with pytest.raises(CheckpointNotFound, match=r"1 files \(notes\.txt\)") as said:
         checkpoint.read(tmp_path)
+    assert any("torch.distributed.checkpoint" in line for line in said.value.looked_for)
 
 
 @pytest.fixture(scope="module")
