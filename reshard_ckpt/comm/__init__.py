@@ -6,7 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgpack
+
 from ..errors import PeerError
+from .bounded import BoundedStore
 from .calls import call_of
 from .exchange import Exchange, open_exchange
 from .group import Group, Missed, SessionCounter, current_group, launched_group
@@ -38,6 +41,7 @@ __all__ = [
     "open_stop",
     "open_turn",
     "shared_store",
+    "values_of_all",
 ]
 
 
@@ -70,7 +74,7 @@ def open_session(
     PeerError
         Ranks did not arrive in time, called something else, or failed.
     """
-    group = current_group(process_group)
+    group = current_group(process_group, timeout_s)
     if group is None:
         return nullcontext(SoloComm())
 
@@ -84,15 +88,25 @@ def open_session_by_name(
 
     It is for what some saves need and others do not. The process group is that of now; the rest may be in any thread, whenever.
     """
-    group = current_group(process_group)
+    group = current_group(process_group, timeout_s)
     if group is None:
         return lambda name: nullcontext(SoloComm())
     return lambda name: _opened(group, SessionCounter(), f"{name} ", kind, subject, timeout_s)
 
 
+def values_of_all(
+    kind: str, subject: str, own: Any, *, process_group: ProcessGroup | None = None, timeout_s: float = 600
+) -> list[Any]:
+    """Return the small values of all ranks, by rank, as msgpack has them: tuples become lists. A session of its own."""
+    with open_session(kind, subject, process_group=process_group, timeout_s=timeout_s) as comm:
+        gathered = comm.gather(msgpack.packb(own))
+        data = comm.broadcast(None if gathered is None else msgpack.packb(gathered))
+    return [msgpack.unpackb(one, strict_map_key=False) for one in msgpack.unpackb(data)]
+
+
 def open_turn(kind: str, subject: str, *, process_group: ProcessGroup | None = None, timeout_s: float = 600) -> Turn:
     """Return the turn of a session, which counts as one that `open_session` opens, and may never be opened."""
-    group = current_group(process_group)
+    group = current_group(process_group, timeout_s)
     if group is None:
         return Turn(nullcontext(SoloComm()))
     sessions, turn = group.sessions, group.sessions.take()
@@ -119,10 +133,10 @@ def _comm_of(
     return comm_of
 
 
-def shared_store(name: str, process_group: ProcessGroup | None = None) -> Any:
-    """Return keys of the job's store below a name that nobody has used before, as one of torch's stores; None for one process."""
-    group = current_group(process_group)
-    return None if group is None else group.named(name)
+def shared_store(name: str, process_group: ProcessGroup | None = None, timeout_s: float = 600) -> BoundedStore | None:
+    """Return the keys of the job's store below a name that nobody has used before; None where this process is alone."""
+    group = current_group(process_group, timeout_s)
+    return None if group is None else group.named(name, timeout_s)
 
 
 def open_stop(
@@ -139,10 +153,10 @@ def open_stop(
     process_group, timeout_s
         As for `open_session`.
     """
-    group = current_group(process_group)
+    group = current_group(process_group, timeout_s)
     if group is None:
         return nullcontext(SoloStop(wanted))
-    return AgreedStop(group.named(name), group.rank, group.size, wanted, timeout_s=timeout_s)
+    return AgreedStop(group.named(name, timeout_s), group.rank, group.size, wanted, timeout_s=timeout_s)
 
 
 @contextmanager

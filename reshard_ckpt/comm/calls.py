@@ -36,9 +36,19 @@ def too_late(call: bytes, rank: int) -> Refusal:
 
 def expired(title: str, absent: tuple[int, ...], timeout_s: float) -> Refusal:
     """Make the refusal of a step whose time is over: of ranks that did not arrive, or, where none is known, of rank 0."""
-    what = f"{name_ranks(absent)} did not arrive" if absent else "rank 0 did not answer"
-    message = f"{title}: {what} within {timeout_s:g} s; their own logs say why, and timeout_s= allows slower ones more time"
-    return Refusal("PeerError", message, absent or (0,), absent=absent or (0,))
+    if absent:
+        return Refusal("PeerError", f"{title}: {did_not_arrive(absent, timeout_s)}", absent, absent=absent)
+    why = "it hangs, or is slow: its own log says why, and timeout_s= allows it more time"
+    message = f"{title}: rank 0 did not answer within {timeout_s:g} s; {why}"
+    return Refusal("PeerError", message, (0,), absent=(0,))
+
+
+def did_not_arrive(ranks: Sequence[int], timeout_s: float) -> str:
+    """Say that ranks did not come to a call, and why that may be."""
+    return (
+        f"{name_ranks(ranks)} did not arrive within {timeout_s:g} s. Did every rank make this call? Else they are slow "
+        "(timeout_s= allows more time), hang, or have failed: their own logs say why"
+    )
 
 
 def _spelled(by_call: Mapping[bytes, list[int]]) -> Iterator[tuple[tuple[str, str], list[int]]]:

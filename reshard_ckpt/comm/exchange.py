@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import PeerError
+from .bounded import bounded, named_failure
 from .group import current_group
 
 if TYPE_CHECKING:
@@ -146,7 +148,10 @@ def open_exchange(process_group: ProcessGroup | None, *, timeout_s: float, devic
     if device == HOST and not carries(process_group, "cpu"):
         if group not in _HOST_GROUPS:
             ranks, timeout = dist.get_process_group_ranks(group), timedelta(seconds=timeout_s)
-            _HOST_GROUPS[group] = dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=True)
+            begin = partial(dist.new_group, ranks, timeout, backend="gloo", use_local_synchronization=True)
+            what = "the ranks did not come together in a group for bytes in host memory"
+            with named_failure(what):
+                _HOST_GROUPS[group] = bounded(begin, timeout_s, what)
         group = _HOST_GROUPS[group]
     return Exchange(group, timeout_s=timeout_s, device=device)
 

@@ -20,16 +20,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from itertools import count
-from typing import Any, cast
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.distributed import DistError
 
 from ..errors import PeerError, UsageError
+from .bounded import BoundedStore, Line, bounded, held, named_failure
 from .home import REPLY_S, Home, HostedHome, SettledHome, own_address
-from .payloads import KeyValueStore
 from .protocol import ALONE
 
 _ADDRESS_BYTES = 256
@@ -38,7 +40,7 @@ _STORES: Any = dist  # the stubs of torch.distributed leave out its stores
 
 _LOCK = threading.Lock()
 _GROUPS: WeakKeyDictionary[dist.ProcessGroup, Group] = WeakKeyDictionary()
-_CONNECTIONS: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()
+_CONNECTIONS: WeakKeyDictionary[dist.ProcessGroup, Line | None] = WeakKeyDictionary()
 
 _INHERITED: list[Any] = []
 """In a forked child: the parent's process group, and what belongs to it."""
@@ -101,19 +103,32 @@ class Group:
 
     rank: int
     size: int
-    store: Any
-    """The job's own, which lasts as long as the job."""
+    line: Line
+    """To the job's own store, which lasts as long as the job."""
     prefix: str
     home: Home
     sessions: SessionCounter = field(default_factory=SessionCounter)
 
-    def named(self, name: str) -> KeyValueStore:
-        """Return the keys below a name in the job's store; `name` must be one that no attempt before has used."""
-        return cast(KeyValueStore, _STORES.PrefixStore(f"{self.prefix}/{name}", self.store))
+    def named(self, name: str, timeout_s: float) -> BoundedStore:
+        """Return the keys below a name in the job's store; `name` must be one that no attempt before has used.
+
+        Raises
+        ------
+        PeerError
+            Nobody answers.
+        """
+        with named_failure("the ranks did not reach the job's key-value store"):
+            return self.line.open(timeout_s).below(f"{self.prefix}/{name}")
 
 
-def current_group(process_group: Any) -> Group | None:
-    """Return the group to talk to; None where this process is on its own."""
+def current_group(process_group: Any, timeout_s: float = 600) -> Group | None:
+    """Return the group to talk to; None where this process is on its own.
+
+    Raises
+    ------
+    PeerError
+        The job's store, or another rank where the job has none, did not answer in time.
+    """
     if process_group is ALONE:
         return None
     if not dist.is_available() or not dist.is_initialized():
@@ -131,20 +146,30 @@ def current_group(process_group: Any) -> Group | None:
             f"this process was forked from rank {dist.get_rank()} of the job and cannot speak for it; do this in the "
             "process that joined the job (checkpoint.read and checkpoint.catalog need no process group, and work here)"
         )
-    with _LOCK:
-        if (known := _GROUPS.get(group)) is None:
-            known = _GROUPS[group] = _make_group(group)
-        return known
+    if (known := _GROUPS.get(group)) is None:
+        with held(_LOCK, timeout_s, "the ranks did not meet"), named_failure("the ranks did not meet"):
+            if (known := _GROUPS.get(group)) is None:
+                known = _GROUPS[group] = _make_group(group, timeout_s)
+    return known
 
 
 @contextmanager
-def launched_group() -> Iterator[None]:
-    """Join a process group of all processes that ``torchrun`` started; nothing where this one is alone, or is in one already."""
+def launched_group(timeout_s: float = 600) -> Iterator[None]:
+    """Join a process group of all processes that ``torchrun`` started; nothing where this one is alone, or is in one already.
+
+    Raises
+    ------
+    PeerError
+        They did not all come in time.
+    """
     size = os.environ.get("WORLD_SIZE", "")
     if not dist.is_available() or dist.is_initialized() or not size.isdecimal() or int(size) <= 1:
         yield
         return
-    dist.init_process_group("gloo")
+    join = partial(dist.init_process_group, "gloo", timeout=timedelta(seconds=timeout_s))
+    what = f"the {size} processes of WORLD_SIZE did not meet"
+    with named_failure(what):
+        bounded(join, timeout_s, what)
     try:
         yield
     finally:
@@ -162,17 +187,20 @@ def _refuse_forgotten_init(process_group: object) -> None:
         )
 
 
-def _make_group(group: dist.ProcessGroup) -> Group:
+def _make_group(group: dist.ProcessGroup, timeout_s: float) -> Group:
     rank, size, prefix = dist.get_rank(group), dist.get_world_size(group), _prefix(group)
-    store = _shared_store()
-    if store is None:
-        store = _own_store(group)
-        return Group(rank, size, store, prefix, SettledHome(store, rank, size))
-    tcp = store
-    while hasattr(tcp, "underlying_store"):
-        tcp = tcp.underlying_store
-    host = tcp.host if isinstance(tcp, _STORES.TCPStore) else _usual_host()
-    return Group(rank, size, store, prefix, HostedHome(store, f"{prefix}/home", rank, size, host))
+    line = _shared_line(timeout_s)
+    if line is None:
+        device = torch.empty(0, device=device_of(group)).device  # with its number: that of another thread is another
+        begin = partial(_own_store, group, device)
+        store = bounded(begin, timeout_s, "the ranks did not spread the address of their key-value store")
+        line = Line(lambda _: store)
+        return Group(rank, size, line, prefix, SettledHome(line, rank, size, timeout_s))
+    store = _default_store()
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    host = store.host if isinstance(store, _STORES.TCPStore) else _usual_host()
+    return Group(rank, size, line, prefix, HostedHome(line, f"{prefix}/home", rank, size, host))
 
 
 def _usual_host() -> str:
@@ -185,34 +213,46 @@ def _prefix(group: dist.ProcessGroup) -> str:
     return f"reshard_ckpt/{group.group_name}/{hashlib.blake2s(ranks.encode(), digest_size=8).hexdigest()}"
 
 
-def _shared_store() -> Any:
-    """Return the job's own store, None where it cannot append; one connection for all groups, as no call of ours waits in it."""
+def _shared_line(timeout_s: float) -> Line | None:
+    """Return the line to the job's own store, one for all groups; None where that store cannot append."""
     world = dist.group.WORLD
     assert world is not None
     if world not in _CONNECTIONS:
-        _CONNECTIONS[world] = _connection()
+        store = _default_store()
+        can_append = store is not None and store.has_extended_api()
+        _CONNECTIONS[world] = Line(_connection) if can_append else None
     return _CONNECTIONS[world]
 
 
-def _connection() -> Any:
-    """Open a connection of our own to the store that the job was started with; None where that cannot append."""
-    store: Any = None
+def _default_store() -> Any:
+    """Return the store that the job was started with."""
     with suppress(ImportError, ValueError, RuntimeError):
         # Private: torch has no public way to the store of a job that it started from the environment.
         from torch.distributed.distributed_c10d import _get_default_store
 
-        store = _get_default_store()
-    if store is None or not store.has_extended_api():
-        return None
+        return _get_default_store()
+    return None
+
+
+def _connection(timeout_s: float) -> Any:
+    """Open a connection of our own to the job's store, which is not kept: where rank 0 hosts it, it ends with the job's group."""
+    store = _default_store()
     # A connection has one lock: while some other thread of the job waits for a key, nobody else can use it. Before torch 2.8
     # there is no `clone`, and to share the job's connection is the lesser evil.
-    if hasattr(store, "clone"):
-        store = store.clone()
-        store.set_timeout(timedelta(seconds=REPLY_S))
-    return store
+    if store is None:
+        raise DistError("the process group that it belongs to was destroyed")
+    if not hasattr(store, "clone"):
+        return store
+
+    def connect() -> Any:
+        client = store.clone()
+        client.set_timeout(timedelta(seconds=REPLY_S))
+        return client
+
+    return bounded(connect, timeout_s, "the job's key-value store, which the launcher or rank 0 hosts, did not answer")
 
 
-def _own_store(group: dist.ProcessGroup) -> Any:
+def _own_store(group: dist.ProcessGroup, device: torch.device) -> Any:
     """Start a store that rank 0 of the group hosts, and connect to it. Collective, once in the life of the group."""
     hosts = dist.get_rank(group) == 0
     timeout = timedelta(seconds=REPLY_S)
@@ -223,7 +263,7 @@ def _own_store(group: dist.ProcessGroup) -> Any:
         address = f"{host} {store.port}"
     message = torch.zeros(_ADDRESS_BYTES, dtype=torch.uint8, device="cpu")
     message[: len(address)] = torch.tensor(list(address.encode()), dtype=torch.uint8, device="cpu")
-    message = message.to(device_of(group))
+    message = message.to(device)
     dist.broadcast(message, src=dist.get_global_rank(group, 0), group=group)
     if store is not None:
         return store

@@ -14,20 +14,23 @@ import threading
 import time
 import uuid
 from datetime import timedelta
-from typing import Any, Protocol, cast
+from functools import partial
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch.distributed import DistError
 
 from ..errors import PeerError
-from .payloads import KeyValueStore
+from .bounded import BoundedStore, Line, bounded, held, named_failure
+from .calls import did_not_arrive
 from .peers import Ended, Peers
 
-# No call of ours waits in the store, so a reply that takes this long means that nobody is there.
 REPLY_S = 120.0
+"""What torch itself is told of how long a reply may take; nobody waits for one longer than its own time (`BoundedStore`)."""
 
 _PROBE_S = 10.0
 """How long a store at an address that may be stale has to answer; one that was too slow is asked again."""
+_LEAST_PROBE_S = 1.0
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.0005, 0.25
 
 _STORES: Any = dist  # the stubs of torch.distributed leave out its stores
@@ -36,8 +39,8 @@ _STORES: Any = dist  # the stubs of torch.distributed leave out its stores
 class Home(Protocol):
     """Where the sessions of a group are."""
 
-    def session(self, name: str, *, title: str, timeout_s: float) -> tuple[KeyValueStore, Ended]:
-        """Return the keys of a session, and what tells which ranks have ended.
+    def session(self, name: str, *, title: str, timeout_s: float) -> tuple[BoundedStore, Ended]:
+        """Return the keys of a session, and the function that tells which ranks have ended.
 
         Raises
         ------
@@ -49,16 +52,18 @@ class Home(Protocol):
 class SettledHome:
     """A home in a store that rank 0 has started for this group, and that all ranks know already."""
 
-    def __init__(self, store: Any, rank: int, size: int) -> None:
-        self._store = _STORES.PrefixStore("home", store)
-        self._peers = Peers(self._store, rank, size)
+    def __init__(self, line: Line, rank: int, size: int, timeout_s: float) -> None:
+        self._line = line
+        self._peers = Peers(line.open(timeout_s).below("home"), rank, size)
 
-    def session(self, name: str, *, title: str, timeout_s: float) -> tuple[KeyValueStore, Ended]:
-        return _below(self._store, name), self._peers.ended
+    def session(self, name: str, *, title: str, timeout_s: float) -> tuple[BoundedStore, Ended]:
+        with named_failure(f"{title}: the job's key-value store does not answer"):
+            root = self._line.open(timeout_s).below("home")
+        return root.below(name), partial(self._peers.ended, root)
 
 
 class HostedHome:
-    """A home of which the ranks tell each other in the job's store.
+    """A home whose address the ranks tell each other in the job's store.
 
     Parameters
     ----------
@@ -68,81 +73,91 @@ class HostedHome:
         By what name this rank reaches the job's store.
     """
 
-    def __init__(self, meeting: Any, key: str, rank: int, size: int, host: str) -> None:
+    def __init__(self, meeting: Line, key: str, rank: int, size: int, host: str) -> None:
         self._meeting, self._key, self._rank, self._size, self._host = meeting, key, rank, size, host
         self._lock = threading.Lock()
-        self._store: Any = None
+        self._line, self._record = Line(self._connect), b""
+        self._server: Any = None
+        self._peers: Peers | None = None
 
-    def session(self, name: str, *, title: str, timeout_s: float) -> tuple[KeyValueStore, Ended]:
-        with self._lock:
-            if self._store is None:
-                try:
-                    self._open(title, timeout_s)
-                except DistError as error:
-                    raise PeerError(
-                        f"{title}: the job's key-value store does not answer ({error}), so the ranks cannot find each other; the "
-                        "process that hosts it has probably ended: its log says why"
-                    ) from error
-            return _below(self._store, name), self._peers.ended
+    def session(self, name: str, *, title: str, timeout_s: float) -> tuple[BoundedStore, Ended]:
+        with named_failure(f"{title}: the job's key-value store does not answer"):
+            with held(self._lock, timeout_s, f"{title}: the ranks did not meet"):
+                peers = self._peers = self._peers or self._meet(title, timeout_s)
+            root = self._line.open(timeout_s).below(self._nonce())
+        return root.below(name), partial(peers.ended, root)
 
-    def _open(self, title: str, timeout_s: float) -> None:
+    def _nonce(self) -> str:
+        return self._record.partition(b" ")[0].decode()
+
+    def _connect(self, timeout_s: float) -> Any:
+        """Connect once more to the store of rank 0, which did not reply before."""
+        client = self._reach(self._record, timeout_s)
+        if client is None:
+            raise DistError(f"nobody replies at its address within {timeout_s:g} s")
+        return client
+
+    def _meet(self, title: str, timeout_s: float) -> Peers:
+        meeting = self._meeting.open(timeout_s)
+        meeting.allow(timeout_s)
         if self._rank == 0:
-            self._store, own_record = self._start()
-            self._peers = Peers(self._store, self._rank, self._size)
-            self._meeting.set(self._key, own_record)
-            return
-        store, record = self._find(title, timeout_s)
-        self._peers = Peers(store, self._rank, self._size)
-        self._store = store
-        if self._peers.num_here == self._size and self._meeting.check([self._key]) and self._meeting.get(self._key) == record:
-            self._meeting.delete_key(self._key)
+            client, self._record = bounded(self._start, timeout_s, f"{title}: rank 0 did not start its key-value store")
+        else:
+            client, self._record = self._find(meeting, title, timeout_s)
+        self._line = Line(self._connect, client)
+        root = self._line.open(timeout_s).below(self._nonce())
+        root.allow(timeout_s)
+        peers = Peers(root, self._rank, self._size)
+        if self._rank == 0:
+            meeting.set(self._key, self._record)
+        elif peers.num_here == self._size and meeting.check([self._key]) and meeting.get(self._key) == self._record:
+            meeting.delete_key(self._key)
+        return peers
 
-    def _start(self) -> tuple[Any, str]:
+    def _start(self) -> tuple[Any, bytes]:
         host, nonce = own_address(self._host), uuid.uuid4().hex
-        server = _STORES.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=REPLY_S))
+        # Kept as long as this home, also where a reply of it was missed.
+        self._server = _STORES.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=REPLY_S))
         # Where the job's store is on this machine, others reach it by a name of their own.
-        return _STORES.PrefixStore(nonce, server), f"{nonce} {server.port} {'' if is_loopback(host) else host}"
+        return self._server, f"{nonce} {self._server.port} {'' if is_loopback(host) else host}".encode()
 
-    def _find(self, title: str, timeout_s: float) -> tuple[Any, bytes]:
+    def _find(self, meeting: BoundedStore, title: str, timeout_s: float) -> tuple[Any, bytes]:
         """Wait for the address of the living rank 0, and connect to its store."""
         began, tried, tried_at = time.monotonic(), b"", 0.0
         while True:
             waited = time.monotonic() - began
-            if self._meeting.check([self._key]):
-                record = self._meeting.get(self._key)
+            if meeting.check([self._key]):
+                record = meeting.get(self._key)
                 # The same one again, too, though seldom: it may be right, and the network slow.
                 if record != tried or waited > 2 * tried_at + 1:
-                    if (store := self._reach(record)) is not None:
-                        return store, record
+                    if (client := self._reach(record, timeout_s - waited)) is not None:
+                        return client, record
                     tried, tried_at = record, time.monotonic() - began
             if waited >= timeout_s:
-                raise PeerError(
-                    f"{title}: rank 0 did not arrive within {timeout_s:g} s; its own log says why, and timeout_s= allows slower "
-                    "ones more time",
-                    ranks=(0,),
-                )
+                raise PeerError(f"{title}: {did_not_arrive((0,), timeout_s)}", ranks=(0,))
             time.sleep(min(max(waited / 10, _FIRST_PAUSE_S), _LAST_PAUSE_S, timeout_s - waited))
 
-    def _reach(self, record: bytes) -> Any:
-        """Connect to a store at an address that somebody has put down; None where it is not, or no longer, that one."""
+    def _reach(self, record: bytes, timeout_s: float) -> Any:
+        """Connect to the store at an address that somebody has put down; None where there is none, or another one."""
+        probe_s = min(_PROBE_S, max(timeout_s, _LEAST_PROBE_S))
         try:
             nonce, port, host = record.decode().split(" ")
             host, number = host or self._host, int(port)
-            # Asked first, as a store's client tries a closed port again and again.
-            socket.create_connection((host, number), _PROBE_S).close()
-            limit = timedelta(seconds=_PROBE_S)
-            client = _STORES.TCPStore(host, number, is_master=False, wait_for_workers=False, timeout=limit)
-            store = _STORES.PrefixStore(nonce, client)
-            if not store.check(["here"]):
-                return None
-            client.set_timeout(timedelta(seconds=REPLY_S))
-            return store
-        except (OSError, ValueError, OverflowError, DistError):
+            return bounded(partial(_client_at, nonce, host, number, probe_s), probe_s, "the store did not reply")
+        except (OSError, ValueError, OverflowError, DistError, PeerError):
             return None
 
 
-def _below(store: Any, name: str) -> KeyValueStore:
-    return cast(KeyValueStore, _STORES.PrefixStore(name, store))
+def _client_at(nonce: str, host: str, port: int, probe_s: float) -> Any:
+    """Connect to a store that knows the nonce; None where another one is there."""
+    # Asked first, as a store's client tries a closed port again and again.
+    socket.create_connection((host, port), probe_s).close()
+    limit = timedelta(seconds=probe_s)
+    client = _STORES.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
+    if not client.check([f"{nonce}/here"]):
+        return None
+    client.set_timeout(timedelta(seconds=REPLY_S))
+    return client
 
 
 def own_address(towards: str) -> str:

@@ -20,6 +20,9 @@ import torch
 import torch.distributed as dist
 
 from ..errors import CorruptError, PeerError, StorageError
+from .bounded import BoundedStore, bounded, named_failure
+from .calls import did_not_arrive
+from .peers import Peers
 
 CHUNK_BYTES = 16 << 20
 _REQUEST, _DATA = 1, 1 << 16
@@ -39,19 +42,35 @@ class Links:
     rank, size
         Of this process among them.
     timeout_s
-        Seconds after which a swap, or one message, has failed.
+        Seconds after which meeting, a swap, or one message, has failed.
+
+    Raises
+    ------
+    PeerError
+        The others did not come in time, or have ended; its `ranks` are numbers among these ranks.
     """
 
     def __init__(self, store: Any, rank: int, size: int, *, timeout_s: float) -> None:
         self.rank, self.size, self.timeout_s, self._timeout = rank, size, timeout_s, timedelta(seconds=timeout_s)
+        own = BoundedStore.of(store, timeout_s)
+        own.allow(timeout_s)
+        what = "the ranks that hold each other's memory did not meet"
+        with named_failure(what):
+            peers = Peers(own, rank, size)
+            own.append("came", b"%d " % rank)
+            try:
+                self._group = bounded(lambda: self._meet(own), timeout_s, what, look=lambda: _refuse_ended(peers, own, what))
+            except PeerError as error:
+                if error.ranks:
+                    raise
+                came = {int(number) for number in own.get("came").split()}
+                absent = tuple(number for number in range(size) if number not in came)
+                raise PeerError(f"{what}: {did_not_arrive(absent, timeout_s)}" if absent else str(error), absent) from None
+
+    def _meet(self, store: BoundedStore) -> Any:
         group_class: Any = dist.ProcessGroupGloo
-        if hasattr(store, "clone"):  # a connection of its own: whoever waits for another rank's key holds it
-            store = store.clone()
-            store.set_timeout(self._timeout)
-        try:
-            self._group = group_class(store, rank, size, self._timeout)
-        except RuntimeError as error:
-            raise PeerError(f"the ranks that hold each other's memory did not meet within {timeout_s:g} s: {error}") from error
+        # On a connection of its own: whoever waits for another rank's key holds it.
+        return group_class(store.clone(self.timeout_s), self.rank, self.size, self._timeout)
 
     def swap(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> None:
         """Send buffers to ranks and receive others from ranks, all at once, a chunk of each at a time.
@@ -63,26 +82,21 @@ class Links:
         """
         longest = max((len(data) for data in (*outgoing.values(), *incoming.values())), default=0)
         deadline = time.monotonic() + self._timeout.total_seconds()
-        try:
+        with named_failure("copying to and from other nodes' memory failed"):
             for at in range(0, longest, CHUNK_BYTES):
                 work = [
-                    self._group.recv([data[at : at + CHUNK_BYTES]], rank, _DATA)
-                    for rank, data in incoming.items()
+                    (rank, start([data[at : at + CHUNK_BYTES]], rank, _DATA))
+                    for start, buffers in ((self._group.recv, incoming), (self._group.send, outgoing))
+                    for rank, data in buffers.items()
                     if at < len(data)
                 ]
-                work += [
-                    self._group.send([data[at : at + CHUNK_BYTES]], rank, _DATA)
-                    for rank, data in outgoing.items()
-                    if at < len(data)
-                ]
-                for one in work:
-                    one.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
-        except RuntimeError as error:
-            raise PeerError(f"copying to and from other nodes' memory failed: {error}") from error
+                for rank, one in work:
+                    with named_failure(f"copying to and from the memory of rank {rank}'s node failed", (rank,)):
+                        one.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
 
-    def send(self, rank: int, data: torch.Tensor, tag: int) -> None:
+    def send(self, rank: int, data: torch.Tensor, tag: int, timeout_s: float) -> None:
         """Send a buffer, and wait until it is out."""
-        self._group.send([data], rank, tag).wait(self._timeout)
+        self._group.send([data], rank, tag).wait(timedelta(seconds=max(timeout_s, 0.001)))
 
     def receive(self, rank: int, data: torch.Tensor, tag: int) -> None:
         """Fill a buffer from a rank."""
@@ -128,7 +142,8 @@ class Serving:
         length = sum(len(buffer) for buffer in buffers)
         answer = torch.empty(length + 1, dtype=torch.uint8, device="cpu")
         try:
-            self._links.send(rank, self._message(_READ, self._number[key], offset, length, tag), _REQUEST)
+            request = self._message(_READ, self._number[key], offset, length, tag)
+            self._links.send(rank, request, _REQUEST, self._links.timeout_s)
             self._links.receive(rank, answer, tag)
         except RuntimeError as error:
             raise PeerError(f"rank {rank} did not hand on {key} from its memory: {error}", ranks=(rank,)) from error
@@ -141,11 +156,12 @@ class Serving:
 
     def finish(self, wait_s: float) -> None:
         """Tell all ranks that this one reads no more, and answer until all have said so, or the time for that is over."""
+        ends = time.monotonic() + wait_s
         for rank in range(self._links.size):
             if rank != self._links.rank:
                 with suppress(RuntimeError):  # it is gone; the others still wait for the word of this one
-                    self._links.send(rank, self._message(_DONE, 0, 0, 0, 0), _REQUEST)
-        self._thread.join(wait_s)
+                    self._links.send(rank, self._message(_DONE, 0, 0, 0, 0), _REQUEST, ends - time.monotonic())
+        self._thread.join(max(ends - time.monotonic(), 0.0))
 
     def _message(self, kind: int, number: int, offset: int, length: int, tag: int) -> torch.Tensor:
         return torch.tensor([kind, self._links.rank, number, offset, length, tag], dtype=torch.int64, device="cpu")
@@ -160,7 +176,7 @@ class Serving:
                 if kind == _DONE:
                     left -= 1
                     continue
-                self._links.send(rank, self._answer(number, offset, length), tag)
+                self._links.send(rank, self._answer(number, offset, length), tag, self._links.timeout_s)
         except RuntimeError:
             return  # a rank is gone: whoever waits for this one learns it by a deadline
 
@@ -172,6 +188,11 @@ class Serving:
         except (StorageError, CorruptError, OSError):
             answer[0] = 1
         return answer
+
+
+def _refuse_ended(peers: Peers, store: BoundedStore, what: str) -> None:
+    if ended := tuple(sorted(peers.ended(store))):
+        raise PeerError(f"{what}: the processes of their numbers {ended} ended; their own logs say why", ended)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

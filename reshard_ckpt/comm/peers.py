@@ -12,7 +12,8 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+
+from .payloads import KeyValueStore
 
 Ended = Callable[[], frozenset[int]]
 """Returns the ranks whose processes are known to have ended."""
@@ -24,23 +25,23 @@ class Peers:
     Parameters
     ----------
     store
-        The group's own keys.
+        The group's own keys, as each call is given them: over a connection of now.
     """
 
-    def __init__(self, store: Any, rank: int, size: int) -> None:
-        self._store, self._size = store, size
+    def __init__(self, store: KeyValueStore, rank: int, size: int) -> None:
+        self._size = size
         self._key = f"on/{_machine()}"
         self._is_complete = False
         self._processes: list[list[str]] = []
-        self._store.append(self._key, f"{rank}:{os.getpid()}:{_began(os.getpid())} ".encode())
+        store.append(self._key, f"{rank}:{os.getpid()}:{_began(os.getpid())} ".encode())
         self.num_here: int = store.add("here", 1)
         """How many ranks have said so, this one included."""
 
-    def ended(self) -> frozenset[int]:
+    def ended(self, store: KeyValueStore) -> frozenset[int]:
         """Return the ranks of this machine whose processes have ended, as far as that is known."""
         if not self._is_complete:
-            self._is_complete = self._store.add("here", 0) >= self._size
-            self._processes = [line.split(":") for line in self._store.get(self._key).decode().split()]
+            self._is_complete = store.add("here", 0) >= self._size
+            self._processes = [line.split(":") for line in store.get(self._key).decode().split()]
         return frozenset(int(rank) for rank, pid, began in self._processes if began and _began(int(pid)) != began)
 
 

@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Protocol
 
 from ..errors import PeerError
+from .bounded import BoundedStore
 from .payloads import KeyValueStore
 from .wire import name_ranks
 
@@ -62,7 +63,7 @@ class AgreedStop(AbstractContextManager["AgreedStop"]):
     """
 
     def __init__(self, store: KeyValueStore, rank: int, size: int, wanted: Callable[[], bool], *, timeout_s: float) -> None:
-        self._store, self._rank, self._size = store, rank, size
+        self._store, self._rank, self._size = BoundedStore.of(store, timeout_s), rank, size
         self._wanted, self._timeout_s = wanted, timeout_s
         # Thousands of ranks together ask the store some thousand times a second at most.
         self._pause_s = min(5.0, max(0.1, size / 2000))
@@ -79,7 +80,7 @@ class AgreedStop(AbstractContextManager["AgreedStop"]):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._closed.set()
-        self._thread.join()
+        self._thread.join()  # all that it waits for has a limit
         with suppress(Exception):  # the others have ended, and the store with them
             self._post(_NEVER)
             if self._store.add("gone", 1) == self._size:
@@ -114,7 +115,7 @@ class AgreedStop(AbstractContextManager["AgreedStop"]):
         except Exception as error:  # whatever it is: a thread that ends silently would let the ranks train on for ever
             self._error = PeerError(
                 f"the job's key-value store does not answer any more ({error}), so this rank cannot learn of a stop; "
-                "the process that hosts it, often rank 0, has probably ended: its log says why",
+                "the process that hosts it, often rank 0, has probably ended, or hangs: its log says why",
                 ranks=(0,),
             )
         finally:

@@ -16,6 +16,7 @@ every rank reads the same; so they all go on, or they all raise the same error. 
 
 Waiting is polling, at intervals of a tenth of the time waited so far. A blocking wait of the store could not be
 interrupted, would hold the client's lock against every other user in this process, and prints warnings when its time is over.
+A store that does not reply, as its process hangs, is waited for no longer than a rank (`comm.bounded`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from contextlib import contextmanager, suppress
 from torch.distributed import DistError
 
 from ..errors import PeerError
+from .bounded import BoundedStore
 from .calls import call_of, disagreement, expired, too_late
 from .payloads import KeyValueStore, Payloads
 from .peers import Ended
@@ -69,8 +71,8 @@ class StoreComm:
         ended: Ended = frozenset,
         hosts: bool = False,
     ) -> None:
-        self._store, self.rank, self.size = store, rank, size
-        self._payloads = Payloads(store)
+        self._store, self.rank, self.size = BoundedStore.of(store, timeout_s), rank, size
+        self._payloads = Payloads(self._store)
         self._ended, self._farewell_s = ended, _HOST_FAREWELL_S if hosts else _FAREWELL_S
         self._title, self._timeout_s = title, timeout_s
         # Thousands of ranks that ask twenty times a second would keep the store busy with nothing.
@@ -197,6 +199,7 @@ class StoreComm:
         """Tell the others of an error of this rank, unless it is one that they reported."""
         if self._refusal is not None:
             return
+        self._store.allow(self._farewell())
         with suppress(DistError):  # without a store no rank can be reached, and `error` says more
             while self._refuse(refusal_of(error, self.rank)) is None:
                 self._step += 1
@@ -205,12 +208,16 @@ class StoreComm:
 
     def leave(self, *, waits: bool = True) -> None:
         """Count this rank out; the last one deletes all keys. Never raises for want of the store."""
+        self._store.allow(self._farewell())
         with suppress(DistError):
             if self.rank == 0 and waits:
                 absent = frozenset(self._refusal.absent if self._refusal else ())
-                self._wait(lambda: self._have_left(absent), min(self._farewell_s, self._timeout_s))
+                self._wait(lambda: self._have_left(absent), self._farewell())
             if self._store.add("left", 1) == self.size:
                 self._delete_all()
+
+    def _farewell(self) -> float:
+        return min(self._farewell_s, self._timeout_s)
 
     def _have_left(self, absent: frozenset[int]) -> bool:
         staying = self.size - 1 - self._store.add("left", 0)
@@ -374,12 +381,13 @@ class StoreComm:
 
     @contextmanager
     def _reachable(self) -> Iterator[None]:
+        self._store.allow(self._timeout_s)
         try:
             yield
         except DistError as error:
             raise PeerError(
                 f"{self._title}: the job's key-value store does not answer any more ({error}); "
-                "the process that hosts it, often rank 0, has probably ended: its log says why",
+                "the process that hosts it, often rank 0, has probably ended, or hangs: its log says why",
                 ranks=(0,),
             ) from error
 

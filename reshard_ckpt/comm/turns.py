@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 
 from ..errors import PeerError
+from .calls import did_not_arrive
 from .protocol import Comm
 from .store import StoreComm
 from .wire import Refusal, name_ranks
@@ -48,8 +49,8 @@ class Meeting(StoreComm):
                 self._may_look()  # in half a second: mostly all are here by then
                 if not self._wait(lambda: self._store.check(["verdict"]) or self._miss_ended(look), self._timeout_s):
                     self._stop_if_given_up()
-                    late = f"did not arrive within {self._timeout_s:g} s"
-                    self._miss(self._missing(), f"{late}; their own logs say why, and timeout_s= allows slower ones more time")
+                    missing = self._missing()
+                    self._miss(missing, did_not_arrive(missing, self._timeout_s))
                 verdict = self._store.get("verdict")
         if not verdict.isdigit():
             raise Refusal.decode(verdict).error()
@@ -77,12 +78,12 @@ class Meeting(StoreComm):
         if self._may_look():
             look()
             if ended := sorted(self._ended() & {*self._missing()}):
-                self._miss(ended, "ended before this began; their own logs say why")
+                self._miss(ended, f"{name_ranks(ended)} ended before this began; their own logs say why")
         return False
 
     def _miss(self, ranks: list[int], what: str) -> None:
         if ranks:  # else the verdict is there by now
-            refusal = Refusal("PeerError", f"{self._title}: {name_ranks(ranks)} {what}", tuple(ranks))
+            refusal = Refusal("PeerError", f"{self._title}: {what}", tuple(ranks))
             self._store.compare_set("verdict", b"", refusal.encode())
 
 

@@ -10,12 +10,16 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import time
 import weakref
 
 from ..errors import StorageError
 from .protocol import Lock
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL, errno.EBADF)
+MOMENTS_S = 120.0
+"""How long a lock that is held for moments may be held: somebody may allocate gigabytes of memory, or publish on a slow disk."""
+
 _LIVE_LOCKS: weakref.WeakSet[FileLock] = weakref.WeakSet()
 
 
@@ -58,27 +62,49 @@ def lock_file(fd: int, path: str, *, shared: bool) -> FileLock | None:
     LocksUnsupported
         The file system knows no locks.
     """
-    try:
-        return _locked(fd, path, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return None
+    lock = FileLock(fd)  # from here on a child that is forked meanwhile closes its copy
+    if _takes(lock, path, shared):
+        return lock
+    lock.release()
+    return None
 
 
 def await_lock(fd: int, path: str, *, shared: bool = False) -> FileLock:
-    """Lock an open file as `lock_file` does, once nobody else's lock excludes this one: for locks that are held for moments."""
-    return _locked(fd, path, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
+    """Lock an open file as `lock_file` does, once nobody else's lock excludes this one: for locks that are held for moments.
 
-
-def _locked(fd: int, path: str, flags: int) -> FileLock:
-    lock = FileLock(fd)  # from here on a child that is forked meanwhile closes its copy
+    Raises
+    ------
+    StorageError
+        Somebody has held it for so long that they must hang.
+    """
+    lock, began = FileLock(fd), time.monotonic()
     try:
-        fcntl.flock(fd, flags)
+        # A call that waits cannot be left: a process that was stopped while it has the lock would stop all others.
+        while not _takes(lock, path, shared):
+            waited = time.monotonic() - began
+            if waited >= MOMENTS_S:
+                raise StorageError(
+                    f"{path}: another process has had its lock for {MOMENTS_S:g} s, not for a moment: it hangs, or was stopped; "
+                    "end it, and try again"
+                )
+            time.sleep(min(max(waited / 10, 0.0005), 0.05))
+    except BaseException:
+        lock.release()
+        raise
+    return lock
+
+
+def _takes(lock: FileLock, path: str, shared: bool) -> bool:
+    try:
+        fcntl.flock(lock.fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
     except BaseException as error:
         lock.release()
         if isinstance(error, OSError) and error.errno in _NO_LOCKS:
             raise LocksUnsupported(f"{path}: cannot lock: {error.strerror}; this file system has no locks") from error
         raise
-    return lock
+    return True
 
 
 def _drop_inherited() -> None:

@@ -162,8 +162,9 @@ def read_at_most(path: str, limit: int) -> bytes:
 def locked(folder: int) -> Iterator[None]:
     """Lock an open folder against others who lock it; where the file system has no locks, exclude nobody."""
     fd, lock = os.open(".", FOLDER, dir_fd=folder), None
+    where = f"/proc/self/fd/{folder}"
     with suppress(OSError, LocksUnsupported):
-        lock = await_lock(fd, ".")
+        lock = await_lock(fd, os.readlink(where) if os.path.islink(where) else "the checkpoint's folder")
     try:
         yield
     finally:

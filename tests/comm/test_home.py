@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from reshard_ckpt.comm import StoreComm, _session
 from reshard_ckpt.comm import peers as peers_module
+from reshard_ckpt.comm.bounded import Line
 from reshard_ckpt.comm.group import SessionCounter
 from reshard_ckpt.comm.home import HostedHome
 from reshard_ckpt.comm.peers import Peers
@@ -25,6 +26,10 @@ NONCE = "0123456789abcdef"
 
 def tcp_store() -> Any:
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def line(store: Any) -> Line:
+    return Line(lambda _: store)
 
 
 class Meeting:
@@ -72,7 +77,7 @@ def test_what_a_dead_attempt_left_is_passed_over(other: Any, left: str):
     job = tcp_store()
     job.set("home", LEFT[left](other))
     meeting = Meeting(job)
-    homes = [HostedHome(meeting if rank else job, "home", rank, 2, "127.0.0.1") for rank in range(2)]
+    homes = [HostedHome(line(meeting if rank else job), "home", rank, 2, "127.0.0.1") for rank in range(2)]
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(homes[1].session("3", title="save '/a'", timeout_s=600)[0]))
     thread.start()
@@ -89,7 +94,7 @@ def test_what_a_dead_attempt_left_is_passed_over(other: Any, left: str):
 def test_a_rank_0_that_comes_too_late_is_told_and_in_step_again():
     """Rank 1 has given up before there was any store; its next call tells rank 0, which still waits in the first session."""
     job = tcp_store()
-    homes = [HostedHome(job, "home", rank, 2, "127.0.0.1") for rank in range(2)]
+    homes = [HostedHome(line(job), "home", rank, 2, "127.0.0.1") for rank in range(2)]
     counters = [SessionCounter(), SessionCounter()]
 
     def call(rank: int, subject: str, timeout_s: float = 600) -> str:
@@ -119,7 +124,7 @@ def test_a_store_of_the_job_that_is_gone_is_a_named_error():
     client = dist.TCPStore("127.0.0.1", job.port, is_master=False, wait_for_workers=False)
     del job
     with pytest.raises(PeerError, match="save '/a': the job's key-value store does not answer"):
-        HostedHome(client, "home", 1, 2, "127.0.0.1").session("0", title="save '/a'", timeout_s=600)
+        HostedHome(line(client), "home", 1, 2, "127.0.0.1").session("0", title="save '/a'", timeout_s=600)
 
 
 @pytest.mark.parametrize(
@@ -139,10 +144,10 @@ def test_a_process_that_was_killed_has_ended_also_before_anybody_has_asked_for_i
         peers = Peers(store, 0, 3)
         began = peers_module._began(process.pid)
         store.append(peers._key, f"1:{process.pid}:{began} 2:{process.pid}:1 ".encode())
-        assert peers.ended() == {2}  # its number is another process's by now
+        assert peers.ended(store) == {2}  # its number is another process's by now
         process.kill()
         while peers_module._began(process.pid):  # the signal is under way
             pass
         assert process.returncode is None
-        assert peers.ended() == {1, 2}
-    assert peers.ended() == {1, 2}
+        assert peers.ended(store) == {1, 2}
+    assert peers.ended(store) == {1, 2}

@@ -46,16 +46,23 @@ def expected(rank: int, size: int) -> tuple[list[bytes] | None, bytes, bytes]:
     return [b"%d" % r for r in range(size)] if rank == 0 else None, b"all", b"to %d" % rank
 
 
+def job_store() -> Any:
+    return dist.distributed_c10d._get_default_store()
+
+
 def num_keys() -> int:
     """How many keys of ours the job's store holds, and of sessions the group's own, once every rank is here."""
     dist.barrier()
     group = current_group(None)
     assert group is not None
     # Torch 2.6 cannot list them; how many are left is counted in tests/comm/test_store.py as well, whatever the release.
-    keys = group.store.list_keys() if hasattr(group.store, "list_keys") else []
+    store = job_store()
+    keys = store.list_keys() if hasattr(store, "list_keys") else []
     count = sum("reshard_ckpt" in key for key in keys)
     if keys and group.rank == 0:  # the number of the session, and so on
-        count += sum(key.split("/")[0].isdigit() for key in group.home._store.list_keys())
+        count += sum(
+            key.split("/")[0].isdigit() for key in dist.PrefixStore(group.home._nonce(), group.home._line._client).list_keys()
+        )
     dist.barrier()
     return count
 
@@ -101,7 +108,7 @@ def failures() -> dict[str, Any]:
 def interrupted_while_waiting() -> dict[str, Any]:
     """A real signal reaches a rank that waits for the others, which only go on once it is over."""
     rank = dist.get_rank()
-    store = current_group(None).store  # type: ignore[union-attr]
+    store = job_store()
     signal.signal(signal.SIGALRM, signal.default_int_handler)
 
     def body(comm: Comm) -> Any:
@@ -120,7 +127,7 @@ def interrupted_while_waiting() -> dict[str, Any]:
 def missing_rank() -> dict[str, Any]:
     """Rank 3 comes only after the others have given up; then everyone is in step again."""
     rank = dist.get_rank()
-    store = current_group(None).store  # type: ignore[union-attr]
+    store = job_store()
     if rank == 3:
         store.get("given up")
     with nullcontext() if rank == 3 else over_when_here_are_all_but(3):

@@ -331,7 +331,7 @@ def arrived(server: Server, step: int, num_ranks: int) -> Callable[[], bool]:
 def test_ranks_that_do_not_arrive_are_named_on_all_that_did(server: Server, clock: Clock):
     clock.is_over = arrived(server, 0, 3)
     outcomes = run_session(server, 6, lambda comm: None, only=[0, 1, 4], timeout_s=600)
-    message = "save '/ckpt': ranks 2-3, 5 did not arrive within 600 s; "
+    message = "save '/ckpt': ranks 2-3, 5 did not arrive within 600 s. Did every rank "
     for rank in (0, 1, 4):
         assert type(outcomes[rank]) is PeerError
         assert str(outcomes[rank]).startswith(message)

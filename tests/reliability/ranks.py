@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import reshard_ckpt.comm as comm_module
 from reshard_ckpt.checkpoint import loading, saving
+from reshard_ckpt.comm.bounded import Line
 from reshard_ckpt.comm.group import Group, current_group
 from reshard_ckpt.comm.home import SettledHome
 from reshard_ckpt.engine.saving import agreement
@@ -40,7 +41,8 @@ class Job:
     def __init__(self, size: int) -> None:
         self.size = size
         self.store = dist.HashStore()
-        self._groups = [Group(rank, size, self.store, "job", SettledHome(self.store, rank, size)) for rank in range(size)]
+        lines = [Line(lambda _: self.store) for _ in range(size)]
+        self._groups = [Group(rank, size, line, "job", SettledHome(line, rank, size, 600)) for rank, line in enumerate(lines)]
         self._keys_of_group = int(self.store.num_keys())  # who is there, as long as it lasts
         self._saves = [SaveQueue() for _ in range(size)]
         self._plans = [agreement.PlanCache() for _ in range(size)]
@@ -74,8 +76,8 @@ def jobs() -> Iterator[type[Job]]:
     """Within it, threads of a `Job` are its ranks."""
     saves = OfRank("saves", saving.SAVES)
 
-    def group_of_thread(process_group: Any) -> Any:
-        return getattr(LOCAL, "group", None) or current_group(process_group)
+    def group_of_thread(process_group: Any, timeout_s: float) -> Any:
+        return getattr(LOCAL, "group", None) or current_group(process_group, timeout_s)
 
     with (
         mock.patch.object(comm_module, "current_group", group_of_thread),

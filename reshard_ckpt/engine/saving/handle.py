@@ -228,10 +228,11 @@ class SaveQueue:
     """The saves of this process, one after the other: each needs the staging memory, and somebody must see its error."""
 
     def __init__(self) -> None:
-        self._last: SaveHandle | None = None
+        self._begun: list[SaveHandle] = []
+        """The saves since the last turn: more than one where several threads began theirs at once."""
 
     def wait_turn(self, *, when_busy: str) -> None:
-        """Wait for the save before this one, and raise its error if nobody has seen it.
+        """Wait for the saves before this one, and raise their errors if nobody has seen them.
 
         Called inside the new save's session, so that what one rank raises here, all ranks raise.
 
@@ -240,34 +241,36 @@ class SaveQueue:
         UsageError
             A save is under way and ``when_busy`` is ``"error"``.
         CheckpointError
-            The save before failed in the background.
+            A save before failed in the background.
         """
-        last = self._last
-        if last is None:
-            return
-        if when_busy == "error" and not last.done():
-            raise UsageError(
-                f"the save to {last.running.path} is still under way; wait for its result(), or pass when_busy='wait'"
-            )
-        last.running.wait()
-        if self._last is last:  # else another thread has begun a save meanwhile, which the next one waits for
-            self._last = None
-        error = last.running.take_error()
-        if error is not None:
-            raise CheckpointError(f"the save before this one failed in the background: {error}") from error
+        begun = list(self._begun)
+        for save in begun:
+            if when_busy == "error" and not save.done():
+                raise UsageError(
+                    f"the save to {save.running.path} is still under way; wait for its result(), or pass when_busy='wait'"
+                )
+        for save in begun:
+            save.running.wait()
+        # Saves that another thread has begun meanwhile are for the next turn.
+        self._begun = [save for save in self._begun if save not in begun]
+        errors = [error for save in begun if (error := save.running.take_error()) is not None]
+        if errors:
+            what = "the save" if len(errors) == 1 else f"{len(errors)} saves"
+            reasons = "; ".join(map(str, errors))
+            raise CheckpointError(f"{what} before this one failed in the background: {reasons}") from errors[0]
 
     def wait_staged(self) -> None:
-        """Wait until the state of the save before may change."""
-        if self._last is not None:
-            self._last.staged()
+        """Wait until the state of the saves before may change."""
+        for save in list(self._begun):
+            save.staged()
 
     def join(self, handle: SaveHandle) -> None:
-        """Make this save the last one."""
-        self._last = handle
+        """Put this save behind the others."""
+        self._begun.append(handle)
 
     def forget(self) -> None:
         """Begin as if there were no save before."""
-        self._last = None
+        self._begun = []
 
 
 SAVES = SaveQueue()

@@ -21,6 +21,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -70,7 +71,7 @@ def attach(engine: Any, *, host_buffer_bytes: int | None = None, timeout_s: floa
         raise UsageError(f"attach: wanted what deepspeed.initialize returns first, got {type(engine).__name__}")
     if not isinstance(engine.checkpoint_engine, Engine):
         chosen = chosen_by(config_of(engine)) or Chosen()
-        nebula = None if chosen.nebula is None else NebulaRun(chosen.nebula)
+        nebula = None if chosen.nebula is None else NebulaRun(chosen.nebula, timeout_s)
         size = host_buffer_bytes or chosen.host_buffer_bytes
         engine.checkpoint_engine = Engine(engine, engine.checkpoint_engine, size, timeout_s, nebula)
         engine.load_checkpoint = _Loading(engine)
@@ -164,7 +165,7 @@ class Engine:
         self.name, self.stock, self.timeout_s = "ReshardCheckpointEngine", stock, timeout_s
         self._engine = weakref.ref(engine)
         self._host_buffer_bytes, self._nebula = host_buffer_bytes, nebula
-        self.find = find_saved if nebula is None else nebula.find
+        self.find = partial(find_saved, timeout_s=timeout_s) if nebula is None else nebula.find
         self._info: Any = None
         self._values: dict[str, Any] = {}
         self._kept: frozenset[str] | None = None

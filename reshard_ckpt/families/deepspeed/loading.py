@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from ...checkpoint.loading import load
 from ...checkpoint.reading import catalog, read
+from ...comm import values_of_all
 from ...core.catalog.model import Catalog
 from ...errors import UsageError
 from .engine_state import EngineState, base_optimizer, refuse_unsupported
@@ -52,9 +53,9 @@ def saved_at(path: str) -> Saved:
     return Saved(path, catalog(path), partial(load, path), partial(read, path))
 
 
-def find_saved(load_dir: str, tag: Any) -> Saved | None:
+def find_saved(load_dir: str, tag: Any, *, timeout_s: float = 600.0) -> Saved | None:
     """Find the checkpoint of a tag, by default of the one that ``latest`` names; None where there is no such file."""
-    tag = latest_of(load_dir) if tag is None else str(tag)
+    tag = latest_of(load_dir, timeout_s=timeout_s) if tag is None else str(tag)
     return None if tag is None else saved_at(os.path.join(load_dir, tag))
 
 
@@ -123,12 +124,11 @@ def load_checkpoint(
     return found.path, client_state
 
 
-def latest_of(load_dir: str) -> str | None:
+def latest_of(load_dir: str, *, timeout_s: float = 600.0) -> str | None:
     """Return the tag that ``latest`` names; rank 0 reads it for all, as it is the one that writes it."""
-    found = [read_latest(load_dir) if dist.get_rank() == 0 else None]
-    if dist.get_world_size() > 1:
-        dist.broadcast_object_list(found, 0)
-    return found[0]
+    own = read_latest(load_dir) if dist.get_rank() == 0 else None
+    tag: str | None = values_of_all("read latest of", load_dir, own, timeout_s=timeout_s)[0]
+    return tag
 
 
 def _around(engine: Any, method: str) -> None:

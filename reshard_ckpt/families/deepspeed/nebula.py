@@ -18,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ...checkpoint import Manager, SaveHandle
+from ...comm import values_of_all
 from ...engine.common.logs import LOGGER
 from ...errors import CheckpointNotFound, CorruptError
 from ...manager.open_runs import TAG, close_run, open_run, run_at, tags_of
@@ -31,8 +32,8 @@ _GONE = CheckpointNotFound, CorruptError
 class NebulaRun:
     """The run of one engine. Made on all ranks together; so are its saves and loads."""
 
-    def __init__(self, block: NebulaBlock) -> None:
-        self._block = block
+    def __init__(self, block: NebulaBlock, timeout_s: float) -> None:
+        self._block, self._timeout_s = block, timeout_s
         self._manager = run_at(block.path) or open_run(block.path, block.interval_s, block.num_versions)
         self._last = max(self._tags(self._manager), default=-1)
 
@@ -56,12 +57,12 @@ class NebulaRun:
             There is none of a tag that was asked for.
         """
         if not self._block.loads:
-            return find_saved(load_dir, tag)
+            return find_saved(load_dir, tag, timeout_s=self._timeout_s)
         found = self._of_tag(load_dir, str(tag)) if tag is not None else self._newest(load_dir)
         if found is not None:
             return found
         # Neither run has begun: what DeepSpeed or this library has saved without nebula.
-        return find_saved(load_dir, tag)
+        return find_saved(load_dir, tag, timeout_s=self._timeout_s)
 
     def _of_tag(self, load_dir: str, tag: str) -> Saved | None:
         other = self._to_begin_from()
@@ -71,7 +72,7 @@ class NebulaRun:
         step = _step_of(tags, tag)
         if step is not None:
             return self._saved(step, load_dir, tag)
-        if _is_in_folder(load_dir, tag):
+        if self._is_in_folder(load_dir, tag):
             return None
         raise CheckpointNotFound(
             f"nebula: no checkpoint {tag!r} in memory, at {self._block.path} or in {load_dir}; there are: "
@@ -83,14 +84,14 @@ class NebulaRun:
 
         None where `find` is to take the folder: ``latest`` names a checkpoint there that was saved without nebula.
         """
-        latest, tags = latest_of(load_dir), self._tags(self._manager)
+        latest, tags = latest_of(load_dir, timeout_s=self._timeout_s), self._tags(self._manager)
         step = None if latest is None else _step_of(tags, latest)
         try:
             if step is not None and latest is not None:
                 return self._saved(step, load_dir, latest)
         except _GONE as error:
             LOGGER.warning("nebula: %s, which latest names, is not whole any more: %s", latest, error)
-        if step is None and latest is not None and _is_in_folder(load_dir, latest):
+        if step is None and latest is not None and self._is_in_folder(load_dir, latest):
             return None
         loaded = self._manager.load_latest({ROOT: {}}, strict=False) if tags else None
         if loaded is not None:
@@ -117,18 +118,14 @@ class NebulaRun:
 
     def _tags(self, manager: Manager) -> dict[int, str]:
         """Return the tags of a run by step, in order: nodes that joined know nothing of what others have in memory."""
-        mine = tags_of(manager)
-        every: list[dict[int, str]] = [mine] * dist.get_world_size()
-        dist.all_gather_object(every, mine)
+        every: list[dict[int, str]] = values_of_all("list tags of", self._block.path, tags_of(manager), timeout_s=self._timeout_s)
         return dict(sorted((item for of_rank in every for item in of_rank.items()), key=lambda item: item[0]))
 
-
-def _is_in_folder(load_dir: str, tag: str) -> bool:
-    """Tell whether a folder has files of a tag; rank 0 looks for all. DeepSpeed makes an empty one for a save to memory too."""
-    path = os.path.join(load_dir, tag)
-    found = [dist.get_rank() == 0 and os.path.isdir(path) and bool(os.listdir(path))]
-    dist.broadcast_object_list(found, 0)
-    return found[0]
+    def _is_in_folder(self, load_dir: str, tag: str) -> bool:
+        """Tell whether a folder has files of a tag; rank 0 looks for all. A save to memory leaves an empty one too."""
+        path = os.path.join(load_dir, tag)
+        own = dist.get_rank() == 0 and os.path.isdir(path) and bool(os.listdir(path))
+        return bool(values_of_all("look for", path, own, timeout_s=self._timeout_s)[0])
 
 
 def _step_of(tags: Mapping[int, str], tag: str) -> int | None:

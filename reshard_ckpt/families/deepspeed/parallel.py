@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...comm import values_of_all
 from ...core.catalog.specs import Ints
 from .live import declared, declared_whole
 from .shards import Shard, TensorParallel
@@ -35,8 +36,7 @@ class Parallel:
             self._rank = dist.get_rank(group=group)
             self._map = TensorParallel(info or {})
             mine = {name: tuple(getattr(p, "ds_shape", p.shape)) for p, name in engine.param_names.items()}
-            self._shapes: list[dict[str, Ints]] = [{}] * size
-            dist.all_gather_object(self._shapes, mine, group=group)
+            self._shapes = values_of_all("share shapes of", "tensor-parallel parameters", mine, process_group=group)
 
     def counts(self, fqn: str) -> bool:
         """Tell whether this rank's part of a parameter is saved: of a tied module of a pipeline, that of the first stage."""
@@ -47,7 +47,7 @@ class Parallel:
         if self._map is None:
             return Shard.whole(local)
         if fqn not in self._known:
-            shapes = [of_rank[fqn] for of_rank in self._shapes]
+            shapes: list[Ints] = [tuple(of_rank[fqn]) for of_rank in self._shapes]
             found = self._map.shard(fqn, self._rank, shapes)
             # What all ranks hold is theirs as well: replicas share the writing.
             self._known[fqn] = found if found.segments else self._map.shard(fqn, 0, shapes)
