@@ -68,8 +68,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def tmp_path(tmp_path: Path) -> Iterator[Path]:
     """Let a save that the test left under way come to its end before its folder is removed."""
     yield tmp_path
-    if (handle := sys.modules.get("reshard_ckpt.engine.saving.handle")) and (last := handle.SAVES._last):
-        last.running.wait()
+    if handle := sys.modules.get("reshard_ckpt.engine.saving.handle"):
+        for save in handle.SAVES._begun:
+            save.running.wait()
 
 
 def pytest_unconfigure() -> None:

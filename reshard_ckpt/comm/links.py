@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +23,7 @@ from ..errors import CorruptError, PeerError, StorageError
 from .bounded import BoundedStore, bounded, named_failure
 from .calls import did_not_arrive
 from .peers import Peers
+from .wire import name_ranks
 
 CHUNK_BYTES = 16 << 20
 _REQUEST, _DATA = 1, 1 << 16
@@ -43,14 +44,17 @@ class Links:
         Of this process among them.
     timeout_s
         Seconds after which meeting, a swap, or one message, has failed.
+    members
+        Their ranks in the job, for errors; by default the same.
 
     Raises
     ------
     PeerError
-        The others did not come in time, or have ended; its `ranks` are numbers among these ranks.
+        The others did not come in time, or have ended.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, *, timeout_s: float) -> None:
+    def __init__(self, store: Any, rank: int, size: int, *, timeout_s: float, members: Sequence[int] | None = None) -> None:
+        self._members = range(size) if members is None else members
         self.rank, self.size, self.timeout_s, self._timeout = rank, size, timeout_s, timedelta(seconds=timeout_s)
         own = BoundedStore.of(store, timeout_s)
         own.allow(timeout_s)
@@ -59,18 +63,22 @@ class Links:
             peers = Peers(own, rank, size)
             own.append("came", b"%d " % rank)
             try:
-                self._group = bounded(lambda: self._meet(own), timeout_s, what, look=lambda: _refuse_ended(peers, own, what))
+                self._group = bounded(lambda: self._meet(own), timeout_s, what, look=lambda: self._refuse_ended(peers, own, what))
             except PeerError as error:
                 if error.ranks:
                     raise
                 came = {int(number) for number in own.get("came").split()}
-                absent = tuple(number for number in range(size) if number not in came)
+                absent = tuple(member for number, member in enumerate(self._members) if number not in came)
                 raise PeerError(f"{what}: {did_not_arrive(absent, timeout_s)}" if absent else str(error), absent) from None
 
     def _meet(self, store: BoundedStore) -> Any:
         group_class: Any = dist.ProcessGroupGloo
         # On a connection of its own: whoever waits for another rank's key holds it.
         return group_class(store.clone(self.timeout_s), self.rank, self.size, self._timeout)
+
+    def _refuse_ended(self, peers: Peers, store: BoundedStore, what: str) -> None:
+        if ended := tuple(self._members[number] for number in sorted(peers.ended(store))):
+            raise PeerError(f"{what}: {name_ranks(ended)} ended; their own logs say why", ended)
 
     def swap(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> None:
         """Send buffers to ranks and receive others from ranks, all at once, a chunk of each at a time.
@@ -82,17 +90,20 @@ class Links:
         """
         longest = max((len(data) for data in (*outgoing.values(), *incoming.values())), default=0)
         deadline = time.monotonic() + self._timeout.total_seconds()
-        with named_failure("copying to and from other nodes' memory failed"):
-            for at in range(0, longest, CHUNK_BYTES):
-                work = [
-                    (rank, start([data[at : at + CHUNK_BYTES]], rank, _DATA))
-                    for start, buffers in ((self._group.recv, incoming), (self._group.send, outgoing))
-                    for rank, data in buffers.items()
-                    if at < len(data)
-                ]
-                for rank, one in work:
-                    with named_failure(f"copying to and from the memory of rank {rank}'s node failed", (rank,)):
-                        one.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+        for at in range(0, longest, CHUNK_BYTES):
+            work = []
+            for start, buffers in ((self._group.recv, incoming), (self._group.send, outgoing)):
+                for rank, data in buffers.items():
+                    if at < len(data):
+                        with self._named(rank):
+                            work.append((rank, start([data[at : at + CHUNK_BYTES]], rank, _DATA)))
+            for rank, one in work:
+                with self._named(rank):
+                    one.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+
+    def _named(self, rank: int) -> AbstractContextManager[None]:
+        member = self._members[rank]
+        return named_failure(f"copying to or from the memory of rank {member}'s node failed", (member,))
 
     def send(self, rank: int, data: torch.Tensor, tag: int, timeout_s: float) -> None:
         """Send a buffer, and wait until it is out."""
@@ -188,11 +199,6 @@ class Serving:
         except (StorageError, CorruptError, OSError):
             answer[0] = 1
         return answer
-
-
-def _refuse_ended(peers: Peers, store: BoundedStore, what: str) -> None:
-    if ended := tuple(sorted(peers.ended(store))):
-        raise PeerError(f"{what}: the processes of their numbers {ended} ended; their own logs say why", ended)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -113,7 +113,7 @@ class MemoryRun:
         self._metrics: dict[int, float | None] = {}
 
     def _store(self, nonce: str, name: str) -> Any:
-        return shared_store(f"memory/{nonce}/{name}", self._session["process_group"])
+        return shared_store(f"memory/{nonce}/{name}", **self._session)
 
     def attempt_begun(self) -> None:
         """Before the first save of an attempt: drop what no longer counts, and what a killed job has left beyond the limit."""

@@ -209,7 +209,7 @@ class Tier:
             # Half of a session's time: those that wait at the commit for this rank must not give up before it does.
             timeout_s = self._timeout_s / 2
             name = self._named_store(f"{number}/{save_id}")
-            self._links = Links(name, members.index(self.rank), len(members), timeout_s=timeout_s)
+            self._links = Links(name, members.index(self.rank), len(members), timeout_s=timeout_s, members=members)
         return self._links, members
 
     # Commit

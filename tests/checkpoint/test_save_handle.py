@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from reshard_ckpt import checkpoint
+from reshard_ckpt.checkpoint import saving
 from reshard_ckpt.engine.saving import async_save as engine
 from reshard_ckpt.engine.saving.handle import SaveQueue
+from reshard_ckpt.engine.saving.staged_copy import StagedCopy
 from reshard_ckpt.errors import CheckpointError
 
 
@@ -113,3 +116,39 @@ def test_a_save_that_begins_while_another_thread_waits_its_turn_is_not_forgotten
     queue.wait_turn(when_busy="wait")
     with pytest.raises(CheckpointError, match="the save before this one failed in the background"):
         queue.wait_turn(when_busy="wait")
+
+
+def test_of_saves_that_two_threads_begin_at_once_the_next_save_raises_both_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    both, launch = threading.Barrier(2), saving.launch
+
+    def at_once(*args: Any) -> Any:
+        both.wait()  # each has had its turn, and neither has joined the queue
+        return launch(*args)
+
+    paths = [tmp_path / "one", tmp_path / "two"]
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "launch", at_once)
+        threads = [threading.Thread(target=checkpoint.async_save, args=(path, weights())) for path in paths]
+        for path, thread in zip(paths, threads, strict=True):
+            path.touch()
+            thread.start()
+        for thread in threads:
+            thread.join()
+    with pytest.raises(CheckpointError, match="2 saves before this one failed in the background: ") as caught:
+        checkpoint.save(tmp_path / "a", weights())
+    assert all(str(path) in str(caught.value) for path in paths)
+    checkpoint.save(tmp_path / "a", weights())  # they were told
+
+
+def test_a_save_whose_staging_was_interrupted_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def interrupted(*args: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(StagedCopy, "fill", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.async_save(tmp_path / "a", weights())
+    assert f"the save to {tmp_path / 'a'} failed: KeyboardInterrupt" in caplog.text

@@ -55,12 +55,10 @@ def threads() -> list[str]:
 
 
 def after(path: Path) -> None:
-    """The old checkpoint and no file beside it, or the new one; no thread; and the next save works."""
+    """The old checkpoint, or the new one where the interrupt came after the commit; no file beside it, and no thread."""
     assert threads() == [], threads()
-    if held(path) == OLD:
-        assert_clean(path)
-    else:  # the interrupt came after the commit, so what it replaced may be there until the next save
-        assert held(path) == NEW
+    assert held(path) in (OLD, NEW)
+    assert_clean(path)
     assert_next_save_works(path)
     checkpoint.save(path, plain(OLD))
 

@@ -130,7 +130,7 @@ class SaveThread:
             outcome = replace(report, duration_s=recorder.now() - recorder.began)
         except BaseException as error:
             outcome = error if isinstance(error, CheckpointError) else _wrapped(self._save, error)
-            recorder.log.error("the save to %s failed: %s", self._save.path, error)
+            recorder.log.error("the save to %s failed: %s", self._save.path, _reason(error))
         self._save.staged.result()
         try:
             self._close()
@@ -149,11 +149,17 @@ def _thread(name: str, target: Callable[[], object]) -> threading.Thread:
 
 
 def _wrapped(save: RunningSave, error: BaseException) -> CheckpointError:
-    wrapped = CheckpointError(
-        f"the save to {save.path} failed: {type(error).__name__}: {error}; what the path held before is still there"
-    )
+    wrapped = CheckpointError(f"the save to {save.path} failed: {_reason(error)}; what the path held before is still there")
     wrapped.__cause__ = error
     return wrapped
+
+
+def _reason(error: BaseException) -> str:
+    """Say what failed; the class alone of an error without a text, such as an interrupt."""
+    text = str(error)
+    if isinstance(error, CheckpointError):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def launch(job: SaveJob, session: ExitStack, guarded: GuardedState, target: SaveTarget | None = None) -> SaveHandle:

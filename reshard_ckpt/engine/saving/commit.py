@@ -129,13 +129,24 @@ def _publish_or_undo(job: SaveJob, receipts: Sequence[Receipt]) -> Catalog:
             storage.publish(key, data)
         sha256 = job.options.sha256
         return publish(storage, job.contents, receipts, before=job.before, recorder=job.recorder, sha256=sha256)
-    except BaseException:
+    except BaseException as error:
+        if not isinstance(error, Exception):
+            _finish_interrupted(job)
         if _is_uncommitted(storage, job.save_id):
             files = (file for receipt in receipts for file in receipt.files)
             remove(storage, [*keys_of(files), manifest_key(job.save_id)])
             for key, before_it in replaced.items():
                 _put_back(storage, key, before_it, beside[key])
         raise
+
+
+def _finish_interrupted(job: SaveJob) -> None:
+    """Delete what a save replaced that was interrupted after its catalog was put in place."""
+    with suppress(CheckpointError):  # the next save deletes it
+        found = look(job.storage).catalog
+        if found and (catalog := decode_catalog(found)).save_id == job.save_id and job.before is not None:
+            job.storage.sync([CATALOG_KEY])
+            clean_up(job.storage, catalog, job.before.folders)
 
 
 def _held(storage: Storage, key: str) -> bytes | None:

@@ -1,0 +1,169 @@
+"""Calls that never return are given up in time, by name, and neither what they worked on nor their thread is in anybody's way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import DistError
+
+from reshard_ckpt.comm import bounded as bounded_module
+from reshard_ckpt.comm.bounded import BoundedStore, Line, StoreLost, bounded, held
+from reshard_ckpt.errors import PeerError
+from tests.warm_python import warm_python
+
+
+class Blocked:
+    """A store of which one method does not return until it is let go."""
+
+    def __init__(self) -> None:
+        self.store, self.go = dist.HashStore(), threading.Event()
+        self.asked: list[str] = []
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def ask(*args: Any) -> Any:
+            self.asked.append(name)
+            if name == "check":
+                assert self.go.wait(600)
+            return getattr(self.store, name)(*args)
+
+        return ask
+
+
+@pytest.fixture
+def blocked() -> Iterator[Blocked]:
+    store = Blocked()
+    yield store
+    store.go.set()
+
+
+def test_what_a_call_returns_or_raises_is_its_callers():
+    assert bounded(lambda: 7, 600, "it did not come") == 7
+    with pytest.raises(ZeroDivisionError):
+        bounded(lambda: 1 // 0, 600, "it did not come")
+    with pytest.raises(KeyboardInterrupt):
+        bounded(lambda: (_ for _ in ()).throw(KeyboardInterrupt()), 600, "it did not come")
+
+
+def test_a_call_that_does_not_return_is_given_up_by_name():
+    go = threading.Event()
+    with pytest.raises(PeerError, match=r"^rank 0 did not answer within 0.01 s$"):
+        bounded(lambda: go.wait(600), 0.01, "rank 0 did not answer")
+    go.set()
+
+
+def test_a_call_may_be_given_up_for_another_reason():
+    go = threading.Event()
+
+    def look() -> None:
+        raise PeerError("rank 1 has ended", (1,))
+
+    with pytest.raises(PeerError, match="rank 1 has ended"):
+        bounded(lambda: go.wait(600), 600, "rank 1 did not come", look=look)
+    go.set()
+
+
+def test_threads_are_used_again_but_not_while_their_call_is_under_way():
+    go, names = threading.Event(), set()
+    with pytest.raises(PeerError):
+        bounded(lambda: names.add(threading.current_thread().ident) or go.wait(600), 0.01, "it did not come")
+    stuck = set(names)
+    own = {bounded(lambda: threading.current_thread().ident, 600, "it did not come") for _ in range(20)}
+    assert len(own) == 1
+    assert not own & stuck
+    go.set()
+
+
+def test_a_store_that_missed_a_reply_is_not_asked_again_until_it_is_reached_anew(
+    blocked: Blocked, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(bounded_module, "_LEAST_S", 0.0)
+    anew = dist.HashStore()
+    line = Line(lambda timeout_s: anew if blocked.asked else blocked)
+    store = line.open(0.05)
+    below, other = store.below("a"), line.open(600)
+    store.set("key", b"1")
+    with pytest.raises(StoreLost, match="no reply came within 0.05 s"):
+        store.check(["key"])
+    for one in (store, below, other):
+        with pytest.raises(DistError, match="it has not replied before"):
+            one.get("key")
+    assert blocked.asked == ["set", "check"]
+    line.open(600).set("key", b"2")
+    assert anew.get("key") == b"2"
+
+
+def test_replies_have_no_more_time_than_is_left_and_always_a_moment(monkeypatch: pytest.MonkeyPatch):
+    now, given = [0.0], []
+    with mock.patch.object(bounded_module, "time") as clock:
+        clock.monotonic = lambda: now[0]
+        monkeypatch.setattr(bounded_module, "bounded", lambda call, seconds, what: given.append(seconds) or call())
+        store = BoundedStore.of(dist.HashStore(), 60)
+        store.set("a", b"")  # each as long as it may take
+        store.allow(60)
+        for at in (0.0, 20.0, 58.0, 61.0):
+            now[0] = at
+            store.below("b").check(["a"])
+        BoundedStore.of(dist.HashStore(), 3).check(["a"])
+    assert given == [60, 60, 40, 5, 5, 3]
+
+
+def test_an_interrupt_waits_for_the_reply_under_way_so_that_the_next_comes_after_it(blocked: Blocked):
+    store = BoundedStore.of(blocked, 600)
+
+    def handler(*_: Any) -> None:
+        blocked.go.set()
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(KeyboardInterrupt):
+            store.check(["key"])
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    store.set("key", b"1")
+    assert store.get("key") == b"1"
+
+
+def test_a_lock_that_another_thread_keeps_is_a_named_error():
+    lock = threading.Lock()
+    with (
+        held(lock, 600, "the ranks did not meet"),
+        pytest.raises(PeerError, match="did not meet within 0.01 s: another thread"),
+        held(lock, 0.01, "the ranks did not meet"),
+    ):
+        raise AssertionError
+    assert lock.acquire(timeout=0)
+
+
+STUCK = """
+import os
+from reshard_ckpt.comm.bounded import bounded
+from reshard_ckpt.errors import PeerError
+nobody, writes = os.pipe()
+try:
+    bounded(lambda: os.read(nobody, 1), 0.01, "nobody came")
+except PeerError as error:
+    print(error)
+"""
+
+
+def test_a_call_that_was_given_up_does_not_keep_its_process_from_ending():
+    done = subprocess.run([warm_python(), "-c", STUCK], capture_output=True, text=True, env=dict(os.environ), check=False)
+    assert (done.returncode, done.stdout) == (0, "nobody came within 0.01 s\n"), done.stderr
+
+
+def test_a_forked_child_takes_none_of_its_parents_threads():
+    assert bounded(lambda: 1, 600, "it did not come") == 1
+    child = os.fork()
+    if not child:
+        os._exit(0 if bounded(lambda: 2, 600, "it did not come") == 2 else 1)
+    assert os.waitpid(child, 0)[1] == 0

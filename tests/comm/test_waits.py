@@ -1,0 +1,98 @@
+"""Every wait for another rank ends in its time, by an error of this package, when that rank is killed, or stopped."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import reshard_ckpt
+from tests.comm import waits
+from tests.comm.waits import TABLE
+from tests.launch import run_ranks
+
+PACKAGE = Path(reshard_ckpt.__file__).parent
+BLOCKING = {
+    *("clone", "TCPStore", "create_connection", "new_group", "group_class", "init_process_group", "flock"),
+    *(
+        "broadcast",
+        "all_to_all_single",
+        "all_gather",
+        "all_gather_object",
+        "broadcast_object_list",
+        "barrier",
+        "monitored_barrier",
+    ),
+    *("all_reduce", "gather_object", "scatter_object_list", "all_to_all", "send", "recv", "recv_anysource", "redistribute"),
+}
+"""The functions of torch and of the system that wait for another process."""
+
+WAITS = {
+    ("comm/bounded.py", "clone"): ["opening links"],
+    ("comm/group.py", "connect"): ["the first session", "the job's store"],
+    ("comm/group.py", "_make_group"): ["an own store"],
+    ("comm/group.py", "_own_store"): ["an own store"],
+    ("comm/group.py", "launched_group"): ["joining"],
+    ("comm/home.py", "_start"): ["the first session"],
+    ("comm/home.py", "_client_at"): ["the first session"],
+    ("comm/links.py", "_meet"): ["opening links", "links that met half"],
+    ("comm/links.py", "swap"): ["links"],
+    ("comm/links.py", "send"): ["a read over links", "the end of links"],
+    ("comm/links.py", "receive"): ["a read over links"],
+    ("comm/links.py", "receive_any"): ["the end of links"],
+    ("comm/exchange.py", "open_exchange"): ["a group for an exchange"],
+    ("comm/exchange.py", "start"): ["an exchange"],
+    ("storage/locks.py", "_takes"): ["a lock"],
+}
+"""By function that names one of these: the rows in which it waits. Sessions, turns and stops wait by polling a store alone."""
+
+PAIRS = [(name, how, victim) for name, row in TABLE.items() for how in ("killed", "stopped") for victim in row.victims]
+_AT_ONCE = 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(_AT_ONCE))
+def test_a_rank_that_is_killed_or_stopped_is_waited_for_no_longer_than_the_time_given(part: int, tmp_path: Path):
+    mine = PAIRS[part::_AT_ONCE]
+    problems = []
+    answers = run_ranks(waits.run_pairs, 1, mine, str(tmp_path), init=False)[0]
+    for (name, how, victim), (kinds, message, ranks) in zip(mine, answers, strict=True):
+        row = TABLE[name]
+        says = "" if name == "a lock" and how == "killed" else row.says  # the system takes it from the dead
+        fits = ("CheckpointError" in kinds and re.search(says, message)) if says else not kinds
+        if not fits or (says and ranks != [victim] and (ranks or victim in row.names)):
+            problems.append(f"{name}, rank {victim} {how}: {kinds[:1]} {ranks} {message}")
+    assert not problems, "\n".join(problems)
+
+
+def functions_that_block() -> set[tuple[str, str]]:
+    """Find the functions of the package that name one of `BLOCKING`, as an attribute of something of torch or the system."""
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        for function in ast.walk(ast.parse(path.read_text())):
+            if isinstance(function, ast.FunctionDef):
+                inner = {
+                    id(node)
+                    for one in ast.walk(function)
+                    if one is not function and isinstance(one, ast.FunctionDef)
+                    for node in ast.walk(one)
+                }
+                names = (node for node in ast.walk(function) if isinstance(node, ast.Attribute) and id(node) not in inner)
+                if any(blocks(node) for node in names):
+                    found.add((path.relative_to(PACKAGE).as_posix(), function.name))
+    return found
+
+
+def blocks(node: ast.Attribute) -> bool:
+    owner = ast.unparse(node.value)
+    of_torch = owner in ("dist", "fcntl", "socket", "_STORES", "self._group") or (
+        owner in ("store", "self._store") and node.attr == "clone"
+    )
+    return (node.attr in BLOCKING and of_torch) or node.attr == "ProcessGroupGloo"
+
+
+def test_every_function_that_may_wait_for_another_process_stands_in_the_table():
+    assert functions_that_block() == set(WAITS)
+    assert {row for rows in WAITS.values() for row in rows} <= set(TABLE)

@@ -1,0 +1,317 @@
+"""The table of all that waits for another rank, and pairs of processes of which one is killed or stopped there.
+
+A pair is forked for each row: both join a process group whose store rank 0 hosts, so that rank 0 takes the job's store with it,
+as it does outside of torchrun. The row's victim sends itself the signal. The other one says what it got.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from reshard_ckpt import LocalShard, checkpoint
+from reshard_ckpt.comm import exchange, group, home, open_session, open_stop, open_turn, shared_store, values_of_all
+from reshard_ckpt.comm.links import Links, serving
+from reshard_ckpt.storage import locks
+from reshard_ckpt.storage.local import LocalWriter
+
+SOON, LONG = 2.0, 600.0
+"""The time of rows in which it has to pass; and of those in which the others learn at once that a process has ended."""
+
+Die = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One place that waits.
+
+    Attributes
+    ----------
+    call
+        Made by both ranks, with the rank, the time, a folder, and what the victim calls to die; the other's does nothing.
+    victims
+        The ranks that are waited for there.
+    says
+        What the other's error says; "" where the wait ends without one.
+    killed_s, stopped_s
+        The time of the wait where the victim is killed, and where it is stopped.
+    names
+        The victims that the error names as its rank: not where torch's own collectives fail, nor where the job's store is gone.
+    meets
+        Whether the ranks have met in a session before.
+    joins
+        Whether they have joined a process group.
+    """
+
+    call: Callable[[int, float, Path, Die], object]
+    victims: tuple[int, ...] = (0, 1)
+    says: str = ""
+    killed_s: float = LONG
+    stopped_s: float = SOON
+    names: tuple[int, ...] = (0, 1)
+    meets: bool = True
+    joins: bool = True
+
+
+def session(body: Callable[[Any, Die], object]) -> Callable[[int, float, Path, Die], None]:
+    def call(rank: int, seconds: float, folder: Path, die: Die) -> None:
+        with open_session("test", "/x", timeout_s=seconds) as comm:
+            body(comm, die)
+
+    return call
+
+
+def come(rank: int, seconds: float, folder: Path, die: Die) -> None:
+    die()
+    with open_session("test", "/x", timeout_s=seconds):
+        pass
+
+
+def gather(comm: Any, die: Die) -> None:
+    die()
+    comm.gather(b"x" * 100_000)
+
+
+def broadcast(comm: Any, die: Die) -> None:
+    die()
+    comm.broadcast(b"all")
+
+
+def scatter(comm: Any, die: Die) -> None:
+    die()
+    comm.scatter([b"a", b"b"])
+
+
+def leave(rank: int, seconds: float, folder: Path, die: Die) -> None:
+    with open_session("test", "/x", timeout_s=seconds) as comm:
+        comm.leave = lambda leave=comm.leave: (die(), leave())
+
+
+def values(rank: int, seconds: float, folder: Path, die: Die) -> None:
+    die()
+    values_of_all("test", "/x", rank, timeout_s=seconds)
+
+
+def turn(rank: int, seconds: float, folder: Path, die: Die) -> None:
+    turn = open_turn("test", "/x", timeout_s=seconds)
+    die()
+    turn.meet(0, None)
+
+
+def stop(rank: int, seconds: float, folder: Path, die: Die) -> None:
+    with open_stop("stop", lambda: rank == 1 or bool(die()), timeout_s=seconds) as stop:
+        while not stop.reached():
+            pass
+
+
+def links(rank: int, seconds: float) -> Links:
+    return Links(shared_store("links", timeout_s=seconds), rank, 2, timeout_s=seconds)
+
+
+def open_links(rank: int, seconds: float, folder: Path, die: Die) -> None:
+    die()
+    links(rank, seconds)
+
+
+def meet_links(rank: int, seconds: float, folder: Path, die: Die) -> None:
+    meet = Links._meet
+    with mock.patch.object(Links, "_meet", lambda self, store: (die(), meet(self, store))[1]):
+        links(rank, seconds)
+
+
+def swap(rank: int, seconds: float, folder: Path, die: Die) -> None:
+    both = links(rank, seconds)
+    dist.barrier()
+    die()
+    both.swap({1 - rank: torch.zeros(1 << 25, dtype=torch.uint8)}, {1 - rank: torch.zeros(1 << 25, dtype=torch.uint8)})
+
+
+def read(rank: int, seconds: float, folder: Path, die: Die) -> None:
+    def read_into(key: str, offset: int, buffers: Any) -> None:
+        die()
+
+    with serving(links(rank, seconds), ["file"], read_into) as server:
+        if rank == 1:
+            server.read(0, "file", 0, [memoryview(bytearray(8))])
+
+
+def finish(rank: int, seconds: float, folder: Path, die: Die) -> None:
+    with serving(links(rank, seconds), ["file"], lambda *_: None):
+        dist.barrier()
+        die()
+
+
+def exchanged(rank: int, seconds: float, folder: Path, die: Die) -> None:
+    both = exchange.open_exchange(None, timeout_s=seconds)
+    assert both is not None
+    die()
+    both.swap([b"x" * (1 << 20)] * 2)
+
+
+def host_group(rank: int, seconds: float, folder: Path, die: Die) -> None:
+    die()
+    with mock.patch.object(exchange, "carries", return_value=False):
+        exchange.open_exchange(None, timeout_s=seconds)
+
+
+def own_store(rank: int, seconds: float, folder: Path, die: Die) -> None:
+    die()
+    with mock.patch.object(group, "_default_store", return_value=None):
+        group.current_group(None, seconds)
+
+
+def named_store(rank: int, seconds: float, folder: Path, die: Die) -> None:
+    die()
+    shared_store("a name", timeout_s=seconds)
+
+
+def join(rank: int, seconds: float, folder: Path, die: Die) -> None:
+    die()
+    with group.launched_group(seconds):
+        pass
+
+
+def save(rank: int, seconds: float, folder: Path, die: Die, *, in_background: bool = False) -> None:
+    write = LocalWriter.write
+
+    def dying(self: LocalWriter, data: Any) -> None:
+        die()
+        write(self, data)
+
+    state = {"w": LocalShard(torch.full((4,), float(rank)), (8,), (4 * rank,))}
+    with mock.patch.object(LocalWriter, "write", dying):
+        if in_background:
+            checkpoint.async_save(folder / "ckpt", state, timeout_s=seconds).result()
+        else:
+            checkpoint.save(folder / "ckpt", state, timeout_s=seconds)
+
+
+def lock(rank: int, seconds: float, folder: Path, die: Die) -> None:
+    locks.MOMENTS_S = seconds
+    path = str(folder / "lock")
+    if rank == 0:
+        held = locks.await_lock(os.open(path, os.O_CREAT | os.O_RDWR), path)
+    dist.barrier()
+    die()
+    if rank == 1:
+        held = locks.await_lock(os.open(path, os.O_CREAT | os.O_RDWR), path)
+    held.release()
+
+
+GONE = "store does not answer|store, which the launcher or rank 0 hosts, did not answer|ended before this was done"
+SAYS = f"{GONE}|did not arrive|did not answer"
+
+TABLE = {
+    "the first session": Row(come, says=SAYS, killed_s=SOON, names=(1,), meets=False),
+    "a session": Row(come, says=SAYS),
+    "gather": Row(session(gather), says=SAYS),
+    "broadcast": Row(session(broadcast), (0,), says=SAYS),
+    "scatter": Row(session(scatter), (0,), says=SAYS),
+    "leave": Row(leave, (1,), killed_s=SOON),
+    "values of all": Row(values, says=SAYS),
+    "a turn": Row(turn, says=f"{SAYS}|ended before this began"),
+    "a stop": Row(stop, (0,), says="key-value store does not answer|did not report within", killed_s=SOON),
+    "the job's store": Row(
+        named_store, (0,), says="did not reach the job's|did not answer", killed_s=SOON, names=(), meets=False
+    ),
+    "opening links": Row(open_links, says="did not meet", killed_s=SOON, names=(1,)),
+    "links that met half": Row(meet_links, says="did not meet", names=()),
+    "links": Row(swap, says="copying to or from the memory of rank"),
+    "a read over links": Row(read, (0,), says="rank 0 did not hand on"),
+    "the end of links": Row(finish, killed_s=SOON),
+    "an exchange": Row(exchanged, says="the exchange over the process group failed", names=()),
+    "a group for an exchange": Row(host_group, says="did not come together", names=(), killed_s=SOON),
+    "an own store": Row(own_store, (0,), says="did not spread|did not meet", names=(), meets=False),
+    "joining": Row(join, says="did not meet", names=(), meets=False, joins=False, killed_s=SOON),
+    "save": Row(save, says=SAYS),
+    "async_save": Row(partial(save, in_background=True), (0,), says=SAYS),
+    "a lock": Row(lock, (0,), says="has had its lock for", names=()),
+}
+
+
+def nothing() -> None:
+    pass
+
+
+def die_by(number: signal.Signals, rank: int, victim: int) -> Die:
+    return (lambda: os.kill(os.getpid(), number)) if rank == victim else nothing
+
+
+def be_rank(name: str, how: str, victim: int, rank: int, ports: tuple[int, int], folder: Path) -> None:
+    """Be one rank of a pair, and leave what was raised in a file; never returns."""
+    row = TABLE[name]
+    said: list[Any] = ["", "", []]
+    try:
+        # A wait of the store itself, or for one, would be longer than this test.
+        home.REPLY_S = home._PROBE_S = group.REPLY_S = 1e5
+        if rank == 0:
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(days=1))
+            os.write(ports[1], b"%d\n" % store.port)
+            port = store.port
+        else:
+            port = int(os.read(ports[0], 99))
+        if rank and row.joins:
+            store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(days=1))
+        if row.joins:
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(days=1))
+            dist.barrier()
+        else:
+            env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+            os.environ.update(env, WORLD_SIZE="2", RANK=str(rank))
+        if row.meets:
+            with open_session("test", "/before"):
+                pass
+            dist.barrier()
+        seconds = row.killed_s if how == "killed" else row.stopped_s
+        row.call(rank, seconds, folder, die_by(signal.SIGKILL if how == "killed" else signal.SIGSTOP, rank, victim))
+    except BaseException as error:
+        said = [[base.__name__ for base in type(error).__mro__], str(error), list(getattr(error, "ranks", []))]
+        if not isinstance(error, Exception):
+            said[1] += traceback.format_exc()
+    (folder / f"said-{rank}").write_text(json.dumps(said))
+    os._exit(0)
+
+
+def run_pair(name: str, how: str, victim: int, folder: str) -> list[Any]:
+    """Return the names of classes, the message and the ranks of what the other rank raised."""
+    at = Path(folder, f"{name}-{how}-{victim}".replace(" ", "-"))
+    at.mkdir()
+    ports = os.pipe()
+    children = []
+    sys.stdout.flush()
+    for rank in range(2):
+        child = os.fork()
+        if not child:
+            be_rank(name, how, victim, rank, ports, at)
+        children.append(child)
+    for end in ports:
+        os.close(end)
+    try:
+        os.waitpid(children[1 - victim], 0)
+    finally:
+        for child in children:
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        os.waitpid(children[victim], 0)
+    assert not (at / f"said-{victim}").exists()
+    said: list[Any] = json.loads((at / f"said-{1 - victim}").read_text())
+    return said
+
+
+def run_pairs(pairs: list[tuple[str, str, int]], folder: str) -> list[list[Any]]:
+    """Run pairs one after the other, in one process that has torch."""
+    return [run_pair(*pair, folder) for pair in pairs]
