@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
+import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -29,8 +29,11 @@ from reshard_ckpt.comm.links import Links, serving
 from reshard_ckpt.storage import locks
 from reshard_ckpt.storage.local import LocalWriter
 
-SOON, LONG = 2.0, 600.0
+SOON, LONG = 1.0, 600.0
 """The time of rows in which it has to pass; and of those in which the others learn at once that a process has ended."""
+
+_AT_ONCE = 8
+"""How many pairs run at a time: most of them wait."""
 
 Die = Callable[[], None]
 
@@ -248,7 +251,11 @@ def nothing() -> None:
 
 
 def die_by(number: signal.Signals, rank: int, victim: int) -> Die:
-    return (lambda: os.kill(os.getpid(), number)) if rank == victim else nothing
+    def die() -> None:
+        os.kill(os.getpid(), number)
+        threading.Event().wait()  # the signal may reach another thread first
+
+    return die if rank == victim else nothing
 
 
 def be_rank(name: str, how: str, victim: int, rank: int, ports: tuple[int, int], folder: Path) -> None:
@@ -286,13 +293,10 @@ def be_rank(name: str, how: str, victim: int, rank: int, ports: tuple[int, int],
     os._exit(0)
 
 
-def run_pair(name: str, how: str, victim: int, folder: str) -> list[Any]:
-    """Return the names of classes, the message and the ranks of what the other rank raised."""
-    at = Path(folder, f"{name}-{how}-{victim}".replace(" ", "-"))
-    at.mkdir()
+def begin_pair(name: str, how: str, victim: int, at: Path) -> list[int]:
+    """Fork both ranks; their process numbers."""
     ports = os.pipe()
     children = []
-    sys.stdout.flush()
     for rank in range(2):
         child = os.fork()
         if not child:
@@ -300,18 +304,30 @@ def run_pair(name: str, how: str, victim: int, folder: str) -> list[Any]:
         children.append(child)
     for end in ports:
         os.close(end)
-    try:
-        os.waitpid(children[1 - victim], 0)
-    finally:
-        for child in children:
-            with suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
-        os.waitpid(children[victim], 0)
-    assert not (at / f"said-{victim}").exists()
-    said: list[Any] = json.loads((at / f"said-{1 - victim}").read_text())
-    return said
+    return children
 
 
 def run_pairs(pairs: list[tuple[str, str, int]], folder: str) -> list[list[Any]]:
-    """Run pairs one after the other, in one process that has torch."""
-    return [run_pair(*pair, folder) for pair in pairs]
+    """Return by pair the names of classes, the message and the ranks of what the other rank raised."""
+    left, running, said = list(enumerate(pairs)), {}, {}
+    try:
+        while left or running:
+            while left and len(running) < _AT_ONCE:
+                number, pair = left.pop()
+                at = Path(folder, str(number))
+                at.mkdir()
+                children = begin_pair(*pair, at)
+                running[children[1 - pair[2]]] = number, pair[2], at, children
+            ended, _ = os.wait()
+            if ended in running:  # else it was killed
+                number, victim, at, children = running.pop(ended)
+                if pairs[number][1] == "stopped":
+                    os.kill(children[victim], signal.SIGKILL)
+                assert not (at / f"said-{victim}").exists(), pairs[number]
+                said[number] = json.loads((at / f"said-{1 - victim}").read_text())
+    finally:
+        for *_, children in running.values():
+            for child in children:
+                with suppress(ProcessLookupError):
+                    os.kill(child, signal.SIGKILL)
+    return [said[number] for number in range(len(pairs))]
