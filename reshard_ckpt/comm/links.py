@@ -63,7 +63,10 @@ class Links:
             peers = Peers(own, rank, size)
             own.append("came", b"%d " % rank)
             try:
-                self._group = bounded(lambda: self._meet(own), timeout_s, what, look=lambda: self._refuse_ended(peers, own, what))
+                with named_failure(what):
+                    self._group = bounded(
+                        lambda: self._meet(own), timeout_s, what, look=lambda: self._refuse_ended(peers, own, what)
+                    )
             except PeerError as error:
                 if error.ranks:
                     raise
