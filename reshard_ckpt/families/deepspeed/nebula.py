@@ -32,7 +32,7 @@ _GONE = CheckpointNotFound, CorruptError
 class NebulaRun:
     """The run of one engine. Made on all ranks together; so are its saves and loads."""
 
-    def __init__(self, block: NebulaBlock, timeout_s: float) -> None:
+    def __init__(self, block: NebulaBlock, timeout_s: float = 600.0) -> None:
         self._block, self._timeout_s = block, timeout_s
         self._manager = run_at(block.path) or open_run(block.path, block.interval_s, block.num_versions)
         self._last = max(self._tags(self._manager), default=-1)
