@@ -159,7 +159,7 @@ def test_scalars_and_vectors_are_small(shape: tuple[int, ...]):
 
 
 def test_labels_of_nearby_intervals_do_not_overlap():
-    report = checkpoint.goodput(state_gb=2000, write_gbps=20, stall=5, mtbf="3h", nodes=64, copies=1)
+    report = checkpoint.goodput(state_gb=100, write_gbps=20, stall=5, mtbf="3h", nodes=64, copies=1)
     figure = draw_goodput(report.job, report.best)
     figure.canvas.draw()
     (axes,) = figure.axes
@@ -250,6 +250,13 @@ def test_timeline_has_each_step_at_its_time():
     assert "rank 1 dp=1 write (caller): 0.1 s from 0.1 s, 1 kB, 10 kB/s" in tips(figure)
     assert {"rank 2 dp=2", "meet", "write", "A save of 0.25 s on 3 ranks"} <= texts(figure)
     assert timeline_words(timeline) == "The longest step, but for those that wait, is “write” of rank 2 dp=2: 0.15 of 0.25 s."
+
+
+def test_legend_of_a_timeline_is_in_the_order_of_a_save():
+    starts = {"publish": 0.0, "write": 0.1, "mine": 0.2, "meet": 0.3}  # clocks of ranks differ a little
+    steps = tuple(Step(0, name, "caller", start, start + 0.1, 0) for name, start in starts.items())
+    (legend,) = draw_timeline(Timeline("save", 0.0, None, (0.0,), steps)).legends
+    assert [text.get_text() for text in legend.get_texts()] == ["meet", "write", "publish", "mine"]
 
 
 def test_empty_timeline_is_drawn_and_of_a_huge_one_the_busiest_ranks():
