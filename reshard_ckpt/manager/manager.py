@@ -141,7 +141,7 @@ class Manager(RunSteps):
             self._root, self._stored, self._lineage, self._memory, self._preemption.deferring,
             is_first=self._is_first, session=self._session,
         )  # fmt: skip
-        self._schedule = None if rule is None else SaveSchedule(rule, self._agree_at, self._costs if self._is_first else None)
+        self._schedule = None if rule is None else SaveSchedule(*rule, self._agree_at, self._costs if self._is_first else None)
 
     def _open_memory(self, memory: Memory, storage: Storage, persist_every: int | str) -> MemoryRun:
         with open_session("open the memory of", self._root, **self._session) as comm:

@@ -24,7 +24,7 @@ from ..core.report import SaveReport
 from ..errors import UsageError
 
 WARM_UP_STEPS = 8
-"""So many steps are timed before the first save: the first ones compile, allocate and tune."""
+"""So many steps are timed before the first save of ``"auto"``, to learn its cost: the first ones compile, allocate and tune."""
 
 _KEPT_STEPS, _KEPT_SAVES = 101, 5
 
@@ -50,6 +50,8 @@ class Decision:
 class SaveCosts:
     """What a step takes, and what a save costs and takes, measured on one rank; any thread may report the end of a save.
 
+    `num_steps` undisturbed steps were timed.
+
     A step is disturbed where a save was under way in it. What disturbed steps take beyond the median of the others is what the
     save costs. The save's own report says how long it held its callers up, which is the least that it costs.
     """
@@ -61,6 +63,7 @@ class SaveCosts:
         self._durations: deque[float] = deque(maxlen=_KEPT_SAVES)
         self._last: tuple[int, float] | None = None
         self._running = self._reports = 0
+        self.num_steps = 0
         self._disturbed = False
         self._excess_s = self._stall_s = 0.0
         self.began_at: float | None = None
@@ -75,6 +78,7 @@ class SaveCosts:
                     self._excess_s += seconds - steps * self._step_s()
                 else:
                     self._calm.append(seconds / steps)
+                    self.num_steps += 1
             if self._disturbed and not self._running and self._reports:  # saves that failed may have cost next to nothing
                 self._costs.append(max(self._excess_s, self._stall_s))
             self._last, self._disturbed = (step, now), self._running > 0
@@ -113,11 +117,6 @@ class SaveCosts:
     def is_saving(self) -> bool:
         """Whether a save is under way."""
         return self._running > 0
-
-    @property
-    def num_steps(self) -> int:
-        """How many undisturbed steps were timed."""
-        return len(self._calm)
 
     @property
     def step_s(self) -> float:
@@ -159,14 +158,18 @@ class SaveSchedule:
     ----------
     interval
         How long to train between two saves.
+    warm_up_steps
+        How many steps are timed before the first save: one tells how far to look ahead.
     agree
         Sends rank 0's bytes to all ranks, and returns them; ``agree(step, None)`` on the others.
     costs
         What rank 0 measures; None on the other ranks.
     """
 
-    def __init__(self, interval: Interval, agree: Callable[[int, bytes | None], bytes], costs: SaveCosts | None) -> None:
-        self._interval, self._agree, self._costs = interval, agree, costs
+    def __init__(
+        self, interval: Interval, warm_up_steps: int, agree: Callable[[int, bytes | None], bytes], costs: SaveCosts | None
+    ) -> None:
+        self._interval, self._agree, self._costs, self._warm_up_steps = interval, agree, costs, warm_up_steps
         self._look_at: int | None = None
         self._began_at: float | None = None
         self._asked = self._first_again = -1
@@ -187,7 +190,7 @@ class SaveSchedule:
     def _decide(self, step: int, now: float, costs: SaveCosts) -> Decision:
         """Decide on rank 0 whether to save at this step."""
         self._began_at = now if self._began_at is None else self._began_at
-        missing = WARM_UP_STEPS - costs.num_steps
+        missing = self._warm_up_steps - costs.num_steps
         if costs.is_saving or missing > 0:
             return Decision(False, step + max(missing, 1))
         interval_s = self._interval(costs)
@@ -199,15 +202,15 @@ class SaveSchedule:
         since = self._began_at if costs.began_at is None else costs.began_at
         left = (interval_s - (now - since)) / max(costs.step_s, 1e-6)
         if left > 0.5:  # steps
-            # Steps get slower and faster: look again half-way, and near the end at each step.
-            return Decision(False, step + max(1, math.floor(left / 2)))
+            # Steps get slower and faster: look again half-way, no further ahead than was timed, and near the end at each step.
+            return Decision(False, step + max(1, min(math.floor(left / 2), costs.num_steps)))
         return Decision(True, step + 1)
 
 
 def interval_rule(
     interval: str | float, mtbf: str | float | None, max_overhead: float, estimated_mtbf_s: Callable[[], float]
-) -> Interval:
-    """Make the rule of ``interval=``, ``mtbf=`` and ``max_overhead=``.
+) -> tuple[Interval, int]:
+    """Make the rule of ``interval=``, ``mtbf=`` and ``max_overhead=``, and say how many steps are timed before the first save.
 
     Raises
     ------
@@ -221,5 +224,5 @@ def interval_rule(
     known_s = None if mtbf is None else duration_s(mtbf, option="mtbf")
     if interval != "auto":
         fixed_s = duration_s(interval, option="interval")
-        return lambda costs: fixed_s
-    return best_interval(estimated_mtbf_s if known_s is None else lambda: known_s, float(max_overhead))
+        return lambda costs: fixed_s, 1
+    return best_interval(estimated_mtbf_s if known_s is None else lambda: known_s, float(max_overhead)), WARM_UP_STEPS

@@ -104,7 +104,7 @@ def test_failed_saves_teach_no_cost():
 def test_auto_saves_after_a_warm_up_and_then_at_the_best_interval():
     clock = Clock()
     costs = SaveCosts(clock)
-    schedule = SaveSchedule(best_interval(lambda: 3600.0, 0.5), alone, costs)
+    schedule = SaveSchedule(best_interval(lambda: 3600.0, 0.5), WARM_UP_STEPS, alone, costs)
     saved = run(schedule, costs, clock, 2000, step_s=2.0, cost_s=5.0, save_steps=5)
     assert saved[0] == WARM_UP_STEPS + 1
     best = (daly(5.0, 3600.0) + 5.0 - 5.0) / 2.0  # steps: an interval holds the 5 s of the save itself
@@ -116,7 +116,7 @@ def test_auto_saves_after_a_warm_up_and_then_at_the_best_interval():
 def test_overhead_stays_below_its_cap():
     clock = Clock()
     costs = SaveCosts(clock)
-    schedule = SaveSchedule(best_interval(lambda: 60.0, 0.035), alone, costs)
+    schedule = SaveSchedule(best_interval(lambda: 60.0, 0.035), WARM_UP_STEPS, alone, costs)
     saved = run(schedule, costs, clock, 3000, step_s=1.0, cost_s=4.0, save_steps=2)
     spent = len(saved) * 4.0
     assert len(saved) > 10
@@ -126,7 +126,7 @@ def test_overhead_stays_below_its_cap():
 def test_a_first_save_that_failed_is_tried_again_and_then_the_interval_is_known():
     clock = Clock()
     costs = SaveCosts(clock)
-    schedule = SaveSchedule(best_interval(lambda: 3600.0, 0.5), alone, costs)
+    schedule = SaveSchedule(best_interval(lambda: 3600.0, 0.5), WARM_UP_STEPS, alone, costs)
     saved = []
     for step in range(1, 200):
         if schedule.due(step):
@@ -141,7 +141,7 @@ def test_a_first_save_that_failed_is_tried_again_and_then_the_interval_is_known(
 def test_a_loop_that_goes_back_to_an_older_step_saves_as_often_as_before():
     clock = Clock()
     costs = SaveCosts(clock)
-    schedule = SaveSchedule(lambda costs: 100.0, alone, costs)
+    schedule = SaveSchedule(lambda costs: 100.0, WARM_UP_STEPS, alone, costs)
     at = []
     for step in (*range(1, 960), *range(20, 500)):
         if schedule.due(step):
@@ -156,7 +156,7 @@ def test_a_loop_that_goes_back_to_an_older_step_saves_as_often_as_before():
 def test_no_save_is_due_while_one_is_under_way():
     clock = Clock()
     costs = SaveCosts(clock)
-    schedule = SaveSchedule(lambda costs: 1.0, alone, costs)
+    schedule = SaveSchedule(lambda costs: 1.0, WARM_UP_STEPS, alone, costs)
     saved = run(schedule, costs, clock, 100, step_s=1.0, cost_s=0.1, save_steps=12)
     assert all(later - earlier >= 12 for earlier, later in itertools.pairwise(saved))
 
@@ -171,12 +171,30 @@ def test_a_fixed_interval_is_kept_to_half_a_step_with_few_agreements(step_s: flo
         looks.append(step)
         return alone(step, own)
 
-    schedule = SaveSchedule(lambda costs: 600.0, agree, costs)
+    schedule = SaveSchedule(lambda costs: 600.0, 1, agree, costs)
     saved = run(schedule, costs, clock, max(60, int(3000 / step_s)), step_s=step_s, cost_s=0.0, save_steps=1)
     gaps = [(later - earlier) * step_s for earlier, later in itertools.pairwise(saved)]
     assert gaps
     assert all(abs(gap - 600) <= step_s / 2 + 1e-6 or gap == math.ceil(600 / step_s) * step_s for gap in gaps)
     assert len(looks) <= (len(saved) + 1) * (6 + math.log2(max(600 / step_s, 2)))
+
+
+def test_a_fixed_interval_waits_for_no_warm_up():
+    clock = Clock()
+    costs = SaveCosts(clock)
+    schedule = SaveSchedule(lambda costs: 0.3, 1, alone, costs)
+    assert run(schedule, costs, clock, 12, step_s=0.1, cost_s=0.0, save_steps=1) == [4, 7, 10]
+
+
+def test_steps_that_get_slower_delay_no_save_by_more_than_what_was_timed():
+    clock = Clock()
+    costs = SaveCosts(clock)
+    schedule = SaveSchedule(lambda costs: 60.0, 1, alone, costs)
+    for step in range(1, 40):
+        if schedule.due(step):
+            break
+        clock.now += 0.001 if step < 3 else 10.0
+    assert clock.now - 1000.0 <= 80.0  # a look ahead of half of 60,000 steps would never have come
 
 
 def ranks_agree(root: str, steps: int) -> list[int]:
@@ -200,7 +218,7 @@ def other_steps(root: str) -> Outcome:
 def test_ranks_save_at_the_same_steps(tmp_path: Path):
     found = run_ranks(ranks_agree, 3, str(tmp_path / "run"), 40)
     assert found[0] == found[1] == found[2]
-    assert found[0][0] == WARM_UP_STEPS + 1
+    assert found[0][0] == 2  # one step tells what a step takes
     assert len(found[0]) > 10
 
 
@@ -262,7 +280,7 @@ def test_a_clock_that_is_set_changes_no_estimate_and_no_interval(tmp_path: Path,
     with open_storage(tmp_path) as storage:
         log = AttemptLog(storage, clock, timer)
         costs = SaveCosts(timer)
-        schedule = SaveSchedule(best_interval(log.mtbf_s, 0.035), alone, costs)
+        schedule = SaveSchedule(best_interval(log.mtbf_s, 0.035), WARM_UP_STEPS, alone, costs)
         saved = []
         for step in range(60):
             if schedule.due(step):
