@@ -5,6 +5,7 @@ A file of one rank does not say how its tensors were cut, so a name must. A rule
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -51,6 +52,12 @@ _SHIPPED: Mapping[str, Cut] = {
     **dict.fromkeys(("*.linear_q_down_proj.weight", "*.linear_kv_down_proj.weight"), _WHOLE),
     **dict.fromkeys(("lm_head.dense.*", "pooler.dense.*", "binary_head.*"), _WHOLE),
 }
+_OWN_MODULES = re.compile(
+    r"\b(linear_(qkv|proj|fc1|fc2|q|kv|[qkv]+_(up|down)_proj|q_proj)|embedding\.\w+_embeddings|output_layer|eh_proj"
+    r"|(decoder|encoder)\.(final_(layer)?norm|layers\.(\d+\.)?(self_attention|cross_attention|input_layernorm|pre_mlp_layernorm|mixer)"
+    r"|layers\.(\d+\.)?mlp\.(experts|router|shared_experts)))\b"
+)
+"""Names of modules that models of Megatron have, and those of Hugging Face's libraries and of torch do not."""
 _added: dict[str, Cut] = {}
 
 
@@ -85,6 +92,15 @@ def add_rule(pattern: str, dim: int | None, *, sections: int = 1, prove: bool = 
         raise UsageError(f"add_rule: {pattern!r}: {sections} sections along dim {dim}; only rows, dim 0, can have sections")
     _added.pop(pattern, None)
     _added[pattern] = Cut(dim, sections, prove)
+
+
+def is_of_megatron(name: str) -> bool:
+    """Return whether a tensor of this name, or its state, is of a model of Megatron's, or one that a rule was added for.
+
+    >>> is_of_megatron("model.decoder.layers.0.mlp.linear_fc2.weight"), is_of_megatron("model.layers.0.mlp.up_proj.weight")
+    (True, False)
+    """
+    return _OWN_MODULES.search(name) is not None or any(fnmatchcase(name, f"*{pattern}") for pattern in _added)
 
 
 def cut_of(name: str) -> Cut | None:

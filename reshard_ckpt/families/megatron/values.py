@@ -43,7 +43,7 @@ class MegatronValues:
     def add_common(self, tree: Any, file: TorchFile | None = None) -> None:
         """Add the values of nested dicts: plain ones, or stand-ins of a rank's file."""
         plain = None if file is None else self._plain(file)
-        for path, made in _leaves(tree, ()):
+        for path, made in _leaves(tree, ()) if tree != {} else ():
             if self.as_saved and path[-1] == NAMESPACE_TAG:
                 self.namespaces.append(list(path[:-1]))
             else:

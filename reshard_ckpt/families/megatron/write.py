@@ -13,12 +13,25 @@ from typing import Any
 
 from ...core.catalog.model import Catalog
 from ...core.catalog.specs import ValueKind
-from ...errors import NameCollisionError
+from ...errors import NameCollisionError, UnsupportedError
 from ...formats.dcp.write import FolderLayout, write_folder
 from ...formats.protocol import BytesOf
 from ...storage.protocol import Storage
 from ...torchfile.object_writer import object_bytes
-from .names import FULLY_RESHARDABLE, MASTER, OLD_MASTER, OPTIMIZER, SHARDING, Path, is_bucket, lacks_masters, link_of, tensor_key
+from .names import (
+    FULLY_RESHARDABLE,
+    MASTER,
+    NAME,
+    OLD_MASTER,
+    OPTIMIZER,
+    SHARDING,
+    Path,
+    is_bucket,
+    lacks_masters,
+    link_of,
+    tensor_key,
+)
+from .rules import is_of_megatron
 from .sharded_names import has_keys, inner_path, keys_of_path, mark_namespaces, object_key
 
 CONFIG_KEY, COMMON_KEY = "metadata.json", "common.pt"
@@ -49,14 +62,31 @@ def write_megatron(storage: Storage, catalog: Catalog, values: Mapping[str, Any]
     NameCollisionError
         Two names have one key.
     UnsupportedError
-        A value is neither plain nor tagged.
+        A value is neither plain nor tagged; or no tensor is of a model of Megatron's.
     """
+    _refuse_other_models(catalog)
     common = _common_state(catalog, values)
     layout = _lay_out(catalog, values, master=MASTER if any(_distributed(common.get(OPTIMIZER, {}))) else OLD_MASTER)
     data = object_bytes(common, f"{storage.url}: {COMMON_KEY}")
     write_folder(storage, catalog, layout, bytes_of, lambda value: object_bytes([value], storage.url))
     storage.publish(COMMON_KEY, data, expected=b"")
     storage.publish(CONFIG_KEY, json.dumps(CONFIG).encode(), expected=b"")
+
+
+def _refuse_other_models(catalog: Catalog) -> None:
+    """Refuse tensors none of which has a name that Megatron looks for: it would load nothing of the folder.
+
+    Whatever Megatron itself saved is written, and so is what the calls that stand in for its own saved.
+    """
+    names = catalog.names
+    is_own = catalog.save_id == NAME or has_keys(catalog)
+    if is_own or not names or any(is_of_megatron(name) or is_bucket(name) for name in names):
+        return
+    raise UnsupportedError(
+        f"{names[0]}: is of no model of Megatron, and nor is any other of the {len(names)} tensors, so that no job of Megatron "
+        "would load them: pass to='dcp', to='torch' or to='safetensors' for other programs, or name them as a model of Megatron "
+        "does with rename=; where modules of a model of Megatron's are your own, say so with reshard_ckpt.megatron.add_rule"
+    )
 
 
 def _lay_out(catalog: Catalog, values: Mapping[str, Any], *, master: str) -> FolderLayout:

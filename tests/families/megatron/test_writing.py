@@ -15,6 +15,7 @@ import torch
 
 from reshard_ckpt import checkpoint, megatron
 from reshard_ckpt.errors import NameCollisionError, UnsupportedError, UsageError
+from reshard_ckpt.families.megatron import rules
 from reshard_ckpt.families.megatron.buckets import name_buckets
 from reshard_ckpt.families.megatron.metadata import read_metadata
 from reshard_ckpt.format.torch_dtypes import dtype_code
@@ -77,16 +78,51 @@ def test_a_namespace_and_a_member_of_an_enum_are_written_as_what_they_were(tmp_p
 
 
 def test_two_tensors_of_one_key_are_refused_by_name(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path / "own", {"model": {"w": torch.ones(2)}, "w": torch.ones(2)})
-    with pytest.raises(NameCollisionError, match="are both w in a checkpoint of Megatron"):
+    state = {"output_layer.weight": torch.ones(2)}
+    checkpoint.save(tmp_path / "own", {"model": state, **state})
+    with pytest.raises(NameCollisionError, match="are both output_layer.weight in a checkpoint of Megatron"):
         checkpoint.convert(tmp_path / "own", tmp_path / "out", to="megatron")
     assert not (tmp_path / "out").exists()
 
 
 def test_a_value_that_megatron_has_no_place_for_is_refused_by_name(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path / "own", {"model": {"w": torch.ones(2)}, "where": Path("x")})
+    checkpoint.save(tmp_path / "own", {"model": {"output_layer.weight": torch.ones(2)}, "where": Path("x")})
     with pytest.raises(UnsupportedError, match="PosixPath has no place in a checkpoint of Megatron"):
         checkpoint.convert(tmp_path / "own", tmp_path / "out", to="megatron")
+
+
+HUGGING_FACE = [
+    "model.embed_tokens.weight",
+    "model.layers.0.self_attn.q_proj.weight",
+    "model.decoder.layers.0.self_attn.k_proj.weight",
+    "model.decoder.layers.0.mlp.fc1.weight",
+    "model.norm.weight",
+    "encoder.layer.0.attention.output.dense.weight",
+    "embeddings.word_embeddings.weight",
+    "pooler.dense.weight",
+    "lm_head.weight",
+    "0.weight",
+]
+
+
+def test_a_model_of_another_kind_is_refused_by_name(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "own", {"model": {name: torch.ones(2) for name in HUGGING_FACE}, "extra": {"step": 1}})
+    with pytest.raises(UnsupportedError, match=r"model\.0\.weight: is of no model of Megatron.* 10 tensors.*rename=.*add_rule"):
+        checkpoint.convert(tmp_path / "own", tmp_path / "out", to="megatron")
+    assert [path.name for path in tmp_path.iterdir()] == ["own"]
+    rename = {"model.model.embed_tokens": "model.embedding.word_embeddings"}
+    checkpoint.convert(tmp_path / "own", tmp_path / "out", to="megatron", rename=rename, select="model.embedding")
+    assert keys_of(tmp_path / "out") == {"embedding.word_embeddings.weight"}
+
+
+def test_modules_of_ones_own_are_written_where_a_rule_says_that_they_are_of_megatron(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rules, "_added", {})
+    checkpoint.save(tmp_path / "own", {"model": {"adapter.weight": torch.ones(2)}})
+    megatron.add_rule("adapter.weight", dim=None)
+    checkpoint.convert(tmp_path / "own", tmp_path / "out", to="megatron")
+    assert list(checkpoint.read(tmp_path / "out")) == ["model.adapter.weight"]
 
 
 def test_a_save_whose_names_are_keys_is_written_with_these(tmp_path: Path) -> None:
@@ -143,7 +179,8 @@ def test_what_is_said_of_the_optimizer_is_what_megatron_asks_before_it_loads(
 def test_groups_of_an_optimizer_without_masters_stay_beside_its_state(tmp_path: Path, step: dict[str, Any]) -> None:
     """An FP32 optimizer has no inner one; whether it has a step beside its groups depends on which Adam it is."""
     optimizer = {"param_groups": [{"lr": 0.5}], **step}
-    state = {"w": torch.ones(2), "optimizer.state.exp_avg.w": torch.zeros(2), "optimizer": optimizer}
+    name = "decoder.final_layernorm.weight"
+    state = {name: torch.ones(2), f"optimizer.state.exp_avg.{name}": torch.zeros(2), "optimizer": optimizer}
     checkpoint.save(tmp_path / "own", state, metadata={"megatron": {"namespaces": []}})
     checkpoint.convert(tmp_path / "own", tmp_path / "out", to="megatron")
     checkpoint.convert(tmp_path / "out", tmp_path / "renamed", to="reshard")
