@@ -57,7 +57,7 @@ class Run:
         self.folder = Path(options.folder)
         self.weights = gpt(options.gb)
         tp = 2 if self.ranks.size >= 4 else 1
-        self.layout = Layout(dp=self.ranks.size // tp, tp=tp)
+        self.layout = Layout(dp=self.ranks.size // tp, tp=tp, replicated=self.options.replicated)
         self.state = build(self.weights, self.layout, self.ranks.rank)
         self.state.fill()
         self.cases = list(self._cases())
@@ -312,6 +312,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--gb", type=float, default=3.28, help="size of the state, of all ranks together")
+    parser.add_argument("--replicated", action="store_true", help="dp replicates the optimizer too, as under DDP")
     parser.add_argument("--pairs", type=int, default=7, help="rounds, after a first one that is kept apart")
     parser.add_argument("--minutes", type=float, default=18, help="of rounds at most; fewer rounds are said so")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
@@ -338,7 +339,8 @@ def main() -> None:
         "--folder",
         folder,
     ]
-    passed += ["--out", Path(options.out).resolve(), "--ranks", options.ranks, *(["--verbose"] if options.verbose else [])]
+    flags = [f"--{name}" for name in ("verbose", "replicated") if getattr(options, name)]
+    passed += ["--out", Path(options.out).resolve(), "--ranks", options.ranks, *flags]
     try:
         launch("benchmarks.compare", options.ranks, [str(value) for value in passed], timeout_s=options.timeout)
     finally:

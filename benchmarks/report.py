@@ -104,6 +104,7 @@ def _save_figures(result: Result) -> Iterator[Figure]:
         return
     yield from ratio("durable save ÷ raw write + fsync", "save", "raw write", 1.10)
     yield from ratio("  CPU seconds ÷ raw's", "save", "raw write", 1.5, "cpu_s")
+    yield from ratio("save ÷ that with replicas sampled", "save", "save, replicas sampled")
     mine, limit = samples.median("save", "cpu_s"), samples.median("raw write", "cpu_s")
     yield Figure("  the same of medians", mine / limit, None, f"{mine:.3f} / {limit:.3f} s", "×")
     written = samples.least("save", "written_bytes")

@@ -1,7 +1,7 @@
 """What is saved and loaded: a GPT in mixed precision, on any mesh, whose every value is known from its name and its place.
 
 1. bf16 parameters are sharded over tp and replicated over dp; fp32 master weights and Adam moments are sharded over both, as
-   FSDP2 over tensor parallelism shards them. A pipeline stage holds its own layers.
+   FSDP2 over tensor parallelism shards them, or replicated over dp too, as under DDP. A pipeline stage holds its own layers.
 2. An element's bits are a function of its tensor's name and its global position, so that a load is checked on any layout.
 """
 
@@ -40,16 +40,29 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Sizes of the mesh's axes, outermost first: pp, dp, tp; and whether dp cuts the optimizer's matrices into columns."""
+    """A mesh, and what dp does to the optimizer on it.
+
+    Attributes
+    ----------
+    pp, dp, tp
+        Sizes of the axes, outermost first.
+    columns
+        dp cuts the optimizer's matrices into columns.
+    replicated
+        dp cuts nothing, as under DDP.
+    """
 
     pp: int = 1
     dp: int = 1
     tp: int = 1
     columns: bool = False
+    replicated: bool = False
 
     def __str__(self) -> str:
         sizes = [f"{axis} {getattr(self, axis)}" for axis in ("pp", "dp", "tp") if getattr(self, axis) > 1]
-        return (" × ".join(sizes) or "1 rank") + (", columns" if self.columns else "")
+        return (
+            (" × ".join(sizes) or "1 rank") + (", columns" if self.columns else "") + (", replicated" if self.replicated else "")
+        )
 
 
 def gpt(gb: float) -> list[Weight]:
@@ -172,7 +185,8 @@ def build(weights: list[Weight], layout: Layout, rank: int) -> State:
     for weight, parameter in zip(mine, parameters, strict=True):
         for moment in MOMENTS:
             name = f"optimizer.{weight.name}.{moment}"
-            tensor = state.tensors[name] = _local(state, name, weight, layout, coordinates, mesh["dp", "tp"], zero=True)
+            zero = not layout.replicated
+            tensor = state.tensors[name] = _local(state, name, weight, layout, coordinates, mesh["dp", "tp"], zero=zero)
             optimizer.state[parameter][moment] = tensor
     return state
 
@@ -196,7 +210,7 @@ def _local(
     if zero and weight.tp_dim == zero_dim and layout.tp > 1 and layout.dp > 1:
         over_dp = _StridedShard(zero_dim, split_factor=layout.tp)
     # Zeros that are written: memory that was never touched would cost whoever comes first.
-    local = torch.empty(lengths, dtype=torch.float32 if zero else torch.bfloat16).fill_(0)
+    local = torch.empty(lengths, dtype=torch.float32 if name.startswith("optimizer.") else torch.bfloat16).fill_(0)
     state.boxes[name] = tuple(offsets), tuple(lengths)
     strides = tuple(prod(weight.shape[i + 1 :]) for i in range(len(weight.shape)))
     return DTensor.from_local(local, mesh, [over_dp, over_tp], run_check=False, shape=torch.Size(weight.shape), stride=strides)
