@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import warnings
 from pathlib import Path
@@ -17,6 +18,7 @@ from reshard_ckpt.format.keys import RUN_LOCK_KEY
 from reshard_ckpt.manager.attempts import ATTEMPTS
 from reshard_ckpt.storage import open_storage
 from tests.manager.test_manager import damage, empty, holds, state
+from tests.reliability.faults import fails, faulty
 
 
 @pytest.fixture(params=["store", "memory"])
@@ -172,3 +174,26 @@ def test_a_damaged_newest_that_was_passed_over_is_no_reason_to_go_back_further(t
         assert checkpoint.verify(tmp_path / "step_4").ok
         with open_storage(tmp_path) as storage:
             assert LINEAGE.read(storage).starts[-1][1] == 2
+
+
+@pytest.mark.filterwarnings("ignore:the save to .* is in memory, but not in the store")
+def test_a_store_that_is_full_at_a_restart_hinders_neither_the_load_nor_saves_to_memory(tmp_path: Path, shm: Path):
+    options: dict[str, Any] = {"memory": Memory(copies=0, folder=str(shm)), "persist_every": 1000, "interval": "auto"}
+    manager = Manager(tmp_path, **options)
+    manager.save(1, state(1))
+    manager.async_save(5, state(5)).result()
+    manager.__exit__(RuntimeError, RuntimeError(), None)
+    with faulty("write", None, fails(errno.ENOSPC)):
+        manager = Manager(tmp_path, **options)
+        assert manager.load_latest(empty()).step == 5
+        manager.load(1, empty())
+        with pytest.warns(UserWarning, match="from which step this job went on could not be written"):
+            manager.async_save(2, state(2)).result()
+        manager.__exit__(RuntimeError, RuntimeError(), None)
+    with Manager(tmp_path, **options) as manager:
+        assert manager.load_latest(empty()).step == 2  # the newest attempt in memory
+        manager.load(1, empty())
+        manager.async_save(3, state(3)).result()
+        manager.__exit__(RuntimeError, RuntimeError(), None)
+    with Manager(tmp_path, **options) as manager:
+        assert manager.load_latest(empty()).step == 3

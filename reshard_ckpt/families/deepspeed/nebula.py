@@ -21,7 +21,7 @@ from ...checkpoint import Manager, SaveHandle
 from ...comm import values_of_all
 from ...engine.common.logs import LOGGER
 from ...errors import CheckpointNotFound, CorruptError
-from ...manager.open_runs import TAG, close_run, open_run, run_at, tags_of
+from ...manager.open_runs import TAG, close_run, look_at, open_run, run_at, tags_of
 from .config import NebulaBlock
 from .loading import Saved, find_saved, latest_of, saved_at
 from .values import ROOT
@@ -109,7 +109,7 @@ class NebulaRun:
 
     def _saved(self, step: int, load_dir: str, tag: str) -> Saved:
         """Open the checkpoint of a step of this run."""
-        self._manager.load(step, {ROOT: {}}, strict=False)  # whether it is whole; and every node knows its catalog then
+        look_at(self._manager, step, {ROOT: {}})  # whether it is whole; and every node knows its catalog then
         self._last = step
         catalog = self._manager.catalog(step)
         assert catalog is not None
