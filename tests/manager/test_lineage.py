@@ -19,6 +19,7 @@ from reshard_ckpt.manager.attempts import ATTEMPTS
 from reshard_ckpt.storage import open_storage
 from tests.manager.test_manager import damage, empty, holds, state
 from tests.reliability.faults import fails, faulty
+from tests.reliability.ranks import jobs
 
 
 @pytest.fixture(params=["store", "memory"])
@@ -116,6 +117,27 @@ def test_a_reader_follows_a_job_that_goes_back(tmp_path: Path):
         assert (reader.steps(), reader.best()) == ([1, 2], 1)
         manager.save(3, state(33), metric=2.0)
         assert (reader.steps(), reader.best()) == ([1, 2, 3], 3)
+
+
+def test_all_ranks_go_by_it(tmp_path: Path):
+    with jobs() as make:
+        job = make(2)
+        managers = job.run(lambda rank: Manager(tmp_path))
+
+        def go_back(rank: int) -> list[list[int]]:
+            manager, seen = managers[rank], []
+            for step in (1, 2, 3):
+                manager.save(step, state(step))
+            manager.load(1, empty())
+            seen.append(manager.steps())
+            manager.async_save(2, state(22)).result()
+            return [*seen, manager.steps()]
+
+        assert job.run(go_back) == [[[1, 2, 3], [1, 2]]] * 2
+        job.run(lambda rank: managers[rank].close())
+        managers = job.run(lambda rank: Manager(tmp_path))
+        assert job.run(lambda rank: managers[rank].load_latest(empty()).step) == [2, 2]
+        job.run(lambda rank: managers[rank].close())
 
 
 @pytest.mark.parametrize("note", [LINEAGE, ATTEMPTS], ids=["lineage", "attempts"])
