@@ -1,16 +1,17 @@
-"""Naming what lies in the buckets of ``dp_reshardable``, where the weights prove it.
+"""Finding the state of each parameter in the buckets of ``dp_reshardable``, where the weights prove it.
 
-A bucket is the flat memory of one rank's parameters, and does not say which they are. But a master weight, rounded to the dtype
-of the model, is the weight itself. So:
+A bucket is the flat memory of one rank's parameters, and does not say which parameters lie where. But a master weight that is
+rounded to the dtype of the model is the weight itself. So:
 
-1. Round the master weights of each bucket, and look in them for each chunk of the model, byte by byte, the largest chunks first.
-2. A chunk that fits in exactly one place that no larger one has taken is proved to lie there; the moments lie in the same places
-   of their own buckets. A replica in another bucket must have the same master weights.
-3. A chunk that fits nowhere, in several places, in one with another of its size, or where a larger one may lie that is not
-   proved, is not named; and its parameter says so. Layers that are all ones are such.
+1. Round the master weights of each bucket. Search the result for the bytes of each chunk of the model, the largest chunks first.
+2. If a chunk fits in exactly one place, and no larger chunk has taken that place, the chunk is proved to lie there. The moments
+   of the chunk lie at the same place in their own buckets. A replica in another bucket must have the same master weights.
+3. A chunk is not proved if it fits nowhere or in several places, if another chunk of the same size fits in its place, or if a
+   larger chunk that is not proved may lie there. Layers whose elements are all 1 are such chunks. The state of their parameters
+   becomes unreadable, with an error for each name.
 
-All weights and master weights are read for it, a bucket at a time. Where it is known whose memory a bucket is, only what that
-rank has is looked for in it.
+This reads all weights and master weights, one bucket at a time. If the caller knows which rank a bucket belongs to (`MayHold`),
+only the chunks of that rank are searched for in it.
 """
 
 from __future__ import annotations
@@ -36,16 +37,24 @@ from .names import MASTER, MODEL, OPTIMIZER, is_bucket
 MAX_PLACES = 256
 
 MayHold = Callable[[str, FilePart], bool]
-"""Whether a bucket, by what stands before its states in their names, can be the memory of a chunk of the model."""
+"""Takes the prefix of a bucket's names and a chunk of the model. Returns whether the chunk may lie in that bucket."""
 
 Claim = tuple[int, int]
-"""The parameter and its part that lies somewhere."""
+"""The index of a parameter, and the index of one of its parts."""
 
 
 @dataclass(slots=True)
 class _Found:
-    """For each part of each parameter the bucket and place where it is proved to lie, a digest of its master weights there, and
-    the parts that are not proved to be where they fit.
+    """The results of the search so far.
+
+    Attributes
+    ----------
+    places
+        For each proved part: the prefix of its bucket, and its first element there.
+    masters
+        For each proved part: the SHA-256 of its master weights.
+    unproved
+        The parts that fit somewhere, but are not proved to lie there.
     """
 
     places: dict[Claim, tuple[str, int]] = field(default_factory=dict)
@@ -55,7 +64,7 @@ class _Found:
 
 @dataclass(frozen=True, slots=True)
 class NamedBuckets:
-    """The state of parameters, and the errors of parameters whose state is not proved to be anywhere, by name."""
+    """The state of all parameters that was found, and the errors of those whose state was not, by name of the state's tensor."""
 
     tensors: Sequence[ForeignTensor]
     unreadable: Mapping[str, UnsupportedError]
@@ -64,7 +73,17 @@ class NamedBuckets:
 def name_buckets(
     storage: Storage, tensors: Sequence[ForeignTensor], files: Sequence[FileEntry], may_hold: MayHold = lambda prefix, part: True
 ) -> NamedBuckets:
-    """Find the state of every parameter in the buckets that may hold it."""
+    """Find the state of every parameter in the buckets.
+
+    Parameters
+    ----------
+    tensors
+        All tensors of the checkpoint: the buckets, and the weights under ``model.``.
+    files
+        The files that the parts of these tensors refer to by number.
+    may_hold
+        Tells which buckets to search for a chunk; by default, all of them.
+    """
     buckets: dict[str, dict[str, ForeignTensor]] = {}
     for tensor in tensors:
         if is_bucket(tensor.name):
@@ -104,7 +123,7 @@ def _search(
     found: _Found,
     may_hold: MayHold,
 ) -> None:
-    """Look for all chunks of the model that one bucket may hold in it."""
+    """Search the master weights of one bucket for every chunk of the model that it may hold; add the proved ones to `found`."""
     if sum(part.num_elements for part in master.parts) != prod(master.shape):
         raise CorruptError(
             f"{storage.url}: {master.name} of shape {master.shape} has parts of another size; use another checkpoint"
@@ -113,6 +132,8 @@ def _search(
     for part in master.parts:
         data = torch.frombuffer(_bytes(storage, files, part, master.dtype), dtype=weights.dtype)
         weights[part.offsets[0] : part.offsets[0] + part.num_elements] = data
+    # weights: the bucket's master weights as one vector. rounded: their bytes in each dtype of the model.
+    # fits: by number of elements, the chunks that fit somewhere in the bucket, with the first elements of their places.
     rounded: dict[str, bytes] = {}
     fits: dict[int, list[tuple[Claim, list[int]]]] = {}
     for i, parameter in enumerate(parameters):
@@ -123,6 +144,8 @@ def _search(
             places = list(_places(rounded[parameter.dtype], bytes(_bytes(storage, files, part, parameter.dtype)), each))
             if places:
                 fits.setdefault(part.num_elements, []).append(((i, j), places))
+    # taken: elements where a chunk is proved to lie. doubtful: elements where a chunk may lie that is not proved.
+    # Larger chunks go first, because a small one can also fit by chance inside of a larger one.
     taken, doubtful = np.zeros(weights.numel(), bool), np.zeros(weights.numel(), bool)
     for size in sorted(fits, reverse=True):
         _settle(size, fits[size], taken, doubtful, found, prefix, weights)
@@ -137,8 +160,9 @@ def _settle(
     prefix: str,
     weights: torch.Tensor,
 ) -> None:
-    """Decide where the chunks of one size lie, given where larger ones do, and may do."""
+    """Decide where the chunks of one size lie; all larger chunks have been decided before."""
     free = [(claim, [at for at in places if not taken[at : at + size].any()]) for claim, places in fits]
+    # wanted[e]: how many candidate places, of all chunks of this size, cover element e
     wanted = np.zeros(len(taken), np.int64)
     for _, places in free:
         for at in places:
@@ -158,7 +182,7 @@ def _settle(
 
 
 def _places(weights: bytes, chunk: bytes, each: int) -> Iterator[int]:
-    """Yield the places of a chunk, as numbers of elements; no more than a few, as many prove nothing."""
+    """Yield the places of a chunk, counted in elements of `each` bytes; at most `MAX_PLACES`, as several places prove nothing."""
     at, count = weights.find(chunk), 0
     while at >= 0 and count < MAX_PLACES:
         if at % each == 0:
@@ -176,10 +200,17 @@ def _bytes(storage: Storage, files: Sequence[FileEntry], part: FilePart, dtype: 
 def _moved(
     parameter: ForeignTensor, buckets: Mapping[str, Mapping[str, ForeignTensor]], homes: Sequence[tuple[str, int]], key: str
 ) -> Iterator[FilePart]:
-    """Yield the parts of a parameter's state: the runs of its own parts, where they lie in the bucket's files."""
+    """Yield the parts of the state `key` of a parameter: the parts of the parameter, moved to where they lie in the bucket.
+
+    Parameters
+    ----------
+    homes
+        For each part of the parameter: the prefix of its bucket, and its first element there.
+    """
     for part, (prefix, begin) in zip(parameter.parts, homes, strict=True):
         bucket = buckets[prefix][key]
         each = TORCH_DTYPES[bucket.dtype].itemsize
+        # A bucket may be stored in several files: take from each stored part the elements that this part needs.
         for stored in bucket.parts:
             low = max(begin, stored.offsets[0])
             high = min(begin + part.num_elements, stored.offsets[0] + stored.num_elements)
@@ -192,7 +223,7 @@ _GROUPS = re.compile(r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_
 
 
 def groups_path(key: str) -> tuple[str | int, ...] | None:
-    """Return the path of the groups that an object of a bucket's optimizer has; None for any other object.
+    """Return the path of the optimizer's groups that an object of a bucket holds; None if the object holds no groups.
 
     >>> groups_path("chained_1.optimizer.distributed.dp_group_idx_0.optimizer/shard_0_1")
     ('optimizer', 1, 'param_groups')

@@ -1,10 +1,10 @@
-"""What one rank has to save of one of Megatron's trees.
+"""The content of one of Megatron's trees that one rank saves.
 
-1. The tree is lowered to entries, objects and common state.
-2. All replicas of a tensor are offered, so that their ranks share the writing. Of a tensor whose replicas are found to differ,
-   the main one is offered alone.
-3. Rank 0 offers the common state, the main replica of each object that object. The others say that it is there, so that one of
-   which no rank has a main replica is missed (`sharded_names.checked_objects`).
+1. Lower the tree to tensors, objects and common state (`tree`).
+2. Offer all replicas of each tensor, so that the ranks that hold them share the writing. If the replicas of a tensor turn out
+   to differ, `capture` runs again and offers the main replica alone.
+3. Rank 0 offers the common state. The rank of an object's main replica offers the object. Ranks with another replica only state
+   that the object exists, so that `sharded_names.checked_objects` finds objects without a main replica.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _REPLICAS = ("main", "error")
 
 @dataclass
 class SavedTree:
-    """A tree to be saved.
+    """A tree to be saved, lowered once.
 
     Attributes
     ----------
     content_metadata
-        Kept in the common state, under this name.
+        Saved in the common state, under the key ``content_metadata``.
     replicas
-        What happens to tensors whose replicas differ: ``"main"`` or ``"error"``.
+        ``"main"`` saves the main replica of tensors whose replicas differ; ``"error"`` raises.
     process_group
         The ranks that save together.
     """
@@ -54,16 +54,21 @@ class SavedTree:
             raise UsageError(f"replicas={self.replicas!r}: pass one of {', '.join(map(repr, _REPLICAS))}")
 
     def capture(self, differing: frozenset[str] = frozenset()) -> Captured:
-        """Describe what this rank has to save; of tensors whose replicas differ, the main one alone.
+        """Describe the content that this rank saves.
+
+        Parameters
+        ----------
+        differing
+            The names of tensors whose replicas differ. Of these, only main replicas are offered.
 
         Raises
         ------
         LayoutError
-            Replicas differ, where this is to be an error.
+            Replicas differ, and `replicas` is ``"error"``.
         UsageError
             Something in the tree cannot be saved.
         """
-        if self._node is None:  # here, where what it raises is raised on all ranks
+        if self._node is None:  # not in the constructor: an error that is raised here is raised on all ranks
             self._node = lower_tree(self.tree, loading=False)
         if differing and self.replicas == "error":
             raise LayoutError(_difference(differing, "correct the replica_id of what is no replica, or pass replicas='main'"))
@@ -71,12 +76,13 @@ class SavedTree:
         with torch.no_grad():
             for entry in entries_of(self._node):
                 local = local_memory(entry.shard, entry.name).named(entry.name)
+                # A rank that offers a tensor without pieces takes part in the save, and writes nothing of it.
                 left_out = entry.name in differing and not entry.main
                 out.add("", LocalTensor(replace(local.spec, pieces=()), local.memory) if left_out else local)
         for part in objects_of(self._node):
             if part.main:
                 out.add("", NamedValue(part.name, [part.name], ValueKind.PLAIN, part.value))
-            elif not differing:  # else they have been checked
+            elif not differing:  # on the second run, the objects have been checked already
                 out.add("", replica_mark(part.name))
         for value in self._common_values(self._node):
             out.add("", value)
@@ -88,7 +94,7 @@ class SavedTree:
             common = common_of(node)
             common = {} if common is NOTHING else common
             if self.content_metadata is not None:
-                # Its process group is for the job that runs.
+                # "dp_cp_group" is a process group of the running job, so it cannot be saved.
                 kept = {key: value for key, value in self.content_metadata.items() if key != "dp_cp_group"}
                 common = {**common, CONTENT_METADATA: kept}
             yield from common_values(common)

@@ -1,7 +1,7 @@
-"""Errors as callers of Megatron catch them: an error of this library that is also Megatron's and torch's.
+"""Errors that callers of Megatron's functions catch: each is an error of this library, and of Megatron and torch as well.
 
-Megatron's own functions raise ``CheckpointingException``, and what its strategies for ``torch_dist`` find is torch's
-``CheckpointException``, which is no `Exception`. So handlers of any of them see the error.
+Megatron's own functions raise ``CheckpointingException``. Its strategies for ``torch_dist`` raise torch's
+``CheckpointException``, which does not derive from `Exception`. Programs catch either of them, so an error here is both.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CORE = "megatron.core.dist_checkpointing.core"
 
 
 def megatron_compatible(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a call so that its errors are Megatron's too, in a program that has imported Megatron."""
+    """Decorate a call so that its errors are also Megatron's, if the program has imported Megatron."""
 
     @functools.wraps(function)
     def call(*args: P.args, **options: P.kwargs) -> R:
@@ -45,7 +45,7 @@ def megatron_compatible(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _combined(kind: type[CheckpointError], theirs: type[Exception]) -> type[CheckpointError]:
-    """Return a class that is all of them, made once, so that errors of one kind are of one class."""
+    """Return a subclass of `kind`, `theirs` and torch's exception. It is cached: ``except`` needs the same class each time."""
     if (kind, theirs) not in _MADE:
         members = {"__module__": kind.__module__, "__doc__": kind.__doc__, "__str__": Exception.__str__}  # torch's has no message
         _MADE[kind, theirs] = type(kind.__name__, (kind, theirs, CheckpointException), members)

@@ -1,4 +1,4 @@
-"""Reading ``integrity.json``, in which Megatron-Core lists the SHA-256 of every file of a checkpoint, on request."""
+"""Reading ``integrity.json``: Megatron-Core lists the SHA-256 of every file of a checkpoint there, if a job asks for it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ MAX_BYTES = 64 << 20
 
 
 def read_integrity(storage: Storage) -> dict[str, bytes]:
-    """Return the digest of each file by its key; none where Megatron listed none.
+    """Return the SHA-256 of each file by its key; an empty dict if Megatron wrote no list.
 
     Raises
     ------
     CorruptError
         The list is damaged.
     UnsupportedError
-        Its digests are of another kind.
+        The digests are not SHA-256.
     """
     if storage.size(INTEGRITY_KEY) is None:
         return {}

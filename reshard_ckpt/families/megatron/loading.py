@@ -1,10 +1,10 @@
-"""`load` and what looks into a checkpoint: the calls of ``megatron.core.dist_checkpointing``, by the engine of `checkpoint.load`.
+"""`load`, and functions that describe a checkpoint: the calls of ``megatron.core.dist_checkpointing`` on this library's engine.
 
-1. The tree is lowered. Its tensors are filled in place, whatever layout they were saved from; each rank reads what it wants.
-2. Common state and objects are decoded from plain values; nothing is unpickled.
-3. Where a saved tensor is smaller, and `allow_shape_mismatch` is set, the rest is zero.
-4. What stands in the tree's places is merged into the common state, as Megatron does. An optimizer that stands in the tree as
-   itself is given its groups and its step; its common state is what is returned in its place.
+1. Lower the tree. Tensors are filled in place, whatever layout they were saved from. Each rank reads only its own part.
+2. Decode common state and objects from plain values; nothing is unpickled.
+3. If a saved tensor is smaller than the wanted one, and ``allow_shape_mismatch`` is set, the rest becomes zero.
+4. Merge the loaded leaves into the common state, as Megatron does. An optimizer object in the tree receives its groups and its
+   step, and the returned tree has the optimizer's common state in its place.
 """
 
 from __future__ import annotations
@@ -39,38 +39,40 @@ def load(
     process_group: Any = None,
     with_common: bool = True,
 ) -> Any:
-    """Load into a sharded state dict, as ``megatron.core.dist_checkpointing.load`` is called; optimizers may stand in it.
+    """Load into a sharded state dict, with the arguments of ``megatron.core.dist_checkpointing.load``.
+
+    Unlike Megatron's function, this one also takes optimizer objects in the tree, and fills them in place.
 
     Parameters
     ----------
     sharded_state_dict
         As for `save`; made for loading, as with ``is_loading=True``. Its tensors are written in place.
     checkpoint_dir
-        A checkpoint of this library, or of Megatron where its format is known here.
+        A checkpoint of this library, or one of Megatron in a format that this library reads.
     sharded_strategy, common_strategy
         As for `save`.
     validate_access_integrity
-        Accepted: what is loaded is always proved to be covered.
+        Ignored: every load checks that the saved tensors cover the wanted ones.
     strict
         Megatron's `StrictHandling`, or its value.
     verify_integrity
-        Verify every byte before any tensor changes, rather than as it is read.
+        Verify every byte before any tensor changes. By default, bytes are verified as they are read.
     process_group
         The ranks that load together; all, by default.
     with_common
-        False leaves the saved common state out of what is returned, for Megatron's own `load`, which reads ``common.pt`` by
-        itself: that is checked to be of this checkpoint, where this library wrote it.
+        False leaves the saved common state out of the result. Megatron's own `load` needs this: it reads ``common.pt`` itself.
+        If this library wrote that file, it is checked to belong to this checkpoint.
 
     Returns
     -------
     dict, or (dict, set, set)
-        The tree with tensors and values in the places of its leaves, merged into the saved common state. Where `strict` says to
-        return them, also the missing and the unexpected keys.
+        The saved common state, with the loaded tensors and values in the places of the tree's leaves. The modes of `strict`
+        that begin with ``return`` add the missing and the unexpected keys.
 
     Raises
     ------
     MismatchError
-        The checkpoint lacks something, or has it with another shape; nothing was changed.
+        The checkpoint lacks something, or has it with another shape; nothing has changed.
     CheckpointError
         As `checkpoint.load`.
     """
@@ -100,22 +102,22 @@ def _warn_of_casts(path: str, report: LoadReport) -> None:
 
 @megatron_compatible
 def load_common_state_dict(checkpoint_dir: str) -> dict[Any, Any]:
-    """Load what is not sharded, as ``megatron.core.dist_checkpointing.load_common_state_dict`` is called; in one process.
+    """Load the common state, which is not sharded, in one process; ``megatron.core.dist_checkpointing.load_common_state_dict``.
 
     Raises
     ------
     CheckpointError
-        There is no checkpoint, or it is damaged.
+        The path holds no checkpoint, or a damaged one.
     """
     found, values = read_values(checkpoint_dir, is_common)
     return common_state(found, values)
 
 
 def load_content_metadata(checkpoint_dir: str | None = None, *, preloaded_state_dict: dict[str, Any] | None = None) -> Any:
-    """Return the ``content_metadata`` that was saved; None where there was none.
+    """Return the ``content_metadata`` of a checkpoint; None if it was saved without.
 
-    A training program makes its tree for loading by what this says. Up to 0.15 an optimizer's tree may be flat; a Megatron that
-    has no flat tensors any more is told of the form that it has instead, in which `load` fills the same state.
+    A training program builds its tree for loading according to this. Megatron up to 0.15 may have saved the optimizer as flat
+    tensors. If the running Megatron has none any more, this returns the newer form instead; `load` fills the same state from it.
     """
     if preloaded_state_dict is None:
         if checkpoint_dir is None:
@@ -128,19 +130,19 @@ def load_content_metadata(checkpoint_dir: str | None = None, *, preloaded_state_
 
 
 def _lacks_flat_tensors() -> bool:
-    """Tell whether this program has imported a Megatron, of 0.16 or newer, that refuses flat tensors."""
+    """Tell whether this program has imported Megatron 0.16 or newer, which has no flat tensors."""
     sharded_tensor = getattr(sys.modules.get("megatron.core.dist_checkpointing.mapping"), "ShardedTensor", None)
     return sharded_tensor is not None and not hasattr(sharded_tensor, "from_rank_offsets_flat")
 
 
 @megatron_compatible
 def load_tensors_metadata(checkpoint_dir: str, sharded_strategy: Any = None) -> dict[str, Any]:
-    """Describe the tensors of a checkpoint, as ``megatron.core.dist_checkpointing.load_tensors_metadata`` is called.
+    """Describe the tensors of a checkpoint, with the arguments of ``megatron.core.dist_checkpointing.load_tensors_metadata``.
 
     Returns
     -------
     dict
-        For each key a `ShardedTensor` without data or sharding: its global shape and dtype are the saved ones.
+        By key: a `ShardedTensor` without data and without sharding, with the saved global shape and dtype.
     """
     from megatron.core.dist_checkpointing.mapping import ShardedTensor  # needs the package only here
 
@@ -150,7 +152,7 @@ def load_tensors_metadata(checkpoint_dir: str, sharded_strategy: Any = None) -> 
 
 @megatron_compatible
 def load_sharded_metadata(checkpoint_dir: str, sharded_strategy: Any = None, common_strategy: Any = None) -> dict[str, Any]:
-    """Describe the tensors and the objects of a checkpoint, as Megatron's function of this name does."""
+    """Describe the tensors and the objects of a checkpoint; ``megatron.core.dist_checkpointing.load_sharded_metadata``."""
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
     found = catalog(checkpoint_dir)
@@ -160,7 +162,7 @@ def load_sharded_metadata(checkpoint_dir: str, sharded_strategy: Any = None, com
 
 
 def load_plain_tensors(checkpoint_dir: str) -> Any:
-    """Load all tensors whole, without the common state: as Megatron's function of this name does."""
+    """Load all tensors whole, without the common state; ``megatron.core.dist_checkpointing.load_plain_tensors``."""
     found = load_tensors_metadata(checkpoint_dir)
     loaded = load(found, checkpoint_dir)
     return {key: loaded[key] for key in found}

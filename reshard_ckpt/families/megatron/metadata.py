@@ -1,8 +1,9 @@
-"""Decoding the ``.metadata`` of a Megatron checkpoint: that of DCP, with plans of all ranks, and the true shapes of flat tensors.
+"""Decoding the ``.metadata`` of a Megatron checkpoint: DCP's metadata, the plans of all ranks, the true shapes of flat tensors.
 
-Up to 0.15 a tensor of the distributed optimizer is saved flat: a tensor of shape X that is cut into f parts along its dims has
-the shape ``[f…, elements of a part]``, and a chunk at ``(c…, start)`` of n elements is the run ``[start, start + n)`` of the box
-``c · (X/f)`` of size ``X/f``. X stands in ``mcore_data``. The plans are parsed, as everything of the pickle is, and dropped.
+Megatron up to 0.15 saves a tensor of the distributed optimizer flat. Say a tensor of shape X is cut into f parts along its dims.
+Then the saved shape is ``[f…, elements of one part]``. A chunk of n elements at ``(c…, start)`` holds the run
+``[start, start + n)`` of the box with the offsets ``c · (X/f)`` and the lengths ``X/f``. X is stored in ``mcore_data``. The plans
+are parsed, because the pickle must be read to its end, and dropped.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _SHAPE = "nd_reformulated_orig_global_shape"
 
 
 def _nothing(*arguments: object) -> None:
-    """Stand for a member of an enum, and for whatever else only plans have."""
+    """Return None, as the stand-in of enum members and other constructors that occur in plans alone."""
 
 
 _TABLE = {
@@ -38,7 +39,7 @@ _TABLE = {
 
 @dataclass(frozen=True, slots=True)
 class MegatronMetadata:
-    """The metadata of a folder, and the true shapes of the tensors that are saved flat."""
+    """The metadata of a folder, and the true shapes of the tensors that were saved flat, by key."""
 
     saved: Metadata
     true_shapes: Mapping[str, Ints]
@@ -65,14 +66,22 @@ def _true_shapes(root: StandInObject, name: str) -> dict[str, Ints]:
 
 
 def unflattened(part: FilePart, stored: Ints, shape: Ints, name: str) -> FilePart:
-    """Return a part of a flat tensor as a run of a box of the true shape.
+    """Convert a part of a flat tensor to a run of a box of the true shape.
+
+    Parameters
+    ----------
+    part
+        Where a chunk lies in the tensor as it was saved.
+    stored, shape
+        The shape as it was saved, ``[f…, elements of one part]``, and the true shape.
 
     Raises
     ------
     CorruptError
-        The shapes do not fit each other.
+        The shapes do not fit each other, or the chunk spans several parts.
     """
     fragments, numel = stored[:-1], stored[-1]
+    # fragments: into how many parts each dim is cut. lengths: the box of one part. offsets: where this part begins.
     fits = len(fragments) == len(shape) and all(f > 0 and size % f == 0 for size, f in zip(shape, fragments, strict=True))
     lengths = tuple(size // f for size, f in zip(shape, fragments, strict=True)) if fits else ()
     if not fits or prod(lengths) != numel or any(n != 1 for n in part.lengths[:-1]):

@@ -1,17 +1,16 @@
-"""The names that this library gives to what Megatron's checkpoints hold, and back.
+"""Converting Megatron's keys to the names that this library gives to the same tensors and values, and back.
 
-A key of Megatron's is the name of a tensor or object without the place of the state that it stands in. Here:
+A key of Megatron's does not say to which object of the training state a tensor belongs. A name does, as follows:
 
-1. *Model*: ``decoder.final_layernorm.weight`` is ``model.decoder.final_layernorm.weight``. Layers that are stacked keep their
-   leading dim, and experts theirs.
-2. *Optimizer*: ``optimizer.state.exp_avg.<key>`` is ``optimizer.state.<key>.exp_avg``, with a link to the parameter. The master
-   weight is ``param``, also where Megatron calls it ``fp32_param``. Of optimizers in a chain, the number is left out.
+1. *Model*: ``decoder.final_layernorm.weight`` becomes ``model.decoder.final_layernorm.weight``. Stacked layers keep their
+   leading dim, and so do stacked experts.
+2. *Optimizer*: ``optimizer.state.exp_avg.<key>`` becomes ``optimizer.state.<key>.exp_avg``, with a link to the parameter. The
+   master weight is called ``param``, even if Megatron calls it ``fp32_param``. The number of a chained optimizer is dropped.
 3. *Buckets* of ``dp_reshardable`` keep their keys.
-4. *Objects*: ``<key>/shard_<offset>_<shape>`` is ``<key>.shard_<offset>_<shape>``, a value below its own key.
-5. *Common state* has the paths in the state that was saved. Only the groups of an optimizer stand one level higher, as
-   ``optimizer.param_groups``.
+4. *Objects*: ``<key>/shard_<offset>_<shape>`` becomes ``<key>.shard_<offset>_<shape>``: a value below its own key.
+5. *Common state* keeps its paths. Only the groups of an optimizer move up one level, to ``optimizer.param_groups``.
 
-The calls that stand in for Megatron's own keep its keys as names instead (`checkpoint_key`), also in checkpoints of this library.
+The calls that replace Megatron's own use its keys as names instead (`checkpoint_key`), in this library's checkpoints too.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from ...core.catalog.specs import StateLink
 from .sharded_names import object_key
 
 NAME = "megatron"
-"""Also the key of a catalog's metadata that says that names are Megatron's keys, and which dicts were Namespaces."""
+"""The name of the format. It is also the key in a catalog's metadata that marks names as Megatron's keys and lists Namespaces."""
 
 MODEL, OPTIMIZER, GROUPS = "model", "optimizer", "param_groups"
 MASTER, OLD_MASTER = "param", "fp32_param"
 COMMON_STATE = "common_state/shard_0_1"
 SHARDING, FULLY_RESHARDABLE = "param_state_sharding_type", "fully_reshardable"
-"""What the common state of a distributed optimizer says of the state of its parameters, and what that is of whole tensors."""
+"""The key in a distributed optimizer's common state for the form of its state, and that key's value for whole tensors."""
 
 Path = tuple[Any, ...]
 
@@ -39,7 +38,7 @@ _BUCKET = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\..+", re.DOTALL)
 
 
 def link_of(key: str) -> StateLink | None:
-    """Return the link of a key of an optimizer's state; None for any other.
+    """Return the link that a key of an optimizer's state has to its parameter; None for any other key.
 
     >>> link_of("optimizer.state.fp32_param.output_layer.weight").name
     'optimizer.state.output_layer.weight.param'
@@ -52,12 +51,12 @@ def link_of(key: str) -> StateLink | None:
 
 
 def is_bucket(key: str) -> bool:
-    """Return whether a key is one of a buffer of the distributed optimizer, or of what belongs to it."""
+    """Return whether a key belongs to the distributed optimizer's buckets: one of their tensors or objects."""
     return _BUCKET.fullmatch(key) is not None
 
 
 def tensor_name(key: str) -> str:
-    """Return the name of a tensor.
+    """Convert the key of a tensor to a name.
 
     >>> tensor_name("output_layer.weight"), tensor_name("optimizer.distributed.dp_group_idx_0.x")
     ('model.output_layer.weight', 'optimizer.distributed.dp_group_idx_0.x')
@@ -69,7 +68,7 @@ def tensor_name(key: str) -> str:
 
 
 def tensor_key(name: str, link: StateLink | None, master: str = MASTER) -> str:
-    """Return Megatron's key of a tensor of this name; what no rule fits, such as a key, is its own key.
+    """Convert the name of a tensor to Megatron's key. A name that fits no rule, such as one that is a key already, stays.
 
     >>> tensor_key("model.output_layer.weight", None)
     'output_layer.weight'
@@ -81,7 +80,7 @@ def tensor_key(name: str, link: StateLink | None, master: str = MASTER) -> str:
 
 
 def object_path(key: str) -> tuple[str, ...]:
-    """Return the path of an object: its key, and which part of it this is.
+    """Return the path of an object: its key, then its place among the parts of that object.
 
     >>> object_path("rng_state/shard_0.1_2.2")
     ('rng_state', 'shard_0.1_2.2')
@@ -91,7 +90,7 @@ def object_path(key: str) -> tuple[str, ...]:
 
 
 def common_path(path: Path) -> Path:
-    """Return the path here of a value of the common state; an optimizer's groups stand below itself.
+    """Convert the path of a value of the common state. The groups of an optimizer move up, out of the inner optimizer.
 
     >>> common_path(("optimizer", 0, "optimizer", "param_groups")), common_path(("iteration",))
     (('optimizer', 0, 'param_groups'), ('iteration',))
@@ -102,7 +101,7 @@ def common_path(path: Path) -> Path:
 
 
 def lacks_masters(catalog: Catalog) -> bool:
-    """Tell whether a catalog has state of an optimizer, and no master weight."""
+    """Tell whether a catalog has state of an optimizer, but no master weights."""
     links = (*catalog.links().values(), *map(link_of, catalog.names))
     keys = {link.key for link in links if link is not None}
     return bool(keys) and MASTER not in keys

@@ -1,10 +1,10 @@
 """Reading a checkpoint of Megatron-Core as one of this library: a catalog over its files.
 
-1. Find the folder of the iteration: the path itself, or below the root of a run what ``latest_checkpointed_iteration.txt`` says.
-   One that has a file of each rank is read by `ranks`.
-2. Decode ``.metadata`` and locate the chunks of all tensors; those that are saved flat become runs of their true shapes.
-3. Decode the common state and the objects as plain and tagged values (`objects`).
-4. Give everything its name (`names`).
+1. Find the folder of the iteration: the path itself, or the folder that ``latest_checkpointed_iteration.txt`` names at the root
+   of a run. A folder with a file for each rank is read by `ranks`.
+2. Decode ``.metadata`` and locate the chunks of all tensors. Tensors that were saved flat become runs of their true shapes.
+3. Decode the common state and the objects as plain and tagged values (`torchfile.objects`).
+4. Convert all keys to names (`names`).
 """
 
 from __future__ import annotations
@@ -42,14 +42,15 @@ MAX_SMALL_BYTES, MAX_OBJECT_BYTES = 1 << 20, 1 << 30
 
 
 def open_path(path: str, *, as_saved: bool = False, named: bool = False) -> Source | None:
-    """Open a path for reading; return None if it is no checkpoint of Megatron; see `Format.open`.
+    """Open a path for reading; return None if it is not a checkpoint of Megatron; see `Format.open`.
 
     Parameters
     ----------
     as_saved
-        Names are Megatron's keys, and paths those of its own state; the metadata of the catalog say which dicts were Namespaces.
+        Keep Megatron's keys as names, and the paths of its own state. The metadata of the catalog list the dicts that were
+        Namespaces.
     named
-        Name the state that lies in buckets, where the weights prove it (`buckets`); this reads all of them.
+        Name the state that lies in buckets, where the weights prove it (`buckets`). This reads all weights.
     """
     with ExitStack() as stack:
         storage, key = locate(path)
@@ -61,7 +62,7 @@ def open_path(path: str, *, as_saved: bool = False, named: bool = False) -> Sour
             path = f"{path.rstrip('/')}/{latest}"
             storage = stack.enter_context(open_storage(path))
             if storage.size(METADATA_KEY) is not None and storage.size(CONFIG_KEY) is None and storage.size(COMMON_KEY) is None:
-                return open_dcp(path, otherwise=read_object)  # torch_dcp and fsdp_dtensor: DTensors that DCP saved
+                return open_dcp(path, otherwise=read_object)  # torch_dcp and fsdp_dtensor: DCP saved these DTensors
         if storage.size(CONFIG_KEY) is None and storage.size(METADATA_KEY) is None and is_per_rank(storage):
             catalog = read_ranks(storage, as_saved=as_saved, named=named)
             stack.pop_all()
@@ -75,7 +76,7 @@ def open_path(path: str, *, as_saved: bool = False, named: bool = False) -> Sour
 
 
 def _advice(catalog: Catalog) -> dict[str, str]:
-    """Write what to do about an optimizer that is saved as buckets."""
+    """Tell users how to load an optimizer that was saved as buckets; empty for any other."""
     bucket = next((name for name in catalog.names if is_bucket(name)), None)
     if bucket is None:
         return {}
@@ -86,7 +87,7 @@ def _advice(catalog: Catalog) -> dict[str, str]:
 
 
 def _latest(storage: Storage) -> str | None:
-    """Return the folder that the root of a run names as its newest; None where this is no root."""
+    """Return the folder that the root of a run names as its newest; None if the folder is not the root of a run."""
     if storage.size(LATEST_KEY) is None or storage.size(METADATA_KEY) is not None:
         return None
     text = bytes(storage.read(LATEST_KEY, limit=MAX_SMALL_BYTES)).decode(errors="replace").strip()
@@ -101,13 +102,13 @@ def is_checkpoint(storage: Storage, *, of_run: bool = False) -> bool:
     Raises
     ------
     UnsupportedError
-        It is one of Megatron's, of another format.
+        It is a checkpoint of Megatron in another format.
     CorruptError
-        Its save did not end.
+        The save that wrote it did not finish.
     """
     if storage.size(CONFIG_KEY) is None:
         if storage.size(METADATA_KEY) is not None and storage.size(COMMON_KEY) is None:
-            return False  # of DCP
+            return False  # a folder of DCP
         if of_run and not any(True for _ in storage.list()):
             raise CheckpointNotFound(f"{storage.url}: is named by {LATEST_KEY}, but is not there; pass another iteration")
         return storage.size(COMMON_KEY) is not None and _refuse_unfinished(storage)
@@ -129,14 +130,14 @@ def is_checkpoint(storage: Storage, *, of_run: bool = False) -> bool:
 
 
 def _refuse_unfinished(storage: Storage) -> bool:
-    """Refuse a folder whose save was cut off: Megatron writes ``metadata.json`` last."""
+    """Refuse a folder whose save was cut off. Megatron writes ``metadata.json`` last, so it is missing then."""
     if any(key.endswith(".distcp") for key, _ in storage.list()):
         raise CorruptError(f"{storage.url}: has {COMMON_KEY}, but no {CONFIG_KEY}, which is written last: the save did not end")
     return False
 
 
 def read_folder(storage: Storage, *, as_saved: bool = False, named: bool = False) -> tuple[Catalog, dict[str, RawValue]]:
-    """Build the catalog of a folder, and list its values as they lie in the files."""
+    """Build the catalog of a folder, and list its values with their places in the files."""
     name = f"{storage.url}: {METADATA_KEY}"
     metadata = read_metadata(bytes(storage.read(METADATA_KEY, limit=MAX_METADATA_BYTES)), name=name)
     located = locate_chunks(storage, metadata.saved.tensors)
@@ -152,7 +153,7 @@ def read_folder(storage: Storage, *, as_saved: bool = False, named: bool = False
 
 @dataclass
 class _Folder:
-    """A folder on its way to a catalog; `errors` are by key, `unreadable` by name."""
+    """A folder on its way to a catalog; `errors` are by Megatron's key, `unreadable` by this library's name."""
 
     storage: Storage
     metadata: MegatronMetadata
@@ -160,12 +161,12 @@ class _Folder:
     as_saved: bool
     values: MegatronValues
     groups: dict[tuple[Any, ...], list[Any]] | None = None
-    """Where buckets are named: the groups that their objects hold, by the paths that they have then."""
+    """The groups of optimizers whose buckets are named, by path; None if buckets are not named."""
     unreadable: dict[str, CheckpointError] = field(default_factory=dict)
     raw: dict[str, RawValue] = field(default_factory=dict)
 
     def tensor(self, key: str, saved: SavedTensor, parts: Sequence[FilePart]) -> ForeignTensor | None:
-        """Describe a tensor in its true shape, or record why it cannot be read."""
+        """Describe a tensor in its true shape. Return None, and note the error, if it cannot be read."""
         name, link = (checkpoint_key(key), None) if self.as_saved else (tensor_name(key), link_of(key))
         try:
             if key in self.errors:
@@ -180,7 +181,7 @@ class _Folder:
             return None
 
     def _check_shape(self, key: str, shape: Ints) -> None:
-        """Refuse state of an optimizer whose shape is not its parameter's: it is flat, and nothing says how."""
+        """Refuse optimizer state that has another shape than its parameter: it was saved flat, without its true shape."""
         link = link_of(key)
         parameter = self.metadata.saved.tensors.get(link.fqn) if link is not None else None
         if parameter is not None and shape != parameter.shape:
@@ -190,7 +191,7 @@ class _Folder:
             )
 
     def with_names(self, tensors: Sequence[ForeignTensor], files: Sequence[FileEntry]) -> list[ForeignTensor]:
-        """Put the named state in the place of buckets."""
+        """Replace the buckets by the tensors that they hold, under the names of parameters."""
         found = name_buckets(self.storage, tensors, files)
         self.unreadable.update(found.unreadable)
         self.groups = {}
@@ -216,7 +217,7 @@ class _Folder:
             self.values.add(path, groups)
 
     def _keep_groups(self, key: str, extent: Extent) -> None:
-        """Keep the groups of an optimizer that its buckets' object holds; each rank has those that it has parameters of."""
+        """Add the groups that an object of a bucket holds. Each rank saved only the groups of its own parameters."""
         path = groups_path(key)
         if path is None or self.groups is None:
             return
@@ -262,7 +263,7 @@ class _Folder:
 
 
 def _without_steps(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Leave out the steps of single parameters, which up to 0.15 stand in ``param_state`` as well as in the groups."""
+    """Drop the steps of single parameters: Megatron up to 0.15 keeps them in ``param_state`` as well as in the groups."""
     kept = dict(state)
     optimizer = kept.get(OPTIMIZER)
     if isinstance(optimizer, dict):

@@ -1,13 +1,13 @@
-"""Megatron's optimizers that stand in a tree as themselves: their shards are saved as they are, and filled in place.
+"""Megatron's optimizer objects as leaves of a tree: their shards are saved without a gather, and filled in place.
 
-They are told by their attributes:
+The kind of an optimizer follows from its attributes:
 
-1. ``gbuf_ranges``: a distributed optimizer. Of every parameter that its buffers hold, this rank has a run of the flattened one;
-   the master and each state are runs of the parameter's box. Nothing is gathered.
-2. ``chained_optimizers``: one node for each; a chain of one is that one, as Megatron has it.
-3. Any other that has ``sharded_state_dict``: every rank holds its parameters whole, so the tree that it makes needs no gather.
+1. ``gbuf_ranges``: a distributed optimizer. This rank holds a run of each flattened parameter in its buffers. The master weight
+   and each state tensor of that parameter are the same run.
+2. ``chained_optimizers``: a chain, with one node for each member. A chain of one counts as its member, as in Megatron.
+3. Any other object with ``sharded_state_dict``: every rank holds whole parameters, so this method needs no gather.
 
-A parameter is matched with what the tree says of it by identity: a `ShardedTensor`, or a factory, whose ``data`` it is.
+The tree also has a `ShardedTensor` or a factory for each parameter. It is found by identity: its ``data`` is the parameter.
 """
 
 from __future__ import annotations
@@ -42,29 +42,29 @@ from .tree import (
 
 STATE = "optimizer.state"
 SHARDING = "fully_reshardable"
-"""What Megatron calls state by parameter, in the parameters' own shapes."""
+"""Megatron's name for optimizer state that is saved as whole tensors, in the shapes of the parameters."""
 
 _MASTER = f"{STATE}.param."
 _IN_FULL = "param_state"
 _EXPERT = "is_expert_parallel"
 _KIND = ("wd_mult", "lr_mult", _EXPERT, "is_decoupled_lr")
-"""What tells groups of parameters apart."""
+"""The keys that tell the groups of an optimizer apart."""
 
 
 def is_optimizer(value: object) -> bool:
-    """Tell whether something is one of Megatron's optimizers."""
+    """Tell whether an object is one of Megatron's optimizers."""
     return any(hasattr(value, name) for name in ("gbuf_ranges", "chained_optimizers")) or (
         callable(getattr(value, "sharded_state_dict", None)) and hasattr(value, "param_groups")
     )
 
 
 def lower_tree(tree: Any, *, loading: bool) -> Node:
-    """Lower a tree in which optimizers may stand as themselves.
+    """Lower a tree that may hold optimizer objects.
 
     Raises
     ------
     UsageError
-        A shard or an optimizer cannot be saved or loaded as it is.
+        A shard or an optimizer cannot be saved or loaded in its current state.
     """
     parameters = {id(v.data): v for v in leaves(tree) if (is_sharded_tensor(v) or is_factory(v)) and v.data is not None}
 
@@ -95,7 +95,7 @@ def _lower_optimizer(optimizer: Any, tree: Any, parameters: Mapping[int, Any], l
 
 @dataclass(frozen=True)
 class WholeLeaf(Leaf):
-    """An optimizer that holds whole parameters, by the tree that it made of itself."""
+    """An optimizer that holds whole parameters, and the tree that its ``sharded_state_dict`` returned."""
 
     optimizer: Any
     tree: Node
@@ -120,7 +120,7 @@ class WholeLeaf(Leaf):
 
 @dataclass(frozen=True)
 class DistributedLeaf(Leaf):
-    """A distributed optimizer, and what the tree says of its parameters."""
+    """A distributed optimizer, and the tree's `ShardedTensor` or factory of each parameter, by the parameter's `id`."""
 
     optimizer: Any
     parameters: Mapping[int, Any]
@@ -128,14 +128,14 @@ class DistributedLeaf(Leaf):
 
     @cached_property
     def states(self) -> list[tuple[torch.Tensor, int, dict[str, torch.Tensor]]]:
-        """Each parameter of which this rank has a run, where that begins, and the master and state of the run."""
+        """Each parameter with a run on this rank: the parameter, the first element of the run, and the state tensors of it."""
         if self.loading:
             self._make_state()
         runs = [(p, ranges["param"].start) for p, ranges in _param_ranges(self.optimizer)]
         return [(p, start, _tensors(self.optimizer._get_main_param_and_optimizer_states(p))) for p, start in runs]
 
     def _make_state(self) -> None:
-        """Have an optimizer that has not stepped make its state, as Megatron does before it loads; what is there stays."""
+        """Create the state of an optimizer that has not stepped yet, as Megatron does before a load; existing state stays."""
         make = getattr(self.optimizer, "init_state_fn", None)
         if make is not None:
             make(self.optimizer.optimizer, self.optimizer.config)
@@ -169,11 +169,20 @@ class DistributedLeaf(Leaf):
         return Instead(self.take(common, 0, 1))
 
     def take(self, common: Any, number: int, num: int) -> dict[str, Any]:
-        """Give the optimizer, one of `num` in a chain, what was loaded and its common state; return that."""
+        """Give the optimizer its loaded state and its common state. Return its part of the common state.
+
+        Parameters
+        ----------
+        common
+            The common state of the whole chain, as it was saved.
+        number, num
+            The number of this optimizer in the chain, and the length of the chain.
+        """
         for parameter, _, states in self.states:
+            # A getter that returns other memory each time returns scaled copies. The load filled such a copy, so write it back.
             now = _tensors(self.optimizer._get_main_param_and_optimizer_states(parameter))
             if any(now[key].data_ptr() != state.data_ptr() for key, state in states.items()):
-                self.optimizer._set_main_param_and_optimizer_states(parameter, states)  # scaled, so what was loaded is a copy
+                self.optimizer._set_main_param_and_optimizer_states(parameter, states)
         if hasattr(inner := self.optimizer.optimizer, "_sync_hdo_state_to_sub_optimizers"):
             inner._sync_hdo_state_to_sub_optimizers()
         own = _own_part(_saved_parts(common), number, num, inner.param_groups)
@@ -183,7 +192,7 @@ class DistributedLeaf(Leaf):
 
 @dataclass(frozen=True)
 class ChainLeaf(Leaf):
-    """A chain of distributed optimizers, as Megatron makes where experts are parallel, or of one."""
+    """A chain of distributed optimizers: Megatron makes one where experts are parallel, or a chain of one."""
 
     parts: tuple[DistributedLeaf, ...]
 
@@ -203,7 +212,7 @@ class ChainLeaf(Leaf):
 
 
 def _saved_parts(common: Any) -> list[dict[str, Any]]:
-    """Return what was saved of each optimizer of a chain, or of the one that was none."""
+    """Return the common state of each saved optimizer of a chain, or of the one optimizer that was not in a chain."""
     parts = [common] if isinstance(common, dict) and "optimizer" in common else _numbered(common)
     return parts if all(isinstance(part, dict) and _groups(part) is not None for part in parts) else []
 
@@ -221,11 +230,12 @@ def _groups(part: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def _own_part(saved: Sequence[dict[str, Any]], number: int, num: int, own_groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the common state of one of `num` chained optimizers, which has these groups.
+    """Build the common state of one of `num` chained optimizers.
 
-    A job whose experts are parallel has an optimizer and groups of their own for them; one where they are not has them among the
-    others. So where the numbers of optimizers differ, all groups are there, and before them each once more as one for the other
-    kind of parameters. Of those of one kind the last counts, as in Megatron.
+    If experts are parallel, a job has a second optimizer, with groups for the experts; otherwise one optimizer has all groups.
+    If a job of the other kind saved the checkpoint, the number of optimizers differs. Then every group is offered twice: once for
+    the other kind of parameters, and after that as it was saved. If two groups are for the same parameters, the last one counts,
+    as in Megatron.
     """
     parts = [saved[number]] if len(saved) == num else saved
     groups = [group for part in parts for group in _groups(part) or ()]
@@ -236,10 +246,10 @@ def _own_part(saved: Sequence[dict[str, Any]], number: int, num: int, own_groups
 
 
 def _in_order(groups: list[dict[str, Any]], own_groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the saved group for each of an optimizer's own; all as they are, where what they are for does not tell.
+    """Return the saved group for each group of an optimizer. If the groups cannot be told apart, return all as they were saved.
 
-    Which group is first depends on which parameters a rank has. Newer versions of Megatron find groups by what they are for; 0.13
-    takes them by their places.
+    The order of groups depends on which parameters a rank has. Newer versions of Megatron therefore find groups by their
+    multipliers and flags (`_KIND`); 0.13 takes them by position.
     """
     found = {_what_for(group): group for group in groups}
     wanted = [_what_for(group) for group in own_groups]
@@ -252,7 +262,7 @@ def _what_for(group: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _unsaved(node: Node, common: Any, at: str) -> Iterator[str]:
-    """Yield where a tree has common state and the saved one has none."""
+    """Yield the places where a tree has common state and the checkpoint has none."""
     if isinstance(node, dict | list):
         for key, child in node.items() if isinstance(node, dict) else enumerate(node):
             yield from _unsaved(child, child_of(common, key), f"{at}.{key}")
@@ -261,7 +271,7 @@ def _unsaved(node: Node, common: Any, at: str) -> Iterator[str]:
 
 
 def _param_ranges(optimizer: Any) -> Iterator[tuple[torch.Tensor, Mapping[str, Any]]]:
-    """Yield the parameters of which this rank has a run, and its ranges."""
+    """Yield the parameters with a run on this rank, each with its ranges."""
     for buffer in optimizer.gbuf_ranges:
         for buckets in buffer.values():
             for bucket in buckets:
@@ -269,12 +279,15 @@ def _param_ranges(optimizer: Any) -> Iterator[tuple[torch.Tensor, Mapping[str, A
 
 
 def _tensors(states: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Leave out the step, which the groups have once."""
+    """Return the state tensors without the step, which the groups have once."""
     return {key: state for key, state in states.items() if key != "step" and isinstance(state, torch.Tensor)}
 
 
 def unplaced_state(node: Node, catalog: Catalog) -> list[str]:
-    """Describe saved state, a line each, for which a distributed optimizer that has its parameter's master has no place."""
+    """Describe saved state that a distributed optimizer has no tensor for, a line each.
+
+    Only parameters whose master weight this optimizer holds are looked at.
+    """
     leaves_of = [leaf for leaf in leaves(node) if isinstance(leaf, DistributedLeaf | ChainLeaf)]
     wanted = {entry.name for leaf in leaves_of for entry in leaf.entries()}
     if not wanted:

@@ -1,14 +1,14 @@
-"""The tensors of a model that lie in files of single ranks, put together.
+"""Building the global tensors of a model from files of single ranks.
 
-1. Number layers: stages have them in order, and with virtual stages the first chunks of all stages come before the second ones.
-   Experts are numbered by rank.
-2. Name tensors as Megatron's newer folders do: layers are stacked, unless they differ or Megatron would not stack them; experts
-   are, behind them.
-3. Put the cuts of tensor-parallel ranks together by rules (`rules`). Each rule is proved where files allow it: what all ranks
-   have must be the same bytes, and what is cut must not. So must replicas on stages and on ranks of experts be the same. Up to
-   1 MiB they are compared whole, larger ones by 16 samples of 64 KiB.
+1. Number the layers. Stages have them in order; with virtual stages, the first chunks of all stages come before the second
+   chunks. Experts are numbered by rank.
+2. Name the tensors as Megatron's newer folders do. Layers are stacked, unless they differ or Megatron would not stack them.
+   Experts are stacked in the next dim.
+3. Join the shards of tensor-parallel ranks by rules (`rules`). Each rule is checked against the files: tensors that all ranks
+   hold whole must have the same bytes, and shards must not. Replicas on other stages and expert ranks must be the same, too.
+   Tensors up to 1 MiB are compared whole, larger ones by 16 samples of 64 KiB.
 
-What no rule covers, or what is not as its rule says, is kept by name with its error.
+A tensor without a rule, or one that contradicts its rule, is listed by name with its error.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 @dataclass(frozen=True, slots=True)
 class ModelChunk:
-    """Part of a model in a file: its ranks, and which of the stage's virtual stages it is; `number` is that of the file."""
+    """The part of a model that one virtual stage of one rank saved: ranks, index of the virtual stage, file and file number."""
 
     tp: int
     pp: int
@@ -55,11 +55,11 @@ class ModelChunk:
 
 
 Chunks = Sequence[tuple[ModelChunk, Mapping[str, Any]]]
-"""With their state dicts."""
+"""Each chunk with its state dict."""
 
 
 class Key(NamedTuple):
-    """What a tensor is, whatever rank has it: below `layers` of that number, if any, and of an expert."""
+    """The identity of a tensor on any rank. `layers` is its stack of layers, or ``""``; `expert` is -1 outside of experts."""
 
     layers: str
     layer: int
@@ -69,7 +69,7 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What one file has: a tensor of this name."""
+    """A tensor or value in one file, under the name that it has there."""
 
     chunk: ModelChunk
     name: str
@@ -77,14 +77,14 @@ class Held:
 
 
 class RankTensors:
-    """The tensors and the extra state of a model.
+    """The tensors and the extra state of a model, joined over all ranks.
 
     Parameters
     ----------
     chunks
         The state dicts of all chunks of the model.
     args
-        Of the job.
+        The ``args`` of the job that saved the files.
     """
 
     def __init__(self, storage: Storage, chunks: Chunks, args: Mapping[str, Any]) -> None:
@@ -94,7 +94,7 @@ class RankTensors:
         self.held: dict[Key, dict[int, list[Held]]] = defaultdict(lambda: defaultdict(list))
         self.extra: dict[Key, Held] = {}
         self.homes: dict[tuple[int, int], frozenset[tuple[int, int]]] = {}
-        """Of each part of a tensor, by its file and place there: the files and virtual stages that have it, one as replicas."""
+        """For each part of a tensor, by file number and offset: the (file number, virtual stage) of all its replicas."""
         self._begins, self.num_layers = _number_layers(chunks)
         self._num_experts = _count_experts(chunks) * self.num_ep
         for chunk, state in chunks:
@@ -107,7 +107,7 @@ class RankTensors:
     def _add(self, key: Key, held: Held) -> None:
         chunk, name, value = held.chunk, held.name, held.value
         if name == f"output_layer.{EXTRA_STATE}" and value is None:
-            return  # which Megatron's newer folders leave out, too
+            return  # Megatron's newer folders leave it out, too
         if name.endswith(EXTRA_STATE) or value is None:
             if chunk.tp == 0:
                 self.extra.setdefault(key, held)
@@ -127,7 +127,7 @@ class RankTensors:
         if match := _LAYER.fullmatch(name):
             layers, number, rest = match.groups()
             layer = int(number) + self._begins[layers, chunk.index, chunk.pp]
-            # Norms of layers without Transformer Engine, which Megatron names as if they were parts of what comes behind them.
+            # The names here give a norm to the linear module behind it. Without Transformer Engine, files name norms apart.
             if {f"{layers}.{number}.{one}.weight" for one in ("input_layernorm", "self_attention.linear_qkv")} <= state.keys():
                 rest = re.sub(r"^(?:input_layernorm|pre_mlp_layernorm)\.", lambda found: _FUSED[found[0]], rest)
         if match := _EXPERT.fullmatch(rest):
@@ -137,32 +137,32 @@ class RankTensors:
         return Key(layers, layer, expert if expert < 0 else expert + chunk.ep * (self._num_experts // self.num_ep), rest)
 
     def _tie(self) -> None:
-        """Take the last stage's copy of the embedding, which is its output layer, as a replica."""
+        """Add the last stage's copy of the embedding, its output layer, to the replicas of the embedding."""
         copy, embedding = Key("", 0, -1, _OUTPUT), Key("", 0, -1, _EMBEDDING)
         if copy in self.held and embedding in self.held:
             for tp, held in self.held.pop(copy).items():
                 self.held[embedding][tp] += held
 
     def _name(self, key: Key) -> str:
-        """Return the name of what a key is part of."""
+        """Return the name of the global tensor that a key is part of."""
         if not key.layers:
             return key.rest
         return f"{key.layers}.{key.layer}.{key.rest}" if key.layers in self._numbered else f"{key.layers}.{key.rest}"
 
     def _place(self, key: Key) -> tuple[Ints, Ints]:
-        """Return the place of a key's part in what has its name, and the number of places, along each dim that is stacked."""
+        """Return the place of a key's part in its global tensor, and the number of places, for each stacked dim."""
         stacked = bool(key.layers) and key.layers not in self._numbered
         place: tuple[tuple[int, int], ...] = ((key.layer, self.num_layers[key.layers]),) if stacked else ()
         place += ((key.expert, self._num_experts),) if key.expert >= 0 else ()
         return tuple(at for at, _ in place), tuple(count for _, count in place)
 
     def objects(self) -> Iterator[tuple[str, Ints, Ints, Held]]:
-        """Yield the extra state: its name, its place, of how many, and what holds it."""
+        """Yield the extra state: its name, its place in the stack, the shape of the stack, and the file that holds it."""
         for key, held in self.extra.items():
             yield self._name(key), *self._place(key), held
 
     def tensors(self) -> Iterator[ForeignTensor]:
-        """Yield all tensors by Megatron's keys; what cannot be read is in `unreadable` then, by these."""
+        """Yield all tensors by Megatron's keys. After the last one, `unreadable` has the errors of all others by key."""
         of_name: dict[str, list[Key]] = defaultdict(list)
         for key in self.held:
             of_name[self._name(key)].append(key)
@@ -176,6 +176,7 @@ class RankTensors:
         parts: list[FilePart] = []
         shapes, dtypes = set(), set()
         for key in keys:
+            # For each layer and expert: join the tensor-parallel ranks, then put the result at its place in the stack.
             place, counts = self._place(key)
             by_rank = self._of_all_ranks(key)
             cut = self._cut(by_rank[0][0]) if self.num_tp > 1 else Cut(None)
@@ -198,7 +199,7 @@ class RankTensors:
         self.homes |= {(part.file, part.offset): homes[part.file] for part in parts}
 
     def _of_all_ranks(self, key: Key) -> list[list[Held]]:
-        """Return what tensor-parallel ranks have, in their order."""
+        """Return the holders of a tensor, by tensor-parallel rank. Refuse a tensor that a rank lacks or that is not row-major."""
         found = self.held[key]
         absent = set(range(self.num_tp)) - found.keys()
         one = next(iter(found.values()))[0]
@@ -225,7 +226,11 @@ class RankTensors:
         return cut
 
     def _sections(self, key: Key, cut: Cut) -> int:
-        """Return of how many tensors the rows are, each cut for itself; of a gated projection, what its width tells."""
+        """Return the number of sections that the rows consist of, each cut by itself.
+
+        If the rule leaves it open, the tensor is a ``linear_fc1``. It has two sections (a gate and its projection) if it has
+        twice as many rows as the ``linear_fc2`` beside it has columns.
+        """
         if cut.sections is not None:
             return cut.sections
         rest = re.sub(r"linear_fc1\.(weight|bias)$", "linear_fc2.weight", key.rest)
@@ -239,7 +244,13 @@ class RankTensors:
         return 2 if rows == 2 * columns else 1
 
     def _prove(self, by_rank: Sequence[Sequence[Held]], cut: Cut) -> None:
-        """Compare the bytes of replicas, and see that those of a cut tensor differ."""
+        """Check that replicas have the same bytes, and that the shards of a cut tensor differ.
+
+        Raises
+        ------
+        UnsupportedError
+            They contradict the rule.
+        """
         if not cut.prove:
             return
         groups = by_rank if cut.dim is not None else [[held for ranks in by_rank for held in ranks]]
@@ -254,6 +265,7 @@ class RankTensors:
         if cut.dim is not None and len(by_rank) > 1 and by_rank[0][0].value.shape == by_rank[1][0].value.shape:
             mine, theirs = self._samples(by_rank[0][0]), self._samples(by_rank[1][0])
             each = by_rank[0][0].value.dtype.itemsize
+            # Shards whose samples repeat one element, such as zeros or ones, prove nothing: they may be equal by chance.
             if mine == theirs and any(sample != sample[:each] * (len(sample) // each) for sample in mine):
                 held = by_rank[0][0]
                 raise UnsupportedError(
@@ -271,7 +283,7 @@ class RankTensors:
 
 
 def _put_together(held: Sequence[Held], cut: Cut, sections: int, where: str) -> tuple[Ints, list[FilePart]]:
-    """Return the shape of a tensor and its parts, given what each tensor-parallel rank has."""
+    """Return the shape of a tensor and its parts, given the shard of each tensor-parallel rank in order."""
     first, dim = held[0].value.shape, cut.dim
     if dim is None:
         return first, [_part(held[0], 0, (0,) * len(first), first)]
@@ -286,6 +298,7 @@ def _put_together(held: Sequence[Held], cut: Cut, sections: int, where: str) -> 
     total, parts = sum(shape[dim] for shape in shapes), []
     for rank, (one, shape) in enumerate(zip(held, shapes, strict=True)):
         lengths = (*shape[:dim], shape[dim] // sections, *shape[dim + 1 :])
+        # The global rows are ordered by section, then by rank; a shard is ordered by section.
         below = sum(other[dim] for other in shapes[:rank]) // sections
         for i in range(sections):
             offset = i * (total // sections) + below
@@ -301,7 +314,7 @@ def _part(held: Held, begin: int, offsets: Ints, lengths: Ints) -> FilePart:
 def _number_layers(
     chunks: Chunks,
 ) -> tuple[dict[tuple[str, int, int], int], dict[str, int]]:
-    """Return the number of each chunk's first layer, by name of layers, chunk and stage, and how many there are."""
+    """Return the number of the first layer of each chunk, by (layers, virtual stage, stage), and the number of all layers."""
     counts: dict[str, dict[tuple[int, int], int]] = defaultdict(dict)
     for chunk, state in chunks:
         place = chunk.index, chunk.pp
@@ -320,7 +333,7 @@ def _number_layers(
 
 
 def _count_experts(chunks: Chunks) -> int:
-    """Return how many experts one rank has."""
+    """Return the number of experts on one rank."""
     numbers = [
         int(match[2] if match.re is _EXPERT else match[3])
         for _, state in chunks
@@ -331,7 +344,7 @@ def _count_experts(chunks: Chunks) -> int:
 
 
 def _numbered_layers(held: Mapping[Key, Any], totals: Mapping[str, int], args: Mapping[str, Any]) -> set[str]:
-    """Return the layers that have numbers in their names: those that differ, or that Megatron saves so."""
+    """Return the stacks of layers whose names keep numbers: their layers differ, or Megatron would save them apart."""
     frequency = args.get("moe_layer_freq")
     if isinstance(frequency, list) or (isinstance(frequency, int) and frequency > 1):
         return set(totals)

@@ -1,12 +1,13 @@
-"""Reading Megatron's old folders, which have a file of each model-parallel rank: ``mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt``.
+"""Reading Megatron's old folders, with one file for each model-parallel rank: ``mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt``.
 
-1. Open all files; the ``args`` in them say how many ranks there are, and so which stage and which experts each file is of.
-2. Number layers and experts, and put the cuts of tensor parallelism together (`rank_tensors`). Names are those of Megatron's
+1. Open all files. Their ``args`` give the number of ranks, and so the stage and the experts of each file.
+2. Number layers and experts, and join the shards of tensor-parallel ranks (`rank_tensors`). The names are those of Megatron's
    newer folders, so that everything that works on those works here.
-3. Values are the common state of the first file; extra state and RNG states are objects, a part each (`values`).
-4. ``distrib_optim.pt`` has the distributed optimizer's state as flat buffers, which `buckets` can name: those of a rank hold what
-   the model's file of that rank has, and where each virtual stage has one, what that stage has. The state of any other optimizer
-   is keyed by position, which nothing here explains: it is refused by name.
+3. Take values from the common state of the first file. Extra state and RNG states are objects with a part for each rank
+   (`values`).
+4. Take the distributed optimizer's state from ``distrib_optim.pt``: flat buffers, whose state `buckets` can name. The buffers of
+   a rank hold the parameters in that rank's model file; if each virtual stage has a buffer, they hold that stage's. State of
+   any other optimizer is keyed by position, and nothing says which parameter that is, so it is refused by name.
 """
 
 from __future__ import annotations
@@ -38,30 +39,30 @@ _MODEL = re.compile(r"model\d{0,4}")
 MAX_RANKS = 1 << 16
 
 Rank = tuple[int, int, int]
-"""Of tensors, of the pipeline, of experts."""
+"""The tensor-parallel, the pipeline and the expert-parallel rank."""
 
 
 def is_per_rank(storage: Storage) -> bool:
-    """Return whether a folder has files of single ranks."""
+    """Return whether a folder has a file for each model-parallel rank."""
     return any(_FILE.fullmatch(key) for key, _ in storage.list())
 
 
 def read_ranks(storage: Storage, *, as_saved: bool = False, named: bool = False) -> Catalog:
-    """Build the catalog of a folder; see `read.open_path`.
+    """Build the catalog of a folder; `open_path` of `open` has the meaning of the options.
 
     Raises
     ------
     CorruptError
         A file is missing, cut or damaged.
     UnsupportedError
-        Its model is not one of megatron.core.
+        The model was saved by a Megatron before megatron.core.
     """
     with garbage_collection_paused():
         return _catalog(_Files(storage), as_saved=as_saved, named=named)
 
 
 class _Files:
-    """The files of a folder, by rank, and what their ``args`` say."""
+    """The files of a folder by rank, and their ``args``."""
 
     def __init__(self, storage: Storage) -> None:
         self.storage, self.where = storage, storage.url
@@ -78,7 +79,7 @@ class _Files:
         }
 
     def open(self, key: str, *, kinds: type | tuple[type, ...] = dict) -> TorchFile:
-        """Open a file, of a dict or what else it may hold."""
+        """Open a file, and check that its content is of one of these types."""
         file = self._reader.open(key)
         if not isinstance(file.content, kinds):
             raise CorruptError(f"{self.where}: {key} holds no state; use another checkpoint")
@@ -104,9 +105,9 @@ class _Files:
         return size
 
     def _check(self, found: set[str]) -> None:
-        """Check that there is a folder of each rank, and no other."""
+        """Check that there is a folder for each rank, and no other."""
         say = f"{self.where}: its args say TP {self.tp}, PP {self.pp} and EP {self.ep}"
-        # Not all at once: hostile args may say that there are very many.
+        # One folder after the other: a list of all would take too much memory if hostile args claim very many ranks.
         lacking = next((folder for folder in map(self.folder, self._ranks()) if folder not in found), None)
         if lacking is not None:
             raise CorruptError(f"{say}, but {lacking} is not there; copy all of them, or use another checkpoint")
@@ -150,7 +151,7 @@ def _catalog(files: _Files, *, as_saved: bool, named: bool) -> Catalog:
 
 
 def _chunks(files: _Files) -> list[tuple[ModelChunk, Mapping[str, Any]]]:
-    """Return the state dicts of the model's parts in all files."""
+    """Return the state dicts of all chunks of the model, from all files."""
     found: list[tuple[ModelChunk, Mapping[str, Any]]] = []
     for number, ((tp, pp, ep), file) in enumerate(files.by_rank.items()):
         keys = [key for key in file.content if isinstance(key, str) and _MODEL.fullmatch(key)]
@@ -194,14 +195,14 @@ def _values(files: _Files, model: RankTensors, *, as_saved: bool, named: bool) -
 
 
 def _said_named(optimizer: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return the common state of an optimizer, or of those of a chain, that says that its state is whole tensors."""
+    """Mark the common state of an optimizer, or of each one in a chain, as saved in whole tensors."""
     if any(isinstance(key, int) for key in optimizer):
         return {key: _said_named(one) if isinstance(one, dict) else one for key, one in optimizer.items()}
     return {**optimizer, SHARDING: FULLY_RESHARDABLE}
 
 
 def _is_positional(optimizer: Any) -> bool:
-    """Return whether an optimizer's state dict has the state of parameters in it, as all but distributed ones have."""
+    """Return whether an optimizer's state dict holds state by position of the parameters. Distributed optimizers' does not."""
     if not isinstance(optimizer, dict):
         return False
     inner = [one for key, one in optimizer.items() if isinstance(key, int) or key == OPTIMIZER]
@@ -209,7 +210,11 @@ def _is_positional(optimizer: Any) -> bool:
 
 
 def _buffers(files: _Files, entries: list[FileEntry], homes: dict[str, tuple[int, int | None]]) -> Iterator[ForeignTensor]:
-    """Yield the flat buffers of distributed optimizers; add their files, and whose each is: a model's file, a virtual stage."""
+    """Yield the flat buffers of distributed optimizers, and add their files to `entries`.
+
+    `homes` receives the owner of each buffer, by prefix of its names: the number of a model's file, and the virtual stage if the
+    buffer belongs to one.
+    """
     if any(_LAYER_WISE.fullmatch(key) for key, _ in files.storage.list()):
         raise UnsupportedError(
             f"{files.where}: its optimizer is in files of each data-parallel rank (layer_wise_optimizer_0.pt), which are not "
@@ -233,14 +238,17 @@ def _buffers(files: _Files, entries: list[FileEntry], homes: dict[str, tuple[int
 
 
 def _is_of_stages(state: Any, num_stages: int) -> bool:
-    """Return whether buffers, by number, are of a virtual stage each: as many, all of one kind, of which a stage has one."""
+    """Return whether each buffer belongs to one virtual stage.
+
+    That is so if there are as many buffers as virtual stages, and all have the same one dtype.
+    """
     buffers = {key: kinds for key, kinds in state.items() if type(key) is int} if isinstance(state, dict) else {}
     kinds = [list(kinds) for kinds in buffers.values() if isinstance(kinds, dict)]
     return sorted(buffers) == list(range(num_stages)) and len(kinds) == num_stages and all(one == kinds[0] for one in kinds)
 
 
 def _flat(state: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], PickledTensor]]:
-    """Yield the buffers: by number, by dtypes, by what they are."""
+    """Yield each flat tensor with its path: number of the buffer, dtypes, key of the state."""
     if isinstance(state, PickledTensor) and len(path) == 3 and len(state.shape) == 1:
         yield path, state
     elif isinstance(state, dict) and len(path) < 3:

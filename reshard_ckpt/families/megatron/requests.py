@@ -1,11 +1,11 @@
 """A save that runs in this process, as an ``AsyncRequest`` that Megatron's ``AsyncCallsQueue`` can schedule.
 
-Megatron runs the function of a request in a process of its own, forked or spawned, and finalizes the request once these processes
-have ended on all ranks. Here threads of this process save, so what is run there only waits for them:
+Megatron runs the function of a request in another process, forked or spawned. It finalizes the request once these processes have
+ended on all ranks. But here, threads of this process save. So the function in the other process only waits for them:
 
-1. a thread accepts connections at a socket until the save is over, and then says so to all of them;
-2. the function connects, and returns when it is told, or when nobody listens any more;
-3. the first of the functions that finalize the request raises what went wrong, on all ranks.
+1. A thread of this process accepts connections at a socket until the save is over, and then sends a message to each of them.
+2. The function connects. It returns when it receives the message, or if nobody listens any more.
+3. The first function that finalizes the request raises the error of the save, if any, on all ranks.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from ...checkpoint import SaveHandle
 
 
 def request_of(handle: SaveHandle) -> Any:
-    """Wrap a save that is under way."""
+    """Wrap a save that is under way in an ``AsyncRequest``."""
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest  # needs the package only here
 
     return AsyncRequest(wait_for, (listen(handle),), [handle.result])
 
 
 def listen(handle: SaveHandle) -> Any:
-    """Start to tell whoever connects when a save is over; return the address to connect to."""
+    """Start a thread that tells every process that connects when a save is over; return the address to connect to."""
     listener = Listener()
     address = listener.address
     threading.Thread(target=_serve, args=(listener, handle), name="reshard-ckpt-request", daemon=True).start()
-    # What comes last wakes the thread; a closed socket would not.
+    # The callback connects, because that wakes the thread from `accept`; closing the socket would not.
     handle.add_done_callback(lambda _: _knock(address))
     return address
 
@@ -39,10 +39,10 @@ def _serve(listener: Listener, handle: SaveHandle) -> None:
     waiting: list[Connection] = []
     while not handle.done():
         waiting.append(listener.accept())
-    listener.close()  # removes the address first: who comes later finds nobody
+    listener.close()  # this removes the address, so that later processes fail to connect and return at once
     for connection in waiting:
-        with suppress(OSError):  # it has left
-            # Told, not just hung up on: a process forked meanwhile may hold the connection open too.
+        with suppress(OSError):  # the process at the other end has ended
+            # A message, not only a close: a process that was forked meanwhile may hold this connection open too.
             connection.send_bytes(b"over")
             connection.close()
 
@@ -53,6 +53,6 @@ def _knock(address: Any) -> None:
 
 
 def wait_for(address: Any) -> None:
-    """Wait until the save at an address is over; to be run in any process of this machine."""
+    """Wait until the save behind an address is over; any process of this machine can call it."""
     with suppress(OSError, EOFError), Client(address) as connection:
         connection.recv_bytes()

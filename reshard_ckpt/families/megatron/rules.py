@@ -1,6 +1,6 @@
-"""How Megatron's tensor parallelism cuts a tensor of each name: rules for its GPT, BERT, T5 and MoE models, and a user's own.
+"""Rules that say how Megatron's tensor parallelism cuts tensors, by name: for its GPT, BERT, T5 and MoE models, and a user's own.
 
-A file of one rank does not say how its tensors were cut, so a name must. A rule is proved where files allow it (`rank_tensors`).
+The file of one rank does not say how its tensors were cut, so the name must. `rank_tensors` checks each rule against the files.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ MAX_SECTIONS = 64
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How the ranks of tensor parallelism divide a tensor.
+    """How tensor-parallel ranks divide a tensor.
 
     Attributes
     ----------
     dim
-        The dim that is cut, in rank order; None where every rank has the whole tensor.
+        The dim that is cut, in the order of ranks; None if every rank has the whole tensor.
     sections
-        Of how many tensors the rows are, one after the other, each cut for itself; None for two where the rows are twice the
-        columns of the ``linear_fc2`` beside it, as of SwiGLU.
+        The number of equal sections that the rows consist of, each cut by itself. None means: 2 if the tensor has twice as many
+        rows as the ``linear_fc2`` beside it has columns, as with SwiGLU, else 1.
     prove
-        Whether the bytes of ranks must bear it out.
+        Whether to compare the bytes of ranks with this rule.
     """
 
     dim: int | None
@@ -62,24 +62,24 @@ _added: dict[str, Cut] = {}
 
 
 def add_rule(pattern: str, dim: int | None, *, sections: int = 1, prove: bool = True) -> None:
-    """Say how tensor parallelism cut tensors of some names, for Megatron's folders of one file per rank.
+    """Add a rule that says how tensor parallelism cut tensors, for Megatron's folders with one file for each rank.
 
     Parameters
     ----------
     pattern
-        Of names as the model has them, such as ``"decoder.layers.*.adapter.weight"``; ``*`` stands for anything. It comes before
-        the rules that ship, and before those that were added earlier.
+        A pattern of names as in the model, such as ``"decoder.layers.*.adapter.weight"``; ``*`` matches anything. The rule added
+        last is tried first, and the rules of this library last.
     dim
-        The dim that ranks hold parts of, in their order; None where each of them has the whole tensor.
+        The dim that is cut, in the order of ranks; None if every rank has the whole tensor.
     sections
-        Of how many tensors of equal size the rows are, each cut for itself: 2 for a gate and what it gates. With `dim` 0 only.
+        The number of equal sections that the rows consist of, each cut by itself: 2 for a gate and its projection. Only for rows.
     prove
-        False takes what the rule says, though the bytes do not bear it out: of ranks that should have the same, the first.
+        False skips the comparison of bytes. If ranks should have the same tensor, the first one's is taken.
 
     Raises
     ------
     UsageError
-        There is no such dim, or no such sections.
+        `dim` or `sections` is out of range.
 
     Examples
     --------
@@ -104,7 +104,7 @@ def is_of_megatron(name: str) -> bool:
 
 
 def cut_of(name: str) -> Cut | None:
-    """Return how a tensor of this name is cut; None where no rule says it.
+    """Return the cut of a tensor by its name; None if no rule matches.
 
     >>> cut_of("decoder.layers.0.mlp.linear_fc2.weight").dim
     1

@@ -1,12 +1,13 @@
-"""Megatron's shards as declared runs: which part of which global tensor a local one is.
+"""Megatron's shards as `LocalShard` and `FlatShard`: the place of a local tensor in a global one.
 
-1. A `ShardedTensor` is one box; axes that the local tensor lacks are put before its own, with length 1. With a flattened range it
-   is a run of that box.
-2. A factory makes several of one parameter. To declare a run of the flattened parameter, as distributed optimizers hold it, its
-   `build_fn` is asked where each element goes: what it returns lies in the parameter's memory, or else is built once more of
-   positions. Boxes of the parameter are understood; what is rearranged is a named error.
+1. A `ShardedTensor` is one box. Axes that the local tensor lacks are put in front, with length 1. If it has a flattened range, it
+   is that run of the box.
+2. A factory builds several `ShardedTensor` objects from one parameter. A distributed optimizer holds a run of the flattened
+   parameter, so each element needs its place in them. Call `build_fn` on the parameter: if the results are views, their memory
+   tells where they begin. If they are copies, call `build_fn` on a tensor of positions. Results that are boxes of the parameter
+   are supported; a factory that rearranges elements is a named error.
 
-All is told by attributes; no class of Megatron is imported.
+Only attributes are read; no class of Megatron is imported.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ class NamedShard:
     Attributes
     ----------
     main
-        Whether Megatron has this replica written.
+        Whether this is the replica that Megatron writes.
     resizable
-        Whether the saved tensor may have another global shape: a padded vocabulary.
+        Whether the saved tensor may have another global shape, as a padded vocabulary does.
     """
 
     name: str
@@ -55,7 +56,7 @@ def is_factory(value: object) -> bool:
 
 
 def is_main(replica_id: int | tuple[int, ...]) -> bool:
-    """Tell whether a replica is the one that Megatron writes.
+    """Tell whether a replica is the main one, which Megatron writes.
 
     >>> is_main(0), is_main((0, 1, 0))
     (True, False)
@@ -64,12 +65,12 @@ def is_main(replica_id: int | tuple[int, ...]) -> bool:
 
 
 def entry_of(sharded: Any, data: torch.Tensor) -> NamedShard:
-    """Describe a `ShardedTensor` with these data.
+    """Describe a `ShardedTensor` over the memory of `data`.
 
     Raises
     ------
     LayoutError
-        What it says of itself does not fit.
+        Its shape, offsets and range contradict each other.
     """
     lacking = (None,) * sharded.prepend_axis_num
     run = getattr(sharded, "flattened_range", None)
@@ -85,7 +86,7 @@ def entry_of(sharded: Any, data: torch.Tensor) -> NamedShard:
 
 
 def plain(data: torch.Tensor) -> torch.Tensor:
-    """Return a tensor without autograd; one of a quantized class in full precision, as Megatron saves and loads it."""
+    """Return a tensor without autograd. Quantized tensors are dequantized, as Megatron saves and loads them."""
     return data.detach() if type(data).dequantize is torch.Tensor.dequantize else data.dequantize()
 
 
@@ -105,27 +106,27 @@ def _lengths(sharded: Any) -> Ints:
 def run_entries(
     sharded: Any, parameter: torch.Tensor, prefix: str, state: torch.Tensor, start: int, instance: int
 ) -> list[NamedShard]:
-    """Describe a run of a flattened parameter's state.
+    """Describe a run of a flattened parameter's state: one shard for each tensor that the parameter is saved as.
 
     Parameters
     ----------
     sharded
-        What the tree says of the parameter: a `ShardedTensor`, or a factory of several.
+        The parameter's entry in the tree: a `ShardedTensor`, or a factory.
     prefix
-        What the state is called: goes before the key of the parameter.
+        The name of the state, such as ``optimizer.state.exp_avg``; it goes before the key of the parameter.
     state
-        The elements of the run: 1-D.
+        The elements of the run, 1-D.
     start
-        Where it begins in the flattened parameter.
+        The first element of the run in the flattened parameter.
     instance
-        The number of the distributed optimizer's instance: those of others are replicas of this.
+        The number of the distributed optimizer's instance. Other instances hold replicas.
 
     Raises
     ------
     UnsupportedError
-        The factory does more than cut.
+        The factory rearranges elements, or names its results by another key.
     LayoutError
-        The parameter has another shape than the tree says.
+        The parameter has another shape than its entry in the tree.
     """
     shape = tuple(parameter.shape)
     key = f"{prefix}.{sharded.key}"
@@ -151,7 +152,7 @@ def run_entries(
 
 
 def _replica_of_instance(replica_id: int | tuple[int, ...], instance: int) -> int | tuple[int, ...]:
-    """A parameter's replicas count the ranks of data parallelism last, over which its state is cut."""
+    """Replace the last number of a parameter's replica id: it counts data-parallel ranks, over which the state is cut."""
     return (*replica_id[:-1], instance) if isinstance(replica_id, tuple) and len(replica_id) == 3 else replica_id
 
 
@@ -166,7 +167,7 @@ def _run(part: Any, at: Ints, state: torch.Tensor, shape: Ints, start: int) -> F
 
 
 def _factory_cuts(factory: Any, prefix: str, parameter: torch.Tensor) -> list[tuple[Any, Ints]]:
-    """Return what a factory makes of a parameter's state, and where in the parameter each of these begins."""
+    """Return each `ShardedTensor` that a factory builds for a parameter's state, with its first element in the parameter."""
     key, shape = f"{prefix}.{factory.key}", tuple(parameter.shape)
     built = list(_sharded_tensors(_build(factory, key, parameter.detach())))
     if odd := next((part.key for part in built if not part.key.startswith(f"{prefix}.")), None):
@@ -196,12 +197,13 @@ def _sharded_tensors(tree: Any) -> Iterator[Any]:
 
 
 def _view_cuts(built: list[Any], parameter: torch.Tensor) -> list[tuple[Any, Ints]] | None:
-    """Find where in a contiguous parameter each of these begins, by their memory; None unless all are boxes of it."""
+    """Find by memory where in a contiguous parameter each built tensor begins; None unless all are boxes that are views of it."""
     shape, strides = tuple(parameter.shape), row_major_strides(tuple(parameter.shape))
     cuts = []
     for part in built:
         data = part.data
         shared = data.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr() != 0
+        # The same storage; strides like those of the parameter in each dim that has more than one element; inside of its shape.
         if not shared or not parameter.is_contiguous() or data.ndim != len(shape):
             return None
         if any(size > 1 and mine != own for size, mine, own in zip(data.shape, data.stride(), strides, strict=True)):
@@ -214,9 +216,10 @@ def _view_cuts(built: list[Any], parameter: torch.Tensor) -> list[tuple[Any, Int
 
 
 def _copied_cuts(factory: Any, key: str, shape: Ints) -> list[tuple[Any, Ints]] | None:
-    """The same of parts that are copies, by building them of positions."""
+    """Find where each built tensor begins if they are copies: build them from element numbers; None unless all are boxes."""
     positions = torch.arange(prod(shape), device="cpu").view(shape)
     cuts = []
+    # The first position of a built tensor is its corner. The others must be those of a box at that corner.
     for part in _sharded_tensors(_build(factory, key, positions)):
         if part.data.ndim != len(shape) or not part.data.numel():
             return None
@@ -229,7 +232,7 @@ def _copied_cuts(factory: Any, key: str, shape: Ints) -> list[tuple[Any, Ints]] 
 
 
 def _coordinates(index: int, shape: Ints) -> Ints | None:
-    """The coordinates of an element of a tensor of this shape by its flat index; None if it has none of it."""
+    """Return the coordinates of an element by its row-major index; None if the shape has no such element."""
     if not 0 <= index < max(prod(shape), 1):
         return None
     out = []

@@ -1,9 +1,9 @@
-"""`save` and `async_save`: the calls of ``megatron.core.dist_checkpointing``, by the engine of `checkpoint.save`.
+"""`save` and `async_save`: the calls of ``megatron.core.dist_checkpointing`` on the engine of `checkpoint.save`.
 
-What a rank has to save is described in `tree`. Replicas are compared before anything is written. Beside
-the catalog lies Megatron's own ``metadata.json``, by which its programs know a checkpoint. Its ``dist_checkpointing.save``
-hands the common state to a strategy as an object from 0.19 on; its ``load`` looks for that by torch's own DCP, unless there is
-a ``common.pt``.
+`captured` describes the content of a rank. Replicas are compared before anything is written. Megatron's own ``metadata.json`` is
+written beside the catalog, because Megatron's programs recognize a checkpoint by it. From 0.19 on, Megatron's
+``dist_checkpointing.save`` hands the common state to a strategy as an object. Its ``load`` reads that object with torch's DCP,
+unless there is a ``common.pt``; so this library writes one.
 """
 
 from __future__ import annotations
@@ -45,28 +45,30 @@ def save(
     replicas: str = "main",
     process_group: Any = None,
 ) -> Any:
-    """Save a sharded state dict, as ``megatron.core.dist_checkpointing.save`` is called; an optimizer may stand in it as itself.
+    """Save a sharded state dict, with the arguments of ``megatron.core.dist_checkpointing.save``.
+
+    Unlike Megatron's function, this one also takes optimizer objects in the tree.
 
     Parameters
     ----------
     sharded_state_dict
-        Megatron's tree: `ShardedTensor`, `ShardedTensorFactory`, `ShardedObject`, `LocalNonpersistentObject`, common values, and
-        optimizers. Unlike Megatron, this leaves it as it is.
+        Megatron's tree of `ShardedTensor`, `ShardedTensorFactory`, `ShardedObject`, `LocalNonpersistentObject`, common values
+        and optimizers. Megatron's function changes it; this one does not.
     checkpoint_dir
         A folder that all ranks share.
     sharded_strategy, common_strategy
-        None, or a strategy of Megatron's ``torch_dist``, the place of which this takes.
+        None, or one of Megatron's strategies for ``torch_dist``; this library writes in its place.
     validate_access_integrity, preprocess_common_before_consistancy_check, async_strategy
-        Accepted. That all of each tensor and object is declared is always checked; the common state is rank 0's.
+        Ignored. Every save checks that all of each tensor and object is declared; the common state is taken from rank 0.
     async_sharded_save
         Copy the state, write in the background, and return an ``AsyncRequest`` for Megatron's ``AsyncCallsQueue``.
     content_metadata
-        Kept in the common state, under this name.
+        Saved in the common state, under the key ``content_metadata``.
     verify_integrity
-        Also keep a manifest with the SHA-256 of every file.
+        Also write a manifest with the SHA-256 of every file.
     replicas
-        What happens where a tensor's replicas differ: ``"main"`` saves the main one whole, with a warning;
-        ``"error"`` is a `LayoutError`.
+        What happens if the replicas of a tensor differ: ``"main"`` saves the main one with a warning; ``"error"`` raises
+        `LayoutError`.
     process_group
         The ranks that save together; all, by default.
 
@@ -77,8 +79,8 @@ def save(
     Raises
     ------
     LayoutError
-        A region of a tensor is declared by no rank, an object or a part of it has no main replica, or shards overlap; the
-        message names them, on every rank.
+        No rank declares some region of a tensor, an object or a part of it has no main replica, or shards overlap; the message
+        names them, on every rank.
     UsageError
         Something in the tree cannot be saved; the message says what to do.
     """
@@ -103,12 +105,12 @@ def async_save(
     replicas: str = "main",
     process_group: Any = None,
 ) -> SaveHandle:
-    """Save as `save` does, while training goes on: the state may change as soon as this returns.
+    """Save as `save` does, in the background: the state may change as soon as this returns.
 
     Returns
     -------
     SaveHandle
-        Its ``result()`` returns once the checkpoint is committed, or raises what went wrong.
+        Its ``result()`` returns once the checkpoint is committed, or raises the error of the save.
     """
     tree = SavedTree(sharded_state_dict, content_metadata, replicas, process_group)
     return begin_tree(checkpoint_dir, tree, sha256=verify_integrity)
@@ -116,13 +118,13 @@ def async_save(
 
 @megatron_compatible
 def save_tree(path: str, tree: SavedTree, *, sha256: bool = False) -> None:
-    """Save a tree."""
+    """Save a tree, and return after the commit."""
     save_captured(path, tree.capture, **_options(tree, sha256))
 
 
 @megatron_compatible
 def begin_tree(path: str, tree: SavedTree, *, sha256: bool = False) -> SaveHandle:
-    """Begin to save a tree; it is copied before this returns."""
+    """Copy a tree, and save the copy in the background; return once it is copied."""
     return begin_captured(path, tree.capture, **_options(tree, sha256))
 
 
@@ -138,7 +140,7 @@ def _options(tree: SavedTree, sha256: bool) -> dict[str, Any]:
 
 
 def _common_file(tree: Mapping[Any, Any]) -> dict[str, bytes]:
-    """Make the file of a common state that is an object, on rank 0, whose object counts."""
+    """Return ``common.pt`` by its key, if the tree has the common state as an object and this rank holds its main replica."""
     common: Any = tree.get(COMMON)
     if getattr(common, "key", None) != COMMON or common.replica_id != 0:
         return {}

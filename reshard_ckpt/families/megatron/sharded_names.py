@@ -1,13 +1,13 @@
-"""Names of Megatron's tensors, objects and common values in a checkpoint.
+"""Names of Megatron's tensors, objects and common values in a checkpoint that Megatron's calls save.
 
-1. A tensor goes by its key. Keys of optimizer state have had several spellings for one thing: each chained optimizer's own
-   prefix, and ``fp32_param`` where others write ``param``. `checkpoint_key` gives all of them one name, saving and loading.
-2. An object goes by its key and its place among the objects of that key, as in Megatron's own folders.
-3. Common values go by the keys that lead to them. A Namespace, such as ``args``, is a dict; the metadata of the checkpoint say
-   which were. Elsewhere, one says so under a key of its own.
+1. A tensor is named by its key. Keys of optimizer state have had several spellings: a prefix for each chained optimizer, and
+   ``fp32_param`` or ``param`` for the master weight. `checkpoint_key` converts all to one spelling, in saves and in loads.
+2. An object is named by its key and its place among the objects of that key, as in Megatron's own folders.
+3. A common value is named by the keys that lead to it. A Namespace, such as ``args``, is saved as a dict, and the metadata of the
+   checkpoint list these dicts. Inside of lists, such a dict has a tag under a key of its own.
 
-A checkpoint that another program wrote, or `convert`, has names that suit all models: what is below ``model``, state below its
-parameter, groups of an optimizer right below it. `keys_of_catalog` finds the keys in them.
+Checkpoints of other programs and of `convert` have this library's general names: the model below ``model``, state below its
+parameter, groups right below their optimizer. `keys_of_catalog` converts those names to keys.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from ...state.paths import Index, Path, name_of, path_keys, saved_path
 
 COMMON = "common_state"
 COMMON_FILE = "common.pt"
-"""In which Megatron keeps the common state, and which its own `load` reads."""
+"""Megatron's file of the common state; Megatron's own `load` reads it."""
 COMMON_OBJECT = f"{COMMON}/shard_0_1"
-"""What Megatron from 0.19 on calls the common state, which it saves as an object."""
+"""The object as which Megatron saves the common state from 0.19 on."""
 
 CONTENT_METADATA = "content_metadata"
 
@@ -43,11 +43,11 @@ _OBJECT = re.compile(r"(.+)[/.](shard_\d*(?:\.\d+)*_-?\d*(?:\.-?\d+)*)", re.DOTA
 _MODEL = re.compile(r"model\d*\.")
 _MARK = re.compile(r"(.+)/replica_([\d.]*)", re.DOTALL)
 _NO_PATH = encode_path([])
-"""Marks have it, and no value of a state."""
+"""The path that replica marks have; a value of the state never has it."""
 
 
 def checkpoint_key(key: str) -> str:
-    """Return the name of a tensor's key in a checkpoint.
+    """Return the name that a tensor has in a checkpoint, given Megatron's key of it.
 
     >>> checkpoint_key("chained_1.optimizer.state.fp32_param.output_layer.weight")
     'optimizer.state.param.output_layer.weight'
@@ -56,12 +56,12 @@ def checkpoint_key(key: str) -> str:
 
 
 def has_keys(catalog: Catalog) -> bool:
-    """Tell whether the names of a catalog are keys."""
+    """Tell whether the names of a catalog are Megatron's keys."""
     return _said(catalog) is not None
 
 
 def mark_namespaces(root: Any, catalog: Catalog) -> None:
-    """Say in each dict of a common state that was a Namespace that it was one."""
+    """Tag each dict of a common state that was a Namespace when it was saved."""
     for path in (_said(catalog) or {}).get("namespaces", ()):
         node = root
         for key in path:
@@ -71,20 +71,20 @@ def mark_namespaces(root: Any, catalog: Catalog) -> None:
 
 
 def metadata_of(tree: Any, common_file: bytes | None = None) -> dict[str, Any]:
-    """Return what the metadata say of a tree: that names are keys, which dicts were Namespaces, the digest of `common_file`."""
+    """Return the metadata to save with a tree: the mark that names are keys, Namespaces' paths, the digest of `common_file`."""
     digest = {} if common_file is None else {COMMON_FILE: digest128(common_file).hex()}
     return {"megatron": {"namespaces": [list(path) for path in _namespaces(tree, ())], **digest}}
 
 
 def check_common_file(catalog: Catalog, folder: str) -> None:
-    """Refuse the file of a common state, where there is one, that is not of the same save as the catalog.
+    """Check that ``common.pt``, if there is one, belongs to the same save as the catalog.
 
-    It is put in place before the catalog. So a save over another checkpoint that is killed in between leaves it there.
-
+    A save puts it in place before the catalog. If that save replaces a checkpoint and is killed in between, the old catalog is
+    left with the new file.
     Raises
     ------
     CorruptError
-        It is damaged, or of another save.
+        The file is damaged, or belongs to another save.
     """
     wanted, path = (_said(catalog) or {}).get(COMMON_FILE), pathlib.Path(folder, COMMON_FILE)
     if wanted is not None and path.exists() and digest128(path.read_bytes()).hex() != wanted:
@@ -108,7 +108,7 @@ def _said(catalog: Catalog) -> dict[str, Any] | None:
 
 
 def keys_of_catalog(catalog: Catalog) -> Callable[[str], str]:
-    """Return what gives the key of a tensor or object by its name in a catalog."""
+    """Return a function that converts the name of a tensor or object in this catalog to Megatron's key."""
     if has_keys(catalog):
         return checkpoint_key
     links, tensors = catalog.links(), frozenset(catalog.names)
@@ -123,13 +123,13 @@ def keys_of_catalog(catalog: Catalog) -> Callable[[str], str]:
 
 
 def object_name(sharded: Any) -> str:
-    """Return the name of an object: its key, its offsets among the objects of that key, and how many there are."""
+    """Return the name of an object: its key, its offsets among the objects of that key, and the shape of their grid."""
     offset, shape = (".".join(map(str, numbers)) for numbers in (sharded.global_offset, sharded.global_shape))
     return f"{sharded.key}/shard_{offset}_{shape}"
 
 
 def object_key(name: str) -> str | None:
-    """Return the key of an object and its place, by a name of either kind; None for what is the name of none.
+    """Convert the name of an object, with ``/`` or ``.`` before ``shard``, to its key and place; None for any other name.
 
     >>> object_key("rng_state.shard_0.1_2.2"), object_key("args.seed")
     ('rng_state/shard_0.1_2.2', None)
@@ -139,29 +139,31 @@ def object_key(name: str) -> str | None:
 
 
 def key_of_object(name: str) -> str | None:
-    """Return the key of an object by its name; None for what is the name of none."""
+    """Return the key of an object by its name; None if the name is not that of an object."""
     found = _OBJECT.fullmatch(name)
     return None if found is None else found[1]
 
 
 def replica_mark(name: str) -> NamedValue:
-    """Return what a rank says of an object of which it has a replica that is not the main one: that there is such a key."""
+    """Return a mark that says that an object exists, for a rank that holds a replica of it which is not the main one."""
     key, _, place = name.rpartition("/shard_")
     return NamedValue(f"{key}/replica_{place.rpartition('_')[2]}", [], ValueKind.PLAIN, None)
 
 
 def checked_objects(values: Iterable[ValueEntry]) -> tuple[ValueEntry, ...]:
-    """Check that of each key's objects, as many as there are, all have a main replica, which is what is saved.
+    """Check that every object has a main replica, which is the one that is saved.
+
+    The names give the number of objects of each key; that many must have been offered.
 
     Returns
     -------
     tuple
-        The values without the marks of other replicas, which are for this alone.
+        The values without the replica marks, which are needed for this check alone.
 
     Raises
     ------
     LayoutError
-        Some have none.
+        Some objects have no main replica.
     """
     found: dict[tuple[str, str], list[str]] = {}
     saved = []
@@ -183,7 +185,7 @@ def checked_objects(values: Iterable[ValueEntry]) -> tuple[ValueEntry, ...]:
 
 
 def common_values(tree: Any, path: Path = ()) -> Iterator[NamedValue]:
-    """Yield the values of a common state by the keys that lead to them; what no dict holds is one value."""
+    """Yield the values of a common state by the keys that lead to them; anything but dicts and Namespaces is one value."""
     items = vars(tree) if isinstance(tree, argparse.Namespace) else tree
     if type(items) is dict and (items or not path):
         for key, value in items.items():
@@ -193,7 +195,7 @@ def common_values(tree: Any, path: Path = ()) -> Iterator[NamedValue]:
 
 
 def common_state(catalog: Catalog, values: Mapping[str, Any]) -> dict[Any, Any]:
-    """Make the common state again, of its values by name; a checkpoint that keeps it as an object has it whole."""
+    """Build the common state from its values by name. A checkpoint that keeps it as one object has it whole."""
     if COMMON_OBJECT in values:
         return dict(_alive(values[COMMON_OBJECT]))
     paths = {entry.name: keys_of_path(entry.path) for entry in catalog.values_table if entry.name in values}
@@ -210,12 +212,12 @@ def common_state(catalog: Catalog, values: Mapping[str, Any]) -> dict[Any, Any]:
 
 
 def keys_of_path(encoded: bytes) -> Path:
-    """Decode the path of a value to the keys that lead to it; an index of a list is a number."""
+    """Decode the path of a value to the keys that lead to it; an index of a list is an int."""
     return tuple(int(key) if isinstance(key, Index) else key for key in saved_path(decode_path(encoded)))
 
 
 def _without_inner(catalog: Catalog) -> frozenset[str]:
-    """Name the groups of an FP32 optimizer, which has no inner one: its state has no master weights."""
+    """Return the names of all plain values if the optimizer is an FP32 one: it has no master weights, and no inner optimizer."""
     keys = {link.key for link in catalog.links().values()}
     if not keys or "param" in keys:
         return frozenset()
@@ -223,31 +225,31 @@ def _without_inner(catalog: Catalog) -> frozenset[str]:
 
 
 def inner_path(path: Path, paths: Iterable[Path], *, outer: bool) -> Path:
-    """Return the path that Megatron has for one in another program's checkpoint; most optimizers have groups in an inner one.
+    """Convert a path of another program's checkpoint to Megatron's: most optimizers have their groups in an inner optimizer.
 
     Parameters
     ----------
     paths
-        Those of all values.
+        The paths of all values.
     outer
-        Whether the optimizer's state has no master weights, as of FP32 optimizers alone: these have no inner optimizer.
+        Whether this is an FP32 optimizer, which has no inner one. Its state has no master weights.
     """
     if len(path) < 2 or path[0] != "optimizer" or path[-1] != "param_groups" or (len(path) > 2 and path[-2] == "optimizer"):
         return path
-    beside = (*path[:-1], "state")  # of an FP32 optimizer, too
+    beside = (*path[:-1], "state")  # an FP32 optimizer has state beside its groups, too
     if outer or any(other[: len(beside)] == beside for other in paths):
         return path
     return (*path[:-1], "optimizer", "param_groups")
 
 
 def _alive(value: Any) -> Any:
-    """Make what is tagged as one of the standard library's objects that object again; anything else stays as it is."""
+    """Make the standard library's objects from their tagged values: Namespaces and BytesIO. Anything else stays as it is."""
     if type(value) is dict:
         items = {key: _alive(item) for key, item in value.items() if key != _NAMESPACE_TAG or item != _NAMESPACE}
         return _namespace(items) if len(items) < len(value) else items
     if type(value) is list:
         return [_alive(item) for item in value]
-    # A tagged value of a class that is not imported: its module, its name, its plain state.
+    # A tagged value of another class: its module, its name, its plain state. The class itself is not imported.
     named = getattr(value, "module", None), getattr(value, "name", None)
     if named in (("_io", "BytesIO"), ("io", "BytesIO")):
         return io.BytesIO(value.plain[0] if isinstance(value.plain, tuple) else value.plain)

@@ -1,10 +1,11 @@
-"""What a load does where the tree and the checkpoint have different keys, as Megatron's `StrictHandling` says.
+"""The modes of Megatron's `StrictHandling`: how a load treats keys that only the tree or only the checkpoint has.
 
-*Unexpected* keys are those that the tree has and the checkpoint lacks, *missing* ones the reverse. Where nothing is to be done
-about either, an unexpected key fails the load itself. All else is known before it, from the keys of all ranks:
+An *unexpected* key is in the tree but not in the checkpoint; a *missing* key is in the checkpoint but in no tree. In the default
+mode, an unexpected key makes the load itself fail. In all other modes, the ranks compare their keys before the load, in two
+collectives:
 
-1. every rank sends the keys of its tree;
-2. rank 0 returns those of all, so that each rank knows both kinds.
+1. `gather`: every rank sends the keys of its tree to rank 0.
+2. `broadcast`: rank 0 sends the union to all, so that each rank knows the missing and the unexpected keys.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ def parse_mode(strict: Any) -> str:
 
 
 def check_strategy(name: str, strategy: Any) -> None:
-    """Refuse a strategy that is not one of those whose place this package takes.
+    """Refuse a strategy other than those of Megatron that this library replaces.
 
     Raises
     ------
     UnsupportedError
-        It would write or read other files.
+        The strategy would write or read other files.
     """
     if strategy is None or (isinstance(strategy, tuple) and strategy[:1] in (("torch_dist",), ("torch",))):
         return
@@ -65,7 +66,7 @@ def check_strategy(name: str, strategy: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Keys that the checkpoint has and no rank's tree, and those that this rank's tree has and the checkpoint lacks."""
+    """The missing keys, which no rank's tree has, and the unexpected keys of this rank's tree."""
 
     missing: frozenset[str]
     unexpected: frozenset[str]
@@ -74,18 +75,18 @@ class Keys:
 
 
 def saved_keys(catalog: Catalog) -> frozenset[str]:
-    """The keys of a checkpoint's tensors and objects."""
+    """Return the keys of a checkpoint's tensors and objects, without the common state."""
     objects = (key_of_object(name) for name in catalog.value_names if name != COMMON_OBJECT)
     return frozenset((*map(checkpoint_key, catalog.names), *(key for key in objects if key is not None)))
 
 
 def compare_keys(comm: Comm, catalog: Catalog, node: Node, mode: str) -> Keys:
-    """Compare the keys of all ranks' trees with those of the checkpoint.
+    """Compare the keys of all ranks' trees with those of the checkpoint. Collective.
 
     Raises
     ------
     MismatchError
-        They differ, and the mode says so; the same on every rank.
+        They differ, and the mode asks for an error; all ranks raise the same one.
     """
     names = {entry.name: entry.name for entry in entries_of(node)}
     names |= {part.name: key_of_object(part.name) or part.name for part in objects_of(node)}

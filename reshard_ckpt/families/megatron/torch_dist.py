@@ -1,8 +1,8 @@
 """`SaveStrategy` and `LoadStrategy`: for Megatron's own ``dist_checkpointing.save`` and ``load``.
 
-Both are subclasses of Megatron's strategies for ``torch_dist``, as its functions replace any other; they are made when they are
-first asked for, so that this package can be imported without megatron. Megatron itself then keeps the common state as its version
-does, and the checks of trees are its own.
+Both derive from Megatron's strategies for ``torch_dist``, because its functions replace any other strategy. Each class is made on
+first use, so that this package can be imported without megatron. With them, Megatron itself saves the common state and checks the
+trees, in the way of its version.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .saving import begin_tree, save_tree
 
 @lru_cache(maxsize=1)
 def save_strategy() -> type:
-    """Make the class `SaveStrategy`."""
+    """Return the class `SaveStrategy`, made on the first call."""
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
     class SaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
@@ -38,14 +38,14 @@ def save_strategy() -> type:
 
 @lru_cache(maxsize=1)
 def load_strategy() -> type:
-    """Make the class `LoadStrategy`."""
+    """Return the class `LoadStrategy`, made on the first call."""
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 
     class LoadStrategy(TorchDistLoadShardedStrategy):  # type: ignore[misc]
         """Megatron's strategy for loading ``torch_dist``, reading checkpoints of this library, and Megatron's where known."""
 
         def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Any, *args: Any, **options: Any) -> Any:
-            """Load the sharded part of a checkpoint into a tree of nothing else."""
+            """Load the tensors and objects of a checkpoint into a tree without common state."""
             return load(sharded_state_dict, str(checkpoint_dir), with_common=False)
 
         def load_tensors_metadata(self, checkpoint_dir: Any, metadata: Any = None) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def load_strategy() -> type:
             return load_sharded_metadata(str(checkpoint_dir))
 
         def remove_sharded_tensors(self, checkpoint_dir: str, key_prefix: str) -> None:
-            """Refuse: a checkpoint is never changed."""
+            """Raise `UnsupportedError`: a committed checkpoint never changes."""
             raise UnsupportedError(
                 f"{checkpoint_dir}: a committed checkpoint is not changed; load without what is below {key_prefix}, and save that"
             )
@@ -66,6 +66,6 @@ def load_strategy() -> type:
 
 
 def _named(kind: type, name: str) -> type:
-    """Give a class the name by which it is found, also by those that pickle it."""
+    """Give a class the module and name by which pickle finds it again."""
     kind.__qualname__, kind.__module__ = name, __package__ or ""
     return kind

@@ -1,13 +1,13 @@
-"""Megatron's trees, lowered: each leaf as what is saved or loaded of it, and back to the tree that a load returns.
+"""Lowering Megatron's trees to shards, objects and common state, and building the tree that a load returns.
 
-Dicts and lists are containers, as Megatron has it, and anything else is a leaf. `lower` turns leaves into nodes:
+Dicts and lists are containers, as in Megatron; anything else is a leaf. `lower` turns leaves into nodes:
 
-1. a `ShardedTensor` into an *entry*; a factory into the entries of what it builds;
-2. a `ShardedObject` into a named value; what is not persistent stays here; an optimizer that stands in the tree as itself into
-   its own entries (`optimizers`);
-3. all else is common state, which rank 0 saves.
+1. A `ShardedTensor` becomes a shard; a factory becomes the shards that it builds.
+2. A `ShardedObject` becomes a named value. A `LocalNonpersistentObject` is not saved. An optimizer object becomes its own shards
+   (`optimizers`).
+3. Anything else is common state, which rank 0 saves.
 
-`loaded_of` then gives what stands in their places once all is loaded, and `merged` puts it into the common state.
+After a load, `loaded_of` returns the loaded leaves in a tree of the same form, and `merged` puts them into the common state.
 """
 
 from __future__ import annotations
@@ -23,47 +23,61 @@ from .runs import NamedShard, entry_of, is_factory, is_main, is_sharded_object, 
 from .sharded_names import object_name
 
 NOTHING = object()
-"""Stands where a tree has nothing of what is asked for."""
+"""Stands for a missing node: the tree has nothing of the requested kind at this place."""
 
 _STATE, _STATE_FORM = "param_state", "param_state_sharding_type"
-"""Where a distributed optimizer's tree has the state of parameters, and how that is arranged; both lie in one dict."""
+"""Two keys of a distributed optimizer's dict: the state of the parameters, and the form of that state."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What a load has brought: objects by name, and the names of tensors and objects that the checkpoint lacks."""
+    """The result of a load: the objects by name, and the names of tensors and objects that the checkpoint lacks."""
 
     values: Mapping[str, Any]
     absent: frozenset[str] = frozenset()
 
 
 class Leaf:
-    """What a leaf of a tree comes to; this one has nothing in it."""
+    """A leaf of a lowered tree: its shards, objects and common state, and its value after a load. This one is empty."""
 
     def entries(self) -> Iterable[NamedShard]:
-        """Return the shards in it."""
+        """Return the shards of this leaf."""
         return ()
 
     def objects(self) -> Iterable[ObjectLeaf]:
-        """Return the objects in it."""
+        """Return the objects of this leaf."""
         return ()
 
     def common(self) -> Any:
-        """Return what it adds to the common state; `NOTHING`, mostly."""
+        """Return the common state of this leaf; `NOTHING` if it has none."""
         return NOTHING
 
     def problems(self, common: Any, at: str) -> list[str]:
-        """Say what it lacks in the common state that was saved in its place, a line each, before anything changes."""
+        """Return a line for each value that this leaf needs, and that the saved common state lacks; runs before anything changes.
+
+        Parameters
+        ----------
+        common
+            The common state that was saved at this place; `NOTHING` if there was none.
+        at
+            The path of this place, for messages.
+        """
         return []
 
     def loaded(self, common: Any, loaded: Loaded) -> Any:
-        """Return what takes its place, given the common state that was saved there; once all tensors are loaded."""
+        """Return the value that replaces this leaf in the tree, once all tensors are loaded; `NOTHING` drops the leaf.
+
+        Parameters
+        ----------
+        common
+            The common state that was saved at this place; `NOTHING` if there was none.
+        """
         return NOTHING
 
 
 @dataclass(frozen=True)
 class PlainLeaf(Leaf):
-    """Common state; a load returns that of the checkpoint."""
+    """A value of the common state; a load returns the saved one instead."""
 
     value: Any
 
@@ -73,7 +87,7 @@ class PlainLeaf(Leaf):
 
 @dataclass(frozen=True)
 class KeptLeaf(Leaf):
-    """What is not persistent: a load returns it as it is."""
+    """A value that is not persistent: it is not saved, and a load returns it unchanged."""
 
     value: Any
 
@@ -83,7 +97,7 @@ class KeptLeaf(Leaf):
 
 @dataclass(frozen=True)
 class ObjectLeaf(Leaf):
-    """An object; `main` is the replica that is saved."""
+    """An object; `main` tells whether this is the replica that is saved."""
 
     name: str
     main: bool
@@ -98,7 +112,7 @@ class ObjectLeaf(Leaf):
 
 @dataclass(frozen=True)
 class TensorLeaf(Leaf):
-    """A shard, and the tensor that a load returns for it."""
+    """A shard, and the tensor over the same memory that a load returns."""
 
     entry: NamedShard
     data: torch.Tensor
@@ -112,7 +126,7 @@ class TensorLeaf(Leaf):
 
 @dataclass(frozen=True)
 class FactoryLeaf(Leaf):
-    """What a factory built, which it merges again after loading."""
+    """A factory and the lowered tree that it built; after a load, it merges that tree again."""
 
     factory: Any
     tree: Node
@@ -132,17 +146,22 @@ Node = dict[Any, Any] | list[Any] | Leaf
 
 
 def is_local(value: object) -> bool:
-    """Tell whether something is wrapped as not persistent."""
+    """Tell whether an object is a `LocalNonpersistentObject`."""
     return hasattr(value, "obj") and callable(getattr(value, "unwrap", None))
 
 
 def lower(tree: Any, *, loading: bool, own: Callable[[Any], Node | None] = lambda value: None) -> Node:
-    """Lower a tree; `own` lowers what is no leaf here, and returns None for anything else.
+    """Lower a tree.
+
+    Parameters
+    ----------
+    own
+        Called first on each leaf: returns a node for leaves of its own kinds, such as optimizers, and None for all others.
 
     Raises
     ------
     UsageError
-        A shard has no data to save, or says of itself what does not fit.
+        A shard has no data to save, or its attributes contradict each other.
     """
     if isinstance(tree, dict):
         return {key: lower(value, loading=loading, own=own) for key, value in tree.items()}
@@ -165,7 +184,7 @@ def lower(tree: Any, *, loading: bool, own: Callable[[Any], Node | None] = lambd
 def _lower_tensor(sharded: Any, loading: bool) -> Leaf:
     run = getattr(sharded, "flattened_range", None)
     if run is not None and run.start == run.stop:
-        return Leaf()  # Megatron leaves them out, of the tree that it returns too
+        return Leaf()  # an empty run; Megatron leaves these out, also from the tree that a load returns
     if sharded.data is None:
         if not loading:
             raise UsageError(f"{sharded.key}: this ShardedTensor has no data; set its `data`, or leave it out of the tree")
@@ -175,7 +194,7 @@ def _lower_tensor(sharded: Any, loading: bool) -> Leaf:
 
 
 def leaves(tree: Any) -> Iterator[Any]:
-    """Yield the leaves of a tree, lowered or not."""
+    """Yield the leaves of a tree, lowered or not, in order."""
     if isinstance(tree, dict | list):
         for child in tree.values() if isinstance(tree, dict) else tree:
             yield from leaves(child)
@@ -194,7 +213,7 @@ def objects_of(node: Node) -> Iterator[ObjectLeaf]:
 
 
 def common_of(node: Node) -> Any:
-    """Return the common state of a lowered tree; `NOTHING` of one that has none. What is left of a list moves together."""
+    """Return the common state of a lowered tree; `NOTHING` if there is none. The remaining items of a list close up."""
     if isinstance(node, dict):
         found = {key: value for key, child in node.items() if (value := common_of(child)) is not NOTHING}
         return found if found or not node else NOTHING
@@ -205,7 +224,7 @@ def common_of(node: Node) -> Any:
 
 
 def problems_of(node: Node, common: Any, at: str = "") -> list[str]:
-    """Say what the leaves of a lowered tree lack in a saved common state."""
+    """Return a line for each value that the leaves of a lowered tree need, and that the saved common state lacks."""
     if isinstance(node, dict | list):
         steps = list(node.items()) if isinstance(node, dict) else list(enumerate(node))
         below = (f"{at}.{key}" if at else str(key) for key, _ in steps)
@@ -218,10 +237,10 @@ def problems_of(node: Node, common: Any, at: str = "") -> list[str]:
 
 
 def loaded_of(node: Node, common: Any, loaded: Loaded) -> Any:
-    """Return what stands in the places of the leaves; `NOTHING` for a tree of nothing but common state."""
+    """Return the loaded values in a tree of the same form; `NOTHING` if the tree has only common state."""
     if isinstance(node, dict):
         found = {k: v for k, child in node.items() if (v := loaded_of(child, child_of(common, k), loaded)) is not NOTHING}
-        # What was loaded has the form that the tree asked for, whatever form was saved.
+        # The load brought the state into the form that the tree asks for, so the form key must say that one, not the saved one.
         if _STATE in found and isinstance(form := node.get(_STATE_FORM), PlainLeaf):
             found[_STATE_FORM] = form.value
         return found or NOTHING
@@ -232,7 +251,7 @@ def loaded_of(node: Node, common: Any, loaded: Loaded) -> Any:
 
 
 def child_of(common: Any, key: Any) -> Any:
-    """Return what a common state has at a key, or an index; `NOTHING` where there is nothing."""
+    """Return the child of a common state at a key or an index; `NOTHING` if there is none."""
     if isinstance(common, dict):
         return common.get(key, NOTHING)
     return common[key] if isinstance(common, list) and isinstance(key, int) and key < len(common) else NOTHING
@@ -240,13 +259,13 @@ def child_of(common: Any, key: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Instead:
-    """What takes the place of all that the common state has there."""
+    """A loaded value that replaces the common state at its place, instead of being merged into it."""
 
     value: Any
 
 
 def merged(common: Any, loaded: Any, at: str = "") -> Any:
-    """Put what was loaded into the common state, as Megatron does; of two values in one place, the loaded one counts.
+    """Put loaded values into the common state, as Megatron does; if both have a value at one place, the loaded one counts.
 
     Raises
     ------
@@ -271,7 +290,7 @@ def merged(common: Any, loaded: Any, at: str = "") -> Any:
 
 
 def copied(tree: Any) -> Any:
-    """Copy the containers of a tree, for those that take it apart."""
+    """Copy the dicts and lists of a tree, for functions that change them; leaves are shared."""
     if isinstance(tree, dict):
         return {key: copied(value) for key, value in tree.items()}
     return [copied(value) for value in tree] if isinstance(tree, list) else tree

@@ -1,4 +1,4 @@
-"""The values of Megatron's folders on their way to a catalog: the common state, and objects in parts."""
+"""Collecting the values of Megatron's folders for a catalog: the common state, and objects in parts."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Path = tuple[Any, ...]
 
 
 class MegatronValues:
-    """Values on their way to a catalog; what cannot be read is kept with its error.
+    """Collects values for a catalog; a value that cannot be read is listed with its error.
 
     Parameters
     ----------
     where
-        What the folder is called in messages.
+        The name of the folder in messages.
     as_saved
-        Whether names are Megatron's keys, and paths those of its own state.
+        Whether to keep Megatron's keys as names, and the paths of its own state.
     """
 
     def __init__(self, where: str, *, as_saved: bool) -> None:
@@ -36,12 +36,22 @@ class MegatronValues:
         self.namespaces: list[list[Any]] = []
 
     def add_part(self, key: str, place: Ints, shape: Ints, file: TorchFile, made: Any) -> None:
-        """Add a part of an object of a rank's file: the one at a place of a grid."""
+        """Add one part of an object, from a rank's file.
+
+        Parameters
+        ----------
+        key
+            The key of the object.
+        place, shape
+            The place of this part in the grid of all parts, and the shape of that grid.
+        file, made
+            The rank's file, and the stand-in that it has for the part.
+        """
         part = "shard_" + "_".join(".".join(map(str, numbers)) for numbers in (place or (0,), shape or (1,)))
         self.add((f"{key}/{part}",) if self.as_saved else (key, part), made, self._plain(file))
 
     def add_common(self, tree: Any, file: TorchFile | None = None) -> None:
-        """Add the values of nested dicts: plain ones, or stand-ins of a rank's file."""
+        """Add the values of nested dicts. They are plain values, or stand-ins if they come from a rank's file."""
         plain = None if file is None else self._plain(file)
         for path, made in _leaves(tree, ()) if tree != {} else ():
             if self.as_saved and path[-1] == NAMESPACE_TAG:
@@ -53,7 +63,7 @@ class MegatronValues:
         return PlainValues(file.stored, file.size, f"{self.where}: {file.key}")
 
     def add(self, path: Path, made: Any, plain: PlainValues | None = None) -> None:
-        """Add a value: a plain one, or a stand-in that `plain` makes one of."""
+        """Add a value, or the stand-in of one, which `plain` converts."""
         name = ".".join(map(str, path))
         try:
             value = made if plain is None else plain.of(made)
@@ -63,7 +73,7 @@ class MegatronValues:
 
 
 def _leaves(made: Any, path: Path) -> Iterator[tuple[Path, Any]]:
-    """Yield the values of nested dicts and namespaces and their paths; lists are one value."""
+    """Yield the values of nested dicts and Namespaces with their paths. A list is one value."""
     if isinstance(made, StandInObject) and made.kind.name == ":".join(NAMESPACE) and isinstance(made.state, dict):
         made = {**made.state, NAMESPACE_TAG: ":".join(NAMESPACE)}
     keys = made if isinstance(made, dict) and len(path) < MAX_DEPTH else ()

@@ -1,4 +1,4 @@
-"""A warning, once, where the program's megatron-core is a release that the calls of this room have not been run with."""
+"""Warning once if the program uses a release of megatron-core that this package's calls have not been tested with."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from functools import lru_cache
 from ...state.mesh import group_of
 
 FIRST, LAST = (0, 13), (0, 19)
-"""The releases, from and to, of which jobs have run; docs/megatron.md says which, and what of each."""
+"""The first and the last release that jobs have run with; docs/megatron.md lists which, and which parts of each."""
 
 
 def warn_if_untested() -> None:
-    """Warn of the megatron-core that this program has imported, if any."""
+    """Warn if this program has imported a megatron-core that has not been tested."""
     version = getattr(sys.modules.get("megatron.core"), "__version__", None)
     if isinstance(version, str):
         _judge(version)
@@ -22,7 +22,7 @@ def warn_if_untested() -> None:
 
 @lru_cache(maxsize=8)
 def _judge(version: str) -> None:
-    """Warn of a version, on the first call for it, on rank 0."""
+    """Warn about an untested version, on rank 0, and on the first call for that version."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
     release = (int(numbers[1]), int(numbers[2])) if numbers else None
     if (release is None or not FIRST <= release <= LAST) and group_of(None).rank == 0:

@@ -1,9 +1,8 @@
-"""What one rank wants of a checkpoint for one of Megatron's trees, and the tree that it comes to.
+"""Loading a checkpoint into one of Megatron's trees: the tensors and values that one rank wants, and the resulting tree.
 
-1. The keys of all ranks' trees are compared with those of the checkpoint, where that is asked for (`strictness`).
-2. Tensors are filled in place. Where a saved one is smaller, and ``allow_shape_mismatch`` is set, the rest is zero.
-3. What stands in the places of the leaves is merged into the saved common state. Optimizers that stand in the tree as themselves
-   are given theirs.
+1. Compare the keys of all ranks' trees with those of the checkpoint, if the mode asks for it (`strictness`).
+2. Fill tensors in place. If a saved tensor is smaller, and ``allow_shape_mismatch`` is set, the rest becomes zero.
+3. Merge the loaded leaves into the saved common state. Optimizer objects receive their part of it.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ from .tree import NOTHING, Loaded, entries_of, loaded_of, merged, objects_of, pr
 
 
 class WantedTree:
-    """A tree to load into, and what it comes to: `result`.
+    """A tree to load into; after the load, `result` is the tree to return.
 
     Parameters
     ----------
     mode
         The value of a `StrictHandling`.
     folder
-        That of the checkpoint.
+        The folder of the checkpoint.
     with_common
-        Whether the saved common state is part of what the tree comes to.
+        Whether `result` includes the saved common state.
     """
 
     def __init__(self, tree: dict[str, Any], mode: str, folder: str, *, with_common: bool = True) -> None:
@@ -51,16 +50,16 @@ class WantedTree:
         self.result: Any = None
 
     def prepare(self, catalog: Catalog, comm: Comm) -> Target:
-        """Describe what this rank wants of a checkpoint.
+        """Describe the tensors and values that this rank wants from a checkpoint. Collective.
 
         Raises
         ------
         UsageError
             Something in the tree cannot be loaded into.
         MismatchError
-            Tree and checkpoint have different keys, where this is to be an error.
+            The tree and the checkpoint have different keys, and the mode makes this an error.
         CorruptError
-            The file of the common state is of another save, where somebody else has read it.
+            Megatron itself has read ``common.pt``, and that file belongs to another save.
         """
         if not self._with_common and comm.rank == 0:
             check_common_file(catalog, self._folder)
@@ -95,7 +94,7 @@ class WantedTree:
         return Target(tuple(out.tensors), names, (), names, check, finish)
 
     def _note(self, tensor: LocalTensor, resizable: bool, catalog: Catalog) -> None:
-        """Note a tensor that was saved with another global shape."""
+        """Note a tensor whose saved global shape differs from the wanted one."""
         name = tensor.spec.name
         if name in catalog and (saved := catalog.shape(catalog.index(name))) != tensor.spec.shape:
             self._shapes[name] = saved
@@ -112,17 +111,18 @@ class WantedTree:
 
 
 def _zero_rest(tensor: LocalTensor, saved: Ints) -> None:
-    """Zero what lies outside of the saved shape."""
+    """Set the elements of a tensor that lie outside of the saved shape to zero."""
     for piece in tensor.spec.pieces:
         for offsets, lengths, box in _boxes(tensor.memory, piece):
             for dim, (low, size, end) in enumerate(zip(offsets, lengths, saved, strict=True)):
                 if low + size > end:
+                    # This box ends beyond the saved shape along `dim`: zero that end of it.
                     begin = max(end - low, 0)
                     box.narrow(dim, begin, size - begin).zero_()
 
 
 def _boxes(memory: torch.Tensor, piece: Piece) -> list[tuple[Ints, Ints, torch.Tensor]]:
-    """Cut a piece into boxes of the global tensor, each with its memory."""
+    """Cut a piece into boxes of the global tensor; return the offsets, the lengths and the memory of each."""
     cut = decompose(np.array([piece.lengths], np.int64), np.array([piece.start]), np.array([piece.count]))
     boxes = []
     for inner, lengths in zip(cut.offsets.tolist(), cut.lengths.tolist(), strict=True):
@@ -133,12 +133,12 @@ def _boxes(memory: torch.Tensor, piece: Piece) -> list[tuple[Ints, Ints, torch.T
 
 
 def is_common(name: str) -> bool:
-    """Tell whether the value of this name is common state, and no object."""
+    """Tell whether the value of this name is common state, rather than an object."""
     return name == COMMON_OBJECT or key_of_object(name) is None
 
 
 def tensors_of(catalog: Catalog) -> dict[str, torch.Tensor]:
-    """Describe the tensors of a checkpoint, by key, as tensors without data."""
+    """Describe the tensors of a checkpoint by key, as tensors on the meta device."""
     key_of = keys_of_catalog(catalog)
     indices = {key_of(name): catalog.index(name) for name in catalog.names}
     return {key: torch.empty(catalog.shape(i), dtype=TORCH_DTYPES[catalog.dtype(i)], device="meta") for key, i in indices.items()}

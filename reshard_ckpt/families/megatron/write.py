@@ -1,7 +1,7 @@
 """Writing a checkpoint as a folder that Megatron-Core loads, as a stream, in bounded memory.
 
-1. Give every tensor and object its key of Megatron's (`names`), and put the common state together again.
-2. Say that the optimizer is ``fully_reshardable``: whole tensors in the shapes of their parameters, which any layout loads.
+1. Convert the names of all tensors and objects to Megatron's keys (`names`), and rebuild the common state as nested dicts.
+2. Mark the optimizer's state as ``fully_reshardable``: whole tensors in the shapes of their parameters, which any layout loads.
 3. Write tensors and objects as DCP does, then ``common.pt``, which all versions read, and last ``metadata.json``.
 """
 
@@ -42,7 +42,7 @@ CONFIG = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
-"""Of every version: newer ones leave out what they do not know."""
+"""The content of ``metadata.json`` that every version reads; newer versions leave out keys that they no longer need."""
 
 
 def write_megatron(storage: Storage, catalog: Catalog, values: Mapping[str, Any], bytes_of: BytesOf) -> None:
@@ -51,16 +51,16 @@ def write_megatron(storage: Storage, catalog: Catalog, values: Mapping[str, Any]
     Parameters
     ----------
     storage
-        Where; it must not hold anything yet.
+        The store to write to; it must be empty.
     catalog, values
-        What: all tensors, and all values by name, with `Named` objects where this program lacks their classes.
+        All tensors, and all values by name. Objects whose classes this program lacks are `Named`.
     bytes_of
-        Reads tensors.
+        Streams the bytes of tensors.
 
     Raises
     ------
     NameCollisionError
-        Two names have one key.
+        Two names convert to the same key.
     UnsupportedError
         A value is neither plain nor tagged; or no tensor is of a model of Megatron's.
     """
@@ -93,7 +93,7 @@ def _lay_out(catalog: Catalog, values: Mapping[str, Any], *, master: str) -> Fol
     links = catalog.links()
     tensors: dict[str, int] = {}
     for name in catalog.names:
-        # Where keys are names, one that begins with "model." does so in Megatron, too.
+        # If the names are keys, a name that begins with "model." is a key that begins so.
         key = name if has_keys(catalog) and link_of(name) is None else tensor_key(name, links.get(name), master)
         if key in tensors:
             other = catalog.names[tensors[key]] if tensors[key] < len(catalog.names) else key
@@ -108,7 +108,7 @@ def _lay_out(catalog: Catalog, values: Mapping[str, Any], *, master: str) -> Fol
 
 
 def _common_state(catalog: Catalog, values: Mapping[str, Any]) -> dict[Any, Any]:
-    """Put the nested dicts of the common state together, and say how the optimizer is saved."""
+    """Build the nested dicts of the common state, and note there how the optimizer is saved."""
     entries = [entry for entry in catalog.values_table if object_key(entry.name) is None]
     paths = {entry.name: keys_of_path(entry.path) for entry in entries}
     common: dict[Any, Any] = {}
@@ -116,7 +116,7 @@ def _common_state(catalog: Catalog, values: Mapping[str, Any]) -> dict[Any, Any]
     for entry in entries:
         value, path = values[entry.name], paths[entry.name]
         own = entry.kind is ValueKind.PARAM_GROUPS
-        if own:  # of an optimizer that stood in the state as itself
+        if own:  # groups of an optimizer object: Megatron's groups have no "params"
             value = [{key: item for key, item in group.items() if key != "params"} for group in value]
             _put(common, (*path[:-1], SHARDING), FULLY_RESHARDABLE, entry.name)
         if own or not has_keys(catalog):
@@ -139,7 +139,7 @@ def _put(tree: dict[Any, Any], path: Path, value: Any, name: str) -> None:
 
 
 def _say_reshardable(common: dict[Any, Any]) -> None:
-    """Say, as Megatron's training asks before it loads, that state is whole tensors, under keys without the number of a chain."""
+    """Mark the optimizer's state as whole tensors, under keys without the number of a chain; Megatron's training reads that."""
     optimizer = common.get(OPTIMIZER, {})
     about = common.get(CONTENT)
     content = dict(about) if isinstance(about, dict) else {}
@@ -155,10 +155,10 @@ def _say_reshardable(common: dict[Any, Any]) -> None:
 
 
 def _distributed(optimizer: Any) -> Iterator[dict[Any, Any]]:
-    """Yield the states of distributed optimizers, which say how they are sharded: the optimizer itself, or those of a chain.
+    """Yield the states of distributed optimizers, which say how they are sharded: the optimizer itself, or members of a chain.
 
-    The other optimizers say nothing, and call their master weights otherwise. Where there is no optimizer's state but tensors,
-    it was a distributed one.
+    Other optimizers do not say it, and have another key for master weights. If the optimizer has tensors but no common state, it
+    was a distributed one.
     """
     if not isinstance(optimizer, dict):
         return
