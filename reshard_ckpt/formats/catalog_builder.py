@@ -56,9 +56,9 @@ def whole(name: str, dtype: str, shape: Ints, file: int, offset: int, link: Stat
     return ForeignTensor(name, dtype, shape, (part,) if prod(shape) else (), link=link)
 
 
-def foreign_file(key: str, size: int, format: str) -> FileEntry:
-    """Describe a file that has no checksums."""
-    return FileEntry(key, size, "", b"", format, 0)
+def foreign_file(key: str, size: int, format: str, rank: int = 0) -> FileEntry:
+    """Describe a file that has no checksums; `rank` is the one that wrote it, where that is known."""
+    return FileEntry(key, size, "", b"", format, rank)
 
 
 def foreign_catalog(

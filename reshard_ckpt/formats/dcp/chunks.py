@@ -12,6 +12,7 @@ other.
 from __future__ import annotations
 
 import os
+import re
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -49,6 +50,8 @@ MAX_SAFETENSORS_HEADER = 100 << 20
 MAX_PARTS = 1 << 20
 """Parts of one chunk."""
 
+_OF_RANK = re.compile(r"(?:^|/)__(\d{1,6})_\d+\.distcp$", re.ASCII)
+
 Place = tuple[str, Chunk]
 """A chunk, and the name of its tensor."""
 
@@ -80,8 +83,14 @@ def locate(storage: Storage, tensors: Mapping[str, SavedTensor], *, format: str 
         for fqn, chunk in window.places:
             begin = chunk.extent.offset - window.low
             finder.find(fqn, chunk, data[begin : begin + min(HEAD_BYTES, chunk.extent.length)])
-    entries = tuple(foreign_file(file, sizes[file] or 0, format) for file in files)
+    entries = tuple(foreign_file(file, sizes[file] or 0, format, _writer_of(file)) for file in files)
     return ChunkPlaces(finder.parts, entries, unreadable)
+
+
+def _writer_of(file: str) -> int:
+    """Return the rank that wrote a file, which is in its name; 0 where it is not."""
+    named = _OF_RANK.search(file)
+    return int(named[1]) if named else 0
 
 
 class FileSizes(dict[str, int | None]):

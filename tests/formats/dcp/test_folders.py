@@ -309,3 +309,21 @@ def test_chunks_of_ranks_that_overlap_are_of_no_use():
     }
     assert said.unreadable.keys() == expected.keys()
     assert all(f"{name} {what}" in str(said.unreadable[name]) for name, what in expected.items())
+
+
+def test_a_shard_is_of_the_rank_whose_file_it_lies_in(tmp_path):
+    """As the ranks of a job save it: each writes its own file, and there is one `.metadata`."""
+    ranks = (0, 3, 11)
+    chunks = []
+    for row, rank in enumerate(ranks):
+        file = f"__{rank}_0.distcp"
+        save({"w": torch.full((1, 4), float(rank))}, tmp_path / "one")
+        shutil.copy(tmp_path / "one" / "__0_0.distcp", tmp_path / file)
+        (extent,) = (chunk.extent for chunk in read_folder(open_storage(tmp_path / "one")).saved.tensors["w"].chunks)
+        chunks.append(Chunk((row, 0), (1, 4), Extent(file, extent.offset, extent.length)))
+        shutil.rmtree(tmp_path / "one")
+    tensors = {"w": SavedTensor(torch.float32, (3, 4), tuple(chunks))}
+    (tmp_path / ".metadata").write_bytes(metadata_bytes(tensors, {}, {}, where=""))
+    shards = checkpoint.catalog(tmp_path).tensor("model.w").shards
+    assert {shard.offsets[0]: shard.file.rank for shard in shards} == dict(enumerate(ranks))
+    assert checkpoint.read(tmp_path)["model.w"][:, 0].tolist() == list(map(float, ranks))
