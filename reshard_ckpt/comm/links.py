@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
@@ -25,9 +26,15 @@ from .calls import did_not_arrive
 from .peers import Peers
 from .wire import name_ranks
 
-CHUNK_BYTES = 16 << 20
+CHUNK_BYTES = 2 << 20
+"""Small enough that what the one copies into a socket the other copies out of the processor's cache."""
+
+AHEAD = 32
+"""Chunks of one buffer that are under way at once."""
+
 _REQUEST, _DATA = 1, 1 << 16
 _FIELDS = 6
+_BUFFERS = 4
 _DONE, _READ = 0, 1
 _NO_DEADLINE = timedelta(days=365)
 _FAREWELL_S = 5.0
@@ -93,16 +100,24 @@ class Links:
         """
         longest = max((len(data) for data in (*outgoing.values(), *incoming.values())), default=0)
         deadline = time.monotonic() + self._timeout.total_seconds()
+        under_way: deque[list[tuple[int, Any]]] = deque()
+
+        def settle(left: int) -> None:
+            while len(under_way) > left:
+                for rank, one in under_way.popleft():
+                    with self._named(rank):
+                        one.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+
         for at in range(0, longest, CHUNK_BYTES):
+            settle(AHEAD - 1)
             work = []
             for start, buffers in ((self._group.recv, incoming), (self._group.send, outgoing)):
                 for rank, data in buffers.items():
                     if at < len(data):
                         with self._named(rank):
                             work.append((rank, start([data[at : at + CHUNK_BYTES]], rank, _DATA)))
-            for rank, one in work:
-                with self._named(rank):
-                    one.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+            under_way.append(work)
+        settle(0)
 
     def _named(self, rank: int) -> AbstractContextManager[None]:
         member = self._members[rank]
@@ -110,11 +125,17 @@ class Links:
 
     def send(self, rank: int, data: torch.Tensor, tag: int, timeout_s: float) -> None:
         """Send a buffer, and wait until it is out."""
-        self._group.send([data], rank, tag).wait(timedelta(seconds=max(timeout_s, 0.001)))
+        self.begin_send(rank, data, tag).wait(timedelta(seconds=max(timeout_s, 0.001)))
+
+    def begin_send(self, rank: int, data: torch.Tensor, tag: int) -> Any:
+        """Begin to send a buffer; returns what to wait for until it is out."""
+        return self._group.send([data], rank, tag)
 
     def receive(self, rank: int, data: torch.Tensor, tag: int) -> None:
-        """Fill a buffer from a rank."""
-        self._group.recv([data], rank, tag).wait(self._timeout)
+        """Fill a buffer from a rank, in the chunks in which it is sent, within one time for all."""
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        for one in [self._group.recv([data[at : at + CHUNK_BYTES]], rank, tag) for at in range(0, len(data), CHUNK_BYTES)]:
+            one.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
 
     def receive_any(self, data: torch.Tensor, tag: int) -> None:
         """Fill a buffer from whichever rank sends first, whenever that is: others may have nothing to ask for long."""
@@ -137,6 +158,7 @@ class Serving:
         self._links, self._keys, self._read_into = links, keys, read_into
         self._number = {key: i for i, key in enumerate(keys)}
         self._lock, self._tag = threading.Lock(), _DATA
+        self._buffers = [torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu") for _ in range(_BUFFERS)]
         self._thread = threading.Thread(target=self._serve, name="reshard-ckpt-memory", daemon=True)
         self._thread.start()
 
@@ -153,19 +175,23 @@ class Serving:
         with self._lock:
             self._tag += 2
             tag = self._tag
-        length = sum(len(buffer) for buffer in buffers)
-        answer = torch.empty(length + 1, dtype=torch.uint8, device="cpu")
+        length, failed = sum(len(buffer) for buffer in buffers), torch.empty(1, dtype=torch.uint8, device="cpu")
+        if len(buffers) == 1 and length:
+            data = torch.frombuffer(buffers[0], dtype=torch.uint8)
+        else:
+            data = torch.empty(length, dtype=torch.uint8, device="cpu")
         try:
             request = self._message(_READ, self._number[key], offset, length, tag)
             self._links.send(rank, request, _REQUEST, self._links.timeout_s)
-            self._links.receive(rank, answer, tag)
+            self._links.receive(rank, data, tag)
+            self._links.receive(rank, failed, tag + 1)
         except RuntimeError as error:
             raise PeerError(f"rank {rank} did not hand on {key} from its memory: {error}", ranks=(rank,)) from error
-        if answer[0] != 0:
+        if failed[0] != 0:
             raise CorruptError(f"rank {rank} could not read {key} in the memory of its node; this copy is not used")
-        data, at = _bytes_of(answer)[1:], 0
-        for buffer in buffers:
-            buffer[:] = data[at : at + len(buffer)]
+        view, at = _bytes_of(data), 0
+        for buffer in buffers if len(buffers) > 1 else ():
+            buffer[:] = view[at : at + len(buffer)]
             at += len(buffer)
 
     def finish(self, wait_s: float) -> None:
@@ -190,18 +216,36 @@ class Serving:
                 if kind == _DONE:
                     left -= 1
                     continue
-                self._links.send(rank, self._answer(number, offset, length), tag, self._links.timeout_s)
+                self._answer(rank, number, offset, length, tag)
         except RuntimeError:
             return  # a rank is gone: whoever waits for this one learns it by a deadline
 
-    def _answer(self, number: int, offset: int, length: int) -> torch.Tensor:
-        answer = torch.empty(length + 1, dtype=torch.uint8, device="cpu")
-        answer[0] = 0
+    def _answer(self, rank: int, number: int, offset: int, length: int, tag: int) -> None:
+        """Send bytes of a file, each chunk while the next is read; then a byte that says whether all could be read."""
+        failed = torch.zeros(1, dtype=torch.uint8, device="cpu")
+        free, under_way = [*self._buffers], deque[tuple[torch.Tensor, Any]]()
+        timeout = timedelta(seconds=self._links.timeout_s)
+        for at in range(0, length, CHUNK_BYTES):
+            if not free:
+                buffer, sent = under_way.popleft()
+                sent.wait(timeout)
+                free.append(buffer)
+            buffer = free.pop()
+            chunk = buffer[: min(CHUNK_BYTES, length - at)]
+            if not self._fill(number, offset + at, chunk):
+                failed[0] = 1
+            under_way.append((buffer, self._links.begin_send(rank, chunk, tag)))
+        for _, sent in under_way:
+            sent.wait(timeout)
+        self._links.send(rank, failed, tag + 1, self._links.timeout_s)
+
+    def _fill(self, number: int, offset: int, chunk: torch.Tensor) -> bool:
+        """Read bytes of a file; returns whether they could be read."""
         try:
-            self._read_into(self._keys[number], offset, [_bytes_of(answer)[1:]])
+            self._read_into(self._keys[number], offset, [_bytes_of(chunk)])
         except (StorageError, CorruptError, OSError):
-            answer[0] = 1
-        return answer
+            return False
+        return True
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

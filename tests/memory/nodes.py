@@ -266,16 +266,16 @@ def be_damaged(root: str, folders: Sequence[str]) -> dict[str, Any]:
         dist.barrier()
         out["both copies damaged"] = reloaded()
 
-        answer = Serving._answer
+        fill = Serving._fill
 
-        def wrong(server: Serving, *args: int) -> torch.Tensor:
-            data = answer(server, *args)
-            data[9] ^= 1
-            return data
+        def wrong(server: Serving, number: int, offset: int, chunk: torch.Tensor) -> bool:
+            filled = fill(server, number, offset, chunk)
+            chunk[8] ^= 1
+            return filled
 
-        Serving._answer = wrong  # type: ignore[method-assign]
+        Serving._fill = wrong  # type: ignore[method-assign]
         out["damaged on the way back"] = reloaded()
-        Serving._answer = answer  # type: ignore[method-assign]
+        Serving._fill = fill  # type: ignore[method-assign]
     dist.barrier()
     return out
 
@@ -352,7 +352,8 @@ def a_save_fails(root: str, folders: Sequence[str]) -> dict[str, Any]:
 
 def ask_late() -> bytes:
     """Read a file of the other rank, long after it has begun to serve."""
-    rank, data = dist.get_rank(), bytearray(5)
+    rank, data = dist.get_rank(), bytearray(15)
+    chunk, links_module.CHUNK_BYTES, ahead, links_module.AHEAD = links_module.CHUNK_BYTES, 2, links_module.AHEAD, 3
     links = Links(shared_store("ask late"), rank, 2, timeout_s=600)
     links._timeout = timedelta(milliseconds=1)
 
@@ -365,6 +366,14 @@ def ask_late() -> bytes:
         links._timeout = timedelta(seconds=600)
         dist.barrier()
         server.read(1 - rank, "file", 7, [memoryview(data)])
+        parts = bytearray(9), bytearray(6)
+        server.read(1 - rank, "file", 7, [memoryview(part) for part in parts])
+        assert b"".join(parts) == data
+    swapped = torch.zeros(15, dtype=torch.uint8)
+    own = Links(shared_store("swap"), rank, 2, timeout_s=600)
+    own.swap({1 - rank: torch.arange(15, dtype=torch.uint8) + 100 * rank + 7}, {1 - rank: swapped})
+    assert bytes(swapped.tolist()) == data
+    links_module.CHUNK_BYTES, links_module.AHEAD = chunk, ahead
     # One that leaves by an error does not wait for the others' word that they are done.
     links, finish, links_module._FAREWELL_S = Links(shared_store("leave"), rank, 2, timeout_s=600), Serving.finish, 0.01
     links.timeout_s = 1e6
