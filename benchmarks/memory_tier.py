@@ -3,10 +3,12 @@
 ``python -m benchmarks.memory_tier`` runs two ranks on gloo, each of which is a node of its own: a folder of its own on tmpfs.
 Copies cross from one to the other by gloo over this machine's loopback.
 
-1. Each round times, one after the other and in turn another one first: a memcpy of what a rank holds, an eager save without the
-   tier, and one with it; of both the stall, of the latter also the time until it is committed in memory, and that of its copy.
-2. Then the job is left as by a failure, and is restored from its own memory; from the other node's, one node having lost its own;
-   and from the disk, whose pages are in the cache.
+1. Each round times, one after the other and in turn another one first: a memcpy of what a rank holds; the same bytes sent from
+   each rank to the other in one message of gloo, and from one of them alone; an eager save without the tier, one with it and
+   without copies, and one with a copy. Of saves it times the stall; with the tier also the time until they are committed in
+   memory, and that of the copy.
+2. Then the job is left as by a failure, and is restored from its own memory, verified and not; from the other node's, one node
+   having lost its own; and from the disk, whose pages are in the cache.
 3. The hours are simulated: failures come at random, some take a node with its memory, and a restart begins at the newest
    checkpoint that survives, by the rules of the tier's placement.
 """
@@ -20,12 +22,13 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from reshard_ckpt import LocalShard, checkpoint
 from reshard_ckpt.checkpoint import Manager, Memory
@@ -36,8 +39,9 @@ from .ranks import Ranks, launch, save_json
 from .report import machine
 
 TIMES = (
-    "memcpy", "stall without the tier", "stall with the tier", "committed in memory", "copy to the other node",
-    "restore from own memory", "restore from the other node", "restore from disk",
+    "memcpy", "raw send", "raw send both ways", "stall without the tier", "stall with the tier", "committed in memory, no copy",
+    "committed in memory", "copy to the other node", "restore from own memory", "restore from own memory, unverified",
+    "restore from the other node", "restore from disk",
 )  # fmt: skip
 
 
@@ -57,25 +61,38 @@ class Worker:
     def note(self, name: str, begin: float) -> None:
         self.times[name].append(max(self.ranks.gather(time.perf_counter() - begin)))
 
-    def manager(self, *, with_tier: bool) -> Manager:
-        memory = Memory(folder=str(self.node)) if with_tier else None
-        return Manager(self.folder / ("tier" if with_tier else "plain"), memory=memory, persist_every="10h")
+    def manager(self, *, with_tier: bool, copies: int = 1) -> Manager:
+        memory = Memory(copies, folder=str(self.node)) if with_tier else None
+        name = ("tier" if copies else "alone") if with_tier else "plain"
+        return Manager(self.folder / name, memory=memory, persist_every="10h")
+
+    def send(self, name: str, senders: Sequence[int]) -> None:
+        """Send what a rank holds to the other one in one message: what a copy, or a restore from the other node, cannot beat."""
+        rank = self.ranks.rank
+        begin = time.perf_counter()
+        work = [dist.irecv(self.touched, 1 - rank)] if 1 - rank in senders else []
+        work += [dist.isend(self.part, 1 - rank)] if rank in senders else []
+        for one in work:
+            assert one is not None
+            one.wait()
+        self.note(name, begin)
 
     def memcpy(self) -> None:
         begin = time.perf_counter()
         self.touched.copy_(self.part)
         self.note("memcpy", begin)
 
-    def save(self, manager: Manager, *, with_tier: bool) -> None:
+    def save(self, manager: Manager, *, with_tier: bool, copies: int = 1) -> None:
         begin = time.perf_counter()
         handle = manager.async_save(self.step, self.state)
         stalled = time.perf_counter()
         handle.result()
         done = time.perf_counter()
-        self.times[f"stall {'with' if with_tier else 'without'} the tier"].append(max(self.ranks.gather(stalled - begin)))
+        if copies:
+            self.times[f"stall {'with' if with_tier else 'without'} the tier"].append(max(self.ranks.gather(stalled - begin)))
         if with_tier:
-            self.times["committed in memory"].append(max(self.ranks.gather(done - begin)))
-            assert handle.copies == 1  # type: ignore[attr-defined]
+            self.times["committed in memory" + ("" if copies else ", no copy")].append(max(self.ranks.gather(done - begin)))
+            assert handle.copies == copies  # type: ignore[attr-defined]
 
     def saves(self, rounds: int) -> None:
         copied: list[float] = []
@@ -87,17 +104,20 @@ class Worker:
             copied.append(time.perf_counter() - begin)
 
         Links.swap = timed  # type: ignore[method-assign]
-        plain, tier = self.manager(with_tier=False), self.manager(with_tier=True)
+        plain, tier, alone = self.manager(with_tier=False), self.manager(with_tier=True), self.manager(with_tier=True, copies=0)
         for turn in range(-4, rounds):  # the first ones touch the memory of all slots
             self.step += 1
             self.part.fill_(self.step)
             modes: list[Callable[[], None]] = [
                 self.memcpy,
+                partial(self.send, "raw send", [1]),
+                partial(self.send, "raw send both ways", [0, 1]),
+                partial(self.save, alone, with_tier=True, copies=0),
                 partial(self.save, plain, with_tier=False),
                 partial(self.save, tier, with_tier=True),
             ]
             copied.clear()
-            for mode in modes[turn % 3 :] + modes[: turn % 3]:
+            for mode in modes[turn % len(modes) :] + modes[: turn % len(modes)]:
                 self.ranks.gather(0)
                 mode()
             self.times["copy to the other node"].append(max(self.ranks.gather(sum(copied))))
@@ -105,9 +125,10 @@ class Worker:
                 for samples in self.times.values():
                     samples.clear()
         plain.close()
+        alone.__exit__(RuntimeError, RuntimeError(), None)
         tier.__exit__(RuntimeError, RuntimeError(), None)
 
-    def restore(self, name: str, tier: str) -> None:
+    def restore(self, name: str, tier: str, **options: Any) -> None:
         """Load the newest checkpoint of a job that failed."""
         if tier == "store":
             self.part.zero_()
@@ -120,7 +141,7 @@ class Worker:
             self.part.zero_()
             self.ranks.gather(0)
             begin = time.perf_counter()
-            found = manager.load_latest(self.state)
+            found = manager.load_latest(self.state, **options)
             self.note(name, begin)
             assert found is not None
             assert found.tier == tier
@@ -132,6 +153,7 @@ class Worker:
             self.saves(rounds)
             for _ in range(rounds):
                 self.restore("restore from own memory", "memory")
+                self.restore("restore from own memory, unverified", "memory", verify=False)
                 self.restore("restore from disk", "store")
             for _ in range(rounds):
                 if self.ranks.rank == 0:
@@ -190,14 +212,18 @@ def main() -> None:
     shutil.rmtree(args.folder)
     ratios = {
         "stall with the tier ÷ without": times["stall with the tier"] / times["stall without the tier"],
-        "committed in memory ÷ memcpy": times["committed in memory"] / times["memcpy"],
+        "committed in memory, no copy ÷ memcpy": times["committed in memory, no copy"] / times["memcpy"],
+        "copy to the other node ÷ raw send both ways": times["copy to the other node"] / times["raw send both ways"],
+        "restore from own memory ÷ memcpy": times["restore from own memory"] / times["memcpy"],
+        "restore from own memory, unverified ÷ memcpy": times["restore from own memory, unverified"] / times["memcpy"],
+        "restore from the other node ÷ raw send": times["restore from the other node"] / times["raw send"],
         "restore from own memory ÷ from disk": times["restore from own memory"] / times["restore from disk"],
     }
     lost = {"with the tier": lost_steps(with_tier=True), "without": lost_steps(with_tier=False)}
     for title, figures, unit in (("medians", times, " s"), ("ratios", ratios, ""), ("lost steps per failure", lost, "")):
         print(title)
         for name, value in figures.items():
-            print(f"  {name:38} {value:9.3f}{unit}")
+            print(f"  {name:46} {value:9.3f}{unit}")
     if args.out:
         save_json(args.out, {"machine": where, "gb": args.gb, "rounds": args.rounds, "s": times, "ratios": ratios, "lost": lost})
 

@@ -34,7 +34,7 @@ AHEAD = 32
 
 _REQUEST, _DATA = 1, 1 << 16
 _FIELDS = 6
-_BUFFERS = 4
+_BUFFERS = 8
 _DONE, _READ = 0, 1
 _NO_DEADLINE = timedelta(days=365)
 _FAREWELL_S = 5.0
@@ -158,7 +158,8 @@ class Serving:
         self._links, self._keys, self._read_into = links, keys, read_into
         self._number = {key: i for i, key in enumerate(keys)}
         self._lock, self._tag = threading.Lock(), _DATA
-        self._buffers = [torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu") for _ in range(_BUFFERS)]
+        self._under_way: deque[tuple[torch.Tensor, Any]] = deque()
+        self._free = [torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu") for _ in range(_BUFFERS)]
         self._thread = threading.Thread(target=self._serve, name="reshard-ckpt-memory", daemon=True)
         self._thread.start()
 
@@ -217,27 +218,29 @@ class Serving:
                     left -= 1
                     continue
                 self._answer(rank, number, offset, length, tag)
+            for _, sent in self._under_way:
+                sent.wait(timedelta(seconds=self._links.timeout_s))
         except RuntimeError:
             return  # a rank is gone: whoever waits for this one learns it by a deadline
 
     def _answer(self, rank: int, number: int, offset: int, length: int, tag: int) -> None:
-        """Send bytes of a file, each chunk while the next is read; then a byte that says whether all could be read."""
+        """Begin to send bytes of a file, each chunk while the next is read; then a byte that says whether all could be read."""
         failed = torch.zeros(1, dtype=torch.uint8, device="cpu")
-        free, under_way = [*self._buffers], deque[tuple[torch.Tensor, Any]]()
-        timeout = timedelta(seconds=self._links.timeout_s)
         for at in range(0, length, CHUNK_BYTES):
-            if not free:
-                buffer, sent = under_way.popleft()
-                sent.wait(timeout)
-                free.append(buffer)
-            buffer = free.pop()
+            buffer = self._free_buffer()
             chunk = buffer[: min(CHUNK_BYTES, length - at)]
             if not self._fill(number, offset + at, chunk):
                 failed[0] = 1
-            under_way.append((buffer, self._links.begin_send(rank, chunk, tag)))
-        for _, sent in under_way:
-            sent.wait(timeout)
-        self._links.send(rank, failed, tag + 1, self._links.timeout_s)
+            self._under_way.append((buffer, self._links.begin_send(rank, chunk, tag)))
+        self._under_way.append((failed, self._links.begin_send(rank, failed, tag + 1)))
+
+    def _free_buffer(self) -> torch.Tensor:
+        while not self._free:
+            data, sent = self._under_way.popleft()
+            sent.wait(timedelta(seconds=self._links.timeout_s))
+            if len(data) == CHUNK_BYTES:
+                self._free.append(data)
+        return self._free.pop()
 
     def _fill(self, number: int, offset: int, chunk: torch.Tensor) -> bool:
         """Read bytes of a file; returns whether they could be read."""
