@@ -228,8 +228,12 @@ class BoundedStore:
 
     @classmethod
     def of(cls, store: Any, timeout_s: float) -> BoundedStore:
-        """Return a store with bounded replies, itself where it is one."""
-        return store if isinstance(store, BoundedStore) else Line(lambda _: store).open(timeout_s)
+        """Return a store whose replies may take so long: itself where they are bounded so already."""
+        if not isinstance(store, BoundedStore):
+            return Line(lambda _: store).open(timeout_s)
+        if store._limit.timeout_s == timeout_s:
+            return store
+        return cls(store._client, store._line, _Limit(timeout_s), store._store)
 
     def below(self, name: str) -> BoundedStore:
         """Return the keys below a name, with the same limit of time."""

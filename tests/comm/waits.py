@@ -32,7 +32,7 @@ from reshard_ckpt.storage.local import LocalWriter
 SOON, LONG = 1.0, 600.0
 """The time of rows in which it has to pass; and of those in which the others learn at once that a process has ended."""
 
-_AT_ONCE = 8
+_AT_ONCE = 16
 """How many pairs run at a time: most of them wait."""
 
 Die = Callable[[], None]
@@ -319,6 +319,8 @@ def begin_pair(name: str, how: str, victim: int, at: Path) -> list[int]:
 
 def run_pairs(pairs: list[tuple[str, str, int]], folder: str) -> list[list[Any]]:
     """Return by pair the names of classes, the message and the ranks of what the other rank raised."""
+    # Torch asks for the name of each address that connects; where nobody knows it, that took 5 s now and then.
+    os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
     left, running, said = list(enumerate(pairs)), {}, {}
     try:
         while left or running:
