@@ -26,7 +26,7 @@ from ..core.words import few
 from ..errors import MismatchError, NameCollisionError, UnsupportedError
 from .declared import parts_of
 from .tensors import TensorLike, is_tensor_like
-from .torch_classes import is_fsdp1
+from .torch_classes import is_fsdp, is_fsdp1
 
 EXTRA_STATE = "_extra_state"
 
@@ -64,11 +64,12 @@ class ModuleState:
 
 @dataclass(frozen=True, slots=True)
 class ModulePlace:
-    """Where a state dict key leads: its clean name, the module that has it, and whether DDP wraps that module."""
+    """Where a state dict key leads: its clean name, the module that has it, and whether DDP or FSDP holds that module."""
 
     fqn: str
     owner: nn.Module
     under_ddp: bool
+    under_fsdp: bool
 
 
 def read_module(module: nn.Module, name: str) -> ModuleState:
@@ -133,9 +134,9 @@ def _is_meta(tensor: torch.Tensor) -> bool:
 
 
 def _replication(value: TensorLike, at: ModulePlace) -> Replication:
-    if not at.under_ddp:
-        return Replication.PLAIN
-    return Replication.DECLARED if isinstance(value, nn.Parameter) else Replication.BUFFER
+    if not isinstance(value, nn.Parameter) and (at.under_ddp or at.under_fsdp):
+        return Replication.BUFFER  # each rank's own, such as the statistics of BatchNorm
+    return Replication.DECLARED if at.under_ddp else Replication.PLAIN
 
 
 def _state_dict(module: nn.Module) -> Mapping[str, Any]:
@@ -152,12 +153,12 @@ def locate(root: nn.Module, key: str) -> ModulePlace:
 
     Some wrappers' hooks have dropped their own step from the key already, so a wrapper that is not named is entered all the same.
     """
-    module, under_ddp = root, False
+    module, under_ddp, under_fsdp = root, False, is_fsdp(root)
     clean: list[str] = []
     steps = key.split(".")
     for i, step in enumerate(steps):
         module, is_wrapper_step, ddp = _enter(module, step)
-        under_ddp = under_ddp or ddp
+        under_ddp, under_fsdp = under_ddp or ddp, under_fsdp or is_fsdp(module)
         if is_wrapper_step:
             continue
         clean.append(step)
@@ -166,7 +167,8 @@ def locate(root: nn.Module, key: str) -> ModulePlace:
             clean += steps[i + 1 :]
             break
         module = child
-    return ModulePlace(".".join(clean), module, under_ddp)
+        under_fsdp = under_fsdp or is_fsdp(module)
+    return ModulePlace(".".join(clean), module, under_ddp, under_fsdp)
 
 
 def _enter(module: nn.Module, step: str) -> tuple[nn.Module, bool, bool]:

@@ -2,7 +2,7 @@
 
 A dict is saved as its values, each with the keys that lead to it, so its class shows only there. Where the dict is no plain one,
 the step is a dict of that class with this one key: ``OrderedDict({"a": 2})`` is the third key of an `OrderedDict`. A load that
-finds no dict in its place makes one of that class, with the keys of an `OrderedDict` in their order.
+finds no dict in its place makes one of that class, with its keys in their order.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 from ..core.catalog.links import STATE
 from ..core.catalog.specs import StateLink
 from ..format.value_decode import FACTORIES
+from ..format.values import keys_of
 
 Path = tuple[Any, ...]
 
@@ -113,9 +114,24 @@ def _child(node: Any, key: Any) -> Any:
     return node[key] if isinstance(node, list | tuple) and isinstance(key, Index) else None
 
 
-def order_of(steps: Sequence[Any]) -> tuple[int, ...]:
-    """By which values that are added are sorted, so that the keys of an `OrderedDict` come in their order."""
-    return tuple(next(iter(step.values())) if type(step) is OrderedDict else 0 for step in steps)
+def in_order(paths: Sequence[Sequence[Any]]) -> list[int]:
+    """Order values that are added, by their steps: each dict gets its keys as they come, an `OrderedDict` as its steps say.
+
+    >>> in_order([["b", "x"], ["a"], ["b", "y"]])
+    [0, 2, 1]
+    """
+    places: dict[Path, dict[Any, int]] = {}
+
+    def places_of(steps: Sequence[Any]) -> tuple[int, ...]:
+        keys, out = keys_of(steps), []
+        for at, (key, step) in enumerate(zip(keys, steps, strict=True)):
+            known = places.setdefault(keys[:at], {})
+            place = known.setdefault(key, len(known))
+            out.append(next(iter(step.values())) if type(step) is OrderedDict else place)
+        return tuple(out)
+
+    orders = list(map(places_of, paths))
+    return sorted(range(len(orders)), key=orders.__getitem__)
 
 
 def new_dict(step: Any) -> dict[Any, Any]:

@@ -34,6 +34,11 @@ def is_fsdp1(module: Any) -> TypeGuard[FullyShardedDataParallel]:
     return isinstance(module, _known("torch.distributed.fsdp", "FullyShardedDataParallel"))
 
 
+def is_fsdp(module: Any) -> bool:
+    """Tell whether FSDP1 wraps a module, or ``fully_shard`` was applied to it."""
+    return is_fsdp1(module) or isinstance(module, _known("torch.distributed.fsdp", "FSDPModule"))
+
+
 def _known(module: str, name: str) -> Any:
     """Return a class of a module, or (), of which nothing is an instance, while nobody has imported that."""
     return getattr(sys.modules.get(module), name, ())

@@ -17,7 +17,7 @@ from ..core.words import a, plural
 from ..errors import MismatchError, UsageError
 from .mesh import RankSet
 from .modules import is_nothing
-from .paths import Index, Path, name_of, new_dict, order_of, own_key
+from .paths import Index, Path, in_order, name_of, new_dict, own_key
 from .scan import GroupsItem, PerRankItem, TensorItem, Tree, ValueItem, give_state, is_stateful
 from .shards import PerRank, PerRankValues
 from .tensors import TensorLike, is_tensor_like, local_memory
@@ -207,7 +207,8 @@ class TreeTarget:
         """Make the changes that `check` found, and give the tree back to the object that it came from."""
         for path, value in self._updates:
             self._root = _put(self._root, path, value, path)
-        for saved, value in sorted(self._added, key=lambda added: order_of(added[0].steps)):
+        for i in in_order([saved.steps for saved, _ in self._added]):
+            saved, value = self._added[i]
             self._root = _put(self._root, self._relative(saved.path), value, self._relative(saved.steps))
         for holder, value in self._per_rank:
             if is_stateful(holder.value):

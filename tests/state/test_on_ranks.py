@@ -163,7 +163,7 @@ def test_fsdp_tp_and_both_on_any_size_are_the_plain_model_and_placements_are_rec
     assert mesh == Mesh(("dp", "tp"), (3, 2))
     assert weight == (AxisPlacement("dp", "shard", 0, turn=1), AxisPlacement("tp", "shard", 0, turn=0))
     assert norm == (AxisPlacement("dp", "shard", 0, turn=0),)
-    assert (replication, table) == (Replication.DECLARED, Replication.PLAIN)
+    assert (replication, table) == (Replication.DECLARED, Replication.BUFFER)
     assert sliced == Mesh(("dp", "tp"), (2, 3)), "the mesh that the tp mesh was sliced from"
 
 

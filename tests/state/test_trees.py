@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 
+from reshard_ckpt import checkpoint
 from reshard_ckpt.core.catalog.model import ValueEntry
 from reshard_ckpt.core.catalog.specs import ValueKind
 from reshard_ckpt.errors import CorruptError, MismatchError, NameCollisionError, UnsupportedError, UsageError
@@ -476,3 +477,24 @@ def test_saved_keys_that_collide_are_refused_before_they_meet():
     ]
     with pytest.raises(CorruptError, match="same hash"):
         prepare_load({"extra": {}}, dataclasses.replace(saved.catalog, values_table=tuple(entries)), rank=0, size=1)
+
+
+def test_dicts_keep_the_order_of_their_keys(tmp_path: pathlib.Path) -> None:
+    pets = {"cat": 1, "dog": {"z": 1, "a": collections.OrderedDict(y=1, x=2), "m": 3}, "ant": {}, "t": torch.ones(2), "bee": [3]}
+    checkpoint.save(tmp_path / "a", {"pets": pets, "extra": {"b": 1}, "also": 2})
+    checkpoint.reshard(tmp_path / "a", tmp_path / "b", mesh={"dp": 2})
+    for path in (tmp_path / "a", tmp_path / "b"):
+        values = [name for name, value in checkpoint.read(path).items() if not isinstance(value, torch.Tensor)]
+        assert values == [
+            *("pets.cat", "pets.dog.z", "pets.dog.a.y", "pets.dog.a.x", "pets.dog.m", "pets.ant", "pets.bee"),
+            *("extra.b", "also"),
+        ]
+        into: dict[str, Any] = {"t": torch.zeros(2)}
+        checkpoint.load(path, {"pets": into}, ignore=["extra", "also"])
+        assert list(into) == ["t", "cat", "dog", "ant", "bee"]
+        assert list(into["dog"]) == ["z", "a", "m"]
+        assert list(into["dog"]["a"]) == ["y", "x"]
+        held = {"dog": {"m": 0}, "t": torch.zeros(2)}
+        checkpoint.load(path, {"pets": held})
+        assert list(held) == ["dog", "t", "cat", "ant", "bee"]
+        assert list(held["dog"]) == ["m", "z", "a"]

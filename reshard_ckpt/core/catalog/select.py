@@ -13,12 +13,12 @@ from .model import Catalog, RowTable
 
 
 def select_entries(catalog: Catalog, tensors: Sequence[str], values: Sequence[str]) -> Catalog:
-    """The catalog with these tensors and values alone, in order of name, also where a rename has changed that order.
+    """The catalog with these tensors alone, in order of name, also where a rename has changed that order, and these values.
 
     A tensor whose bytes are another's, which is not taken, has them for itself; further ones with these bytes are its aliases.
     """
     table, chosen = catalog.tensors_table, frozenset(values)
-    kept = sorted((value for value in catalog.values_table if value.name in chosen), key=lambda value: value.name)
+    kept = [value for value in catalog.values_table if value.name in chosen]
     wanted = {*map(catalog.index, tensors), *(blob for value in kept for blob in value.blobs)}
     taken = np.array(sorted(wanted, key=table.names.__getitem__), np.int64)
     source = np.where(table.alias >= 0, table.alias, np.arange(len(table.names)))[taken]

@@ -28,7 +28,7 @@ class Replication(IntEnum):
     DECLARED = 1
     """A DTensor, DDP, `LocalShard` or `FlatShard` places it: replicas share the writing."""
     BUFFER = 2
-    """A module buffer under DDP: the lowest rank's value counts, a difference is a warning."""
+    """A module buffer under DDP or FSDP: the lowest rank's value counts, a difference is a warning."""
 
 
 class ValueKind(IntEnum):

@@ -269,7 +269,7 @@ def compare_replicas(checks: Checks, names: Sequence[str], receipts: Sequence[Re
 
 
 def compare_fingerprints(checks: Checks, names: Sequence[str], fingerprints: Sequence[U64]) -> None:
-    """Compare the fingerprints of every replica group, by rank; buffers under DDP may differ, with one warning.
+    """Compare the fingerprints of every replica group, by rank; buffers under DDP and FSDP may differ, with one warning.
 
     Raises
     ------
@@ -281,7 +281,7 @@ def compare_fingerprints(checks: Checks, names: Sequence[str], fingerprints: Seq
     if len(buffers):
         listed = sorted({names[i] for i in checks.tensor[buffers].tolist()})
         warnings.warn(
-            f"buffers differ between DDP ranks; rank {checks.rank[leader[buffers[0]]]}'s are saved: {', '.join(listed)}",
+            f"buffers differ between ranks; rank {checks.rank[leader[buffers[0]]]}'s are saved: {', '.join(listed)}",
             stacklevel=2,
         )
     problems = {

@@ -22,7 +22,8 @@ def merge_values(of_ranks: Sequence[tuple[int, Sequence[ValueSpec]]], tables: Me
     Parameters
     ----------
     of_ranks
-        Values, and the rank that has them; ranks that have the same need be given only once, and the lowest ranks first.
+        Values, and the rank that has them; ranks that have the same need be given only once, and the lowest ranks first. The
+        table has them in this order, so that dicts keep theirs.
 
     Raises
     ------
@@ -34,7 +35,7 @@ def merge_values(of_ranks: Sequence[tuple[int, Sequence[ValueSpec]]], tables: Me
         for value in values:
             by_name.setdefault(value.name, []).append((rank, value))
     problems: list[str] = []
-    entries = [_merge(name, by_name[name], tables, problems) for name in sorted(by_name)]
+    entries = [_merge(name, by_name[name], tables, problems) for name in by_name]
     if problems:
         advice = "wrap a value of each rank's own in checkpoint.PerRank, or give different values different names"
         raise LayoutError(summarize(problems, advice))

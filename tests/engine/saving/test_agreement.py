@@ -145,8 +145,8 @@ def test_equal_parts_are_asked_of_one_rank_and_only_the_rank_s_own_rng_sets_rows
     sent = [msgpack.packb([p if a else None for p, a in zip(r.parts, asked[i], strict=True)]) for i, r in enumerate(ranks)]
     leader.take_parts(ranks[0].parts, sent)
     assert len(leader.assignments()) == 5
-    assert [v.name for v in leader.values] == ["rng", "step"]
-    assert [leader.plan.tables.names[i] for i in leader.values[0].blobs] == [f"rng@[value,{r}]" for r in range(5)]
+    assert [v.name for v in leader.values] == ["step", "rng"]
+    assert [leader.plan.tables.names[i] for i in leader.values[1].blobs] == [f"rng@[value,{r}]" for r in range(5)]
 
 
 @pytest.mark.parametrize("change", ["values", "rows", "blob size", "order of ranks", "number of ranks"])
@@ -173,7 +173,7 @@ def test_a_kept_plan_serves_new_values_and_nothing_else_that_is_new(change: str)
         assert not leader.answer.assigns
         leader.take_parts(later[0].parts, None)
         assert leader.plan is first.plan
-        assert leader.values[1].data == encode_value(2, "step")
+        assert leader.values[0].data == encode_value(2, "step")
     else:
         assert leader.answer.plan_id != plan_id
         assert leader.answer.assigns
