@@ -498,3 +498,19 @@ def test_dicts_keep_the_order_of_their_keys(tmp_path: pathlib.Path) -> None:
         checkpoint.load(path, {"pets": held})
         assert list(held) == ["dog", "t", "cat", "ant", "bee"]
         assert list(held["dog"]) == ["m", "z", "a"]
+
+
+class Settings(dict[str, int]):
+    """A subclass of dict."""
+
+
+@pytest.mark.parametrize("mapping", [Settings(b=1, a=2), types.MappingProxyType({"b": 1, "a": 2})])
+def test_a_mapping_of_another_class_is_added_as_a_plain_dict_and_kept_where_it_is(mapping: Any, tmp_path: pathlib.Path) -> None:
+    checkpoint.save(tmp_path, {"x": {"in": mapping}})
+    into: dict[str, Any] = {}
+    checkpoint.load(tmp_path, {"x": into})
+    assert type(into["in"]) is dict
+    assert list(into["in"].items()) == [("b", 1), ("a", 2)]
+    there = Settings(b=0, a=0)
+    checkpoint.load(tmp_path, {"x": {"in": there}})
+    assert (there, type(there)) == ({"b": 1, "a": 2}, Settings)
