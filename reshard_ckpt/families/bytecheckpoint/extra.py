@@ -1,7 +1,7 @@
-"""``extra_state``: a torch file of each rank, with whatever the user put in.
+"""Reading ``extra_state``: a torch file of each rank, with any content of the user.
 
-What all ranks have alike is ``extra_state.<path>``. What they do not is ``extra_state_of_rank.<rank>.<path>``: ByteCheckpoint
-itself gives each rank its own, and ranks that were not there rank 0's, which may be wrong for them.
+Values that are equal on all ranks are named ``extra_state.<path>``. All others are named ``extra_state_of_rank.<rank>.<path>``.
+ByteCheckpoint itself gives each rank its own values, and gives new ranks those of rank 0, which may be wrong for them.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def read_extra_state(storage: Storage, format: str) -> tuple[MoreContents, dict[
     Returns
     -------
     MoreContents
-        What belongs to the catalog.
+        The tensors, files, values and errors to add to the catalog.
     dict of tensors
-        By key: its tensors, which become files of their own.
+        The tensors by key of the file in which they are to be served.
     dict of str
-        Where to find what a load misses, by the name below which it holds.
+        Advice for loads that miss a name, by the name that it concerns.
     """
     found = {int(match[1]): key for key, _ in storage.list() if (match := _FILE.fullmatch(key))}
     if not found:
@@ -96,7 +96,7 @@ def _put(node: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
 
 
 def _divided(states: Mapping[int, Mapping[str, Any]]) -> tuple[dict[str, Any], dict[tuple[str, ...], dict[int, Any]]]:
-    """What all ranks have alike, as a tree; and by path what each rank has that is not."""
+    """Divide the states of ranks: the values that are equal on all, as a tree, and all others by path and rank."""
     by_path: dict[tuple[str, ...], dict[int, Any]] = {}
     for rank, state in states.items():
         for path, value in _leaves(state):

@@ -1,8 +1,8 @@
 """FSDP1's flat parameters, as ByteCheckpoint saves them "decomposed": each parameter is a run of one vector.
 
-``user_defined_dict`` of the model's metadata says, for each flat parameter, the names of its parameters, their shapes, and the
-sizes of all that lies in the vector, with a mask of what is padding. A chunk is a range of the vector. What it holds of a
-parameter is a run of that parameter's elements, and becomes as many boxes as that takes.
+``user_defined_dict`` of the model's metadata lists for each flat parameter the names and shapes of its parameters, and the sizes
+of all runs of the vector, with a mask that marks padding. A chunk is a range of the vector. The elements that it holds of a
+parameter are a run of that parameter, and become as many boxes as the run needs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FIELDS = ("fsdp_flat_param_to_fqns", "fsdp_shapes", "fsdp_is_padding_mask", "fs
 
 @dataclass(frozen=True, slots=True)
 class FlatPart:
-    """A parameter in a flat one: elements ``[start, start + size)``."""
+    """A parameter in a flat one: it has elements ``[start, start + prod(shape))`` of the vector."""
 
     fqn: str
     shape: Ints
@@ -35,11 +35,11 @@ class FlatPart:
 
 
 FlatParams = Mapping[str, tuple[FlatPart, ...]]
-"""The parameters in each flat one, by its name."""
+"""The parameters in each flat parameter, by the name of the flat one."""
 
 
 def flat_params(notes: Any, where: str) -> FlatParams:
-    """What a model's metadata say of its flat parameters; nothing where it has none.
+    """Read the flat parameters from a model's metadata; empty if it has no flat parameters.
 
     Raises
     ------
@@ -73,7 +73,7 @@ def _parts(names: Any, shapes: Any, padding: Any, sizes: Any) -> Iterator[FlatPa
 
 
 def unflattened(saved: Metadata, flats: FlatParams, where: str) -> Metadata:
-    """Put each parameter, or its state, in the place of the flat ones that hold them.
+    """Replace flat parameters, and their state, by the parameters in them.
 
     Raises
     ------
@@ -91,7 +91,7 @@ def unflattened(saved: Metadata, flats: FlatParams, where: str) -> Metadata:
             raise CorruptError(
                 f"{where}: {fqn:.200} of shape {tensor.shape} is said to be a flat parameter; use another checkpoint"
             )
-        if not tensor.shape:  # a count of what requires a gradient, for the package itself
+        if not tensor.shape:  # a count of parameters that require a gradient; only ByteCheckpoint itself uses it
             continue
         held = sorted(tensor.chunks, key=lambda chunk: chunk.offsets)
         for part in flats[flat]:
@@ -102,7 +102,7 @@ def unflattened(saved: Metadata, flats: FlatParams, where: str) -> Metadata:
             chunks = [piece for chunk in _within(held, part) for piece in _pieces(tensor, chunk, part, heads, f"{where}: {fqn}")]
             tensors[name], paths[name] = SavedTensor(tensor.dtype, part.shape, tuple(chunks)), path
     named = {part.fqn for parts in flats.values() for part in parts}
-    for fqn, path in paths.items():  # of the step count of a parameter, key and name are one
+    for fqn, path in paths.items():  # the path of a parameter's step count has its name and its key joined by a dot
         fqn_of, _, last = str(path[-1]).rpartition(".")
         if len(path) == 2 and path[0] == "state" and fqn_of in named:
             paths[fqn] = ("state", fqn_of, last)
@@ -110,17 +110,17 @@ def unflattened(saved: Metadata, flats: FlatParams, where: str) -> Metadata:
 
 
 def _within(chunks: Sequence[Chunk], part: FlatPart) -> Sequence[Chunk]:
-    """List the chunks, of those of a vector in order, that may hold something of a parameter."""
+    """Select the chunks that may hold elements of a parameter, from the sorted chunks of a vector."""
 
     def begin(chunk: Chunk) -> int:
         return chunk.offsets[0]
 
-    first = bisect_right(chunks, part.start, key=begin) - 1  # the last that begins before it
+    first = bisect_right(chunks, part.start, key=begin) - 1  # the last chunk that begins at or before the parameter
     return chunks[max(first, 0) : bisect_left(chunks, part.start + prod(part.shape), key=begin)]
 
 
 def _flat_name(path: KeyPath) -> tuple[str, str | None]:
-    """The flat parameter, and the key if it is state of one: the path is ``state`` and ``<flat>.<key>``."""
+    """Return the name of the flat parameter, and the key if the path is that of its state: ``state``, ``<flat>.<key>``."""
     if len(path) == 2 and path[0] == "state":
         flat, _, key = str(path[1]).rpartition(".")
         return flat, key
@@ -128,7 +128,7 @@ def _flat_name(path: KeyPath) -> tuple[str, str | None]:
 
 
 def _pieces(tensor: SavedTensor, chunk: Chunk, part: FlatPart, heads: HeadParser, name: str) -> Iterator[Chunk]:
-    """What a chunk of the vector holds of a parameter, as boxes."""
+    """Yield the elements that a chunk of the vector holds of a parameter, as boxes of the parameter."""
     (first,), (count,) = chunk.offsets, chunk.lengths
     low, high = max(first, part.start), min(first + count, part.start + prod(part.shape))
     if low >= high:

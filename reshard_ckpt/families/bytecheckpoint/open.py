@@ -1,11 +1,11 @@
 """Reading a folder of ByteCheckpoint (package ``bytecheckpoint``) as a checkpoint of this library: a catalog over its files.
 
-1. ``model/`` and ``optimizer/`` are like folders of DCP, but for two things: their metadata name the package's own copies of
-   DCP's classes, and a file holds the bytes of tensors alone, whose descriptions are in the metadata.
-2. FSDP1's flat parameters become the parameters in them (`flat`).
-3. ``extra_state/`` is a torch file of each rank (`extra`).
+1. ``model/`` and ``optimizer/`` are like folders of DCP, with two differences: their metadata name the package's own copies of
+   DCP's classes, and the files hold only the bytes of tensors, whose descriptions are in the metadata.
+2. FSDP1's flat parameters are replaced by the parameters in them (`flat`).
+3. ``extra_state/`` has a torch file of each rank (`extra`).
 
-The folder of a step opens, and so does the root above that has ``latest_checkpointed_iteration.txt``, at its latest step.
+The path is the folder of a step, or the root above it with ``latest_checkpointed_iteration.txt``; the root opens its latest step.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ def open_path(path: str) -> Source | None:
 
 
 def _latest(storage: Storage) -> str | None:
-    """The folder of the latest step below a root."""
+    """Return the folder of the latest step below a root; None if this is not a root of ByteCheckpoint."""
     if storage.size(LATEST) is None:
         return None
     text = bytes(storage.read(LATEST, limit=64)).decode(errors="replace").strip()
     if not re.fullmatch(r"\d{1,18}", text) or storage.size(f"global_step_{text}/{MODEL}/.metadata") is None:
-        return None  # another library's, such as Megatron's
+        return None  # the root of another library, such as Megatron
     return f"global_step_{text}"
 
 

@@ -1,15 +1,15 @@
-"""DeepSpeed's engine saves and loads through this library: `attach` it to one, or `install` it for all that are configured so.
+"""DeepSpeed's engine saves and loads through this library: `attach` it to one engine, or `install` it for all that configure it.
 
-``engine.save_checkpoint(dir, tag)`` writes a checkpoint of this library at ``dir/tag``, of global named tensors, in the
+``engine.save_checkpoint(dir, tag)`` writes a checkpoint of this library at ``dir/tag``, with global named tensors, in the
 background:
 
-1. DeepSpeed calls `Engine.create` and then `Engine.save`, once for each file that it would write. The last of these calls begins
-   one save of all that the engine holds, in the layout in which it is there (`saving`). Nothing is written to the others.
-2. Training goes on. A step of the optimizer waits until what it changes is copied.
-3. After the commit, rank 0 replaces the file ``latest``. A save that is killed before leaves the last one's tag in it.
+1. DeepSpeed calls `Engine.create`, and then `Engine.save` for each file that it would write. The last of these calls on a rank
+   begins one save of the engine's whole state (`saving`). The other calls write nothing.
+2. Training goes on. A step of the optimizer waits until the tensors that it changes are copied.
+3. After the commit, rank 0 replaces the file ``latest``. If a save is killed before that, ``latest`` still has the old tag.
 
-``engine.load_checkpoint`` loads what such a save or DeepSpeed itself has written, at whatever number of ranks, ZeRO stage and
-precision (`loading`).
+``engine.load_checkpoint`` loads a checkpoint of this library or of DeepSpeed, from any number of ranks, ZeRO stage and precision
+(`loading`).
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ _LAYER = re.compile(r"layer_\d+.*model_states\.pt")
 def attach(engine: Any, *, host_buffer_bytes: int | None = None, timeout_s: float = 600.0) -> Any:
     """Have a DeepSpeed engine save and load through this library; all ranks call it.
 
-    Of the engine's config it heeds the blocks ``datastates_ckpt`` and ``nebula``.
+    The blocks ``datastates_ckpt`` and ``nebula`` of the engine's config set options.
 
     Parameters
     ----------
     engine
-        What ``deepspeed.initialize`` returned; a ``PipelineEngine`` too.
+        The first result of ``deepspeed.initialize``; a ``PipelineEngine`` too.
     host_buffer_bytes, timeout_s
-        As for `checkpoint.async_save`; the first goes before ``host_cache_size`` of ``datastates_ckpt``.
+        As in `checkpoint.async_save`. `host_buffer_bytes` overrides ``host_cache_size`` of ``datastates_ckpt``.
 
     Returns
     -------
@@ -65,7 +65,7 @@ def attach(engine: Any, *, host_buffer_bytes: int | None = None, timeout_s: floa
     Raises
     ------
     UsageError
-        It is no engine of DeepSpeed, or a block of its config is wrong.
+        `engine` is not an engine of DeepSpeed, or a block of its config is wrong.
     """
     if not hasattr(engine, "checkpoint_engine") or not hasattr(engine, "save_checkpoint"):
         raise UsageError(f"attach: wanted what deepspeed.initialize returns first, got {type(engine).__name__}")
@@ -81,7 +81,7 @@ def attach(engine: Any, *, host_buffer_bytes: int | None = None, timeout_s: floa
 
 
 def detach(engine: Any) -> Any:
-    """Give an engine back to DeepSpeed's own checkpoints, once what is under way is committed; return the engine."""
+    """Wait for a save that is under way, and give the engine DeepSpeed's own checkpoints back; return the engine."""
     if isinstance(engine.checkpoint_engine, Engine):
         engine.checkpoint_engine.cleanup()
         engine.checkpoint_engine = engine.checkpoint_engine.stock
@@ -93,13 +93,13 @@ def detach(engine: Any) -> Any:
 def install() -> None:
     """Attach every engine that is made from now on whose config has the block ``datastates_ckpt`` or ``nebula``.
 
-    Of the first, ``host_cache_size`` (GB) bounds the host memory of a rank. The second saves to the memory of nodes. Call it
-    before ``deepspeed.initialize``; a second call does nothing.
+    In ``datastates_ckpt``, ``host_cache_size`` (GB) bounds the host memory of a rank. ``nebula`` saves to the memory of nodes.
+    Call it before ``deepspeed.initialize``; a second call does nothing.
     """
     from deepspeed.runtime import config
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    # Since 0.19.7 a config with this block is refused, as DeepSpeed itself would no longer heed it.
+    # Since 0.19.7 DeepSpeed refuses a config with this block, because it ignores it. Here the block still has a meaning.
     for name, table in vars(config).items():
         if name.startswith("_REMOVED_") and isinstance(table, dict):
             table.pop("nebula", None)
@@ -114,7 +114,7 @@ def _configured(stock: Callable[..., None]) -> Callable[..., None]:
             stock(engine, *arguments)
             return
         with ExitStack() as disabled:
-            for name in BLOCKS.values():  # else DeepSpeed looks for the packages of these engines
+            for name in BLOCKS.values():  # DeepSpeed would import the packages of these checkpoint engines
                 if (block := getattr(engine._config, name, None)) is not None:
                     disabled.callback(setattr, block, "enabled", block.enabled)
                     block.enabled = False
@@ -126,7 +126,7 @@ def _configured(stock: Callable[..., None]) -> Callable[..., None]:
 
 
 class _Loading:
-    """``engine.load_checkpoint``, as long as the engine's checkpoint engine is this library's."""
+    """``engine.load_checkpoint`` while this library is attached to the engine."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = weakref.ref(engine)
@@ -145,18 +145,18 @@ class _Loading:
 
 
 class Engine:
-    """A checkpoint engine as DeepSpeed calls it, of one DeepSpeed engine.
+    """A checkpoint engine with the methods that DeepSpeed calls, for one DeepSpeed engine.
 
     Parameters
     ----------
     engine
         The engine whose checkpoints these are.
     stock
-        The checkpoint engine that it had; it writes and reads what is no part of a checkpoint, such as ``save_16bit_model``.
+        The checkpoint engine that it replaces. It still handles files that are not a checkpoint, such as ``save_16bit_model``.
     host_buffer_bytes, timeout_s
         As for `checkpoint.async_save`.
     nebula
-        The run that it saves to; without one, each checkpoint is a folder below the one that a save is given.
+        The run to save to. Without one, each checkpoint is a folder below the folder that a save is given.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class Engine:
         _AT_EXIT.add(self)
 
     def create(self, info: Any) -> None:
-        """Begin a checkpoint: wait for the one before and its ``latest``, and have DeepSpeed call `save` on every rank."""
+        """Begin a checkpoint: wait for the commit of the last one, and have DeepSpeed call `save` on every rank."""
         self._set_back()
         if self.old is not None:
             info = self.old.info or info
@@ -187,13 +187,13 @@ class Engine:
         self.finish()
         self._info, self._values, self._kept = info, {}, None
         self._change(engine, save_non_zero_checkpoint=True)
-        # It would copy all experts for files of their own, which nobody needs here.
+        # DeepSpeed would copy all experts, to write them to files of their own.
         self._change(engine, has_moe_layers=False)
-        # DeepSpeed would copy all frozen parameters, and what is saved are the live ones.
+        # DeepSpeed would copy all frozen parameters; this library saves the live ones.
         self._change(engine, _get_zero_frozen_param_attributes=lambda function: {})
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Take part of a checkpoint; the last part of a rank begins the save."""
+        """Receive the content of one file. The call for the last file of a rank begins the save of the whole state."""
         folder, name = os.path.split(path)
         if self._info is None or os.path.abspath(folder) != os.path.abspath(self._path()):
             self.stock.save(state_dict, path)
@@ -216,7 +216,7 @@ class Engine:
         return self.stock.load(path, map_location=map_location)
 
     def commit(self, info: Any) -> bool:
-        """Wait until the checkpoint is committed, and ``latest`` names it."""
+        """Wait until the checkpoint is committed and ``latest`` names it; return True."""
         if self._running is None or info != self._running.info:
             return bool(self.stock.commit(info))
         self.finish()
@@ -227,38 +227,38 @@ class Engine:
         os.makedirs(path, exist_ok=exist_ok)
 
     def is_data_parallel_writer(self, dp_rank: int) -> bool:
-        """Return whether a data-parallel rank writes what all have; each rank writes a part, whatever is said here."""
+        """Return whether a data-parallel rank writes replicated content, as DeepSpeed expects; here, every rank writes a part."""
         return dp_rank == 0
 
     def is_decoupled(self) -> bool:
-        """Return True: a checkpoint is committed some time after it was begun, and ``latest`` is written then."""
+        """Return True: the commit comes some time after `save`, and only then is ``latest`` written."""
         return True
 
     def set_commit_info(self, info: Any) -> None:
         """Do nothing: see `get_commit_info`."""
 
     def get_commit_info(self) -> None:
-        """Return None: DeepSpeed has nothing to commit, as each save commits by itself."""
+        """Return None: DeepSpeed need not commit anything, because each save commits by itself."""
 
     def preserves_storage_sharing(self) -> bool:
-        """Return False: what is saved need not be cloned to be small."""
+        """Return False, so that DeepSpeed does not clone tensors to shrink them."""
         return False
 
     def cleanup(self) -> None:
-        """Wait for what is under way; DeepSpeed calls this at the end."""
+        """Wait for a save that is under way; DeepSpeed calls this at the end."""
         self._set_back()
         self.finish()
         if self._nebula is not None:
             self._nebula.close()
 
     def finish(self) -> None:
-        """Wait until the last save is committed, and ``latest`` names it; raise the error of one that failed."""
+        """Wait until the last save is committed and ``latest`` names it; raise the error of a save that failed."""
         running, self._running = self._running, None
         if running is not None:
             running.result()
 
     def _is_checkpoint(self, info: Any) -> bool:
-        """Tell a checkpoint from the one file of ``save_16bit_model``, which goes by the name of that file."""
+        """Tell a checkpoint from the one file of ``save_16bit_model``, whose name DeepSpeed passes in the place of a tag."""
         return hasattr(info, "save_dir") and not str(info.tag).endswith((".bin", ".pt", ".safetensors"))
 
     def _of(self) -> Any:
@@ -270,7 +270,7 @@ class Engine:
         return os.path.join(self._info.save_dir, str(self._info.tag))
 
     def _change(self, engine: Any, **attributes: Any) -> None:
-        """Set attributes of the engine until its last `save`."""
+        """Set attributes of the engine; `_set_back` restores them."""
         for key, value in attributes.items():
             self._changed[key] = vars(engine).get(key, _NOTHING)
             setattr(engine, key, value)
@@ -304,7 +304,7 @@ _NOTHING = object()
 _AT_EXIT: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 _LAZY: dict[str, Any] = {"staging": "lazy", "hold": "caller"}
-"""The base optimizer's hook waits for `staged`, so nothing is copied before a save returns."""
+"""The hook on the base optimizer's step waits for `staged`, so a save returns before anything is copied."""
 
 
 @atexit.register
@@ -317,7 +317,7 @@ def _finish_all() -> None:
 
 
 class _Running:
-    """A save that is under way, with what follows its commit."""
+    """A save that is under way, and the steps that follow its commit."""
 
     def __init__(self, info: Any, handle: SaveHandle, *, writes_latest: bool) -> None:
         self.info, self._handle = info, handle
@@ -328,7 +328,7 @@ class _Running:
         handle.add_done_callback(self._after)
 
     def hold(self, register: Callable[..., Any]) -> None:
-        """Have the next step of the optimizer wait until all is copied."""
+        """Make the next step of the optimizer wait until all tensors are copied."""
 
         def wait(*_: Any) -> None:
             self._handle.staged()
@@ -345,7 +345,7 @@ class _Running:
             self._over.set()
 
     def result(self) -> None:
-        """Wait for the commit, and for ``latest``."""
+        """Wait for the commit and for the new ``latest``; raise the error of either."""
         try:
             self._handle.result()
         finally:

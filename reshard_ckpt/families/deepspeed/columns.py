@@ -1,6 +1,7 @@
-"""A catalog over foreign files, collected as columns: a folder of a thousand ranks has millions of rows.
+"""Collecting a catalog over foreign files as columns, because a folder of a thousand ranks has millions of rows.
 
-Tensors, boxes and files are numbered as they come; rows come as whole arrays. `CatalogColumns.catalog` sorts the tensors by name.
+Tensors, boxes and files get numbers in the order in which they are added. Rows are added as whole arrays.
+`CatalogColumns.catalog` sorts the tensors by name.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from .shards import Shard
 
 NAME = "deepspeed"
 MAX_RUNS = 1 << 20
-"""Of a tensor that does not lie in row-major order."""
+"""The most runs that one tensor outside of row-major order may have."""
 
 Numbers = I64 | int
 
 
 class CatalogColumns:
-    """What a catalog is made of, on its way to one; messages call the checkpoint `where`."""
+    """The parts of a catalog before it is built; `where` is the name of the checkpoint in messages."""
 
     def __init__(self, where: str) -> None:
         self.where = where
@@ -53,15 +54,15 @@ class CatalogColumns:
         self._values: dict[str, ValueEntry] = {}
 
     def names(self) -> tuple[str, ...]:
-        """Return the names of the tensors so far."""
+        """Return the names of all tensors that were added."""
         return tuple(self._tensors)
 
     def shapes(self) -> dict[str, Ints]:
-        """Return the shapes of the tensors so far, by name."""
+        """Return the shapes of all tensors that were added, by name."""
         return {name: self._shapes[number] for name, number in self._tensors.items()}
 
     def place(self, name: str, element: int) -> tuple[str, int, torch.dtype] | None:
-        """Return the file and the byte at which an element of a tensor lies, as far as it lies in runs of the whole tensor."""
+        """Return the file, the byte and the dtype of an element of a tensor; None unless it lies in a run of the whole tensor."""
         wanted, dtype = self._tensors[name], TORCH_DTYPES[self._dtypes[self._tensors[name]]]
         whole = self._boxes.get(((0,) * len(self._shapes[wanted]), self._shapes[wanted]), -1)
         for tensor, box, start, count, file, offset in self._rows:
@@ -70,19 +71,19 @@ class CatalogColumns:
         return None
 
     def file(self, key: str, size: int) -> int:
-        """Return the number of a file."""
+        """Add a file, unless it is there; return its number."""
         if key not in self._files:
             self._files[key] = len(self._files)
             self._file_sizes.append(size)
         return self._files[key]
 
     def tensor(self, name: str, dtype: str, shape: Ints, link: StateLink | None = None) -> int:
-        """Return the number of a tensor.
+        """Add a tensor, unless it is there; return its number.
 
         Raises
         ------
         CorruptError
-            It was there before, with another dtype or shape.
+            The tensor is there with another dtype or shape.
         """
         number = self._tensors.setdefault(name, len(self._dtypes))
         if number == len(self._dtypes):
@@ -97,26 +98,26 @@ class CatalogColumns:
         return number
 
     def alias(self, name: str, of: str) -> None:
-        """Say that a tensor is another one, under a second name."""
+        """Add a second name of the tensor `of`."""
         self._aliases[name] = of
 
     def box(self, offsets: Ints, lengths: Ints) -> int:
-        """Return the number of a box."""
+        """Add a box, unless it is there; return its number."""
         return self._boxes.setdefault((offsets, lengths), len(self._boxes))
 
     def rows(self, tensor: Numbers, box: Numbers, start: Numbers, count: Numbers, file: int, offset: Numbers) -> None:
-        """Add rows: runs of boxes that lie in a file. One number stands for as many of it."""
+        """Add rows: runs of boxes, each with its place in one file. The arguments are broadcast against each other."""
         columns = np.broadcast_arrays(
             *(np.atleast_1d(np.asarray(c, np.int64)) for c in (tensor, box, start, count, file, offset))
         )
         self._rows.append(tuple(columns))
 
     def add_whole(self, file: TorchFile, name: str, view: PickledTensor, link: StateLink | None = None) -> None:
-        """Add a tensor that a file has whole, in whatever order its elements lie."""
+        """Add a tensor that one file holds whole, with any strides."""
         self.add_shard(file, name, view, Shard.whole(view.shape), link)
 
     def add_shard(self, file: TorchFile, name: str, view: PickledTensor, shard: Shard, link: StateLink | None = None) -> None:
-        """Add a tensor of which a file has a part."""
+        """Add the part of a tensor that one file holds."""
         tensor = self.tensor(name, dtype_code(view.dtype, name), shard.shape, link)
         if not prod(view.shape) or not shard.segments:
             return
@@ -135,13 +136,14 @@ class CatalogColumns:
             self.rows(tensor, self.box(tuple(corner), lengths), 0, prod(lengths), number, at + start * each)
 
     def add_runs(self, file: TorchFile, names: FlatNames, tensor: PickledTensor, runs: Runs) -> None:
-        """Add the runs of parameters in a flat tensor, which lies in a file."""
+        """Add the runs of parameters that a flat tensor in a file holds."""
         if not tensor.is_row_major:
             raise CorruptError(f"{self.where}: a flat tensor in {file.key} has strides {tensor.strides}; use another copy")
         if not len(runs.param):
             return
         number, at, each = self.file(file.key, file.size), file.at(tensor), tensor.dtype.itemsize
         box = names.box[runs.param]
+        # plain_ones[r]: whether the parameter of run r is one box, so that the run is a row as it is
         plain_ones = box >= 0
         self.rows(
             names.tensor[runs.param][plain_ones],
@@ -152,6 +154,7 @@ class CatalogColumns:
             at + runs.at[plain_ones] * each,
         )
         others = (column[~plain_ones].tolist() for column in (runs.param, runs.start, runs.count, runs.at))
+        # The others have several boxes: cut each run where a box ends.
         for param, start, count, place in zip(*others, strict=True):
             for segment in names.shards[param].segments:
                 low, high = max(start, segment.at), min(start + count, segment.at + prod(segment.lengths))
@@ -161,7 +164,7 @@ class CatalogColumns:
                     self.rows(names.tensor[param], inside, low - segment.at, high - low, number, offset)
 
     def value(self, path: Sequence[Any], value: Any, kind: ValueKind = ValueKind.PLAIN, link: StateLink | None = None) -> None:
-        """Add a value at a path of the state; one that is no plain value becomes unreadable by name."""
+        """Add a value at a path of the state. If it cannot be encoded, it becomes unreadable under its name."""
         name = ".".join(str(key[0]) if isinstance(key, tuple) else str(key) for key in path)
         try:
             self._values[name] = ValueEntry(name, encode_path(path), kind, encode_value(value, name), link=link)
@@ -169,18 +172,19 @@ class CatalogColumns:
             self.unreadable[name] = error
 
     def catalog(self) -> Catalog:
-        """Build the catalog.
+        """Build the catalog, with tensors sorted by name.
 
         Raises
         ------
         CorruptError
-            Tensors do not fit into their files, or break another rule of catalogs.
+            A tensor does not fit into its file, or breaks another rule of catalogs.
         """
         for name, of in self._aliases.items():
             if of in self._tensors:
                 source = self._tensors[of]
                 self.tensor(name, self._dtypes[source], self._shapes[source])
         names = sorted(self._tensors)
+        # order[k]: number of the k-th tensor by name; place[n]: where tensor number n comes by name
         order = np.array([self._tensors[name] for name in names], np.int64)
         tensors = [
             ForeignTensor(name, self._dtypes[i], self._shapes[i], (), self._aliases.get(name), self._links[i])
@@ -188,6 +192,7 @@ class CatalogColumns:
         ]
         place = np.empty(len(order), np.int64)
         place[order] = np.arange(len(order))
+        # tensor[r]: number of the tensor of row r; sorting: the rows in order of their tensors' names
         tensor, *rows = (np.concatenate(c) for c in zip(*self._rows, strict=True)) if self._rows else [np.zeros(0, np.int64)] * 6
         sorting, width = np.argsort(place[tensor], kind="stable"), num_dims(tensors)
         catalog = assemble(
@@ -204,7 +209,10 @@ class CatalogColumns:
 
 
 class FlatNames:
-    """The tensors of one key of a flat group: for each parameter the tensor's number, and its one box where it has just one."""
+    """The tensors of one key of a flat group: for each parameter its tensor's number, and the number of its box, or -1.
+
+    A tensor's number is -1 if the parameter is unreadable. A box's number is -1 if the parameter has several boxes, or no box.
+    """
 
     def __init__(self, columns: CatalogColumns, params: Params, shards: Sequence[Shard], key: str, dtype: str) -> None:
         self.shards = shards
@@ -219,4 +227,4 @@ class FlatNames:
 
 
 KnownNames = dict[tuple[Any, str, str], FlatNames]
-"""By group, key and dtype."""
+"""The names of tensors by group, key and dtype: they are the same for all ranks."""

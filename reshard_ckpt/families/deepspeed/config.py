@@ -1,7 +1,7 @@
 """The blocks of a DeepSpeed config that choose this library: ``datastates_ckpt``, and ``nebula`` for a run in memory.
 
-They are read as DeepSpeed's own engines of these names read them, so that a config need not change. The newest releases of
-DeepSpeed no longer know ``nebula``; here it means the same with all of them.
+They are read as DeepSpeed reads them for its own engines of these names, so configs need not change. The newest releases of
+DeepSpeed ignore ``nebula``; here it keeps its meaning.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from typing import Any
 from ...errors import UsageError
 
 BLOCKS = {"datastates_ckpt": "datastates_config", "nebula": "nebula_config"}
-"""Blocks that choose this library, and what DeepSpeed's config object calls them."""
+"""The blocks that choose this library, each with its attribute in DeepSpeed's config object."""
 
 
 @dataclass(frozen=True, slots=True)
 class NebulaBlock:
-    """What the block ``nebula`` says.
+    """The options of the block ``nebula``.
 
     Attributes
     ----------
     path
-        ``persistent_storage_path``: where the run's checkpoints go from memory.
+        ``persistent_storage_path``: the folder to which checkpoints are copied from memory.
     interval_s
-        ``persistent_time_interval``: how often one goes there, in seconds.
+        ``persistent_time_interval``: the time between two such copies, in seconds.
     num_versions
-        ``num_of_version_in_retention``: how many are kept there.
+        ``num_of_version_in_retention``: the number of checkpoints to keep there.
     loads
-        ``enable_nebula_load``: whether a load looks into the run, before the folder that it is given.
+        ``enable_nebula_load``: whether a load looks into the run before the folder that it is given.
     load_path
-        ``nebula_load_path``: the storage path of another run, to begin from.
+        ``nebula_load_path``: the storage path of another run to start from.
     """
 
     path: str
@@ -44,25 +44,25 @@ class NebulaBlock:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """What the blocks of a config choose; None for what they leave open."""
+    """The options that the blocks of a config set; None for options that they leave open."""
 
     host_buffer_bytes: int | None = None
     nebula: NebulaBlock | None = None
 
 
 def config_of(engine: Any) -> Mapping[str, Any]:
-    """Return the config of an engine, as it was given."""
+    """Return the config of an engine, as the user gave it."""
     found = engine.config if isinstance(engine.config, dict) else getattr(engine._config, "_param_dict", {})
     return found if isinstance(found, Mapping) else {}
 
 
 def chosen_by(config: Mapping[str, Any]) -> Chosen | None:
-    """Read what a config chooses; None where it has neither block, or they are not enabled.
+    """Read the blocks of a config; return None if it has neither block, or none of them is enabled.
 
     Raises
     ------
     UsageError
-        An option of a block has a value that cannot be meant, or both blocks choose.
+        An option of a block has an impossible value, or both blocks are enabled.
     """
     blocks = {key: block for key in BLOCKS if (block := _enabled(config.get(key), by_default=key != "nebula")) is not None}
     if len(blocks) > 1:
@@ -73,7 +73,7 @@ def chosen_by(config: Mapping[str, Any]) -> Chosen | None:
 
 
 def _enabled(block: Any, *, by_default: bool) -> Mapping[str, Any] | None:
-    """Return a block that is enabled; None for one that is not, or not there. DeepSpeed wants ``enabled`` of ``nebula`` alone."""
+    """Return an enabled block; None for a disabled or missing one. In DeepSpeed, only ``nebula`` must say ``enabled``."""
     if block is None or block is False:
         return None
     if block is True:

@@ -1,10 +1,10 @@
-"""What a DeepSpeed engine holds on this rank, as parts of global tensors: the same names saving and loading.
+"""The state of a DeepSpeed engine on this rank, as parts of global tensors, under the same names in saves and loads.
 
-1. The optimizer's own ``state_dict()`` has the flat tensors, live; `layout` says which runs of which parameters
-   they hold. Each run is a `FlatShard` over that memory.
-   Of which shard of a parameter they are runs, `parallel` knows.
-2. What has no master weights is the module's: parameters that no optimizer has, and buffers.
-3. For a load, state that the optimizer does not have yet is allocated first, as the checkpoint has it.
+1. The optimizer's own ``state_dict()`` has the live flat tensors, and `layout` tells the runs of parameters in them.
+   Each run becomes a `FlatShard` over that memory. If tensor-parallel ranks divide the parameter, `parallel` tells which shard of
+   it the run belongs to.
+2. Parameters and buffers without master weights are taken from the module.
+3. For a load, state that the checkpoint has and the optimizer lacks is allocated first.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ FLAT_OWNERS = (
     "fp32_partitioned_groups_flat",  # ZeRO-3
     "fp32_groups_flat",  # the fp16 and bf16 wrapper without ZeRO
 )
-"""Where each optimizer of DeepSpeed keeps the flat tensors that torch's optimizer has for parameters, one for each group."""
+"""Attributes of DeepSpeed's optimizers: the flat tensors, one for each group, that torch's optimizer has as its parameters."""
 
 
 def refuse_unsupported(engine: Any) -> None:
-    """Refuse by name what cannot be saved or loaded as global tensors.
+    """Refuse engines whose state cannot be saved or loaded as global tensors.
 
     Raises
     ------
     UnsupportedError
-        The engine offloads to NVMe, or divides tensors among ranks in a way that is not known here.
+        The engine offloads to NVMe, or divides tensors among ranks in an unknown way.
     """
     if engine.zero_nvme_offload_optimizer() or _offloads_parameters_to_nvme(engine):
         raise UnsupportedError(
@@ -51,7 +51,7 @@ def refuse_unsupported(engine: Any) -> None:
 
 
 def _refuse_model_parallelism(engine: Any) -> None:
-    """Refuse tensors that are divided in a way that nothing tells: by an ``mpu``, or among ranks of one stage of a pipeline."""
+    """Refuse tensors that are divided in an unknown way: by an ``mpu``, or among the ranks of one stage of a pipeline."""
     grid = getattr(engine, "grid", None)
     if grid is not None and grid.get_slice_parallel_world_size() > 1:
         raise UnsupportedError(
@@ -66,7 +66,7 @@ def _refuse_model_parallelism(engine: Any) -> None:
 
 
 def _refuse_experts(engine: Any) -> None:
-    """Refuse experts that are divided in another way than among data-parallel ranks by DeepSpeed's own layers."""
+    """Refuse experts unless DeepSpeed's own layers divide them among data-parallel ranks, without other parallelism."""
     how = None
     if engine.zero_optimization_stage() == 3:
         how = "together with ZeRO-3"
@@ -79,7 +79,7 @@ def _refuse_experts(engine: Any) -> None:
 
 
 def _global_names(engine: Any) -> dict[str, str]:
-    """Return the names that parameters and buffers of experts have in the whole model, by their names on this rank."""
+    """Map the names that experts' parameters and buffers have on this rank to their names in the whole model."""
     from deepspeed.utils import groups
 
     found: dict[str, str] = {}
@@ -98,13 +98,13 @@ def _offloads_parameters_to_nvme(engine: Any) -> bool:
 
 
 def base_optimizer(engine: Any) -> Any:
-    """Return torch's optimizer, inside of whatever wraps it; None where the engine has none."""
+    """Return torch's optimizer from inside of its wrappers; None if the engine has no optimizer."""
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor or value of the optimizer's state: of which parameter, under which key, and this rank's part of it."""
+    """This rank's part of one tensor or value of the optimizer's state: its parameter, its key, and the part."""
 
     fqn: str
     key: str
@@ -119,7 +119,7 @@ class EngineState:
     engine
         A ``DeepSpeedEngine`` or ``PipelineEngine``.
     loading
-        Whether all that this rank has is wanted; for a save, what an earlier stage of a pipeline has too is left out.
+        Whether to include all that this rank holds. A save leaves out parameters that an earlier stage of a pipeline also holds.
     """
 
     def __init__(self, engine: Any, *, loading: bool = False) -> None:
@@ -130,7 +130,7 @@ class EngineState:
         self._flat = self._flat_params() if engine.optimizer is not None else None
 
     def name(self, local: str) -> str:
-        """Return the name in the whole model of a parameter or buffer that has another one on this rank."""
+        """Convert the name of a parameter or buffer on this rank to its name in the whole model."""
         return self._renamed.get(local, local)
 
     def _flat_params(self) -> list[Params] | None:
@@ -139,22 +139,22 @@ class EngineState:
 
     @property
     def optimizer_state(self) -> RankState | None:
-        """What the optimizer holds in flat tensors; None where it has parameters of their own."""
+        """The flat tensors of the optimizer; None if it does not flatten its parameters."""
         if self._flat is None:
             return None
         group = getattr(self._optimizer, "dp_process_group", None)
         rank: int | list[int] = 0 if group is None else dist.get_rank(group=group)
-        if self._renamed:  # then groups are divided among different ranks
+        if self._renamed:  # with experts, each group has its own process group
             rank = [dist.get_rank(group=of) for of in self._optimizer.real_dp_process_group]
         return open_state(self._flat, self._optimizer.state_dict(), rank, "the optimizer of the engine")
 
     def groups(self) -> list[dict[str, Any]]:
-        """Return the hyperparameters of the optimizer's groups, with the names of their parameters."""
+        """Return the hyperparameters of the optimizer's groups, with the names of their parameters under ``params``."""
         found = base_optimizer(self._engine).param_groups
         return [{**hyperparameters(group), "params": names} for group, names in zip(found, self.group_names(), strict=True)]
 
     def group_names(self) -> list[list[str]]:
-        """Return the names of the parameters of each of torch's groups."""
+        """Return the names of the parameters in each group of torch's optimizer."""
         if self._flat is None:
             groups = base_optimizer(self._engine).param_groups
             params = self._optimizer.fp16_groups if hasattr(self._optimizer, "fp32_groups") else [g["params"] for g in groups]
@@ -166,7 +166,7 @@ class EngineState:
         return found
 
     def tensors(self, *, with_state: bool) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-        """Return the tensors of the module by FQN, masters where there are some, and those of the optimizer's state.
+        """Return the module's tensors by FQN (master weights if there are any), and the optimizer's state by FQN and key.
 
         Parameters
         ----------
@@ -205,7 +205,7 @@ class EngineState:
                     yield Entry(fqn, key, value.clone() if isinstance(value, torch.Tensor) else value)
 
     def _entries_apart(self) -> Iterator[Entry]:
-        """Yield the state of torch's own optimizer, and master weights that are not flat."""
+        """Yield the state of torch's own optimizer, and master weights that are not flattened."""
         state = base_optimizer(self._engine).state
         for param, owner in self._apart():
             fqn = self.names[param]
@@ -218,7 +218,7 @@ class EngineState:
                 yield Entry(fqn, key, self._parallel.whole(fqn, value) if is_part else value)
 
     def _apart(self) -> Iterator[tuple[Any, Any]]:
-        """Yield each parameter that no flat tensor holds, and what torch's optimizer has for it: the parameter, or a master."""
+        """Yield each parameter that is not in a flat tensor, with torch's optimizer's tensor for it: itself, or its master."""
         masters = getattr(self._optimizer, "fp32_groups", None)
         owners = masters or [group["params"] for group in base_optimizer(self._engine).param_groups]
         params = self._optimizer.fp16_groups if masters else owners
@@ -226,7 +226,7 @@ class EngineState:
             yield from zip(group, of, strict=True)
 
     def _module_parts(self, trained: set[str]) -> Iterator[tuple[str, Any]]:
-        """Yield the parameters that have no master weights."""
+        """Yield the parameters without master weights."""
         apart = self._apart() if self._optimizer is not None and self._flat is None else ()
         skipped = trained | {self.names[param] for param, owner in apart if owner is not param}
         for local, param in self._engine.module.named_parameters():
@@ -240,7 +240,7 @@ class EngineState:
                 yield fqn, self._parallel.whole(fqn, param.detach())
 
     def _stripe(self, fqn: str, param: Any) -> Any:
-        """Return this rank's stripe of a frozen parameter of ZeRO-3: the live one."""
+        """Return this rank's stripe of a frozen parameter of ZeRO-3, over the live memory; None if it has no elements here."""
         group = self._optimizer.dp_process_group
         runs = striped_runs(Params.of({fqn: tuple(param.ds_shape)}), dist.get_world_size(group=group), dist.get_rank(group=group))
         if not len(runs.param):
@@ -249,7 +249,10 @@ class EngineState:
         return self._parallel.part(fqn, tuple(param.ds_shape), param.ds_tensor.detach().reshape(-1)[:count], start)
 
     def buffers(self, *, of_experts_alone: bool = False) -> dict[str, torch.Tensor]:
-        """Return the module's buffers, live; without those of experts, all data-parallel ranks have the same."""
+        """Return the module's live buffers by name.
+
+        All data-parallel ranks have the same ones, except for the buffers of experts, which `of_experts_alone` selects.
+        """
         found = {}
         for prefix, module in self._engine.module.named_modules():
             for name, buffer in module.named_buffers(recurse=False):
@@ -260,17 +263,17 @@ class EngineState:
         return found
 
     def _aliases(self) -> dict[str, str]:
-        """Return the second names of parameters."""
+        """Map the second names of tied parameters to their first names."""
         every = self._engine.module.named_parameters(remove_duplicate=False)
         return {self.name(name): self.names[p] for name, p in every if p in self.names and self.names[p] != self.name(name)}
 
     def allocate(self, kinds: Mapping[str, Mapping[str, tuple[bool, torch.dtype]]]) -> None:
-        """Allocate the state that the optimizer does not have yet.
+        """Allocate the state that the checkpoint has and the optimizer lacks, filled with zeros.
 
         Parameters
         ----------
         kinds
-            For each parameter, what the checkpoint has of it: by key, whether it has the parameter's shape, and its dtype.
+            By parameter and key: whether the saved state has the parameter's shape, and its dtype.
         """
         base = base_optimizer(self._engine)
         for names, owner in self._owners():
@@ -283,7 +286,7 @@ class EngineState:
                     )
 
     def _owners(self) -> Iterator[tuple[Sequence[str], Any]]:
-        """Yield what torch's optimizer has for a parameter, and the names of the parameters that it is."""
+        """Yield each parameter of torch's optimizer (flat or not), with the names of the parameters that it holds."""
         if self._flat is not None:
             owners = next(getattr(self._optimizer, key) for key in FLAT_OWNERS if hasattr(self._optimizer, key))
             yield from zip((params.names for params in self._flat), owners, strict=True)
@@ -291,12 +294,12 @@ class EngineState:
         yield from (((self.names[param],), owner) for param, owner in self._apart())
 
     def set_shared(self, entries: Mapping[str, Mapping[str, Any]]) -> None:
-        """Set what all parameters of a flat group share, such as the step, to what was loaded for each of them.
+        """Set values that the parameters of a flat group share, such as the step, from the loaded value of each parameter.
 
         Raises
         ------
         UnsupportedError
-            It differs among the parameters of a group.
+            The loaded values differ among the parameters of one group.
         """
         base = base_optimizer(self._engine)
         for names, owner in self._owners():
@@ -318,7 +321,7 @@ class EngineState:
                     state[key] = value.item() if isinstance(value, torch.Tensor) and key in state else value
 
     def update_parameters(self) -> None:
-        """Copy loaded master weights to the parameters of the module."""
+        """Copy loaded master weights to the module's parameters."""
         optimizer = self._optimizer
         if hasattr(optimizer, "update_lp_params"):
             optimizer.update_lp_params()
@@ -360,7 +363,7 @@ def _shown(value: Any) -> Any:
 
 
 def _flat_params(engine: Any) -> list[Params] | None:
-    """Return the parameters of each flat group, in order; None where the optimizer flattens nothing."""
+    """Return the parameters of each flat group, in order; None if the optimizer does not flatten parameters."""
     optimizer = engine.optimizer
     if not any(hasattr(optimizer, key) for key in FLAT_OWNERS):
         return None

@@ -1,9 +1,9 @@
-"""Experts that DeepSpeed's MoE divides among data-parallel ranks: which they are of the whole model, and who shares their state.
+"""Experts that DeepSpeed's MoE divides among data-parallel ranks: their numbers in the whole model, and who shares their state.
 
-Consecutive data-parallel ranks divide the experts of a layer evenly. Each rank numbers its own from 0, in the names of their
-parameters; the number in the whole model follows from the rank. A group of the optimizer that has experts is divided among those
-ranks alone that have the same ones: its ``partition_count`` is smaller than that of other groups. So which experts a rank has,
-and which part of their state, follows from ``partition_count`` and the rank:
+Consecutive data-parallel ranks divide the experts of a layer evenly. In the names of parameters, each rank numbers its experts
+from 0; the number in the whole model follows from the rank. An optimizer group with experts is divided only among the ranks that
+have the same experts, so its ``partition_count`` is smaller than that of other groups. Therefore ``partition_count`` and the rank
+tell which experts a rank has, and which part of their state:
 
 >>> placed_groups([4, 2], 4, 3)
 (GroupPlace(rank=3, expert_rank=0), GroupPlace(rank=1, expert_rank=1))
@@ -26,19 +26,19 @@ _MODULE_FILE = re.compile(r"(?:layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.
 
 @dataclass(frozen=True, slots=True)
 class GroupPlace:
-    """Which part of a group of the optimizer a rank has: that of `rank`, of the experts that `expert_rank` has."""
+    """The part of an optimizer group that a rank has: part number `rank`, of the experts with the number `expert_rank`."""
 
     rank: int
     expert_rank: int = 0
 
 
 def placed_groups(num_ranks: Sequence[int], num_dp: int, dp: int) -> tuple[GroupPlace, ...]:
-    """Return the place of a data-parallel rank in each group, given how many ranks share each.
+    """Return the place of data-parallel rank `dp` in each group; `num_ranks` is the number of ranks that share each group.
 
     Raises
     ------
     CorruptError
-        They are no equal parts of the ranks.
+        The ranks cannot be divided into groups of equal size.
     """
     wrong = next((num for num in num_ranks if type(num) is not int or num < 1 or num_dp % num), None)
     if wrong is not None:
@@ -49,12 +49,12 @@ def placed_groups(num_ranks: Sequence[int], num_dp: int, dp: int) -> tuple[Group
 
 
 def is_expert(name: str) -> bool:
-    """Tell whether this is the name of a parameter or buffer of an expert."""
+    """Tell whether a name is that of an expert's parameter or buffer."""
     return _EXPERT.fullmatch(name) is not None
 
 
 def num_local_experts(names: Iterable[str]) -> dict[str, int]:
-    """Count the experts that a rank has of each layer, from the names of their parameters."""
+    """Count the experts of each layer on a rank, from the names of their parameters."""
     found: dict[str, int] = {}
     for name in names:
         if (expert := _EXPERT.fullmatch(name)) is not None:
@@ -63,7 +63,7 @@ def num_local_experts(names: Iterable[str]) -> dict[str, int]:
 
 
 def global_name(name: str, num_local: Mapping[str, int], expert_rank: int) -> str:
-    """Return the name that a parameter of a rank has in the whole model.
+    """Convert the name of a parameter on one rank to its name in the whole model.
 
     >>> global_name("moe.deepspeed_moe.experts.deepspeed_experts.1.w", {"moe.deepspeed_moe.experts.deepspeed_experts.": 2}, 1)
     'moe.deepspeed_moe.experts.deepspeed_experts.3.w'
@@ -75,7 +75,7 @@ def global_name(name: str, num_local: Mapping[str, int], expert_rank: int) -> st
 
 
 def named_globally(groups: Sequence[Params], places: Sequence[GroupPlace]) -> list[Params]:
-    """Return the groups of a rank with the names that their parameters have in the whole model."""
+    """Return the groups of a rank under the names that their parameters have in the whole model."""
     if not any(place.expert_rank for place in places):
         return list(groups)
     num_local = num_local_experts(name for group in groups for name in group.names)
@@ -86,17 +86,17 @@ def named_globally(groups: Sequence[Params], places: Sequence[GroupPlace]) -> li
 
 
 def module_files(files: TagFiles, where: str, content: Mapping[str, Any]) -> list[str]:
-    """List the files of experts that hold tensors of the module, under the names of the whole model.
+    """List the files of experts that hold tensors of the module, under their names in the whole model.
 
     Parameters
     ----------
     content
-        The values of the first file of model states.
+        The content of the first file of model states.
 
     Raises
     ------
     UnsupportedError
-        The experts are divided in a way that is not read.
+        The experts are divided in a way that cannot be read.
     """
     if not files.experts:
         return []
@@ -114,7 +114,7 @@ def module_files(files: TagFiles, where: str, content: Mapping[str, Any]) -> lis
 
 
 def refuse_other_order(config: Any, where: str) -> None:
-    """Refuse experts whose ranks are not consecutive, as the config of the job says."""
+    """Refuse experts whose ranks are not consecutive; the config of the job tells."""
     if isinstance(config, Mapping) and config.get("use_data_before_expert_parallelism"):
         raise UnsupportedError(
             f"{where}: use_data_before_expert_parallelism numbers the ranks of experts otherwise, which is not read; save the "

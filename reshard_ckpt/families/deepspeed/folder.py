@@ -1,12 +1,12 @@
-"""Which files a DeepSpeed checkpoint is made of, told by their names.
+"""Finding the files of a DeepSpeed checkpoint by their names.
 
-A *root* has a file ``latest`` with the name of a *tag*, the folder of one checkpoint. In that are:
+A *root* has a file ``latest`` with a *tag*: the name of the folder of one checkpoint. That folder holds:
 
 - ``mp_rank_MM_model_states.pt``, the module and all values, one for each model-parallel rank (of tensors or a pipeline); with
   ZeRO-3 ``zero_pp_rank_D_mp_rank_MM_model_states.pt``, one for each rank;
-- ``[bf16_]zero_pp_rank_D_mp_rank_MM_optim_states.pt``, the part of the optimizer that each data-parallel rank D holds;
-- ``layer_NN[-model_MM]-model_states.pt``, the layers of a pipeline;
-- ``layer_L_expert_E_mp_rank_MM_model_states.pt``, an expert of a MoE layer.
+- ``[bf16_]zero_pp_rank_D_mp_rank_MM_optim_states.pt``, the part of the optimizer that data-parallel rank D holds;
+- ``layer_NN[-model_MM]-model_states.pt``, one layer of a pipeline;
+- ``layer_L_expert_E_mp_rank_MM_model_states.pt``, one expert of a MoE layer.
 
 A *universal* folder has a folder ``zero`` instead of the optimizer's files, with a folder for each parameter.
 """
@@ -31,14 +31,23 @@ _LAYER = re.compile(r"layer_(?P<layer>\d{2,9})(?:-model_(?P<mp>\d{2,9}))?-model_
 _EXPERT = re.compile(r"(?:layer_\d+_expert_\d+|expp_rank_\d+|expert_\d+)_mp_rank_\d+_\w+\.pt")
 
 Rank = tuple[int, int]
-"""A model-parallel rank, and a data-parallel one."""
+"""The model-parallel and the data-parallel rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class TagFiles:
-    """The files of one checkpoint: by rank, those of layers by layer and tensor-parallel rank.
+    """The files of one checkpoint.
 
-    `universal` are those of a universal folder, by parameter and key, where it is one.
+    Attributes
+    ----------
+    models, optimizers
+        By model-parallel and data-parallel rank.
+    layers
+        By number of the layer and tensor-parallel rank.
+    experts
+        The files of experts.
+    universal
+        By parameter and key; None if this is not a universal folder.
     """
 
     models: Mapping[Rank, str]
@@ -49,17 +58,17 @@ class TagFiles:
 
     @property
     def num_models(self) -> int:
-        """How many model-parallel ranks there are."""
+        """The number of model-parallel ranks."""
         return 1 + max(mp for mp, _ in self.models)
 
 
 def latest_tag(storage: Storage) -> str | None:
-    """Return the tag that the file ``latest`` of a root names; None where this is no root.
+    """Return the tag that the file ``latest`` names; None if the folder is not a root.
 
     Raises
     ------
     CorruptError
-        The folder that it names is not there.
+        The folder of that tag is not there.
     """
     for key in LATEST:
         size = storage.size(key)
@@ -82,7 +91,7 @@ def _is_checkpoint(storage: Storage, tag: str) -> bool:
         known = (f"{tag}/{CATALOG_KEY}", f"{tag}/{UNIVERSAL_STATE}", f"{tag}/mp_rank_00_model_states.pt")
         return any(storage.size(key) is not None for key in known) or any(map(_is_ours, _names_in(storage, tag)))
     except CheckpointError:
-        return False  # what it says is no name of a folder
+        return False  # the file has other content than the name of a folder
 
 
 def _names_in(storage: Storage, folder: str = "") -> list[str]:
@@ -101,12 +110,12 @@ def _is_ours(name: str) -> bool:
 
 
 def tag_files(storage: Storage) -> TagFiles | None:
-    """Find the files of a checkpoint; None where this is no folder of DeepSpeed.
+    """Find the files of a checkpoint; return None if the folder is not one of DeepSpeed.
 
     Raises
     ------
     CorruptError
-        A file that must be there is missing, or there are two sets of files.
+        A file is missing, or the folder has files of two saves.
     """
     names = _names_in(storage)
     models = {_rank(m): m[0] for m in map(_MODEL.fullmatch, names) if m}
@@ -131,7 +140,7 @@ def tag_files(storage: Storage) -> TagFiles | None:
 
 
 def _universal_files(storage: Storage) -> dict[tuple[str, str], str]:
-    """Find the files of each parameter."""
+    """Find the files of a universal folder, by parameter and key."""
     found = {}
     for key, _ in storage.list("zero"):
         _, *name, file = key.split("/")
@@ -145,10 +154,10 @@ def _rank(match: re.Match[str]) -> Rank:
 
 
 def _check_complete(files: TagFiles, where: str) -> None:
-    """Check that there is a file of each kind for every rank that has a file of any kind."""
+    """Check that every rank that has a file of one kind has all others, too."""
     num_mp = 1 + max(mp for mp, _ in (*files.models, *files.optimizers))
     num_dp = 1 + max(dp for _, dp in (*files.models, *files.optimizers))
-    divided = any(key.startswith("zero_pp_rank_") for key in files.models.values())  # of ZeRO-3 each rank has its own
+    divided = any(key.startswith("zero_pp_rank_") for key in files.models.values())  # ZeRO-3: each rank has a model file
     for kind, found, num in (("model", files.models, num_dp if divided else 1), ("optim", files.optimizers, num_dp)):
         missing = next(((mp, dp) for mp in range(num_mp) for dp in range(num) if (mp, dp) not in found), None)
         if missing is not None and found:

@@ -1,18 +1,19 @@
-"""Which runs of which parameters lie in the flat tensors of a DeepSpeed optimizer: a pure function of names, shapes and rank.
+"""The layout of a DeepSpeed optimizer's flat tensors: the runs of parameters in them, from names, shapes and rank.
 
-DeepSpeed concatenates the parameters of a group and divides the result among the data-parallel ranks. So everything that a rank
-holds of one group (the fp32 master weights, each of Adam's moments) are flat tensors of one layout, its `Runs`:
+DeepSpeed concatenates the parameters of a group and divides the result among the data-parallel ranks. A rank has several flat
+tensors for one group (the fp32 master weights, each of Adam's moments). All have the same layout, a `Runs`:
 
 *Packed* (ZeRO-1, ZeRO-2, BF16_Optimizer; with one rank also the fp16 and bf16 wrappers without ZeRO): parameters lie back to
-back, each followed by a gap, and are cut into ranges of equal length, wherever that falls. The lengths are rounded up such that
-each rank's is even.
+back, each followed by a gap. The whole is cut into ranges of equal, even length, one for each rank; a cut may go through a
+parameter.
 
-*Striped* (ZeRO-3): each parameter is cut into equal stripes, one for each rank, the last of them padded. A rank's stripes lie
-back to back.
+*Striped* (ZeRO-3): each parameter is cut into stripes of equal length, one for each rank; the last stripe is padded. A rank's
+stripes lie back to back.
 
-Without a wrapper, or with the one that does not flatten, each parameter is a tensor of its own (`unpartitioned`).
+Without a wrapper, or with the wrapper that does not flatten, each parameter is a tensor of its own (`unpartitioned`).
 
-The same description serves the reading of files (`tensor` is a view of a file), saving, and loading in place (`tensor` is live).
+The same description serves to read files (where `FlatGroup.tensors` are views of a file), and to save and load (where they are
+live).
 """
 
 from __future__ import annotations
@@ -31,22 +32,22 @@ from ...errors import CorruptError, UnsupportedError
 
 MODEL, OPTIMIZER = "model", "optimizer"
 MASTER = "fp32"
-"""The key under which the master weights stand beside the state of the optimizer."""
+"""The key of the master weights; it stands among the keys of the optimizer's state."""
 
 
 def parameter_name(fqn: str) -> str:
-    """Return the name of a parameter or buffer."""
+    """Return the name of a parameter or buffer, given its FQN."""
     return f"{MODEL}.{fqn}"
 
 
 def state_link(fqn: str, key: str) -> StateLink:
-    """Link an entry of the optimizer's state to its parameter."""
+    """Return the link of an entry of the optimizer's state to its parameter."""
     return StateLink(OPTIMIZER, fqn, key, parameter_name(fqn))
 
 
 @dataclass(frozen=True, slots=True)
 class Params:
-    """The parameters of a group, in the order in which they lie in its flat tensors; `gaps` are the elements after each."""
+    """The parameters of a group in flat order: FQN, shape, number of elements, and number of elements in the gap after each."""
 
     names: tuple[str, ...]
     shapes: tuple[Ints, ...]
@@ -55,13 +56,13 @@ class Params:
 
     @staticmethod
     def of(shapes: Mapping[str, Sequence[int]], gaps: Sequence[int] = ()) -> Params:
-        """Describe a group by its shapes, such as an entry of ``param_shapes``."""
+        """Describe a group by its shapes, such as one entry of ``param_shapes``."""
         sizes = tuple(tuple(shape) for shape in shapes.values())
         numel = np.array([prod(shape) for shape in sizes], np.int64)
         return Params(tuple(shapes), sizes, numel, np.zeros(len(sizes), np.int64)).with_gaps(gaps)
 
     def with_gaps(self, gaps: Sequence[int]) -> Params:
-        """Return the same group with these gaps; none if there are no entries."""
+        """Return the same group with these gaps; an empty `gaps` changes nothing."""
         if len(gaps) == 0:
             return self
         if len(gaps) != len(self.names) or not all(type(gap) is int and gap >= 0 for gap in gaps):
@@ -71,7 +72,7 @@ class Params:
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """What a flat tensor holds: elements ``[start, start + count)`` of parameter `param`, from its own element `at` on."""
+    """The content of a flat tensor: elements ``[start, start + count)`` of parameter `param` lie in it from element `at` on."""
 
     param: I64
     start: I64
@@ -80,12 +81,12 @@ class Runs:
 
     @property
     def end(self) -> int:
-        """The length that the flat tensor has at least."""
+        """The least length of a flat tensor with these runs."""
         return int((self.at + self.count).max(initial=0))
 
 
 def packed_length(params: Params, num_ranks: int) -> int:
-    """Count the elements of each rank's range.
+    """Return the number of elements in each rank's range.
 
     >>> packed_length(Params.of({"a": (5,), "b": (2, 3)}), 2)
     6
@@ -95,14 +96,16 @@ def packed_length(params: Params, num_ranks: int) -> int:
 
 
 def packed_runs(params: Params, num_ranks: int, rank: int) -> Runs:
-    """Return what a rank holds where a group is concatenated and cut into equal ranges.
+    """Return the runs of a rank if the group is concatenated and cut into equal ranges.
 
     >>> runs = packed_runs(Params.of({"a": (5,), "b": (2, 3)}), 2, 0)
     >>> [column.tolist() for column in (runs.param, runs.start, runs.count, runs.at)]
     [[0, 1], [0, 0], [5, 1], [0, 5]]
     """
+    # first[p]: where parameter p begins in the concatenated group
     first = np.cumsum(params.numel + params.gaps) - params.numel - params.gaps
     length = packed_length(params, num_ranks)
+    # low[p]: first element of parameter p in this rank's range, counted in the group; count[p] <= 0: it has no element there
     low = np.maximum(first, rank * length)
     count = np.minimum(first + params.numel, (rank + 1) * length) - low
     here = np.flatnonzero(count > 0)
@@ -110,12 +113,13 @@ def packed_runs(params: Params, num_ranks: int, rank: int) -> Runs:
 
 
 def striped_runs(params: Params, num_ranks: int, rank: int) -> Runs:
-    """Return what a rank holds where each parameter is cut into equal stripes.
+    """Return the runs of a rank if each parameter is cut into equal stripes.
 
     >>> runs = striped_runs(Params.of({"a": (5,), "b": (2, 3)}), 2, 1)
     >>> [column.tolist() for column in (runs.param, runs.start, runs.count, runs.at)]
     [[0, 1], [3, 3], [2, 3], [0, 3]]
     """
+    # stripe[p]: elements in each stripe of parameter p; count[p]: elements that this rank's stripe has without padding
     stripe = -(-params.numel // num_ranks)
     count = np.minimum(params.numel - rank * stripe, stripe)
     here = np.flatnonzero(count > 0)
@@ -124,7 +128,7 @@ def striped_runs(params: Params, num_ranks: int, rank: int) -> Runs:
 
 @dataclass(frozen=True, slots=True)
 class FlatGroup:
-    """One group of a rank: its flat tensors by key (`MASTER`, ``exp_avg``, …), and what is no flat tensor, such as ``step``."""
+    """One group on a rank: its flat tensors by key (`MASTER`, ``exp_avg``, …), and other state, such as ``step``, by key."""
 
     params: Params
     runs: Runs
@@ -134,18 +138,18 @@ class FlatGroup:
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """All that one rank's optimizer holds.
+    """The state of an optimizer on one rank.
 
     Attributes
     ----------
     groups
-        Its flat groups: those of the optimizer, or the sub-groups of ZeRO-3.
+        The flat groups: the groups of the optimizer, or the sub-groups of ZeRO-3.
     param_groups
-        The hyperparameters of the optimizer's groups, with the names of their parameters under ``params``.
+        The hyperparameters of each optimizer group, with the names of its parameters under ``params``.
     values
-        DeepSpeed's own: the loss scaler and such.
+        DeepSpeed's own values, such as the loss scaler.
     num_ranks
-        How many ranks share each flat group.
+        The number of ranks that share each flat group.
     """
 
     groups: tuple[FlatGroup, ...]
@@ -159,35 +163,35 @@ NOT_SHARED = frozenset({
     "param_slice_mappings", "universal_checkpoint_info", "optimizer_state_dict", "fp32_flat_groups", "fp32_groups_flat",
     "fp32_groups", "ds_version", "base_optimizer_state_step", "param_groups",
 })  # fmt: skip
-"""Keys of an optimizer's state dict that describe tensors; all others are values of DeepSpeed."""
+"""Keys of an optimizer's state dict that describe tensors; all other keys are values of DeepSpeed."""
 
 
 def num_ranks_of(state: Mapping[str, Any]) -> Sequence[Any]:
-    """Return how many ranks share each flat group, where the state dict of an optimizer says so for each; else nothing."""
+    """Return the number of ranks that share each flat group; empty if the state dict has one number for all of them."""
     counts = state.get("partition_count")
     return counts if isinstance(counts, list | tuple) else ()
 
 
 def open_state(shapes: Sequence[Params], state: Mapping[str, Any], rank: int | Sequence[int], where: str) -> RankState:
-    """Return what a rank holds, from the state dict of its optimizer.
+    """Convert the state dict of a rank's optimizer to its flat groups, hyperparameters and values.
 
     Parameters
     ----------
     shapes
-        The parameters of each flat group: what ``param_shapes`` has.
+        The parameters of each flat group, as in ``param_shapes``.
     state
         ``optimizer.state_dict()`` of DeepSpeed's ZeRO or mixed-precision optimizer; its tensors may be anything with a shape.
     rank
-        The data-parallel rank; that of each group, where they are divided among different ranks.
+        The data-parallel rank; or one for each group, if the groups are divided among different ranks.
     where
-        What the state is called in messages.
+        The name of the state in messages.
 
     Raises
     ------
     CorruptError
-        The sizes of the flat tensors are not those that the shapes give.
+        The flat tensors have other lengths than follow from the shapes.
     UnsupportedError
-        It is of a kind that is not known here.
+        The state dict is of an unknown kind.
     """
     values = {key: value for key, value in state.items() if key not in NOT_SHARED}
     if "fp32_flat_groups" in state and not isinstance(rank, int):
@@ -251,7 +255,7 @@ def _striped(shapes: Sequence[Params], state: Mapping[str, Any], rank: int, valu
 
 
 def _state_of(base: Mapping[str, Any], number: int) -> Mapping[str, Any]:
-    """Return the state of a flat group; it is numbered by its position among all of the optimizer's groups."""
+    """Return the state of a flat group, which has the group's position as its number; empty if it has no state."""
     found: Mapping[str, Any] = base["state"].get(number, {})
     return found
 
@@ -290,7 +294,9 @@ def _check_ranks(where: str, num_ranks: Any, rank: int) -> None:
 
 
 def named_runs(state: RankState) -> Iterator[tuple[str, str, Ints, Any, int, int, int]]:
-    """Yield each run of a flat tensor: parameter, key, shape, tensor, its begin in the tensor and in the parameter, count."""
+    """Yield each run of each flat tensor: FQN, key, the parameter's shape, the tensor, the run's begin in it and in the parameter
+    (in elements), and its number of elements.
+    """
     for group in state.groups:
         columns = zip(*(c.tolist() for c in (group.runs.param, group.runs.at, group.runs.start, group.runs.count)), strict=True)
         for param, at, start, count in columns:

@@ -1,4 +1,4 @@
-"""What the integration with DeepSpeed's engine asks of checkpoints: their state, their values, and which is the latest."""
+"""Functions with which DeepSpeed's engine looks into checkpoints: their state, their values, and which one is the latest."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ Kinds = dict[str, dict[str, tuple[bool, torch.dtype]]]
 
 
 def declared(tensor: torch.Tensor, shard: Shard, start: int) -> FlatShard:
-    """Declare a run of the flat tensor that is a shard of a parameter; `start` counts elements of the shard."""
+    """Declare a run of a shard of a parameter; `start` counts elements of the flattened shard."""
     pieces = [(segment.offsets, segment.lengths) for segment in sorted(shard.segments, key=lambda segment: segment.at)]
     return FlatShard(tensor, shard.shape, start, pieces=pieces)
 
 
 def declared_whole(tensor: torch.Tensor) -> LocalShard:
-    """Declare a tensor that is whole here, in whatever order its elements lie."""
+    """Declare a tensor that this rank holds whole, with any strides."""
     return LocalShard(tensor, tuple(tensor.shape), (0,) * tensor.ndim)
 
 
 def is_plain(value: Any) -> bool:
-    """Tell whether a value can be kept without a class of its own."""
+    """Tell whether a value can be saved without its class."""
     try:
         encode_value(value, "a value")
     except CheckpointError:
@@ -47,7 +47,7 @@ def is_plain(value: Any) -> bool:
 
 
 def kinds_of_state(saved: Catalog) -> Kinds:
-    """Say what state a checkpoint has of each parameter: whether it is of the parameter's shape, and its dtype."""
+    """Return for each parameter and key of the saved state whether it has the parameter's shape, and its dtype."""
     found: Kinds = {}
     for name, link in saved.links().items():
         if link.optimizer != OPTIMIZER:
@@ -62,19 +62,19 @@ def kinds_of_state(saved: Catalog) -> Kinds:
 
 
 def value_keys(saved: Catalog) -> dict[str, tuple[Any, ...]]:
-    """Return the keys of everything below `ROOT` that can be read, by its name."""
+    """Return the path of every readable tensor and value below `ROOT`, by its name."""
     found = {name: tuple(name.split(".")) for name in saved.names if name.startswith(f"{ROOT}.")}
     values = (entry for entry in saved.values_table if entry.name.startswith(f"{ROOT}."))
     return found | {entry.name: decode_path(entry.path) for entry in values}
 
 
 def hyperparameters_of(saved: Sequence[Mapping[str, Any]], groups: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
-    """Return for each group of parameters the hyperparameters that were saved for them.
+    """Return for each group the hyperparameters that were saved for its parameters.
 
     Raises
     ------
     MismatchError
-        Those of one group differ, or a parameter was in no group.
+        The parameters of a group were saved with different hyperparameters, or a parameter was in no group.
     """
     known = Groups(saved)
     found = [known.select(names, name=f"group {i} of the optimizer") for i, names in enumerate(groups)]
@@ -85,13 +85,13 @@ def hyperparameters_of(saved: Sequence[Mapping[str, Any]], groups: Sequence[Sequ
 
 
 def read_latest(root: str) -> str | None:
-    """Read the tag that a root names; None where it names none."""
+    """Read the tag that the file ``latest`` of a root names; None without such a file."""
     with open_storage(root) as storage:
         key = next((key for key in LATEST if storage.size(key) is not None), None)
         return None if key is None else storage.read(key, limit=4096).decode().strip()
 
 
 def write_latest(root: str, tag: str) -> None:
-    """Have a root name a tag, in one step."""
+    """Replace the tag in the file ``latest`` of a root, atomically."""
     with open_storage(root) as storage:
         storage.publish(LATEST[0], tag.encode())

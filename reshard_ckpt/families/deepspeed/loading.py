@@ -1,8 +1,8 @@
-"""Loading a checkpoint into a DeepSpeed engine, in place, whatever layout it was saved in and by whom.
+"""Loading a checkpoint of any layout, from this library or from DeepSpeed, into a DeepSpeed engine in place.
 
-1. Say what the engine holds, and allocate optimizer state that the checkpoint has and the engine has not yet.
+1. Describe the engine's tensors, and allocate optimizer state that the checkpoint has and the engine lacks.
 2. Load into that memory: each rank reads its own runs of each parameter.
-3. Hand the rest to those whose it is: hyperparameters to the groups, the loss scaler its numbers, the scheduler its state.
+3. Give the values to their owners: hyperparameters to groups, numbers to the loss scaler, its state to the scheduler.
 4. Have the optimizer copy its master weights to the parameters.
 """
 
@@ -30,16 +30,16 @@ from .values import NOT_VALUES, ROOT
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A checkpoint to load, wherever its bytes are.
+    """A checkpoint to load, in a folder or in memory.
 
     Attributes
     ----------
     path
-        Its path, for the user.
+        The path of the checkpoint, which ``engine.load_checkpoint`` returns.
     load
-        Loads into a state, with the options of `checkpoint.load`; on all ranks together.
+        Loads into a state in place, with the options of `checkpoint.load`. Collective.
     read
-        Reads whole tensors and values, by name.
+        Reads whole tensors and values by name.
     """
 
     path: str
@@ -54,14 +54,14 @@ def saved_at(path: str) -> Saved:
 
 
 def find_saved(load_dir: str, tag: Any, *, timeout_s: float = 600.0) -> Saved | None:
-    """Find the checkpoint of a tag, by default of the one that ``latest`` names; None where there is no such file."""
+    """Find the checkpoint of a tag, or of the tag in ``latest`` if `tag` is None; return None without such a file. Collective."""
     tag = latest_of(load_dir, timeout_s=timeout_s) if tag is None else str(tag)
     return None if tag is None else saved_at(os.path.join(load_dir, tag))
 
 
 _ENGINE_STATES = ("skipped_steps", "global_steps", "dp_world_size", "mp_world_size", "data_sampler", "random_ltd", "lr_scheduler",
                   "optimizer")  # fmt: skip
-"""Keys that are the engine's, and not handed to the user as ``client_state``."""
+"""Keys of the engine itself; all other keys are returned to the user as ``client_state``."""
 
 
 def load_checkpoint(
@@ -77,19 +77,19 @@ def load_checkpoint(
     timeout_s: float = 600.0,
     find: Callable[[str, Any], Saved | None] = find_saved,
 ) -> tuple[str | None, dict[str, Any] | None]:
-    """Load a checkpoint into an engine; other arguments and the result are those of ``engine.load_checkpoint``.
+    """Load a checkpoint into an engine. Collective. Other arguments and the result are those of ``engine.load_checkpoint``.
 
     Parameters
     ----------
     find
-        Finds the checkpoint of a folder and a tag.
+        Finds a checkpoint by folder and tag.
 
     Raises
     ------
     MismatchError
-        The checkpoint does not fit the engine; nothing was changed.
+        The checkpoint does not fit the engine; nothing has changed.
     UnsupportedError
-        The engine is of a kind that cannot be loaded in place.
+        The engine cannot be loaded in place.
     """
     refuse_unsupported(engine)
     if custom_load_fn is not None:
@@ -125,14 +125,14 @@ def load_checkpoint(
 
 
 def latest_of(load_dir: str, *, timeout_s: float = 600.0) -> str | None:
-    """Return the tag that ``latest`` names; rank 0 reads it for all, as it is the one that writes it."""
+    """Return the tag in ``latest``. Collective: rank 0, which writes the file, reads it for all ranks."""
     own = read_latest(load_dir) if dist.get_rank() == 0 else None
     tag: str | None = values_of_all("read latest of", load_dir, own, timeout_s=timeout_s)[0]
     return tag
 
 
 def _around(engine: Any, method: str) -> None:
-    """Have ZeRO-3 divide its parameters before a load, and gather the small ones after."""
+    """Call a method of ZeRO-3: before a load it divides its parameters, after a load it gathers the small ones."""
     if engine.optimizer is not None and hasattr(engine.optimizer, method):
         getattr(engine.optimizer, method)()
 
@@ -140,7 +140,7 @@ def _around(engine: Any, method: str) -> None:
 def _load_tensors(
     found: Saved, held: EngineState, kinds: Kinds, *, strict: bool, with_optimizer: bool, timeout_s: float
 ) -> dict[str, dict[str, Any]]:
-    """Load tensors in place; return what is shared by the parameters of a flat group, by parameter."""
+    """Load tensors in place. Return by parameter and key the values that a flat group's parameters share, such as the step."""
     saved = found.catalog
     model, state = held.tensors(with_state=with_optimizer)
     model |= held.buffers()
@@ -169,7 +169,7 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _values(found: Saved) -> dict[str, Any]:
-    """Read all values: the groups of the optimizer, and below `ROOT` a tree of what DeepSpeed and the user had."""
+    """Read all values: the groups of the optimizer, and below `ROOT` the tree of DeepSpeed's and the user's values."""
     keys = value_keys(found.catalog)
     wanted = [*keys, *(name for name in [GROUPS_NAME] if name in found.catalog.value_names)]
     values = found.read(wanted) if wanted else {}
@@ -189,14 +189,14 @@ def _set_groups(held: EngineState, base: Any, saved: Any) -> None:
     """Give the groups of torch's optimizer the hyperparameters that were saved for their parameters."""
     if not saved:
         return
-    # What MoE calls its groups is about the ranks that saved them.
+    # "moe" and "name" of a MoE group describe the ranks of the job that saved, so they are not loaded.
     saved = [{key: value for key, value in group.items() if "moe" not in group or key not in _OF_MOE} for group in saved]
     for group, found in zip(base.param_groups, hyperparameters_of(saved, held.group_names()), strict=True):
         group.update(found)
 
 
 def _set_optimizer(optimizer: Any, values: Mapping[str, Any]) -> None:
-    """Give the optimizer what is DeepSpeed's own; a loss scaler of another kind keeps its numbers."""
+    """Give the optimizer DeepSpeed's own values. A loss scaler of another class than the saved one keeps its numbers."""
     scaler, saved = getattr(optimizer, "loss_scaler", None), values.get("loss_scaler")
     if scaler is not None and isinstance(saved, Mapping) and vars(scaler).keys() == saved.keys():
         vars(scaler).update({key: value for key, value in saved.items() if key != "dtype"})
@@ -210,7 +210,7 @@ def _set_optimizer(optimizer: Any, values: Mapping[str, Any]) -> None:
 
 
 def _set_engine(engine: Any, values: Mapping[str, Any], *, with_scheduler: bool) -> None:
-    """Give the engine its counts, and the scheduler its state."""
+    """Give the engine its counters, and the scheduler its state."""
     if with_scheduler and engine.lr_scheduler is not None and values.get("lr_scheduler") is not None:
         engine.lr_scheduler.load_state_dict(values["lr_scheduler"])
     engine.global_steps = values.get("global_steps", engine.global_steps)

@@ -1,10 +1,11 @@
 """The block ``nebula``: an engine saves to the memory of nodes, and from there to a storage path, as `reshard_ckpt.nebula` does.
 
-1. A save is a checkpoint of a `Manager` at ``persistent_storage_path``, with the tag in its metadata. It is committed once it is
-   whole in memory; then ``latest`` in the folder of the save names its tag. Every ``persistent_time_interval`` one goes on to
-   the storage path, and so does the last one when the engine is destroyed.
-2. Its step is the number at the end of its tag, where that is beyond all steps of the run; else the next step.
-3. A load takes the tag that it is given, else that of ``latest``; where this one is gone, the newest of the run that is whole.
+1. A save is a checkpoint of a `Manager` at ``persistent_storage_path``, with the tag in its metadata. It is committed when it is
+   whole in memory, and then ``latest`` in the folder of the save names its tag. Every ``persistent_time_interval`` seconds, one
+   checkpoint is copied to the storage path; so is the last one when the engine is destroyed.
+2. Its step is the number at the end of its tag, if that is greater than all steps of the run; else the next step.
+3. A load takes the tag that it is given, or the tag in ``latest``. If the checkpoint in ``latest`` is gone, it takes the newest
+   whole one of the run.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _GONE = CheckpointNotFound, CorruptError
 
 
 class NebulaRun:
-    """The run of one engine. Made on all ranks together; so are its saves and loads."""
+    """The run of one engine. All ranks construct it together, and save and load together."""
 
     def __init__(self, block: NebulaBlock, timeout_s: float = 600.0) -> None:
         self._block, self._timeout_s = block, timeout_s
@@ -45,23 +46,25 @@ class NebulaRun:
         return self._manager.async_save(self._last, state, metadata={TAG: tag}, **options)
 
     def close(self) -> None:
-        """Send the newest checkpoint to the storage path."""
+        """Copy the newest checkpoint to the storage path, and close the run."""
         close_run(self._manager)
 
     def find(self, load_dir: str, tag: Any) -> Saved | None:
-        """Find the checkpoint of a tag; see above. Without ``enable_nebula_load``, in the folder of the load.
+        """Find the checkpoint of a tag, or of ``latest``, in the run or in the folder of the load. Collective.
+
+        Without ``enable_nebula_load``, only the folder of the load is looked at.
 
         Raises
         ------
         CheckpointNotFound
-            There is none of a tag that was asked for.
+            The tag is given, and no checkpoint has it.
         """
         if not self._block.loads:
             return find_saved(load_dir, tag, timeout_s=self._timeout_s)
         found = self._of_tag(load_dir, str(tag)) if tag is not None else self._newest(load_dir)
         if found is not None:
             return found
-        # Neither run has begun: what DeepSpeed or this library has saved without nebula.
+        # Without nebula, the checkpoint was saved in the folder of the load; or it was never saved.
         return find_saved(load_dir, tag, timeout_s=self._timeout_s)
 
     def _of_tag(self, load_dir: str, tag: str) -> Saved | None:
@@ -80,9 +83,9 @@ class NebulaRun:
         )
 
     def _newest(self, load_dir: str) -> Saved | None:
-        """Find the checkpoint that ``latest`` names in this run, else its newest, else the newest of the run to begin from.
+        """Find the checkpoint that ``latest`` names in this run, else its newest, else the newest of the run to start from.
 
-        None where `find` is to take the folder: ``latest`` names a checkpoint there that was saved without nebula.
+        Return None if ``latest`` names a checkpoint in the folder of the load, which was saved without nebula.
         """
         latest, tags = latest_of(load_dir, timeout_s=self._timeout_s), self._tags(self._manager)
         step = None if latest is None else _step_of(tags, latest)
@@ -100,7 +103,7 @@ class NebulaRun:
         return saved_at(other[-1]) if other else None
 
     def _to_begin_from(self) -> dict[str, str]:
-        """List the checkpoints of ``nebula_load_path`` by tag, in order, where that is another run; nothing of it changes."""
+        """Map tags to the checkpoints of ``nebula_load_path``, in order, if that is another run. Nothing changes there."""
         path = self._block.load_path
         if path is None or os.path.realpath(path) == os.path.realpath(self._block.path):
             return {}
@@ -108,8 +111,8 @@ class NebulaRun:
             return {tag: other.path(step) for step, tag in self._tags(other).items()}
 
     def _saved(self, step: int, load_dir: str, tag: str) -> Saved:
-        """Open the checkpoint of a step of this run."""
-        look_at(self._manager, step, {ROOT: {}})  # whether it is whole; and every node knows its catalog then
+        """Check the checkpoint of a step of this run, and open it. Collective."""
+        look_at(self._manager, step, {ROOT: {}})  # fails unless it is whole; brings its catalog to every node
         self._last = step
         catalog = self._manager.catalog(step)
         assert catalog is not None
@@ -117,12 +120,12 @@ class NebulaRun:
         return Saved(path, catalog, partial(self._manager.load, step), partial(self._manager.read, step))
 
     def _tags(self, manager: Manager) -> dict[int, str]:
-        """Return the tags of a run by step, in order: nodes that joined know nothing of what others have in memory."""
+        """Return the tags of a run by step, in order. Collective, as new nodes do not know the checkpoints in others' memory."""
         every: list[dict[int, str]] = values_of_all("list tags of", self._block.path, tags_of(manager), timeout_s=self._timeout_s)
         return dict(sorted((item for of_rank in every for item in of_rank.items()), key=lambda item: item[0]))
 
     def _is_in_folder(self, load_dir: str, tag: str) -> bool:
-        """Tell whether a folder has files of a tag; rank 0 looks for all. A save to memory leaves an empty one too."""
+        """Tell whether a folder has files of a tag; rank 0 looks for all ranks. A save to memory leaves an empty folder."""
         path = os.path.join(load_dir, tag)
         own = dist.get_rank() == 0 and os.path.isdir(path) and bool(os.listdir(path))
         return bool(values_of_all("look for", path, own, timeout_s=self._timeout_s)[0])

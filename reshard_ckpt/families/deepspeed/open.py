@@ -1,12 +1,12 @@
 """Reading the folder of a DeepSpeed checkpoint, or a universal one, as a checkpoint of this library: a catalog over its files.
 
-1. Open a file of model states for each model-parallel rank: names, shapes, buffers, values (`archive`).
-2. For each data-parallel rank, find the runs of parameters in the flat tensors of its optimizer (`layout`), and add them as rows:
-   master weights as ``model.<fqn>``, state as ``optimizer.state.<fqn>.<key>``.
-   State outside of them, groups and values are added by `state`. A universal folder has files of each parameter (`universal`).
-3. What has no master weights is taken from the module; frozen parameters of ZeRO-3 lie in stripes beside it.
-4. A parameter of a pipeline counts from the first stage that has it (`parts`); tensor-parallel shards are boxes of the whole
-   (`shards`).
+1. Open the file of model states of each model-parallel rank: names, shapes, buffers, values (`torchfile.archive`).
+2. For each data-parallel rank, find the runs of parameters in its optimizer's flat tensors (`layout`), and add them as rows:
+   master weights as ``model.<fqn>``, state as ``optimizer.state.<fqn>.<key>``. `state` adds other state, groups and values. A
+   universal folder has files for each parameter instead (`universal`).
+3. Take parameters without master weights from the module. Frozen parameters of ZeRO-3 lie in stripes beside it.
+4. If several stages of a pipeline have a parameter, the first stage counts (`parts`). Tensor-parallel shards are boxes of the
+   whole tensor (`shards`).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from .values import NOT_VALUES, ROOT, plain
 
 
 def open_path(path: str) -> Source | None:
-    """Open a path for reading; return None if it is no folder of DeepSpeed; see `Format.open`."""
+    """Open a path for reading; return None if it is not a folder of DeepSpeed; see `Format.open`."""
     return open_located(path, _look)
 
 
@@ -72,7 +72,7 @@ _NOTHING = object()
 
 
 class _Tag:
-    """One checkpoint, on its way to a catalog."""
+    """One checkpoint on its way to a catalog."""
 
     def __init__(self, storage: Storage, files: TagFiles) -> None:
         self._storage, self._files, self._reader = storage, files, FileReader(storage)
@@ -108,7 +108,7 @@ class _Tag:
         return plain(info)  # type: ignore[no-any-return]
 
     def _zero_stage(self) -> int | None:
-        """Return the ZeRO stage that the optimizer's files name, if they do."""
+        """Return the ZeRO stage that the optimizer's files name; None if they name no stage."""
         if not self._files.optimizers:
             return None
         stage = self._optimizer_state(0, 0)[1].get("zero_stage")
@@ -138,9 +138,9 @@ class _Tag:
         return self._columns.catalog()
 
     def _add_zero(self, mp: int, model: TorchFile) -> None:
-        """Add what the data-parallel ranks of one model-parallel rank hold."""
+        """Add the optimizer state of all data-parallel ranks of one model-parallel rank."""
         params = self._params(mp, model)
-        kept: dict[tuple[int, int], list[Shard]] = {}  # by group, and which experts it has
+        kept: dict[tuple[int, int], list[Shard]] = {}  # by number of the group, and `expert_rank`
         names: KnownNames = {}
         for dp in range(self._num_dp):
             file, state = self._optimizer_state(mp, dp)
@@ -164,14 +164,14 @@ class _Tag:
                     refuse_other_order(plain(file.content.get("ds_config")), where)
 
     def _params(self, mp: int, model: TorchFile) -> list[Params]:
-        """Return the parameters of each flat group; BF16_Optimizer of a pipeline without ZeRO has them beside its parts."""
+        """Return the parameters of each flat group. BF16_Optimizer of a pipeline without ZeRO lists them beside its fragments."""
         if model.content.get("param_shapes") is not None:
             return [Params.of(shapes) for shapes in shapes_in(model)]
         states = [self._optimizer_state(mp, dp)[1] for dp in range(self._num_dp)]
         return params_of_fragments([state.get("param_slice_mappings") for state in states], self._layers, model.key)
 
     def _add_group(self, file: TorchFile, which: Any, group: FlatGroup, shards: Sequence[Shard], names: KnownNames) -> None:
-        """Add the flat tensors of a group; `names` keeps what is the same for all ranks."""
+        """Add the flat tensors of one rank's group; `names` caches the tensors' numbers, which are the same for all ranks."""
         for key, tensor in group.tensors.items():
             at = which, key, dtype_code(tensor.dtype, f"{file.key}: {key}")
             if at not in names:
@@ -186,7 +186,7 @@ class _Tag:
             )
 
     def _add_unpartitioned(self, mp: int, model: TorchFile, state: Mapping[str, Any]) -> None:
-        """Add the optimizer of a job without ZeRO, which has no names of parameters."""
+        """Add the optimizer of a job without ZeRO: find its parameters' names by comparing, or refuse it."""
         where = f"{self._where}: {model.key}"
         module = self._candidates(model)
         if "fp32_groups_flat" in state:
@@ -208,7 +208,7 @@ class _Tag:
         self._state.refuse(where)
 
     def _candidates(self, model: TorchFile) -> list[FileTensor]:
-        """List what may be a parameter; of a pipeline, first what no stage before has had."""
+        """List the tensors that may be parameters. In a pipeline, tensors that no earlier stage has had come first."""
         if self._layers:
             found = sorted(self._layers.values(), key=lambda one: self._parts.has_home(one.fqn))
         else:
@@ -229,7 +229,7 @@ class _Tag:
         return by_shapes(numbers, base, module) if isinstance(base, dict) else None
 
     def _add_apart(self, mp: int, model: TorchFile, state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> None:
-        """Add an optimizer whose parameters are tensors of their own."""
+        """Add an optimizer that has a tensor for each parameter."""
         base = state.get("optimizer_state_dict", state)
         numbers = numbers_of(base, model.key)
         fqns = {number: fqn for of, group in zip(numbers, names, strict=True) for number, fqn in zip(of, group, strict=True)}
@@ -254,13 +254,13 @@ class _Tag:
             self._state.tree(model, (ROOT, OPTIMIZER), values)
 
     def _read(self, file: TorchFile, view: PickledTensor, first: int, count: int) -> torch.Tensor:
-        """Read a few elements of a tensor of a file."""
+        """Read `count` elements of a file's tensor, from element `first` on."""
         data = bytearray(count * view.dtype.itemsize)
         self._storage.read_into(file.key, file.at(view) + first * view.dtype.itemsize, [memoryview(data)])
         return torch.frombuffer(data, dtype=view.dtype)
 
     def _is_cast(self, layer: FileTensor, name: str) -> bool:
-        """Tell whether a tensor of a layer is one of the catalog, cast to its dtype: some elements are compared."""
+        """Tell whether a layer's tensor is the catalog's tensor `name`, cast to the layer's dtype; a sample is compared."""
         size = prod(layer.view.shape)
         if not size or not layer.view.is_row_major:
             return False
@@ -276,7 +276,7 @@ class _Tag:
         return True
 
     def _add_layers(self) -> None:
-        """Add what the files of a pipeline's layers have and no optimizer; the name of a tied layer is a second one."""
+        """Add the tensors of a pipeline's layers that have no master weights. A tied layer becomes an alias."""
         buffers = [name for model in self._models for name in model.content.get("buffer_names") or ()]
         missing = next((name for name in buffers if self._layers and name not in self._layers), None)
         if missing is not None and not missing.startswith(TIED):
@@ -295,7 +295,7 @@ class _Tag:
                 self._columns.add_whole(layer.file, name, layer.view)
 
     def _add_experts(self) -> None:
-        """Add what the files of experts have and no optimizer. Without ZeRO, nothing names what the optimizer has of them."""
+        """Add the experts' tensors that have no master weights. Without ZeRO, the optimizer's state of experts has no names."""
         for key in self._experts:
             file = self._reader.open(key)
             for fqn, view in file.content.items() if isinstance(file.content, dict) else ():
@@ -305,7 +305,7 @@ class _Tag:
             self._state.refuse(f"{self._where}: {self._files.experts[0]}")
 
     def _add_module(self, mp: int, model: TorchFile) -> None:
-        """Add what the module has and no optimizer: buffers, frozen parameters, and all where there are no master weights."""
+        """Add the module's tensors that have no master weights: buffers, frozen parameters, or all; and its other values."""
         module = model.content["module"]
         if not isinstance(module, dict):
             return
@@ -338,7 +338,7 @@ class _Tag:
             self._columns.add_whole(model, name, view)
 
     def _add_frozen(self, mp: int, frozen: Mapping[str, Ints]) -> None:
-        """Add frozen parameters of ZeRO-3, of which each rank has a stripe."""
+        """Add frozen parameters of ZeRO-3; each rank has a stripe of them."""
         if not frozen:
             return
         params = Params.of(frozen)
@@ -359,14 +359,14 @@ class _Tag:
                 self._columns.add_runs(file, names, view, one)
 
     def _aliases(self, model: TorchFile, tensors: Mapping[str, PickledTensor]) -> dict[str, str]:
-        """Find second names: those that rank 0 recorded, and those of the very same memory."""
+        """Map second names to first names: the pairs that rank 0 recorded, and tensors over the very same memory."""
         masters = self._masters
         recorded = model.content.get("shared_params") or {}
         found = {name: of for name, of in recorded.items() if isinstance(of, str) and name in tensors}
         first: dict[PickledTensor, str] = {}
         for fqn, view in tensors.items():
             if prod(view.shape) and fqn not in found and (other := first.setdefault(view, fqn)) != fqn:
-                # The optimizer knows one of them, usually the first.
+                # The optimizer has only one of the two names. If that is the later one, the earlier one is the second name.
                 found[fqn] = other
                 if parameter_name(fqn) in masters and parameter_name(other) not in masters:
                     del found[fqn]

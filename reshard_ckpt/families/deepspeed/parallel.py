@@ -1,8 +1,8 @@
-"""How a DeepSpeed engine divides parameters beyond data parallelism, on this rank.
+"""The parts of parameters that this rank of a DeepSpeed engine holds, beyond data parallelism.
 
-1. AutoTP's ranks tell each other the shapes of what they hold, from which follow their shards.
-2. What an earlier stage of a pipeline has too does not count, for a save.
-3. A part of a parameter is declared over the live memory, by where it lies in the whole.
+1. Tensor-parallel ranks (AutoTP) gather the shapes of all their parameters once; the shards follow from these.
+2. A save leaves out parameters that an earlier stage of a pipeline also has.
+3. Each part is declared over the live memory, by its place in the whole parameter.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from .shards import Shard, TensorParallel
 
 
 class Parallel:
-    """How parameters are divided beyond data-parallelism: among tensor-parallel ranks, and the stages of a pipeline."""
+    """How tensor-parallel ranks and the stages of a pipeline divide parameters. Its construction is collective with AutoTP."""
 
     def __init__(self, engine: Any, *, loading: bool) -> None:
-        # What an earlier stage of a pipeline has too: DeepSpeed marks it, as its norm counts once.
+        # DeepSpeed marks parameters that an earlier stage also has, because a gradient norm must count them once.
         later = (name for param, name in engine.param_names.items() if getattr(param, "ds_pipe_replicated", False))
         self._elsewhere = set() if loading else set(later)
         self._map: TensorParallel | None = None
@@ -39,22 +39,22 @@ class Parallel:
             self._shapes = values_of_all("share shapes of", "tensor-parallel parameters", mine, process_group=group)
 
     def counts(self, fqn: str) -> bool:
-        """Tell whether this rank's part of a parameter is saved: of a tied module of a pipeline, that of the first stage."""
+        """Tell whether this rank saves its part of a parameter. For tied modules of a pipeline, the first stage does."""
         return fqn not in self._elsewhere
 
     def shard(self, fqn: str, local: Ints) -> Shard:
-        """Return which part of a parameter this rank holds, given its shape here."""
+        """Return the part of a parameter that this rank holds, given the shape of its local tensor."""
         if self._map is None:
             return Shard.whole(local)
         if fqn not in self._known:
             shapes: list[Ints] = [tuple(of_rank[fqn]) for of_rank in self._shapes]
             found = self._map.shard(fqn, self._rank, shapes)
-            # What all ranks hold is theirs as well: replicas share the writing.
+            # A parameter that all ranks hold whole: each of them is a replica of rank 0, and they share the writing.
             self._known[fqn] = found if found.segments else self._map.shard(fqn, 0, shapes)
         return self._known[fqn]
 
     def part(self, fqn: str, local: Ints, tensor: torch.Tensor, start: int) -> Any:
-        """Declare a run of the flat local tensor."""
+        """Declare a run of a flattened local tensor, which begins at element `start` of it."""
         return declared(tensor, self.shard(fqn, local), start)
 
     def whole(self, fqn: str, tensor: torch.Tensor) -> Any:

@@ -1,8 +1,8 @@
-"""Which part of each parameter a model-parallel rank holds.
+"""Finding the part of each parameter that a model-parallel rank's files hold.
 
-1. Tensor-parallel ranks hold shards, which follow from the shapes on all of them (`shards`). What nothing describes is kept with
-   its error.
-2. Of the stages of a pipeline, the first that has a parameter has all of it, and those after it none that counts.
+1. Tensor-parallel ranks hold shards, which follow from the shapes on all of them (`shards`). If a parameter's division is not
+   described, the parameter becomes unreadable.
+2. If several stages of a pipeline have a parameter, the first stage has all of it, and the later ones do not count.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ class ModelParallelParts:
     Parameters
     ----------
     columns
-        The catalog, which learns of what is not readable.
+        The catalog to which errors of unreadable parameters are added.
     models
-        The file of model states of each rank.
+        The file of model states of each model-parallel rank.
     parallel
-        How tensor-parallel ranks divide parameters; None where ranks are stages, or there is one.
+        The description of tensor-parallel shards; None if the ranks are stages, or there is just one rank.
     """
 
     def __init__(self, columns: CatalogColumns, models: Sequence[TorchFile], parallel: TensorParallel | None) -> None:
         self._columns, self._parallel = columns, parallel
         self._local_shapes = [local_shapes(model) for model in models] if parallel else []
-        self._home: dict[str, int] = {}  # of each parameter of a pipeline, the stage that counts
+        self._home: dict[str, int] = {}  # the first stage that has each parameter of a pipeline
 
     @property
     def is_tensor_parallel(self) -> bool:
-        """Whether ranks hold shards."""
+        """Whether ranks hold shards, rather than stages."""
         return self._parallel is not None
 
     def has_home(self, fqn: str) -> bool:
-        """Tell whether some stage has had a parameter."""
+        """Tell whether an earlier stage has a parameter."""
         return fqn in self._home
 
     def counts(self, mp: int, fqn: str) -> bool:
-        """Tell whether a stage is the first that has a parameter; the first one asked about is."""
+        """Tell whether a stage is the first that has a parameter: call it for the stages in order."""
         return self._home.setdefault(fqn, mp) == mp
 
     def shards(self, mp: int, params: Params) -> list[Shard]:
-        """Say which part of each parameter of a group this model-parallel rank holds; none, if another one's counts."""
+        """Return the part of each parameter of a group that a rank holds; without segments if another rank's part counts."""
         if self._parallel is not None:
             return [self.tensor_parallel_shard(mp, fqn) for fqn in params.names]
         return [
@@ -58,7 +58,7 @@ class ModelParallelParts:
         ]
 
     def tensor_parallel_shard(self, mp: int, fqn: str) -> Shard:
-        """Say which part of a parameter a tensor-parallel rank holds, given the shapes of all of them."""
+        """Return the part of a parameter that a tensor-parallel rank holds; not `readable` if the division is unknown."""
         assert self._parallel is not None
         shapes = [of_rank.get(fqn) for of_rank in self._local_shapes]
         try:

@@ -1,7 +1,7 @@
-"""The layers of a pipeline: a file for each, whose names begin with the number of the layer.
+"""The layers of a pipeline: one file for each; the names of its tensors begin with the number of the layer.
 
-A *tied* layer stands at several places. Its parameters are called ``tied_modules.<key>.…``, and lie in the optimizers of all
-stages that have one of these places: the first counts. The name by layer is a second one.
+A *tied* layer stands at several places of the pipeline. Its parameters are called ``tied_modules.<key>.…``, and are in the
+optimizers of all stages with one of these places; the first stage counts. The name that begins with a layer's number is an alias.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from .folder import Rank
 from .layout import MODEL, Params
 
 TIED = "tied_modules."
-"""What the names of tied modules begin with."""
+"""The beginning of the names of tied modules."""
 
 
 def open_layers(reader: FileReader, layers: Mapping[Rank, str], where: str) -> dict[str, FileTensor]:
-    """Return the tensors of all layers, under the names that the module of the pipeline gives them.
+    """Return the tensors of all layers, under their names in the pipeline's module.
 
     Raises
     ------
@@ -47,20 +47,21 @@ def open_layers(reader: FileReader, layers: Mapping[Rank, str], where: str) -> d
 def tied_names(
     layers: Mapping[str, FileTensor], shapes: Mapping[str, Ints], is_cast: Callable[[FileTensor, str], bool]
 ) -> dict[str, str]:
-    """Find which tensors of layers are those of a tied module: the only one that ends alike, has the same shape, and is the same.
+    """Find the tensors of layers that are aliases of tied modules' tensors.
 
-    A layer that no optimizer has, as it is frozen, may end alike and have the same shape.
+    They must have the same shape, the same end of the name and the same elements, and only one tensor may fit. The elements are
+    compared because a frozen layer, which no optimizer has, may have the same shape and end of the name.
 
     Parameters
     ----------
     shapes
-        Of the tensors in the catalog, by name.
+        The shapes of the tensors in the catalog, by name.
     is_cast
-        Whether a tensor of a layer is one of the catalog, cast to its own dtype.
+        Tells whether a layer's tensor is a tensor of the catalog, cast to the layer's dtype.
 
     Returns
     -------
-    The name in the catalog of the tied module's tensor, by the name by layer.
+    The name of the tied module's tensor, by the name that begins with the layer's number.
     """
     tied = [name for name in shapes if name.startswith(f"{MODEL}.{TIED}")]
     known = {name.partition(".")[2].partition(".")[0] for name in shapes if name.startswith(f"{MODEL}.")}
@@ -77,14 +78,14 @@ def tied_names(
 
 
 def params_of_fragments(mappings: Sequence[Any], layers: Mapping[str, FileTensor], where: str) -> list[Params]:
-    """Return the parameters of each flat group from the fragments that each data-parallel rank says it holds.
+    """Return the parameters of each flat group, from the fragments of parameters that each data-parallel rank lists.
 
     Parameters
     ----------
     mappings
-        ``param_slice_mappings`` of each rank: for each group, where the fragment of each parameter begins and its length.
+        ``param_slice_mappings`` of each rank: for each group, the begin and length of each parameter's fragment.
     layers
-        The tensors of the pipeline's layers, for the shapes.
+        The tensors of the pipeline's layers, for their shapes.
     """
     if not all(isinstance(of_rank, list) and all(isinstance(group, dict) for group in of_rank) for of_rank in mappings):
         raise CorruptError(f"{where}: has neither param_shapes nor param_slice_mappings; use another copy")
@@ -106,7 +107,7 @@ def _length(fragment: Any, where: str) -> int:
 
 
 def _shape(fqn: str, size: int, layers: Mapping[str, FileTensor], where: str) -> Ints:
-    """Look up the shape of a parameter; that of a tied one is the shape of a layer of that size that ends alike."""
+    """Look up the shape of a parameter. For a tied one, take the shape of a layer with that size and end of the name."""
     if fqn in layers:
         return layers[fqn].view.shape
     rest = fqn.removeprefix(TIED).partition(".")[2]

@@ -1,10 +1,10 @@
-"""DeepSpeed before 0.17.1: what it does not tell a checkpoint engine by itself.
+"""DeepSpeed before 0.17.1: calls that it does not yet make on a checkpoint engine.
 
-There `create` and `commit` get the tag alone, ``latest`` is written at once by DeepSpeed itself, and ``destroy`` does not tell
-the checkpoint engine. So two methods of the engine are replaced, as long as this library is attached:
+There, `create` and `commit` receive only the tag, DeepSpeed itself writes ``latest`` at once, and ``destroy`` does not call the
+checkpoint engine. So two methods of the engine are replaced while this library is attached:
 
-1. `save_checkpoint` says where the save goes, and has DeepSpeed not write ``latest``.
-2. `destroy` waits for what is under way, as it does later by itself.
+1. `save_checkpoint` notes the folder of the save, and stops DeepSpeed from writing ``latest``.
+2. `destroy` waits for a save that is under way; later releases do that themselves.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ REPLACED = ("save_checkpoint", "destroy")
 
 @dataclass(frozen=True, slots=True)
 class CommitInfo:
-    """What later releases call ``CheckpointCommitInfo``."""
+    """The arguments of one save, as ``CheckpointCommitInfo`` of later releases has them."""
 
     tag: str
     save_dir: str
@@ -26,19 +26,19 @@ class CommitInfo:
 
 
 def tells_tag_alone() -> bool:
-    """Tell whether this release gives `create` the tag alone."""
+    """Tell whether this release passes only the tag to `create`."""
     from deepspeed.runtime.checkpoint_engine import checkpoint_engine
 
     return not hasattr(checkpoint_engine, "CheckpointCommitInfo")
 
 
 class OldMethods:
-    """The replaced methods of one engine.
+    """The replaced methods of one engine; constructing it replaces them.
 
     Attributes
     ----------
     info
-        The save that has begun.
+        The save that DeepSpeed's method is carrying out now; None between saves.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -55,7 +55,7 @@ class OldMethods:
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> Any:
-        """Save as the engine does."""
+        """Save with the engine's own method, and note the folder of the save meanwhile."""
         engine = self._engine()
         assert engine is not None
         tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
@@ -67,7 +67,7 @@ class OldMethods:
             self.info = None
 
     def destroy(self) -> None:
-        """Wait for what is under way, and end the engine."""
+        """Wait for a save that is under way, and end the engine."""
         engine = self._engine()
         assert engine is not None
         engine.checkpoint_engine.cleanup()

@@ -1,8 +1,8 @@
-"""What one save of a DeepSpeed engine has on this rank.
+"""The state that one save of a DeepSpeed engine takes from this rank.
 
-1. Tensors in the layout in which the engine holds them (`engine_state`), live.
-2. Buffers, copied, from the first rank of those that have the same layers; those of experts from each.
-3. Values, DeepSpeed's and the user's, from rank 0. The user's tensors are copied when DeepSpeed hands them over (`copied`).
+1. Tensors in the layout of the engine (`engine_state`), live.
+2. Buffers, copied: from the first of the ranks that have the same layers; buffers of experts from every rank.
+3. DeepSpeed's and the user's values, from rank 0. The user's tensors are copied when DeepSpeed hands them over (`copied`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .live import is_plain
 
 
 def copied(value: Any) -> Any:
-    """Copy the tensors in a value of the user, who may change them while they are saved."""
+    """Copy the tensors in a value of the user, who may change them during the save."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if type(value) is dict:
@@ -27,12 +27,12 @@ def copied(value: Any) -> Any:
 
 
 def state_of(engine: Any, values: Mapping[str, Any], kept: frozenset[str] | None) -> dict[str, Any]:
-    """Return what is saved: tensors in the layout of this rank; values, and what all ranks have, from the first of them.
+    """Return the state to save: this rank's tensors, the buffers if this rank is the first with them, values on rank 0.
 
     Parameters
     ----------
     kept
-        The names of the module that DeepSpeed would save, which are not all with ``exclude_frozen_parameters``; None for all.
+        The names in the module that DeepSpeed would save: not all of them with ``exclude_frozen_parameters``. None means all.
     """
     held = EngineState(engine)
     model, state = held.tensors(with_state=True)
@@ -50,7 +50,7 @@ def state_of(engine: Any, values: Mapping[str, Any], kept: frozenset[str] | None
 
 
 def _is_first(engine: Any) -> bool:
-    """Tell whether this rank is the first of those that have the same layers."""
+    """Tell whether this rank is the first of the ranks that have the same layers."""
     from deepspeed.utils import groups
 
     if groups._get_sequence_data_parallel_rank() != 0:
@@ -64,15 +64,15 @@ _OF_OPTIMIZER = ("dynamic_loss_scale", "overflow", "clip_grad", "cur_scale", "cu
 
 
 def _plain_values(values: Mapping[str, Any], optimizer: Any) -> dict[str, Any]:
-    """Return DeepSpeed's values and the user's.
+    """Return DeepSpeed's values and the user's, without a config that cannot be encoded, and with the optimizer's own values.
 
     Raises
     ------
     UnsupportedError
-        One is no plain value; the message has its key.
+        A value is not plain; the message has its key.
     """
     found = dict(values)
-    if not is_plain(found.get("ds_config")):  # it may hold objects; whoever resumes has a config of their own
+    if not is_plain(found.get("ds_config")):  # it may hold objects, and a job that resumes has its own config
         found.pop("ds_config", None)
     own: dict[str, Any] = {}
     if optimizer is not None:

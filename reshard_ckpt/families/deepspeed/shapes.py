@@ -1,7 +1,7 @@
-"""The shapes that a file of model states tells, checked.
+"""Reading and checking the shapes in a file of model states.
 
-1. ``param_shapes`` has those of the parameters of each flat group (`shapes_in`), ``frozen_param_shapes`` those of frozen ones.
-2. With those of the module, they are all that a tensor-parallel rank has (`local_shapes`).
+1. ``param_shapes`` has the shapes of the parameters in each flat group (`shapes_in`), ``frozen_param_shapes`` those outside.
+2. Together with the tensors of the module, these are all that a tensor-parallel rank has (`local_shapes`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ...torchfile.tensors import PickledTensor
 
 
 def shapes_in(model: TorchFile) -> list[dict[str, Ints]]:
-    """Return for each flat group the shapes of its parameters."""
+    """Return the shapes of the parameters in each flat group, by name."""
     found = model.content.get("param_shapes")
     if not isinstance(found, list | tuple | None):
         raise CorruptError(f"{model.key}: its param_shapes are no list; use another copy")
@@ -23,7 +23,7 @@ def shapes_in(model: TorchFile) -> list[dict[str, Ints]]:
 
 
 def local_shapes(model: TorchFile) -> dict[str, Ints]:
-    """Return the shapes of all that a tensor-parallel rank has."""
+    """Return the shapes of all tensors of a tensor-parallel rank, by name."""
     module = model.content["module"]
     found = {fqn: view.shape for fqn, view in (module or {}).items() if isinstance(view, PickledTensor)}
     found |= shapes_of(model.content.get("frozen_param_shapes"), model.key)
@@ -33,7 +33,7 @@ def local_shapes(model: TorchFile) -> dict[str, Ints]:
 
 
 def shapes_of(shapes: Any, where: str) -> dict[str, Ints]:
-    """Check that something maps names to shapes."""
+    """Return a mapping of names to shapes, after checking that it is one; empty if it is None."""
     if shapes is None:
         return {}
     if not isinstance(shapes, dict) or not all(

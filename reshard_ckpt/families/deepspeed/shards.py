@@ -1,9 +1,10 @@
 """The part of a parameter that one tensor-parallel rank holds, as segments: boxes of the whole tensor, one after the other.
 
-AutoTP writes a map beside the patterns that name kinds of layers: each rank's pieces, each of them a strided view of the whole
-tensor and one of the shard. Such a piece becomes segments, whose elements are consecutive in the shard.
+AutoTP saves maps of some parameters, and patterns that describe the kinds of others. A map lists each rank's pieces; a piece
+is a strided view of the whole tensor and one of the shard. Each piece is cut into segments whose elements are consecutive in the
+shard.
 
-Patterns are looked at where there is no map. What neither describes is refused, by name.
+The patterns apply if a parameter has no map. A parameter that neither describes is refused by name.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ MAX_SEGMENTS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class FlatBox:
-    """Elements ``[at, at + volume of lengths)`` of the flat shard, which are a box of the whole tensor."""
+    """Elements ``[at, at + prod(lengths))`` of the flattened shard; they are a box of the whole tensor."""
 
     at: int
     offsets: Ints
@@ -33,9 +34,10 @@ class FlatBox:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The part of one rank: the whole tensor's shape, and the segments; none where another rank has all of it too.
+    """The part of a parameter that one rank holds: the shape of the whole tensor, and the segments.
 
-    One that is not `readable` is left out, as is its optimizer state.
+    `segments` is empty if another rank has all of this part, too. If it is not `readable`, the parameter and its optimizer state
+    are left out.
     """
 
     shape: Ints
@@ -76,7 +78,7 @@ class TensorParallel:
         Raises
         ------
         UnsupportedError
-            How the parameter is divided is not recorded, or is of a kind that is not read.
+            The division of the parameter is not recorded, or of a kind that is not supported.
         """
         if (why := self._unsupported.get(name)) is not None:
             raise UnsupportedError(f"{name}: AutoTP itself says that it cannot be put together: {why}")
@@ -92,7 +94,7 @@ class TensorParallel:
 
 
 def _by_name(patterns: Mapping[str, Any]) -> dict[str, Any]:
-    """Key values by names instead of patterns of them: AutoTP's patterns are names, escaped between ``^`` and ``$``."""
+    """Replace patterns by names as keys. AutoTP's patterns are names, escaped between ``^`` and ``$``."""
     return {_plain_name(pattern): value for pattern, value in patterns.items()}
 
 
@@ -104,7 +106,7 @@ def _plain_name(pattern: str) -> str:
 
 
 def _cut_along(dim: int, name: str, rank: int, shapes: Sequence[Ints]) -> Shard:
-    """Return the part of a rank where the tensors of all ranks, put together along a dim, are the whole."""
+    """Return the part of a rank if the tensors of all ranks, joined along `dim`, are the whole."""
     if any(len(shape) <= dim for shape in shapes) or len({(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}) > 1:
         raise CorruptError(f"{name}: its tensor-parallel shards have shapes {shapes}, which do not fit along dim {dim}")
     low = sum(shape[dim] for shape in shapes[:rank])
@@ -115,7 +117,7 @@ def _cut_along(dim: int, name: str, rank: int, shapes: Sequence[Ints]) -> Shard:
 
 
 def _shard_of(found: Mapping[str, Any], name: str, rank: int, held: Ints) -> Shard:
-    """Return the part of a rank that an affine map gives."""
+    """Return the part of a rank, from the map of a parameter."""
     try:
         shape = tuple(found["logical_shape"])
         own = found["ranks"][rank]
@@ -123,6 +125,7 @@ def _shard_of(found: Mapping[str, Any], name: str, rank: int, held: Ints) -> Sha
             raise CorruptError(f"{name}: its map says that rank {rank} holds {own['shard_shape']}, and it holds {held}")
         segments: list[FlatBox] = []
         for piece in own["pieces"]:
+            # Ranks share a piece that is replicated: only the lowest of them counts it.
             if min(piece["locations"]) == rank:
                 if piece.get("scale", 1.0) != 1.0:
                     raise UnsupportedError(
@@ -141,6 +144,7 @@ def _segments(name: str, shape: Ints, held: Ints, piece: Mapping[str, Any]) -> l
     strides = row_major_strides(shape)
     if not prod(lengths):
         return []
+    # same: the piece is a box of the whole tensor, and not strided in it. offsets: where that box begins.
     same = all(n == 1 or s == w for n, s, w in zip(lengths, source_strides, strides, strict=True))
     offsets = tuple(source // s % n if n else 0 for s, n in zip(strides, shape, strict=True))
     if not same or any(o + n > size for o, n, size in zip(offsets, lengths, shape, strict=True)):

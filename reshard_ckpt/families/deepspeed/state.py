@@ -1,8 +1,8 @@
-"""Adding what is no part of a flat tensor to a catalog: the state of parameters, the groups of the optimizer, and values.
+"""Adding content other than flat tensors to a catalog: scalar state of parameters, the groups of the optimizer, and values.
 
-1. An entry of the state, such as the step, is added once for each parameter: all ranks have the same.
-2. Groups are kept file by file, and merged at the end.
-3. All else is a tree, whose tensors and values are added by their paths. What cannot be read is kept with its error.
+1. An entry of the state, such as the step, is added once for each parameter, because all ranks have the same.
+2. Groups are collected from all files, and merged at the end.
+3. Other content is a tree; its tensors and values are added by their paths. Unreadable ones are listed with their errors.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class StateAdder:
         self._known: set[str] = set()
 
     def shared(self, file: TorchFile, group: FlatGroup, shards: Sequence[Shard]) -> None:
-        """Add what all parameters of a group share, such as the step, for each of them."""
+        """Add the values that all parameters of a group share, such as the step, for each of them."""
         for fqn, shard in zip(group.params.names, shards, strict=True):
             for key, value in group.values.items() if shard.readable and (shard.segments or not prod(shard.shape)) else ():
                 self.entry(file, state_link(fqn, key), value)
 
     def entry(self, file: TorchFile, link: StateLink, value: Any) -> None:
-        """Add an entry of a parameter's state that is no part of a flat tensor; all ranks have the same."""
+        """Add an entry of a parameter's state outside of the flat tensors, unless another rank's file had it."""
         if link.name in self._known:
             return
         self._known.add(link.name)
@@ -48,7 +48,7 @@ class StateAdder:
             self.columns.value((OPTIMIZER, STATE, link.fqn, *link.key.split(".")), plain(value), link=link)
 
     def groups(self, file: TorchFile, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Keep the groups that a file has, with the names of their parameters."""
+        """Collect the groups of a file, with the names of their parameters; `merged_groups` adds them."""
         self._groups.append((file.key, [{key: plain(value) for key, value in group.items()} for group in groups]))
 
     def merged_groups(self) -> None:
@@ -58,7 +58,7 @@ class StateAdder:
             self.columns.value((OPTIMIZER, GROUPS), groups, ValueKind.PARAM_GROUPS)
 
     def refuse(self, where: str) -> None:
-        """Leave the optimizer out, as nothing names its parameters."""
+        """Make the optimizer unreadable, because nothing names its parameters."""
         error = UnsupportedError(
             f"{where} knows the optimizer's parameters by position alone, and neither bytes nor shapes tell which they are; the "
             "module can be read. To have the optimizer, load the folder with DeepSpeed and save it with reshard_ckpt attached"
@@ -66,7 +66,7 @@ class StateAdder:
         self.columns.unreadable |= {f"{OPTIMIZER}.state": error, groups_name(OPTIMIZER): error}
 
     def tree(self, file: TorchFile, path: tuple[Any, ...], value: Any) -> None:
-        """Add the tensors and values of a dict."""
+        """Add the tensors and values of a tree; each that cannot be read becomes unreadable by name."""
         for at, leaf in leaves(value, path):
             name = ".".join(str(step[0]) if isinstance(step, tuple) else step for step in at)
             try:

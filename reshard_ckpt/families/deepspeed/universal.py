@@ -1,8 +1,8 @@
-"""Adding a universal folder of DeepSpeed to a catalog, in which each parameter has files of its own.
+"""Adding a universal folder of DeepSpeed to a catalog; each parameter has files of its own there.
 
-1. Add the files of each parameter that the model states have a shape for: master weights, and each entry of the state.
-2. Give the groups, which know their parameters by number, the names of these.
-3. Add the values that the optimizer's file has besides.
+1. Add the files of each parameter that has a shape in the model states: master weights, and each entry of the state.
+2. Replace the numbers of parameters in the groups by names.
+3. Add the other values of the optimizer's file.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from .values import ROOT
 def add_universal(
     reader: FileReader, files: Mapping[tuple[str, str], str], models: Sequence[TorchFile], state: StateAdder
 ) -> None:
-    """Add the parameters of a universal folder, each of which has files of its own.
+    """Add the parameters of a universal folder.
 
-    What the module has besides is there too, cast to float32; it is taken from the module.
+    The folder also has the module's other tensors, cast to float32; these are taken from the module instead.
     """
     where, common = state.columns.where, reader.open(UNIVERSAL_STATE)
     shapes = [(model, of_group) for model in models for of_group in shapes_in(model)]
@@ -56,7 +56,7 @@ def _add_file(fqn: str, key: str, file: TorchFile, shape: Ints, state: StateAdde
             raise CorruptError(f"{state.columns.where}: {file.key} holds no tensor; use another copy")
         state.entry(file, link, view)
         return
-    # ZeRO-3's are flat, and of the shape in the model states; others are put together from tensor-parallel ranks.
+    # ZeRO-3's files are flat, and the model states have the shape. Other files have been joined over tensor-parallel ranks.
     flat = len(view.shape) == 1 and len(shape) != 1 and prod(view.shape) == prod(shape) and view.is_row_major
     whole = replace(view, shape=shape, strides=row_major_strides(shape)) if flat else view
     state.columns.add_whole(file, parameter_name(fqn) if link is None else link.name, whole, link)
@@ -71,7 +71,7 @@ def _add_groups(common: TorchFile, shapes: Sequence[Mapping[str, Ints]], state: 
     listed = [[fqn for number in group for fqn in names[number]] for group in numbers]
     state.groups(common, [{**hyperparameters(g), "params": of} for g, of in zip(groups, listed, strict=True)])
     held = (common.content.get("optimizer_state_dict") or {}).get("state", {})
-    for number, entries in held.items():  # of ZeRO-3, whose step is in no file of a parameter
+    for number, entries in held.items():  # only with ZeRO-3, whose step is not in the files of parameters
         for key, value in entries.items():
             if isinstance(value, PickledTensor) and value.shape:
                 continue

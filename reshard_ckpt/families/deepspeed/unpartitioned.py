@@ -1,12 +1,12 @@
-"""Which parameters an optimizer without ZeRO holds, where the file has no names: a wrapper for fp16 or bf16, or torch's own.
+"""Finding the names of the parameters that an optimizer without ZeRO holds: a wrapper for fp16 or bf16, or torch's own.
 
-Such a file has the optimizer's parameters by position alone. Three kinds are recognized:
+The file lists the optimizer's parameters by position alone. Three kinds are recognized:
 
-1. *Flat* master weights (the fused wrapper): the module's tensors are their cast to half precision, bit for bit. So each
-   parameter is the next one of the module whose bytes, at both ends and in the middle, are those of the master weights there.
-2. Master weights *apart* (the wrapper that does not flatten), compared in the same way.
-3. torch's own optimizer in full precision: a parameter is recognized by the shape of its state. Where parameters of one shape are
-   in several groups, or frozen, shapes do not tell; then the state stays keyed by number.
+1. *Flat* master weights (the fused wrapper). Cast to half precision, they are the module's tensors, bit for bit. So the next
+   parameter is the first unused tensor of the module whose elements, at both ends and in the middle, equal the cast there.
+2. Master weights *apart* (the wrapper that does not flatten): one tensor for each parameter, compared in the same way.
+3. torch's own optimizer in full precision: a parameter is recognized by the shape of its state. If parameters of one shape are in
+   several groups, or some are frozen, shapes do not tell, and the optimizer is refused.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from ...torchfile.tensors import PickledTensor
 from .layout import Params
 
 SAMPLE = 64
-"""Elements of each part of a parameter that is compared."""
+"""Number of elements to compare at each of three places of a parameter."""
 
 Read = Callable[[TorchFile, PickledTensor, int, int], torch.Tensor]
-"""Reads elements of a tensor in a file: the tensor, the first element, how many."""
+"""Reads elements of a file's tensor: takes the file, the tensor, the first element, and the number of elements."""
 
 
 def flat_groups(
     masters: Sequence[PickledTensor], file: TorchFile, module: Sequence[FileTensor], read: Read
 ) -> list[Params] | None:
-    """Find the parameters of flat groups; None where the bytes do not tell.
+    """Find the parameters of flat groups; return None if the bytes do not prove them.
 
     Parameters
     ----------
     masters, file
-        The flat master weights of each group, and the file that they are in.
+        The flat master weights of each group, and the file that holds them.
     module
         The tensors of the module that may be parameters, in order.
     """
@@ -60,7 +60,7 @@ def flat_groups(
 
 
 def _is_cast(one: FileTensor, file: TorchFile, master: PickledTensor, at: int, read: Read) -> bool:
-    """Tell whether elements of the master weights, cast to the dtype of a tensor, are that tensor; three parts are compared."""
+    """Tell whether the master weights from element `at` on, cast to a tensor's dtype, equal the tensor at three places."""
     view, size = one.view, prod(one.view.shape)
     if not size or not view.is_row_major:
         return False
@@ -75,7 +75,7 @@ def _is_cast(one: FileTensor, file: TorchFile, master: PickledTensor, at: int, r
 def apart(
     masters: Sequence[Sequence[PickledTensor]], file: TorchFile, module: Sequence[FileTensor], read: Read
 ) -> list[list[str]] | None:
-    """Find the names of master weights that are tensors of their own; None where the bytes do not tell."""
+    """Find the names of master weights that are one tensor for each parameter; return None if the bytes do not prove them."""
     unused = list(module)
     found = []
     for group in masters:
@@ -91,12 +91,12 @@ def apart(
 
 
 def by_shapes(groups: Sequence[Sequence[int]], state: Mapping[Any, Any], module: Sequence[FileTensor]) -> list[list[str]] | None:
-    """Find the names of the parameters of torch's own optimizer; None where the shapes of their state do not tell.
+    """Find the names of the parameters of torch's own optimizer; return None if the shapes of their state do not tell them.
 
     Parameters
     ----------
     groups
-        The numbers of the parameters of each group.
+        The numbers of the parameters in each group.
     state
         The state of each parameter, by number.
     """
@@ -106,6 +106,7 @@ def by_shapes(groups: Sequence[Sequence[int]], state: Mapping[Any, Any], module:
     by_shape: dict[Ints, list[str]] = {}
     for one in module:
         by_shape.setdefault(one.view.shape, []).append(one.fqn)
+    # wanted[s]: number of parameters of shape s; homes[s]: number of groups that have parameters of shape s
     wanted = Counter(shapes.values())
     homes = Counter(shape for group in groups for shape in {shapes[number] for number in group})
     if any(homes[shape] > 1 or count != len(by_shape.get(shape, ())) for shape, count in wanted.items()):
@@ -115,14 +116,14 @@ def by_shapes(groups: Sequence[Sequence[int]], state: Mapping[Any, Any], module:
 
 
 def _shape_of(state: Any) -> Ints | None:
-    """Return the shape that the tensors of a parameter's state have."""
+    """Return the one shape that the tensors of a parameter's state have; None if they have several shapes, or none."""
     values = state.values() if isinstance(state, dict) else ()
     shapes = {value.shape for value in values if isinstance(value, PickledTensor) and value.shape}
     return shapes.pop() if len(shapes) == 1 else None
 
 
 def numbers_of(base: Mapping[str, Any], where: str) -> list[list[int]]:
-    """Return the numbers of the parameters of each group of a torch optimizer's state dict."""
+    """Return the numbers of the parameters in each group of a torch optimizer's state dict."""
     groups = base.get("param_groups")
     if not isinstance(groups, list) or not all(isinstance(g, dict) and isinstance(g.get("params"), list) for g in groups):
         raise CorruptError(f"{where}: its optimizer has no param_groups as torch's have; use another copy")

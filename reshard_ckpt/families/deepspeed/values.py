@@ -1,4 +1,4 @@
-"""DeepSpeed's values and the user's, as they come out of a pickle: tensors apart, and objects that may be known as dicts."""
+"""Converting DeepSpeed's values and the user's from a pickle: tensors are separated, and some objects become dicts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...torchfile.pickle_reader import Opaque, StandInClass, StandInFunction, St
 from ...torchfile.tensors import PickledTensor
 
 ROOT = "deepspeed"
-"""What the names of values begin with."""
+"""The first key of the names of values."""
 
 MAX_DEPTH = 64
 
@@ -18,15 +18,15 @@ NOT_VALUES = frozenset({
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments",
     "universal_checkpoint_info",
 })  # fmt: skip
-"""Keys of model states that describe tensors; all others are values, DeepSpeed's own and those of ``client_state``."""
+"""Keys of model states that describe tensors; all other keys are values, of DeepSpeed or of ``client_state``."""
 
 Path = tuple[Any, ...]
 
 
 def leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
-    """Yield tensors and values with their paths. Dicts come apart, and so do lists with tensors in them.
+    """Yield tensors and values with their paths. Dicts are taken apart, and so are lists that hold tensors.
 
-    A step into a list is a tuple of the index. What cannot be read is yielded as the `UnsupportedError` that says why.
+    A step into a list is a tuple of the index. For an unreadable value, its `UnsupportedError` is yielded instead.
     """
     if isinstance(value, StandInObject) and isinstance(value.state, dict):
         value = value.state
@@ -46,12 +46,12 @@ def leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
 
 
 def plain(value: Any, depth: int = 0) -> Any:
-    """Return a value made of plain ones; an object of DeepSpeed's is a dict.
+    """Convert a value to plain values; an object of DeepSpeed becomes a dict.
 
     Raises
     ------
     UnsupportedError
-        There is an object in it whose class would have to be imported.
+        The value holds an object whose class would have to be imported.
     """
     if depth > MAX_DEPTH:
         raise UnsupportedError("is nested too deep; save it in another form")

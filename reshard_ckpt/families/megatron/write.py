@@ -62,7 +62,7 @@ def write_megatron(storage: Storage, catalog: Catalog, values: Mapping[str, Any]
     NameCollisionError
         Two names convert to the same key.
     UnsupportedError
-        A value is neither plain nor tagged; or no tensor is of a model of Megatron's.
+        A value is neither plain nor tagged; or Megatron looks for none of the names.
     """
     _refuse_other_models(catalog)
     common = _common_state(catalog, values)
@@ -74,9 +74,9 @@ def write_megatron(storage: Storage, catalog: Catalog, values: Mapping[str, Any]
 
 
 def _refuse_other_models(catalog: Catalog) -> None:
-    """Refuse tensors none of which has a name that Megatron looks for: it would load nothing of the folder.
+    """Refuse a catalog if Megatron looks for none of its names, because Megatron would load nothing of the folder.
 
-    Whatever Megatron itself saved is written, and so is what the calls that stand in for its own saved.
+    Catalogs of Megatron's own folders, and of checkpoints that its replaced calls saved, are never refused.
     """
     names = catalog.names
     is_own = catalog.save_id == NAME or has_keys(catalog)

@@ -2,7 +2,7 @@
 
 1. A model is passed on as it is: modules with DTensors of torch, or of veScale's own class (`state.declared`).
 2. A ``DistributedOptimizer`` of veScale is passed on as the state of its parameters by name (`families.vescale.state`).
-3. `load` opens what `save` wrote, folders of ``vescale.checkpoint`` itself, and those of any other format.
+3. `load` opens checkpoints of `save`, folders of ``vescale.checkpoint`` itself, and those of any other format.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from .state import OPTIMIZER, DistributedState, job_mesh, opened
 
 _FORMATS = with_options({"as_saved": True}, only=["vescale"])
 _last: list[SaveHandle] = []
-"""The save that goes on in the background, if any: veScale's `save` returns nothing to wait on."""
+"""The save that is under way in the background, if any: veScale's `save` returns nothing to wait on."""
 
 
 def save(path: Path, checkpoint_state: Mapping[str, Any], async_checkpoint: bool = False) -> None:
-    """Save a model and an optimizer; ``vescale.checkpoint.save``.
+    """Save a model and an optimizer, with the arguments of ``vescale.checkpoint.save``.
 
     Parameters
     ----------
@@ -38,9 +38,9 @@ def save(path: Path, checkpoint_state: Mapping[str, Any], async_checkpoint: bool
     Raises
     ------
     UsageError
-        There is another key.
+        `checkpoint_state` has another key.
     CheckpointError
-        As of `reshard_ckpt.checkpoint.save`.
+        As in `reshard_ckpt.checkpoint.save`.
     """
     _finish_last()
     state, mesh = opened(checkpoint_state, loading=False), job_mesh(checkpoint_state)
@@ -51,22 +51,22 @@ def save(path: Path, checkpoint_state: Mapping[str, Any], async_checkpoint: bool
 
 
 def load(path: Path, checkpoint_state: Mapping[str, Any], broadcast_checkpoint: bool = False) -> LoadReport:
-    """Load a model and an optimizer in place; ``vescale.checkpoint.load``.
+    """Load a model and an optimizer in place, with the arguments of ``vescale.checkpoint.load``.
 
     Parameters
     ----------
     path
-        What `save` wrote, a root that ``vescale.checkpoint`` wrote, or any other checkpoint; on any number of ranks, pipeline
-        stages included.
+        A checkpoint of `save`, a root that ``vescale.checkpoint`` wrote, or any other checkpoint; from any number of ranks and
+        pipeline stages.
     broadcast_checkpoint
-        Read from storage once what several ranks want, and send it on.
+        Read bytes that several ranks want from storage once, and send them on.
 
     Raises
     ------
     UsageError
-        There is another key.
+        `checkpoint_state` has another key.
     CheckpointError
-        As of `reshard_ckpt.checkpoint.load`.
+        As in `reshard_ckpt.checkpoint.load`.
     """
     _finish_last()
     state = opened(checkpoint_state, loading=True)

@@ -1,12 +1,12 @@
 """Reading a folder of ``vescale.checkpoint`` (0.1, of 2024) as a checkpoint of this library: a catalog over its files.
 
 1. ``model/`` is like a folder of DCP, with classes of veScale in its metadata. Names are those of the model.
-2. ``optimizer/pp_<n>/`` is one for each pipeline stage. A path is the dtype of a gradient buffer, the parameter as the pair of
-   its model chunk and its name, and the key of the state: here ``optimizer.state.<name>.<key>``. Each entry is a box.
-3. The fp32 master of a 16-bit weight, under the key ``shard_casted_float16_groups``, is the parameter: ``model.<name>``. The
-   16-bit weights, which are the master rounded, are then ``vescale.model.<name>``.
-4. Of its groups the optimizer saved the hyperparameters, and the members by numbers of one rank. Where all groups of a stage
-   have equal hyperparameters, all parameters of the stage have them; else nobody knows whose they are.
+2. ``optimizer/pp_<n>/`` is one for each pipeline stage. A path has the dtype of a gradient buffer, the parameter as a pair of
+   model chunk and name, and the key of the state; its name here is ``optimizer.state.<name>.<key>``. Each entry is a box.
+3. The fp32 master of a 16-bit weight has the key ``shard_casted_float16_groups``; it becomes the parameter ``model.<name>``. The
+   16-bit weight is the master rounded; it becomes ``vescale.model.<name>``.
+4. The optimizer saved the hyperparameters of its groups, but lists their members by numbers of one rank. If all groups of a stage
+   have equal hyperparameters, these hold for all parameters of the stage. Otherwise the groups are unreadable.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ...storage.protocol import Storage
 NAME = "vescale"
 MASTER = "shard_casted_float16_groups"
 MASTERED = "vescale"
-"""The key above ``model`` for weights whose master is the model."""
+"""The key above ``model`` for 16-bit weights whose fp32 master is saved, too."""
 
 _MODULE = "vescale.checkpoint.storage.filesystem"
 _CLASSES = classes_of(_MODULE, ("_StorageInfo",))
@@ -60,7 +60,7 @@ def open_path(path: str, *, as_saved: bool = False) -> Source | None:
 
 
 def _stages(storage: Storage) -> dict[int, str]:
-    """The folder of each pipeline stage's optimizer."""
+    """Return the folder of each pipeline stage's optimizer, by number of the stage."""
     found = {int(match[2]): match[1] for key, _ in storage.list() if (match := _STAGE.fullmatch(key))}
     return dict(sorted(found.items()))
 
@@ -83,7 +83,7 @@ class _Folder:
         return saved
 
     def parts(self) -> list[Metadata]:
-        """The metadata of the model and of each stage; what is on several stages, such as tied weights, is in several of them."""
+        """Return the metadata of the model and of each stage. Entries of several stages, such as tied weights, are in each."""
         url = self.storage.url
         stages = [renamed(saved, self._state_path, f"{url}: {OPTIMIZER}") for saved in self.stages]
         masters = {str(path[1]) for saved in stages for path in saved.paths.values() if path[0] == MODEL}
@@ -103,7 +103,7 @@ class _Folder:
         return OPTIMIZER, STATE, match[3], *path[2:]
 
     def groups(self) -> MoreContents:
-        """The groups of the optimizer: of each stage one, as far as its groups have equal hyperparameters."""
+        """Return the groups of the optimizer: one for each set of hyperparameters; or their error, if they are unreadable."""
         name = f"{OPTIMIZER}.{GROUPS}"
         if not self.stages:
             return MoreContents()
@@ -119,7 +119,13 @@ class _Folder:
         return MoreContents(values=[ValueEntry(name, encode_path([OPTIMIZER, GROUPS]), ValueKind.PARAM_GROUPS, data)])
 
     def _hyperparameters(self, saved: Metadata, stage: int) -> dict[str, Any]:
-        """What all groups of a stage have in common: everything but their members."""
+        """Return the hyperparameters that all groups of a stage have in common, without their members.
+
+        Raises
+        ------
+        UnsupportedError
+            The groups have different hyperparameters.
+        """
         extents = dict(_group_entries(saved))
         read = read_values(self.storage, {str(i): extent for i, extent in enumerate(extents.values())})
         for error in read.unreadable.values():
@@ -146,7 +152,7 @@ def _model_path(masters: set[str], path: KeyPath) -> KeyPath:
 
 
 def _members(saved: Metadata) -> list[str]:
-    """The parameters of a stage, in the order of its metadata."""
+    """List the parameters of a stage, in the order of its metadata."""
     paths = (saved.paths.get(fqn, ()) for fqn in (*saved.tensors, *saved.values))
     found = (_PARAMETER.fullmatch(str(path[1])) for path in paths if len(path) > 2)
     return list(dict.fromkeys(match[3] for match in found if match))

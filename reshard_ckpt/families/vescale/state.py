@@ -1,13 +1,14 @@
-"""What veScale's checkpoint state holds, told by what it has: its optimizers, and the mesh of the job.
+"""The state that veScale's calls are given: its optimizers, as state by parameter, and the mesh of the job.
 
 The ``state_dict()`` of a ``DistributedOptimizer`` is ``{"param_group_meta": groups, dtype: {(chunk, name): state}}``. State of at
-least one dim is an ``OptimizerStateSpec``: the box of the whole tensor that the tp rank has (`global_shape`, `local_shape`,
-`global_offset`), and in `local_tensor`, flat, either all of the box, or the range that `dp_ranks_ranges` gives this rank of it.
+least one dim is an ``OptimizerStateSpec``. It has the box of the whole tensor that a tensor-parallel rank holds (`global_shape`,
+`local_shape`, `global_offset`), and in `local_tensor`, flat, either the whole box or the range of it that `dp_ranks_ranges` gives
+this data-parallel rank.
 
-1. Saving, each is a `FlatShard`: a run of a box. Nothing is gathered or sent, as veScale does before it writes.
-2. Loading, the optimizer takes whole boxes back and cuts its range out of them. So each gets memory for a box, of which this
-   rank's range is loaded.
-3. Which parameter is in which group, the optimizer's own tables say.
+1. In a save, each spec is a `FlatShard`: a run of a box. veScale gathers or sends state before it writes; this does not.
+2. In a load, the optimizer takes back whole boxes, and cuts its range out of them. So a box is allocated for each spec, and only
+   this rank's range of it is loaded.
+3. The optimizer's own tables tell the group of each parameter.
 """
 
 from __future__ import annotations
@@ -32,22 +33,22 @@ _SPEC = ("global_shape", "local_shape", "global_offset", "local_tensor", "dp_ran
 
 
 def is_distributed(optimizer: Any) -> bool:
-    """Tell whether it is a ``DistributedOptimizer``."""
+    """Tell whether an object is a ``DistributedOptimizer``."""
     return hasattr(optimizer, "param_to_name") and hasattr(optimizer, "model_param_group_index_map")
 
 
 def is_spec(value: Any) -> bool:
-    """Tell whether it is an ``OptimizerStateSpec``."""
+    """Tell whether an object is an ``OptimizerStateSpec``."""
     return all(hasattr(value, field) for field in _SPEC)
 
 
 class DistributedState:
-    """The state of a ``DistributedOptimizer`` by parameter, as an object with a state of its own."""
+    """The state of a ``DistributedOptimizer`` by parameter, with the methods ``state_dict`` and ``load_state_dict``."""
 
     def __init__(self, optimizer: Any, *, loading: bool) -> None:
         self._optimizer = optimizer
         if loading:
-            # Else the state to load into is not there yet; veScale's own `load` begins so.
+            # Before the first step, the state to load into does not exist; veScale's own `load` makes it, too.
             begin = getattr(sys.modules.get(type(optimizer).__module__), "initialize_optimizer_state", None)
             if begin is not None:
                 begin(optimizer)
@@ -59,11 +60,11 @@ class DistributedState:
         return self._tree
 
     def load_state_dict(self, tree: Mapping[str, Any]) -> None:
-        """Take what was loaded; the optimizer gets it when every rank has its own (`finish`)."""
+        """Keep the loaded tree; `finish` hands it to the optimizer once every rank has loaded."""
         self._tree = dict(tree)
 
     def finish(self) -> None:
-        """Hand the loaded state to the optimizer, as it gave it."""
+        """Hand the loaded state to the optimizer, in the form of its own ``state_dict()``."""
         for spec, box in self._boxes:
             spec.local_tensor = box.reshape(tuple(spec.local_shape))
         for name, entry in self._parameters():
@@ -75,7 +76,7 @@ class DistributedState:
         self._optimizer.load_state_dict(self._saved)
 
     def _parameters(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """The name and the state of each parameter of which this rank has a part."""
+        """Yield the name and the state of each parameter with a part on this rank."""
         for dtype, entries in self._saved.items():
             if dtype != GROUP_META:
                 for key, entry in entries.items():
@@ -94,7 +95,7 @@ class DistributedState:
         return {STATE: state, GROUPS: groups}
 
     def _part(self, name: str, key: str, value: Any, loading: bool) -> Any:
-        """A state entry as this library knows it: a run of a box, or the value itself."""
+        """Convert a state entry: a spec becomes a run of a box, and any other value stays."""
         if not is_spec(value):
             return value
         shape, offset = tuple(value.local_shape), tuple(value.global_offset)
@@ -115,7 +116,7 @@ class DistributedState:
         return FlatShard(held.reshape(-1), tuple(value.global_shape), start, pieces=[(offset, shape)])
 
     def _members(self) -> list[list[str]]:
-        """The parameters of each group, of which this rank has a part."""
+        """Return the names of the parameters of each group that have a part on this rank."""
         optimizer, groups = self._optimizer, self._saved[GROUP_META]
         members: list[list[str]] = [[] for _ in groups]
         known = {name for name, _ in self._parameters()}
@@ -128,7 +129,7 @@ class DistributedState:
 
 
 def opened(checkpoint_state: Mapping[str, Any], *, loading: bool) -> dict[str, Any]:
-    """The state to save or to load, from what veScale's calls are given.
+    """Convert the argument of veScale's calls to a state that this library saves and loads.
 
     Raises
     ------
@@ -152,7 +153,7 @@ def opened(checkpoint_state: Mapping[str, Any], *, loading: bool) -> dict[str, A
 
 
 def job_mesh(checkpoint_state: Mapping[str, Any]) -> dict[str, int] | None:
-    """The mesh of the job, where a DTensor of veScale's own class shows it: of all ranks, in order."""
+    """Return the mesh of the job, if a DTensor of veScale's own class has one over all ranks in order; else None."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     for tensor in _tensors(checkpoint_state.get(MODEL)):
