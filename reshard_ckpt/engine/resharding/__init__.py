@@ -1,1 +1,1 @@
-"""Offline resharding: the save that another topology would have made, written from a catalog."""
+"""Resharding: a saved checkpoint is rewritten for another mesh, and a live state is moved from one layout to another."""

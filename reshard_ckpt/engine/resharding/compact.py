@@ -1,11 +1,11 @@
 """Making a checkpoint self-contained: files of other checkpoints that its catalog refers to are copied into its own folder.
 
-1. Each is copied into a folder of a new save id, and every block verified on the way. Nothing refers to the copies yet.
-2. What speaks of the checkpoint as a whole, its manifest and its timeline, is made anew beside them.
-3. A catalog that refers to the copies replaces the old one: the one step after which the checkpoint stands alone. It has the new
-   id, as a save has, and the same tensors and rows; a file keeps the id of the save that wrote it.
-4. Only then what the old catalog alone needed is deleted. Killed before 3, the checkpoint is what it was, and the copies are
-   leftovers, which the next save, manager or compacting removes.
+1. Each file is copied into a folder of a new save id, and every block is verified on the way. Nothing refers to the copies yet.
+2. A new manifest is written beside the copies, and the timeline is copied there, if the checkpoint has them.
+3. A catalog that refers to the copies replaces the old one. From this step on the checkpoint needs no other. The new catalog has
+   the new save id, and the same tensors and rows. Each file entry keeps the id of the save that wrote the file.
+4. Only then are the files deleted that the old catalog alone referred to. If the process is killed before step 3, the checkpoint
+   is unchanged, and the copies are leftovers, which the next save, manager or call of `compact` removes.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ class CompactReport:
     Attributes
     ----------
     save_id
-        The id that the checkpoint has now.
+        The checkpoint's save id after the call.
     num_files, num_bytes
-        The files of other checkpoints that were copied, and their bytes; 0 where the checkpoint was self-contained already.
+        The number of files of other checkpoints that were copied, and their bytes. Both are 0 if the checkpoint was
+        self-contained already.
     checkpoints
-        The folders that they were in, as the catalog named them.
+        The folders from which files were copied, as the old catalog named them.
     """
 
     save_id: str
@@ -53,7 +54,7 @@ class CompactReport:
 
 @dataclass(frozen=True, slots=True)
 class _Copied:
-    """A file and its digests file, with the SHA-256 of both where there is a manifest."""
+    """The catalog entry of a copied file, and the SHA-256 of the file and of its digests file; None without a manifest."""
 
     entry: FileEntry
     sha256: tuple[bytes, bytes] | None
@@ -67,16 +68,20 @@ def compact(
     Parameters
     ----------
     storage
-        Where its files are, also those of other checkpoints.
+        The folder of the checkpoint. It also reads the files of other checkpoints, by the keys in the catalog.
     encoded
-        The bytes of its catalog, which must be in place still when it is replaced.
+        The bytes of the catalog file. They must be unchanged in the store when the new catalog replaces them.
+    workers
+        The number of threads that copy; by default chosen from the number of files.
+    report
+        Called with the progress.
 
     Raises
     ------
     CorruptError
-        A file that it refers to is missing or damaged; nothing has changed.
+        A file that the catalog refers to is missing or damaged. The checkpoint is unchanged.
     StorageError
-        There is no room, or somebody saved there meanwhile; nothing has changed.
+        The disk lacks room, or another process saved there meanwhile. The checkpoint is unchanged.
     """
     borrowed = [index for index, file in enumerate(catalog.files) if file.checkpoint]
     if not borrowed:
@@ -101,18 +106,18 @@ def compact(
             write_file(storage, manifest_key(save_id), _manifest(catalog, listed, copied, replacement))
         if storage.size(old := timeline_key(catalog.save_id)) is not None:
             write_file(storage, timeline_key(save_id), storage.read(old, MAX_TIMELINE_BYTES))
-        # The order is the promise: all of it is durable, then the catalog appears, then what it replaced may go.
+        # The order matters: first all new files are durable, then the catalog is replaced, then old files may be deleted.
         storage.sync(key for key in made if storage.size(key) is not None)
         open_files(storage, replace(catalog, files=files), borrowed)
         storage.publish(CATALOG_KEY, replacement, expected=encoded)
     except BaseException:
-        with suppress(CheckpointError):  # the reason why this ends here says more
-            if look(storage).catalog == encoded:
+        with suppress(CheckpointError):  # an error of the clean-up must not hide the first one
+            if look(storage).catalog == encoded:  # the new catalog is not in place, so nothing refers to the copies
                 storage.delete(made)
         raise
     try:
         clean_up(storage, replace(catalog, files=files, save_id=save_id), before.folders)
-    except StorageError as error:  # it is self-contained: this is no reason to say that nothing was changed
+    except StorageError as error:  # the checkpoint is self-contained by now, so this is a warning and not an error
         warnings.warn(
             f"compacted, but what was replaced is not all deleted: {error}; the next save there tries again", stacklevel=2
         )
@@ -130,7 +135,7 @@ def _check_room(storage: Storage, files: list[FileEntry]) -> None:
 
 
 def _new_keys(catalog: Catalog, borrowed: list[int], save_id: str) -> dict[int, str]:
-    """Name the copies by the ranks that wrote them; a rank may have written several, in several saves."""
+    """Return a key for the copy of each borrowed file, by its index. Files that one rank wrote are numbered as its parts."""
     parts: Counter[int] = Counter()
     keys = {}
     for index in borrowed:
@@ -141,7 +146,7 @@ def _new_keys(catalog: Catalog, borrowed: list[int], save_id: str) -> dict[int, 
 
 
 def _listed(storage: Storage, catalog: Catalog) -> dict[str, bytes] | None:
-    """Read the manifest, if there is one."""
+    """Read the SHA-256 of each file from the manifest; return None if the checkpoint has no manifest."""
     key = manifest_key(catalog.save_id)
     if storage.size(key) is None:
         return None
@@ -149,7 +154,13 @@ def _listed(storage: Storage, catalog: Catalog) -> dict[str, bytes] | None:
 
 
 def _copy(storage: Storage, catalog: Catalog, index: int, key: str, tally: Tally, listed: dict[str, bytes] | None) -> _Copied:
-    """Copy one file and its digests, verifying each block."""
+    """Copy one file and its digests file to `key`, and verify each block on the way.
+
+    Raises
+    ------
+    CorruptError
+        A block differs from its digest, or a file differs from its SHA-256 in the manifest (`listed`).
+    """
     file = catalog.files[index]
     digests = open_files(storage, catalog, [], [index])[index]
     hasher = hashlib.sha256() if listed is not None else None
@@ -177,7 +188,7 @@ def _copy(storage: Storage, catalog: Catalog, index: int, key: str, tally: Tally
 
 
 def _manifest(catalog: Catalog, listed: dict[str, bytes], copied: dict[int, _Copied], encoded: bytes) -> bytes:
-    """List the copies by what they are, and the own files by what the manifest of before says of them."""
+    """Encode the new manifest: copies with the SHA-256 of their bytes, other files as the old manifest (`listed`) has them."""
     digests = {CATALOG_KEY: hashlib.sha256(encoded).digest()}
     for index, file in enumerate(catalog.files):
         if index in copied:

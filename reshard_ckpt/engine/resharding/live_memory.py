@@ -1,8 +1,8 @@
-"""Memory that is read and written by one live reshard, and spare memory for what must not change before every rank has all.
+"""Shared memory of a live reshard: tensors that are read and written in one call, and spare memory to write into first.
 
-1. `find_overlaps`: what is read and what is written must not share memory, unless they are the same tensor.
-2. `Spares`: everything goes to spare memory first if staged, else tied tensors, which must get the same bytes from all that they
-   load from.
+1. `find_overlaps`: a source and a destination must not share memory, unless they are the same tensor.
+2. `Spares`: with ``staged=True`` all destinations are written into spare memory first. Without it only tied destinations are, so
+   that the bytes of their sources can be compared before any is put in place.
 """
 
 from __future__ import annotations
@@ -22,34 +22,45 @@ from ..saving.local_shards import LocalShards
 
 @dataclass(frozen=True, slots=True)
 class Overlaps:
-    """Which destinations share memory, and may: by index, those that are the very memory that they would be copied from, and
-    groups of those that are one memory, which load from several tensors."""
+    """The destinations that share memory in an allowed way, by index.
+
+    Attributes
+    ----------
+    identical
+        Destinations whose memory is that of the source that they would be copied from; nothing is copied for them.
+    tied
+        Groups of destinations that are one memory, and load from different names.
+    """
 
     identical: frozenset[int]
     tied: tuple[tuple[int, ...], ...]
 
 
 def find_overlaps(held: LocalShards, wanted: LocalShards, chosen: Collection[int], same: Callable[[str, str], bool]) -> Overlaps:
-    """Find destinations whose memory is also that of a source, or of another destination.
+    """Find the destinations that share memory with a source, or with another destination.
 
     Parameters
     ----------
+    held, wanted
+        The sources and the destinations on this rank.
     chosen
         The tensors of `wanted`, by index, that will be written.
     same
-        Tells whether the first name, of a destination, loads from the second, of a source.
+        ``same(destination, source)`` tells whether the destination of this name loads from the source of this name.
 
     Raises
     ------
     UsageError
-        One shares its memory with anything but itself, or shares a part of it; nothing was changed.
+        A destination shares memory with another source than its own, or only a part of its memory. Nothing was changed.
     """
     sources = {i: piece.tensor for i, piece in held.rows}
     targets = {i: piece.tensor for i, piece in wanted.rows if i in chosen}
+    # Sources come first in `memory` and `specs`: an index below len(sources) is a source, any other a destination.
     memory = [*sources.values(), *targets.values()]
     specs = [held.specs[i] for i in sources] + [wanted.specs[i] for i in targets]
 
     def where(i: int) -> tuple[Any, ...]:
+        """Return a key that is equal for tensors with the same elements at the same address."""
         return memory[i].data_ptr(), memory[i].dtype, specs[i].pieces
 
     index, identical, tied = list(targets), set[int](), []
@@ -57,6 +68,7 @@ def find_overlaps(held: LocalShards, wanted: LocalShards, chosen: Collection[int
         of_src = [i for i in shared.targets if i < len(sources)]
         of_dst = [i for i in shared.targets if i >= len(sources)]
         for j in of_dst:
+            # alike: sources (or, without any, destinations) that are exactly the same memory; other: one that is not
             alike = [i for i in (of_src or of_dst) if where(i) == where(j)]
             other = next((i for i in (of_src or of_dst) if i not in alike), j)
             if of_src and not any(same(specs[j].name, specs[i].name) for i in alike):
@@ -74,34 +86,35 @@ def find_overlaps(held: LocalShards, wanted: LocalShards, chosen: Collection[int
 
 
 class Spares:
-    """Spare memory for destinations that are put in place only once every rank has all.
+    """Spare memory for destinations. It is copied into place only after every rank has received all of its parts.
 
     Parameters
     ----------
     wanted
-        The destination.
+        The destinations.
     chosen
-        Its tensors, by index, that get spare memory.
+        The indices of the tensors that get spare memory.
     """
 
     def __init__(self, wanted: LocalShards, chosen: Collection[int]) -> None:
         tensors = {i: piece.tensor for i, piece in wanted.rows if i in chosen}
         counts = {i: sum(piece.count for piece in wanted.specs[i].pieces) for i in tensors}
+        # Tensors whose pieces do not cover all of their elements.
         self._partial = {i for i, tensor in tensors.items() if counts[i] < tensor.numel()}
         self.memory = {
             i: torch.empty_strided(tuple(t.shape), t.stride(), dtype=t.dtype, device=t.device) for i, t in tensors.items()
         }
 
     def instead_of(self, wanted: LocalShards) -> LocalShards:
-        """Return the destination with the spare memory in place of its own."""
+        """Return the destinations with spare memory in place of their own, where they have any."""
         own = {i: piece.tensor for i, piece in wanted.rows}
-        for i in self._partial:  # what nothing is loaded into keeps its value
+        for i in self._partial:  # elements that nothing is loaded into must keep their values when `put` copies the whole tensor
             self.memory[i].copy_(own[i])
         rows = [(i, LocalPiece(self.memory.get(i, piece.tensor), piece.piece)) for i, piece in wanted.rows]
         return replace(wanted, rows=rows)
 
     def conflict(self, wanted: LocalShards, tied: Iterable[Sequence[int]]) -> MismatchError | None:
-        """Make the error of tied destinations that have got different bytes; None where there are none."""
+        """Return the error for tied destinations that received different bytes, or None if all are equal."""
         for first, *others in tied:
             for other in others:
                 if not torch.equal(_raw(self.memory[first]), _raw(self.memory[other])):
@@ -112,7 +125,7 @@ class Spares:
         return None
 
     def put(self, wanted: LocalShards) -> None:
-        """Copy the spare memory to its place."""
+        """Copy the spare memory into the destinations."""
         own = {i: piece.tensor for i, piece in wanted.rows}
         for i, memory in self.memory.items():
             own[i].copy_(memory)

@@ -1,9 +1,11 @@
-"""The state that all ranks of a job hold, opened like a checkpoint: a catalog whose one file is the memory of the ranks.
+"""The live state of a job, opened like a checkpoint: a catalog whose one file stands for the memory of all ranks.
 
-1. Every rank sends what it holds to rank 0, as for a save. Rank 0 merges it, proves that the shards tile every tensor, and sends
-   the catalog to all. So names, links, renaming, matching and values work as for any checkpoint.
-2. Where it is asked for, ranks compare what they hold as the same, as for a save (`compare_live`).
-3. Values that are no tensors may change from exchange to exchange. They are sent again where they have.
+1. `open_live`: gather every rank's metadata on rank 0, broadcast the catalog. Rank 0 merges the metadata, as for a save, and
+   proves that the shards tile every tensor. So names, links, renaming, matching and values work as for any checkpoint.
+2. `compare_live`, if asked for: scatter the runs to fingerprint, gather the fingerprints, then gather empty messages as a
+   barrier. Rank 0 compares the replicas between the two gathers, as for a save.
+3. `LiveValues.share`: gather the values that are no tensors, broadcast them merged. They may change from one exchange to the
+   next; a rank sends its own again only if they changed.
 """
 
 from __future__ import annotations
@@ -37,7 +39,19 @@ from ..saving.values import merge_values
 
 @dataclass(frozen=True, slots=True)
 class LiveSource:
-    """What all ranks hold; `held` says where, `tables` are its tensors, and `checks` what is held alike, on rank 0 alone."""
+    """The live state of all ranks. All ranks have `catalog`; the other fields are None except on rank 0.
+
+    Attributes
+    ----------
+    catalog
+        The tensors, without values.
+    held
+        The runs that each rank holds in memory.
+    tables
+        The merged tensors of all ranks.
+    checks
+        The runs that several ranks hold as replicas, for `compare_live`.
+    """
 
     catalog: Catalog
     held: RankRuns | None = None
@@ -46,19 +60,19 @@ class LiveSource:
 
 
 def open_live(comm: Comm, local: LocalShards, devices: Sequence[bool]) -> LiveSource:
-    """Open what all ranks hold. Collective.
+    """Open the live state of all ranks. Collective.
 
     Parameters
     ----------
     local
-        What this rank holds, without values.
+        The tensors that this rank holds, without values.
     devices
-        For each of its rows, whether the memory may travel without the host.
+        For each row of `local`, whether its elements may be sent from device memory, without a copy in host memory.
 
     Raises
     ------
     LayoutError
-        What the ranks hold does not fit together.
+        The shards of the ranks do not tile every tensor, or ranks disagree about a tensor.
     """
     encoded = encode_metadata(local.local_metadata)
     message = msgpack.packb([encoded.tensors, encoded.rows, np.packbits(np.array(devices, bool)).tobytes()])
@@ -70,18 +84,19 @@ def open_live(comm: Comm, local: LocalShards, devices: Sequence[bool]) -> LiveSo
     holders = find_holders(metadata)
     catalog = _catalog(holders)
     comm.broadcast(zlib.compress(encode_catalog(catalog), 1))
+    # num_rows[r]: rows of rank r; bits[r]: the `devices` of rank r, one 0 or 1 for each row (sent packed, 8 to a byte)
     num_rows = np.bincount(metadata.rank, minlength=len(tensors))
     bits = [np.unpackbits(np.frombuffer(data, np.uint8), count=num) for data, num in zip(flags, num_rows.tolist(), strict=True)]
     return LiveSource(catalog, _held(holders, bits), holders.tables, holders.checks)
 
 
 def compare_live(comm: Comm, source: LiveSource, local: LocalShards) -> None:
-    """Compare all bytes of what ranks hold as the same. Collective.
+    """Compare the replicas of all tensors, by fingerprints of all of their bytes. Collective.
 
     Raises
     ------
     LayoutError
-        They differ.
+        On rank 0, and by it on all: two replicas differ.
     """
     messages, checks = None, source.checks
     if checks is not None:
@@ -93,10 +108,11 @@ def compare_live(comm: Comm, source: LiveSource, local: LocalShards) -> None:
         assert checks is not None
         assert source.tables is not None
         compare_fingerprints(checks, source.tables.names, [np.frombuffer(data, np.uint64) for data in gathered])
-    comm.gather(b"")  # nothing is moved where they differ
+    comm.gather(b"")  # a barrier: no rank moves anything before rank 0 has compared, and its error reaches all ranks here
 
 
 def _catalog(holders: HeldRows) -> Catalog:
+    """Make the catalog of a live state. Its one file, "memory", is never read: the exchange reads the ranks' memory."""
     tables = holders.tables
     sizes = holders.count * item_bytes_of(tables.dtype)[holders.tensor]
     return Catalog(
@@ -114,6 +130,8 @@ def _catalog(holders: HeldRows) -> Catalog:
 
 
 def _held(holders: HeldRows, devices: Sequence[Any]) -> RankRuns:
+    """Make the table of all runs in the memory of ranks; `devices` has an array of 0 or 1 for each rank, one entry a row."""
+    # run[i]: the distinct run that held row i is a copy of. first[r]: rows of all ranks before r. device[j]: flag of j-th row.
     run = holders.run
     tensor, box = holders.tensor[run], holders.box[run]
     first = np.concatenate([[0], np.cumsum([len(bits) for bits in devices])])
@@ -132,7 +150,7 @@ def _held(holders: HeldRows, devices: Sequence[Any]) -> RankRuns:
 
 
 class LiveValues:
-    """The values of all ranks, sent again where they have changed."""
+    """The values of all ranks that are no tensors. Each rank remembers its last message, and sends only a changed one."""
 
     def __init__(self) -> None:
         self._sent = b""
@@ -141,11 +159,13 @@ class LiveValues:
         self._per_rank: Mapping[str, Sequence[bytes]] = {}
 
     def have_changed(self, values: Sequence[ValueSpec]) -> bool:
-        """Tell whether this rank's values are others than those that all ranks know."""
+        """Return whether this rank's values differ from the ones that it last shared."""
         return encode_values(values) != self._sent
 
     def share(self, comm: Comm, values: Sequence[ValueSpec], tables: MergedTables | None) -> None:
-        """Bring the values of all ranks together. Collective.
+        """Gather the changed values on rank 0, merge all, and broadcast them. Collective.
+
+        `tables` are the merged tensors of `LiveSource`, on rank 0 alone.
 
         Raises
         ------
@@ -154,7 +174,7 @@ class LiveValues:
         """
         mine = encode_values(values)
         gathered = comm.gather(b"" if mine == self._sent else mine)
-        self._sent = b""  # until all ranks agree about them
+        self._sent = b""  # if this call fails, everything is sent again next time
         merged = None
         if gathered is not None:
             self._of_rank = [decode_values(data) if data else self._of_rank[rank] for rank, data in enumerate(gathered)]
@@ -167,7 +187,7 @@ class LiveValues:
         self._sent = mine
 
     def _merged(self, tables: MergedTables) -> bytes:
-        """Merge the values of all ranks, on rank 0."""
+        """Merge the values of all ranks and encode them, on rank 0."""
         per_rank: dict[str, list[bytes]] = {}
         entries: dict[str, ValueEntry] = {}
         plain: list[tuple[int, list[ValueSpec]]] = []
@@ -191,7 +211,15 @@ class LiveValues:
     def decoded(
         self, table: Sequence[ValueEntry], old_names: Mapping[str, str], prefixes: Sequence[str], per_rank: Any
     ) -> dict[str, Any]:
-        """Decode the values of a table at or below `prefixes`; `per_rank` makes one of those that all ranks have."""
+        """Decode the values of a table whose names are at or below `prefixes`, by name.
+
+        Parameters
+        ----------
+        old_names
+            The name under which a renamed value is known here.
+        per_rank
+            Called with the list of all ranks' values of a `PerRank`; returns the one object to load.
+        """
         out: dict[str, Any] = {}
         below = tuple(f"{prefix}." for prefix in prefixes)
         for entry in (entry for entry in table if entry.name in prefixes or entry.name.startswith(below)):

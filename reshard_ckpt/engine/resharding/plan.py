@@ -1,8 +1,10 @@
-"""The plan of an offline reshard: the save that a job of the new topology would have made, planned from a catalog alone.
+"""The plan of an offline reshard: from a catalog alone, plan the save that a job on the new mesh would have made.
 
-1. `target_placement` places each tensor on the new mesh, `target_pieces` says which pieces each new rank would have captured.
-2. The planner of saves (`save_plan`) divides replicas over the new ranks, as it would in that job.
-3. Each new rank's files are laid out by the writer of saves (`lay_out_members`), so they are what that rank would have written.
+1. `core.planning.target_placement` places each tensor on the new mesh. `core.planning.target_pieces` lists the pieces that each
+   new rank would have captured.
+2. The planner of saves (`core.planning.save_plan`) divides replicas over the new ranks, as it would in that job.
+3. The writer of saves lays out the files of each new rank (`lay_out_members`), so a new rank gets the files that it would have
+   written itself.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from .write_order import Item
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The part of a checkpoint that is resharded: names of tensors and values, and dtypes of tensors that are converted."""
+    """The part of a checkpoint to reshard: names of tensors, names of values, and the new dtype of each tensor to convert."""
 
     tensors: Sequence[str]
     values: Sequence[str]
@@ -38,7 +40,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class ByteSource:
-    """Where the bytes of a tensor of the result are: the tensor of the catalog, and the dtype to convert it to."""
+    """The source of a tensor of the result: the index of a tensor in the old catalog, and the dtype to convert it to, or None."""
 
     tensor: int
     dtype: str | None
@@ -46,8 +48,29 @@ class ByteSource:
 
 @dataclass(frozen=True, slots=True)
 class ReshardPlan:
-    """A reshard, planned: `specs` are the tensors of the result and then its blobs, `placed` how the tensors lie, `sources` where
-    the bytes of all are."""
+    """The plan of a whole reshard, the same on every process.
+
+    Attributes
+    ----------
+    catalog
+        The old catalog.
+    plan
+        Who of the new ranks writes which rows.
+    values
+        The values of the new catalog.
+    mesh
+        The mesh of the new ranks.
+    specs
+        The tensors of the result, and then its blobs (the bytes of large values).
+    placed
+        The placement of each tensor of `specs` on the new mesh; blobs have none.
+    sources
+        For each of `specs`, the tensor of the old catalog that its bytes come from.
+    held
+        The rows that all new ranks would hold, in order of rank.
+    boxes
+        The boxes to which the rows of `held` refer.
+    """
 
     catalog: Catalog
     plan: SavePlan
@@ -93,12 +116,12 @@ class ReshardPlan:
 
 
 def plan_reshard(catalog: Catalog, choice: Choice, topology: TargetTopology) -> ReshardPlan:
-    """Plan what the ranks of the new mesh save.
+    """Plan the save of every rank of the new mesh.
 
     Raises
     ------
     UsageError
-        The topology cannot be told from the catalog and the rules.
+        The catalog and the rules of `topology` do not determine the new placement of some tensor.
     """
     placed = place(catalog, choice.tensors, topology)
     specs, sources = _tensors(catalog, choice, placed)
@@ -109,7 +132,8 @@ def plan_reshard(catalog: Catalog, choice: Choice, topology: TargetTopology) -> 
     for value in entries:
         for which, blob in enumerate(value.blobs):
             own = value.kind is ValueKind.PER_RANK
-            # What each rank had of its own goes to the rank of the same number, or evenly to another number of ranks.
+            # A `PerRank` value has one blob for each old rank. With as many new ranks, blob i goes to rank i; with more or fewer,
+            # blobs are spread evenly over the new ranks.
             new_rank = which * topology.mesh.size // len(value.blobs)
             holders[len(specs)] = [new_rank] if own else range(topology.mesh.size)
             name = blob_name(value.name, which if own else None)
@@ -121,7 +145,7 @@ def plan_reshard(catalog: Catalog, choice: Choice, topology: TargetTopology) -> 
     offered = tensor_columns(specs, len(specs) - tensors, topology.mesh)
     plan = plan_save(as_job_metadata(offered, held, boxes, topology.mesh.size))
     none: I64 = np.zeros(0, np.int64)
-    # The replicas are made of the same bytes: there is nothing to compare.
+    # All replicas are written from the same source bytes, so no replicas are compared.
     plan = replace(plan, checks=Checks(none, none, none, none, none, none, np.zeros(0, np.uint8)))
     index = {name: i for i, name in enumerate(plan.tables.names)}
     values = tuple(_value(value, index) for value in entries)
@@ -132,8 +156,10 @@ def plan_reshard(catalog: Catalog, choice: Choice, topology: TargetTopology) -> 
 def _tensors(
     catalog: Catalog, choice: Choice, placed: Mapping[str, TargetPlacement]
 ) -> tuple[list[TensorSpec], list[ByteSource]]:
-    """The tensors of the result; names that shared bytes still do, where they have the same dtype."""
-    first: dict[tuple[int, str], str] = {}
+    """Return the specs of the result's tensors, and their sources. Names that shared bytes share them again, if their dtypes are
+    still equal."""
+    first: dict[tuple[int, str], str] = {}  # the name that owns the bytes, by old tensor and new dtype
+    # Owners of bytes come before their aliases, so that the owner is the main name if it is chosen too.
     ordered = sorted(choice.tensors, key=lambda name: catalog.source(catalog.index(name)) != catalog.index(name))
     specs, sources = [], []
     for name in ordered:
@@ -149,14 +175,15 @@ def _tensors(
 
 
 def _declared(placed: TargetPlacement) -> tuple[AxisPlacement, ...]:
-    """List what a job would declare: nothing of flat state, and nothing of which ranks hold a tensor, as pieces show both."""
+    """Return the axis placements that a job would declare for a tensor. Flat and resident axes are left out: the pieces of each
+    rank show them already."""
     if placed.follows is not None or placed.flat_axis is not None:
         return ()
     return tuple(p for p in placed.axes if p.kind not in ("flat", "resident"))
 
 
 def _value(value: ValueEntry, index: Mapping[str, int]) -> ValueEntry:
-    """The same value, whose blobs are tensors of the result."""
+    """Return the value with the indices of its blobs in the result."""
     own = value.kind is ValueKind.PER_RANK
     names = [blob_name(value.name, which if own else None) for which in range(len(value.blobs))]
     return replace(value, blobs=tuple(index[name] for name in names))

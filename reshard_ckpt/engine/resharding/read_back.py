@@ -1,8 +1,8 @@
-"""Reading back: whether a file holds what was written to it. It is read through the store, just behind the writer.
+"""Reading back: blocks are read through the store soon after they were written, and compared with their digests.
 
-What was written a moment ago is in the processor's cache, so this costs little more than a copy. What a store does not show
-before a file is finished is read then. A file system may answer from its own cache: what is verified is that the right bytes were
-handed over at the right places, not that the medium will return them years later.
+Bytes that were written a moment ago are still in the processor's cache, so reading them costs little more than a copy. Some
+stores show a file only after it is finished; its blocks are read then. A file system may answer from its own cache. So this
+proves that the right bytes were handed over at the right offsets, not that the disk will return them years later.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ STEP_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class WrittenBlocks:
-    """Bytes `low` to `high` of a file, whole blocks but for its last, and the digests of all of its blocks."""
+    """A range of a file to read back: bytes `low` to `high`, with the digests of all blocks of the file so far. The range begins
+    and ends at a block, or at the end of the file."""
 
     key: str
     digests: Sequence[int]
@@ -30,7 +31,7 @@ class WrittenBlocks:
 
 
 class ReadBack:
-    """Reads back what was written, in any number of threads."""
+    """Compares written blocks with their digests; any number of threads may call it at once."""
 
     def __init__(self, storage: Storage, *, enabled: bool) -> None:
         self._storage, self._enabled = storage, enabled
@@ -38,23 +39,23 @@ class ReadBack:
         self._left: list[WrittenBlocks] = []
 
     def verify(self, parts: Iterable[WrittenBlocks]) -> None:
-        """Verify these parts now, if the store shows them.
+        """Read and verify these ranges now, or put off the ones that the store cannot read yet.
 
         Raises
         ------
         CorruptError
-            Other bytes came back.
+            A block that was read back differs from its digest.
         """
         for part in parts if self._enabled else ():
             try:
                 self._verify(part)
-            except _Differs:
+            except _Differs:  # also a CheckpointError, but damage is never put off
                 raise
             except CheckpointError:  # a store need not show a file before it is finished
                 self._left.append(part)
 
     def verify_rest(self) -> None:
-        """Verify what could not be read before; all files are finished."""
+        """Verify the ranges that could not be read before. Call it once all files are finished."""
         while self._left:
             self._verify(self._left.pop())
 
@@ -72,4 +73,4 @@ class ReadBack:
 
 
 class _Differs(CorruptError):
-    """Other bytes came back."""
+    """The error of a block that was read back and differs from its digest."""

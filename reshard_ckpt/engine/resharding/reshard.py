@@ -1,10 +1,12 @@
 """Offline resharding: a checkpoint is written anew for another topology, by any number of processes.
 
-1. Every process makes the same plan from the same catalog (`plan`); the save's id follows from both (`identity`), so that a
-   reshard which was killed finds its own files again, and none of another request.
-2. The new ranks' files are divided over the processes; each writes its own side by side (`write_order`), from a stream of the
-   old ones (`stream`), and reads back what it wrote (`read_back`).
-3. Process 0 sees all files, and publishes the catalog, as for any save.
+1. Every process makes the same plan from the same catalog (`plan`). The save id is a hash of both (`identity`). So a reshard that
+   was killed and started again finds its own finished files, and never those of another request.
+2. The new ranks' files are divided over the processes. Each process writes its share, several files side by side (`write_order`),
+   from a stream of the old files (`loading.stream`), and reads the new files back (`read_back`).
+3. Process 0 checks that all files are there and publishes the catalog, as for any save.
+
+Collectives, in order: `agree_on_id` broadcasts process 0's save id; `commit` gathers the receipts, and `publish` follows.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ _WHOLE_FILES = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class ProcessReport:
-    """What one process did: receipts of the new ranks that it wrote for, bytes read, and bytes of files that were there."""
+    """The result of one process: a receipt for each new rank that it wrote for, the bytes that it read from the source, and the
+    bytes of files that an earlier attempt had finished."""
 
     receipts: dict[int, Receipt]
     bytes_read: int
@@ -52,18 +55,18 @@ class ProcessReport:
 
 
 def save_id_of(plan: ReshardPlan, *, verify: bool) -> str:
-    """The id of the result: the same again for the same plan over the same bytes, verified or not as before."""
+    """Return the save id of the result. It depends only on the plan, which includes the source catalog, and on `verify`."""
     when = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(max(plan.catalog.created_s, 0)))
     return f"{when}-{identity(plan, verify)}"
 
 
 def agree_on_id(comm: Comm, save_id: str) -> str:
-    """The id, once all processes have said the same.
+    """Return the save id, after checking that it equals process 0's. Collective.
 
     Raises
     ------
     UsageError
-        They do not: other options, or another source.
+        This process's id differs: it was given other options, or another source.
     """
     said = comm.broadcast(save_id.encode()).decode()
     if said != save_id:
@@ -82,7 +85,7 @@ def write_share(
     Raises
     ------
     CorruptError
-        The source is damaged, or what was written reads back otherwise. Files that are finished stay, for the next attempt.
+        The source is damaged, or written bytes differ when they are read back. Finished files stay, for the next attempt.
     """
     shapes = [spec.shape for spec in plan.specs[: len(plan.placed)]]
     groups = group_ranks(plan.mesh, shared_axes(plan.mesh, shapes, plan.placed))
@@ -105,9 +108,10 @@ def write_share(
 def _write_group(
     reader: RunReader, plan: ReshardPlan, ranks: Sequence[int], outputs: Sequence[_RankOutput], read_back: ReadBack
 ) -> None:
-    """Write the files of some ranks at once."""
+    """Write the files of several new ranks side by side; `outputs[i]` has the files of `ranks[i]`."""
     items = [output.missing(plan.items(rank)) for rank, output in zip(ranks, outputs, strict=True)]
     check_covered(plan.catalog, [item.run for of_output in items for item in of_output])
+    # Windows that the reader has asked for and `write` has not seen. Both take them in the same order, so a queue pairs them up.
     under_way: deque[list[Slice]] = deque()
 
     def runs() -> Iterator[list[Run]]:
@@ -134,7 +138,7 @@ def _write_group(
 
 
 class _RankOutput:
-    """The files of one new rank, one after the other; those that an earlier attempt finished are left as they are."""
+    """Writes the files of one new rank, one after the other. Files that an earlier attempt finished are kept unchanged."""
 
     def __init__(self, storage: Storage, layouts: Sequence[FileLayout], tally: Tally) -> None:
         self._storage, self._layouts, self._tally = storage, layouts, tally
@@ -147,11 +151,11 @@ class _RankOutput:
         tally.add(self.bytes_kept)
 
     def missing(self, items: Sequence[Item]) -> list[Item]:
-        """The write items of files that are not finished."""
+        """Return the write items whose files are still to be written."""
         return [item for layout, kept in zip(self._layouts, self._kept, strict=True) if not kept for item in items[layout.items]]
 
     def write(self, view: memoryview) -> None:
-        """Append the next bytes, all of one item."""
+        """Append the next bytes to the current file. All of them belong to one write item, so they never span two files."""
         while self._file is None:
             self._begin()
         file = self._file
@@ -164,9 +168,9 @@ class _RankOutput:
         self._tally.add(len(chunk))
 
     def _begin(self) -> None:
-        """Begin the next file that is missing."""
+        """Begin the next missing file, with its header."""
         layout = self._layouts[self._done.index(None)]
-        self._storage.delete([layout.key, digests_key(layout.key)])  # what an attempt that was killed left of it
+        self._storage.delete([layout.key, digests_key(layout.key)])  # a killed attempt may have left a part of it
         self._file, self._taken = ShardFileWriter(self._storage, layout), 0
         self._append(self._file, memoryview(layout.header))
         self._close_if_full(self._file)
@@ -180,22 +184,22 @@ class _RankOutput:
         self._file = None
 
     def take_written(self) -> list[WrittenBlocks]:
-        """What was written and can be read back, but for what has been taken."""
+        """Return the block ranges that were written since the last call and can be read back."""
         written, self._written = self._written, []
-        if self._file is not None:
+        if self._file is not None:  # of the open file only whole blocks have digests yet
             full = len(self._file.digests) * BLOCK_BYTES
             written.append(WrittenBlocks(self._file.layout.key, self._file.digests, self._taken, full))
             self._taken = full
         return written
 
     def finish(self) -> None:
-        """Write the files that hold no bytes but their header; every other is full by now."""
+        """Write the missing files that consist of a header alone. All other files must be complete by now."""
         while None in self._done:
             assert self._file is None, f"{self._file.layout.key if self._file else ''}: bytes are missing"
             self._begin()
 
     def receipt(self) -> Receipt:
-        """What was written, as a rank that saves says it."""
+        """Return the receipt of this new rank, as a saving rank would send it."""
         done = (written for written in self._done if written is not None)
         return receipt_of(self._layouts, done, np.zeros(0, np.uint64))
 
@@ -208,7 +212,10 @@ class _RankOutput:
 
 
 def finished_file(storage: Storage, layout: FileLayout) -> WrittenFile | None:
-    """Return a file that an earlier attempt finished: it begins with this header, and its blocks match its digests."""
+    """Return the file of this layout if an earlier attempt finished it, else None.
+
+    A finished file begins with the layout's header, and its blocks match its digests.
+    """
     digests = finished_digests(storage, layout.key, layout.num_bytes, layout.header, storage, digests_key(layout.key))
     return None if digests is None else WrittenFile(layout.key, layout.num_bytes, digest128(digests))
 
@@ -216,7 +223,8 @@ def finished_file(storage: Storage, layout: FileLayout) -> WrittenFile | None:
 def commit(
     comm: Comm, target: Storage, plan: ReshardPlan, save_id: str, done: ProcessReport, before: PreviousCheckpoint | None
 ) -> ProcessReport:
-    """Publish the catalog, once all processes have written their share; what all of them did, without receipts."""
+    """Publish the catalog once all processes have written their share, and return their summed counts without receipts.
+    Collective."""
     packed = [[rank, encode_receipt(receipt)] for rank, receipt in done.receipts.items()]
     gathered = comm.gather(msgpack.packb([packed, done.bytes_read, done.bytes_kept]))
     total = None
@@ -238,9 +246,9 @@ class RankShare:
     num_files, bytes_written
         Its files, headers included.
     bytes_wanted
-        Bytes of the old checkpoint that these are made of.
+        Bytes of the old checkpoint that the new files are made from.
     sources
-        The old ranks that wrote them.
+        The old ranks whose files hold these bytes.
     """
 
     rank: int
@@ -251,7 +259,7 @@ class RankShare:
 
 
 def rank_share(plan: ReshardPlan, rank: int, save_id: str) -> RankShare:
-    """What is written for a new rank, and from what."""
+    """Compute the files and bytes that are written for a new rank, and the old ranks whose files they come from."""
     catalog, layouts = plan.catalog, plan.layouts(rank, save_id)
     runs = [item.run for item in plan.items(rank)]
     source = np.array([run.tensor for run in runs], np.int64)

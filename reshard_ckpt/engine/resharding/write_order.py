@@ -1,11 +1,12 @@
-"""The order in which new files are written: tensor by tensor, many files side by side, so that their source is read once.
+"""The order in which new files are written: tensor by tensor, many files side by side, so that each source byte is read once.
 
-New ranks that hold different columns of one tensor draw on the same rows of the same files: read for each of them alone, these
-rows would be read as often as there are such ranks. So a group of such files is written at once.
+New ranks that hold different columns of one tensor need the same rows of the same source files. Written one after the other, four
+such ranks would read these rows four times. So their files are written side by side, as a group.
 
-1. Ranks are in one group if they differ only on axes that cut an inner dim of some tensor.
-2. A group's write items are taken tensor by tensor, in the order that all its files have; those of one tensor that share rows and
-   do not fit a window are cut into as many slices for each rank.
+1. Two ranks are in one group if their mesh coordinates differ only on axes that cut an inner dim of some tensor.
+2. A group's write items are taken tensor by tensor. All its files have the tensors in the same order, so bytes are only appended.
+   Items of one tensor that share source rows go into one window. If they do not fit, each rank's items are cut into the same
+   number of slices, and window n holds slice n of every rank.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from ...core.planning.target_placement import TargetPlacement
 from ..loading.stream import MAX_RUNS, Run
 
 MAX_FILES = 64
-"""Files written at once."""
+"""The largest number of files that are written side by side."""
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One write item: its place in the order of all files (element size, then tensor), the run, and bytes of an element."""
+    """A run of a tensor to write into a file. `key` orders the items of all files alike: (-element size, tensor in the plan)."""
 
     key: tuple[int, int]
     run: Run
@@ -35,23 +36,30 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """The next bytes of one file of those that are written at once."""
+    """A run to append to one of the files of a group; `output` is the index of the rank in its group."""
 
     output: int
     run: Run
 
 
 def shared_axes(mesh: Mesh, shapes: Sequence[Ints], placed: Sequence[TargetPlacement]) -> frozenset[int]:
-    """The axes whose ranks hold different columns of some tensor: what they cut is no outermost dim."""
+    """Return the mesh axes that cut an inner dim of some tensor, so that their ranks hold different columns of the same rows.
+
+    Parameters
+    ----------
+    shapes, placed
+        The global shape and the new placement of each tensor.
+    """
     found: set[int] = set()
     for shape, p in zip(shapes, placed, strict=True):
+        # outer: the first dim of more than one element; a cut there gives whole rows to each rank
         outer = next((dim for dim, size in enumerate(shape) if size > 1), 0)
         found.update(i for i, axis in enumerate(p.axes) if axis.kind == "shard" and (axis.dim or 0) > outer and mesh.sizes[i] > 1)
     return frozenset(found)
 
 
 def group_ranks(mesh: Mesh, shared: frozenset[int]) -> list[list[int]]:
-    """The ranks of the mesh in groups whose files are written at once."""
+    """Group the ranks of the mesh: ranks of a group differ only in their coordinates on the `shared` axes."""
     groups: dict[Ints, list[int]] = {}
     for rank in range(mesh.size):
         key = tuple(c for i, c in enumerate(mesh.coordinates(rank)) if i not in shared)
@@ -60,7 +68,12 @@ def group_ranks(mesh: Mesh, shared: frozenset[int]) -> list[list[int]]:
 
 
 def divide(groups: Sequence[Sequence[int]], num_bytes: Sequence[int], num: int) -> list[list[list[int]]]:
-    """The groups over `num` processes, in order, so that each writes about as much; a group may be cut.
+    """Divide the groups, in order, over `num` processes that write about equally many bytes. A group may be cut.
+
+    Parameters
+    ----------
+    num_bytes
+        The bytes that each new rank writes, by rank.
 
     >>> divide([[0, 1], [2, 3]], [5, 5, 5, 5], 4)
     [[[0]], [[1]], [[2]], [[3]]]
@@ -68,6 +81,7 @@ def divide(groups: Sequence[Sequence[int]], num_bytes: Sequence[int], num: int) 
     [[[0, 1]], [[2, 3]]]
     """
     ranks = [rank for group in groups for rank in group]
+    # middles[i]: how many bytes lie before the middle of the i-th rank's bytes; it decides which process writes this rank
     middles = np.cumsum([num_bytes[r] for r in ranks]) - np.array([num_bytes[r] for r in ranks]) / 2
     total = max(sum(num_bytes), 1)
     owner = dict(zip(ranks, np.minimum(middles * num // total, num - 1).astype(int).tolist(), strict=True))
@@ -80,7 +94,7 @@ def divide(groups: Sequence[Sequence[int]], num_bytes: Sequence[int], num: int) 
 
 
 def windows(outputs: Sequence[Sequence[Item]], window_bytes: int) -> Iterator[list[Slice]]:
-    """The items of all files, in windows; each file's own stay in order."""
+    """Yield the items of all files in windows of at most `window_bytes` and `MAX_RUNS`. Each file's items stay in order."""
     window: list[Slice] = []
     room = window_bytes
     for batch in _batches(outputs):
@@ -93,7 +107,7 @@ def windows(outputs: Sequence[Sequence[Item]], window_bytes: int) -> Iterator[li
             window += [Slice(output, item.run) for output, items in batch for item in items if item.run.count]
             room -= size
             continue
-        num = -(-size // window_bytes)
+        num = -(-size // window_bytes)  # a batch larger than a window: cut each file's items into `num` slices
         for n in range(num):
             yield [Slice(output, run) for output, items in batch for run in _slice(items, n, num)]
     if window:
@@ -101,18 +115,19 @@ def windows(outputs: Sequence[Sequence[Item]], window_bytes: int) -> Iterator[li
 
 
 Batch = list[tuple[int, list[Item]]]
-"""Files, as indices, and their items of one tensor."""
+"""The items of one tensor that are taken together: for each file, its index and its items."""
 
 
 def _batches(outputs: Sequence[Sequence[Item]]) -> Iterator[Batch]:
-    """Group what is taken at once: of a tensor, the items of files that share rows; others go one by one."""
+    """Yield the items of all files in batches. A batch holds one tensor's items of files that share source rows. A file that
+    shares no rows with others is a batch by itself."""
     by_key: dict[tuple[int, int], dict[int, list[Item]]] = {}
     for output, items in enumerate(outputs):
         for item in items:
             by_key.setdefault(item.key, {}).setdefault(output, []).append(item)
     for key in sorted(by_key):
         batch: Batch = []
-        reach = 0
+        reach = 0  # the end of the rows that the batch covers so far
         for low, high, output in sorted((*_rows(items), output) for output, items in by_key[key].items()):
             if batch and low >= reach:
                 yield batch
@@ -123,7 +138,7 @@ def _batches(outputs: Sequence[Sequence[Item]]) -> Iterator[Batch]:
 
 
 def _rows(items: Sequence[Item]) -> tuple[int, int]:
-    """The range along the first dim that the items lie in; a last row that is not whole does not count."""
+    """Return the range along the first dim that the items lie in. A last row that is only partly covered does not count."""
     lows, highs = [], []
     for run in (item.run for item in items):
         inner = max(prod(run.lengths[1:]), 1)
@@ -134,7 +149,7 @@ def _rows(items: Sequence[Item]) -> tuple[int, int]:
 
 
 def _slice(items: Sequence[Item], n: int, num: int) -> Iterator[Run]:
-    """The n-th of so many slices of the items, end to end."""
+    """Yield the runs of slice `n` when the items, laid end to end, are cut into `num` slices of about equal size."""
     total = sum(item.run.count for item in items)
     low, high = total * n // num, total * (n + 1) // num
     position = 0
