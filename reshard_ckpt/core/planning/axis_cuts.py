@@ -1,11 +1,13 @@
 """The order in which mesh axes cut a dim, and the sections that they cut, inferred from the pieces of all ranks.
 
-A hypothesis says which axis cuts first, and which sections of the dim that axis cuts each on its own. It holds if every piece
-lies in a range that it gives to the piece's rank. As the pieces of all ranks cover the tensor, it then gives each rank what that
-rank holds.
+A hypothesis is an order of the axes that cut a dim, and sections of the dim that the first axis cuts each on its own. It gives
+each rank some ranges of the dim. It holds if every piece lies in one range of its rank. Because the pieces of all ranks cover the
+tensor, it then gives each rank exactly the ranges that the rank holds.
 
-1. For all tensors at once: inner axes cut first, without sections. That is FSDP2 over tensor parallelism, and every axis alone.
-2. For the few others, one by one, alike ones once: every other order, and then every order with sections that the pieces show.
+1. For all tensors at once, test the order in which inner axes cut first, without sections. It fits FSDP2 over tensor parallelism,
+   and every axis that cuts alone.
+2. For the few other tensors, once for all that lie alike, test every other order, and then every order with the sections that the
+   pieces show.
 """
 
 from __future__ import annotations
@@ -25,12 +27,12 @@ from ..geometry.runs import I64
 
 Placement = tuple[AxisPlacement, ...]
 Hypothesis = tuple[tuple[int, ...], Ints]
-"""The axes that cut a dim, first to last, and the sections of the first."""
+"""The axes that cut a dim, first to last, and the sections that the first axis cuts."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldBounds:
-    """Where pieces of tensors lie: tensor, rank and box of each piece, and the bounds of each box, (B, D), left-padded."""
+    """The tensor, rank and box of each piece, and the bounds of each box, (B, D), padded on the left."""
 
     tensor: I64
     rank: I64
@@ -41,24 +43,25 @@ class HeldBounds:
 
 @dataclass(frozen=True, slots=True)
 class PlacementTable:
-    """Distinct placements, and for each tensor the number of its own."""
+    """Distinct placements, and for each tensor the index of its own."""
 
     placements: Sequence[Placement]
     of_tensor: I64
 
 
 def with_cuts(mesh: Mesh, table: PlacementTable, shape: I64, ndim: I64, held: HeldBounds) -> PlacementTable:
-    """Add turns and sections to placements on axes of the mesh, where they have none and the pieces show them.
+    """Add turns and sections to placements on the mesh, if they have none and the pieces show them.
 
     Parameters
     ----------
     shape : (T, D), ndim : (T,)
     held
-        What all ranks hold, in order of tensor.
+        The pieces that all ranks hold, in order of tensor.
     """
     wanted = {i: dims for i, p in enumerate(table.placements) if (dims := open_dims(p))}
     if not wanted:
         return table
+    # asked[t]: the placement of tensor t lacks turns; fits[t]: inner axes cut first explains its pieces.
     asked = np.isin(table.of_tensor, list(wanted))
     coordinates = np.stack(np.unravel_index(np.arange(mesh.size), mesh.sizes), axis=1)
     fits = _inner_first_fits(mesh, table, asked, shape, ndim, held, coordinates)
@@ -68,7 +71,7 @@ def with_cuts(mesh: Mesh, table: PlacementTable, shape: I64, ndim: I64, held: He
     for t in np.flatnonzero(asked & ~fits).tolist():
         rows = slice(*np.searchsorted(held.tensor, [t, t + 1]).tolist())
         rank, box = held.rank[rows], held.box[rows]
-        # Layers alike lie alike; only their names differ.
+        # Tensors with equal shapes and pieces, as in equal layers, share one answer.
         key = (int(of_tensor[t]), shape[t].tobytes(), rank.tobytes(), box.tobytes())
         if key not in known:
             old = placements[of_tensor[t]]
@@ -87,7 +90,7 @@ def with_cuts(mesh: Mesh, table: PlacementTable, shape: I64, ndim: I64, held: He
 
 
 def open_dims(placement: Placement) -> dict[int, list[str]]:
-    """The dims that some axes shard of which no turn is known, and all axes that shard each."""
+    """Map each dim that lacks the turn of some axis to all axes that shard it."""
     by_dim: dict[int, list[AxisPlacement]] = {}
     for p in placement:
         if p.kind == "shard" and p.dim is not None:
@@ -96,11 +99,12 @@ def open_dims(placement: Placement) -> dict[int, list[str]]:
 
 
 def _inner_first(mesh: Mesh, placement: Placement, dim: int) -> tuple[int, ...]:
+    """Return the mesh axes that shard a dim, innermost first, by number."""
     return tuple(sorted((mesh.axes.index(p.axis) for p in placement if p.kind == "shard" and p.dim == dim), reverse=True))
 
 
 def _filled(mesh: Mesh, placement: Placement, found: Mapping[int, Hypothesis]) -> Placement:
-    """The placement with what was found of some of its dims."""
+    """Return the placement with the turns and sections of a hypothesis for each dim in `found`."""
 
     def fill(p: AxisPlacement) -> AxisPlacement:
         if p.kind != "shard" or p.dim is None or p.dim not in found:
@@ -115,8 +119,8 @@ def _filled(mesh: Mesh, placement: Placement, found: Mapping[int, Hypothesis]) -
 def _inner_first_fits(
     mesh: Mesh, table: PlacementTable, asked: NDArray[np.bool_], shape: I64, ndim: I64, held: HeldBounds, coordinates: I64
 ) -> NDArray[np.bool_]:
-    """Tell of each tensor that is asked for whether its pieces lie where they would if inner axes cut first."""
-    # (placements, axes): the dim that an axis shards, counted without padding, or -1.
+    """Tell for each tensor in `asked` whether its pieces lie where they would if inner axes cut first; False for others."""
+    # dims[p, axis]: the dim that the axis shards in placement p, counted without padding, or -1.
     dims = np.full((len(table.placements), len(mesh.axes)), -1, np.int64)
     for i, placement in enumerate(table.placements):
         for p in placement:
@@ -124,21 +128,22 @@ def _inner_first_fits(
                 dims[i, mesh.axes.index(p.axis)] = p.dim
     rows = np.flatnonzero(asked[held.tensor])
     cutting = [axis for axis in range(len(mesh.axes)) if (dims[:, axis] >= 0).any()]
-    # Rows come in order of tensor and box; ranks that differ only on axes that cut nothing have to be looked at once.
+    # Rows come in order of tensor and box. Ranks that differ only on axes that cut nothing are tested once.
     rank = held.rank[rows]
     rows = rows[is_new(held.tensor[rows], held.box[rows], *(coordinates[rank, axis] for axis in cutting))]
     where, tensor, box = coordinates[held.rank[rows]], held.tensor[rows], held.box[rows]
-    # What each row's rank has of its tensor: all of it, before any axis cuts.
+    # first, length: the range of its tensor that the rank of each row has on each dim: all of it, before any axis cuts.
     first, length = np.zeros((len(rows), shape.shape[1]), np.int64), shape[tensor]
     for axis in reversed(cutting):
         dim = dims[table.of_tensor[tensor], axis]
         at = np.flatnonzero(dim >= 0)
+        # column: the padded dim that this axis cuts; step: the length of a part. torch.chunk makes all parts but the last equal.
         column = dim[at] + shape.shape[1] - ndim[tensor[at]]
-        # As torch.chunk cuts: parts of one size, but for the last ones.
         step = -(-length[at, column] // mesh.sizes[axis])
         skipped = np.minimum(where[at, axis] * step, length[at, column])
         first[at, column] += skipped
         length[at, column] = np.minimum(step, length[at, column] - skipped)
+    # within: the piece lies, on each dim, in the range of its rank. One piece outside refutes its tensor.
     within = (held.low[box] >= first) & (held.high[box] <= first + length)
     fits = np.array(asked, bool)
     fits[tensor[np.flatnonzero(~within.all(axis=1))]] = False
@@ -148,7 +153,7 @@ def _inner_first_fits(
 def _search(
     mesh: Mesh, dims: Mapping[int, Sequence[str]], shape: I64, ndim: int, where: I64, low: I64, high: I64
 ) -> dict[int, Hypothesis]:
-    """For each dim of one tensor the first hypothesis that holds; dims that none explains are left out.
+    """Find for each dim of one tensor the first hypothesis that holds; a dim that none explains is left out.
 
     Parameters
     ----------
@@ -168,10 +173,11 @@ def _search(
 
 
 def _hypotheses(mesh: Mesh, names: Sequence[str], size: int, where: I64, pieces: I64) -> Iterator[Hypothesis]:
+    """Yield hypotheses for one dim: every order without sections, inner axes first, then orders with sections."""
     orders = list(permutations(sorted((mesh.axes.index(name) for name in names), reverse=True)))
     yield from ((order, ()) for order in orders)
     for order in orders:
-        # The first part of each section is coordinate 0's, so sections begin where its ranges do.
+        # Coordinate 0 holds the first part of each section, so sections begin where the ranges of coordinate 0 begin.
         mine = pieces[where[:, order[0]] == 0]
         begins = [first for first, _ in _union(mine)]
         if len(begins) > 1 and begins[0] == 0:
@@ -179,7 +185,7 @@ def _hypotheses(mesh: Mesh, names: Sequence[str], size: int, where: I64, pieces:
 
 
 def _union(pieces: I64) -> list[Range]:
-    """The ranges that pieces ``(low, high)`` cover together."""
+    """Return the ranges ``(first, length)`` that pieces ``(low, high)`` cover together."""
     out: list[tuple[int, int]] = []
     for low, high in np.unique(pieces, axis=0).tolist():
         if out and low <= out[-1][1]:
@@ -190,8 +196,9 @@ def _union(pieces: I64) -> list[Range]:
 
 
 def _holds(mesh: Mesh, hypothesis: Hypothesis, size: int, where: I64, pieces: I64) -> bool:
-    """Whether every piece lies in one of the ranges that its rank is given."""
+    """Tell whether every piece lies in one of the ranges that the hypothesis gives to its rank."""
     order, sections = hypothesis
+    # Ranks with the same coordinates on the cutting axes have the same ranges: one group each.
     ids, first = group_ids(where[:, list(order)])
     by_rank = np.argsort(ids, kind="stable")
     for at, mine in zip(first.tolist(), np.split(by_rank, np.searchsorted(ids[by_rank], np.arange(1, len(first)))), strict=True):

@@ -1,9 +1,9 @@
-"""Balancing: what each rank of a replica group writes, so that all write nearly the same number of bytes.
+"""Balancing: divide the items of replica groups over their ranks, so that all ranks write nearly the same number of bytes.
 
-1. What only one rank holds is written by it.
-2. What may not be split goes whole, largest first, to the rank of its group that has least so far.
-3. What may be split is laid end to end, one stream a replica group, and cut where the ranks' loads come out level; groups of few
-   ranks are levelled first, since larger ones can still make up for them.
+1. Items that only one rank holds are in the loads already.
+2. An item that may not be split goes whole, largest first, to the rank of its group that has the least so far.
+3. Items that may be split are laid end to end, one stream for each replica group, and cut where the ranks' loads come out level.
+   Groups of few ranks are levelled first, because larger groups can still make up for them.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from ..geometry.columns import ColumnTable
 from ..geometry.runs import I64
 
 ROW_ALIGN_BYTES = 256 << 10
-"""A cut moves to the nearest slice of the outermost dim where such a slice is smaller than this, and than 2 % of a rank's
-share: the parts then are boxes."""
+"""A cut moves to the nearest slice of the item's outermost dim if such a slice is at most this size, and at most 2 % of a rank's
+share: the parts are boxes then."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaGroup:
-    """Items held by the same ranks: `items` may be split, `solid` may not; both are item indices."""
+    """Items that the same ranks hold: `items` may be split, `solid` may not; both are item indices."""
 
     ranks: I64
     items: I64
@@ -31,7 +31,7 @@ class ReplicaGroup:
 
 @dataclass(frozen=True, slots=True)
 class Assigned(ColumnTable):
-    """Who writes what: elements ``[start, start + count)`` of the item, counted from the item's own beginning."""
+    """The parts that ranks write: elements ``[start, start + count)`` of the item, counted from the item's own beginning."""
 
     item: I64
     rank: I64
@@ -40,14 +40,15 @@ class Assigned(ColumnTable):
 
 
 def level(loads: I64, total: int) -> I64:
-    """Shares of ``total`` that bring the loads as level as can be.
+    """Divide ``total`` into shares that bring the loads as level as possible.
 
     >>> level(np.array([0, 10, 4]), 10).tolist()
     [7, 0, 3]
     """
     order = np.argsort(loads, kind="stable")
     ordered = loads[order]
-    # Water reaches the k-th lowest load after filling all lower ones up to it.
+    # Water fills the lowest loads first. fill[k]: the water that it takes to raise the k lower loads to load k.
+    # wet: how many loads the water reaches; height: its level; rest: units left over, one more for each of the first loads.
     fill = ordered * np.arange(1, len(loads) + 1) - np.cumsum(ordered)
     wet = int(np.searchsorted(fill, total, side="right"))
     height, rest = divmod(total + int(ordered[:wet].sum()), wet)
@@ -58,19 +59,20 @@ def level(loads: I64, total: int) -> I64:
 
 
 def assign(groups: list[ReplicaGroup], num_elements: I64, item_bytes: I64, slice_elements: I64, loads: I64) -> Assigned:
-    """Divide every group's items over its ranks.
+    """Divide every group's items over the ranks of the group.
 
     Parameters
     ----------
     groups
-        Each with at least one rank; processed in order of size.
+        Each has at least one rank. Groups of few ranks come first.
     num_elements, item_bytes, slice_elements : (I,)
-        Of each item: its elements, bytes of one element, elements of one slice of its outermost dim.
+        For each item: its elements, the bytes of one element, the elements of one slice of its outermost dim.
     loads : (ranks,)
         Bytes that each rank writes already; updated in place.
     """
     parts: list[tuple[I64, I64, I64, I64]] = []
     groups = sorted(groups, key=lambda group: (len(group.ranks), int(group.ranks[0])))
+    # The solid items of all groups come first, because the streams can level out the loads that these cause.
     for group in groups:
         sizes = num_elements[group.solid] * item_bytes[group.solid]
         for i in group.solid[np.argsort(-sizes, kind="stable")].tolist():
@@ -90,24 +92,28 @@ def assign(groups: list[ReplicaGroup], num_elements: I64, item_bytes: I64, slice
 def _cut_stream(
     group: ReplicaGroup, num_elements: I64, item_bytes: I64, slice_elements: I64, loads: I64
 ) -> tuple[I64, I64, I64, I64]:
+    # ends[i]: bytes of the stream up to the end of item i; quota: bytes for each rank; at: the cuts, in bytes of the stream.
     items = group.items
     ends = np.cumsum(num_elements[items] * item_bytes[items])
     quota = level(loads[group.ranks], int(ends[-1]))
     at = np.cumsum(quota)[:-1]
+    # where[c]: the item in which cut c lies; element[c]: the element of that item before which it cuts.
     where = np.minimum(np.searchsorted(ends, at, side="right"), len(items) - 1)
     cut_item = items[where]
     begin = ends[where] - num_elements[cut_item] * item_bytes[cut_item]
     element = (at - begin) // item_bytes[cut_item]
+    # A cut moves to a multiple of `step` elements: a slice if slices are small enough, else one element.
     tolerance = min(ROW_ALIGN_BYTES, int(ends[-1]) // (50 * len(group.ranks)))
     step = np.where(slice_elements[cut_item] * item_bytes[cut_item] <= tolerance, slice_elements[cut_item], 1)
     element = np.minimum((element + step // 2) // step * step, num_elements[cut_item])
-    # Parts lie between neighbouring bounds: the ends of the items and the cuts, each with the number of cuts before it.
+    # Parts lie between neighbouring bounds, which are the beginnings of the items and the cuts. turn: the cuts before a bound.
     bound_item = np.concatenate([np.arange(len(items)), where])
     bound_element = np.concatenate([np.zeros(len(items), np.int64), element])
     turn = np.concatenate([np.zeros(len(items), np.int64), np.arange(1, len(at) + 1)])
     order = np.lexsort((turn, bound_element, bound_item))
     bound_item, bound_element = bound_item[order], bound_element[order]
     turn = np.maximum.accumulate(turn[order])
+    # stop: where the part ends: at the next bound of the same item, or at the item's end.
     next_item = np.append(bound_item[1:], -1)
     stop = np.where(next_item == bound_item, np.append(bound_element[1:], 0), num_elements[items[bound_item]])
     count = stop - bound_element

@@ -1,4 +1,4 @@
-"""From a carried-out save plan to the catalog: sort the rows by tensor, share equal boxes."""
+"""Build the catalog of a save that has been written: sort the rows by tensor, and share equal boxes."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ def build_catalog(
     Parameters
     ----------
     file, offset
-        Where each write item of the plan went: the index of its file, and bytes from that file's beginning.
+        Where each write item of the plan lies: the index of its file, and bytes from the beginning of that file.
     """
+    # box[i]: the distinct box of write item i; order: the items by tensor, box and start, which is the order of rows.
     box, first = group_ids(np.hstack([plan.offsets, plan.lengths]))
     order = lex_order(plan.tensor, box, plan.start)
     return Catalog(
@@ -50,14 +51,14 @@ def build_catalog(
 
 
 def tensor_table(tables: MergedTables, placement: I64, tensor: I64) -> TensorTable:
-    """Return merged tensors as a catalog's table.
+    """Build the catalog's table of tensors from merged tensors.
 
     Parameters
     ----------
     placement
-        The number of each tensor's placement, or -1.
+        The index of each tensor's placement, or -1.
     tensor
-        The tensor of each row, in order.
+        The tensor of each row; ascending.
     """
     described = {field.name: getattr(tables, field.name) for field in fields(TensorDescriptions)}
     row_start = np.searchsorted(tensor, np.arange(len(tables.names) + 1)).astype(np.int64)

@@ -1,11 +1,11 @@
-"""Placement of copies among nodes, and what is lost with a set of nodes.
+"""Placement of copies among nodes, and the loss of images with a set of nodes.
 
-1. Nodes are dealt out by machine, so that neighbours are different machines where there are several.
-2. They form groups of ``copies + 1``; the last group takes the rest. Inside a group each node sends its images to the next
+1. Deal out the nodes by machine, so that neighbours are on different machines if there are several.
+2. Form groups of ``copies + 1`` nodes; the last group takes the rest. Inside a group each node sends its images to the next
    ``copies`` nodes of a ring.
 
-Groups are what GEMINI proposes (Wang et al., SOSP 2023): with one copy, a second lost node is the only holder of
-a first one's with probability 1 / (n − 1); in one large ring twice that.
+Groups are the proposal of GEMINI (Wang et al., SOSP 2023): with one copy, a second lost node is the only holder of the first
+one's copy with probability 1 / (n − 1), while in one large ring the probability is twice that.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ def copy_holders(machines: Sequence[Hashable], copies: int) -> tuple[tuple[int, 
     Parameters
     ----------
     machines
-        By node: what tells its machine from others.
+        For each node a key of its machine.
     copies
-        How many nodes hold a copy; fewer where there are not so many other nodes.
+        How many other nodes hold a copy of each node's images; fewer if there are not as many other nodes.
 
     Returns
     -------
     tuple of tuples
-        By node: the nodes that it sends its images to, itself not among them.
+        For each node the nodes that it sends its images to, without itself.
 
     >>> copy_holders(["a", "b", "c", "d", "e"], 1)
     ((1,), (0,), (3,), (4,), (2,))
@@ -58,21 +58,22 @@ def copy_groups(machines: Sequence[Hashable], copies: int) -> tuple[tuple[int, .
 
 
 def _dealt_out(machines: Sequence[Hashable]) -> list[int]:
+    """List the nodes, taking one from each machine in turn."""
     by_machine: dict[Hashable, list[int]] = defaultdict(list)
     for node, machine in enumerate(machines):
         by_machine[machine].append(node)
-    # The machines with most nodes come first: where one has more than all others, only its last nodes stand side by side.
+    # Machines with most nodes first: if one has more nodes than all others, only its last nodes stand side by side.
     hands = sorted(by_machine.values(), key=len, reverse=True)
     return [node for round_ in zip_longest(*hands) for node in round_ if node is not None]
 
 
 def survives(holders: Sequence[Collection[int]], lost: Collection[int]) -> bool:
-    """Return whether some copy of each node's images is left after the loss of some nodes."""
+    """Tell whether some copy of each lost node's images is left after the loss of these nodes."""
     return all(any(holder not in lost for holder in holders[node]) for node in lost)
 
 
 def pair_lost_share(nodes: int, copies: int) -> float:
-    """Compute the probability that the loss of two random nodes at once loses images; each node is a machine of its own.
+    """Compute the probability that the loss of two random nodes at once loses images, if each node is a machine of its own.
 
     >>> pair_lost_share(8, 1) == 1 / 7, pair_lost_share(8, 0), pair_lost_share(8, 2)
     (True, 1.0, 0.0)

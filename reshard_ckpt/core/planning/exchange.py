@@ -1,14 +1,16 @@
-"""The plan of an exchange between memories: which holder sends what to whom, and in which round.
+"""The plan of an exchange between memories: the holder that sends each wanted part, the rank that takes it, and the round.
 
-Every rank holds runs of tensors, and wants runs of the same tensors. All are boxes once they are cut (`geometry.runs.decompose`).
+Every rank holds runs of tensors, and wants runs of the same tensors. Both are cut into boxes (`geometry.runs.decompose`).
 
-1. Wanted boxes meet held ones of the same tensor (`geometry.meeting`). Equal runs of several ranks are met once.
-2. What a rank wants and holds it takes from itself. Anything else comes from a holder on its own node, or else from any; of
-   several, from the one that has the least to send. Large parts are cut first, so that holders of the same can share the sending.
-3. The parts between each two ranks are one stream, cut into as many equal rounds as the busiest rank needs: no rank sends or
-   receives more than its bytes in a round, and all streams end together.
+1. Pair wanted boxes with held ones of the same tensor (`geometry.meeting`). A run that several ranks hold or want is paired once.
+2. Choose a source for each part. A rank takes from itself everything that it also holds. All other parts come from a holder on
+   its own node if there is one, else from any holder; of several, from the one that has the least to send. Large parts are cut
+   before that, so that ranks which hold the same run can share the sending.
+3. The parts between each two ranks are one stream. Cut every stream into the same number of equal rounds, as many as the busiest
+   rank needs: no rank sends or receives more than its bytes in a round, and all streams end together.
 
-The plan follows from what the ranks hold and want alone, not from where in memory that lies, so it outlives any step of training.
+The plan depends only on the runs that the ranks hold and want, not on their addresses in memory, so it stays valid while training
+goes on.
 """
 
 from __future__ import annotations
@@ -26,21 +28,23 @@ from ..geometry.runs import I64, cut_boxes, decompose, pad_left, ranges, volumes
 from .balance import ReplicaGroup, assign
 
 MIN_PART_BYTES, MAX_PART_BYTES = 64 << 10, 4 << 20
-"""Larger parts are cut, into parts of a size between these: smaller ones among many ranks, so that rounds come out even."""
+"""Parts larger than a limit between these two are cut; the limit is smaller if there are more ranks, so that rounds come out
+even."""
 
 OWN = -1
-"""The round of what a rank takes from itself."""
+"""The round of a part that a rank takes from itself."""
 
 
 def _item_bytes(dtype: I64) -> I64:
+    """Return the bytes of one element for each dtype code."""
     return item_bytes_of(dtype.astype(np.uint8))
 
 
 @dataclass(frozen=True, slots=True)
 class RankRuns(ColumnTable):
-    """Runs of boxes of tensors on all ranks, one a row; `local` numbers the rows of each rank.
+    """Runs of boxes of tensors on all ranks, one for each row; ``local`` is the index of the row among its rank's rows.
 
-    ``dtype`` is a number of `geometry.dtypes.CODES`, and ``device`` 1 where the memory may travel without the host.
+    ``dtype`` is an index into `geometry.dtypes.CODES`. ``device`` is 1 if the memory can be sent without a copy through the host.
     """
 
     rank: I64
@@ -56,10 +60,11 @@ class RankRuns(ColumnTable):
 
 @dataclass(frozen=True, slots=True)
 class Parts(ColumnTable):
-    """Parts of what ranks take: boxes of a tensor, by the rows of their owner and of their taker that they lie in.
+    """The parts that ranks take, each a box of a tensor, with the row of its owner and the row of its taker that it lies in.
 
-    ``wire`` is the dtype in which a part travels, the smaller of both sides; ``device`` is 1 where it does without the host.
-    Parts are in order of device, round, owner and taker, and then as they lie in their message: large elements first.
+    ``wire`` is the dtype in which a part travels, the smaller one of both sides. ``device`` is 1 if the part does not pass
+    through the host. Parts are sorted by device, round, owner and taker, and then by size of element, large ones first, which is
+    their order in the message.
     """
 
     device: I64
@@ -74,51 +79,60 @@ class Parts(ColumnTable):
 
     @property
     def num_bytes(self) -> I64:
-        """Bytes of each part on its way."""
+        """The bytes that each part has while it travels."""
         return volumes(self.lengths) * _item_bytes(self.wire)
 
     def of_rank(self, rank: int) -> Parts:
-        """Return what one rank sends, receives, or takes from itself."""
+        """Return the parts that one rank sends, receives, or takes from itself."""
         return self.take(np.flatnonzero((self.owner == rank) | (self.taker == rank)))
 
 
 def plan_exchange(held: RankRuns, wanted: RankRuns, node: Sequence[int], round_bytes: int) -> Parts:
-    """Plan who sends what to whom.
+    """Plan the parts that each rank sends to each other rank.
 
     Parameters
     ----------
     held
-        Runs that are equal, or share no element. Rows of the same run are copies of the same bytes.
+        Runs; any two are equal or share no element. Rows of the same run are copies of the same bytes.
     wanted
-        Runs that `held` covers; what it does not is left out.
+        Runs that `held` covers; elements that `held` lacks are left out.
     node
-        For each rank a number of the machine that it is on.
+        For each rank the number of its machine.
     round_bytes
-        What a rank sends, or receives, in one round, about.
+        About how many bytes a rank sends, or receives, in one round.
     """
     width = max(held.offsets.shape[1], wanted.offsets.shape[1])
+    # held_run[i], want_run[i]: the distinct run of row i; held_first[r], want_first[r]: the first row of distinct run r.
     held_run, held_first = _distinct(held, width)
     want_run, want_first = _distinct(wanted, width)
+    # held_parent[b], want_parent[b]: the distinct run that box b was cut out of.
     held_boxes, held_parent = _boxes(held.take(held_first), width)
     want_boxes, want_parent = _boxes(wanted.take(want_first), width)
+    # One entry for each pair of a wanted and a held box that overlap; low, lengths: the overlap, in global coordinates.
     want_box, held_box = meet(want_boxes, held_boxes)
     low = np.maximum(want_boxes.offsets[want_box], held_boxes.offsets[held_box])
     ends = (boxes.offsets[i] + boxes.lengths[i] for boxes, i in ((want_boxes, want_box), (held_boxes, held_box)))
     lengths = np.minimum(*ends) - low
-    # From here on an entry is of one taker: each rank that wants the run.
+    # One entry for each pair and each rank that wants its run from here on; pair[i]: the pair.
+    # takers[begin[r] : begin[r + 1]]: the rows that want distinct run r.
     takers, begin = _members(want_run, len(want_first))
     run = want_parent[want_box]
     pair, step = ranges(begin[run + 1] - begin[run])
+    # taker_row[i]: the row of `wanted` that takes the part; run[i]: the distinct run of `held` that it comes from.
     taker_row = takers[begin[run[pair]] + step]
     run = held_parent[held_box][pair]
     low, lengths = low[pair], lengths[pair]
+    # sizes: bytes of an element on both sides; wire[i]: the dtype of the smaller one.
     sizes = _item_bytes(held.dtype[held_first][run]), _item_bytes(wanted.dtype[taker_row])
     wire = np.where(sizes[1] < sizes[0], wanted.dtype[taker_row], held.dtype[held_first][run])
+    # own_row[i]: the row in which the taker itself holds the run, or -1.
     own_row = _own_rows(held, held_run, run, wanted.rank[taker_row], len(node))
+    # Cut large parts; a part that its taker holds itself is never cut. source[i]: the uncut part that part i comes from.
     limit = min(max(round_bytes // (2 * len(node)), MIN_PART_BYTES), MAX_PART_BYTES)
     source, low, lengths = cut_boxes(low, lengths, _item_bytes(wire), np.where(own_row >= 0, np.int64(2) ** 62, limit))
     run, taker_row, wire, owner_row = run[source], taker_row[source], wire[source], own_row[source]
     size = volumes(lengths) * _item_bytes(wire)
+    # far: the parts that another rank must send; each gets a row of `held` as its owner.
     far = np.flatnonzero(owner_row < 0)
     owner_row[far] = _choose(held, held_run, run[far], wanted.rank[taker_row[far]], size[far], np.array(node))
     parts = Parts(
@@ -132,6 +146,7 @@ def plan_exchange(held: RankRuns, wanted: RankRuns, node: Sequence[int], round_b
         offsets=low,
         lengths=lengths,
     )
+    # Parts that travel with and without the host are two exchanges, each with rounds of its own.
     for device in (0, 1):
         rows = np.flatnonzero((parts.device == device) & (parts.owner != parts.taker))
         parts.round[rows] = spread(parts.owner[rows], parts.taker[rows], size[rows], len(node), round_bytes)
@@ -139,48 +154,53 @@ def plan_exchange(held: RankRuns, wanted: RankRuns, node: Sequence[int], round_b
 
 
 def _distinct(runs: RankRuns, width: int) -> tuple[I64, I64]:
-    """Number the distinct runs: the number of each row, and the first row of each number."""
+    """Number the distinct runs; returns the number of each row, and the first row of each number."""
     wide = [pad_left(runs.offsets, width, 0), pad_left(runs.lengths, width, 1)]
     return group_ids(np.column_stack([runs.tensor, runs.start, runs.count, runs.dtype, *wide]))
 
 
 def _boxes(runs: RankRuns, width: int) -> tuple[TensorBoxes, I64]:
-    """Cut runs into boxes; returns them, and the run of each."""
+    """Cut runs into boxes; returns the boxes, and the index of the run of each."""
     cut = decompose(runs.lengths, runs.start, runs.count)
     offsets = pad_left(runs.offsets[cut.parent] + cut.offsets, width, 0)
     return TensorBoxes(runs.tensor[cut.parent], offsets, pad_left(cut.lengths, width, 1)), cut.parent
 
 
 def _members(group: I64, num: int) -> tuple[I64, I64]:
-    """List the rows of each group: those of group g are ``rows[begin[g] : begin[g + 1]]``."""
+    """List the rows of each group; returns them and their bounds: the rows of group g are ``rows[begin[g] : begin[g + 1]]``."""
     rows = np.argsort(group, kind="stable")
     return rows, np.searchsorted(group[rows], np.arange(num + 1))
 
 
 def _own_rows(held: RankRuns, held_run: I64, run: I64, taker: I64, num_ranks: int) -> I64:
-    """Find the row in which each taker holds the run itself; -1 where it does not."""
+    """Find the row in which each taker holds the run itself; -1 if it does not hold it."""
+    # key: run and rank of each row as one number; bisection finds where the wanted number would stand.
     key = held_run * num_ranks + held.rank
     order = np.argsort(key, kind="stable")
     place = np.searchsorted(key[order], run * num_ranks + taker)
     row = order[np.minimum(place, max(len(order) - 1, 0))] if len(order) else np.zeros(len(run), np.int64)
+    # The row found there is right only if its number is the wanted one.
     return np.where(key[row] == run * num_ranks + taker, row, -1) if len(order) else row - 1
 
 
 def _choose(held: RankRuns, held_run: I64, run: I64, taker: I64, size: I64, node: I64) -> I64:
-    """Choose the row from which each part comes that its taker does not hold: one of its node, or else any; the least loaded."""
+    """Choose a source row for each part that its taker does not hold: on the taker's node if possible, the least loaded."""
     num_nodes = int(node.max(initial=0)) + 1
     rows, begin = _members(held_run, int(held_run.max(initial=-1)) + 1)
-    # near: by run and node, the holders that are there.
+    # near: the holders of each run, those on one node side by side; near[first[i] : last[i]] are on the node of part i's taker.
     key = held_run[rows] * num_nodes + node[held.rank[rows]]
     order = np.argsort(key, kind="stable")
     near, wanted = rows[order], run * num_nodes + node[taker]
     first, last = np.searchsorted(key[order], wanted), np.searchsorted(key[order], wanted, side="right")
     is_near = last > first
+    # low, high: the bounds of the candidates of part i, in near where is_near, else in rows.
     low, high = np.where(is_near, first, begin[run]), np.where(is_near, last, begin[run + 1])
     chosen = np.where(is_near, near[np.minimum(first, len(near) - 1)], rows[low]) if len(rows) else low
+    # A part with one candidate is settled. All others are divided among theirs, so that the loads come out level.
     several = np.flatnonzero(high - low > 1)
     alone = np.flatnonzero(high - low == 1)
     loads = np.bincount(held.rank[chosen[alone]], weights=size[alone], minlength=len(node)).astype(np.int64)
+    # groups: for each set of candidate ranks the parts that may come from any of them.
     groups: dict[bytes, list[int]] = {}
     candidates: dict[bytes, I64] = {}
     for i, (a, b, close) in enumerate(zip(low[several].tolist(), high[several].tolist(), is_near[several].tolist(), strict=True)):
@@ -197,7 +217,7 @@ def _choose(held: RankRuns, held_run: I64, run: I64, taker: I64, size: I64, node
 
 
 def spread(owner: I64, taker: I64, size: I64, num_ranks: int, round_bytes: int) -> I64:
-    """Give each part a round: those between two ranks follow each other evenly over all rounds.
+    """Give each part a round, so that the parts from one rank to another are spread evenly over all rounds.
 
     >>> zero = np.zeros(4, np.int64)
     >>> spread(zero, zero + 1, zero + 10, 2, 40).tolist(), spread(zero, zero + 1, zero + 10, 2, 20).tolist()
@@ -206,14 +226,17 @@ def spread(owner: I64, taker: I64, size: I64, num_ranks: int, round_bytes: int) 
     if len(owner) == 0:
         return np.zeros(0, np.int64)
     busiest = max(int(np.bincount(rank, weights=size, minlength=num_ranks).max()) for rank in (owner, taker))
-    # Where one round is not enough, half of each is left for parts that reach over its end.
+    # A part may reach over the end of its round, so rounds are planned to be half full if one is not enough.
     num_rounds = 1 if busiest <= round_bytes else -(-2 * busiest // round_bytes)
+    # stream[i]: the number of the pair of ranks that part i travels between; total[s]: the bytes of stream s.
     stream, _ = group_ids(np.column_stack([owner, taker]))
     order = np.argsort(stream, kind="stable")
     total = np.bincount(stream, weights=size).astype(np.int64)
+    # before[i]: bytes of all parts before part i, streams end to end; first[s]: where stream s begins on that scale.
     ends = np.cumsum(size[order])
     before = np.empty_like(size)
     before[order] = ends - size[order]
     first = np.concatenate([[0], np.cumsum(total)[:-1]])
+    # The round is proportional to the position in the stream.
     rounds: I64 = (before - first[stream]) * num_rounds // np.maximum(total[stream], 1)
     return rounds

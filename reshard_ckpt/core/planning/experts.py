@@ -1,4 +1,4 @@
-"""Experts of a mixture, by their names, and whole tensors spread over coordinates by size."""
+"""Experts of a mixture, found by their names, and whole tensors spread over coordinates by size."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def expert_of(name: str) -> tuple[str, int] | None:
-    """Find the group of experts and the expert that a tensor is of.
+    """Find the group of experts, and the number of the expert, that a tensor's name tells; None if it tells no expert.
 
     >>> expert_of("model.layers.1.experts.5.w1"), expert_of("model.layers.1.w")
     (('model.layers.1.experts', 5), None)
@@ -22,7 +22,7 @@ def expert_of(name: str) -> tuple[str, int] | None:
 
 
 def experts_of(names: Sequence[str], num: int) -> dict[str, int]:
-    """Give each expert's tensors a coordinate among `num`: experts are divided evenly, in order."""
+    """Map the tensors of experts to coordinates below `num`; the experts of each group are divided evenly, in order."""
     groups: dict[str, set[int]] = {}
     for name in names:
         if (found := expert_of(name)) is not None:
@@ -37,7 +37,7 @@ def experts_of(names: Sequence[str], num: int) -> dict[str, int]:
 
 
 def spread(sizes: Mapping[Key, int], num: int) -> dict[Key, int]:
-    """Put whole things on `num` places: the largest first, each on the place that has least."""
+    """Map each key to one of `num` places: the largest size first, each to the place with the least so far."""
     loads = [0] * num
     out = {}
     for name in sorted(sizes, key=lambda n: (-sizes[n], n)):

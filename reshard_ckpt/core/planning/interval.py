@@ -1,17 +1,17 @@
-"""How often to save: the interval that loses least time to saves, failures and restores.
+"""How often to save: the interval that loses the least time to saves, failures and restores.
 
-Saving too often costs steps, saving too seldom loses them when something fails. With ``C`` seconds lost per save, ``M`` seconds
+A save costs steps, and a failure loses the steps since the last save. With ``C`` seconds lost per save, ``M`` seconds
 between failures and an interval of ``T`` seconds:
 
 - `young`: ``√(2 C M)`` (Young, *A first order approximation to the optimum checkpoint interval*, 1974);
-- `daly`: its higher-order form, right also where ``C`` is not far below ``M`` (Daly, *A higher order estimate of the optimum
+- `daly`: its higher-order form, accurate also if ``C`` is not far below ``M`` (Daly, *A higher order estimate of the optimum
   checkpoint interval for restart dumps*, 2006, equation 37);
 - `TierCosts.lost`: the share of time that one tier loses, ``C / T + λ (T / 2 + lag + R)``. Tiers add up: a failure counts at the
   fastest tier that survives it (Vaidya 1995; Moody et al. 2010 for several levels);
 - a cap on ``C / T``, as CheckFreq has with 3.5 % (Mohan, Phanishayee, Chidambaram, FAST 2021).
 
-All times are seconds. An asynchronous save loses only what it holds training up and slows it down; that is ``C``. Until it is
-committed, the checkpoint before it is the newest: that is the lag.
+All times are in seconds. An asynchronous save loses only the time that it stalls training and slows it down, which is ``C``.
+Until it is committed, the checkpoint before it is the newest one, which is the lag.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from .copies import pair_lost_share
 
 MAX_OVERHEAD = 0.035
-"""The share of time that saves may cost, as CheckFreq proposes."""
+"""The largest share of time that saves may cost, as CheckFreq proposes."""
 
 
 def young(cost_s: float, mtbf_s: float) -> float:
@@ -35,7 +35,7 @@ def young(cost_s: float, mtbf_s: float) -> float:
 
 
 def daly(cost_s: float, mtbf_s: float) -> float:
-    """Compute Daly's interval: the work between the end of a save and the beginning of the next.
+    """Compute Daly's interval: the work between the end of a save and the beginning of the next one.
 
     >>> [round(daly(300, hours * 3600) / 60, 1) for hours in (24, 6, 0.25)]
     [116.7, 56.7, 9.1]
@@ -48,18 +48,18 @@ def daly(cost_s: float, mtbf_s: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class TierCosts:
-    """What one place for checkpoints costs, and what it saves.
+    """Times and failure rate of one tier, a place for checkpoints, from which `best_interval` and `lost` follow.
 
     Attributes
     ----------
     cost_s
         Seconds of training that one save loses.
     save_s
-        Seconds from the beginning of a save until it is committed. The next one begins no earlier.
+        Seconds from the beginning of a save until it is committed. The next save begins no earlier.
     restore_s
         Seconds from a failure to the first new step.
     failures_per_s
-        Rate of the failures that are restored from here.
+        Rate of the failures after which the state is restored from this tier.
     """
 
     cost_s: float
@@ -68,14 +68,14 @@ class TierCosts:
     failures_per_s: float
 
     def best_interval(self, max_overhead: float = MAX_OVERHEAD) -> float:
-        """Choose the interval between the beginnings of two saves; infinite where no failure is restored from here."""
+        """Choose the seconds between the beginnings of two saves; infinite if no failure is restored from this tier."""
         if self.failures_per_s <= 0:
             return math.inf
         best = daly(self.cost_s, 1 / self.failures_per_s) + self.cost_s
         return max(best, self.save_s, self.cost_s / max_overhead)
 
     def lost(self, interval_s: float) -> Lost:
-        """Compute the shares of time that are lost with an interval, to first order in the rate of failures."""
+        """Compute the shares of time that are lost with this interval, to first order in the rate of failures."""
         return Lost(
             saving=0.0 if math.isinf(interval_s) else self.cost_s / interval_s,
             repeating=self.failures_per_s * (interval_s / 2 + self.save_s) if self.failures_per_s else 0.0,
@@ -85,7 +85,7 @@ class TierCosts:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Shares of time that are lost, by cause: held up by saves, steps done again, restarting and loading."""
+    """Shares of time that are lost, by cause: saves that stall training, steps done again, restarting and loading."""
 
     saving: float
     repeating: float
@@ -93,7 +93,7 @@ class Lost:
 
     @property
     def total(self) -> float:
-        """The share of time that is lost, at most 1: beyond that no step is ever finished."""
+        """The share of time that is lost, at most 1: with 1, no step is ever finished."""
         return min(1.0, self.saving + self.repeating + self.restoring)
 
     def __add__(self, other: Lost) -> Lost:
@@ -102,28 +102,28 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class JobFigures:
-    """A job and its machines, as far as the interval depends on them.
+    """The figures of a job and its machines that the interval depends on.
 
     Attributes
     ----------
     state_bytes
-        Size of a checkpoint, of all nodes together.
+        Size of a checkpoint, over all nodes.
     write_bytes_per_s, read_bytes_per_s
         Rates of the store, for all nodes together.
     copy_bytes_per_s
-        Rate at which one node sends to another one.
+        Rate at which one node sends to another.
     stall_s
         Seconds of training that one save loses.
     mtbf_s
         Mean time between failures of the whole job.
     restart_s
-        Seconds from a failure until the state is asked for: noticing it, new nodes, start of the processes.
+        Seconds from a failure until the state is loaded: noticing the failure, getting new nodes, starting the processes.
     nodes, copies
-        How many nodes there are, and how many others hold a copy of one's memory. None for `copies`: there is no memory tier.
+        The number of nodes, and how many other nodes hold a copy of one node's images. None for `copies`: no memory tier.
     node_share
-        Share of the failures that take a node with its memory; the others end processes alone.
+        Share of the failures that take a node with its memory; the others end only processes.
     double_share
-        Share of those that take a second node at the same time.
+        Share of the failures of nodes that take a second node at the same time.
     """
 
     state_bytes: float
@@ -141,14 +141,14 @@ class JobFigures:
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """The best intervals of a job, and what is lost with them.
+    """The best intervals of a job, and the time that is lost with them.
 
     Attributes
     ----------
     memory_s, store_s
-        Seconds between saves to memory (None where there is no such tier) and to the store.
+        Seconds between saves to memory (None without a memory tier) and to the store.
     memory, store
-        What each loses.
+        The shares of time that each tier loses.
     memory_survives
         Share of the failures that the memory tier survives.
     """
@@ -161,12 +161,12 @@ class Goodput:
 
     @property
     def lost(self) -> Lost:
-        """What is lost in all."""
+        """The shares of time that both tiers lose together."""
         return self.memory + self.store
 
     @property
     def goodput(self) -> float:
-        """The share of time that goes into steps that count."""
+        """The share of time that goes into steps that are not repeated."""
         return 1.0 - self.lost.total
 
 
@@ -177,14 +177,14 @@ def best_goodput(job: JobFigures, max_overhead: float = MAX_OVERHEAD) -> Goodput
     """
     memory, store, survives = tiers(job)
     memory_s = None if memory is None else memory.best_interval(max_overhead)
-    store_s = max(store.best_interval(max_overhead), memory_s or 0.0)  # what is in memory is what can be written
+    store_s = max(store.best_interval(max_overhead), memory_s or 0.0)  # only a save to memory can be written to the store
     nothing = Lost(0.0, 0.0, 0.0)
     lost = nothing if memory is None or memory_s is None else memory.lost(memory_s)
     return Goodput(memory_s, store_s, lost, store.lost(store_s), survives)
 
 
 def tiers(job: JobFigures) -> tuple[TierCosts | None, TierCosts, float]:
-    """Describe the memory tier, the store, and the share of failures that the memory tier survives."""
+    """Describe the memory tier (None if it is useless), the store, and the share of failures that the memory tier survives."""
     write_s = job.state_bytes / job.write_bytes_per_s
     read_s = job.state_bytes / job.read_bytes_per_s
     rate = 1 / job.mtbf_s
@@ -193,12 +193,13 @@ def tiers(job: JobFigures) -> tuple[TierCosts | None, TierCosts, float]:
         return None, store_alone, 0.0
     copies = min(job.copies, job.nodes - 1)
     image_s = job.state_bytes / job.nodes / job.copy_bytes_per_s
-    # After a loss, what the lost node held exists once less until the next save: a second loss in between counts as one of two.
+    # After a node is lost, one copy of its images is missing until the next save. A second loss in that time counts as a loss
+    # of two nodes at once.
     exposed_s = job.restart_s + image_s * (1 + copies) + young(job.stall_s, job.mtbf_s)
     double = min(1.0, job.double_share + 1 - math.exp(-exposed_s * rate))
     single_lost = 0.0 if copies else 1.0
     survives = 1 - job.node_share * ((1 - double) * single_lost + double * pair_lost_share(job.nodes, copies))
-    if not survives:  # every failure takes the memory: saving to it would cost and bring nothing
+    if not survives:  # every failure takes the memory, so saving to it would cost time and never help
         return None, store_alone, 0.0
     memory = TierCosts(job.stall_s, job.stall_s + image_s * copies, job.restart_s + image_s, rate * survives)
     store = TierCosts(0.0, write_s, job.restart_s + read_s, rate * (1 - survives))

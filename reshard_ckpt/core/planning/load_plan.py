@@ -1,13 +1,13 @@
-"""The plan of a load: the exact overlap of what is wanted with what the catalog has, as bytes of files.
+"""The plan of a load: the exact overlap of the wanted pieces with the saved rows, as byte ranges of files.
 
-1. Every wanted piece is cut into boxes.
-2. Each meets the rows of its tensor whose bounds touch it (`geometry.meeting`).
-3. These rows are cut where their bytes cross a *window* of their file, and into boxes; the overlaps are the items. So every
-   item lies in one window, windows can be read independently, and no byte is read for two of them. Windows before the first
-   wanted element of a row, and behind the last, are not looked at.
+1. Cut every wanted piece into boxes.
+2. Pair each box with the saved rows of its tensor whose bounds touch it (`geometry.meeting`).
+3. Cut these rows where their bytes cross a *window* of their file, and then into boxes. The overlaps with the wanted boxes are
+   the items. So every item lies in one window, windows can be read independently, and no byte is read for two windows. Windows of
+   a row before its first wanted element, or behind the last, are skipped.
 
-An item is a small n-dimensional copy: from ``src`` with byte strides ``src_strides`` in the file, to ``dst`` with element strides
-``dst_strides`` in the memory of destination ``dest``.
+An item is a small n-dimensional copy: from byte ``src`` of the file with byte strides ``src_strides``, to element ``dst`` of the
+memory of destination ``dest`` with element strides ``dst_strides``.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ from ..geometry.runs import I64, bounds, decompose, pad_left, ranges, strides_of
 from .local_metadata import PieceColumns
 
 MAX_WINDOWS = 1 << 20
-"""Windows of one row that may hold what is wanted: 1 TiB where they are of 1 MiB, more than a shard ever has. A damaged or
-hostile catalog may claim more. So many are cut at once; that bounds memory, not the answer."""
+"""The most windows that one row may span between its first and its last wanted element: 1 TiB if a window has 1 MiB, more than a
+shard ever has. A damaged or hostile catalog may claim more, which raises CorruptError. Rows are also cut in batches of about so
+many windows, which bounds memory without changing the result."""
 
 MAX_WINDOWS_IN_ALL = 8 * MAX_WINDOWS
-"""The same of all rows of one step: 8 TiB, which no rank reads."""
+"""The same limit for all rows of one batch of pairs together: 8 TiB, which no rank reads."""
 
 MAX_PAIRS = 1 << 20
-"""Pairs of wanted box and row that are cut in one step; bounds memory, not the answer."""
+"""Number of pairs of a wanted box and a row that are cut at once; bounds memory without changing the result."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """Columns over items (see the module); `covered` counts the elements found for each wanted piece."""
+    """One entry for each item (see the module); ``covered[p]`` counts the elements that the catalog has of wanted piece p."""
 
     file: I64
     window: I64
@@ -54,18 +55,22 @@ class LoadPlan:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes wanted."""
+        """The bytes of all items."""
         return self.num_bytes_but_of(())
 
     def num_bytes_but_of(self, files: Sequence[int]) -> int:
-        """Count the bytes wanted of all files but these."""
+        """Count the bytes of the items that do not lie in these files."""
         size = volumes(self.lengths) * self.item_bytes
         return int(size[~np.isin(self.file, files)].sum() if len(files) else size.sum())
 
 
 @dataclass(frozen=True, slots=True)
 class _WantedBoxes:
-    """The boxes of the wanted pieces: global offsets, and the affine place of their first element in memory."""
+    """The boxes that the wanted pieces were cut into.
+
+    ``offsets`` are global, ``base`` is the element of the destination's memory where the box begins, and ``strides`` are that
+    memory's element strides.
+    """
 
     tensor: I64
     piece: I64
@@ -83,9 +88,9 @@ def plan_load(catalog: Catalog, source: I64, wanted: PieceColumns, window_bytes:
     source
         For each destination (``wanted.tensor``) the index of its tensor in the catalog.
     wanted
-        Pieces, inside the shape of their tensor; padded to any width.
+        Pieces that lie inside the shape of their tensor, padded to any number of dims.
     window_bytes
-        Items do not cross multiples of this many bytes in their file, unless one element does.
+        No item crosses a multiple of this many bytes in its file, except for a single element that does.
     """
     width = max(catalog.boxes.offsets.shape[1], wanted.offsets.shape[1])
     boxes = _wanted_boxes(catalog, source, wanted, width)
@@ -94,6 +99,7 @@ def plan_load(catalog: Catalog, source: I64, wanted: PieceColumns, window_bytes:
     parts = (slice(low, low + MAX_PAIRS) for low in range(0, len(pairs.box), MAX_PAIRS))
     found = [_cut(catalog, boxes, pairs.take(part), window_bytes, width) for part in parts]
     box, file, window, src, offset, lengths, src_strides = _joined(found, width)
+    # box[i]: index of the wanted box that item i fills; offset[i], lengths[i]: the item as a box of the global tensor.
     strides = boxes.strides[box]
     return LoadPlan(
         file=file,
@@ -110,7 +116,7 @@ def plan_load(catalog: Catalog, source: I64, wanted: PieceColumns, window_bytes:
 
 
 def _joined(found: Sequence[Sequence[I64]], width: int) -> Sequence[I64]:
-    """Join the columns of items that were found one after the other."""
+    """Concatenate the columns of several batches of items."""
     if len(found) == 1:
         return found[0]
     flat, wide = np.zeros(0, np.int64), np.zeros((0, width), np.int64)
@@ -118,7 +124,9 @@ def _joined(found: Sequence[Sequence[I64]], width: int) -> Sequence[I64]:
 
 
 def _wanted_boxes(catalog: Catalog, source: I64, wanted: PieceColumns, width: int) -> _WantedBoxes:
+    """Cut the wanted pieces into boxes, and replace each alias by the tensor that has its rows."""
     cut = decompose(wanted.lengths, wanted.start, wanted.count)
+    # Row i of each array from here on is box i; inner[i]: its offsets in the box of its piece.
     strides = pad_left(wanted.strides, width, 0)[cut.parent]
     inner = pad_left(cut.offsets, width, 0)
     alias = catalog.tensors_table.alias[source]
@@ -134,7 +142,7 @@ def _wanted_boxes(catalog: Catalog, source: I64, wanted: PieceColumns, width: in
 
 @dataclass(frozen=True, slots=True)
 class _Pairs(ColumnTable):
-    """Pairs of a wanted box and a row of its tensor: the part of the row that is looked at, and bytes of an element."""
+    """Pairs of a wanted box and a saved row: the part ``start, count`` of the row that is looked at, and bytes of an element."""
 
     box: I64
     row: I64
@@ -144,17 +152,19 @@ class _Pairs(ColumnTable):
 
 
 def _meet(catalog: Catalog, boxes: _WantedBoxes, item_bytes: I64, width: int) -> _Pairs:
-    """Find the pairs of a wanted box and a row whose bounds touch it."""
+    """Pair each wanted box with the rows of its tensor whose bounds touch it."""
     row_start, rows = catalog.tensors_table.row_start, catalog.rows
+    # tensors: the distinct wanted tensors; number[i]: the position of box i's tensor among them.
     tensors, number = boxes.tensor, np.arange(len(boxes.tensor))
     if not (tensors[1:] > tensors[:-1]).all():
         tensors, number = np.unique(tensors, return_inverse=True)
-    # Each row once, whatever number of boxes its tensor is wanted in; `owner` numbers the tensors that are wanted.
+    # row[i]: the rows of all wanted tensors, each once however many boxes want it; owner[i]: the number of its tensor.
     first = row_start[tensors]
     owner, step = ranges(row_start[tensors + 1] - first)
     row = first[owner] + step
     if not (filled := rows.count[row] > 0).all():
         owner, row = owner[filled], row[filled]
+    # low, high: a box around each row; box[k] and at[k]: the wanted box and the place in row of pair k.
     low, high = bounds(*_row_boxes(catalog, row, width), rows.start[row], rows.count[row])
     box, at = meet(TensorBoxes(number, boxes.offsets, boxes.lengths), TensorBoxes(owner, low, high - low))
     row = row[at]
@@ -162,7 +172,7 @@ def _meet(catalog: Catalog, boxes: _WantedBoxes, item_bytes: I64, width: int) ->
 
 
 def _cut(catalog: Catalog, boxes: _WantedBoxes, pairs: _Pairs, window_bytes: int, width: int) -> tuple[I64, ...]:
-    """Items of some pairs: box, file, window, src, global offsets, lengths, source strides."""
+    """Return the items of some pairs: box, file, window, src, global offsets, lengths, source strides."""
     offset = catalog.rows.offset[pairs.row]
     first, last = _windows_of(boxes, pairs, offset, *_row_boxes(catalog, pairs.row, width), window_bytes)
     found = [
@@ -175,35 +185,38 @@ def _cut(catalog: Catalog, boxes: _WantedBoxes, pairs: _Pairs, window_bytes: int
 def _items(
     catalog: Catalog, boxes: _WantedBoxes, pairs: _Pairs, windows: tuple[I64, I64], window_bytes: int, width: int
 ) -> tuple[I64, ...]:
-    """Items of some pairs, in the windows of each from a first to a last one; columns as of `_cut`."""
+    """Return the items of some pairs, in the windows of each from a first to a last one; columns as of `_cut`."""
     rows = catalog.rows
-    # From here on a pair is of one window: a row that lies in several is in as many pairs, each with its part of the row.
+    # A pair now lies in one window: a row that spans several windows is in as many pairs, each with its part of the row.
     pairs = _cut_at_windows(pairs, rows.offset[pairs.row], *windows, window_bytes)
     offsets, lengths = _row_boxes(catalog, pairs.row, width)
-    # A part may miss the wanted box that its row meets.
+    # The bounds of a part may miss the wanted box that the bounds of the whole row touch.
     if not (hit := _touching(boxes, pairs, offsets, lengths)).all():
         pairs, offsets, lengths = pairs.take(hit), offsets[hit], lengths[hit]
-    # From here on a pair is of one box of its part: `cut.offsets` count from the row's box, whose own are `origin`.
+    # A pair is now one box of its part. cut.offsets are relative to the row's box, whose global offsets are `origin`.
     cut = decompose(lengths, pairs.start, pairs.count)
     pairs, origin, strides = pairs.take(cut.parent), offsets[cut.parent], strides_of(lengths)[cut.parent]
+    # low, high: the global bounds of the overlap of that box with the wanted one; empty overlaps are dropped.
     low = np.maximum(origin + cut.offsets, boxes.offsets[pairs.box])
     high = np.minimum(origin + cut.offsets + cut.lengths, boxes.offsets[pairs.box] + boxes.lengths[pairs.box])
     if not (keep := (low < high).all(axis=1)).all():
         pairs, origin, strides, low, high = pairs.take(keep), origin[keep], strides[keep], low[keep], high[keep]
-    # In elements of the row, of which the first stands at its offset in the file.
+    # position[i]: where the overlap begins in its row, in elements from the row's first one, which is at rows.offset of its file.
     position = ((low - origin) * strides).sum(axis=1) - rows.start[pairs.row]
     offset, each = rows.offset[pairs.row], pairs.item_bytes
+    # The window in which the first element of the part begins, which is the window that the part was cut at.
     window = (offset + (pairs.start - rows.start[pairs.row]) * each) // window_bytes
     return pairs.box, rows.file[pairs.row], window, offset + position * each, low, high - low, strides * each[:, None]
 
 
 def _row_boxes(catalog: Catalog, row: I64, width: int) -> tuple[I64, I64]:
+    """Return the global offsets and lengths of the boxes of these rows, padded to `width` dims."""
     box = catalog.rows.box[row]
     return pad_left(catalog.boxes.offsets[box], width, 0), pad_left(catalog.boxes.lengths[box], width, 1)
 
 
 def _touching(boxes: _WantedBoxes, pairs: _Pairs, offsets: I64, lengths: I64) -> NDArray[np.bool_]:
-    """Mark the pairs where the bounds of the part meet the wanted box."""
+    """Mark the pairs whose part of the row has bounds that meet the wanted box."""
     low, high = bounds(offsets, lengths, pairs.start, pairs.count)
     want_low = boxes.offsets[pairs.box]
     meets = (low < want_low + boxes.lengths[pairs.box]) & (want_low < high)
@@ -213,14 +226,15 @@ def _touching(boxes: _WantedBoxes, pairs: _Pairs, offsets: I64, lengths: I64) ->
 def _windows_of(
     boxes: _WantedBoxes, pairs: _Pairs, offset: I64, offsets: I64, lengths: I64, window_bytes: int
 ) -> tuple[I64, I64]:
-    """Find the first and the last window with something of the wanted box; rows begin at `offset` of their file.
+    """Find the first and the last window that hold bytes of the wanted box; row i begins at byte ``offset[i]`` of its file.
 
-    A row may miss the wanted box that its bounds touch: its last window is then before its first one.
+    A row may miss the wanted box although its bounds touch it: its last window is then before its first one.
     """
+    # low, high: the overlap of the row's box with the wanted box.
     low = np.maximum(offsets, boxes.offsets[pairs.box])
     high = np.minimum(offsets + lengths, boxes.offsets[pairs.box] + boxes.lengths[pairs.box])
     strides, each = strides_of(lengths), pairs.item_bytes
-    # In elements of the row, from the first one that may be wanted to the last.
+    # begin, end: the first wanted element and the one behind the last, counted from the row's first element.
     begin = np.maximum(((low - offsets) * strides).sum(axis=1) - pairs.start, 0)
     end = np.minimum(((high - 1 - offsets) * strides).sum(axis=1) + 1 - pairs.start, pairs.count)
     first = (offset + begin * each) // window_bytes
@@ -233,14 +247,15 @@ def _windows_of(
 
 
 def _cut_at_windows(pairs: _Pairs, offset: I64, first: I64, last: I64, window_bytes: int) -> _Pairs:
-    """Cut rows, which begin at `offset` of their file, at windows; an element belongs to the window in which it begins.
+    """Cut each row into one part for each window from `first` to `last`; row i begins at byte ``offset[i]`` of its file.
 
-    What is not in the windows from `first` to `last` is left out.
+    An element belongs to the window in which it begins. Elements in other windows are dropped.
     """
     each, count = pairs.item_bytes, pairs.count
-    # One entry for each window that a row reaches into, and where that window begins, in bytes from the row's first.
+    # One entry for each pair and window. bound[i]: where that window begins, in bytes from the row's first byte.
     of_pair, step = ranges(last - first + 1)
     bound = (first[of_pair] + step) * window_bytes - offset[of_pair]
+    # low, high: the elements of the row that begin in the window.
     low = np.clip(-(-bound // each[of_pair]), 0, count[of_pair])
     high = np.clip(-(-(bound + window_bytes) // each[of_pair]), 0, count[of_pair])
     keep = np.flatnonzero(high > low)

@@ -1,4 +1,4 @@
-"""What one rank holds: its pieces and values as columns, ready to be sent and merged."""
+"""Local metadata: the pieces and values of one rank as columns, ready to be sent and merged."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PieceColumns:
 
 
 def piece_columns(specs: Sequence[TensorSpec], width: int) -> PieceColumns:
-    """The pieces of all specs, padded to ``width`` dims; ``tensor`` is the spec's index."""
+    """Put the pieces of all specs into columns, padded to ``width`` dims; ``tensor`` is the index of the spec."""
     pieces = [(i, piece) for i, spec in enumerate(specs) for piece in spec.pieces]
 
     return PieceColumns(
@@ -49,16 +49,16 @@ def piece_columns(specs: Sequence[TensorSpec], width: int) -> PieceColumns:
 
 
 def width_of(specs: Sequence[TensorSpec]) -> int:
-    """Dims of the widest tensor, at least 1."""
+    """Return the number of dims of the widest tensor, at least 1."""
     return max((len(spec.shape) for spec in specs), default=1) or 1
 
 
 @dataclass(frozen=True, slots=True)
 class TensorColumns(TensorDescriptions):
-    """The tensors that one rank holds parts of; what many ranks have alike.
+    """The tensors that one rank holds parts of, without the parts, so that many ranks have equal tables.
 
-    ``alias`` is the index of an earlier tensor, or -1; ``placement`` an index of the distinct ``placements``. A tensor that is
-    ``own`` is a blob whose name stands for another one on each rank, and whose shape is that of its row's box.
+    ``alias`` is the index of an earlier tensor, or -1. ``placement`` is an index into the distinct ``placements``. ``own`` marks
+    a blob that every rank has for itself: its name stands for another tensor on each rank, whose shape is the box of its row.
     """
 
     own: U8
@@ -70,7 +70,7 @@ class TensorColumns(TensorDescriptions):
 
 @dataclass(frozen=True, slots=True)
 class RowColumns:
-    """The pieces that one rank holds: runs of its distinct boxes; what differs from rank to rank."""
+    """The pieces that one rank holds, as runs of its distinct boxes; this part of the metadata differs from rank to rank."""
 
     box_offsets: I64
     box_lengths: I64
@@ -82,7 +82,7 @@ class RowColumns:
 
 @dataclass(frozen=True, slots=True)
 class LocalMetadata:
-    """All that one rank holds."""
+    """The metadata of everything that one rank holds: tensors, their pieces, and values."""
 
     tensors: TensorColumns
     rows: RowColumns
@@ -91,10 +91,10 @@ class LocalMetadata:
 
 @dataclass(frozen=True, slots=True)
 class JobMetadata:
-    """What all ranks hold: distinct tables of tensors, and the rows of all ranks end to end, in order of rank.
+    """The metadata of all ranks: distinct tables of tensors, and the rows of all ranks end to end, in order of rank.
 
-    ``table`` is the table of each rank. Of each row, ``tensor`` counts in its rank's table, ``local`` among its rank's rows, and
-    ``box`` in the boxes here, in which equal ones may occur many times.
+    ``table[r]`` is the table of rank r. For each row, ``tensor`` is an index into its rank's table, ``local`` the index among its
+    rank's rows, and ``box`` an index into the boxes here, where equal boxes may occur many times.
     """
 
     tables: tuple[TensorColumns, ...]
@@ -119,12 +119,12 @@ def build_local_metadata(
     mesh: Mesh | None,
     own: Mapping[int, str] | None = None,
 ) -> LocalMetadata:
-    """Put a rank's specs, the last `num_blobs` of which are blobs, into columns; values are to be added.
+    """Put a rank's specs into columns; the last `num_blobs` of them are blobs. The result has no values yet.
 
     Parameters
     ----------
     own
-        Blobs of which every rank has one of its own: by index, the name of the value, which is the same on all ranks.
+        Blobs that every rank has for itself: by index, the name of the value, which is the same on all ranks.
 
     Raises
     ------
@@ -133,6 +133,7 @@ def build_local_metadata(
     """
     own = own or {}
     pieces, tensors = piece_columns(specs, width_of(specs)), tensor_columns(specs, num_blobs, mesh)
+    # Pieces are checked before the shapes of own blobs are set to 0.
     _check_inside(specs, pieces, tensors.shape)
     tensors.shape[list(own)], tensors.own[list(own)] = 0, 1
     tensors = replace(tensors, names=tuple(own.get(i, spec.name) for i, spec in enumerate(specs)))
@@ -142,7 +143,7 @@ def build_local_metadata(
 
 
 def tensor_columns(specs: Sequence[TensorSpec], num_blobs: int, mesh: Mesh | None) -> TensorColumns:
-    """Put specs, the last `num_blobs` of which are blobs, into columns; an alias comes after its tensor."""
+    """Put specs into columns; the last `num_blobs` of them are blobs. An alias must come after its tensor."""
     kind = np.full(len(specs), TensorKind.TENSOR, np.uint8)
     kind[len(specs) - num_blobs :] = TensorKind.BLOB
     placements = {placement: i for i, placement in enumerate(dict.fromkeys(spec.placement for spec in specs))}
@@ -163,7 +164,7 @@ def tensor_columns(specs: Sequence[TensorSpec], num_blobs: int, mesh: Mesh | Non
 
 
 def join_metadata(ranks: Sequence[LocalMetadata]) -> JobMetadata:
-    """Put what all ranks hold end to end, where it is in one process already."""
+    """Concatenate the metadata of all ranks, if one process has all of it."""
     rows = [one.rows for one in ranks]
     width = max(one.box_offsets.shape[1] for one in rows)
     joined = RowColumns(
@@ -178,7 +179,10 @@ def join_metadata(ranks: Sequence[LocalMetadata]) -> JobMetadata:
 def number_rows(
     tables: tuple[TensorColumns, ...], table: I64, rows: RowColumns, num_boxes: Sequence[int], num_rows: Sequence[int]
 ) -> JobMetadata:
-    """Number the rows of all ranks, which lie end to end in order of rank, and their boxes, of which each rank has so many."""
+    """Number the rows and boxes of all ranks, which come end to end in order of rank.
+
+    `num_boxes` and `num_rows` have the counts of each rank; `rows.box` is an index among the boxes of the row's rank.
+    """
     rank, local = ranges(np.array(num_rows, np.int64))
     first_box = np.cumsum(num_boxes) - np.array(num_boxes, np.int64)
     return JobMetadata(
@@ -196,13 +200,14 @@ def number_rows(
 
 
 def _links_of(specs: Sequence[TensorSpec]) -> dict[str, I64]:
-    """The columns that link state of optimizers to parameters among the same specs."""
+    """Return the columns that link optimizer state to parameters among the same specs."""
     names = [spec.name for spec in specs]
     index = {name: i for i, name in reversed(list(enumerate(names)))}
     return link_columns(names, [spec.link for spec in specs], index)
 
 
 def _aliases(specs: Sequence[TensorSpec]) -> I64:
+    """Return for each spec the index of the tensor that it is an alias of, or -1."""
     index: dict[str, int] = {}
     alias = np.full(len(specs), -1, np.int64)
     for i, spec in enumerate(specs):
@@ -213,6 +218,8 @@ def _aliases(specs: Sequence[TensorSpec]) -> I64:
 
 
 def _check_inside(specs: Sequence[TensorSpec], pieces: PieceColumns, shape: I64) -> None:
+    """Raise LayoutError if a piece reaches outside its tensor, or its run outside its box."""
+    # within[i]: each dim of piece i's box lies inside its tensor; run[i]: its run lies inside its box.
     within = (pieces.offsets >= 0) & (pieces.lengths >= 0) & (pieces.offsets + pieces.lengths <= shape[pieces.tensor])
     run = (pieces.start >= 0) & (pieces.count >= 0) & (pieces.start + pieces.count <= volumes(pieces.lengths))
     bad = np.flatnonzero(~(within.all(axis=1) & run))

@@ -1,4 +1,4 @@
-"""Matching: pairs each wanted tensor with its source in the checkpoint, or names what is wrong."""
+"""Matching: pair each wanted tensor with its source in the checkpoint, or describe the reason why it cannot load."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MISSING = "not in the checkpoint"
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Indices of the specs that can load, the source of each in the catalog, and what is wrong with the others, by kind."""
+    """The specs that can load, as indices, the catalog index of each one's source, and a line for each other spec, by reason."""
 
     specs: tuple[int, ...]
     source: I64
@@ -29,13 +29,13 @@ class Match:
     shape: tuple[str, ...]
     dtype: tuple[str, ...]
     kept: tuple[str, ...]
-    """What the checkpoint lacks, and may lack."""
+    """Tensors that the checkpoint lacks, and that `allow_missing` lets keep their value."""
     saved_as: Mapping[str, str]
-    """The saved names of those that were saved under another one, with or without what wrappers put into it."""
+    """For a spec saved under another name, that name: the two differ only in the parts that module wrappers add."""
 
 
 def matches(name: str, patterns: Sequence[str] | bool) -> bool:
-    """Whether a name fits any of the patterns: a name, which stands also for all below it, or a shell-style one.
+    """Tell whether a name fits any of the patterns: a name, which stands also for all names below it, or a shell-style pattern.
 
     A bool stands for all or none.
 
@@ -56,9 +56,9 @@ def match(
     allow_missing: Sequence[str] | bool = False,
     tied_under_one_name: bool = False,
 ) -> Match:
-    """Find each spec's source; specs that have none, or one of another shape or dtype, are left out and named.
+    """Find each spec's source in the catalog; specs without one, or with one of another shape or dtype, are listed by reason.
 
-    With `tied_under_one_name`, what shares its memory with a spec that has a source is not missing.
+    With `tied_under_one_name`, a missing tensor is ignored if another name of the same memory has a source.
     """
     saved_as = _without_wrappers(specs, catalog)
     found: list[int] = []
@@ -95,7 +95,7 @@ def match(
 
 
 def _without_wrappers(specs: Sequence[TensorSpec], catalog: Catalog) -> dict[str, str]:
-    """For specs without a source: the one saved name that no spec has and that differs only in what wrappers put into it."""
+    """For each spec without a source find the one saved name that no spec wants and that differs only in parts of wrappers."""
     wanted = {spec.name for spec in specs}
     lacking = _by_bare_name(name for name in wanted if name not in catalog)
     if not lacking:
@@ -106,15 +106,17 @@ def _without_wrappers(specs: Sequence[TensorSpec], catalog: Catalog) -> dict[str
 
 def _by_bare_name(names: Iterable[str]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
+    """Group names by their form without the parts of wrappers."""
     for name in names:
         found.setdefault(bare(name), []).append(name)
     return found
 
 
 def expected_counts(catalog: Catalog, source: I64, wanted: PieceColumns) -> I64:
-    """Elements of each wanted piece that lie inside the saved tensor: all of them, unless it was resized."""
+    """Count the elements of each wanted piece that lie inside the saved tensor: all of them, unless it was resized."""
     width = max(catalog.boxes.offsets.shape[1], wanted.offsets.shape[1])
     saved = pad_left(catalog.tensors_table.shape, width, 1)[source][wanted.tensor]
+    # low, high: the boxes of all pieces, clipped to the saved shape.
     cut = decompose(wanted.lengths, wanted.start, wanted.count)
     low = pad_left(wanted.offsets, width, 0)[cut.parent] + pad_left(cut.offsets, width, 0)
     high = np.minimum(low + pad_left(cut.lengths, width, 1), saved[cut.parent])
@@ -123,8 +125,9 @@ def expected_counts(catalog: Catalog, source: I64, wanted: PieceColumns) -> I64:
 
 
 def faults_of(catalog: Catalog, source: I64) -> list[Fault]:
-    """Tensors among the sources whose rows do not tile them."""
+    """List the faults of source tensors whose rows do not tile them."""
     table, rows = catalog.tensors_table, catalog.rows
+    # origin: the sources, each alias replaced by its tensor. All other tensors get an empty shape, which has no faults.
     origin = np.unique(np.where(table.alias[source] >= 0, table.alias[source], source))
     shape = np.zeros_like(table.shape)
     shape[origin] = table.shape[origin]
@@ -137,7 +140,7 @@ def faults_of(catalog: Catalog, source: I64) -> list[Fault]:
 
 
 def fault_text(catalog: Catalog, fault: Fault) -> str:
-    """What is wrong with the rows of which tensor, in words."""
+    """Describe a fault of the saved rows in words."""
     table = catalog.tensors_table
     what = "saved shards overlap at" if fault.rows else "no saved shard holds"
     return f"{table.names[fault.tensor]}: {what} {describe_region(fault.low, fault.high, int(table.ndim[fault.tensor]))}"
@@ -146,7 +149,7 @@ def fault_text(catalog: Catalog, fault: Fault) -> str:
 def uncovered(
     catalog: Catalog, specs: Sequence[TensorSpec], source: I64, wanted: PieceColumns, plan: LoadPlan, faults: Sequence[Fault]
 ) -> dict[int, str]:
-    """A line for each tensor of the catalog of which no saved shard covers a part that is wanted."""
+    """Describe each source, by catalog index, that lacks a wanted part because no saved shard covers it."""
     expected = expected_counts(catalog, source, wanted)
     gaps = {fault.tensor: fault for fault in faults if not fault.rows}
     lacking: dict[int, int] = {}

@@ -1,9 +1,9 @@
-"""The local metadata of all ranks, merged into one table of tensors and one of rows.
+"""Merge the local metadata of all ranks into one table of tensors and one of rows.
 
-1. Tensors merge by name, once for each distinct table; ranks that disagree about a dtype or a shape are an error. A blob of
-   each rank's own becomes a tensor for each rank.
-2. Equal boxes get one number, over all tensors and ranks.
-3. Rows come in the order of their tensor, box and run, and then of their rank: those of one *replica group* are neighbours.
+1. Merge tensors by name, once for each distinct table. Ranks that disagree about a dtype or a shape are an error. A blob that
+   each rank has for itself becomes one tensor for each rank.
+2. Give equal boxes one number, over all tensors and ranks.
+3. Sort rows by tensor, box and start, and then by rank, so that the rows of one *replica group* are neighbours.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from .placement import agreed
 
 @dataclass(frozen=True, slots=True)
 class MergedTables(TensorDescriptions):
-    """The tensors of all ranks, sorted by name."""
+    """The tensors of all ranks, sorted by name; ``declared`` is the placement that the state of all ranks declares."""
 
     declared: tuple[Placement, ...]
     own: Mapping[str, I64]
-    """Of each blob that ranks have of their own, the index of every rank's; -1 for those that have none."""
+    """For the name of each blob that ranks have for themselves, the tensor of each rank's blob; -1 for a rank without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class MergedBoxes:
 
 @dataclass(frozen=True, slots=True)
 class MergedRows(ColumnTable):
-    """Every piece of every rank that is not an alias, sorted; `local` is its row in its rank's metadata."""
+    """Every piece of every rank that is not of an alias, sorted; ``local`` is the index of its row in its rank's metadata."""
 
     tensor: I64
     box: I64
@@ -60,9 +60,10 @@ class MergedRows(ColumnTable):
 
 @dataclass(frozen=True, slots=True)
 class _Ids:
-    """Where each entry of each distinct table is in the merged one: those of table k are ``value[first[k] : first[k + 1]]``.
+    """The merged index of each entry of each distinct table.
 
-    ``own_key`` is ``rank · own_step + entry`` of every rank's own blobs, sorted, and ``own_value`` their place.
+    Entry e of table k is tensor ``value[first[k] + e]``, or -1 if it is a rank's own blob. Entry e of rank r, if it is an own
+    blob, is tensor ``own_value[i]``, where ``own_key[i]`` is ``r * own_step + e``; ``own_key`` ascends.
     """
 
     value: I64
@@ -73,7 +74,7 @@ class _Ids:
 
 
 def merge_metadata(job_metadata: JobMetadata) -> tuple[MergedTables, MergedBoxes, MergedRows]:
-    """One table of all tensors, the distinct boxes, and all rows.
+    """Merge the metadata of all ranks into one table of tensors, the distinct boxes, and all rows.
 
     Raises
     ------
@@ -81,23 +82,25 @@ def merge_metadata(job_metadata: JobMetadata) -> tuple[MergedTables, MergedBoxes
         Ranks disagree about a tensor.
     """
     tables, ids = _merge_tables(job_metadata)
+    # tensor[i], replication[i], own[i]: of row i; `mine` are the rows of own blobs, whose shape is that of their box.
     tensor, replication, own = _look_up(job_metadata, ids)
     mine = np.flatnonzero(own)
     tables.shape[tensor[mine]] = pad_left(job_metadata.box_lengths, tables.shape.shape[1], 1)[job_metadata.box[mine]]
     empty_tensor = (tables.shape == 0).any(axis=1)
-    # An empty piece says nothing, unless its tensor is empty: then one must stand for it.
+    # A piece without elements is dropped, unless its tensor is empty: then one such piece must represent it.
     keep = (tables.alias < 0)[tensor] & ((job_metadata.count > 0) | empty_tensor[tensor])
     boxes, box = _merge_boxes(job_metadata, tables, empty_tensor, tensor)
     start = np.where(empty_tensor[tensor], 0, job_metadata.start) if empty_tensor.any() else job_metadata.start
     rows = MergedRows(tensor, box, start, job_metadata.count, job_metadata.rank, job_metadata.local, replication)
     if not keep.all():  # it nearly always is, and rows may be many
         rows = rows.take(keep)
-    # Not by count: runs that begin alike but differ in length overlap, which no order makes right.
+    # Not sorted by count: runs that begin alike but differ in length overlap, and `overlaps` handles them in any order.
     return tables, boxes, rows.take(lex_order(rows.tensor, rows.box, rows.start))
 
 
 def _look_up(job_metadata: JobMetadata, ids: _Ids) -> tuple[I64, U8, U8]:
-    """Look up the tensor of each row in the merged table, its replication, and whether it is its rank's own."""
+    """Look up the tensor of each row in the merged table, its replication, and whether it is a blob of the rank's own."""
+    # entry[i]: the place of row i's tensor among the entries of all tables end to end.
     entry = ids.first[job_metadata.table][job_metadata.rank] + job_metadata.tensor
     tensor = ids.value[entry]
     own = np.concatenate([table.own for table in job_metadata.tables])[entry]
@@ -107,9 +110,10 @@ def _look_up(job_metadata: JobMetadata, ids: _Ids) -> tuple[I64, U8, U8]:
 
 
 def _merge_boxes(job_metadata: JobMetadata, tables: MergedTables, empty_tensor: I64, tensor: I64) -> tuple[MergedBoxes, I64]:
-    """The distinct boxes, and that of each row; pieces of an empty tensor all are the one box that is the tensor."""
+    """Find the distinct boxes, and the box of each row; all pieces of an empty tensor get the box that is the whole tensor."""
     width = tables.shape.shape[1]
     empty = np.flatnonzero(empty_tensor)
+    # The boxes of all ranks, then the whole box of each empty tensor; ids[i]: the distinct box that entry i is.
     offsets = np.vstack([pad_left(job_metadata.box_offsets, width, 0), np.zeros((len(empty), width), np.int64)])
     lengths = np.vstack([pad_left(job_metadata.box_lengths, width, 1), tables.shape[empty]])
     ids, first = group_ids(np.hstack([offsets, lengths]))
@@ -121,6 +125,8 @@ def _merge_boxes(job_metadata: JobMetadata, tables: MergedTables, empty_tensor: 
 
 
 def _merge_tables(job_metadata: JobMetadata) -> tuple[MergedTables, _Ids]:
+    """Merge the distinct tables by name; returns the merged table, and the merged index of each entry."""
+    # own: marks entries that are a rank's own blob. Such an entry becomes a tensor for each rank, named after the rank.
     own = _concatenate(job_metadata, "own") > 0
     own_rank, own_entry = _own_entries(job_metadata)
     tables_of = job_metadata.table[own_rank].tolist()
@@ -143,13 +149,13 @@ def _merge_tables(job_metadata: JobMetadata) -> tuple[MergedTables, _Ids]:
 
 
 def _concatenate(job_metadata: JobMetadata, column: str) -> NDArray[Any]:
-    """A column of all tables end to end."""
+    """Concatenate a column of all tables."""
     parts = [getattr(table, column) for table in job_metadata.tables]
     return np.concatenate(parts) if parts else np.zeros(0, np.int64)
 
 
 def _own_entries(job_metadata: JobMetadata) -> tuple[I64, I64]:
-    """Rank and entry of every blob that is a rank's own, in this order."""
+    """List rank and entry of every blob that a rank has for itself, sorted by both."""
     entries = [np.flatnonzero(table.own) for table in job_metadata.tables]
     num = np.array([len(e) for e in entries], np.int64)
     rank, step = ranges(num[job_metadata.table])
@@ -158,6 +164,7 @@ def _own_entries(job_metadata: JobMetadata) -> tuple[I64, I64]:
 
 
 def _by_rank(names: Sequence[str], rank: I64, value: I64, num_ranks: int) -> dict[str, I64]:
+    """Map each name to an array of its tensor on each rank, -1 if the rank has none."""
     members: dict[str, list[int]] = {}
     for i, name in enumerate(names):
         members.setdefault(name, []).append(i)
@@ -169,13 +176,15 @@ def _by_rank(names: Sequence[str], rank: I64, value: I64, num_ranks: int) -> dic
 
 
 def _fill(job_metadata: JobMetadata, ids: _Ids, names: tuple[str, ...], own: Mapping[str, I64]) -> MergedTables:
-    """The columns of the merged table; the shapes of ranks' own blobs are still to come."""
+    """Fill the columns of the merged table; the shapes of ranks' own blobs are set later, from their boxes."""
     width = max((table.shape.shape[1] for table in job_metadata.tables), default=1)
-    # Each blob of a rank's own is like its entry in the first table that has it.
+    # entry[i]: an own blob takes its description from its entry in the table of its rank.
     entry = ids.first[job_metadata.table[ids.own_key // max(ids.own_step, 1)]] + ids.own_key % max(ids.own_step, 1)
     shared = np.flatnonzero(ids.value >= 0)
+    # at[i], source[i]: merged tensor and the entry that describes it.
     at, source = np.concatenate([ids.value[shared], ids.own_value]), np.concatenate([shared, entry])
-    # The first table that has a tensor counts: of several assignments to one place, numpy keeps the last.
+    # owner[t]: the first entry that describes tensor t. Assigned in reverse: of several values for one place, numpy keeps the
+    # last.
     owner = np.zeros(len(names), np.int64)
     owner[at[::-1]] = source[::-1]
     shape = np.concatenate([*(pad_left(table.shape, width, 1) for table in job_metadata.tables), np.ones((0, width), np.int64)])
@@ -195,6 +204,7 @@ def _fill(job_metadata: JobMetadata, ids: _Ids, names: tuple[str, ...], own: Map
 
 
 def _check_alike(job_metadata: JobMetadata, ids: _Ids, names: Sequence[str], owner: I64, columns: Sequence[I64]) -> None:
+    """Raise LayoutError if an entry differs in one of the columns from the first entry of its tensor."""
     shared = np.flatnonzero(ids.value >= 0)
     first = owner[ids.value[shared]]
     differs = np.zeros(len(shared), bool)
@@ -209,6 +219,7 @@ def _check_alike(job_metadata: JobMetadata, ids: _Ids, names: Sequence[str], own
 
 
 def _describe(job_metadata: JobMetadata, ids: _Ids, entry: int) -> str:
+    """Spell the dtype and shape of an entry, and the first rank that has its table."""
     which = int(np.searchsorted(ids.first, entry, side="right")) - 1
     table, i = job_metadata.tables[which], entry - int(ids.first[which])
     rank = int(np.argmax(job_metadata.table == which))
@@ -217,8 +228,12 @@ def _describe(job_metadata: JobMetadata, ids: _Ids, entry: int) -> str:
 
 
 def _merge_aliases(job_metadata: JobMetadata, ids: _Ids, num: int) -> I64:
-    """A tensor is an alias where every rank that has it says so, and all name the same tensor, which is none itself."""
+    """Find the tensor that each tensor is an alias of, or -1.
+
+    A tensor is an alias only if every rank that has it names the same tensor, and that tensor is not an alias itself.
+    """
     none = -1
+    # target: for each entry the merged index of the tensor that it names. low, high: the least and the largest of each tensor's.
     said = _concatenate(job_metadata, "alias")
     target = np.where(said >= 0, ids.value[said + np.repeat(ids.first[:-1], np.diff(ids.first))], none)
     shared = np.flatnonzero(ids.value >= 0)
@@ -226,35 +241,41 @@ def _merge_aliases(job_metadata: JobMetadata, ids: _Ids, num: int) -> I64:
     np.minimum.at(low, ids.value[shared], target[shared])
     np.maximum.at(high, ids.value[shared], target[shared])
     alias = np.where(low == high, high, none)
+    # An alias of an alias counts as a tensor of its own.
     alias[(alias >= 0) & (alias[alias] >= 0)] = none
     return alias
 
 
 def _merge_links(job_metadata: JobMetadata, ids: _Ids, num: int) -> dict[str, I64]:
-    """The links of state to parameters. A rank may have state without its parameter; so the most that any rank says counts."""
+    """Merge the links of state to parameters.
+
+    A rank may have the state of a parameter that it does not have. So a link that some rank knows wins over none.
+    """
     optimizer, key, said = (_concatenate(job_metadata, column) for column in ("optimizer", "key", "parameter"))
     entries = np.flatnonzero((key > 0) & (ids.value >= 0))
     first = np.repeat(ids.first[:-1], np.diff(ids.first))[entries]
     tensor = ids.value[entries]
     parameter = np.full(num, -1, np.int64)
     np.maximum.at(parameter, tensor, np.where(said[entries] >= 0, ids.value[said[entries] + first], -1))
-    # Both counts as one number, so that both are of one rank.
+    # Bit packing: optimizer in the high 32 bits, key in the low ones, so that the maximum takes both from one rank.
     divided = np.zeros(num, np.int64)
     np.maximum.at(divided, tensor, (optimizer[entries] << 32) + key[entries])
     return {"optimizer": divided >> 32, "key": divided & 0xFFFFFFFF, "parameter": parameter}
 
 
 def _merge_placements(job_metadata: JobMetadata, ids: _Ids, num: int) -> tuple[Placement, ...]:
-    """What all ranks declare alike of each tensor."""
+    """Find the placement that all ranks declare alike for each tensor."""
+    # number: distinct placements of all tables; said: the placement of each entry.
     number: dict[Placement, int] = {}
     local = [np.array([number.setdefault(p, len(number)) for p in table.placements], np.int64) for table in job_metadata.tables]
     said = np.concatenate([*(n[t.placement] for n, t in zip(local, job_metadata.tables, strict=True)), np.zeros(0, np.int64)])
     shared = np.flatnonzero(ids.value >= 0)
+    # first: one entry for each distinct pair of tensor and placement, sorted by tensor.
     _, first = group_ids(np.stack([ids.value[shared], said[shared]], axis=1))
     known = list(number)
     tensors, placements = ids.value[shared[first]], said[shared[first]]
     declared: list[Placement] = [()] * num
-    # Nearly all say the same of a tensor.
+    # Nearly always all ranks declare the same placement of a tensor.
     begin = np.append(np.flatnonzero(is_new(tensors)), len(tensors)).tolist()
     for low, high in pairwise(begin):
         distinct = [known[i] for i in placements[low:high].tolist()]

@@ -1,11 +1,11 @@
 """The pipeline stage that holds a tensor, by the layer numbers in the names.
 
-1. The first part of a dotted name that is a number is its *layer*; what stands before it names the *stack*. A stack has at least
-   as many layers as there are stages; a number in anything smaller means nothing here.
-2. Each stack is divided evenly, in order, or at the boundaries that are given.
-3. What has no layer is on the first stage if it embeds, on the last if it is a final norm or a head, and otherwise on all;
-   where the checkpoint itself comes from a pipeline, what was on its first or last stage stays there.
-4. Tied tensors are on every stage that one of them is on.
+1. The first part of a dotted name that is a number is its *layer*; the parts before it name the *stack*. A stack has at least
+   as many layers as there are stages; in a smaller group the numbers are ignored.
+2. Each stack is divided evenly, in order, or at the given boundaries.
+3. A tensor without a layer is on the first stage if it embeds, on the last if it is a final norm or a head, and otherwise on all.
+   If the checkpoint itself comes from a pipeline, tensors of its first or last stage stay there.
+4. Tied tensors are on every stage that holds one of them (`target_placement`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NORM = re.compile(r"norm|(^|[._])ln")
 
 
 def layer_of(name: str) -> tuple[str, int] | None:
-    """The stack and the layer of a name.
+    """Return the stack and the layer that a name tells; None if no part of it is a number.
 
     >>> layer_of("model.layers.3.attn.weight"), layer_of("model.norm.weight")
     (('model.layers', 3), None)
@@ -44,16 +44,16 @@ def stages_of(
     saved_stages: int,
     stacked: bool = False,
 ) -> dict[str, Ints]:
-    """The stages that hold each tensor.
+    """Find the stages that hold each tensor.
 
     Parameters
     ----------
     boundaries
-        The first layer of each stage but the first.
+        The first layer of each stage except stage 0.
     saved
-        The stages of tensors whose checkpoint knows them, of `saved_stages` in all.
+        The saved stages of tensors, if the checkpoint knows them, out of `saved_stages` stages.
     stacked
-        Whether other tensors have the layers, stacked along a dim: then it is no error that these have none.
+        Whether other tensors have the layers stacked along a dim. Then it is fine if these tensors have no layers.
 
     Raises
     ------
@@ -66,6 +66,7 @@ def stages_of(
     >>> list(stages_of(names, 2, saved={}, saved_stages=1).values())
     [(0,), (0,), (1,), (1,), (1,)]
     """
+    # The number of stages is unchanged: tensors stay where they were.
     if boundaries is None and saved_stages == num_stages:
         return {name: saved[name] if name in saved else (*range(num_stages),) for name in names}
     stacks: dict[str, set[int]] = {}
@@ -87,7 +88,7 @@ def stages_of(
 
 
 def _divide(stack: str, layers: Sequence[int], num_stages: int, boundaries: Sequence[int] | None) -> Iterable[tuple[int, int]]:
-    """Each layer with its stage."""
+    """Pair each layer of a stack with its stage."""
     num = len(layers)
     if boundaries is None:
         ends = [num * (stage + 1) // num_stages for stage in range(num_stages)]
@@ -107,18 +108,21 @@ def _divide(stack: str, layers: Sequence[int], num_stages: int, boundaries: Sequ
 
 
 def _stages(name: str, stage_of: Mapping[tuple[str, int], int], num: int, saved: Ints | None, saved_num: int) -> Ints:
+    """Return the stages of one tensor: by its layer, else as saved, else by its role."""
     found = layer_of(name)
     if found is not None and found in stage_of:
         return (stage_of[found],)
     if saved is not None and saved_num > 1:
-        if len(saved) == saved_num:  # on all: of two stages, perhaps because it is tied
+        if len(saved) == saved_num:  # saved on all stages: if there were two, perhaps only because it is tied
             return _by_role(name, num)
+        # The last stage stays the last; others scale with the number of stages.
         return tuple(sorted({num - 1 if stage == saved_num - 1 else stage * num // saved_num for stage in saved}))
     return _by_role(name, num)
 
 
 def _by_role(name: str, num: int) -> Ints:
-    """Where a tensor without a layer is, by what its name says that it does."""
+    """Return the stages of a tensor without a layer, by the role that its name tells."""
+    # Heads first: names such as "unembed" also match the pattern of embeddings.
     if _LAST.search(name):
         return (num - 1,)
     if _FIRST.search(name):

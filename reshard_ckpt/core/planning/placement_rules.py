@@ -1,13 +1,13 @@
-"""Rules for how tensors are to lie on a new mesh: patterns of names, with a placement for each axis.
+"""The user's rules for the placement of tensors on a new mesh.
 
-A rule is a pattern and what it says of some axes, as in ::
+A rule is a pattern of names with a placement on some axes, as in ::
 
     "model.layers.*.qkv.weight": {tp: shard(0), sections: {0: [4096, 1024, 1024]}}
     "model.layers.*.mlp.down.weight": {tp: shard(1)}
     "optimizer.state.*": {dp: flat}
 
-Of an axis, the first rule that matches the name and speaks of that axis counts; what no rule speaks of, the catalog decides.
-``on(0, 1)`` is another word for ``resident(0, 1)``.
+On each axis, the first rule counts that matches the name and has a placement on that axis. If no rule has one, the catalog
+decides. ``on(0, 1)`` is another spelling of ``resident(0, 1)``.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _OTHER_WORDS = {"on": "resident"}
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What one pattern says: placements by axis, sections by dim, and the order in which axes cut (None: not said).
+    """A pattern with placements by axis, sections by dim, and the order in which axes cut a dim (None if the rule gives none).
 
-    A ``shard`` dim may be negative, counted from the end, as the number of dims is not known here.
+    The dim of a ``shard`` may be negative, counted from the end, because a rule does not know the number of dims.
     """
 
     pattern: str
@@ -43,12 +43,12 @@ class Rule:
 
 
 def parse_rules(raw: Any, mesh: Mesh) -> tuple[Rule, ...]:
-    """Rules from plain data: a map of patterns, or a list of such maps, in order.
+    """Parse rules from plain data: a map of patterns, or a list of such maps, in order.
 
     Raises
     ------
     UsageError
-        Something is no rule, or names an axis that the mesh does not have.
+        An entry is not a rule, or names an axis that the mesh does not have.
 
     Examples
     --------
@@ -117,10 +117,10 @@ def _sections(where: str, raw: Any) -> dict[int, Ints]:
 
 
 def first_saying(rules: Sequence[Rule], name: str) -> Iterator[Rule]:
-    """The rules that match a name, in order."""
+    """Return the rules that match a name, in order."""
     return (rule for rule in rules if fnmatchcase(name, rule.pattern))
 
 
 def unmatched(rules: Sequence[Rule], names: Sequence[str]) -> list[str]:
-    """Patterns that match no name at all: surely a slip."""
+    """List the patterns that match no name at all, which are surely mistakes."""
     return [rule.pattern for rule in rules if not any(fnmatchcase(name, rule.pattern) for name in names)]

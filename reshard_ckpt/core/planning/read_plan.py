@@ -1,11 +1,11 @@
-"""The plan of the reads of a load: byte ranges, so that every wanted byte comes once and few others do.
+"""The plan of the reads of a load: byte ranges of files that contain every wanted byte once, and few other bytes.
 
-1. An item touches byte runs of its file; runs that lie close together count as one, so that a slice of short rows is one read.
-2. Where blocks are verified, ranges grow to whole blocks.
-3. Items whose bytes are in order on both sides *land* in their destination, without a copy; those that follow each other on both
-   sides land as one run. All others are copied to their place from the window's buffer.
-4. Neighbouring windows are read as one where nothing has to be copied: what is copied is read in small parts, which are in the
-   processor's cache when they are copied, and what lands in large ones.
+1. Each item touches byte runs of its file. Runs that lie close together count as one, so that a slice of short rows is one read.
+2. If the blocks of a file are verified, ranges grow to whole blocks.
+3. An item whose bytes are in order in the file and in memory *lands*: it is read straight into its destination, without a copy.
+   Items that follow each other on both sides land as one run. All other items are copied to their place from the window's buffer.
+4. Neighbouring windows are read together if nothing of them is copied. Bytes to copy are read in small parts, so that they are
+   still in the processor's cache when they are copied; bytes that land are read in large parts.
 5. Ranges of one window that meet, or nearly meet, merge into *extents*.
 """
 
@@ -24,20 +24,24 @@ from .load_plan import LoadPlan
 Mask = NDArray[np.bool_]
 
 NEAR_BYTES = 64 << 10
-"""Runs closer together than this are read as one: a gap of this size costs less than another request."""
+"""Byte runs closer together than this are read as one, because reading such a gap costs less than another request."""
 
 LAND_BYTES = 512
-"""Smaller items are copied from the window's buffer: less work than one more buffer in the request."""
+"""Smaller runs are copied from the window's buffer, because that is less work than one more buffer in the request."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """Windows, each with a range of extents, of runs that land and of items to copy, all sorted by group, file and position."""
+    """Windows, sorted by group, file and position, each with a range of extents, of runs that land, and of items to copy.
+
+    Window w has the extents ``extent_start[w] : extent_start[w + 1]``; `run_start` and `item_start` are read alike. An extent is
+    the bytes ``low : high`` of the file; run r lands ``run_bytes[r]`` bytes from ``run_src[r]`` in ``run_dest[r]``.
+    """
 
     group: I64
     file: I64
     window: I64
-    """The number that the load plan gave to it, or to the first of those that it is made of."""
+    """The window's number in the load plan; if several were joined, the first one's."""
     extent_start: I64
     low: I64
     high: I64
@@ -46,10 +50,10 @@ class ReadPlan:
     run_bytes: I64
     run_dest: I64
     run_dst: I64
-    """In bytes, from the destination's first element."""
+    """Where the run lands, in bytes from the destination's first element."""
     item_start: I64
     items: I64
-    """Indices into the load plan."""
+    """The items to copy, as indices into the load plan."""
 
     @property
     def num_windows(self) -> int:
@@ -57,13 +61,13 @@ class ReadPlan:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that will be read."""
+        """The bytes that will be read."""
         return int((self.high - self.low).sum())
 
 
 @dataclass(frozen=True, slots=True)
 class _Ranges(ColumnTable):
-    """Byte ranges of windows; those that are `near` each other by so many bytes are read as one."""
+    """Byte ranges of windows; a range is read together with the one before it if the gap is at most ``near`` bytes."""
 
     window: I64
     low: I64
@@ -72,13 +76,16 @@ class _Ranges(ColumnTable):
 
 
 def item_spans(plan: LoadPlan) -> I64:
-    """Bytes from the first to the last of each item in its file."""
+    """Return the bytes from the first to the last byte of each item in its file."""
     span: I64 = ((plan.lengths - 1) * plan.src_strides).sum(axis=1) + plan.item_bytes
     return span
 
 
 def in_order(lengths: I64, strides: I64, unit: I64) -> Mask:
-    """Whether each region's elements are consecutive, for strides in the unit given."""
+    """Tell for each region whether its elements are consecutive, with strides counted in the given unit.
+
+    ``unit`` is an element's size in that unit: its bytes for byte strides, 1 for element strides.
+    """
     step = unit.copy()
     good = np.ones(len(lengths), bool)
     for dim in range(lengths.shape[1] - 1, -1, -1):
@@ -95,20 +102,22 @@ def plan_reads(
     Parameters
     ----------
     block_bytes : (files,)
-        Block size of each file where its blocks are to be verified, 0 where they are not.
+        Block size of each file, or 0 if its blocks are not verified.
     file_bytes : (files,)
         Size of each file.
     may_land : (dests,)
-        Whether bytes may be read straight into this destination (host memory of the same dtype).
+        Whether bytes may be read straight into this destination, which must be host memory of the same dtype.
     group : (items,), optional
-        Items of different groups are never read together, as groups are wanted one after the other.
+        The group of each item. Items of different groups are never read together, because groups are loaded one after the other.
     join
-        So many neighbouring windows are read as one, if nothing of them is copied.
+        This many neighbouring windows are read as one if nothing of them is copied.
     """
     batch = np.zeros(len(plan.file), np.int64) if group is None else group
+    # order: the items by group, file, window and position; lands, begins: for each item in this order.
     order = np.lexsort((plan.src, plan.window, plan.file, batch))
     lands = _lands(plan, order, may_land, is_new(batch[order], plan.file[order]))
     begins = _window_begins(batch[order], plan.file[order], plan.window[order], lands, join)
+    # number: the window of each item in order; window_of: the same, in the items' original order.
     number = np.cumsum(begins) - 1
     first, count = order[begins], int(begins.sum())
     window_of = np.empty_like(number)
@@ -133,16 +142,18 @@ def plan_reads(
 
 
 def _starts(window: I64, count: int) -> I64:
-    """Where the rows of each window begin, and end, among rows sorted by window."""
+    """Find where the rows of each window begin among rows sorted by window; the last entry is their number."""
     return np.searchsorted(window, np.arange(count + 1))
 
 
 def _window_begins(group: I64, file: I64, window: I64, lands: Mask, join: int) -> Mask:
-    """At which of the items, in order, a window begins."""
+    """Mark the items, in order, at which a window begins, after neighbouring windows were joined."""
+    # copied[w]: some item of window w must be copied; at[w]: the first item of window w.
     begins = is_new(group, file, window)
     of_window = np.cumsum(begins) - 1
     copied = np.bincount(of_window, weights=~lands) > 0
     at = np.flatnonzero(begins)
+    # joins[w]: window w is read together with the one before it: both land whole, and a multiple of `join` is not between them.
     joins = np.zeros(len(at), bool)
     joins[1:] = (~copied[1:] & ~copied[:-1]) & ~is_new(group[at], file[at], window[at] // join)[1:]
     begins[at[joins]] = False
@@ -150,26 +161,33 @@ def _window_begins(group: I64, file: I64, window: I64, lands: Mask, join: int) -
 
 
 def _extents(plan: LoadPlan, window_of: I64, block_bytes: I64, file_bytes: I64) -> tuple[I64, I64, I64]:
-    """What is read: the window, the first byte and the end of each extent."""
+    """Find the extents: the window, the first byte and the end of each."""
     owner, low, high = _touched(plan)
     file = plan.file[owner]
     block = np.maximum(block_bytes[file], 1)
-    # From here on a range is of whole blocks, where its file has blocks to verify.
+    # From here on a range consists of whole blocks if the blocks of its file are verified.
     ends = np.minimum(-(-high // block) * block, file_bytes[file])
     touched = _Ranges(window_of[owner], low // block * block, ends, np.where(block_bytes[file] > 0, 0, NEAR_BYTES))
     touched = touched.take(np.lexsort((touched.low, touched.window)))
     begins = is_new(touched.window)
-    # reach: the end of all that lies before, or in, each range of its window; fresh: ranges that are too far behind that.
+    # reach[i]: largest end of the window's ranges up to i; fresh[i]: range i begins too far behind reach[i - 1].
     reach = running_max(touched.high, begins)
     fresh = begins.copy()
     fresh[1:] |= touched.low[1:] > reach[:-1] + touched.near[1:]
+    # first, last: the first and the last range of each extent.
     first = np.flatnonzero(fresh)
     last = np.append(first[1:], len(fresh))[: len(first)] - 1
     return touched.window[first], touched.low[first], reach[last]
 
 
 def _runs(plan: LoadPlan, items: I64, window: I64) -> tuple[I64, I64, I64, I64, I64]:
-    """What lands, of items sorted by window and position: window, first byte and size, destination and first byte there."""
+    """Join items that land, sorted by window and position, into runs.
+
+    Returns
+    -------
+    window, first byte in the file, size in bytes, destination, first byte in the destination
+        Of each run.
+    """
     span, fresh = item_spans(plan)[items], ~_follows(plan, items) | is_new(window)
     first = np.flatnonzero(fresh)
     total = np.add.reduceat(span, first) if len(first) else span
@@ -178,7 +196,7 @@ def _runs(plan: LoadPlan, items: I64, window: I64) -> tuple[I64, I64, I64, I64, 
 
 
 def _follows(plan: LoadPlan, items: I64) -> Mask:
-    """Which of some items that are in order lie, in the file and in memory, just behind the one before."""
+    """Mark the items that begin, in the file and in memory, just where the item before them ends; items come in order."""
     file, src, dest, span = plan.file[items], plan.src[items], plan.dest[items], item_spans(plan)[items]
     dst = plan.dst[items] * plan.item_bytes[items]
     follows = ~is_new(file, dest)
@@ -187,7 +205,15 @@ def _follows(plan: LoadPlan, items: I64) -> Mask:
 
 
 def _touched(plan: LoadPlan) -> tuple[I64, I64, I64]:
-    """Byte ranges that each item touches: its runs, joined over every dim along which they lie near each other."""
+    """List the byte ranges that each item touches: its runs, joined over every dim along which they lie near each other.
+
+    Returns
+    -------
+    owner, low, high
+        The item of each range, its first byte and its end.
+    """
+    # From the innermost dim outwards. span[i]: bytes of one joined run of item i; joined[i]: all dims so far could be joined.
+    # repeats[i]: for each dim the number of runs along it, 1 if they are joined.
     span = plan.item_bytes.copy()
     joined = np.ones(len(span), bool)
     repeats = np.ones_like(plan.lengths)
@@ -196,6 +222,7 @@ def _touched(plan: LoadPlan) -> tuple[I64, I64, I64]:
         joined &= (length == 1) | (stride - span <= NEAR_BYTES)
         span = np.where(joined, span + (length - 1) * stride, span)
         repeats[:, dim] = np.where(joined, 1, length)
+    # One entry for each run of each item; step is its number, whose mixed-radix digits are its indices.
     owner, step = ranges(volumes(repeats))
     low = plan.src[owner].copy()
     for dim in range(plan.lengths.shape[1] - 1, -1, -1):
@@ -205,18 +232,18 @@ def _touched(plan: LoadPlan) -> tuple[I64, I64, I64]:
 
 
 def _lands(plan: LoadPlan, items: I64, may_land: Mask, new: Mask) -> Mask:
-    """Which items may land; `new` says where those of another file, or group, begin."""
+    """Mark the items that may land; `new` marks the first item of each file and group."""
     src, span = plan.src[items], item_spans(plan)[items]
     lengths, unit = plan.lengths[items], plan.item_bytes[items]
     good = may_land[plan.dest[items]]
     good &= in_order(lengths, plan.src_strides[items], unit)
     good &= in_order(lengths, plan.dst_strides[items], np.ones_like(unit))
-    # Bytes that two items want are read once, into the buffer from which both are copied.
+    # Bytes that two items want are read once, into the window's buffer, and copied to both, so neither item lands.
     ends = running_max(src + span, new)
     clash = ~new[1:] & (src[1:] < ends[:-1])
     good[1:] &= ~clash
     good[:-1] &= ~clash
-    # What counts is the size of all that land as one: windows cut rows anywhere.
+    # The size of all items that land as one run counts, because windows cut rows at arbitrary places.
     follows = _follows(plan, items) & ~new
     follows[1:] &= good[1:] & good[:-1]
     run = np.cumsum(~follows) - 1

@@ -1,11 +1,12 @@
-"""Targets that lie in the same memory, wholly or in part.
+"""Targets that share memory, wholly or in part.
 
-Two targets that overlap would both be written, and the last one wins. This finds them before anything is read:
+Two targets that overlap would both be written, and the last one would win. This finds them before anything is read:
 
-1. Every wanted piece is cut into boxes, and a box of elements is one of bytes: its innermost dim are the bytes of an element.
-2. Boxes whose ranges of addresses meet form a group. Most targets are alone in theirs.
-3. Views of one buffer, such as columns of a matrix, meet in their ranges without sharing a byte. Where all boxes of a group lie
-   on one grid of steps, this is seen at once, and the group is none. What is left shares memory, or might.
+1. Cut every wanted piece into boxes, and describe each box in bytes: one more, innermost, dim has the bytes of an element.
+2. Group boxes whose address ranges meet. Most targets are alone in their group.
+3. Views of one buffer, such as columns of a matrix, have address ranges that meet although they share no byte. If all boxes of a
+   group lie on one grid of steps, the grid shows that, and the group is dropped. Targets of the remaining groups share memory, or
+   might.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ..geometry.runs import I64, decompose
 from .local_metadata import PieceColumns
 
 MAX_BOXES = 1024
-"""Boxes of a group of which each is compared with each; larger groups are taken for such that share memory."""
+"""The most boxes of a group that are compared with each other; the targets of a larger group count as sharing memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,23 +34,25 @@ class Shared:
 
 
 def find_shared(wanted: PieceColumns, device: I64, address: I64, item_bytes: I64) -> list[Shared]:
-    """The groups of targets that may share memory; what is in none certainly shares nothing.
+    """Find the groups of targets that may share memory; a target in no group certainly shares none.
 
     Parameters
     ----------
     wanted
-        The pieces of all targets; no target has two elements in one place.
+        The pieces of all targets; no target has two elements at one address.
     device, address, item_bytes : (targets,)
-        A number of the device, the address of the first element there, and the size of an element.
+        A number for the device, the address of the first element there, and the size of an element in bytes.
     """
     cut = decompose(wanted.lengths, wanted.start, wanted.count)
     target = wanted.tensor[cut.parent]
     strides = wanted.strides[cut.parent]
     each = item_bytes[target]
+    # Row i is box i from here on. low, high: its addresses; lengths, steps: its dims in bytes, the last one within an element.
     low = address[target] + (wanted.base[cut.parent] + (cut.offsets * strides).sum(axis=1)) * each
     lengths = np.hstack([cut.lengths, each[:, None]])
     steps = np.hstack([strides * each[:, None], np.ones_like(each)[:, None]])
     high = low + ((lengths - 1) * steps).sum(axis=1) + 1
+    # Boxes by device and address; each group is order[begin[g] : end[g]].
     order = np.lexsort((low, device[target]))
     groups = _meeting(device[target][order], low[order], high[order])
     begin = np.flatnonzero(groups)
@@ -64,30 +67,33 @@ def find_shared(wanted: PieceColumns, device: I64, address: I64, item_bytes: I64
 
 
 def _meeting(device: I64, low: I64, high: I64) -> NDArray[np.bool_]:
-    """Where, among ranges sorted by device and address, one begins behind all before it."""
+    """Mark the ranges, sorted by device and address, that begin behind the ends of all ranges before them."""
     fresh = is_new(device)
     fresh[1:] |= low[1:] >= running_max(high, fresh)[:-1]
     return fresh
 
 
 def _are_apart(owner: I64, low: I64, lengths: I64, steps: I64) -> bool:
-    """Whether boxes of bytes of different owners certainly share none.
+    """Tell whether boxes of different owners certainly share no byte.
 
-    On a grid whose every step is larger than all that the smaller steps reach over, each byte has one place, and boxes share a
-    byte just where their places do.
+    Addresses are written as digits on the grid of all steps. If every step is larger than the reach of all smaller steps
+    together, each byte has one sequence of digits, and boxes share a byte exactly if their ranges of digits meet on every dim.
     """
     if len(low) > MAX_BOXES:
         return False
     grid = sorted({1, *steps[lengths > 1].tolist()}, reverse=True)
+    # first[i], size[i]: for each step of the grid, the digit at which box i begins, and the number of digits that it covers.
     rest = low - low.min()
     first, size = (np.empty((len(low), len(grid)), np.int64) for _ in range(2))
     for dim, step in enumerate(grid):
         first[:, dim], rest = np.divmod(rest, step)
         size[:, dim] = 1 + np.where(steps == step, lengths - 1, 0).sum(axis=1)
+    # reach: the largest offset that each step contributes; within: the sum over a step and all smaller ones.
     reach = (first + size - 1).max(axis=0) * np.array(grid)
     within = np.cumsum(reach[::-1])[::-1]  # of each step and all smaller ones
     if (np.array(grid)[:-1] <= within[1:]).any():
         return False
+    # meet[i, j]: boxes i and j share a byte.
     last = first + size
     meet = ((first[:, None] < last[None]) & (first[None] < last[:, None])).all(axis=2)
     return not bool((meet & (owner[:, None] != owner[None])).any())

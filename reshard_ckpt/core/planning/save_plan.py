@@ -1,13 +1,14 @@
-"""The plan of a save: from the local metadata of all ranks to what each writes, so that every tensor is covered exactly once.
+"""The plan of a save: the part of each tensor that each rank writes, so that every element is written exactly once.
 
-1. Tables and rows merge (`merge`); ranks that disagree about a dtype or a shape are an error.
-2. Equal runs of a tensor are one *replica group*, after cutting where runs of one box overlap (`overlaps`); aliases (tied
-   weights) have no runs of their own.
-3. `balance.assign` divides the groups over their ranks; what may not be split stays whole.
-4. The runs must tile every tensor (`tiling`), or the save is refused.
-5. Each member of a replica group fingerprints it, so that what is no replica is found.
+1. Merge the local metadata of all ranks into one table of tensors and one of rows (`merge`). Ranks that disagree about a dtype
+   or a shape are an error.
+2. Cut runs of one box that overlap without being equal (`overlaps`). Equal runs of a tensor then form one *replica group*.
+   Aliases (tied weights) have no runs of their own.
+3. Divide each replica group over the ranks that hold it (`balance.assign`). A run that may not be split stays whole.
+4. Check that the runs tile every tensor (`tiling`), and refuse the save if they do not.
+5. List the rows that each rank fingerprints. Members of a replica group whose fingerprints differ are not replicas.
 
-Rows and runs stay in the order of their tensor, box and start throughout, so no step sorts again what an earlier one has sorted.
+Rows and runs stay in the order of their tensor, box and start throughout, so no step repeats the sort of an earlier one.
 """
 
 from __future__ import annotations
@@ -38,8 +39,11 @@ SPLIT_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Runs:
-    """The distinct runs, sorted. The rows that hold run r, one for each rank, are ``holder[begin[r] : begin[r + 1]]``,
-    in order of rank; ``of_row`` is the run of each row; ``replication`` is the weakest."""
+    """The distinct runs, sorted by tensor, box and start.
+
+    The rows that hold run r, one for each rank in order of rank, are ``holder[begin[r] : begin[r + 1]]``. ``of_row[i]`` is the
+    run of row i. ``replication`` is the weakest declaration that any of a run's rows makes.
+    """
 
     tensor: I64
     box: I64
@@ -53,7 +57,10 @@ class _Runs:
 
 @dataclass(frozen=True, slots=True)
 class Checks:
-    """Runs that are declared to be the same: members of one `group` must fingerprint alike; `replication` is the weakest."""
+    """Rows that must hold equal bytes: the ranks fingerprint them, and fingerprints within one `group` are compared.
+
+    ``replication`` is the weakest declaration in the group.
+    """
 
     group: I64
     rank: I64
@@ -66,10 +73,11 @@ class Checks:
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:
-    """One entry a write item, sorted by the rank that writes it and then in the order of its files.
+    """One entry for each write item, sorted by the rank that writes it and then in the order of its files.
 
-    ``local, part_start, part_count`` say what to write (a run of a row of the rank's own), ``tensor, offsets, lengths, start,
-    count`` where it belongs in the global tensor.
+    Item i is written by ``rank[i]`` from its row ``local[i]``: elements ``part_start, part_count`` of that row's box. It belongs
+    into ``tensor[i]`` of `tables`, where it is the run ``start, count`` of the global box ``offsets, lengths``. ``placement`` has
+    an entry for each tensor instead: an index into ``placements``, or -1 if its placement is unknown.
     """
 
     tables: MergedTables
@@ -89,11 +97,11 @@ class SavePlan:
     num_ranks: int
 
     def items_of(self, rank: int) -> slice:
-        """The write items of one rank."""
+        """Return the slice of the write items of one rank."""
         return slice(*np.searchsorted(self.rank, [rank, rank + 1]).tolist())
 
     def bytes_by_rank(self) -> I64:
-        """Bytes that each rank writes."""
+        """Return the number of bytes that each rank writes."""
         item_bytes = item_bytes_of(self.tables.dtype)[self.tensor]
         return np.bincount(self.rank, weights=self.part_count * item_bytes, minlength=self.num_ranks).astype(np.int64)
 
@@ -104,8 +112,8 @@ def plan_save(job_metadata: JobMetadata, *, splits: bool = True) -> SavePlan:
     Parameters
     ----------
     splits
-        Whether several ranks may each write a part of a run that all of them hold. Where the run is compared by samples alone,
-        the parts of ranks that have drifted apart would be a mixture.
+        Whether several ranks may each write a part of a run that all of them hold. False if replicas are compared by samples
+        alone: if ranks have drifted apart unnoticed, a run written in parts would mix their values.
 
     Raises
     ------
@@ -117,9 +125,12 @@ def plan_save(job_metadata: JobMetadata, *, splits: bool = True) -> SavePlan:
     parts = _assign(rows, runs, boxes, item_bytes, job_metadata.num_ranks, splits)
     mesh = next((table.mesh for table in job_metadata.tables if table.mesh is not None), None)
     placements, placement = _placements(tables, boxes, rows, runs, mesh, job_metadata.num_ranks)
-    # From here on a part is a write item, in the order of its rank's files; part.item is its run, and begin counts in its box.
+    # parts: one row for each write item from here on, sorted by rank, then large elements first, then run.
+    # parts.item[i]: the run that item i is a part of.
     parts = parts.take(lex_order(parts.rank, -item_bytes[runs.tensor[parts.item]], parts.item, parts.start))
+    # begin[i]: where item i begins, in elements of its box; box[i]: that box.
     begin, box = runs.start[parts.item] + parts.start, runs.box[parts.item]
+    # offsets, lengths, start: the same runs, each written as a whole box where it is one.
     offsets, lengths, start, _ = as_boxes(boxes.offsets.take(box, axis=0), boxes.lengths.take(box, axis=0), begin, parts.count)
     return SavePlan(
         tables=tables,
@@ -141,7 +152,7 @@ def plan_save(job_metadata: JobMetadata, *, splits: bool = True) -> SavePlan:
 
 
 def _merged_runs(job_metadata: JobMetadata) -> tuple[MergedTables, MergedBoxes, MergedRows, _Runs]:
-    """Merge the metadata of all ranks, and find the distinct runs, which tile every tensor."""
+    """Merge the metadata of all ranks, find the distinct runs, and check that they tile every tensor."""
     tables, boxes, merged = merge_metadata(job_metadata)
     rows = _cut_rows(merged)
     runs = _distinct_runs(rows)
@@ -150,7 +161,7 @@ def _merged_runs(job_metadata: JobMetadata) -> tuple[MergedTables, MergedBoxes, 
 
 
 def _cut_rows(rows: MergedRows) -> MergedRows:
-    """The rows, cut where declared ones overlap without being equal; a piece may then be several rows."""
+    """Cut declared rows of one box that overlap without being equal; a piece may become several rows."""
     cut = cut_overlaps(rows.tensor, rows.box, rows.start, rows.count, rows.replication == Replication.DECLARED)
     if cut is None:
         return rows
@@ -159,10 +170,12 @@ def _cut_rows(rows: MergedRows) -> MergedRows:
 
 
 def _distinct_runs(rows: MergedRows) -> _Runs:
+    """Find the distinct runs among sorted rows."""
+    # new[i]: row i is not the same run as row i - 1; first[r]: the first row of run r; of_row[i]: the run of row i.
     new = is_new(rows.tensor, rows.box, rows.start, rows.count)
     first = np.flatnonzero(new)
     of_row = np.cumsum(new) - 1
-    # A rank may hold a run twice; the first time counts.
+    # holder: the rows, without those of a rank that holds the same run a second time.
     holder = np.flatnonzero(is_new(of_row, rows.rank))
     return _Runs(
         tensor=rows.tensor[first],
@@ -177,16 +190,19 @@ def _distinct_runs(rows: MergedRows) -> _Runs:
 
 
 def _assign(rows: MergedRows, runs: _Runs, boxes: MergedBoxes, item_bytes: I64, num_ranks: int, may_split: bool) -> Assigned:
-    """Divide the runs over the ranks that hold them; `Assigned.item` numbers a run, which is cut in its own elements."""
+    """Divide the runs over the ranks that hold them; `Assigned.item` is the run, `Assigned.start` counts from its beginning."""
+    # each[r]: bytes of one element of run r.
     elements, each = runs.count, item_bytes[runs.tensor]
-    # Buffers and empty tensors are the lowest rank's, like what one rank alone holds.
+    # fixed[r]: the lowest rank that holds run r writes it whole: only one rank has it, or it is a buffer, or it is empty.
     fixed = (np.diff(runs.begin) == 1) | (runs.replication == Replication.BUFFER) | (elements == 0)
     alone, shared = np.flatnonzero(fixed), np.flatnonzero(~fixed)
+    # rank[i]: the rank that writes run alone[i]; loads: bytes that each rank writes of these.
     rank = rows.rank[runs.holder[runs.begin[alone]]]
     loads = np.bincount(rank, weights=elements[alone] * each[alone], minlength=num_ranks).astype(np.int64)
+    # slices[r]: elements of one slice of run r's box along its outermost dim that is longer than 1.
     outer = np.argmax(boxes.lengths > 1, axis=1)
     slices = np.maximum(strides_of(boxes.lengths)[np.arange(len(outer)), outer], 1)[runs.box]
-    # PLAIN forbids splitting; BUFFER decides only where every member says so, since DECLARED is the stronger word.
+    # A run is split only if all of its rows are DECLARED; PLAIN, the weakest, forbids it for the whole run.
     splits = (runs.replication == Replication.DECLARED) & (elements * each > SPLIT_BYTES) & may_split
     cut = assign(_replica_groups(rows, runs, shared, splits), elements, each, slices, loads)
     return Assigned(
@@ -198,12 +214,14 @@ def _assign(rows: MergedRows, runs: _Runs, boxes: MergedBoxes, item_bytes: I64, 
 
 
 def _replica_groups(rows: MergedRows, runs: _Runs, shared: I64, splits: NDArray[np.bool_]) -> list[ReplicaGroup]:
-    """The runs that several ranks hold, by these ranks."""
+    """Group the shared runs by the set of ranks that hold them."""
     ranks = rows.rank[runs.holder]
+    # The ranks of one run are consecutive bytes of raw, and these bytes are the key of its group.
     raw, width = ranks.tobytes(), ranks.itemsize
     bounds = zip((runs.begin[shared] * width).tolist(), (runs.begin[shared + 1] * width).tolist(), strict=True)
     number: dict[bytes, int] = {}
     group = np.array([number.setdefault(raw[begin:end], len(number)) for begin, end in bounds], np.int64)
+    # group[i]: the group of run shared[i]; members[g]: the runs of group g.
     order = np.argsort(group, kind="stable")
     members = np.split(shared[order], np.searchsorted(group[order], np.arange(1, len(number)))) if number else []
     return [
@@ -213,9 +231,11 @@ def _replica_groups(rows: MergedRows, runs: _Runs, shared: I64, splits: NDArray[
 
 
 def _row_of(rows: MergedRows, runs: _Runs, item: I64, rank: I64) -> I64:
-    """The row in which a rank holds a run."""
+    """Find the row in which each rank holds each run."""
+    # row[i]: the row of the first holder of the run. It is right unless another rank was asked for.
     row = runs.holder[runs.begin[item]]
     several = np.flatnonzero(rows.rank[row] != rank)
+    # key: run and rank of each holder as one number, ascending, so the right row is found by bisection.
     step = int(rows.rank.max(initial=0)) + 1
     key = runs.of_row[runs.holder] * step + rows.rank[runs.holder]
     row[several] = runs.holder[np.searchsorted(key, item[several] * step + rank[several])]
@@ -223,6 +243,8 @@ def _row_of(rows: MergedRows, runs: _Runs, item: I64, rank: I64) -> I64:
 
 
 def _check_tiling(tables: MergedTables, boxes: MergedBoxes, rows: MergedRows, runs: _Runs) -> None:
+    """Raise LayoutError if the runs of some tensor overlap or leave a region uncovered."""
+    # An alias has no runs, so it is checked as an empty tensor.
     shape = np.where((tables.alias >= 0)[:, None], 0, tables.shape)
     problems = [
         _describe_fault(fault, tables, rows.rank[runs.holder[runs.begin[list(fault.rows)]]])
@@ -245,7 +267,7 @@ def _describe_fault(fault: Fault, tables: MergedTables, ranks: I64) -> str:
 
 
 def _checks(rows: MergedRows, runs: _Runs, chosen: NDArray[np.bool_] | bool = True) -> Checks:
-    """Find the rows of all chosen runs that more than one piece holds."""
+    """List the rows of all chosen runs that more than one row holds."""
     several = (np.bincount(runs.of_row, minlength=len(runs.count)) > 1) & (runs.count > 0) & chosen
     members = several[runs.of_row]
     run, held = runs.of_row[members], rows.take(members)
@@ -255,11 +277,12 @@ def _checks(rows: MergedRows, runs: _Runs, chosen: NDArray[np.bool_] | bool = Tr
 def _placements(
     tables: MergedTables, boxes: MergedBoxes, rows: MergedRows, runs: _Runs, mesh: Mesh | None, num_ranks: int
 ) -> tuple[tuple[Placement, ...], I64]:
-    """The distinct placements, and the number of each tensor's; -1 where nothing is known."""
+    """Find the distinct placements, and the number of each tensor's; -1 if nothing is known of it."""
     number = np.full(len(tables.names), -1, np.int64)
     if mesh is None or mesh.size != num_ranks:
         return (), number
     chosen = np.flatnonzero((tables.kind == TensorKind.TENSOR) & (tables.alias < 0))
+    # place[t]: the position of tensor t among the chosen ones, or -1; tensor: the same for the tensor of each row.
     place = np.full(len(tables.names), -1, np.int64)
     place[chosen] = np.arange(len(chosen))
     tensor = place[rows.tensor]
@@ -267,13 +290,14 @@ def _placements(
     holding = PieceTable(tensor[keep], rows.rank[keep], rows.box[keep], runs.of_row[keep])
     declared = [tables.declared[i] for i in chosen.tolist()]
     derived = derive(mesh, declared, tables.shape[chosen], tables.ndim[chosen], holding, boxes.offsets, boxes.lengths)
-    # Catalogs list placements in the order in which tensors, by name, first have them.
+    # A catalog lists placements in the order in which the tensors, sorted by name, first use them.
     used, first = np.unique(derived.of_tensor, return_index=True)
     table: dict[Placement, int] = {}
     place_of = np.zeros(len(derived.placements), np.int64)
     for i in used[np.argsort(first)].tolist():
         place_of[i] = table.setdefault(derived.placements[i], len(table))
     number[chosen] = place_of[derived.of_tensor]
+    # An alias lies as its tensor does.
     aliases = np.flatnonzero(tables.alias >= 0)
     number[aliases] = number[tables.alias[aliases]]
     return tuple(table), number
@@ -281,10 +305,10 @@ def _placements(
 
 @dataclass(frozen=True, slots=True)
 class HeldRows:
-    """Who holds what: distinct runs that tile every tensor, in order of tensor, box and start; and who holds each.
+    """The ranks that hold each run: distinct runs that tile every tensor, in order of tensor, box and start, and their holders.
 
-    Entry i of the holders, which is row ``local`` of its ``rank``, holds run ``run``. Of a buffer under DDP, the lowest rank's
-    alone counts, so there is no check of it.
+    ``tensor, box, start, count`` have an entry for each run; ``run, rank, local`` have one for each holder: row ``local`` of
+    ``rank`` holds run ``run``. A buffer under DDP has only its lowest rank as holder, so nothing of it is in `checks`.
     """
 
     tables: MergedTables
@@ -300,7 +324,7 @@ class HeldRows:
 
 
 def find_holders(job_metadata: JobMetadata) -> HeldRows:
-    """Find who holds what of the tensors of all ranks.
+    """Find the ranks that hold each run of all tensors.
 
     Raises
     ------
@@ -308,6 +332,7 @@ def find_holders(job_metadata: JobMetadata) -> HeldRows:
         Ranks disagree about a tensor, or its shards overlap or leave a region uncovered.
     """
     tables, boxes, rows, runs = _merged_runs(job_metadata)
+    # first[i]: entry i of runs.holder is the lowest rank of its run; chosen: all holders, but of a buffer only that one.
     first = np.zeros(len(runs.holder), bool)
     first[runs.begin[:-1]] = True
     run = runs.of_row[runs.holder]

@@ -1,4 +1,4 @@
-"""How the tensors of a catalog lay when they were saved, and which of them belong together, for placing them on another mesh."""
+"""The placements that the tensors of a catalog had when they were saved, and the tensors that belong together."""
 
 from __future__ import annotations
 
@@ -17,23 +17,26 @@ from .axis_cuts import HeldBounds, Placement, PlacementTable, open_dims, with_cu
 PIPELINE = "pp"
 EXPERTS = "ep"
 GIVEN_BY_NAMES = (PIPELINE, EXPERTS)
-"""Axes on which names tell where a tensor is."""
+"""Axes on which a tensor's name tells the coordinates that hold it."""
 
 Unit = tuple[str, str, bool]
-"""Optimizer, FQN, and whether it is state: what all tensors have in common that stay together."""
+"""Optimizer, FQN, and whether it is state. Tensors of one unit stay on the same coordinates."""
 
 
 class SavedPlacements:
-    """Looks up how chosen tensors lay, by axis, on the sizes of a new mesh where their kinds depend on them.
+    """Map each tensor to its saved placement on the axes of a new mesh.
+
+    Kinds of placement that depend on the size of an axis are resized to the new mesh.
 
     Attributes
     ----------
     sizes
-        Of the saved axes.
+        The size of each saved axis.
     placements
-        Of each tensor, by axis.
+        For each tensor its placement on each axis that has one.
     links, shapes
-        Of each tensor; of what is no state of an optimizer, a link to itself without a key.
+        For each tensor its link to a parameter, and its global shape. A tensor that is not optimizer state links to itself, with
+        an empty key.
     """
 
     def __init__(self, catalog: Catalog, names: Sequence[str], mesh: Mesh) -> None:
@@ -46,19 +49,19 @@ class SavedPlacements:
         self._divided = self._divided_on()
 
     def _link(self, name: str, chosen: frozenset[str]) -> StateLink:
-        """The link of a tensor; of what is no state of an optimizer, one to itself without a key."""
+        """Return the link of a tensor; a tensor that is not optimizer state links to itself, with an empty key."""
         link = self._catalog.link(self._catalog.index(name))
         if link is None:
             return StateLink("", name, "", name)
         return link if link.parameter in chosen else replace(link, parameter=None)
 
     def optimizer(self, name: str) -> str | None:
-        """Return the optimizer that a tensor is state of, which is called "" where it is the root of the state."""
+        """Return the optimizer whose state a tensor is, or None; "" is an optimizer at the root of the state."""
         link = self.links[name]
         return link.optimizer if link.key else None
 
     def _resized(self, placement: Sequence[AxisPlacement]) -> dict[str, AxisPlacement]:
-        """A saved placement by axis, on the new sizes of the axes where its kinds depend on them."""
+        """Return a saved placement by axis, with kinds that depend on an axis's size resized to the new mesh."""
         sizes, out = dict(zip(self._mesh.axes, self._mesh.sizes, strict=True)), {}
         for p in placement:
             resize = KINDS[p.kind].resize
@@ -69,42 +72,44 @@ class SavedPlacements:
         return out
 
     def parameter_of_same_shape(self, name: str) -> str | None:
-        """Return the parameter that a tensor is state of, if they have one shape and are not the same."""
+        """Return the parameter of a tensor of optimizer state, if it has the same shape and is another tensor; else None."""
         parameter = self.links[name].parameter
         if parameter is None or parameter == name or self.shapes[parameter] != self.shapes[name]:
             return None
         return parameter
 
     def on(self, name: str, axis: str) -> AxisPlacement | None:
-        """Return what the catalog says of a tensor on an axis; for state of which it says nothing of its own, its parameter's."""
+        """Return the saved placement of a tensor on an axis, or None; state without its own takes that of its parameter."""
         saved = self.placements[name].get(axis)
         divided_on = self._divided.get(self.optimizer(name))
-        # An axis of one coordinate shows nothing. And where one vector is cut, the cut goes through what lies along other axes,
-        # too: these then seem flat, or on some coordinates only, by chance.
+        # by_chance: the optimizer divided its state along another axis, as one vector. The cut also goes through tensors that lie
+        # on this axis, so they seem flat here, or on some coordinates only.
+        # unsaid: nothing is recorded; an axis of one coordinate shows nothing.
         by_chance = saved is not None and saved.kind in ("flat", "resident") and divided_on not in (axis, None)
         unsaid = saved is None or (saved.kind == "replicate" and self.sizes[axis] == 1)
         parameter = self.parameter_of_same_shape(name)
         of_parameter = None if parameter is None else self.placements[parameter].get(axis)
         if by_chance or unsaid:
             return of_parameter
-        # Runs of a fused weight that lie in different sections look like shards.
+        # The state is divided along this axis, but its runs fell into different sections of a fused weight and look like shards.
         sections = saved is not None and saved.kind == "shard" and divided_on == axis
         if sections and of_parameter is not None and of_parameter.kind == "replicate":
             return AxisPlacement(axis, "flat")
         return saved
 
     def _divided_on(self) -> dict[str | None, str]:
-        """Of each optimizer the axis over which its state is divided: where most of it is flat, or on some coordinates only."""
+        """Map each optimizer to the axis over which its state is divided: most of its tensors are flat or resident there."""
         counts: dict[str | None, Counter[str]] = {}
         for name in self.placements:
             optimizer = self.optimizer(name)
             for axis, p in self.placements[name].items():
                 if optimizer is not None and p.kind in ("flat", "resident") and axis not in GIVEN_BY_NAMES:
+                    # A flat tensor is the stronger sign.
                     counts.setdefault(optimizer, Counter())[axis] += 2 if p.kind == "flat" else 1
         return {optimizer: count.most_common(1)[0][0] for optimizer, count in counts.items()}
 
     def first_coordinate(self, name: str, axis: str) -> int:
-        """Return the lowest coordinate on an axis that wrote any of a tensor; 0 where nothing is known."""
+        """Return the lowest coordinate on an axis that wrote a part of a tensor; 0 if the writers are unknown."""
         mesh, source = self._catalog.mesh, self._catalog.source(self._catalog.index(name))
         if mesh is None or self._writers is None or axis not in mesh.axes:
             return 0
@@ -113,9 +118,9 @@ class SavedPlacements:
         return int(np.unravel_index(ranks, mesh.sizes)[mesh.axes.index(axis)].min()) if len(ranks) else 0
 
     def firsts(self, names: Sequence[str], axis: str) -> dict[tuple[Ints, ...], list[int]]:
-        """Return the first coordinate of each tensor on an axis, in the order given, by pipeline stage and experts' rank.
+        """Return the first coordinate of each tensor on an axis, in the order given, grouped by `home`.
 
-        Each of these had a vector of its own.
+        The tensors of each pipeline stage and experts' rank formed a vector of their own.
         """
         out: dict[tuple[Ints, ...], list[int]] = {}
         for name in names:
@@ -123,30 +128,31 @@ class SavedPlacements:
         return out
 
     def home(self, name: str) -> tuple[Ints, ...]:
-        """Return the pipeline stages and experts' ranks that held a tensor."""
+        """Return the pipeline stages and the experts' ranks that held a tensor."""
         saved = self.placements[name]
         return tuple(saved[axis].coords if axis in saved else () for axis in GIVEN_BY_NAMES)
 
     def shared(self, param: str) -> object:
-        """Return what tied tensors have in common; a parameter that is not there itself is tied to nothing."""
+        """Return a key that tied tensors share; a parameter that was not chosen is its own key."""
         return self._catalog.source(self._catalog.index(param)) if param in self.shapes else param
 
     def unit(self, name: str) -> Unit:
-        """Return what stays together: a tensor, or all state of one parameter."""
+        """Return the unit of a tensor: a tensor by itself, or all state of one parameter."""
         return self.optimizer(name) or "", self.links[name].fqn, bool(self.links[name].key)
 
 
 def completed_placements(catalog: Catalog) -> tuple[Placement, ...]:
-    """Return the placement of each tensor, completed where the catalog records no turns.
+    """Return the placement of each tensor, with turns and sections inferred if the catalog records none.
 
-    Version 1 of the format recorded neither the order in which axes cut a dim nor sections. There, rows stand for the pieces of
-    all ranks: a row tells the rank that wrote it, and replicas that one rank wrote for another lie in the same place.
+    Version 1 of the format recorded neither the order in which axes cut a dim nor sections. They are inferred from the rows: the
+    file of a row tells the rank that wrote it. A rank may have written a run for its replicas, which lie in the same place.
     """
     table, boxes, rows, mesh, writers = catalog.tensors_table, catalog.boxes, catalog.rows, catalog.mesh, _writers(catalog)
     numbers = zip(table.placement.tolist(), table.ndim.tolist(), strict=True)
     said = [_understood(catalog.placements[i], ndim) if i >= 0 else () for i, ndim in numbers]
     if mesh is None or writers is None or not any(map(open_dims, catalog.placements)):
         return tuple(said)
+    # held: one entry for each saved row, as if the rank that wrote it held that piece.
     said = [tuple(p for p in placement if p.axis in mesh.axes) for placement in said]
     low, high = bounds(boxes.offsets[rows.box], boxes.lengths[rows.box], rows.start, rows.count)
     tensor = np.repeat(np.arange(len(table.names)), np.diff(table.row_start))
@@ -160,12 +166,12 @@ def completed_placements(catalog: Catalog) -> tuple[Placement, ...]:
 
 
 def _writers(catalog: Catalog) -> I64 | None:
-    """Return the rank that wrote each file; None where they are not all ranks of a mesh."""
+    """Return the rank that wrote each file; None without a mesh, or if a rank lies outside it."""
     ranks = np.array([file.rank for file in catalog.files], np.int64)
     return ranks if catalog.mesh is not None and (ranks < catalog.mesh.size).all() else None
 
 
 def _understood(placement: Placement, ndim: int) -> Placement:
-    """What of a placement means anything here: a catalog may come from a newer version, or from anywhere."""
+    """Return the axis placements that this version understands; a catalog may come from a newer version, or from anywhere."""
     known = (p for p in placement if p.kind in KINDS and (p.kind != "shard" or p.dim is not None))
     return tuple(p for p in known if p.dim is None or p.dim < ndim)

@@ -1,14 +1,14 @@
-"""Shared reads: which rank reads what for whom, so that bytes that several ranks want are read and verified once.
+"""Shared reads: the rank that reads each window for all others, so that bytes that several ranks want are read and verified once.
 
-1. The unit is a window of a file. All that any rank wants of it is read by one of those that want some of it: the one that has
-   the least to read so far.
-2. What a rank wants of a window goes to it in one message: just the bytes that its tensors take. Messages travel in *rounds*, in
-   each of which no rank sends or receives more than a given number of bytes (or one message, if that alone is more); so memory is
-   bounded.
-3. Ranks go through the windows in one order, so a rank's rounds are in that order too; ranks that share nothing do not wait for
-   each other's windows.
+1. The unit is a window of a file. If several ranks want bytes of it, one of them reads the bytes that any of them wants: the one
+   that has the least to read so far.
+2. Each other rank gets its bytes of the window in one message, which contains only the bytes that its tensors take. Messages
+   travel in *rounds*. In a round no rank sends or receives more than a given number of bytes (or one message, if that alone is
+   more), so memory is bounded.
+3. All ranks go through the windows in one order, so the rounds of each rank are in that order too. Ranks that share nothing do
+   not wait for each other's windows.
 
-Every rank computes the same schedule from what all of them want.
+Every rank computes the same schedule from the wants of all ranks.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ Extents = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Wants:
-    """What one rank wants: byte ranges ``[low, high)``, each of one window of one file; sorted by file, window and `low`.
+    """The byte ranges ``[low, high)`` that one rank wants, each within one window of one file; sorted by file, window and `low`.
 
-    ``size`` are the bytes of the window that go into its tensors, told with the first range of the window, and 0 at the others.
+    ``size`` is the number of bytes of the window that go into the rank's tensors: it stands at the first range of the window, and
+    0 at the others.
     """
 
     file: I64
@@ -41,7 +42,7 @@ class Wants:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What one rank wants of a window that another one reads: the round in which it travels, and its bytes."""
+    """The bytes of a window that its reader sends to another rank: the round, the receiver, and the number of bytes."""
 
     round: int
     dest: int
@@ -50,7 +51,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class SharedWindow:
-    """A window that a rank reads for itself and for others: who reads which parts of it, and to whom they go."""
+    """A window that its `owner` reads for itself and for others: the byte ranges it reads, and a message for each other rank."""
 
     file: int
     window: int
@@ -60,13 +61,13 @@ class SharedWindow:
 
     @property
     def first_round(self) -> int:
-        """When the owner needs it."""
+        """The first round in which the owner sends bytes of this window."""
         return self.messages[0].round
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """All windows that are shared, in order, and how many rounds their messages take."""
+    """All windows that are shared, in order, and the number of rounds of their messages."""
 
     windows: tuple[SharedWindow, ...]
     num_rounds: int
@@ -74,22 +75,23 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """What one rank wants of one window: the byte ranges, and the bytes of them that its tensors take."""
+    """The byte ranges of one window that one rank wants, and the number of their bytes that its tensors take."""
 
     extents: Extents
     size: int
 
 
 def share(wants: Sequence[Wants], round_bytes: int) -> Schedule:
-    """Divide the reading of what several ranks want.
+    """Divide the reading of windows that several ranks want.
 
     Parameters
     ----------
     wants
         By rank.
     round_bytes
-        What a rank sends, or receives, in one round at most.
+        The most bytes that a rank sends, or receives, in one round.
     """
+    # load: the bytes that each rank reads. Windows that one rank alone wants count first.
     load = [0] * len(wants)
     shared: list[tuple[int, int, dict[int, _Wanted]]] = []
     for file, window, wanted in _by_window(wants):
@@ -111,7 +113,7 @@ def share(wants: Sequence[Wants], round_bytes: int) -> Schedule:
 
 
 class _Rounds:
-    """How full each rank's current round is."""
+    """The current round of each rank, and the bytes that it sends and receives in it."""
 
     def __init__(self, num_ranks: int, round_bytes: int) -> None:
         self._limit = round_bytes
@@ -120,7 +122,7 @@ class _Rounds:
         self.count = 0
 
     def next(self, source: int, dest: int, size: int) -> int:
-        """The first round, not before either's current one, that has room for a message of this size."""
+        """Return the first round that has room for a message, and that is not before the current one of either rank."""
         number = max(self._now[source], self._now[dest])
         sent = self._sent[source] if self._now[source] == number else 0
         received = self._received[dest] if self._now[dest] == number else 0
@@ -136,7 +138,7 @@ class _Rounds:
 
 
 def _by_window(wants: Sequence[Wants]) -> Iterator[tuple[int, int, dict[int, _Wanted]]]:
-    """Each window that is wanted, in order, with what each rank wants of it."""
+    """Yield each wanted window, in order, with the byte ranges of each rank."""
     rank = np.repeat(np.arange(len(wants)), [len(w.file) for w in wants])
     file, window, low, high, size = (
         np.concatenate([getattr(w, name) for w in wants]).astype(np.int64) for name in ("file", "window", "low", "high", "size")
@@ -152,7 +154,7 @@ def _by_window(wants: Sequence[Wants]) -> Iterator[tuple[int, int, dict[int, _Wa
 
 
 def union(extents: Iterable[tuple[int, int]]) -> Extents:
-    """The same bytes as few extents: those that meet are one.
+    """Merge byte ranges that overlap or touch.
 
     >>> union(iter([(4, 6), (0, 2), (2, 3), (5, 9)]))
     ((0, 3), (4, 9))

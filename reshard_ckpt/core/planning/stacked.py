@@ -1,7 +1,7 @@
-"""Dims along which layers, or experts, of one name are stacked, as Megatron saves them: ``decoder.layers.mlp.weight`` of (L, …).
+"""Dims along which layers or experts are stacked in one tensor, as in Megatron's ``decoder.layers.mlp.weight`` of shape (L, …).
 
-A part ``layers`` that no number follows says that the first dim counts layers; ``experts.experts`` without a number that the next
-dim counts experts. Pipeline stages and expert parallelism then cut these dims, evenly.
+In a name, a part ``layers`` that no number follows says that the first dim counts layers. ``experts.experts`` that no number
+follows says that the next dim counts experts. Pipeline stages and expert parallelism then cut these dims evenly.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _EXPERTS = re.compile(r"(^|\.)experts\.experts\.(?!\d+(\.|$))[^.]+")
 
 
 def layer_dim(name: str) -> int | None:
-    """Return the dim of a parameter that counts layers.
+    """Return the dim of a parameter that counts layers, or None.
 
     >>> layer_dim("model.decoder.layers.mlp.fc1.weight"), layer_dim("model.layers.3.mlp.fc1.weight")
     (0, None)
@@ -22,7 +22,7 @@ def layer_dim(name: str) -> int | None:
 
 
 def expert_dim(name: str) -> int | None:
-    """Return the dim of a parameter that counts experts.
+    """Return the dim of a parameter that counts experts, or None.
 
     >>> expert_dim("decoder.layers.mlp.experts.experts.fc1.weight"), expert_dim("decoder.layers.0.mlp.experts.experts.fc1.weight")
     (1, 0)

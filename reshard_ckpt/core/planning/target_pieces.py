@@ -1,8 +1,9 @@
 """The pieces that each rank of another topology holds, as that rank would have captured them, in columns.
 
-1. The placements on all axes leave each rank boxes, and of these, end to end, a flat range (`local_region`).
+1. The placements of a tensor give each rank some boxes of it, and a flat axis leaves a range of these boxes laid end to end
+   (`local_region`).
 2. Tensors of one vector are laid end to end before a flat axis cuts them.
-3. The ranks' pieces, in order of rank, are what the planner of saves takes (`save_plan`).
+3. The pieces of all ranks, in order of rank, are the input of the planner of saves (`save_plan`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ Row = tuple[int, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class TargetRows:
-    """Pieces of all ranks, in order of rank: the tensor (an index), and a run of a box (an index)."""
+    """The pieces of all ranks, in order of rank: the index of the tensor, and the run ``start, count`` of the box with index
+    ``box``.
+    """
 
     rank: I64
     tensor: I64
@@ -42,20 +45,20 @@ def target_rows(
     mesh: Mesh,
     blobs: Mapping[int, Sequence[int]],
 ) -> tuple[TargetRows, list[Box]]:
-    """The pieces that the ranks of a mesh hold of all tensors, and the distinct boxes.
+    """List the pieces that the ranks of a mesh hold of all tensors, and the distinct boxes.
 
     Parameters
     ----------
     shapes, placed, names
-        Of the tensors; `shapes` goes on with those of the blobs.
+        One entry for each tensor; `shapes` continues with the shapes of the blobs.
     blobs
-        By index, the ranks that hold each whole.
+        For the index of each blob the ranks that hold it whole.
     """
     return _TargetRowsBuilder(shapes, placed, names, mesh).run(blobs)
 
 
 class _TargetRowsBuilder:
-    """One run of `target_rows`."""
+    """One call of `target_rows`: the boxes and rows found so far."""
 
     def __init__(self, shapes: Sequence[Ints], placed: Sequence[TargetPlacement], names: Sequence[str], mesh: Mesh) -> None:
         self.shapes, self.placed, self.mesh = shapes, placed, mesh
@@ -66,12 +69,14 @@ class _TargetRowsBuilder:
         self.alike: dict[tuple[Ints, TargetPlacement], I64] = {}
 
     def run(self, blobs: Mapping[int, Sequence[int]]) -> tuple[TargetRows, list[Box]]:
+        # Tensors on their own come first, then vectors, then tensors that follow others, whose ranks are known by then.
         vectors: dict[int, list[int]] = {}
         for i, placed in enumerate(self.placed):
             if placed.vector is not None:
                 vectors.setdefault(placed.vector[0], []).append(i)
             elif placed.follows is None:
                 self._add(i, self._rows_alone(i))
+        # held[i]: the ranks that hold a part of tensor i of a vector.
         held: dict[int, set[int]] = {}
         for members in vectors.values():
             members.sort(key=lambda i: self.placed[i].vector or (0, 0))
@@ -87,6 +92,7 @@ class _TargetRowsBuilder:
             whole = self._box(((0,), self.shapes[i]))
             self._add(i, _as_table((rank, whole, 0, prod(self.shapes[i])) for rank in holders))
         table = np.concatenate(self.columns) if self.columns else np.zeros((0, 5), np.int64)
+        # Sorted by rank, then by tensor.
         table = table[np.lexsort((table[:, 0], table[:, 1]))]
         tensor, rank, box, start, count = (np.ascontiguousarray(column) for column in table.T)
         return TargetRows(rank, tensor, box, start, count), list(self.boxes)
@@ -95,13 +101,14 @@ class _TargetRowsBuilder:
         self.columns.append(np.column_stack([np.full(len(rows), tensor, np.int64), rows]))
 
     def _box(self, box: Box) -> int:
+        """Return the number of a box, a new one if it is new."""
         return self.boxes.setdefault(box, len(self.boxes))
 
     def _rows_alone(self, tensor: int) -> I64:
-        """Rank, box, start and count of a tensor that is cut on its own; worked out once for all that lie alike."""
+        """Return rank, box, start and count of the pieces of a tensor that is cut on its own; alike tensors share them."""
         key = (self.shapes[tensor], self.placed[tensor])
         if key not in self.alike:
-            # Axes on which all ranks hold the same make no difference.
+            # Ranks that differ only on replicated axes hold the same pieces, which are computed once.
             dividing = [i for i, p in enumerate(self.placed[tensor].axes) if p.kind != "replicate"]
             held: dict[Ints, list[tuple[int, int, int]]] = {}
             rows: list[Row] = []
@@ -114,22 +121,26 @@ class _TargetRowsBuilder:
         return self.alike[key]
 
     def _rows_following(self, tensor: int, ranks: set[int]) -> I64:
+        """Return the rows of a tensor that these ranks hold."""
         rows = self._rows_alone(tensor)
         return rows[np.isin(rows[:, 0], sorted(ranks))]
 
     def _held(self, tensor: int, placed: TargetPlacement, where: Ints, flat: Range | None = None) -> list[tuple[int, int, int]]:
-        """Box, start and count of what the rank at these coordinates holds of a tensor; of what the axes leave, a flat range."""
+        """Return box, start and count of the runs that the rank at coordinates `where` holds of a tensor.
+
+        `flat` is the range of the rank's elements that it keeps, if the tensor is part of a vector.
+        """
         shape = self.shapes[tensor]
         region = local_region(shape, placed.axes, self.mesh.sizes, where)
         if region is None:
             return []
-        if 0 in shape:  # whoever has an empty tensor stands for it with no elements
+        if 0 in shape:  # a rank that has an empty tensor holds one run of no elements
             return [(self._box(((0,) * len(shape), shape)), 0, 0)]
         region = region if flat is None else replace(region, flat=flat)
         return [(self._box(box), start, count) for box, start, count in region.runs()]
 
     def _rows_of_vector(self, members: Sequence[int]) -> dict[int, list[Row]]:
-        """The rows of tensors that are cut as one: what a rank's neighbours along the flat axis hold together is the vector."""
+        """Return the rows of the tensors of one vector, which ranks along the flat axis divide evenly."""
         out: dict[int, list[Row]] = {i: [] for i in members}
         axis = self.placed[members[0]].flat_axis
         assert axis is not None
@@ -137,9 +148,10 @@ class _TargetRowsBuilder:
         for rank, where in enumerate(self.coordinates):
             regions = {i: local_region(self.shapes[i], uncut[i].axes, self.mesh.sizes, where) for i in members}
             sizes = {i: region.num_elements for i, region in regions.items() if region is not None}
+            # step: elements of the vector that one rank holds; low: where this rank's part begins in the vector.
             step = -(-sum(sizes.values()) // self.mesh.sizes[axis])
             low = step * where[axis]
-            # Where the tensor begins, counted from where the rank's part of the vector does.
+            # position: where the tensor begins, relative to the rank's part.
             position = -low
             for i, size in sizes.items():
                 start, stop = max(-position, 0), min(step - position, size)
@@ -154,7 +166,7 @@ def _as_table(rows: Iterable[Row]) -> I64:
 
 
 def as_job_metadata(table: TensorColumns, held: TargetRows, boxes: Sequence[Box], num_ranks: int) -> JobMetadata:
-    """Put the pieces of all ranks into the planner's columns; all ranks know the same tensors."""
+    """Put the pieces of all ranks into the planner's columns; every rank has the same table of tensors."""
     width = table.shape.shape[1]
     begin = np.searchsorted(held.rank, np.arange(num_ranks))
     return JobMetadata(

@@ -1,14 +1,14 @@
 """The placement of each saved tensor on another mesh: from its placement in the catalog, the names, and the user's rules.
 
-For each tensor and each axis of the new mesh, the first of these that says something counts:
+For each tensor and each axis of the new mesh, the first of these sources that has an answer decides:
 
-1. a rule for the tensor, or, for an optimizer's state of its parameter's shape, a rule for the parameter;
-2. on ``pp``: the stage (`stages`); on ``ep``, for ``experts.3.…``: the experts divided evenly; of layers or experts that are
-   stacked in one tensor (`stacked`): their dim, cut evenly;
-3. the catalog: what was sharded along a dim, replicated or flat on an axis stays so, on the new size of the axis. Whole tensors
-   that were divided over an axis (as ZeRO does) are divided anew: as one vector if any of them was cut, else by size;
-4. replicated: so is everything on an axis that the checkpoint does not know. What an axis cut that the new mesh does not have, is
-   whole again.
+1. A rule for the tensor; or, for optimizer state of the shape of its parameter, a rule for the parameter.
+2. The name. On ``pp`` it gives the stage (`stages`). On ``ep``, experts named ``experts.3.…`` are divided evenly. If layers or
+   experts are stacked in one tensor (`stacked`), the axis cuts that dim evenly.
+3. The catalog. A tensor that was sharded along a dim, replicated or flat on an axis stays so, on the new size of the axis. Whole
+   tensors that were divided over an axis (as ZeRO does) are divided anew: as one vector if any of them was cut, else by size.
+4. Otherwise the tensor is replicated, as on an axis that the checkpoint does not have. Along an axis that only the checkpoint
+   has, tensors become whole again.
 
 Axes that shard one dim cut it in the order, and in the sections, that a rule gives or that the catalog recorded.
 """
@@ -36,9 +36,9 @@ from .stacked import expert_dim, layer_dim
 class TargetPlacement:
     """How one tensor lies on a mesh.
 
-    ``axes`` is a placement for each axis of the mesh; of those that shard, each has its turn. A tensor that is flat alone is
-    cut into equal runs; one of a ``vector`` (number, place in it) is cut with the others of it as if they were one. What
-    ``follows`` another tensor is on the ranks that hold a part of that.
+    ``axes`` has a placement for each axis of the mesh; a placement that shards has its turn. A tensor that is flat is cut into
+    equal runs. If it has a ``vector`` (number of the vector, position in it), all tensors of that vector are cut end to end, as
+    if they were one. If it ``follows`` another tensor, it lies on the ranks that hold a part of that tensor.
     """
 
     axes: tuple[AxisPlacement, ...]
@@ -47,39 +47,39 @@ class TargetPlacement:
 
     @property
     def flat_axis(self) -> int | None:
-        """The axis along which it is flat."""
+        """The axis along which the tensor is flat, or None."""
         return next((i for i, p in enumerate(self.axes) if p.kind == "flat"), None)
 
     def without_flat(self) -> TargetPlacement:
-        """How it lies before any axis cuts it flattened."""
+        """Return the same placement with every flat axis replicated."""
         return replace(self, axes=tuple(AxisPlacement(p.axis, "replicate") if KINDS[p.kind].flattens else p for p in self.axes))
 
 
 @dataclass(frozen=True, slots=True)
 class TargetTopology:
-    """What the user says of the new topology."""
+    """The user's description of the new topology."""
 
     mesh: Mesh
     rules: tuple[Rule, ...] = ()
     boundaries: Ints | None = None
-    """The first layer of each pipeline stage but the first."""
+    """The first layer of each pipeline stage except stage 0."""
     groups: Mapping[str, Sequence[str]] | None = None
-    """For each optimizer the FQNs of its parameters, in its order."""
+    """For each optimizer the FQNs of its parameters, in the order of the optimizer."""
 
 
 def place(catalog: Catalog, names: Sequence[str], topology: TargetTopology) -> dict[str, TargetPlacement]:
-    """The placement of each of these tensors on the new mesh.
+    """Find the placement of each of these tensors on the new mesh.
 
     Raises
     ------
     UsageError
-        A rule matches nothing or does not fit a tensor; the stages cannot be told.
+        A rule matches nothing or does not fit a tensor, or nothing tells the pipeline stages.
     """
     return _Placer(catalog, names, topology).run()
 
 
 class _Placer:
-    """One run of `place`: tables that several of its steps look into."""
+    """One call of `place`: the tables that several of its steps look into."""
 
     def __init__(self, catalog: Catalog, names: Sequence[str], topology: TargetTopology) -> None:
         self.names, self.topology, self.mesh = names, topology, topology.mesh
@@ -101,12 +101,13 @@ class _Placer:
         return placed
 
     def _given_by_names(self, axis: str) -> dict[str, Ints]:
-        """The coordinates of an axis that hold each tensor, as far as the names tell."""
+        """Map tensors to the coordinates of an axis that hold them, as far as names tell; other tensors are left out."""
         size = self.mesh.sizes[self.mesh.axes.index(axis)]
         saved_size = self.saved.sizes.get(axis, 1)
         if axis == PIPELINE:
             return self._stages(size, saved_size)
         if size == saved_size:
+            # The size is unchanged, so experts stay where they were.
             saved = ((name, placement.get(axis)) for name, placement in self.saved.placements.items())
             return {name: p.coords for name, p in saved if p is not None and p.kind == "resident"}
         owner = {name: self.saved.links[name].parameter or self.saved.links[name].fqn for name in self.names}
@@ -114,14 +115,16 @@ class _Placer:
         return {name: (experts[param],) for name, param in owner.items() if param in experts}
 
     def _stages(self, size: int, saved_size: int) -> dict[str, Ints]:
-        """Stages of parameters; an optimizer's state follows its parameter, and tied tensors each other."""
+        """Find the stages of tensors; state follows its parameter, and tied tensors lie wherever one of them does."""
         if size == 1:
             return {}
+        # Tensors that are cut along stacked layers, or placed by a rule, need no stage of their own.
         stacked = {name for name in self.names if self._stacked_dim(name, PIPELINE) is not None}
         ruled = stacked | {name for name in self.names if self._ruled(name, PIPELINE) is not None}
         owner = {name: self.saved.links[name].parameter or self.saved.links[name].fqn for name in self.names if name not in ruled}
+        # known: the saved stages of each parameter, from its own tensor if there is one, else from its state.
         known: dict[str, Ints] = {}
-        for name in sorted(owner, key=lambda n: n != owner[n]):  # parameters speak for themselves
+        for name in sorted(owner, key=lambda n: n != owner[n]):  # parameters first: they win over their state
             p = self.saved.placements[name].get(PIPELINE)
             if p is not None:
                 known.setdefault(owner[name], p.coords if p.kind == "resident" else (*range(saved_size),))
@@ -130,15 +133,18 @@ class _Placer:
             return {}
         boundaries = self.topology.boundaries
         stages = stages_of(distinct, size, boundaries=boundaries, saved=known, saved_stages=saved_size, stacked=bool(stacked))
+        # together: for each set of tied tensors the union of their stages.
         together: dict[object, set[int]] = {}
         for param in distinct:
             together.setdefault(self.saved.shared(param), set()).update(stages[param])
         return {name: tuple(sorted(together[self.saved.shared(param)])) for name, param in owner.items()}
 
     def _place(self, name: str) -> TargetPlacement:
+        """Place one tensor on each axis by itself, then number the axes that cut the same dim."""
         axes = [self._on_axis(name, axis, size) for axis, size in zip(self.mesh.axes, self.mesh.sizes, strict=True)]
         recorded = self._recorded_cuts(name, axes)
         order, sections = self._order(name, axes, recorded), self._sections(name, axes, recorded)
+        # cut: for each dim the number of axes that cut it so far.
         cut: dict[int, int] = {}
         for i in order:
             dim = axes[i].dim
@@ -149,7 +155,10 @@ class _Placer:
         return TargetPlacement(tuple(axes))
 
     def _recorded_cuts(self, name: str, axes: Sequence[AxisPlacement]) -> Mapping[str, AxisPlacement]:
-        """How axes cut a tensor when saved: state as its parameter, whose pieces show it best, unless more axes cut the state."""
+        """Return the saved placement that tells how axes cut a tensor, by axis.
+
+        State takes that of its parameter, whose pieces show it best, unless more axes cut the state than the parameter.
+        """
         parameter = self.saved.parameter_of_same_shape(name)
         if parameter is not None:
             known = {axis for axis, p in self.saved.placements[parameter].items() if p.kind == "shard"}
@@ -158,17 +167,19 @@ class _Placer:
         return self.saved.placements[name]
 
     def _ruled(self, name: str, axis: str) -> AxisPlacement | None:
-        """What the rules say of a tensor on an axis: its own, or its parameter's if it is laid out like that."""
+        """Return the placement that a rule gives a tensor on an axis; for state without a rule, that of its parameter."""
         own = next((rule.axes[axis] for rule in first_saying(self.topology.rules, name) if axis in rule.axes), None)
-        told = axis in GIVEN_BY_NAMES  # there all state of a parameter is where it is, of whatever shape
+        told = axis in GIVEN_BY_NAMES  # on these axes all state lies with its parameter, whatever its shape
         parameter = self.saved.links[name].parameter if told else self.saved.parameter_of_same_shape(name)
         if own is not None or parameter is None:
             return own
+        # State that was divided (as ZeRO does) stays divided although a rule shards its parameter.
         if not told and axis in self.saved.placements[name] and self.saved.placements[name][axis].kind in ("flat", "resident"):
             return None
         return next((rule.axes[axis] for rule in first_saying(self.topology.rules, parameter) if axis in rule.axes), None)
 
     def _on_axis(self, name: str, axis: str, size: int) -> AxisPlacement:
+        """Place a tensor on one axis by the first source that has an answer (see the module)."""
         ndim = len(self.saved.shapes[name])
         said = self._ruled(name, axis)
         if said is not None:
@@ -181,7 +192,7 @@ class _Placer:
         return AxisPlacement(axis, "replicate") if saved is None or axis == PIPELINE else saved
 
     def _stacked_dim(self, name: str, axis: str) -> int | None:
-        """The dim that an axis cuts because layers, or experts, are stacked along it, in a parameter or state of its shape."""
+        """Return the dim along which layers (``pp``) or experts (``ep``) are stacked in a parameter or in state of its shape."""
         parameter = self.saved.parameter_of_same_shape(name)
         if axis not in GIVEN_BY_NAMES or (parameter is None and self.saved.links[name].optimizer):
             return None
@@ -189,6 +200,7 @@ class _Placer:
         return dim if dim is not None and dim < len(self.saved.shapes[name]) else None
 
     def _cut_stack(self, name: str, axis: str, dim: int, size: int) -> AxisPlacement:
+        """Shard a dim of stacked layers or experts, or raise UsageError if the axis does not cut it evenly."""
         num, what = self.saved.shapes[name][dim], "layers" if axis == PIPELINE else "experts"
         boundaries = self.topology.boundaries if axis == PIPELINE else None
         if num % size or boundaries not in (None, tuple(num // size * stage for stage in range(1, size))):
@@ -200,6 +212,7 @@ class _Placer:
         return AxisPlacement(axis, "shard", dim)
 
     def _checked(self, name: str, said: AxisPlacement, ndim: int) -> AxisPlacement:
+        """Return a rule's placement with its dim counted from the front; a scalar cannot be flat, so it is replicated."""
         if KINDS[said.kind].flattens and ndim == 0:
             return AxisPlacement(said.axis, "replicate")
         if said.dim is None:
@@ -212,7 +225,7 @@ class _Placer:
         return replace(said, dim=said.dim % ndim)
 
     def _sections(self, name: str, axes: Sequence[AxisPlacement], recorded: Mapping[str, AxisPlacement]) -> dict[int, Ints]:
-        """The sections of each dim, as a rule says, else as the axis that has them cut them when saved."""
+        """Return the sections of each dim: from a rule, else as the axis that cuts the dim first recorded them."""
         shape = self.saved.shapes[name]
         names = [name, self.saved.parameter_of_same_shape(name)]
         rules = [rule for n in names if n is not None for rule in first_saying(self.topology.rules, n) if rule.sections]
@@ -226,7 +239,7 @@ class _Placer:
         return sections
 
     def _order(self, name: str, axes: Sequence[AxisPlacement], recorded: Mapping[str, AxisPlacement]) -> list[int]:
-        """The axes that shard, first to last: as a rule says, else as recorded, else the inner ones first."""
+        """Return the axes that shard, first to last: as a rule says, else as recorded, else the inner ones first."""
         inner_first = sorted((i for i, p in enumerate(axes) if p.kind == "shard"), reverse=True)
         said = next((rule.order for rule in first_saying(self.topology.rules, name) if rule.order), None)
         if said is not None:
@@ -236,24 +249,27 @@ class _Placer:
         return sorted(inner_first, key=lambda i: turns[i]) if len(turns) == len(inner_first) else inner_first
 
     def _divide_again(self, axis: str, placed: dict[str, TargetPlacement]) -> None:
-        """Divide anew, over an axis, what is flat there or was whole on some coordinates only."""
+        """Divide anew, over an axis, the tensors that are flat there or that only some of its coordinates held whole."""
         at = self.mesh.axes.index(axis)
+        # divided: these tensors by optimizer and key of the state, so all "exp_avg" of an optimizer together.
         divided: dict[tuple[str, str], list[str]] = {}
         for name, p in placed.items():
             if p.axes[at].kind == "flat" or self._was_divided(name, axis):
                 link = self.saved.links[name]
                 divided.setdefault((link.optimizer, link.key), []).append(name)
+        # flat: the groups that are cut as elements; vectors: the ones among them that are cut end to end as one vector.
         flat = {key for key, members in divided.items() if self._is_vector(members, axis, at, placed)}
         vectors = {key for key in flat if not self._each_alone(divided[key], at, placed)}
         for number, key in enumerate(sorted(vectors)):
             for i, name in enumerate(self._in_order(divided[key], axis)):
                 p = _with_axis(placed[name], at, AxisPlacement(axis, "flat"))
                 placed[name] = replace(p, vector=(at * len(self.names) + number, i))
+        # Tensors of all other groups stay whole, and are spread over the coordinates by size.
         whole = [name for key, members in divided.items() if key not in flat for name in members]
         self._spread(axis, at, self._follow(axis, at, whole, {n for key in flat for n in divided[key]}, placed), placed)
 
     def _was_divided(self, name: str, axis: str) -> bool:
-        """Whether a whole tensor was on some coordinates only, or is a single element of state that is to be flat."""
+        """Tell whether a tensor was whole on some coordinates only; a rule decides instead, True if it is ``flat``."""
         ruled = self._ruled(name, axis)
         if ruled is not None:
             return ruled.kind == "flat"
@@ -261,7 +277,11 @@ class _Placer:
         return name not in self.by_name.get(axis, {}) and saved is not None and saved.kind == "resident"
 
     def _is_vector(self, members: Sequence[str], axis: str, at: int, placed: Mapping[str, TargetPlacement]) -> bool:
-        """Whether these tensors were cut as one vector, or each flat: some are cut, or all lie in the optimizer's order."""
+        """Tell whether tensors are cut as elements, not spread whole.
+
+        They are if some of them are flat, or if the ranks that hold them ascend in the order of the optimizer: then all were
+        parts of one vector.
+        """
         if any(placed[name].axes[at].kind == "flat" for name in members):
             return True
         optimizer = self.saved.optimizer(members[0])
@@ -272,14 +292,17 @@ class _Placer:
         return optimizer in self.groups and several and all(map(_ascending, firsts.values()))
 
     def _each_alone(self, members: Sequence[str], at: int, placed: Mapping[str, TargetPlacement]) -> bool:
-        """Whether each tensor was cut on its own: then each begins on the first coordinate, and none is whole there."""
+        """Tell whether each tensor was cut on its own: then all are flat, and each begins on coordinate 0."""
         axis = self.mesh.axes[at]
         if any(self._ruled(name, axis) is not None or placed[name].axes[at].kind != "flat" for name in members):
             return False
         return not any(self.saved.first_coordinate(name, axis) for name in members)
 
     def _in_order(self, members: Sequence[str], axis: str) -> list[str]:
-        """The tensors of one vector, in its order: the optimizer's, forwards or backwards, if the rows agree with it."""
+        """Order the tensors of one vector: as the optimizer lists them, forwards or backwards, if their writers ascend so.
+
+        If neither fits, they are ordered by the coordinates that held them.
+        """
         ordered = self._by_group(members)
         for names in (ordered, ordered[::-1]):
             if all(map(_ascending, self.saved.firsts(names, axis).values())):
@@ -287,15 +310,17 @@ class _Placer:
         return sorted(ordered, key=lambda n: (self.saved.home(n), self.saved.first_coordinate(n, axis)))
 
     def _by_group(self, members: Sequence[str]) -> list[str]:
-        """In the order in which their optimizer lists its parameters."""
+        """Sort tensors in the order in which their optimizer lists their parameters."""
         optimizer = self.saved.optimizer(members[0])
         place = {fqn: i for i, fqn in enumerate(() if optimizer is None else self.groups.get(optimizer, ()))}
         return sorted(members, key=lambda name: place.get(self.saved.links[name].fqn, len(place)))
 
     def _follow(self, axis: str, at: int, whole: Sequence[str], flat: set[str], placed: dict[str, TargetPlacement]) -> list[str]:
-        """Put whole state with the flat state of the same parameter; what has none to follow is returned."""
+        """Let whole state follow the flat state of the same parameter; return the whole tensors that have none to follow."""
+        # leader: for each parameter a flat tensor of its state.
         leader = {self.saved.unit(name): name for name in sorted(flat)}
-        # Where one parameter's state was cut, its step count was on all ranks that had a part, so perhaps on all.
+        # A step count was on all ranks that had a part of its parameter's state, perhaps on all ranks; so replicated ones follow
+        # too, if another tensor of the same key was divided.
         kinds = {(self.saved.links[name].optimizer, self.saved.links[name].key) for name in whole}
         for name in self.names:
             link, leads = self.saved.links[name], leader.get(self.saved.unit(name))
@@ -304,8 +329,9 @@ class _Placer:
         return [name for name in whole if placed[name].follows is None]
 
     def _spread(self, axis: str, at: int, whole: Sequence[str], placed: dict[str, TargetPlacement]) -> None:
-        """Divide whole tensors over an axis by size, the state of one parameter together."""
+        """Divide whole tensors over an axis by size, keeping the state of one parameter together."""
         size = self.mesh.sizes[at]
+        # The size is unchanged: tensors stay on the coordinates that held them.
         if size == self.saved.sizes.get(axis):
             return
         bytes_of: dict[Unit, int] = {}
@@ -318,20 +344,25 @@ class _Placer:
 
 
 def _resident(axis: str, coords: Ints, size: int) -> AxisPlacement:
+    """Return the placement of a tensor on these coordinates of an axis."""
     return AxisPlacement(axis, "replicate") if len(coords) == size else AxisPlacement(axis, "resident", None, coords)
 
 
 def _with_axis(placed: TargetPlacement, at: int, placement: AxisPlacement) -> TargetPlacement:
+    """Return the same placement with another one on axis number `at`."""
     return replace(placed, axes=(*placed.axes[:at], placement, *placed.axes[at + 1 :]))
 
 
 def _ascending(numbers: Sequence[int]) -> bool:
-    """Whether numbers ascend, but for a few: of a replica that ranks cut at other places, only those show that wrote it."""
+    """Tell whether at least four of five neighbours ascend.
+
+    A few exceptions are normal: replicas that ranks cut at different places show only the ranks that wrote them.
+    """
     return 5 * sum(a > b for a, b in pairwise(numbers)) <= len(numbers)
 
 
 def group_orders(values: Mapping[str, object]) -> Iterator[tuple[str, list[str]]]:
-    """From decoded values named ``….param_groups``: each optimizer with the FQNs of its parameters, in order."""
+    """Yield each optimizer with the FQNs of its parameters, in order, from decoded values named ``….param_groups``."""
     for name, groups in values.items():
         optimizer = optimizer_of(name)
         if optimizer is not None and isinstance(groups, list | tuple):
