@@ -1,4 +1,4 @@
-"""The errors of this package, grouped by what a handler would do about them.
+"""The errors of this package, grouped by the action that a handler would take.
 
 ::
 
@@ -13,8 +13,8 @@
     ├── StorageError          the disk or store refused: free space, fix rights, try again
     └── PeerError             another rank failed, disagreed or did not arrive: `.ranks` names them
 
-A failure on one rank is raised on every rank: with the class and message of the first failing rank,
-prefixed by its number, so a handler needs to know no other rule on any rank.
+A failure on one rank is raised on every rank, with the class and message of the first failing rank, prefixed by its number. So a
+handler needs the same rules on all ranks.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class CheckpointNotFound(CheckpointError):
     Attributes
     ----------
     looked_for
-        A line for each known format: what would mark a checkpoint of it. Empty where only one format was asked for.
+        A line for each known format: the files that would mark a checkpoint of it. Empty if only one format was asked for.
     """
 
     def __init__(self, message: str, looked_for: Sequence[str] = ()) -> None:
@@ -57,7 +57,7 @@ class CheckpointNotFound(CheckpointError):
 
 
 class CorruptError(CheckpointError):
-    """Bytes of a checkpoint are damaged, missing, or not what a writer could have written."""
+    """Bytes of a checkpoint are damaged or missing, or no writer could have written them."""
 
 
 class StorageError(CheckpointError):
@@ -70,7 +70,7 @@ class MismatchError(CheckpointError):
     Attributes
     ----------
     problems
-        One line for each disagreement, all of them, also those that the message leaves out.
+        One line for each disagreement, including the ones that the message leaves out.
     """
 
     def __init__(self, message: str, problems: Sequence[str] = ()) -> None:

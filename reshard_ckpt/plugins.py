@@ -1,6 +1,6 @@
 """All names that support for another library may import: formats, their catalogs, files of torch, shards, saves and loads.
 
-A package brings a format by an entry point of the group ``reshard_ckpt.formats`` that names a `Format`. The page "Plugins" has a
+A package adds a format by an entry point of the group ``reshard_ckpt.formats`` that names a `Format`. The page "Plugins" has a
 whole format in 60 lines.
 """
 

@@ -12,7 +12,7 @@ _DURATION = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]+)\s*")
 
 
 def duration_s(text: str | float, *, option: str) -> float:
-    """Convert a duration to seconds; a number counts seconds.
+    """Convert a duration to seconds; a number is taken as seconds.
 
     >>> duration_s("6h", option="mtbf"), duration_s("10min", option="persist_every"), duration_s(90, option="mtbf")
     (21600.0, 600.0, 90.0)
@@ -20,7 +20,7 @@ def duration_s(text: str | float, *, option: str) -> float:
     Raises
     ------
     UsageError
-        It is none, or is not above zero.
+        The text is not a duration, or the duration is not above zero.
     """
     seconds = math.nan
     if isinstance(text, str):

@@ -1,7 +1,7 @@
-"""The known name that a wrong one was probably meant as, found in one pass over a hundred thousand.
+"""Suggestions for wrong names: the known name that was probably meant, found in one pass over a hundred thousand names.
 
-Two names are near if they differ in one step between dots, which is alike in both, or if one has one step more than the other.
-Numbers are never alike: another layer is not meant.
+Two names are near if they differ in one step between dots and these two steps are alike, or if one has one step more than the
+other. Numbers are never alike, because another layer is not meant.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ from operator import ne
 Steps = tuple[str, ...]
 
 ALIKE = 0.6
-"""How much of two steps is the same, at least, from 0 to 1."""
+"""The least similarity of two steps that are alike, from 0 to 1."""
 
 MAX_COMPARED = 300_000
-"""Pairs of names compared in all: where most names have half of their steps in common, not all are looked at."""
+"""The most pairs of names that are compared in all; if most names share half of their steps, some pairs are skipped."""
 
 
 def nearest(wrong: Iterable[str], known: Iterable[str]) -> dict[str, str]:
-    """Find the nearest known name for each wrong one that is near any.
+    """Find the nearest known name for each wrong name; wrong names without a near one are left out.
 
     >>> nearest(["model.layer.1.weight", "layers.1.weight", "step"], ["model.layers.0.weight", "model.layers.1.weight", "extra"])
     {'model.layer.1.weight': 'model.layers.1.weight', 'layers.1.weight': 'model.layers.1.weight'}
     """
-    # One difference leaves about half of the steps as they are, before it or behind it: only such names are compared.
+    # Two names with one difference share the first half of their steps or the last half, so only such names are compared.
+    # by_half: the wrong names with these steps at the beginning (a positive length) or at the end (a negative one).
     by_half: dict[tuple[int, Steps], list[Steps]] = {}
     for name in wrong:
         steps = tuple(name.split("."))
@@ -48,7 +49,7 @@ def nearest(wrong: Iterable[str], known: Iterable[str]) -> dict[str, str]:
 
 
 def _likeness(ours: Steps, theirs: Steps) -> float:
-    """Rate how much two names are the same, from 0 to 1."""
+    """Rate the similarity of two names, from 0 to 1."""
     short, long = sorted((ours, theirs), key=len)
     if len(long) == len(short) + 1:
         return 0.9 if any(long[:i] + long[i + 1 :] == short for i in range(len(long))) else 0.0

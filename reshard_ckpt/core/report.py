@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 MAX_NAMED = 10
-"""Problems spelled out in one message; the rest is counted."""
+"""The most problems that one message spells out; the others are counted."""
 
 
 def summarize(problems: Sequence[str], advice: str) -> str:
-    """Make one message of all problems, and of what to do next.
+    """Make one message from all problems and an advice on the next action.
 
     >>> print(summarize(["w: missing"], "load with strict=False"))
     w: missing; load with strict=False
@@ -27,7 +27,7 @@ def summarize(problems: Sequence[str], advice: str) -> str:
 
 
 def summarize_kinds(problems: Mapping[str, Sequence[str]], advice: str) -> str:
-    """Make one message of problems by kind: where not all are listed, some of each kind are.
+    """Make one message from problems by kind; if there are too many, it lists some of each kind.
 
     >>> lines = {"missing": [f"m{i}: not saved" for i in range(20)], "of another shape": ["s: larger"]}
     >>> print(summarize_kinds(lines, "load with strict=False"))  # doctest: +ELLIPSIS
@@ -44,7 +44,7 @@ def summarize_kinds(problems: Mapping[str, Sequence[str]], advice: str) -> str:
     out = [f"{total} problems; {advice}:"]
     left = MAX_NAMED
     num = sum(bool(lines) for lines in problems.values())
-    # The kinds with few lines take less than their part, which is left for the others.
+    # Kinds with few lines come first: the part of the list that they do not need is left for the others.
     shown = {}
     for kind in sorted(problems, key=lambda kind: len(problems[kind])):
         if problems[kind]:
@@ -65,16 +65,16 @@ class SaveReport:
     Attributes
     ----------
     path, save_id
-        Where the checkpoint is, as the caller gave it, and which save it is.
+        The checkpoint's path, as the caller gave it, and the id of the save.
     num_bytes
         Bytes that this rank wrote.
     total_bytes
-        Bytes of all files of the checkpoint; rank 0 alone knows, None on the others.
+        Bytes of all files of the checkpoint. Only rank 0 knows it; None on other ranks.
     duration_s
         Seconds from the call until the checkpoint was committed on all ranks.
     stall_s
-        Seconds of these in which training was held up: all of them in `save`; until `async_save` returned, and while somebody
-        waited in ``staged()``, as optimizers do that are held back.
+        Seconds of these in which training stood still. For `save`, all of them; for `async_save`, the seconds until it returned,
+        and the seconds that a caller of ``staged()`` or an optimizer step waited for staging.
     """
 
     path: str
@@ -93,28 +93,29 @@ class SaveReport:
 class LoadReport:
     """The outcome of a load on this rank, and the problems of all ranks.
 
-    The tuples hold one line for each thing that did not load, on any rank; with ``strict=True`` they are empty.
+    Each of the tuples of problems has one line for each thing that did not load, on any rank. They are empty with
+    ``strict=True``.
 
     Attributes
     ----------
     missing, unexpected, shape, dtype, uncovered
-        Wanted but not saved; saved but not wanted by any rank; of another global shape; of another dtype; not wholly covered
-        by saved shards.
+        Tensors that were wanted but not saved; saved but not wanted by any rank; saved with another global shape; with another
+        dtype; not wholly covered by saved shards.
     values
         Values that are missing or do not fit: hyperparameters, per-rank values of another world size.
     kept
-        What the checkpoint lacks and may lack (``allow_missing=``): it keeps its value, which is no problem.
+        Things that the checkpoint lacks although ``allow_missing=`` permits it: they keep their value. Not a problem.
     saved_as
-        Tensors that this rank loaded from another name, which differs only in what wrappers put into it: no problem.
+        Tensors that this rank loaded from another name, which differs only in steps that module wrappers add. Not a problem.
     converted
-        Tensors that this rank loaded into another dtype (``cast=``): no problem.
+        Tensors that this rank loaded into another dtype (``cast=``). Not a problem.
     num_tensors
         Tensors that this rank loaded.
     num_bytes, bytes_read
         Bytes that this rank wanted, and that it read from storage.
     bytes_unverified
-        How many of the bytes that this rank wanted no checksum has verified: all of a format without checksums, or with
-        ``verify=False``; 0 of this library's own.
+        Bytes that this rank wanted and that no checksum has verified: all of them if the format has no checksums, or with
+        ``verify=False``; 0 for this library's own format.
     """
 
     missing: tuple[str, ...] = ()
@@ -133,12 +134,12 @@ class LoadReport:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """All lines."""
+        """The lines of all problems, of all kinds."""
         return tuple(line for lines in self.by_kind.values() for line in lines)
 
     @property
     def by_kind(self) -> dict[str, tuple[str, ...]]:
-        """The lines of each kind, in the words of messages."""
+        """The lines of each kind of problem; the kinds are named as in messages."""
         return {
             "missing": self.missing,
             "unexpected": self.unexpected,
@@ -158,7 +159,7 @@ class LoadReport:
         *,
         bytes_unverified: int = 0,
     ) -> LoadReport:
-        """Add what this rank loaded."""
+        """Return the report with the numbers of this rank's load added."""
         return replace(
             self,
             num_tensors=num_tensors,

@@ -1,9 +1,9 @@
 """The timeline of a save: the steps of every rank on one axis of time.
 
-Ranks have clocks of their own. `ClockBounds` holds what messages show about two of them: none arrives before it is sent, so
-each one to rank 0 gives a lower bound of how far a rank's clock is ahead of rank 0's, and each one from rank 0 an upper bound.
-`offset` then trusts the clocks, which is exact on one machine, as far as the messages allow it; `uncertainty` says how far it may
-be off.
+Ranks have clocks of their own. Messages show how far two clocks differ: because a message never arrives before it is sent, each
+message to rank 0 gives a lower bound of how far the sender's clock is ahead of rank 0's, and each message from rank 0 an upper
+bound (`ClockBounds`). `ClockBounds.offset` is 0, which is exact on one machine, if the bounds allow it, else the nearest value
+that they allow. `ClockBounds.uncertainty` is the largest possible error of it.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ class Step:
     Attributes
     ----------
     rank
-        Whose.
+        The rank.
     name
-        What: ``"meet"`` (the others are waited for), ``"turn"`` (the save before is), ``"capture"``, ``"agree"``, ``"compare"``
-        (samples of replicas are hashed), ``"stage"``, ``"write"``, ``"sync"``; on rank 0 also ``"receipts"`` (the others are
-        waited for), ``"check"``, ``"publish"``, ``"clean up"``.
+        The name of the step: ``"meet"`` (wait for the other ranks), ``"turn"`` (wait for the previous save), ``"capture"``,
+        ``"agree"``, ``"compare"`` (hash samples of replicas), ``"stage"``, ``"write"``, ``"sync"``; on rank 0 also ``"receipts"``
+        (wait for the other ranks), ``"check"``, ``"publish"``, ``"clean up"``.
     thread
-        Which thread of the rank did it: ``"caller"``, which does not train meanwhile, or ``"stage"`` or ``"save"`` in the
-        background.
+        The thread of the rank that took the step: ``"caller"``, which does not train meanwhile, or ``"stage"`` or ``"save"`` in
+        the background.
     start_s, end_s
         Seconds since the first step of any rank began.
     num_bytes
-        What it staged or wrote, where that is what it did.
+        Bytes that the step staged or wrote; 0 for other steps.
     """
 
     rank: int
@@ -50,15 +50,15 @@ class Timeline:
     Attributes
     ----------
     save_id
-        Of which save.
+        The id of the save.
     began_s
-        When it began, in seconds since 1970 by rank 0's clock.
+        The time at which it began, in seconds since 1970 by rank 0's clock.
     mesh
-        The job's mesh, None where it is not known.
+        The job's mesh; None if it is not known.
     uncertainty_s
-        By rank: how far its steps may lie from where they are shown beside those of rank 0, at most.
+        For each rank the largest error of its times relative to those of rank 0.
     steps
-        In order of rank and start.
+        The steps, in order of rank and start.
     """
 
     save_id: str
@@ -69,12 +69,12 @@ class Timeline:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks saved."""
+        """The number of ranks that saved."""
         return len(self.uncertainty_s)
 
     @property
     def seconds(self) -> float:
-        """From the first step's start to the last one's end."""
+        """Seconds from the start of the first step to the end of the last one."""
         return max((step.end_s for step in self.steps), default=0.0)
 
     def label(self, rank: int) -> str:
@@ -106,7 +106,7 @@ class Timeline:
 
 
 def rank_label(rank: int, mesh: Mesh | None) -> str:
-    """Name a rank and its coordinates on a mesh; of a mesh that was declared for other ranks there are none.
+    """Name a rank and its coordinates on a mesh; a rank outside the mesh has no coordinates.
 
     >>> rank_label(5, Mesh(("dp", "tp"), (4, 2)))
     'rank 5 dp=2 tp=1'
@@ -117,23 +117,23 @@ def rank_label(rank: int, mesh: Mesh | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ClockBounds:
-    """How far a clock is ahead of another one, in seconds: somewhere between two bounds."""
+    """Bounds, in seconds, of how far one clock is ahead of another."""
 
     least: float
     most: float
 
     @property
     def offset(self) -> float:
-        """What to take it for: nothing where that is possible, else the nearest that is.
+        """The difference to assume: 0 if the bounds allow it, else the bound that is nearest to 0.
 
         >>> ClockBounds(-0.1, 0.3).offset, ClockBounds(7.0, 7.5).offset
         (0.0, 7.0)
         """
-        if self.least > self.most:  # a clock ran faster than the other one, or was set, meanwhile
+        if self.least > self.most:  # the bounds contradict each other: a clock ran faster, or was set, meanwhile
             return (self.least + self.most) / 2
         return min(max(0.0, self.least), self.most)
 
     @property
     def uncertainty(self) -> float:
-        """How far from the truth that may be."""
+        """The largest possible error of `offset`."""
         return max(abs(self.most - self.offset), abs(self.offset - self.least))

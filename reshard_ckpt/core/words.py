@@ -1,4 +1,4 @@
-"""Words of messages: articles, numbers with their nouns, shortened lists, and text that can be written at all"""
+"""Words of messages: articles, numbers with their nouns, shortened lists, and a check that text can be written at all."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ..errors import UnsupportedError
 
 MAX_NAME_BYTES = 1 << 16
-"""The longest name that a catalog holds, in UTF-8: what is longer could be written, and not be read again."""
+"""The longest name that a catalog holds, in bytes of UTF-8. A longer one could be written but not read again."""
 
 _VOWEL = re.compile(r"[aeio]|u(?!int|ni|se|tf)", re.IGNORECASE)
 
@@ -42,12 +42,12 @@ def few(names: Sequence[str], limit: int = 5) -> str:
 
 
 def check_text(text: str, what: str) -> None:
-    """Refuse text that no catalog can hold: what is no valid Unicode, and what is too long.
+    """Raise an error if a catalog cannot hold this text: it is not valid Unicode, or too long.
 
     Raises
     ------
     UnsupportedError
-        It has a lone surrogate, as what `os.fsdecode` makes of foreign bytes may, or more than `MAX_NAME_BYTES`.
+        The text has a lone surrogate, as results of `os.fsdecode` may, or more than `MAX_NAME_BYTES` bytes.
     """
     if text.isascii():
         num_bytes = len(text)

@@ -1,8 +1,8 @@
-"""Links from an optimizer's state to its parameters: how they are kept as columns, and how they are found in mere names.
+"""Links from an optimizer's state to its parameters: how they are stored as columns, and how they are found from names alone.
 
 State is named ``<optimizer>.state.<FQN>.<key>``. Each of the three may have dots in it, and a parameter may be called
-``state.x.exp_avg``, so where such a name divides is recorded when it is saved: as the number of its dotted parts that are the
-optimizer, and of those that are the key. Files that hold names alone are linked once, when they are opened (`links_from_names`).
+``state.x.exp_avg``, so the way to divide such a name is recorded when it is saved: as the number of dotted parts that are the
+optimizer, and the number that are the key. Files that have only names are linked once, when they are opened (`links_from_names`).
 No other module divides such a name by looking at it.
 """
 
@@ -17,16 +17,16 @@ from .specs import StateLink
 
 STATE, GROUPS = "state", "param_groups"
 MAX_PARTS = 256
-"""Names of more parts are not searched: to try every way to divide them would take a reader of hostile names too long."""
+"""Names with more parts are not searched, because a hostile name would make a reader try too many ways to divide it."""
 
 _ROUNDS = 8
-"""How often links without groups are gone through; hostile names could ask for one round each, and stay unlinked."""
+"""How many times links without groups are checked again. Hostile names could need a round each; they stay unlinked."""
 
 _BETWEEN = f".{STATE}."
 
 
 def groups_name(optimizer: str) -> str:
-    """The name of an optimizer's groups.
+    """Return the name of an optimizer's groups.
 
     >>> groups_name("optimizer"), groups_name("")
     ('optimizer.param_groups', 'param_groups')
@@ -35,7 +35,7 @@ def groups_name(optimizer: str) -> str:
 
 
 def state_name(optimizer: str, fqn: str = "") -> str:
-    """What the names of a parameter's state begin with; of all state of the optimizer, without an FQN.
+    """Return the beginning of the names of a parameter's state; without an FQN, that of all state of the optimizer.
 
     >>> state_name("optimizer", "w"), state_name("optimizer")
     ('optimizer.state.w', 'optimizer.state.')
@@ -44,7 +44,7 @@ def state_name(optimizer: str, fqn: str = "") -> str:
 
 
 def optimizer_of(groups: str) -> str | None:
-    """The optimizer whose groups are a value of this name; None if it is called otherwise.
+    """Return the optimizer whose groups have this name; None if it is not a name of groups.
 
     >>> optimizer_of("optimizer.param_groups"), optimizer_of("param_groups"), optimizer_of("extra.lr")
     ('optimizer', '', None)
@@ -54,12 +54,12 @@ def optimizer_of(groups: str) -> str | None:
 
 
 def num_parts(text: str) -> int:
-    """How many dotted parts a name has; none, if it is empty."""
+    """Count the dotted parts of a name; an empty name has 0."""
     return text.count(".") + 1 if text else 0
 
 
 def divided(name: str, optimizer: int, key: int, parameter: str | None = None) -> StateLink:
-    """The link of a name whose first `optimizer` parts and last `key` parts are the optimizer and the key.
+    """Divide a name into a link: its first `optimizer` parts are the optimizer, and its last `key` parts are the key.
 
     >>> divided("optimizer.state.state.x.exp_avg.exp_avg", 1, 1).fqn
     'state.x.exp_avg'
@@ -69,12 +69,12 @@ def divided(name: str, optimizer: int, key: int, parameter: str | None = None) -
 
 
 def link_columns(names: Sequence[str], links: Sequence[StateLink | None], tensors: Mapping[str, int]) -> dict[str, I64]:
-    """The columns `optimizer`, `key` and `parameter` of entries; a link that its entry's name does not show is left out.
+    """Return the columns `optimizer`, `key` and `parameter` of entries; a link that does not spell its entry's name is left out.
 
     Parameters
     ----------
     tensors
-        The index of each tensor, by name; a parameter that is not among them was not saved along, and is -1.
+        The index of each tensor by name; a parameter that is missing here was not saved too, and gets -1.
     """
     columns = np.zeros((len(names), 3), np.int64)
     columns[:, 2] = -1
@@ -86,18 +86,19 @@ def link_columns(names: Sequence[str], links: Sequence[StateLink | None], tensor
 
 
 def links_from_names(names: Iterable[str], groups: Mapping[str, Iterable[str]]) -> dict[str, StateLink]:
-    """Find which names are state of which parameter; a name that may divide in several ways is left out.
+    """Find the names that are state of a parameter; a name that can be divided in several ways is left out.
 
-    A name is state of an optimizer that has groups if some way to divide it gives a parameter of these groups; keys without dots
-    go before others, as torch's optimizers have no others. Where the groups do not list it, the last part is the key. A name of
-    something without groups is state if a parameter of that name stands elsewhere, and all below it is state.
+    If an optimizer has groups, a name is state of it if some way to divide the name gives a parameter of these groups. Keys
+    without dots win over others, because torch's optimizers use only such keys. If the groups do not list the parameter, the last
+    part of the name is the key. If a prefix has no groups, a name below it is state if its parameter exists elsewhere, and if
+    everything below the prefix is state.
 
     Parameters
     ----------
     names
-        Of all tensors, and of values, which may be state too.
+        The names of all tensors, and of values, which may be state too.
     groups
-        For each optimizer, the parameters that its groups list.
+        For each optimizer the parameters that its groups list.
 
     Examples
     --------
@@ -109,13 +110,16 @@ def links_from_names(names: Iterable[str], groups: Mapping[str, Iterable[str]]) 
     found: dict[str, StateLink] = {}
     others: dict[str, list[StateLink]] = {}
     for name in names:
+        # known: all ways to divide the name that give a listed parameter.
         ways = list(_ways(name))
         known = [way for optimizer, rest in ways if optimizer in listed for way in _listed(optimizer, rest, listed[optimizer])]
         link = _only([way for way in known if "." not in way.key]) or _only(known)
         if link is None and not known:
+            # The groups do not list the parameter, so the last part is the key.
             plain = [StateLink(optimizer, *_last(rest)) for optimizer, rest in ways if "." in rest]
             link = _only([way for way in plain if way.optimizer in listed])
             if link is None and plain:
+                # Nothing with groups fits; look again when the names of all parameters are known.
                 others[name] = plain
         if link is not None:
             found[name] = link
@@ -125,7 +129,7 @@ def links_from_names(names: Iterable[str], groups: Mapping[str, Iterable[str]]) 
 
 
 def _ways(name: str) -> Iterator[tuple[str, str]]:
-    """Each way to take a name for an optimizer and what is below its state."""
+    """Yield each way to divide a name at ``.state.`` into an optimizer and the rest, parameter and key."""
     below = "." + name
     at = below.find(_BETWEEN)
     while at >= 0:
@@ -134,12 +138,13 @@ def _ways(name: str) -> Iterator[tuple[str, str]]:
 
 
 def _last(rest: str) -> tuple[str, str]:
+    """Divide the rest of a name into an FQN and a key, which is its last part."""
     fqn, _, key = rest.rpartition(".")
     return fqn, key
 
 
 def _listed(optimizer: str, rest: str, fqns: frozenset[str]) -> Iterator[StateLink]:
-    """Each way to divide the rest of a name into a listed parameter and a key."""
+    """Yield each way to divide the rest of a name into a listed parameter and a key."""
     at = rest.find(".")
     while at >= 0:
         if rest[:at] in fqns:
@@ -148,6 +153,7 @@ def _listed(optimizer: str, rest: str, fqns: frozenset[str]) -> Iterator[StateLi
 
 
 def _only(ways: Sequence[StateLink]) -> StateLink | None:
+    """Return the only way, or None if there are none or several."""
     return ways[0] if len(ways) == 1 else None
 
 
@@ -157,12 +163,13 @@ def _without_groups(
     others: Mapping[str, Sequence[StateLink]],
     listed: Mapping[str, frozenset[str]],
 ) -> dict[str, StateLink]:
-    """The links of names whose optimizer has no groups in the checkpoint."""
+    """Find the links of names whose optimizer has no groups in the checkpoint."""
     if not others:
         return {}
-    # What the groups of an optimizer list is a parameter, whatever it is called.
+    # trained: names that the groups of some optimizer list are parameters, whatever they are called.
     trained = set(find_parameters(frozenset().union(*listed.values()), (name for name in names if name not in found)).values())
     others = {name: ways for name, ways in others.items() if name not in trained}
+    # optimizers: prefixes below which everything is state or groups; any other name below one disproves it.
     optimizers = {way.optimizer for ways in others.values() for way in ways} - listed.keys()
     for name in names:
         optimizers.discard(name)
@@ -171,6 +178,8 @@ def _without_groups(
             if parts[i] not in (STATE, GROUPS) or name in trained:
                 optimizers.discard(".".join(parts[:i]))
     state = {name: link for name, ways in others.items() if (link := _only([way for way in ways if way.optimizer in optimizers]))}
+    # Keep links whose parameter exists. A name that loses its link may be a parameter itself, and change which others exist, so
+    # repeat until nothing changes.
     for _ in range(_ROUNDS):
         parameters = find_parameters(
             {link.fqn for link in state.values()}, (n for n in names if n not in state and n not in found)
@@ -178,20 +187,20 @@ def _without_groups(
         kept = {name: link for name, link in state.items() if link.fqn in parameters}
         if len(kept) == len(state):
             return kept
-        state = kept  # what is no state may be a parameter, and stand beside another one of that name
+        state = kept  # a name that is not state may be a parameter, beside another parameter of the same FQN
     return {}
 
 
 def find_parameters(fqns: Iterable[str], names: Iterable[str]) -> dict[str, str]:
-    """Find the name of each parameter: the one closest to the root that ends in its FQN.
+    """Find the name of each parameter: the name closest to the root that ends in its FQN.
 
-    So ``norm.weight`` is ``model.norm.weight``, not that of a layer. Of several as close, one below ``model`` is taken, or none.
-    A number is no FQN here: optimizers that were made without names number their parameters.
-
+    So ``norm.weight`` is ``model.norm.weight``, not the norm of a layer. If several names are equally close, the one that is the
+    FQN below ``model`` is taken, or none. A number is not an FQN here: optimizers made without names number their parameters.
     >>> find_parameters(["w", "v"], ["a.w", "model.w", "a.v", "b.v", "model.layer.w"])
     {'w': 'model.w'}
     """
     wanted = {fqn for fqn in fqns if not fqn.isdecimal()}
+    # nearest: for each FQN the least number of steps before it, and all names at that depth.
     nearest: dict[str, tuple[int, list[str]]] = {}
     for name in names if wanted else ():
         suffix, depth = name, 0

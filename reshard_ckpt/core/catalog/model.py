@@ -1,13 +1,13 @@
-"""The catalog: what a checkpoint holds, and where, as columns.
+"""The catalog: the contents of a checkpoint and the place of each, as columns.
 
 Everything that grows with the number of shards is a numpy column, so that a million shards cost milliseconds:
 
-1. *tensors*: one entry a tensor, sorted by name; ``row_start[t] : row_start[t + 1]`` are its rows.
-2. *rows*: one entry for each contiguous run of bytes in a file: a run ``[start, start + count)`` of a box's row-major order.
-3. *boxes*: the distinct boxes that rows refer to; layers alike share them.
+1. *tensors*: one entry for each tensor, sorted by name; its rows are ``row_start[t] : row_start[t + 1]``.
+2. *rows*: one entry for each contiguous run of bytes in a file. It holds the run ``[start, start + count)`` of a box.
+3. *boxes*: the distinct boxes that rows refer to; equal layers share them.
 
-Boxes and shapes of fewer dims than the widest tensor are padded on the left with offset 0 and length 1, which changes no
-row-major order.
+Boxes and shapes of fewer dims than the widest tensor are padded on the left with offset 0 and length 1, which does not change
+the row-major order.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ I64 = NDArray[np.int64]
 
 
 class TensorKind:
-    """What the entry of the tensor table is for."""
+    """The role of an entry of the tensor table."""
 
     TENSOR = 0
     BLOB = 1
     """The encoded bytes of a large or per-rank value, kept like a tensor of dtype U8."""
     IGNORED = 2
-    """A tensor that a load does not look at; in no file."""
+    """A tensor that loads skip; it lies in no file."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """One shard file; `key` and `digests_key` are paths from the checkpoint's folder.
+    """One shard file; `key` and `digests_key` are paths relative to the checkpoint's folder.
 
-    ``checkpoint`` is "" where the file is of this checkpoint. Otherwise it is the folder of the checkpoint that the file is of,
-    such as ``"../step_90"``, with which both keys begin.
+    ``checkpoint`` is "" if the file belongs to this checkpoint. Otherwise it is the folder of the checkpoint that the file
+    belongs to, such as ``"../step_90"``, and both keys begin with it.
     """
 
     key: str
@@ -56,13 +56,13 @@ class FileEntry:
 
     @property
     def folder(self) -> str:
-        """With what the keys of a file of another checkpoint begin."""
+        """The folder with which the keys of a file of another checkpoint begin, with a slash; "" for a file of this one."""
         return f"{self.checkpoint.rstrip('/')}/" if self.checkpoint else ""
 
 
 @dataclass(frozen=True, slots=True)
 class ValueEntry:
-    """A value: its encoded bytes here, or in the blobs (indices into the tensor table, one a rank where it is per rank)."""
+    """A value. Its encoded bytes are in `data`, or in `blobs`: indices into the tensor table, one for each rank if per rank."""
 
     name: str
     path: bytes
@@ -74,10 +74,11 @@ class ValueEntry:
 
 @dataclass(frozen=True, slots=True)
 class TensorDescriptions:
-    """Columns over tensors; `shape` is (T, D) left-padded, `alias` is the index of the tensor that holds the bytes, or -1.
+    """Columns with an entry for each tensor.
 
-    `optimizer` and `key` say how many dotted parts of the name are the optimizer and the state key (see `links`); a `key` of 0
-    stands for what is no state of an optimizer. `parameter` is the index of the tensor whose state it is, or -1.
+    `shape` is (T, D), padded on the left. `alias` is the index of the tensor that holds the bytes, or -1. If a tensor is state of
+    an optimizer, `optimizer` and `key` are the numbers of dotted parts of its name that are the optimizer and the state's key
+    (see `links`), and `parameter` is the index of the parameter's tensor, or -1. Otherwise `key` is 0.
     """
 
     names: tuple[str, ...]
@@ -93,7 +94,7 @@ class TensorDescriptions:
 
 @dataclass(frozen=True, slots=True)
 class TensorTable(TensorDescriptions):
-    """The tensors of a catalog: also the number of each one's placement, or -1, and of its first row."""
+    """The tensors of a catalog, with the index of each one's placement, or -1, and of its first row."""
 
     placement: I64
     row_start: I64
@@ -101,7 +102,7 @@ class TensorTable(TensorDescriptions):
 
 @dataclass(frozen=True, slots=True)
 class BoxTable:
-    """Distinct boxes, (B, D) left-padded."""
+    """Distinct boxes, (B, D), padded on the left."""
 
     offsets: I64
     lengths: I64
@@ -109,7 +110,7 @@ class BoxTable:
 
 @dataclass(frozen=True, slots=True)
 class RowTable:
-    """Columns over rows: `start` and `count` in elements of the box, `offset` in bytes from the beginning of the file."""
+    """Columns with an entry for each row: `start` and `count` in elements of the box, `offset` in bytes of the file."""
 
     box: I64
     start: I64
@@ -120,7 +121,7 @@ class RowTable:
 
 @dataclass(frozen=True, slots=True)
 class ShardView:
-    """One row, spelled out for people."""
+    """One row of a tensor as plain Python values."""
 
     offsets: Ints
     lengths: Ints
@@ -133,7 +134,7 @@ class ShardView:
 
 @dataclass(frozen=True, slots=True)
 class TensorView:
-    """One tensor, spelled out for people: what `Catalog.tensors` maps names to."""
+    """One tensor as plain Python values, with its rows; `Catalog.tensor` makes it."""
 
     name: str
     dtype: str
@@ -149,7 +150,7 @@ class TensorView:
 
 @dataclass(frozen=True, slots=True)
 class Catalog:
-    """The global metadata of one checkpoint; immutable, and free of tensor data. `metadata` is what the user attached."""
+    """The global metadata of one checkpoint. It is immutable, and has no tensor data; `metadata` was attached by the user."""
 
     save_id: str
     created_s: float
@@ -162,7 +163,7 @@ class Catalog:
     files: tuple[FileEntry, ...]
     values_table: tuple[ValueEntry, ...]
     unreadable: Mapping[str, CheckpointError] = field(default_factory=dict, compare=False)
-    """Names of a foreign checkpoint that are in no table, as what they hold cannot be read, and why."""
+    """Names of a foreign checkpoint that are in no table because their contents cannot be read, each with the reason."""
     _index: dict[str, int] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -178,7 +179,7 @@ class Catalog:
         return name in self._index
 
     def index(self, name: str) -> int:
-        """The tensor's index in the table; KeyError where there is none."""
+        """Return the index of a tensor in the table; raises KeyError if no tensor has this name."""
         return self._index[name]
 
     @property
@@ -188,37 +189,39 @@ class Catalog:
 
     @property
     def value_names(self) -> tuple[str, ...]:
-        """The names of all values that are no tensors."""
+        """The names of all values, which are the parts of the state that are not tensors."""
         return tuple(v.name for v in self.values_table)
 
     def dtype(self, index: int) -> str:
+        """Return the dtype of a tensor, as a code of the safetensors format."""
         return CODES[int(self.tensors_table.dtype[index])]
 
     def shape(self, index: int) -> Ints:
+        """Return the global shape of a tensor."""
         table = self.tensors_table
         width, ndim = table.shape.shape[1], int(table.ndim[index])
         return tuple(table.shape[index, width - ndim :].tolist())
 
     def source(self, index: int) -> int:
-        """The tensor that holds the bytes of this one: itself, unless it is an alias."""
+        """Return the index of the tensor that holds the bytes of this one: its own, unless it is an alias."""
         alias = int(self.tensors_table.alias[index])
         return index if alias < 0 else alias
 
     def link(self, index: int) -> StateLink | None:
-        """Which optimizer, parameter and key a tensor is the state of; None if it is no state."""
+        """Return the optimizer, parameter and key whose state a tensor is; None if it is not state."""
         table = self.tensors_table
         optimizer, key, parameter = int(table.optimizer[index]), int(table.key[index]), int(table.parameter[index])
         return divided(table.names[index], optimizer, key, None if parameter < 0 else table.names[parameter]) if key else None
 
     def links(self) -> dict[str, StateLink]:
-        """The links of all tensors and values that are state of an optimizer, by name."""
+        """Return the links of all tensors and values that are state of an optimizer, by name."""
         table = self.tensors_table
         state = np.flatnonzero((table.key > 0) & (table.kind == TensorKind.TENSOR)).tolist()
         of_tensors = {table.names[i]: link for i in state if (link := self.link(i)) is not None}
         return of_tensors | {value.name: value.link for value in self.values_table if value.link is not None}
 
     def tensor(self, name: str) -> TensorView:
-        """Everything that is known of one tensor."""
+        """Return one tensor and its rows as plain Python values."""
         i = self._index[name]
         source, ndim = self.source(i), int(self.tensors_table.ndim[i])
         placement = int(self.tensors_table.placement[i])
@@ -233,6 +236,7 @@ class Catalog:
         )
 
     def _shard(self, row: int, ndim: int, item_bytes: int) -> ShardView:
+        """Return one row of a tensor as plain Python values."""
         box, width = int(self.rows.box[row]), self.boxes.offsets.shape[1]
         count = int(self.rows.count[row])
         return ShardView(
@@ -246,11 +250,11 @@ class Catalog:
         )
 
     def tensors(self) -> Iterator[TensorView]:
-        """Every tensor, in order of name."""
+        """Yield every tensor, in order of name."""
         return (self.tensor(name) for name in self._index)
 
     def summary(self) -> dict[str, Any]:
-        """Counts for a first look: tensors, rows, files, bytes."""
+        """Return the numbers for a first look: tensors, values, rows, files, bytes, mesh and aliases."""
         table = self.tensors_table
         return {
             "save_id": self.save_id,

@@ -1,9 +1,9 @@
-"""A tree over the dots of names, in which layers that are alike are one: a hundred thousand names fit on a page.
+"""A tree over the dots of names, in which equal layers are folded into one line: a hundred thousand names fit on a page.
 
-1. Names are split at their dots into a tree; each leaf is a tensor or a value, and carries a *look*: what is shown of it.
-2. From the leaves up, each subtree gets a number for its look: equal numbers, equal subtrees.
-3. Siblings that are numbered (``layers.0``, ``layers.1``, …) and look the same become one, and its label says which they are.
-4. A node with one child and nothing else is joined with it: ``attn`` → ``attn.weight``.
+1. Split names at their dots into a tree. Each leaf is a tensor or a value, and has a *look*: the text shown beside it.
+2. From the leaves up, give each subtree a number for its look: equal subtrees have equal numbers.
+3. Fold siblings that are numbered (``layers.0``, ``layers.1``, …) and look the same into one node, whose label lists the numbers.
+4. Join a node that is not a leaf and has one child with that child: ``attn`` → ``attn.weight``.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 MAX_DEPTH = 60
-"""Dots at which a name is split; what a hostile one has beyond stays in one piece."""
+"""The most dots at which a name is split; the rest of a longer, hostile name stays in one piece."""
 
 _MAX_DIGITS = 18
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One line of the tree: `leaves` are all that it stands for, at this very place; `count` how many places were folded into it.
+    """One line of the tree, which may stand for several equal places of it.
 
-    `label` is what to show, such as ``layers.0-31``; ``name`` is the name of the first that it stands for.
+    `label` is the text to show, such as ``layers.0-31``, and `name` the name of the first place. `leaves` are the indices of the
+    tensors and values at these places themselves, without the ones below. `count` is the number of places.
     """
 
     label: str
@@ -38,14 +39,14 @@ class _Branch:
 
 
 def fold(names: Sequence[str], looks: Sequence[Hashable]) -> tuple[Node, ...]:
-    """The tree of these names.
+    """Fold names into a tree.
 
     Parameters
     ----------
     names
-        All different.
+        The names, all different.
     looks
-        Of each name; numbered siblings are folded where all below them looks the same.
+        The look of each name. Numbered siblings are folded if everything below them looks the same.
 
     Examples
     --------
@@ -63,15 +64,15 @@ def fold(names: Sequence[str], looks: Sequence[Hashable]) -> tuple[Node, ...]:
 
 
 class _Folder:
-    """Numbers subtrees by their look, and folds."""
+    """One call of `fold`: the numbers of the looks that it has met."""
 
     def __init__(self, names: Sequence[str], looks: Sequence[Hashable]) -> None:
         self._names, self._looks = names, looks
         self._numbers: dict[Hashable, int] = {}
 
     def children(self, branch: _Branch, prefix: str) -> list[tuple[Node, int]]:
-        """The nodes below a branch, alike ones folded, each with the number of its look."""
-        if len(branch.below) <= 1:  # most have none, or one: nothing to sort or fold
+        """Return the nodes below a branch, equal ones folded, each with the number of its look."""
+        if len(branch.below) <= 1:  # most branches have no child or one: nothing to sort or fold
             alone = [self._node(part, below, prefix) for part, below in branch.below.items()]
             return [(_join(node), look) for node, look in alone]
         found = [(part, *self._node(part, below, prefix)) for part, below in _in_order(branch.below)]
@@ -81,6 +82,7 @@ class _Folder:
         return [(_join(_merge([node for _, node, _ in group], _label(group))), group[0][2]) for group in groups.values()]
 
     def _node(self, part: str, branch: _Branch, prefix: str) -> tuple[Node, int]:
+        """Return the node of a branch with everything below it, and the number of its look."""
         name = f"{prefix}{part}"
         below = self.children(branch, f"{name}.")
         own = None if branch.leaf < 0 else self._looks[branch.leaf]
@@ -93,7 +95,7 @@ class _Folder:
 
 
 def _in_order(below: dict[str, _Branch]) -> Iterable[tuple[str, _Branch]]:
-    """Numbers by their size, after what has a name."""
+    """Sort named children by name, and numbered ones behind them by their numbers."""
     numbered = [(_is_number(part), part, branch) for part, branch in below.items()]
     ordered = sorted(numbered, key=lambda item: (item[0], int(item[1]) if item[0] else 0, item[1]))
     return [(part, branch) for _, part, branch in ordered]
@@ -104,11 +106,12 @@ def _is_number(part: str) -> bool:
 
 
 def _label(group: Sequence[tuple[str, Node, int]]) -> str:
+    """Return the label of siblings that are folded together, such as ``0-31``."""
     return group[0][0] if len(group) == 1 else spans([int(part) for part, _, _ in group])
 
 
 def _merge(nodes: Sequence[Node], label: str) -> Node:
-    """One node for several that look the same, and so have the same children in the same order."""
+    """Merge nodes that look the same, and so have the same children in the same order, into one."""
     first = nodes[0]
     if len(nodes) == 1:
         return first
@@ -119,16 +122,16 @@ def _merge(nodes: Sequence[Node], label: str) -> Node:
 
 
 def _join(node: Node) -> Node:
-    """With its child, if it has one and is no leaf itself."""
+    """Join a node with its child, if it has exactly one and is not a leaf itself."""
     if node.leaves or len(node.children) != 1:
         return node
     child = node.children[0]
-    # What is folded below a folded node was counted at each of its places.
+    # A node below a folded one has counted its places already, so the counts are not multiplied.
     return Node(f"{node.label}.{child.label}", child.name, max(node.count, child.count), child.leaves, child.children)
 
 
 def spans(numbers: Sequence[int]) -> str:
-    """Rising numbers, runs of them from first to last.
+    """Spell ascending numbers, with runs of consecutive ones as first and last.
 
     >>> spans([0, 1, 2, 5, 7, 8])
     '0-2,5,7-8'
@@ -143,7 +146,7 @@ def spans(numbers: Sequence[int]) -> str:
 
 
 def walk(nodes: Sequence[Node], lead: str = "") -> Iterator[tuple[str, Node]]:
-    """Yield each node in order, after the guides of its line, as a drawn tree has them."""
+    """Yield each node in order, after the lines that connect it with its parent in a drawn tree."""
     for i, node in enumerate(nodes):
         last = i == len(nodes) - 1
         yield f"{lead}{'└─ ' if last else '├─ '}", node
@@ -151,7 +154,7 @@ def walk(nodes: Sequence[Node], lead: str = "") -> Iterator[tuple[str, Node]]:
 
 
 def shorten(names: Sequence[str], looks: Sequence[Hashable]) -> list[tuple[str, tuple[int, ...]]]:
-    """The names in few lines, each with the indices of those that it stands for.
+    """Fold names into few lines; returns each line with the indices of its names.
 
     >>> shorten(["layers.0.w", "layers.1.w", "norm"], ["", "", ""])
     [('layers.0-1.w', (0, 1)), ('norm', (2,))]

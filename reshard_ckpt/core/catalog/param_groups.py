@@ -1,12 +1,13 @@
-"""The groups of optimizers: which hyperparameters each parameter has, whatever the order of groups and whichever rank holds them.
+"""The parameter groups of optimizers: the hyperparameters of each parameter, independent of the order of groups and of ranks.
 
-A group is ``{hyperparameter: value, ..., "params": [FQN, ...]}``. Groups have no names, and pipeline stages hold different
-parts of one, so the FQN is what matches:
+A group is ``{hyperparameter: value, ..., "params": [FQN, ...]}``. Groups have no names, and pipeline stages hold different parts
+of one group, so groups are matched by FQN:
 
-1. *Saving*: the k-th group of a rank with certain hyperparameters is the same group as the k-th one of another rank with equal
-   ones; their parameters are united. A parameter with different hyperparameters on two ranks is an error.
-2. *Loading*: a target group takes the hyperparameters of the saved groups that hold its parameters; if those differ, there is no
-   right answer, and that is a problem to report.
+1. *Saving*: among the groups of one rank with equal hyperparameters, number k is the same group as number k with the same
+   hyperparameters on another rank; their parameters are united. A parameter with different hyperparameters on two ranks is an
+   error.
+2. *Loading*: a target group takes the hyperparameters of the saved groups that hold its parameters. If those differ, no answer is
+   right, and a problem is reported.
 """
 
 from __future__ import annotations
@@ -20,28 +21,29 @@ from ...errors import LayoutError
 Group = Mapping[str, Any]
 
 SWITCHES = frozenset({"foreach", "fused", "capturable", "differentiable"})
-"""How an optimizer computes, not what: they suit the job that runs, so a target keeps its own and differences do not matter."""
+"""Hyperparameters that choose an implementation, not a result. They suit the running job: a target keeps its own, and differences
+do not matter."""
 
 NOT_SAVED = frozenset({"params", "param_names"})
 """Keys of a torch group that name its parameters; FQNs take their place."""
 
 
 def are_groups(value: Any) -> bool:
-    """Whether something is a list of groups, whose parameters may be names or numbers."""
+    """Tell whether something is a list of groups, whose parameters may be names or numbers."""
     return isinstance(value, list) and all(
         isinstance(group, Mapping) and isinstance(group.get("params"), list | tuple) for group in value
     )
 
 
 NO_GROUP = "no saved group holds parameter "
-"""How the line of a parameter begins of which the checkpoint knows no hyperparameters."""
+"""The beginning of the line about a parameter whose hyperparameters the checkpoint does not have."""
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The hyperparameters for one target group, and what stands in the way.
+    """The hyperparameters for one target group, and the problems that were found.
 
-    There are none for a group without parameters, nor where saved groups disagree.
+    The dict is empty for a group without parameters, and if saved groups disagree.
     """
 
     hyperparameters: dict[str, Any]
@@ -49,18 +51,19 @@ class Selection:
 
 
 def merge(groups_of: Sequence[tuple[str, Sequence[Group]]], *, name: str) -> list[dict[str, Any]]:
-    """The groups of the whole job.
+    """Merge the groups of all ranks into those of the job.
 
     Parameters
     ----------
     groups_of
-        Who (for messages, such as ``"rank 3"``) holds which groups. Ranks with the same groups need be given only once.
+        Pairs of a holder's name for messages, such as ``"rank 3"``, and its groups. Ranks with the same groups need be given only
+        once.
     name
-        What the groups are called in messages.
+        The name of the groups in messages.
 
     Returns
     -------
-    The groups in the order in which they are first seen, each FQN once.
+    The groups in the order in which they first occur, each FQN once.
 
     Raises
     ------
@@ -73,6 +76,8 @@ def merge(groups_of: Sequence[tuple[str, Sequence[Group]]], *, name: str) -> lis
     [{'lr': 1, 'params': ['a', 'b']}]
     """
     merged: list[dict[str, Any]] = []
+    # by_key: the merged group for each pair of hyperparameters and occurrence on one rank; home: each FQN's group and first
+    # holder.
     by_key: dict[tuple[Any, int], int] = {}
     home: dict[str, tuple[int, str]] = {}
     for who, groups in groups_of:
@@ -93,6 +98,7 @@ def merge(groups_of: Sequence[tuple[str, Sequence[Group]]], *, name: str) -> lis
 
 
 def _check_same(merged: Group, group: Group, what: str, first: str, second: str) -> None:
+    """Raise LayoutError if two groups differ in a hyperparameter."""
     for key, one, other in differences(merged, group):
         raise LayoutError(
             f"{what} has {key} {_short(one)} on {first} and {_short(other)} on {second}; give it the same hyperparameters "
@@ -125,10 +131,11 @@ class Groups:
         return fqn in self._home
 
     def select(self, fqns: Iterable[str], *, name: str, target: Group | None = None) -> Selection:
-        """The hyperparameters for a target group that holds `fqns`, and that messages call `name`.
+        """Choose the hyperparameters for a target group that holds the parameters `fqns`; messages call it `name`.
 
-        With the target group itself, also whether it is one of the same kind of optimizer.
+        With `target`, the target group itself, also check that it is from the same kind of optimizer.
         """
+        # sources: each saved group that holds a wanted parameter, with the first such parameter.
         sources: dict[int, str] = {}
         unknown: list[str] = []
         for fqn in fqns:
@@ -156,7 +163,10 @@ class Groups:
 
 
 def _other_kind(saved: Group, target: Group, name: str) -> list[str]:
-    """A line if each has hyperparameters that the other lacks; one alone may have more: releases and schedulers add some."""
+    """Describe a group of another kind of optimizer: both sides have hyperparameters that the other one lacks.
+
+    If only one side has more, the kind may be the same, because releases of torch and schedulers add hyperparameters.
+    """
     lacking = [key for key in hyperparameters(saved) if key not in target and key not in SWITCHES]
     extra = [key for key in hyperparameters(target) if key not in saved and key not in SWITCHES]
     if not lacking or not extra:
@@ -168,7 +178,7 @@ def _other_kind(saved: Group, target: Group, name: str) -> list[str]:
 
 
 def differences(one: Group, other: Group) -> list[tuple[str, Any, Any]]:
-    """The hyperparameters that differ, with both values; one that is not there counts as ``MISSING``."""
+    """List the hyperparameters that differ, with both values; a missing one counts as ``MISSING``."""
     one, other = hyperparameters(one), hyperparameters(other)
     keys = [*one, *(key for key in other if key not in one)]
     pairs = ((key, one.get(key, MISSING), other.get(key, MISSING)) for key in keys)
@@ -184,7 +194,7 @@ MISSING = _Missing()
 
 
 def comparable(value: Any) -> Any:
-    """A hashable stand-in, equal for equal values: of containers, arrays and tensors (which are told by their ``tolist``) too.
+    """Return a hashable key that is equal for equal values, also for containers, arrays and tensors (anything with ``tolist``).
 
     A NaN equals itself, and ``1`` equals ``1.0`` but not ``True``.
 
@@ -192,6 +202,7 @@ def comparable(value: Any) -> Any:
     True
     """
     if isinstance(value, bool):
+        # A bool comes before numbers, because True == 1 for Python.
         return ("bool", value)
     if isinstance(value, float) and value != value:
         return ("nan",)
@@ -209,7 +220,7 @@ def comparable(value: Any) -> Any:
 
 
 def hyperparameters(group: Group) -> dict[str, Any]:
-    """All of a group but what names its parameters."""
+    """Return a group without the keys that name its parameters."""
     return {key: value for key, value in group.items() if key not in NOT_SAVED}
 
 

@@ -1,11 +1,11 @@
-"""The kinds of placement on a mesh axis: a table of what each means.
+"""The kinds of placement on a mesh axis: a table with one entry for each kind.
 
-A placement takes away from what a rank holds of a tensor, one mesh axis after another:
+A rank holds the part of a tensor that is left after each mesh axis has taken its cut:
 
-1. At first a rank holds the whole tensor: one range of each dim.
-2. Axes that cut dims take their part, in the order of their `turn`.
-3. Axes that cut the flattened rest come last. What is left then is boxes in row-major order, and of these, laid end to end, one
-   flat range.
+1. Begin with the whole tensor: one range on each dim.
+2. Apply the axes that cut dims, in the order of their `turn`.
+3. Apply the axes that cut the flattened rest. The rest is a list of boxes in row-major order; laid end to end, the rank holds one
+   flat range of them.
 
 Everything that depends on the kind of a placement is in its `PlacementKind`, so a new kind is one more entry.
 """
@@ -24,29 +24,29 @@ from .name_tree import spans
 from .specs import AxisPlacement, Ints
 
 Box = tuple[Ints, Ints]
-"""Offsets and lengths."""
+"""Offsets and lengths of a box."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalRegion:
-    """What is left of a tensor: the product of some ranges of each dim, and of its elements, in row-major order, a flat range."""
+    """A part of a tensor: the product of some ranges of each dim, and a flat range of its elements in row-major order."""
 
     ranges: tuple[tuple[Range, ...], ...]
     flat: Range | None = None
-    """None: all elements."""
+    """First element and count of the flat range; None stands for all elements."""
 
     @property
     def num_elements(self) -> int:
-        """The elements of all boxes, of which a flat range has a part."""
+        """The number of elements of all boxes, without regard to the flat range."""
         return prod(sum(length for _, length in of_dim) for of_dim in self.ranges)
 
     def boxes(self) -> Iterator[Box]:
-        """The boxes, in row-major order of their ranges; none of them is empty."""
+        """Yield the boxes, in row-major order of their ranges."""
         for chosen in product(*self.ranges):
             yield tuple(first for first, _ in chosen), tuple(length for _, length in chosen)
 
     def runs(self) -> Iterator[tuple[Box, int, int]]:
-        """The part of each box that is within the flat range: the box, first element and count."""
+        """Yield the part of each box that lies within the flat range: the box, first element and count."""
         first, length = self.flat or (0, self.num_elements)
         position = 0
         for box in self.boxes():
@@ -59,29 +59,30 @@ class LocalRegion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementKind:
-    """What one kind of placement means.
+    """One kind of placement, as functions that each depend on nothing else.
 
     Parameters
     ----------
     name
-        Its word in catalogs and in rules.
+        The word for it in catalogs and in rules.
     form
-        How a rule writes it: ``shard(dim)``.
+        The way to write it in a rule: ``shard(dim)``.
     cut
-        What coordinate `index` of `num` keeps of a region, from ``(region, placement, num, index)``; None if it holds nothing,
-        not even an empty tensor.
+        Returns the part of a region that coordinate `index` of `num` keeps, from ``(region, placement, num, index)``; None if it
+        holds nothing, not even an empty tensor.
     parse
-        The placement that a rule means, from ``(axis, numbers, num)``, the numbers in its parentheses and the size of the axis.
-        A ValueError says what is wrong with the numbers.
+        Returns the placement of a rule, from ``(axis, numbers, num)``: the numbers in its parentheses and the size of the axis.
+        Raises a ValueError that says which numbers are wanted.
     spell
-        The placement in words, as in ``shard(0)``.
+        Returns the placement in words, as in ``shard(0)``.
     flattens
-        Whether it cuts the flattened region, and so comes after all that cut dims.
+        Whether it cuts the flattened region, and so comes after all placements that cut dims.
     recognize
-        From ``(axis, placement, shape)``, where the placement is of a DTensor: what it is here, or None if it is of another kind.
+        Returns the placement for a DTensor's placement object, from ``(axis, placement, shape)``; None if the object is of
+        another kind.
     resize
-        From ``(placement, saved, num)``: how a tensor that a catalog has so on an axis of size `saved` lies on one of size `num`;
-        None where that means nothing. Without it, as it was.
+        Returns the placement on an axis of `num` coordinates for one that was saved on an axis of `saved`, from
+        ``(placement, saved, num)``; None if nothing is equivalent. Kinds without this function stay unchanged.
     """
 
     name: str
@@ -95,12 +96,12 @@ class PlacementKind:
 
 
 def local_region(shape: Ints, axes: Sequence[AxisPlacement], sizes: Ints, where: Ints) -> LocalRegion | None:
-    """What the rank at some coordinates of a mesh holds of a tensor; None: nothing at all.
+    """Return the part of a tensor that the rank at some coordinates of a mesh holds; None if it holds nothing at all.
 
     Parameters
     ----------
     axes, sizes, where
-        Of each axis of the mesh the placement, the size, and the rank's coordinate.
+        For each axis of the mesh the placement, the size, and the rank's coordinate.
 
     Examples
     --------
@@ -118,12 +119,12 @@ def local_region(shape: Ints, axes: Sequence[AxisPlacement], sizes: Ints, where:
 
 
 def cut_order(axes: Sequence[AxisPlacement]) -> list[int]:
-    """The axes, as indices, in the order in which they cut; inner ones first where no turn is recorded, as FSDP2 does over tp."""
+    """Return the indices of the axes in the order in which they cut; without turns, inner ones cut first, as in FSDP2 over tp."""
     return sorted(range(len(axes)), key=lambda i: (KINDS[axes[i].kind].flattens, axes[i].turn or 0, -i))
 
 
 def cut_ranges(ranges: Sequence[Range], sections: Ints, num: int, index: int) -> tuple[Range, ...]:
-    """Cut the ranges of a dim, end to end, as ``torch.chunk`` does: all at once, or each of some sections.
+    """Cut the ranges of a dim, end to end, as ``torch.chunk`` does: all at once, or each section on its own.
 
     >>> cut_ranges([(0, 12)], (6, 3, 3), 3, 0)
     ((0, 2), (6, 1), (9, 1))
@@ -135,7 +136,7 @@ def cut_ranges(ranges: Sequence[Range], sections: Ints, num: int, index: int) ->
 
 
 def same_placement(a: Sequence[AxisPlacement] | None, b: Sequence[AxisPlacement] | None) -> bool:
-    """Whether two placements are the same, as far as both are recorded: version 1 of the format has no order and no sections."""
+    """Tell whether two placements are the same, as far as both are recorded; version 1 of the format has no order or sections."""
     if a is None or b is None or len(a) != len(b):
         return a == b
     unsaid = [x.turn is None or y.turn is None for x, y in zip(a, b, strict=True)]
@@ -146,7 +147,7 @@ def same_placement(a: Sequence[AxisPlacement] | None, b: Sequence[AxisPlacement]
 
 
 def spell_axis(placement: AxisPlacement) -> str:
-    """A placement on one axis in words; of a kind that is not known here, the kind."""
+    """Spell a placement on one axis in words; an unknown kind is spelled as its name."""
     kind = KINDS.get(placement.kind)
     return f"{placement.axis}={placement.kind if kind is None else kind.spell(placement)}"
 
@@ -155,10 +156,12 @@ def spell_axis(placement: AxisPlacement) -> str:
 
 
 def _keep(region: LocalRegion, placement: AxisPlacement, num: int, index: int) -> LocalRegion:
+    """Keep all of the region."""
     return region
 
 
 def _cut_dim(region: LocalRegion, placement: AxisPlacement, num: int, index: int) -> LocalRegion:
+    """Keep this coordinate's part of one dim."""
     dim = placement.dim
     assert dim is not None, placement
     ranges = cut_ranges(region.ranges[dim], placement.sections, num, index)
@@ -166,18 +169,20 @@ def _cut_dim(region: LocalRegion, placement: AxisPlacement, num: int, index: int
 
 
 def _cut_flat(region: LocalRegion, placement: AxisPlacement, num: int, index: int) -> LocalRegion:
+    """Keep this coordinate's part of the flattened region, in chunks of equal size."""
     kept = chunk([region.flat or (0, region.num_elements)], num, index)
     return replace(region, flat=kept[0] if kept else (0, 0))
 
 
 def _if_resident(region: LocalRegion, placement: AxisPlacement, num: int, index: int) -> LocalRegion | None:
+    """Keep all of the region if this coordinate holds the tensor, else return None."""
     return region if index in placement.coords else None
 
 
 def _recognize_shard(axis: str, placement: Any, shape: Ints) -> AxisPlacement | None:
-    """What veScale's own ``Shard(dim)`` and ``InterleavedShard(dim, interleaved_size)`` of 2024 are here.
+    """Recognize veScale's own ``Shard(dim)`` and its ``InterleavedShard(dim, interleaved_size)`` of 2024.
 
-    The latter cuts each of so many equal parts of the dim, as tensor parallelism does with fused weights.
+    An interleaved shard cuts each of `interleaved_size` equal parts of the dim, as tensor parallelism cuts fused weights.
     """
     kind, dim = type(placement), getattr(placement, "dim", None)
     is_shard = kind.__name__ == "Shard" and kind.__module__.partition(".")[0] == "vescale"
@@ -195,6 +200,7 @@ def _recognize_shard(axis: str, placement: Any, shape: Ints) -> AxisPlacement | 
 
 
 def _cut_ragged(region: LocalRegion, placement: AxisPlacement, num: int, index: int) -> LocalRegion:
+    """Keep this coordinate's part of the flattened region, in proportion to its units."""
     units = placement.coords
     if len(units) != num or not any(units):
         raise LayoutError(f"{spell_axis(placement)} has {len(units)} units, {sum(units)} in all, for an axis of {num}")
@@ -204,7 +210,7 @@ def _cut_ragged(region: LocalRegion, placement: AxisPlacement, num: int, index: 
 
 
 def _recognize_ragged(axis: str, placement: Any, shape: Ints) -> AxisPlacement | None:
-    """What veScale's ``RaggedShard(dims, local_units)`` is here; told by what it has, as its class may not be there."""
+    """Recognize veScale's ``RaggedShard(dims, local_units)`` by its attributes, because its class may not be installed."""
     dims, units = getattr(placement, "dims", None), getattr(placement, "local_units", None)
     if dims is None or units is None:
         return None
@@ -229,7 +235,7 @@ def _resize_ragged(placement: AxisPlacement, saved: int, num: int) -> AxisPlacem
         return None
     if num == saved:
         return placement
-    if sum(map(bool, units)) == 1:  # whole on one coordinate, and such tensors are divided by size
+    if sum(map(bool, units)) == 1:  # whole on one coordinate: such tensors are divided by size, as resident ones are
         return AxisPlacement(placement.axis, "resident", None, (next(i for i, unit in enumerate(units) if unit),))
     ends = [sum(units) * i // num for i in range(num + 1)]
     return replace(placement, coords=tuple(b - a for a, b in pairwise(ends)))
@@ -247,6 +253,8 @@ def _spell_ragged(placement: AxisPlacement) -> str:
 
 
 def _parse_word(kind: str) -> Callable[[str, Ints, int], AxisPlacement]:
+    """Return a parser for a kind that takes no numbers."""
+
     def parse(axis: str, numbers: Ints, num: int) -> AxisPlacement:
         if numbers:
             raise ValueError(f"{kind} takes no numbers")
@@ -302,16 +310,16 @@ _KINDS = (
 )
 
 KINDS: dict[str, PlacementKind] = {kind.name: kind for kind in _KINDS}
-"""Every kind that is known, by its name. Another package adds its own before it saves or loads."""
+"""Every known kind by its name. Another package adds its own kinds before it saves or loads."""
 
 
 def add_kind(kind: PlacementKind) -> None:
-    """Add a kind of another package; to add an equal one again changes nothing.
+    """Add a kind of another package; adding an equal one again changes nothing.
 
     Raises
     ------
     UsageError
-        The name is no word, or one of a kind that is there already.
+        The name is not an identifier, or another kind has it already.
     """
     if not kind.name.isidentifier():
         raise UsageError(f"register_placement: {kind.name!r} is no word; give it a name such as 'blocks'")

@@ -1,4 +1,4 @@
-"""A catalog of some of the tensors and values of another one, over the same files."""
+"""Selection of some tensors and values of a catalog, over the same files."""
 
 from __future__ import annotations
 
@@ -13,22 +13,25 @@ from .model import Catalog, RowTable
 
 
 def select_entries(catalog: Catalog, tensors: Sequence[str], values: Sequence[str]) -> Catalog:
-    """The catalog with these tensors alone, in order of name, also where a rename has changed that order, and these values.
+    """Return the catalog with only these tensors, sorted by name even if names were changed, and with these values.
 
-    A tensor whose bytes are another's, which is not taken, has them for itself; further ones with these bytes are its aliases.
+    If a selected tensor is an alias of one that is not selected, it takes over the rows, and other selected aliases of the same
+    bytes become its aliases.
     """
     table, chosen = catalog.tensors_table, frozenset(values)
     kept = [value for value in catalog.values_table if value.name in chosen]
     wanted = {*map(catalog.index, tensors), *(blob for value in kept for blob in value.blobs)}
+    # taken: the old index of each new entry; source: the old index of the tensor that has its bytes.
     taken = np.array(sorted(wanted, key=table.names.__getitem__), np.int64)
     source = np.where(table.alias >= 0, table.alias, np.arange(len(table.names)))[taken]
-    # Of those that share bytes the original comes first, if it is taken; else the first that is.
+    # Entries by their source. First of each group comes the source itself if it was selected, else the first of its aliases.
     order = np.lexsort((taken, taken != source, source))
     first = np.concatenate([[True], source[order][1:] != source[order][:-1]]) if len(order) else np.zeros(0, bool)
+    # leader[i]: the new index of the first entry that shares the bytes of entry i; alias: the same, -1 for the leader itself.
     leader = np.empty(len(taken), np.int64)
     leader[order] = order[np.maximum.accumulate(np.where(first, np.arange(len(order)), 0))] if len(order) else order
     alias = np.where(leader == np.arange(len(taken)), -1, leader)
-    # Aliases have no rows of their own.
+    # counts[i]: rows of entry i; an alias has none of its own. row: the old index of each new row.
     counts = np.where(alias < 0, np.diff(table.row_start)[source], 0)
     owner, step = ranges(counts)
     row = table.row_start[source[owner]] + step
@@ -57,13 +60,14 @@ def select_entries(catalog: Catalog, tensors: Sequence[str], values: Sequence[st
 
 
 def retyped(catalog: Catalog, dtypes: Mapping[str, str]) -> Catalog:
-    """The catalog as it looks once these tensors are converted; what shares bytes with a tensor of another dtype no longer does.
+    """Return the catalog as it will be once these tensors are converted; tensors that then differ in dtype share no bytes.
 
-    Its rows remain those of the bytes before: it says what will be, not where to read.
+    Its rows are still those of the bytes before: it describes the result, and cannot be read from.
     """
     table = catalog.tensors_table
     dtype = table.dtype.copy()
     for name, code in dtypes.items():
         dtype[catalog.index(name)] = CODES.index(code)
+    # shares[t]: tensor t is an alias, and still has the dtype of the tensor that holds its bytes.
     shares = (table.alias >= 0) & (dtype == dtype[np.maximum(table.alias, 0)])
     return replace(catalog, tensors_table=replace(table, dtype=dtype, alias=np.where(shares, table.alias, -1)))

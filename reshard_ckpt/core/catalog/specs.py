@@ -1,11 +1,11 @@
-"""Specs: the tensors of one rank as pieces of global boxes, and its values, as plain data.
+"""Specs: plain data that describe one rank's tensors as pieces of global boxes, and its values.
 
 One description serves every kind of shard. A *piece* is a run of a box: the elements ``[start, start + count)`` of the
-row-major order of the box ``offsets, lengths`` of the global tensor. A plain shard is one piece that is its whole box; a fused
-QKV shard is several; a flat range is one piece (or one for each box that it crosses) that begins and ends in the middle.
+row-major order of the box ``offsets, lengths`` of the global tensor. A plain shard is one piece that is its whole box. A fused
+QKV shard is several pieces. A flat range is one piece (or one for each box that it crosses) that begins and ends inside its box.
 
-Where a piece lies in memory is affine: the element at global coordinates ``x`` is element ``base + sum((x - offsets) *
-strides)`` of the local storage, also for a flat range, whose strides are the box's own.
+The position of a piece in memory is affine: the element at global coordinates ``x`` is element ``base + sum((x - offsets) *
+strides)`` of the local storage. This holds for a flat range too, with the strides of its whole box.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ESCAPED = re.compile(r"[%@\x00-\x1f\x7f]")
 
 
 class Replication(IntEnum):
-    """What a rank says of a piece that other ranks hold too."""
+    """A rank's declaration about pieces that other ranks hold too."""
 
     PLAIN = 0
     """Nothing is declared: one rank writes it whole, and a difference between ranks is an error."""
@@ -32,12 +32,12 @@ class Replication(IntEnum):
 
 
 class ValueKind(IntEnum):
-    """How a value that is no tensor is agreed on and kept."""
+    """The way in which ranks agree on a value, a part of the state that is not a tensor."""
 
     PLAIN = 0
-    """The same on every rank that has it."""
+    """The value is the same on every rank that has it."""
     PER_RANK = 1
-    """Each rank's own."""
+    """Each rank has its own value."""
     PARAM_GROUPS = 2
     """An optimizer's groups: ``[{hyperparameter: value, ..., "params": [FQN, ...]}, ...]``, merged over ranks by FQN."""
 
@@ -60,46 +60,46 @@ class AxisPlacement:
 
     ``kind`` is ``"shard"`` (along ``dim``), ``"replicate"``, ``"flat"`` (ranges of the flattened shard), ``"ragged"`` (such
     ranges in proportion to ``coords``), ``"resident"`` (only the coordinates ``coords`` hold it) or one that another package
-    registered; `placements` says what each kind means.
+    registered; `core.catalog.placements` describes each kind.
     """
 
     axis: str
     kind: str
     dim: int | None = None
-    """The dim that is cut; of ``"ragged"`` the last of the leading dims whose rows make up units, None: all is one unit."""
+    """The dim that is cut. For ``"ragged"``, the last of the leading dims that are cut into units; None if all is one unit."""
     coords: Ints = ()
-    """The numbers of the kind: coordinates that hold it, or of ``"ragged"`` the units of each coordinate."""
+    """For ``"resident"`` the coordinates that hold the tensor, for ``"ragged"`` the units of each coordinate."""
     turn: int | None = None
-    """Of the axes that shard one dim, how many cut it before this one; None where nobody recorded it."""
+    """The number of axes that cut the same dim before this one; None if nobody recorded it."""
     sections: Ints = ()
-    """Sizes of the parts of what this axis is given that it cuts each on its own (fused QKV); none: it cuts all at once."""
+    """Sizes of the sections that this axis cuts each on its own (fused QKV); if empty, it cuts its range as a whole."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateLink:
-    """What an entry of an optimizer's state belongs to."""
+    """The optimizer, parameter and key that an entry of an optimizer's state belongs to."""
 
     optimizer: str
-    """The name of the optimizer in the state that was saved, such as ``"optimizer"``; "" if it is that state itself."""
+    """The name of the optimizer in the state that was saved, such as ``"optimizer"``; "" if the optimizer is the whole state."""
     fqn: str
     """The parameter, as the optimizer's groups list it."""
     key: str
-    """Of the state, such as ``"exp_avg"``; keys of nested dicts are joined by dots."""
+    """The key of the state, such as ``"exp_avg"``; keys of nested dicts are joined by dots."""
     parameter: str | None = None
-    """The name of the parameter's tensor in the same checkpoint; None where that was not saved along."""
+    """The name of the parameter's tensor in the same checkpoint; None if it was not saved too."""
 
     @property
     def name(self) -> str:
-        """The name of the entry."""
+        """The name of the entry of the state."""
         return f"{self.optimizer}.state.{self.fqn}.{self.key}" if self.optimizer else f"state.{self.fqn}.{self.key}"
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor of which a rank holds (saving) or wants (loading) some pieces.
+    """One tensor; ``pieces`` are the parts of it that a rank holds (saving) or wants (loading), possibly none.
 
-    ``dtype`` is a code of the safetensors format (``"F32"``, ``"BF16"``, …). ``pieces`` may be empty. ``placement`` is what the
-    state itself declares, axis by axis; the planner derives the rest from who holds what.
+    ``dtype`` is a code of the safetensors format (``"F32"``, ``"BF16"``, …). ``placement`` is the placement that the state itself
+    declares, axis by axis; the planner derives the rest from the pieces of all ranks.
     """
 
     name: str
@@ -109,20 +109,20 @@ class TensorSpec:
     replication: Replication = Replication.PLAIN
     placement: tuple[AxisPlacement, ...] = ()
     alias_of: str | None = None
-    """On the same rank, an earlier name whose memory this one shares exactly (tied weights)."""
+    """An earlier name on the same rank that has exactly the same memory (tied weights)."""
     link: StateLink | None = None
 
     @property
     def first_name(self) -> str:
-        """The name under which its memory was met first: its own, where it is no alias. A name may be empty."""
+        """The name under which its memory occurred first: its own, unless it is an alias. A name may be empty."""
         return self.name if self.alias_of is None else self.alias_of
 
 
 @dataclass(frozen=True, slots=True)
 class ValueSpec:
-    """One value that is no tensor, encoded; ``path`` is its key path in the state, encoded too.
+    """One encoded value, a part of the state that is not a tensor; ``path`` is its encoded key path in the state.
 
-    ``data`` is None where the bytes are a blob among the tensors.
+    ``data`` is None if the bytes are a blob among the tensors.
     """
 
     name: str
@@ -133,7 +133,7 @@ class ValueSpec:
 
 
 def escape(name: str) -> str:
-    """Escape the characters of a name that mean something where a part is added to it; `urllib.parse.unquote` undoes it.
+    """Escape the characters of a name that have a meaning in names made from it; `urllib.parse.unquote` undoes it.
 
     >>> escape("a@b%")
     'a%40b%25'
@@ -142,7 +142,7 @@ def escape(name: str) -> str:
 
 
 def blob_name(value_name: str, rank: int | None) -> str:
-    """Name the tensor that is the bytes of a value; `rank` where each rank has its own.
+    """Name the tensor that holds the bytes of a value; `rank` is given if each rank has its own.
 
     >>> blob_name("extra.rng", 3)
     'extra.rng@[value,3]'
@@ -162,7 +162,7 @@ class Mesh:
         return prod(self.sizes)
 
     def coordinates(self, rank: int) -> Ints:
-        """The rank's coordinate on each axis.
+        """Return the rank's coordinate on each axis.
 
         >>> Mesh(("pp", "tp"), (2, 4)).coordinates(6)
         (1, 2)
@@ -171,7 +171,7 @@ class Mesh:
 
 
 def unravel(index: int, lengths: Ints) -> Ints:
-    """The coordinates of an element of a box, by its number in row-major order.
+    """Return the coordinates of an element of a box from its index in row-major order.
 
     >>> unravel(5, (2, 3))
     (1, 2)
@@ -184,7 +184,7 @@ def unravel(index: int, lengths: Ints) -> Ints:
 
 
 def row_major_strides(lengths: Ints) -> Ints:
-    """Element strides of a row-major box.
+    """Return the element strides of a row-major box.
 
     >>> row_major_strides((2, 3, 4))
     (12, 4, 1)
@@ -207,5 +207,5 @@ def is_row_major(lengths: Ints, strides: Ints) -> bool:
 
 
 def box_piece(offsets: Ints, lengths: Ints, base: int, strides: Ints) -> Piece:
-    """The piece that is a whole box."""
+    """Return the piece that is a whole box."""
     return Piece(offsets, lengths, 0, prod(lengths), base, strides)

@@ -16,7 +16,7 @@ from .specs import Mesh
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """What some of the tensors come to; bytes are those of the whole tensors, each once."""
+    """Totals of some tensors; elements and bytes are those of the whole tensors, each counted once, without aliases."""
 
     num_tensors: int
     num_elements: int
@@ -30,23 +30,23 @@ class Summary:
     Attributes
     ----------
     save_id, created_s
-        Which save wrote it, and when, in seconds since 1970.
+        The id of the save that wrote it, and its time, in seconds since 1970.
     step
-        The training step, if something says it: ``metadata["step"]``, or a value called ``step``.
+        The training step, if ``metadata["step"]`` or a value called ``step`` tells it.
     mesh
-        Of the job that saved it, if known.
+        The mesh of the job that saved it, if known.
     num_tensors, num_aliases
-        All tensors, and how many of them are second names of another one's bytes.
+        The number of tensors, and how many of them are second names of another one's bytes.
     num_parameters
-        Elements of all tensors that are no optimizer's state; buffers count too.
+        Elements of all tensors that are not optimizer state; buffers count too.
     num_bytes, num_shards
-        Of all tensors.
+        Of all tensors, aliases not counted.
     num_values
-        Of what is no tensor.
+        The number of values, which are the parts of the state that are not tensors.
     num_files, file_bytes, num_ranks
-        The shard files, and how many ranks wrote them.
+        The number of shard files, their size in bytes, and the number of ranks that wrote them.
     dtypes, roots
-        What there is of each dtype, and below each top-level key.
+        The totals for each dtype, and for the tensors below each top-level key.
     """
 
     save_id: str
@@ -67,11 +67,12 @@ class Summary:
 
 
 def summarize_catalog(catalog: Catalog, step: int | None = None) -> Summary:
-    """Count what a catalog has."""
+    """Count the tensors, values, files and bytes of a catalog."""
     table = catalog.tensors_table
     elements = volumes(table.shape)
     sizes = elements * item_bytes_of(table.dtype)
     is_tensor = table.kind == TensorKind.TENSOR
+    # own[t]: entry t is a tensor with bytes of its own, not a blob and not an alias.
     own = is_tensor & (table.alias < 0)
 
     def share(chosen: NDArray[np.bool_]) -> Portion:
@@ -81,6 +82,7 @@ def summarize_catalog(catalog: Catalog, step: int | None = None) -> Summary:
     codes = np.unique(table.dtype[is_tensor]).tolist()
     roots = [name.split(".", 1)[0] for name in table.names]
     root_names = sorted({root for root, kept in zip(roots, is_tensor.tolist(), strict=True) if kept})
+    # root[t]: the number of the top-level key of entry t, -1 for blobs at other keys.
     number = {name: i for i, name in enumerate(root_names)}
     root = np.array([number.get(r, -1) for r in roots], np.int64)
     return Summary(
@@ -103,7 +105,7 @@ def summarize_catalog(catalog: Catalog, step: int | None = None) -> Summary:
 
 
 def step_of(metadata: object, values: Sequence[tuple[str, object]]) -> int | None:
-    """The training step, from what a user attached, or else from the value of the shortest name that is called so.
+    """Find the training step: in the user's metadata, else in the value with the fewest dots in its name that is called so.
 
     >>> step_of(None, [("extra.sampler.step", 3), ("extra.step", 100)])
     100

@@ -1,11 +1,11 @@
-"""What torch's wrappers put into the names of a module's tensors, and the names without it.
+"""Removal of the steps that torch's wrappers add to the names of a module's tensors.
 
-1. ``torch.compile``, activation checkpointing and FSDP1 call the module inside by names that nobody else uses. They are dropped
-   wherever they stand.
-2. DDP, ``DataParallel`` and ``AveragedModel`` call it ``module``, which a user may do as well. In a dict of tensors, the only
-   evidence is that *every* key begins so, except ``n_averaged``, the count of an ``AveragedModel``; then the first step is
-   dropped, once. A load finds a tensor that was saved under the other of the two names, if it can mean just one:
-   `core.planning.match`.
+1. ``torch.compile``, activation checkpointing and FSDP1 store the wrapped module under attribute names that nobody else uses.
+   These steps are dropped wherever they stand.
+2. DDP, ``DataParallel`` and ``AveragedModel`` store it as ``module``, a name that users choose too. In a dict of tensors, the
+   only evidence of such a wrapper is that *every* key begins with it, except ``n_averaged``, the counter of an ``AveragedModel``.
+   Then the first step is dropped, once. If a tensor was saved under the other of the two names, a load finds it, provided that
+   only one saved name fits (`core.planning.match`).
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-"""What torch's wrappers call the module inside; nobody else uses these names."""
+"""The attributes in which torch's wrappers store the wrapped module; nobody else uses these names."""
 
 MODULE = "module"
 COUNT = "n_averaged"
 
 
 def unwrapped(name: str) -> str:
-    """A name without the steps that only wrappers have.
+    """Return a name without the steps that only wrappers use.
 
     >>> unwrapped("layers.0._orig_mod.weight")
     'layers.0.weight'
@@ -29,7 +29,7 @@ def unwrapped(name: str) -> str:
 
 
 def unwrapped_keys(keys: Sequence[str]) -> list[str]:
-    """The keys of one dict without what wrappers put into them.
+    """Return the keys of one dict without the steps that wrappers added.
 
     >>> unwrapped_keys(["module._orig_mod.0.weight", "module._orig_mod.0.bias", "n_averaged"])
     ['0.weight', '0.bias', 'n_averaged']
@@ -44,7 +44,7 @@ def unwrapped_keys(keys: Sequence[str]) -> list[str]:
 
 
 def bare(name: str) -> str:
-    """A name without any step that a wrapper may have put into it.
+    """Return a name without any step that a wrapper may have added.
 
     >>> bare("ema.module.layers.0._orig_mod.weight")
     'ema.layers.0.weight'

@@ -1,7 +1,7 @@
-"""Ranges of one dim, cut by one mesh axis after the other as ``torch.chunk`` cuts, uneven sizes too.
+"""Ranges of one dim, cut by one mesh axis after another as ``torch.chunk`` cuts, including uneven sizes.
 
-A rank's part of a dim is a list of ranges ``(first, length)``, in the order in which they lie in its local tensor: one where
-plain shards are cut, several where sections of the dim (fused QKV) are cut each on its own, or groups (strided placements).
+A rank's part of a dim is a list of ranges ``(first, length)``, in the order in which they lie in its local tensor. Plain shards
+have one range. There are several if sections of the dim (fused QKV) are cut each on its own, or groups (strided placements).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ Range = tuple[int, int]
 
 
 def chunk(ranges: Sequence[Range], num: int, index: int) -> list[Range]:
-    """Cut the concatenated ranges: the part that ``torch.chunk`` into `num` gives to coordinate `index`.
+    """Cut the concatenated ranges as ``torch.chunk`` into `num` parts; returns the part of coordinate `index`.
 
     >>> chunk([(0, 5), (10, 5)], 4, 1), chunk([(0, 5)], 4, 3)
     ([(3, 2), (10, 1)], [])
@@ -36,7 +36,7 @@ def narrow(ranges: Sequence[Range], start: int, stop: int) -> list[Range]:
 
 
 def joined(ranges: Sequence[Range]) -> list[Range]:
-    """Merge each range with the one before it where it begins at that one's end.
+    """Merge each range with the one before it if it begins where that one ends.
 
     >>> joined([(0, 2), (2, 3), (7, 1)])
     [(0, 5), (7, 1)]

@@ -16,5 +16,5 @@ CODES: tuple[str, ...] = tuple(sorted(ITEM_BYTES))
 
 
 def item_bytes_of(dtype: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """Return the bytes of one element, for each dtype code."""
+    """Return the bytes of one element for each dtype code, an index into `CODES`."""
     return np.array([ITEM_BYTES[code] for code in CODES], np.int64)[dtype]

@@ -1,9 +1,9 @@
 """Lexicographic order and equality of many rows over several columns.
 
-1. Rows that are in order already are left as they are: what one step of a planner has sorted, the next need not sort again.
-2. The columns of a row are packed into one integer, and the row's number into its low bits: numpy sorts plain integers some ten
-   times faster than it finds a sorting permutation, and the low bits are the permutation.
-3. Columns too wide for that are first replaced by the ranks of their values among the distinct ones.
+1. Rows that are sorted already are left as they are, because the steps of a planner often pass on sorted rows.
+2. The columns of a row are packed into one integer, with the row's number in its low bits: numpy sorts plain integers some ten
+   times faster than it finds a sorting permutation, and the low bits of the sorted integers are the permutation.
+3. If the columns are too wide for that, values are first replaced by their ranks among the distinct values.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _WORD_BITS = 63
 
 
 def lex_order(*columns: I64) -> I64:
-    """Sort rows, stably, by their columns, the first column being the most significant.
+    """Return the stable order that sorts rows by their columns, the first column being the most significant.
 
     >>> lex_order(np.array([1, 0, 1]), np.array([5, 9, 4])).tolist()
     [1, 2, 0]
@@ -27,12 +27,13 @@ def lex_order(*columns: I64) -> I64:
     num = len(columns[0])
     if _in_order(columns):
         return np.arange(num)
-    # The columns taken so far, as one key of `bits` bits; `room` is what the row's number leaves of a word.
+    # key: the columns taken so far, packed into `bits` bits. room: the bits of a word that the row's number leaves free.
     room = _WORD_BITS - (num - 1).bit_length()
     key, bits = _spread(columns[0])
     for column in columns[1:]:
         part, width = _spread(column)
         if bits + width > room:
+            # Too wide: first make the key dense, then also the column, then both together.
             key, bits = _dense(key, bits)
         if bits + width > room:
             part, width = _dense(part, width)
@@ -44,7 +45,8 @@ def lex_order(*columns: I64) -> I64:
 
 
 def group_ids(columns: I64) -> tuple[I64, I64]:
-    """Number the distinct rows of ``(N, K)`` in their order: the id of each row, and the index of the first row of each id.
+    """Number the distinct rows of ``(N, K)`` in sorted order; returns the id of each row, and the index of the first row of each
+    id.
 
     >>> [a.tolist() for a in group_ids(np.array([[1, 2], [0, 0], [1, 2]]))]
     [[1, 0, 1], [1, 0]]
@@ -74,19 +76,20 @@ def is_new(*columns: I64) -> NDArray[np.bool_]:
 
 
 def running_max(values: I64, first: NDArray[np.bool_]) -> I64:
-    """Return the largest value so far within each group; `first` marks the first row of each. No value is negative.
+    """Return the largest value so far within each group; `first` marks the first row of each group. No value is negative.
 
     >>> running_max(np.array([3, 1, 2, 1, 5]), np.array([True, False, True, False, False])).tolist()
     [3, 3, 2, 2, 5]
     """
-    # One running maximum serves all groups: each is shifted beyond the values of the one before it.
+    # One running maximum serves all groups: the values of each group are shifted above all values of the group before it.
     shift = np.cumsum(first) * (int(values.max(initial=0)) + 1)
     reach: I64 = np.maximum.accumulate(values + shift) - shift
     return reach
 
 
 def _in_order(columns: Sequence[I64]) -> bool:
-    # tied: rows that equal the one before them in all columns so far.
+    """Tell whether rows are sorted by their columns."""
+    # tied[i]: row i + 1 equals row i in all columns so far.
     tied = np.ones(max(len(columns[0]) - 1, 0), bool)
     for column in columns:
         before, after = column[:-1], column[1:]
@@ -97,17 +100,18 @@ def _in_order(columns: Sequence[I64]) -> bool:
 
 
 def _spread(column: I64) -> tuple[I64, int]:
-    """Count the column from its smallest value; returns it, and the bits that it takes."""
+    """Count the column from its smallest value; returns the numbers, and the bits that the largest takes."""
     low = int(column.min())
     return column - low if low else column, (int(column.max()) - low).bit_length()
 
 
 def _sorted(key: I64, bits: int) -> tuple[I64, I64]:
-    """Sort the column; returns it in order, and its stable order."""
+    """Sort the column; returns the sorted values and the stable order."""
     index_bits = (len(key) - 1).bit_length()
     if bits + index_bits > _WORD_BITS:
         order = np.argsort(key, kind="stable")
         return key[order], order
+    # Bit packing: the value in the high bits, the row's number in the low index_bits. Equal values keep the order of their rows.
     packed = key << index_bits
     packed |= np.arange(len(key))
     packed.sort()
@@ -115,20 +119,22 @@ def _sorted(key: I64, bits: int) -> tuple[I64, I64]:
 
 
 def _dense(key: I64, bits: int) -> tuple[I64, int]:
-    """Replace each value by its place among the distinct ones; returns the places, and the bits that they take."""
+    """Replace each value by its rank among the distinct ones; returns the ranks, and the bits that the largest takes."""
     ordered, order = _sorted(key, bits)
     return _places(order, is_new(ordered))
 
 
 def _dense_pair(key: I64, bits: int, part: I64, width: int) -> tuple[I64, int]:
-    """Do as `_dense` for pairs, `key` being the more significant of the two."""
+    """Replace each pair by its rank among the distinct pairs, as `_dense` does; `key` is the more significant part."""
+    # Sort by the minor part, then stably by the major one.
     minor = _sorted(part, width)[1]
     order = minor[_sorted(key[minor], bits)[1]]
     return _places(order, is_new(key[order], part[order]))
 
 
 def _places(order: I64, new: NDArray[np.bool_]) -> tuple[I64, int]:
-    # place: in sorted order; dense: in the order of the rows that came in.
+    """Return the rank of each row from its sorted order, and the bits that the largest takes."""
+    # place[i]: the rank of the i-th row in sorted order; dense[i]: the rank of row i.
     place = np.cumsum(new) - 1
     dense = np.empty_like(place)
     dense[order] = place

@@ -1,11 +1,12 @@
 """Runs of boxes, cut into boxes and bounded by boxes; everything is vectorized over many runs at once.
 
 A *run* is the elements ``[start, start + count)`` of the row-major order of a box. Runs are the one geometry of this package: a
-plain shard is the run that is its whole box, a flat optimizer range is a run of the tensor it flattens, a replica's part and
-a window of a file are runs again. `decompose` cuts each run into at most ``2 D - 1`` boxes, each of them contiguous in the run;
-what is asked about runs is then asked about boxes.
+plain shard is the run that is its whole box, a flat optimizer range is a run of the tensor that it flattens, and a replica's part
+and a window of a file are runs too. `decompose` cuts each run into at most ``2 D - 1`` boxes, each of them contiguous in the run,
+so that questions about runs become questions about boxes.
 
-Arrays are ``(N, D)`` int64, one run or box a row; tensors of fewer dims are padded on the left with offset 0 and length 1.
+Arrays are ``(N, D)`` int64, with one run or box in each row; tensors of fewer dims are padded on the left with offset 0 and
+length 1.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def pad_left(rows: I64, width: int, fill: int) -> I64:
 
 
 def pad_rows(rows: Iterable[tuple[int, ...]], width: int, fill: int) -> I64:
-    """Make ``(N, width)`` of rows of different lengths, each with leading entries of ``fill``.
+    """Stack rows of different lengths into ``(N, width)``, with leading entries of ``fill``.
 
     >>> pad_rows([(5, 6), (7,)], 2, 1).tolist()
     [[5, 6], [1, 7]]
@@ -62,7 +63,7 @@ def volumes(lengths: I64) -> I64:
 
 @dataclass(frozen=True, slots=True)
 class Boxes:
-    """Boxes cut out of runs: ``parent`` is the run's index; offsets are relative to the run's box; runs stay in order."""
+    """Boxes that runs were cut into, in order of run: ``parent`` is the index of the run, offsets are relative to its box."""
 
     parent: I64
     offsets: I64
@@ -72,17 +73,17 @@ class Boxes:
 def decompose(lengths: I64, start: I64, count: I64) -> Boxes:
     """Cut each run of a box into at most ``2 D - 1`` boxes, in the order of the run.
 
-    Write the ends of the run as mixed-radix digits over the box's lengths. They agree on the leading digits and differ first
-    at some dim ``k``. The run is then: for each dim inside ``k``, from the innermost out, what is left of the row in which it
-    begins (*head*); along ``k``, the whole slices between (*middle*); and for each dim inside ``k``, from the outside in, what
-    it covers of the row in which it ends (*tail*).
+    Write both ends of the run as mixed-radix digits over the box's lengths. They agree on the leading digits and first differ at
+    some dim ``k``. The run then consists of three parts. *Head*: for each dim inside ``k``, from the innermost outwards, the rest
+    of the row in which the run begins. *Middle*: along ``k``, the whole slices between. *Tail*: for each dim inside ``k``, from
+    the outermost inwards, the beginning of the row in which the run ends.
 
     Parameters
     ----------
     lengths : (N, D)
         The boxes.
     start, count : (N,)
-        The runs, in elements; empty runs give no box.
+        The runs, in elements; an empty run gives no box.
 
     Returns
     -------
@@ -97,6 +98,7 @@ def decompose(lengths: I64, start: I64, count: I64) -> Boxes:
     >>> np.hstack([boxes.offsets, boxes.lengths]).tolist()
     [[0, 1, 1, 2], [1, 0, 2, 3], [3, 0, 1, 1]]
     """
+    # whole: runs that are their whole box need no cut; partial: the others, without empty runs.
     whole = (start == 0) & (count == volumes(lengths)) & (count > 0)
     if whole.all():
         return Boxes(np.arange(len(start)), np.zeros_like(lengths), lengths)
@@ -104,7 +106,7 @@ def decompose(lengths: I64, start: I64, count: I64) -> Boxes:
     cut = _cut(lengths[partial], start[partial], count[partial])
     keep = np.flatnonzero(whole)
     parent = np.concatenate([keep, partial[cut.parent]])
-    # Stable, so that the boxes of a run stay in the order of the run.
+    # A stable sort, so that the boxes of a run stay in the order of the run.
     order = np.argsort(parent, kind="stable")
     return Boxes(
         parent[order],
@@ -114,21 +116,21 @@ def decompose(lengths: I64, start: I64, count: I64) -> Boxes:
 
 
 def _digits(position: I64, strides: I64, lengths: I64) -> I64:
-    """Write positions as mixed-radix digits; the outermost may equal its length, at the end of the box."""
+    """Write positions as mixed-radix digits; at the end of the box, the outermost digit equals its length."""
     digits = position[:, None] // strides
     digits[:, 1:] %= lengths[:, 1:]
     return digits
 
 
 def _cut(lengths: I64, start: I64, count: I64) -> Boxes:
-    """Decompose runs that are not empty."""
+    """Cut runs into boxes; no run is empty."""
     num, dims = lengths.shape
     strides = strides_of(lengths)
     first = _digits(start, strides, lengths)
     last = _digits(start + count, strides, lengths)
-    # split: of each run the outermost dim on which its two ends differ; ``k`` in `decompose`.
+    # split[i]: the outermost dim on which the two ends of run i differ, ``k`` in `decompose`.
     split = np.argmax(first != last, axis=1)
-    # begun[:, d]: some digit of the run's start from dim d on is not 0, so the run starts inside a slice of dim d - 1.
+    # begun[i, d]: the start of run i has a digit other than 0 on dim d or inside it, so it begins inside a slice of dim d - 1.
     begun = np.zeros((num, dims + 1), dtype=bool)
     inner_first = (first > 0)[:, ::-1]
     begun[:, :dims] = np.logical_or.accumulate(inner_first, axis=1)[:, ::-1]
@@ -137,7 +139,7 @@ def _cut(lengths: I64, start: I64, count: I64) -> Boxes:
     sizes: list[I64] = []
 
     def emit(mask: NDArray[np.bool_], dim: int, digits: I64, low: I64, high: I64) -> None:
-        """Add a box of the masked runs: one index on the dims before `dim`, ``low … high`` along it, all of those after."""
+        """Add a box for each masked run: one index on the dims before `dim`, ``low … high`` along it, all of the dims after."""
         rows = np.flatnonzero(mask & (high > low))
         offset = digits[rows].copy()
         offset[:, dim] = low[rows]
@@ -149,7 +151,7 @@ def _cut(lengths: I64, start: I64, count: I64) -> Boxes:
         offsets.append(offset)
         sizes.append(size)
 
-    # In the order of the run: head, middle, tail. next_whole: the first slice of a dim that the run has from its beginning.
+    # In the order of the run: head, middle, tail. next_whole[i, d]: the first slice of dim d that run i has from its beginning.
     next_whole = first + begun[:, 1:]
     for dim in range(dims - 1, 0, -1):
         emit((dim > split) & begun[:, dim], dim, first, next_whole[:, dim], lengths[:, dim])
@@ -158,13 +160,13 @@ def _cut(lengths: I64, start: I64, count: I64) -> Boxes:
     for dim in range(1, dims):
         emit(dim > split, dim, last, np.zeros_like(start), last[:, dim])
     parent = np.concatenate(parents)
-    # Stable, so that each run keeps the order in which its boxes were added.
+    # A stable sort, so that each run keeps the order in which its boxes were added.
     order = np.argsort(parent, kind="stable")
     return Boxes(parent[order], np.concatenate(offsets)[order], np.concatenate(sizes)[order])
 
 
 def as_boxes(offsets: I64, lengths: I64, start: I64, count: I64) -> tuple[I64, I64, I64, I64]:
-    """Write each run that is a box as that box; others are left as they are.
+    """Write each run that is exactly a box as that box; leave the others unchanged.
 
     Returns
     -------
@@ -181,18 +183,21 @@ def as_boxes(offsets: I64, lengths: I64, start: I64, count: I64) -> tuple[I64, I
     if len(partial) == 0:
         return offsets, lengths, start, count
     offsets, lengths, start = offsets.copy(), lengths.copy(), start.copy()
-    # From here on, size, strides, begin, num and done have a row for each partial run.
+    # size, strides, begin, num and done have an entry for each partial run from here on.
     size = lengths.take(partial, axis=0)
     strides = strides_of(size)
     begin, num = start[partial], count[partial]
     done = np.zeros(len(partial), bool)
     for dim in range(lengths.shape[1]):
-        # A box: whole slices of this dim, within one slice of the next outer one. Cheap tests first: few runs pass them.
+        # A run is a box if it is whole slices of this dim within one slice of the next outer dim. Cheap tests first: few runs
+        # pass.
         some = np.flatnonzero(~done & (num <= strides[:, dim] * size[:, dim]))
         some = some[num[some] % strides[some, dim] == 0]
+        # digits: where the run begins; slices: how many slices of this dim it covers; even: it begins where a slice begins.
         digits = begin[some, None] // strides[some]
         slices = num[some] // strides[some, dim]
         even = digits[:, dim] * strides[some, dim] == begin[some]
+        # alone: these runs do not reach over the end of the outer slice, so each is a box.
         alone = np.flatnonzero(even & (digits[:, dim] % size[some, dim] + slices <= size[some, dim]))
         rows = partial[some[alone]]
         offsets[rows] += digits[alone] % size[some[alone]]
@@ -204,7 +209,7 @@ def as_boxes(offsets: I64, lengths: I64, start: I64, count: I64) -> tuple[I64, I
 
 
 def cut_boxes(offsets: I64, lengths: I64, item_bytes: I64, limit: I64) -> tuple[I64, I64, I64]:
-    """Cut boxes of more bytes than their limit along their outer dims; returns the box of each part, offsets and lengths.
+    """Cut boxes of more bytes than their limit along their outer dims; returns the index of each part's box, offsets and lengths.
 
     Parts are in row-major order, and each is contiguous in its box.
 
@@ -213,9 +218,11 @@ def cut_boxes(offsets: I64, lengths: I64, item_bytes: I64, limit: I64) -> tuple[
     ([[0, 0], [2, 0]], [[2, 4], [1, 4]])
     """
     slices = strides_of(lengths) * item_bytes[:, None]
-    # per: how many slices of a dim a part takes: of outer dims one, once an inner one is cut.
+    # per[i, d]: slices of dim d in a part of box i, as many as the limit allows, at least one. Outside a dim that is cut it is
+    # one.
     per = np.maximum(np.minimum(lengths, limit[:, None] // np.maximum(slices, 1)), 1)
     counts = -(-lengths // per)
+    # One entry for each part; its number within the box, as mixed-radix digits, is its index along each dim.
     source, step = ranges(volumes(counts))
     index = np.empty((len(source), lengths.shape[1]), np.int64)
     for dim in range(lengths.shape[1] - 1, -1, -1):
@@ -225,12 +232,12 @@ def cut_boxes(offsets: I64, lengths: I64, item_bytes: I64, limit: I64) -> tuple[
 
 
 def bounds(offsets: I64, lengths: I64, start: I64, count: I64) -> tuple[I64, I64]:
-    """Bound each run by a box: its own box, narrowed along the outermost dim that is longer than 1.
+    """Bound each run by a box: the run's own box, narrowed along its outermost dim that is longer than 1.
 
     Returns
     -------
     low, high : (N, D)
-        Global coordinates; for whole boxes they are exact.
+        In global coordinates; exact for runs that are whole boxes.
     """
     low, high = offsets.copy(), offsets + lengths
     partial = np.flatnonzero(count != volumes(lengths))
@@ -239,7 +246,7 @@ def bounds(offsets: I64, lengths: I64, start: I64, count: I64) -> tuple[I64, I64
     size = lengths[partial]
     dim = np.argmax(size > 1, axis=1)
     stride = strides_of(size)[np.arange(len(partial)), dim]
-    # The slices of that dim in which the run begins and behind which it ends.
+    # first, last: the slice of that dim in which the run begins, and the one behind its end.
     first = start[partial] // stride
     last = -(-(start[partial] + count[partial]) // stride)
     high[partial, dim] = low[partial, dim] + last

@@ -1,9 +1,9 @@
-"""Checks that runs cover their tensors exactly once, and finds where they do not.
+"""Check that runs cover their tensors exactly once, and find the place where they do not.
 
-1. Runs of one box are lined up: consecutive runs join, an overlap is a fault. A box that its runs fill counts as a box.
-2. The boxes of a tensor tile it if no two overlap and their volumes add up to its size. Tensors with the same shape and boxes,
+1. Line up the runs of each box: consecutive runs are joined, and an overlap is a fault. A box that its runs fill counts as a box.
+2. Cut the runs of partly filled boxes into boxes (`decompose`).
+3. The boxes of a tensor tile it if no two overlap and their volumes add up to its size. Tensors with the same shape and boxes,
    such as those of equal layers, are checked once.
-3. What is left of partly filled boxes is cut into boxes first (`decompose`).
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from .ordering import is_new, lex_order
 from .runs import I64, bounds, decompose, ranges, volumes
 
 MAX_PAIRS = 1 << 21
-"""Pairs of boxes compared in one step; bounds memory, not the answer."""
+"""The most pairs of boxes compared in one step; bounds memory without changing the result."""
 
 MAX_SWEPT = 1 << 29
-"""Pairs compared in all, for one tensor. No layout of a job comes near: a grid of half a million boxes has fewer. A catalog that
-is made for it would keep a reader busy for hours."""
+"""The most pairs compared in all for one tensor. No layout of a job comes near it: a grid of half a million boxes has fewer. A
+catalog that is made to have more would keep a reader busy for hours."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Where tiling fails: two runs that overlap (indices into the input) or a region that none covers."""
+    """A place where tiling fails: two runs that overlap (`rows` has their indices in the input), or a region without a run."""
 
     tensor: int
     rows: tuple[int, ...]
@@ -40,7 +40,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class _Runs(ColumnTable):
-    """Runs, of which ``row`` is the index in the input; of runs that were joined, of one of them."""
+    """Runs; ``row`` is the index in the input, for joined runs that of one of them."""
 
     tensor: I64
     box: I64
@@ -61,20 +61,20 @@ def find_faults(
     box_offsets, box_lengths : (B, D)
         Distinct boxes.
     tensor, box, start, count : (R,)
-        Of each run its tensor, its box and its elements; in any order.
+        For each run its tensor, its box and its elements; in any order.
     """
     runs = _Runs(tensor, box, start, count, np.arange(len(tensor)))
     runs = runs.take(lex_order(tensor, box, start))
     runs = runs.take(runs.count > 0)
     boxes = box_offsets, box_lengths
-    # Between neighbours: whether they are runs of one box, and how many elements lie between them; negative where they overlap.
+    # same[i]: runs i and i + 1 are of one box. gap[i]: the elements between them; negative if they overlap.
     same = ~is_new(runs.tensor, runs.box)[1:]
     gap = runs.start[1:] - (runs.start + runs.count)[:-1]
     clash = np.flatnonzero(same & (gap < 0))
-    clashing, one = np.unique(runs.tensor[clash], return_index=True)  # one overlap of each tensor says enough
+    clashing, one = np.unique(runs.tensor[clash], return_index=True)  # one overlap of each tensor is enough to report
     for i in clash[one].tolist():
         yield _overlap(boxes, runs.take([i, i + 1]))
-    # Runs that follow each other without a gap are joined: first and last are the ends of each row of them.
+    # Consecutive runs without a gap are joined; first and last are the first and the last run of each joined one.
     new = np.append(True, ~(same & (gap == 0))) if len(runs.row) else np.zeros(0, bool)
     first = np.flatnonzero(new)
     last = runs.take(np.append(first[1:], len(new))[: len(first)] - 1)
@@ -85,7 +85,7 @@ def find_faults(
 
 
 def _overlap(boxes: tuple[I64, I64], pair: _Runs) -> Fault:
-    """Make the fault of two runs of a tensor that overlap: about the region where the boxes around them meet."""
+    """Describe two overlapping runs of a tensor; the region is the overlap of the boxes around them."""
     lows, highs = bounds(boxes[0][pair.box], boxes[1][pair.box], pair.start, pair.count)
     low = lows.max(axis=0)
     high = np.maximum(highs.min(axis=0), low)
@@ -93,14 +93,14 @@ def _overlap(boxes: tuple[I64, I64], pair: _Runs) -> Fault:
 
 
 def _box_faults(shapes: I64, boxes: tuple[I64, I64], joined: _Runs, reported: frozenset[int]) -> Iterator[Fault]:
-    """Yield the faults of all tensors but those that were reported already."""
+    """Yield the faults of all tensors except the reported ones."""
     cut = decompose(boxes[1][joined.box], joined.start, joined.count)
-    # Boxes stay in order of tensor: those of tensor t are first[t] to first[t + 1].
+    # The cut boxes stay in order of tensor: the boxes of tensor t are first[t] : first[t + 1].
     tensor = joined.tensor[cut.parent]
     low = boxes[0][joined.box[cut.parent]] + cut.offsets
     first = np.searchsorted(tensor, np.arange(len(shapes) + 1))
     sizes, num = volumes(shapes), np.diff(first)
-    # A box as large as its tensor, and alone in it, is the tensor.
+    # whole[t]: tensor t has one box, which is the whole tensor, so it needs no other check.
     whole = np.zeros(len(shapes), bool)
     single = np.flatnonzero(num == 1)
     at = first[single]
@@ -111,6 +111,7 @@ def _box_faults(shapes: I64, boxes: tuple[I64, I64], joined: _Runs, reported: fr
         if t in reported:
             continue
         part = slice(first[t], first[t + 1])
+        # Tensors with equal shapes and boxes share one check.
         layout = shapes[t].tobytes() + low[part].tobytes() + cut.lengths[part].tobytes()
         if layout in verified:
             continue
@@ -127,7 +128,7 @@ def _box_faults(shapes: I64, boxes: tuple[I64, I64], joined: _Runs, reported: fr
 
 
 def find_overlap(offsets: I64, lengths: I64) -> tuple[int, int] | None:
-    """Find two boxes that share an element; None where no two do.
+    """Find two boxes that share an element; returns None if no two do.
 
     Boxes are swept along the dim on which the fewest pairs meet.
     """
@@ -140,7 +141,7 @@ def find_overlap(offsets: I64, lengths: I64) -> tuple[int, int] | None:
             f"{len(offsets)} shards of one tensor lie so that it takes too long to check that none overlap; use fewer ones"
         )
     for part in batches(meets, MAX_PAIRS):
-        # Each box beside each of the following ones that it meets on this dim; do they meet on all dims?
+        # One entry for each pair of a box and a following one that meets it on this dim; clash: do they meet on all dims?
         owner, step = ranges(meets[part])
         left = order[owner + part.start]
         right = order[owner + part.start + 1 + step]
@@ -152,7 +153,7 @@ def find_overlap(offsets: I64, lengths: I64) -> tuple[int, int] | None:
 
 
 def _sweep(offsets: I64, lengths: I64, dim: int) -> tuple[I64, I64]:
-    """Order boxes by their beginning along a dim, and count how many of the following ones begin before each ends."""
+    """Sort boxes by their beginning along a dim; returns the order, and how many following boxes begin before each ends."""
     order = np.argsort(offsets[:, dim], kind="stable")
     begin = offsets[order, dim]
     until = np.searchsorted(begin, begin + lengths[order, dim], side="left")
@@ -160,18 +161,20 @@ def _sweep(offsets: I64, lengths: I64, dim: int) -> tuple[I64, I64]:
 
 
 def find_gap(shape: I64, offsets: I64, lengths: I64) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Find a box of the tensor that none of these disjoint boxes touches, by halving the tensor.
+    """Find a box of the tensor that none of these disjoint boxes touches, by halving the tensor again and again.
 
     >>> find_gap(np.array([4, 2]), np.array([[0, 0], [3, 0]]), np.array([[2, 2], [1, 2]]))
     ((2, 0), (3, 2))
     """
     low, high = np.zeros_like(shape), shape.copy()
     while True:
+        # begin, end: the boxes clipped to the region low : high; none inside means that the region is free.
         begin, end = np.maximum(offsets, low), np.minimum(offsets + lengths, high)
         inside = np.flatnonzero((begin < end).all(axis=1))
         if len(inside) == 0:
             return tuple(low.tolist()), tuple(high.tolist())
-        # Cut along a face of some box, so that a half is either covered, free, or simpler.
+        # Cut along a face of some box. The left half is kept if its boxes do not fill it, else the right one, which has the gap
+        # then.
         begin, end = begin[inside], end[inside]
         offsets, lengths = begin, end - begin
         dim, at = _face(low, high, begin, end)
@@ -185,7 +188,7 @@ def find_gap(shape: I64, offsets: I64, lengths: I64) -> tuple[tuple[int, ...], t
 
 
 def _face(low: I64, high: I64, begin: I64, end: I64) -> tuple[int, int]:
-    """Find where to halve a region: a coordinate inside it where boxes begin or end, the middle one on the dim that has most."""
+    """Find the place to halve a region: on the dim with the most coordinates inside where boxes begin or end, the middle one."""
     faces = []
     for dim in range(len(low)):
         first, last = begin[:, dim], end[:, dim]
